@@ -1,0 +1,37 @@
+# Two commands: `make train` does the main job, `make test` runs the tests. Both set themselves up.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.keel-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test lint verify clean
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## create .venv and install everything (a second call is instant)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Keel needs Python 3.11 or newer: make setup PYTHON=/path/to/python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+train: setup  ## train the one-file example under a KL leash (under two minutes on 2 cores)
+	$(BIN)/python examples/grpo_one_file.py --use-kl-penalty
+
+test: setup  ## run all tests
+	$(BIN)/python -m pytest
+
+lint: setup  ## ruff, mypy and the rooms' import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+verify: setup  ## prove every KL fact, as a table
+	$(BIN)/keel verify
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

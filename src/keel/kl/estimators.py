@@ -1,0 +1,65 @@
+"""Value estimators of KL(policy‖reference) from tokens that the policy sampled.
+
+Each is a function of d = log p − log π alone. What each one's *gradient* does is another matter, and is in
+`keel.kl.facts`. Source: Schulman, http://joschu.net/blog/kl-approx.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from keel.errors import KeelError, unknown
+from keel.kl.ratios import DEFAULT_CLAMP, log_ratio
+
+Estimator = Callable[[Tensor], Tensor]
+
+
+def k1(d: Tensor) -> Tensor:
+    """k1 = −d. Unbiased for KL(π‖p), large spread, either sign."""
+    return -d
+
+
+def k2(d: Tensor) -> Tensor:
+    """k2 = d²/2. Biased as a value; its gradient in the loss is that of KL(π‖p)."""
+    return 0.5 * d.square()
+
+
+def k3(d: Tensor) -> Tensor:
+    """k3 = e^d − 1 − d, never negative. Unbiased for KL(π‖p) where E_π[r] = 1; its plain gradient is ∇KL(p‖π)."""
+    return torch.expm1(d) - d
+
+
+def absolute(d: Tensor) -> Tensor:
+    """|d|. No KL: it bounds k1, and its gradient in the loss is that of ‖π − p‖₁, twice the total variation."""
+    return d.abs()
+
+
+ESTIMATORS: dict[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
+
+
+def get_estimator(name: str) -> Estimator:
+    """The estimator of that name; an unknown one is refused with the nearest known."""
+    if name not in ESTIMATORS:
+        raise unknown("estimator", name, ESTIMATORS)
+    return ESTIMATORS[name]
+
+
+def estimate(
+    name: str,
+    logp: Tensor,
+    ref_logp: Tensor,
+    mask: Tensor | None = None,
+    clamp: float | None = DEFAULT_CLAMP,
+) -> Tensor:
+    """The named estimator per token `[B, T]`, in nats, zero outside the mask, with its plain autograd gradient."""
+    return get_estimator(name)(log_ratio(logp, ref_logp, mask, clamp).d)
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the mask; 0, with a gradient of 0, where the mask is empty."""
+    if mask.dtype != torch.bool:
+        raise KeelError(f"action_mask must be boolean, got {mask.dtype}: pass action_mask.bool()")
+    return torch.where(mask, values, torch.zeros_like(values)).sum() / mask.sum().clamp_min(1)

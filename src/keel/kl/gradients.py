@@ -1,0 +1,86 @@
+"""Gradient forms: the same KL value can carry several gradients, and only some of them are a KL's.
+
+A form is written `[weight][*][carrier]`:
+
+    plain        autograd of the estimator as it stands
+    k2           straight-through: the estimator's value, k2's gradient (likewise k1, k3, abs)
+    rho          ρ·k, the ratio carrying gradient
+    sg_rho       sg(ρ)·k
+    sg_rho*k2    value sg(ρ)·k, gradient of sg(ρ)·k2 (likewise with the other estimators, and with rho)
+
+ρ·k3 and sg(ρ)·k2 have the same gradient ρ·u·s on every sample; the second never forms e^d, so it does not lose it
+to cancellation. Sources: Tang & Munos 2506.09477, Liu et al. 2510.01555, RPG 2505.17508, DeepSeek-V3.2 2512.02556.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from keel.errors import KeelError, unknown
+from keel.kl.estimators import ESTIMATORS, get_estimator
+from keel.kl.ratios import DEFAULT_CLAMP, importance_ratio, log_ratio
+
+WEIGHTS = ("rho", "sg_rho")
+
+
+@dataclass(frozen=True)
+class GradientForm:
+    """How a KL value carries its gradient: which ratio weighs it, and which estimator's gradient it takes."""
+
+    weight: str | None = None
+    carrier: str | None = None
+
+    def __str__(self) -> str:
+        return "*".join(part for part in (self.weight, self.carrier) if part) or "plain"
+
+
+def parse_gradient(text: str) -> GradientForm:
+    """Read a form such as `plain`, `k2`, `rho`, `sg_rho*k2`."""
+    if text == "plain":
+        return GradientForm()
+    weight: str | None = None
+    carrier: str | None = None
+    for part in text.split("*"):
+        if part in WEIGHTS and weight is None and carrier is None:
+            weight = part
+        elif part in ESTIMATORS and carrier is None:
+            carrier = part
+        else:
+            raise unknown("gradient form", text, ["plain", *ESTIMATORS, *WEIGHTS, "sg_rho*k2", "rho*k3"])
+    return GradientForm(weight, carrier)
+
+
+def straight_through(value: Tensor, gradient: Tensor) -> Tensor:
+    """The value of the first, the gradient of the second."""
+    return value.detach() + (gradient - gradient.detach())
+
+
+def weighted_estimate(
+    estimator: str,
+    form: GradientForm,
+    logp: Tensor,
+    ref_logp: Tensor,
+    old_logp: Tensor | None = None,
+    mask: Tensor | None = None,
+    *,
+    clamp: float | None = DEFAULT_CLAMP,
+    ratio_cap: float | None = None,
+) -> Tensor:
+    """An estimator per token `[B, T]` in the given gradient form; zero outside the mask.
+
+    `old_logp` is log μ, the samples' own policy. None means on-policy: μ is the policy itself, ρ is 1 and still
+    carries gradient under `rho`. `ratio_cap` truncates ρ.
+    """
+    if ratio_cap is not None and form.weight is None:
+        raise KeelError(f"a ratio cap needs a weighted gradient form, got {str(form)!r}: use rho or sg_rho")
+    d = log_ratio(logp, ref_logp, mask, clamp).d
+    value = get_estimator(estimator)(d)
+    carrier = value if form.carrier is None else get_estimator(form.carrier)(d)
+    if form.weight is None:
+        return value if form.carrier is None else straight_through(value, carrier)
+    rho = importance_ratio(logp, logp.detach() if old_logp is None else old_logp, mask, cap=ratio_cap, clamp=clamp)
+    if form.weight == "sg_rho":
+        rho = rho.detach()
+    return rho * value if form.carrier is None else straight_through(rho * value, rho * carrier)

@@ -1,0 +1,115 @@
+"""Log-ratios: the one place where log-probabilities are checked, widened, masked and clamped.
+
+Notation throughout the room: d = log p − log π (reference minus policy), u = −d, s = ∇log π, ρ = π/μ where μ is
+the policy that produced the samples, sg = stop-gradient. Tensors are `[B, T]`, aligned to the token they score.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keel.errors import KeelError
+
+DEFAULT_CLAMP = 20.0  # nats; e^20 is finite in every dtype we compute in: overflow protection, nothing more
+
+
+@dataclass(frozen=True)
+class LogRatio:
+    """d = log p − log π, zero outside the mask, and where the clamp bit."""
+
+    d: Tensor
+    clamped: Tensor
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """fp16 and bf16 become fp32; fp32 and fp64 stay (fp64 is what the proofs run in)."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def check_mask(mask: Tensor, shape: torch.Size, name: str = "action_mask") -> None:
+    """A mask is boolean and has the shape of what it masks."""
+    if mask.dtype != torch.bool:
+        raise KeelError(f"{name} must be boolean, got {str(mask.dtype).removeprefix('torch.')}: pass {name}.bool()")
+    if mask.shape != shape:
+        raise KeelError(
+            f"{name} has shape {tuple(mask.shape)}, the log-probabilities {tuple(shape)}: both must be [B, T]"
+        )
+
+
+def check_same_shape(**tensors: Tensor) -> torch.Size:
+    """All tensors have one shape and a floating dtype; the error names the first that does not."""
+    (first_name, first), *rest = tensors.items()
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise KeelError(f"{name} must be floating point, got {kind}: pass log-probabilities, not token ids")
+    for name, tensor in rest:
+        if tensor.shape != first.shape:
+            raise KeelError(
+                f"{name} has shape {tuple(tensor.shape)} but {first_name} has {tuple(first.shape)}: "
+                "both must be [B, T], aligned to the token they score"
+            )
+    return first.shape
+
+
+def select(x: Tensor, mask: Tensor | None) -> Tensor:
+    """x where the mask is true, 0 elsewhere; by selection, because NaN · 0 = NaN."""
+    return x if mask is None else torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def clamp_through(x: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
+    """Clamp the value to ±limit and let the gradient pass, so that a far-off token is still pulled back."""
+    if limit is None:
+        return x, torch.zeros_like(x, dtype=torch.bool)
+    return x.clamp(-limit, limit).detach() + (x - x.detach()), x.detach().abs() > limit
+
+
+def log_ratio(
+    logp: Tensor,
+    ref_logp: Tensor,
+    mask: Tensor | None = None,
+    clamp: float | None = DEFAULT_CLAMP,
+) -> LogRatio:
+    """d = log p − log π per token: fp32 at least, selected by the mask, clamped to ±`clamp` nats in value.
+
+    −inf log-probabilities become the most negative finite number first, so two impossible tokens give d = 0 rather
+    than NaN. A NaN inside the mask stays NaN: that is an error to be seen, not hidden.
+    """
+    shape = check_same_shape(logp=logp, ref_logp=ref_logp)
+    if clamp is not None and not clamp > 0:
+        raise KeelError(f"log_ratio_clamp must be positive or null, got {clamp}: the default is {DEFAULT_CLAMP}")
+    if mask is not None:
+        check_mask(mask, shape)
+    policy, reference = at_least_fp32(select(logp, mask)), at_least_fp32(select(ref_logp, mask))
+    dtype = torch.promote_types(policy.dtype, reference.dtype)
+    floor = torch.finfo(dtype).min
+    d = reference.to(dtype).clamp_min(floor) - policy.to(dtype).clamp_min(floor)
+    d, clamped = clamp_through(d, clamp)
+    return LogRatio(d, clamped)
+
+
+def importance_ratio(
+    logp: Tensor,
+    old_logp: Tensor,
+    mask: Tensor | None = None,
+    *,
+    level: str = "token",
+    cap: float | None = None,
+    clamp: float | None = DEFAULT_CLAMP,
+) -> Tensor:
+    """ρ = π/μ per token `[B, T]`, or of the whole sequence `[B, 1]`, carrying gradient; 1 outside the mask.
+
+    `cap` truncates it to min(ρ, cap); above the cap it carries no gradient (truncated importance sampling).
+    """
+    if cap is not None and not cap > 0:
+        raise KeelError(f"the ratio's cap must be positive or null, got {cap}")
+    log_rho = -log_ratio(logp, old_logp, mask, clamp=None).d
+    if level == "sequence":
+        log_rho = log_rho.sum(dim=-1, keepdim=True)
+    elif level != "token":
+        raise KeelError(f"unknown ratio level {level!r}: known: token, sequence")
+    rho = clamp_through(log_rho, clamp)[0].exp()
+    return rho if cap is None else rho.clamp_max(cap)

@@ -1,0 +1,123 @@
+"""KL of whole sequences. Every per-token loss drops how today's token changes tomorrow's KL; these do not.
+
+∇KL_seq = E Σ_t (Σ_{j≥t} u_j) s_t. Each function returns one value a sequence, `[B]`, in nats per sequence, and is
+a loss: its autograd gradient is unbiased for ∇KL_seq(π‖p) on samples from the policy, and on samples from μ when
+weighted by the sequence's ratio (`old_logp` given).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from keel.errors import KeelError, unknown
+from keel.kl.estimators import k2, k3
+from keel.kl.ratios import DEFAULT_CLAMP, at_least_fp32, check_mask, clamp_through, importance_ratio, log_ratio, select
+
+
+def reward_to_go(values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Σ_{j≥t} values_j along the last dimension, over the mask."""
+    return select(values, mask).flip(-1).cumsum(-1).flip(-1)
+
+
+def _score(logp: Tensor, mask: Tensor | None) -> Tensor:
+    """Zero in value, log π in gradient: multiply by a detached coefficient to get a score-function term."""
+    logp = at_least_fp32(select(logp, mask))
+    return logp - logp.detach()
+
+
+def _sequence_weight(logp: Tensor, old_logp: Tensor | None, mask: Tensor | None, cap: float | None) -> Tensor | float:
+    if old_logp is None:
+        return 1.0
+    return importance_ratio(logp, old_logp, mask, level="sequence", cap=cap).detach().squeeze(-1)
+
+
+def k1_to_go(
+    logp: Tensor,
+    ref_logp: Tensor,
+    mask: Tensor | None = None,
+    old_logp: Tensor | None = None,
+    *,
+    clamp: float | None = DEFAULT_CLAMP,
+    ratio_cap: float | None = None,
+) -> Tensor:
+    """Value Σu; gradient Σ_t sg(Σ_{j≥t} u_j) s_t: k1 in the reward, written as a loss."""
+    u = -log_ratio(logp, ref_logp, mask, clamp).d.detach()
+    per_sequence = (u + reward_to_go(u) * _score(logp, mask)).sum(-1)
+    return _sequence_weight(logp, old_logp, mask, ratio_cap) * per_sequence
+
+
+def k2_sequence(
+    logp: Tensor,
+    ref_logp: Tensor,
+    mask: Tensor | None = None,
+    old_logp: Tensor | None = None,
+    *,
+    clamp: float | None = DEFAULT_CLAMP,
+    ratio_cap: float | None = None,
+) -> Tensor:
+    """½(Σu)²: gradient (Σu)·Σ_t s_t. Unbiased in gradient, biased in value, as k2 is for one token."""
+    d = log_ratio(logp, ref_logp, mask, clamp).d.sum(-1)
+    return _sequence_weight(logp, old_logp, mask, ratio_cap) * k2(d)
+
+
+def k3_sequence(
+    logp: Tensor,
+    ref_logp: Tensor,
+    mask: Tensor | None = None,
+    old_logp: Tensor | None = None,
+    *,
+    clamp: float | None = DEFAULT_CLAMP,
+    ratio_cap: float | None = None,
+) -> Tensor:
+    """k3 of the sequence's own log-ratio. Unbiased in value; its gradient is that of KL_seq(p‖π)."""
+    d, _ = clamp_through(log_ratio(logp, ref_logp, mask, clamp).d.sum(-1), clamp)
+    return _sequence_weight(logp, old_logp, mask, ratio_cap) * k3(d)
+
+
+def rao_blackwell(
+    kl_per_token: Tensor,
+    logp: Tensor,
+    mask: Tensor | None = None,
+    old_logp: Tensor | None = None,
+    *,
+    ratio_cap: float | None = None,
+) -> Tensor:
+    """Exact per-token KL plus its future sum as a score-function term: gradient ∇KL_t + (Σ_{j>t} KL_j)·s_t.
+
+    `kl_per_token` is the exact full-vocabulary KL `[B, T]`, carrying gradient. Value: Σ_t KL_t. Unbiased; lower
+    variance than the sampled forms is what one usually measures, not a law.
+    """
+    if kl_per_token.shape != logp.shape:
+        raise KeelError(
+            f"kl_per_token has shape {tuple(kl_per_token.shape)} but logp has {tuple(logp.shape)}: both must be [B, T]"
+        )
+    if mask is not None:
+        check_mask(mask, logp.shape)
+    kl = at_least_fp32(select(kl_per_token, mask))
+    future = (reward_to_go(kl) - kl).detach()
+    per_sequence = (kl + future * _score(logp, mask)).sum(-1)
+    return _sequence_weight(logp, old_logp, mask, ratio_cap) * per_sequence
+
+
+SEQUENCE_ESTIMATORS = {"k1": k1_to_go, "k2": k2_sequence, "k3": k3_sequence}
+
+
+def sequence_estimate(
+    estimator: str,
+    logp: Tensor,
+    ref_logp: Tensor,
+    mask: Tensor | None = None,
+    old_logp: Tensor | None = None,
+    *,
+    exact_kl: Tensor | None = None,
+    clamp: float | None = DEFAULT_CLAMP,
+    ratio_cap: float | None = None,
+) -> Tensor:
+    """The sequence-level loss of that name, `[B]`; `exact` is the Rao-Blackwell form and needs `exact_kl`."""
+    if estimator == "exact":
+        if exact_kl is None:
+            raise KeelError("the sequence-level exact KL needs the exact per-token KL: score with kl.exact=true")
+        return rao_blackwell(exact_kl, logp, mask, old_logp, ratio_cap=ratio_cap)
+    if estimator not in SEQUENCE_ESTIMATORS:
+        raise unknown("sequence-level estimator", estimator, [*SEQUENCE_ESTIMATORS, "exact"])
+    return SEQUENCE_ESTIMATORS[estimator](logp, ref_logp, mask, old_logp, clamp=clamp, ratio_cap=ratio_cap)

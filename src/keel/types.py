@@ -1,0 +1,72 @@
+"""What travels between the rooms. Data only, no logic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing to solve: a key that is stable under the seed, the prompt (text or chat messages), the answer."""
+
+    key: str
+    prompt: str | Sequence[Mapping[str, str]]
+    answer: Any = None
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled continuation of a prompt, possibly over several turns.
+
+    `tokens` are all tokens after the prompt; `action` is true where the policy sampled the token (tool output and
+    later user turns are false). `sample_logp` is the engine's log-probability at the sampling temperature before
+    any filter, `filtered_logp` after top-p/top-k/min-p. Both are 0 where `action` is false.
+    """
+
+    tokens: tuple[int, ...]
+    action: tuple[bool, ...]
+    sample_logp: tuple[float, ...]
+    filtered_logp: tuple[float, ...]
+    text: str
+    stop_reason: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """All completions of one problem: they share their prompt, and their rewards are compared with each other."""
+
+    problem: Problem
+    prompt_tokens: tuple[int, ...]
+    completions: tuple[Completion, ...]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What one pass of the policy returns, each `[B, T]`, fp32, aligned to the token it scores."""
+
+    logp: Tensor
+    entropy: Tensor | None = None
+    exact_kl: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One row a completion, right-padded: what the losses read. All tensors are `[B, T]` unless noted.
+
+    `action_mask` is true only on tokens that the policy sampled. `policy_mask` (default: the same) leaves tokens out
+    of the policy term while they stay in the KL term. `group` `[B]` numbers the group of each row.
+    """
+
+    action_mask: Tensor
+    advantages: Tensor | None = None
+    old_logp: Tensor | None = None
+    ref_logp: Tensor | None = None
+    sample_logp: Tensor | None = None
+    policy_mask: Tensor | None = None
+    rewards: Tensor | None = None
+    group: Tensor | None = None
