@@ -1,19 +1,34 @@
-"""KL as pure functions on torch tensors: estimators, gradient forms, sequence level."""
+"""KL as pure functions on torch tensors: estimators, gradient forms, placement, facts, controllers."""
 
+from keel.kl.controllers import CONTROLLERS, Controller, KLState, build_controller
 from keel.kl.estimators import ESTIMATORS, absolute, estimate, k1, k2, k3, masked_mean
 from keel.kl.exact import exact_kl, topk_kl, topk_kl_unbiased
+from keel.kl.facts import FACTS, Fact, Pairing, advise, check_pairing, find_fact
 from keel.kl.gradients import GradientForm, parse_gradient, straight_through, weighted_estimate
+from keel.kl.measure import measure_kl, token_statistics
+from keel.kl.placement import EffectiveCoefficientWarning, kl_loss, shape_advantages, shape_rewards
 from keel.kl.ratios import DEFAULT_CLAMP, LogRatio, importance_ratio, log_ratio
 from keel.kl.sequence import k1_to_go, k2_sequence, k3_sequence, rao_blackwell, reward_to_go, sequence_estimate
 
 __all__ = [
+    "CONTROLLERS",
     "DEFAULT_CLAMP",
     "ESTIMATORS",
+    "FACTS",
+    "Controller",
+    "EffectiveCoefficientWarning",
+    "Fact",
     "GradientForm",
+    "KLState",
     "LogRatio",
+    "Pairing",
     "absolute",
+    "advise",
+    "build_controller",
+    "check_pairing",
     "estimate",
     "exact_kl",
+    "find_fact",
     "importance_ratio",
     "k1",
     "k1_to_go",
@@ -21,13 +36,18 @@ __all__ = [
     "k2_sequence",
     "k3",
     "k3_sequence",
+    "kl_loss",
     "log_ratio",
     "masked_mean",
+    "measure_kl",
     "parse_gradient",
     "rao_blackwell",
     "reward_to_go",
     "sequence_estimate",
+    "shape_advantages",
+    "shape_rewards",
     "straight_through",
+    "token_statistics",
     "topk_kl",
     "topk_kl_unbiased",
     "weighted_estimate",

@@ -1,0 +1,278 @@
+"""β over time: fixed, scheduled, or steered by the measured KL. init/update with a state that is plain data.
+
+Every controller declares the unit of the KL it reads (`per_token`: mean nats per token; `per_sequence`: nats summed
+over a sequence), keeps β within bounds, holds still on a non-finite KL, and can be warmed up linearly.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Protocol
+
+from keel.errors import KeelError, unknown
+
+UNITS = ("per_token", "per_sequence")
+
+
+@dataclass(frozen=True)
+class KLState:
+    """All that a controller remembers; `beta` is the coefficient to use at this step."""
+
+    beta: float
+    base: float  # before warm-up
+    step: int = 0
+    smoothed: float | None = None
+    integral: float = 0.0
+    previous_error: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> KLState:
+        known = {f.name for f in fields(cls)}
+        if set(data) != known:
+            odd = sorted(set(data) ^ known)
+            raise KeelError(f"the controller's saved state does not fit: {', '.join(odd)} missing or unknown")
+        return cls(**data)
+
+
+class Controller(Protocol):
+    """What the loop needs of a controller."""
+
+    unit: str
+
+    def init(self) -> KLState: ...
+
+    def update(self, state: KLState, kl: float | None) -> KLState: ...
+
+
+Rule = Callable[[KLState, float], KLState]
+
+
+@dataclass(frozen=True)
+class Steered:
+    """The one shape of all controllers: a rule for the base coefficient, bounds, and a linear warm-up on top.
+
+    `rule` maps (state, measured KL) to a state with a new `base`; it is not called when the KL is missing or not
+    finite. `schedule` instead sets the base from the step alone.
+    """
+
+    beta: float
+    unit: str = "per_token"
+    warmup_steps: int = 0
+    bounds: tuple[float, float] = (0.0, math.inf)
+    rule: Rule | None = None
+    schedule: Callable[[int], float] | None = None
+
+    def __post_init__(self) -> None:
+        low, high = self.bounds
+        if self.unit not in UNITS:
+            raise unknown("unit", self.unit, UNITS)
+        if not (math.isfinite(self.beta) and self.beta >= 0):
+            raise KeelError(f"kl.beta must be finite and not negative, got {self.beta}")
+        if not 0 <= low <= high:
+            raise KeelError(f"the controller's bounds must satisfy 0 ≤ low ≤ high, got {low} and {high}")
+        if self.warmup_steps < 0:
+            raise KeelError(f"warmup_steps must not be negative, got {self.warmup_steps}")
+
+    def _at(self, state: KLState) -> KLState:
+        low, high = self.bounds
+        base = min(max(state.base, low), high)
+        factor = min(1.0, state.step / self.warmup_steps) if self.warmup_steps else 1.0
+        return replace(state, base=base, beta=base * factor)
+
+    def init(self) -> KLState:
+        """The state at step 0: with a warm-up, β starts at 0."""
+        base = self.schedule(0) if self.schedule else self.beta
+        return self._at(KLState(beta=base, base=base))
+
+    def update(self, state: KLState, kl: float | None) -> KLState:
+        """The state for the next step, given the KL measured at this one (None when it was not measured)."""
+        if self.rule is not None and kl is not None and math.isfinite(kl):
+            state = self.rule(state, kl)
+        state = replace(state, step=state.step + 1)
+        if self.schedule is not None:
+            state = replace(state, base=self.schedule(state.step))
+        return self._at(state)
+
+
+def _target(target: float) -> float:
+    if not (math.isfinite(target) and target > 0):
+        raise KeelError(f"kl.controller.target must be positive, in the controller's unit, got {target}")
+    return target
+
+
+def _positive(name: str, value: float) -> float:
+    if not (math.isfinite(value) and value > 0):
+        raise KeelError(f"kl.controller.{name} must be positive, got {value}")
+    return value
+
+
+def fixed(beta: float, unit: str = "per_token", warmup_steps: int = 0) -> Steered:
+    """β stays as it is, after an optional linear warm-up from 0."""
+    return Steered(beta, unit, warmup_steps)
+
+
+def warmup(beta: float, steps: int, unit: str = "per_token") -> Steered:
+    """β rises linearly from 0 to `beta` over `steps` steps, then stays."""
+    return Steered(beta, unit, int(_positive("steps", steps)))
+
+
+def linear(beta: float, end: float, steps: int, unit: str = "per_token", warmup_steps: int = 0) -> Steered:
+    """β moves linearly from `beta` to `end` over `steps` steps, then stays."""
+    _positive("steps", steps)
+    return Steered(beta, unit, warmup_steps, schedule=lambda step: beta + (end - beta) * min(1.0, step / steps))
+
+
+def cosine(beta: float, end: float, steps: int, unit: str = "per_token", warmup_steps: int = 0) -> Steered:
+    """β moves from `beta` to `end` along half a cosine over `steps` steps, then stays."""
+    _positive("steps", steps)
+
+    def at(step: int) -> float:
+        return end + (beta - end) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
+
+    return Steered(beta, unit, warmup_steps, schedule=at)
+
+
+# high, up, low, down: KL > high·target → β·up; KL < low·target → β·down. Bounds where the source has them.
+STEP_PRESETS: dict[str, tuple[float, float, float, float, tuple[float, float]]] = {
+    "ppo": (1.5, 2.0, 1 / 1.5, 0.5, (0.0, math.inf)),
+    "tutorial": (1.5, 1.5, 0.5, 0.75, (0.0, math.inf)),
+    "gentle": (1.5, 1.1, 0.5, 0.9, (0.001, 1.0)),
+    "wide": (2.0, 1.5, 0.5, 0.8, (0.0, math.inf)),
+}
+
+
+def step_rule(
+    beta: float,
+    target: float = 0.05,
+    preset: str = "ppo",
+    unit: str = "per_token",
+    warmup_steps: int = 0,
+    low: float | None = None,
+    high: float | None = None,
+) -> Steered:
+    """Above a band around the target β is multiplied, below it divided (PPO 1707.06347 and three practical presets)."""
+    if preset not in STEP_PRESETS:
+        raise unknown("step-rule preset", preset, STEP_PRESETS)
+    above, up, below, down, bounds = STEP_PRESETS[preset]
+    _target(target)
+
+    def rule(state: KLState, kl: float) -> KLState:
+        factor = up if kl > above * target else down if kl < below * target else 1.0
+        return replace(state, base=state.base * factor)
+
+    bounds = (bounds[0] if low is None else low, bounds[1] if high is None else high)
+    return Steered(beta, unit, warmup_steps, bounds, rule)
+
+
+def ziegler(
+    beta: float = 0.15,
+    target: float = 6.0,
+    episodes_per_step: int = 1,
+    horizon: int = 10_000,
+    unit: str = "per_sequence",
+    warmup_steps: int = 0,
+    low: float = 0.0,
+    high: float = math.inf,
+) -> Steered:
+    """β ← β(1 + n/horizon · clip(KL/target − 1, ±0.2)), n episodes a step (Ziegler et al. 1909.08593)."""
+    gain = _positive("episodes_per_step", episodes_per_step) / _positive("horizon", horizon)
+    _target(target)
+
+    def rule(state: KLState, kl: float) -> KLState:
+        error = min(max(kl / target - 1.0, -0.2), 0.2)
+        return replace(state, base=state.base * (1.0 + gain * error))
+
+    return Steered(beta, unit, warmup_steps, (low, high), rule)
+
+
+def dual_ascent(
+    beta: float,
+    target: float,
+    learning_rate: float = 0.1,
+    smoothing: float = 0.9,
+    log_space: bool = True,
+    unit: str = "per_token",
+    warmup_steps: int = 0,
+    low: float = 1e-6,
+    high: float = 10.0,
+) -> Steered:
+    """β as the multiplier of the constraint KL ≤ target: β ← [β + η(KL − ε)]₊, or the same on log β with KL/ε − 1.
+
+    The KL is smoothed by an exponential mean first (`smoothing` 0 switches that off).
+    """
+    _target(target)
+    _positive("learning_rate", learning_rate)
+    if not 0 <= smoothing < 1:
+        raise KeelError(f"kl.controller.smoothing must be in [0, 1), got {smoothing}")
+
+    def rule(state: KLState, kl: float) -> KLState:
+        mean = kl if state.smoothed is None else smoothing * state.smoothed + (1 - smoothing) * kl
+        if log_space:
+            exponent = min(max(learning_rate * (mean / target - 1.0), -1.0), 1.0)
+            base = max(state.base, low) * math.exp(exponent)
+        else:
+            base = max(0.0, state.base + learning_rate * (mean - target))
+        return replace(state, base=base, smoothed=mean)
+
+    return Steered(beta, unit, warmup_steps, (low, high), rule)
+
+
+def pid(
+    beta: float,
+    target: float,
+    proportional: float = 0.1,
+    integral: float = 0.01,
+    derivative: float = 0.01,
+    unit: str = "per_token",
+    warmup_steps: int = 0,
+    low: float = 0.0,
+    high: float = 10.0,
+) -> Steered:
+    """β = β₀ + [Kp·e + Ki·Σe + Kd·(Δe)₊]₊ with e = KL/target − 1 (Stooke et al. 2020).
+
+    The integral is kept at or above 0 and stops growing while β is at its upper bound (no wind-up).
+    """
+    _target(target)
+
+    def rule(state: KLState, kl: float) -> KLState:
+        error = kl / target - 1.0
+        rise = 0.0 if state.previous_error is None else max(0.0, error - state.previous_error)
+        saturated = state.base >= high and error > 0
+        total = state.integral if saturated else max(0.0, state.integral + error)
+        correction = max(0.0, proportional * error + integral * total + derivative * rise)
+        return replace(state, base=beta + correction, integral=total, previous_error=error)
+
+    return Steered(beta, unit, warmup_steps, (low, high), rule)
+
+
+CONTROLLERS: dict[str, Callable[..., Controller]] = {
+    "fixed": fixed,
+    "warmup": warmup,
+    "linear": linear,
+    "cosine": cosine,
+    "step": step_rule,
+    "ziegler": ziegler,
+    "dual": dual_ascent,
+    "pid": pid,
+}
+
+
+def build_controller(name: str, beta: float, **parameters: Any) -> Controller:
+    """The named controller; a parameter that it does not take is refused with the ones it does."""
+    if name not in CONTROLLERS:
+        raise unknown("controller", name, CONTROLLERS)
+    make = CONTROLLERS[name]
+    signature = inspect.signature(make).parameters
+    for parameter in parameters:
+        if parameter not in signature or parameter == "beta":
+            raise unknown(f"parameter of the {name} controller", parameter, [p for p in signature if p != "beta"])
+    missing = [n for n, p in signature.items() if p.default is p.empty and n not in {"beta", *parameters}]
+    if missing:
+        raise KeelError(f"the {name} controller needs kl.controller.{missing[0]}")
+    return make(beta, **parameters)

@@ -1,0 +1,250 @@
+"""What is true of each KL pairing, as data: `keel verify` proves the rows, option validation reads them.
+
+A row says, for an estimator, a placement, a way of sampling and a gradient form: what its value estimates and what
+its expected gradient is. Derivations: kl.md in the docs; every row is checked by exact enumeration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keel.errors import KeelError, unknown
+from keel.kl.estimators import ESTIMATORS
+from keel.kl.gradients import GradientForm, parse_gradient
+
+PLACEMENTS = ("loss", "reward", "advantage")
+LEVELS = ("token", "sequence")
+POLICY_REF, REF_POLICY = "policy||ref", "ref||policy"
+
+# What an expected gradient or a value can be, and in words.
+MEANINGS = {
+    POLICY_REF: "∇KL(policy‖ref): the penalty one means",
+    REF_POLICY: "∇KL(ref‖policy): a pull along the forward KL",
+    "total-variation": "∇‖policy − ref‖₁, twice the total variation",
+    "near": "∇KL(policy‖ref) only while the samples are fresh; biased by the drift between updates",
+    "zero": "zero: it regularises nothing",
+    "away": "−∇KL(sampler‖policy): it pushes the policy away from its own samples",
+    "wrong": "no divergence's gradient",
+}
+REFUSED = ("zero", "away", "wrong")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One row: the pairing, what its value estimates, what its expected gradient is."""
+
+    estimator: str
+    placement: str
+    sampling: str  # "on": samples from the policy; "off": from an older policy μ
+    gradient: str  # a gradient form in the loss; "score" in the reward and the advantage
+    value: str
+    expected_gradient: str
+    level: str = "token"
+    source: str = "2506.09477, 2510.01555"
+
+
+# estimator: {form: (expected gradient on-policy, off-policy)} in the loss, per token.
+_LOSS: dict[str, dict[str, tuple[str, str]]] = {
+    "k1": {
+        "plain": ("zero", "away"),
+        "k2": (POLICY_REF, "near"),
+        "rho": (POLICY_REF, POLICY_REF),
+        "sg_rho": ("zero", "zero"),
+        "sg_rho*k2": (POLICY_REF, POLICY_REF),
+        "rho*k3": (POLICY_REF, POLICY_REF),
+    },
+    "k2": {
+        "plain": (POLICY_REF, "near"),
+        "rho": ("wrong", "wrong"),
+        "sg_rho": (POLICY_REF, POLICY_REF),
+        "sg_rho*k2": (POLICY_REF, POLICY_REF),
+        "rho*k3": (POLICY_REF, POLICY_REF),
+    },
+    "k3": {
+        "plain": (REF_POLICY, "near"),
+        "k2": (POLICY_REF, "near"),
+        "rho": (POLICY_REF, POLICY_REF),
+        "sg_rho": (REF_POLICY, REF_POLICY),
+        "sg_rho*k2": (POLICY_REF, POLICY_REF),
+    },
+    "abs": {
+        "plain": ("total-variation", "near"),
+        "k2": (POLICY_REF, "near"),
+        "rho": ("wrong", "wrong"),
+        "sg_rho": ("total-variation", "total-variation"),
+        "sg_rho*k2": (POLICY_REF, POLICY_REF),
+    },
+    "exact": {"plain": (POLICY_REF, POLICY_REF)},
+    "exact_reverse": {"plain": (REF_POLICY, REF_POLICY)},
+}
+
+# estimator: expected gradient in the reward or the advantage (detached; the policy term carries the ratio).
+_SCORE = {"k1": POLICY_REF, "k2": "wrong", "k3": "wrong", "abs": "wrong", "exact": "zero", "exact_reverse": "zero"}
+
+# What E[value] is on samples from the policy, or from μ with the ratio as a weight.
+_VALUE = {"k1": POLICY_REF, "k2": "none", "k3": POLICY_REF, "abs": "none", "exact": POLICY_REF}
+_VALUE["exact_reverse"] = REF_POLICY
+
+# The sequence level, in the loss: on samples from the policy, or from μ weighted by the sequence's ratio.
+_SEQUENCE = {"k1": POLICY_REF, "k2": POLICY_REF, "k3": REF_POLICY, "exact": POLICY_REF}
+
+
+def _value_of(estimator: str, form: str, sampling: str) -> str:
+    exact = estimator.startswith("exact")
+    return _VALUE[estimator] if exact or sampling == "on" or "rho" in form else "none"
+
+
+def _rows() -> tuple[Fact, ...]:
+    rows = []
+    for estimator, forms in _LOSS.items():
+        for form, verdicts in forms.items():
+            for sampling, verdict in zip(("on", "off"), verdicts, strict=True):
+                rows.append(Fact(estimator, "loss", sampling, form, _value_of(estimator, form, sampling), verdict))
+    for placement in ("reward", "advantage"):
+        for estimator, verdict in _SCORE.items():
+            for sampling in ("on", "off"):
+                value = _value_of(estimator, "rho", sampling)
+                rows.append(Fact(estimator, placement, sampling, "score", value, verdict))
+    for estimator, verdict in _SEQUENCE.items():
+        for sampling in ("on", "off"):
+            rows.append(Fact(estimator, "loss", sampling, "sequence", _VALUE[estimator], verdict, level="sequence"))
+    for placement in ("reward", "advantage"):
+        for sampling in ("on", "off"):
+            # off-policy the policy term's token ratio ρ_t is not the sequence's
+            verdict = POLICY_REF if sampling == "on" else "near"
+            rows.append(Fact("k1", placement, sampling, "score", POLICY_REF, verdict, level="sequence"))
+            for estimator in ("k2", "k3", "abs", "exact"):
+                rows.append(Fact(estimator, placement, sampling, "score", _VALUE[estimator], "wrong", level="sequence"))
+    return tuple(rows)
+
+
+FACTS: tuple[Fact, ...] = _rows()
+
+
+def find_fact(estimator: str, placement: str, sampling: str, gradient: str, level: str = "token") -> Fact | None:
+    """The row of that pairing, or None where no row says anything (a user's own form)."""
+    wanted = (estimator, placement, sampling, gradient, level)
+    for fact in FACTS:
+        if (fact.estimator, fact.placement, fact.sampling, fact.gradient, fact.level) == wanted:
+            return fact
+    return None
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """A checked choice: the gradient form to use and, in words, what it does."""
+
+    estimator: str
+    placement: str
+    level: str
+    form: GradientForm
+    expected_gradient: str
+    note: str
+
+
+def _auto(estimator: str) -> str:
+    """sg(ρ)·k2's gradient ρ·u·s is right on- and off-policy, grows like d rather than e^d, and needs no second form."""
+    return "plain" if estimator.startswith("exact") else "sg_rho" if estimator == "k2" else "sg_rho*k2"
+
+
+def _advice(placement: str, level: str) -> str:
+    if placement == "loss":
+        return "use gradient=auto" if level == "token" else "use estimator=exact (Rao-Blackwell) or k1"
+    return f"use estimator=k1 in the {placement}, or move the term to placement=loss"
+
+
+def check_pairing(
+    estimator: str,
+    placement: str = "loss",
+    gradient: str = "auto",
+    *,
+    level: str = "token",
+    off_policy: bool = False,
+    allow_biased: bool = False,
+) -> Pairing:
+    """Refuse a pairing whose expected gradient is zero or wrong; name the nearest right one; resolve `auto`.
+
+    `off_policy` is true when a batch serves several updates or the sampler lags. `allow_biased` lets a researcher
+    through; the note then still says what the pairing does.
+    """
+    if estimator not in _LOSS:
+        raise unknown("estimator", estimator, _LOSS)
+    if placement not in PLACEMENTS:
+        raise unknown("placement", placement, PLACEMENTS)
+    if level not in LEVELS:
+        raise unknown("level", level, LEVELS)
+    if gradient == "auto":
+        form = parse_gradient(_auto(estimator)) if placement == "loss" else GradientForm()
+    else:
+        form = parse_gradient(gradient)
+        if placement != "loss" and gradient != "plain":
+            raise KeelError(
+                f"kl.gradient={gradient} has no meaning with kl.placement={placement}, where the KL is detached: "
+                "use gradient=auto, or placement=loss"
+            )
+        if level == "sequence" and gradient != "plain":
+            raise KeelError(
+                f"kl.gradient={gradient} has no meaning with kl.level=sequence, whose gradient is its own: "
+                "use gradient=auto, or level=token"
+            )
+    key = "score" if placement != "loss" else "sequence" if level == "sequence" else str(form)
+    sampling = "off" if off_policy else "on"
+    fact = find_fact(estimator, placement, sampling, key, level)
+    if fact is None and not allow_biased:
+        raise KeelError(
+            f"kl.estimator={estimator} with gradient={form} and level={level} in the {placement} is not a proven "
+            f"pairing: {_advice(placement, level)}, or set kl.allow_biased=true"
+        )
+    verdict = fact.expected_gradient if fact else "wrong"
+    meaning = MEANINGS[verdict] if fact else "unproven"
+    policy = "off-policy" if off_policy else "on-policy"
+    what = f"kl.estimator={estimator} in the {placement} (gradient={form}, level={level}, {policy})"
+    if verdict in REFUSED and not allow_biased:
+        raise KeelError(
+            f"{what} has an expected gradient that is {meaning}: {_advice(placement, level)}, or set "
+            "kl.allow_biased=true to run it all the same"
+        )
+    return Pairing(estimator, placement, level, form, verdict, f"{what}: expected gradient is {meaning}")
+
+
+def needs_exact(estimator: str) -> bool:
+    """Does this estimator need the full vocabulary?"""
+    return estimator not in ESTIMATORS
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What the literature says of one loss and its β."""
+
+    loss_type: str
+    paper: str
+    beta: float | None
+    note: str
+
+
+PAPERS: dict[str, Advice] = {
+    "grpo": Advice("grpo", "DeepSeekMath 2402.03300", 0.04, "k3 in the loss"),
+    "dr_grpo": Advice("dr_grpo", "Dr. GRPO 2503.20783", 0.0, "no KL with rule-based verifiers"),
+    "dapo": Advice("dapo", "DAPO 2503.14476", 0.0, "long chains of thought are meant to leave the reference"),
+    "gspo": Advice("gspo", "GSPO 2507.18071", 0.0, "sequence-level clipping holds the policy instead"),
+    "cispo": Advice("cispo", "MiniMax-M1 2506.13585", 0.0, ""),
+    "gmpo": Advice("gmpo", "GMPO 2507.20673", 0.0, ""),
+    "bnpo": Advice("bnpo", "BNPO 2506.02864", None, ""),
+    "sapo": Advice("sapo", "SAPO 2511.20347", None, ""),
+    "deepseek-r1": Advice("deepseek-r1", "DeepSeek-R1 2501.12948", 0.001, "the reference is replaced every 400 steps"),
+    "k1-in-reward": Advice("k1-in-reward", "Comedy of Estimators 2512.21852", 0.05, "best at 0.05 to 0.1"),
+}
+
+
+def advise(loss_type: str, beta: float, *, rule_based_verifier: bool = True) -> list[str]:
+    """What a user who asks about β should be told, in sentences; empty when there is nothing to say."""
+    notes = []
+    paper = PAPERS.get(loss_type)
+    if loss_type == "dr_grpo" and beta > 0 and rule_based_verifier:
+        notes.append(
+            f"kl/unneeded: dr_grpo with a rule-based verifier is meant to run at beta 0 ({PAPERS['dr_grpo'].paper}): "
+            f"the reward stays right however far the policy drifts; beta is {beta:g}"
+        )
+    elif paper is not None and paper.beta is not None and beta > max(10 * paper.beta, 0.1):
+        notes.append(f"beta {beta:g} is far above the {paper.beta:g} of {paper.paper}: expect little learning")
+    return notes

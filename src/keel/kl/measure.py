@@ -1,0 +1,67 @@
+"""KL as it is reported: every estimator, its spread and its standard error, whatever β is."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from keel.kl.estimators import get_estimator
+from keel.kl.ratios import DEFAULT_CLAMP, check_mask, log_ratio, select
+
+REPORTED = ("k1", "k2", "k3")
+
+
+def token_statistics(values: Tensor, action_mask: Tensor) -> dict[str, float]:
+    """mean, se, min, max, p95 of per-token values `[B, T]` over the mask; all 0 where it is empty.
+
+    The mean is over tokens. Tokens of one completion are not independent, so its standard error treats the
+    completion as the unit: se² = B/(B−1) · Σ_b (Σ_t (x − mean))² / N², N tokens in all (a ratio estimator).
+    """
+    check_mask(action_mask, values.shape)
+    chosen = values.detach()[action_mask].double()
+    if chosen.numel() == 0:
+        return dict.fromkeys(("mean", "se", "min", "max", "p95"), 0.0)
+    mean = chosen.mean()
+    residual = select(values.detach().double() - mean, action_mask).sum(-1)[action_mask.any(-1)]
+    clusters = residual.numel()
+    factor = clusters / (clusters - 1) if clusters > 1 else float("nan")
+    se = (factor * residual.square().sum()).sqrt() / chosen.numel()
+    return {
+        "mean": mean.item(),
+        "se": se.item(),
+        "min": chosen.min().item(),
+        "max": chosen.max().item(),
+        "p95": torch.quantile(chosen, 0.95).item() if chosen.numel() <= 2**24 else _p95(chosen),
+    }
+
+
+def _p95(values: Tensor) -> float:
+    """torch.quantile refuses more than 2²⁴ values; kthvalue does not."""
+    return values.kthvalue(max(1, int(0.95 * values.numel()))).values.item()
+
+
+def measure_kl(
+    logp: Tensor,
+    ref_logp: Tensor,
+    action_mask: Tensor,
+    *,
+    exact_kl: Tensor | None = None,
+    clamp: float | None = DEFAULT_CLAMP,
+    pair: str = "policy_ref",
+) -> dict[str, float]:
+    """The metrics `kl/<pair>/<k1|k2|k3|exact>/<mean|se|min|max|p95>`, the sequence mean, and the clamped fraction.
+
+    Samples are from the pair's first name, whose log-probabilities come first.
+    """
+    ratio = log_ratio(logp.detach(), ref_logp.detach(), action_mask, clamp)
+    metrics: dict[str, float] = {}
+    for name in REPORTED:
+        for statistic, value in token_statistics(get_estimator(name)(ratio.d), action_mask).items():
+            metrics[f"kl/{pair}/{name}/{statistic}"] = value
+    if exact_kl is not None:
+        for statistic, value in token_statistics(exact_kl, action_mask).items():
+            metrics[f"kl/{pair}/exact/{statistic}"] = value
+    rows = action_mask.any(-1)
+    metrics[f"kl/{pair}/sequence/mean"] = -ratio.d.sum(-1)[rows].double().mean().item() if rows.any() else 0.0
+    metrics["kl/clamped_fraction"] = (ratio.clamped & action_mask).sum().item() / max(1, int(action_mask.sum()))
+    return metrics

@@ -1,0 +1,110 @@
+"""The three doors through which a KL penalty enters: the reward, the advantage, the loss. Pure functions."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import Tensor
+
+from keel.errors import KeelError, unknown
+from keel.kl.facts import LEVELS, Pairing
+from keel.kl.gradients import weighted_estimate
+from keel.kl.ratios import DEFAULT_CLAMP, check_mask, select
+from keel.kl.sequence import reward_to_go, sequence_estimate
+
+
+class EffectiveCoefficientWarning(UserWarning):
+    """β is divided by the group's standard deviation: the penalty's strength moves with the reward's spread."""
+
+
+def shape_rewards(
+    rewards: Tensor,
+    kl: Tensor,
+    action_mask: Tensor,
+    beta: float,
+    *,
+    scaled_by_std: bool = False,
+) -> Tensor:
+    """Door 1: R − β·Σ_t KL_t per completion `[B]`, before the group is normalised.
+
+    With `scaled_by_std` the advantage divides by the group's standard deviation σ afterwards, so **the effective
+    coefficient becomes β/σ**: at σ = 0.04 a β of 0.01 acts like 0.25. Switch the division off, or use the second
+    door, which comes after it. `kl` `[B, T]` is detached; k1 is the estimator whose gradient is right here.
+    """
+    check_mask(action_mask, kl.shape)
+    if rewards.shape != kl.shape[:1]:
+        raise KeelError(
+            f"rewards has shape {tuple(rewards.shape)}, kl {tuple(kl.shape)}: give one reward a completion, [B]"
+        )
+    if scaled_by_std and beta != 0.0:
+        warnings.warn(
+            "KL in the reward is divided by the group's standard deviation: the effective coefficient is beta/σ; "
+            "set loss.scale_rewards=none or kl.placement=advantage",
+            EffectiveCoefficientWarning,
+            stacklevel=2,
+        )
+    return rewards - beta * select(kl.detach(), action_mask).sum(-1)
+
+
+def shape_advantages(
+    advantages: Tensor, kl: Tensor, action_mask: Tensor, beta: float, *, level: str = "token"
+) -> Tensor:
+    """Door 2: A_t − β·KL_t `[B, T]`, after normalisation; at the sequence level A_t − β·Σ_{j≥t} KL_j.
+
+    `advantages` is `[B]` or `[B, T]`. The token level lets each token answer for its own KL, the sequence level for
+    all that follows.
+    """
+    check_mask(action_mask, kl.shape)
+    if level not in LEVELS:
+        raise unknown("level", level, LEVELS)
+    if advantages.dim() == 1:
+        advantages = advantages.unsqueeze(-1)
+    if advantages.shape[0] != kl.shape[0] or advantages.shape[-1] not in (1, kl.shape[-1]):
+        raise KeelError(f"advantages has shape {tuple(advantages.shape)}, kl {tuple(kl.shape)}: give [B] or [B, T]")
+    penalty = select(kl.detach(), action_mask)
+    if level == "sequence":
+        penalty = reward_to_go(penalty)
+    return select(advantages - beta * penalty, action_mask)
+
+
+def kl_loss(
+    pairing: Pairing,
+    logp: Tensor,
+    ref_logp: Tensor | None,
+    action_mask: Tensor,
+    *,
+    old_logp: Tensor | None = None,
+    exact_kl: Tensor | None = None,
+    clamp: float | None = DEFAULT_CLAMP,
+    ratio_cap: float | None = None,
+) -> Tensor:
+    """Door 3: the KL term to be added to the loss, before its reduction and before β.
+
+    Token level: `[B, T]` in nats per token. Sequence level: `[B]` in nats per sequence. `exact_kl` `[B, T]` is the
+    full-vocabulary KL, in the direction that the estimator names.
+    """
+    check_mask(action_mask, logp.shape)
+    if pairing.placement != "loss":
+        raise KeelError(f"kl.placement={pairing.placement} does not go through the loss")
+    if pairing.estimator.startswith("exact"):
+        if exact_kl is None:
+            raise KeelError(f"kl.estimator={pairing.estimator} needs the exact per-token KL: set kl.exact=true")
+        if pairing.level == "token":
+            return select(exact_kl, action_mask)
+    if pairing.level == "sequence":
+        return sequence_estimate(
+            pairing.estimator,
+            logp,
+            logp.detach() if ref_logp is None else ref_logp,
+            action_mask,
+            old_logp,
+            exact_kl=exact_kl,
+            clamp=clamp,
+            ratio_cap=ratio_cap,
+        )
+    if ref_logp is None:
+        raise KeelError(f"kl.estimator={pairing.estimator} needs ref_logp: score the batch with the reference first")
+    cap = ratio_cap if pairing.form.weight else None
+    return weighted_estimate(
+        pairing.estimator, pairing.form, logp, ref_logp, old_logp, action_mask, clamp=clamp, ratio_cap=cap
+    )

@@ -1,0 +1,75 @@
+"""From rewards to advantages, within groups of completions of the same prompt."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from keel.errors import KeelError, unknown
+
+BASELINES = ("group_mean", "leave_one_out", "none")
+SCALES = ("group", "batch", "none")
+EPSILON = 1e-4  # added to the standard deviation, as peers do
+
+
+def _group_sums(values: Tensor, group: Tensor, groups: int) -> Tensor:
+    return torch.zeros(groups, dtype=values.dtype, device=values.device).index_add_(0, group, values)
+
+
+def group_statistics(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, unbiased standard deviation and size of each completion's group, each `[B]`; a lone one has std 0."""
+    if rewards.dim() != 1 or group.shape != rewards.shape:
+        raise KeelError(f"rewards {tuple(rewards.shape)} and group {tuple(group.shape)} must both be [B]")
+    rewards = rewards.float() if rewards.dtype in (torch.float16, torch.bfloat16) else rewards
+    _, index = torch.unique(group, return_inverse=True)
+    groups = int(index.max()) + 1 if index.numel() else 0
+    size = _group_sums(torch.ones_like(rewards), index, groups)
+    mean = _group_sums(rewards, index, groups) / size
+    squares = _group_sums((rewards - mean[index]).square(), index, groups)
+    std = (squares / (size - 1).clamp_min(1)).sqrt()
+    return mean[index], std[index], size[index]
+
+
+def advantages(
+    rewards: Tensor, group: Tensor, *, baseline: str = "group_mean", scale: str = "group", epsilon: float = EPSILON
+) -> Tensor:
+    """A = (R − baseline) / (std + ε), one a completion, `[B]`.
+
+    baseline: `group_mean` (GRPO), `leave_one_out` (RLOO: the mean of the *other* completions), `none`.
+    scale: `group` std (GRPO), `batch` std, `none` (Dr. GRPO 2503.20783). A group whose rewards are all equal gets
+    exactly 0 under a baseline: rounding in its mean is not divided by ε.
+    """
+    if baseline not in BASELINES:
+        raise unknown("baseline", baseline, BASELINES)
+    if scale not in SCALES:
+        raise unknown("scale_rewards", scale, SCALES)
+    mean, std, size = group_statistics(rewards, group)
+    rewards = rewards.to(mean.dtype)
+    if baseline == "leave_one_out" and bool((size < 2).any()):
+        raise KeelError("baseline leave_one_out needs at least 2 completions a group: raise num_generations")
+    if baseline == "group_mean":
+        centred = rewards - mean
+    elif baseline == "leave_one_out":
+        centred = (rewards - mean) * size / (size - 1)
+    else:
+        centred = rewards
+    if baseline != "none":
+        centred = torch.where(zero_variance(rewards, group), torch.zeros_like(centred), centred)
+    if scale == "group":
+        return centred / (std + epsilon)
+    if scale == "batch":
+        batch_std = rewards.std() if rewards.numel() > 1 else rewards.new_zeros(())
+        return centred / (batch_std + epsilon)
+    return centred
+
+
+def zero_variance(rewards: Tensor, group: Tensor) -> Tensor:
+    """True for completions whose whole group has one and the same reward: no signal in the policy term, `[B]`.
+
+    Their KL term stays: dropping the group would also drop the penalty on it.
+    """
+    _, index = torch.unique(group, return_inverse=True)
+    groups = int(index.max()) + 1 if index.numel() else 0
+    low = rewards.new_full((groups,), float("inf")).scatter_reduce_(0, index, rewards, "amin")
+    high = rewards.new_full((groups,), float("-inf")).scatter_reduce_(0, index, rewards, "amax")
+    return (low == high)[index]

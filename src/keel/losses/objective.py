@@ -1,0 +1,177 @@
+"""The objective: policy term + β · KL term − entropy bonus, each with its own reduction. `inputs -> outputs`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keel.errors import KeelError, unknown
+from keel.kl.facts import Pairing, check_pairing
+from keel.kl.placement import kl_loss
+from keel.kl.ratios import DEFAULT_CLAMP, check_mask, select
+from keel.losses.mismatch import MismatchSpec, mismatch_weights
+from keel.losses.policy import LossSpec, get_recipe, policy_term
+from keel.losses.reductions import Denominators, count_denominators, get_reduction, token_mean
+from keel.metrics import EffectiveSampleSize, Max, Mean, Metric, Sum
+from keel.types import Batch, Scores
+
+KL_REDUCTIONS = ("token_mean", "loss")
+
+
+@dataclass(frozen=True)
+class KLSpec:
+    """The KL penalty as configured. `pairing()` checks it against the facts and resolves `gradient: auto`."""
+
+    estimator: str = "k3"
+    gradient: str = "auto"
+    placement: str = "loss"
+    level: str = "token"
+    reduction: str = "token_mean"
+    log_ratio_clamp: float | None = DEFAULT_CLAMP
+    ratio_cap: float | None = None
+    allow_biased: bool = False
+
+    def __post_init__(self) -> None:
+        if self.reduction not in KL_REDUCTIONS:
+            raise unknown("kl.reduction", self.reduction, KL_REDUCTIONS)
+
+    def pairing(self, *, off_policy: bool = False) -> Pairing:
+        return check_pairing(
+            self.estimator,
+            self.placement,
+            self.gradient,
+            level=self.level,
+            off_policy=off_policy,
+            allow_biased=self.allow_biased,
+        )
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Denominators of the two terms: a token can be left out of the policy term and stay in the KL term."""
+
+    policy: Denominators
+    kl: Denominators
+
+
+def global_denominators(batch: Batch, max_completion_length: int | None = None) -> Counts:
+    """Count a minibatch before its microbatches are looked at, one all-reduce a term."""
+    policy_mask = batch.action_mask if batch.policy_mask is None else batch.policy_mask
+    return Counts(
+        count_denominators(policy_mask, max_completion_length),
+        count_denominators(batch.action_mask, max_completion_length),
+    )
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss to call backward on, and what to log."""
+
+    loss: Tensor
+    metrics: dict[str, Metric]
+
+
+def kl_term(kl: KLSpec, pairing: Pairing, loss: LossSpec, scores: Scores, batch: Batch, by: Denominators) -> Tensor:
+    """The KL term of the loss, reduced, before β.
+
+    `token_mean` divides by all action tokens of the global batch (sequence level: by sequences), so β means the same
+    under every loss. `loss` uses the policy loss's own reduction, as TRL does.
+    """
+    values = kl_loss(
+        pairing,
+        scores.logp,
+        batch.ref_logp,
+        batch.action_mask,
+        old_logp=batch.old_logp,
+        exact_kl=scores.exact_kl,
+        clamp=kl.log_ratio_clamp,
+        ratio_cap=kl.ratio_cap,
+    )
+    if pairing.level == "sequence":
+        return values.sum() / max(by.sequences, 1.0)
+    name = "token_mean" if kl.reduction == "token_mean" else get_recipe(loss.loss_type).reduction
+    return get_reduction(name)(values, batch.action_mask, by)
+
+
+def objective(
+    scores: Scores,
+    batch: Batch,
+    loss: LossSpec,
+    kl: KLSpec,
+    beta: float,
+    counts: Counts | None = None,
+    *,
+    pairing: Pairing | None = None,
+    mismatch: MismatchSpec | None = None,
+    max_completion_length: int | None = None,
+) -> Objective:
+    """loss = policy + β·KL − entropy_coef·H on one microbatch, divided by the minibatch's global `counts`.
+
+    The sum over microbatches and ranks is the minibatch's loss. Without `counts` the microbatch is the minibatch.
+    With KL in the reward or the advantage the penalty is in `batch.advantages` already and no KL term is added.
+    """
+    check_mask(batch.action_mask, scores.logp.shape)
+    if batch.advantages is None:
+        raise KeelError("the objective needs batch.advantages: call with_advantages before it")
+    policy_mask = batch.action_mask if batch.policy_mask is None else batch.policy_mask
+    check_mask(policy_mask, scores.logp.shape, "policy_mask")
+    counts = counts or global_denominators(batch, max_completion_length)
+
+    term = policy_term(loss, scores.logp, batch.old_logp, batch.advantages, policy_mask)
+    per_token = term.loss
+    if mismatch is not None and batch.sample_logp is not None:
+        old = scores.logp if batch.old_logp is None else batch.old_logp
+        per_token = per_token * mismatch_weights(old, batch.sample_logp, policy_mask, mismatch)
+    policy_loss = get_reduction(get_recipe(loss.loss_type).reduction)(per_token, policy_mask, counts.policy)
+
+    kl_loss_value = policy_loss.new_zeros(())
+    if beta != 0.0 and kl.placement == "loss":
+        pairing = pairing or kl.pairing(off_policy=batch.old_logp is not None)
+        kl_loss_value = beta * kl_term(kl, pairing, loss, scores, batch, counts.kl)
+
+    total = policy_loss + kl_loss_value
+    if loss.entropy_coef != 0.0:
+        if scores.entropy is None:
+            raise KeelError("loss.entropy_coef needs the entropy of the scores: score with entropy=True")
+        total = total - loss.entropy_coef * token_mean(scores.entropy, policy_mask, counts.policy)
+    losses = (total.item(), policy_loss.item(), kl_loss_value.item())
+    return Objective(
+        total,
+        _metrics(scores, batch.action_mask, policy_mask, term.ratio, (term.clipped_low, term.clipped_high), losses),
+    )
+
+
+def _metrics(
+    scores: Scores,
+    action_mask: Tensor,
+    policy_mask: Tensor,
+    ratio: Tensor,
+    clipped: tuple[Tensor, Tensor],
+    losses: tuple[float, float, float],
+) -> dict[str, Metric]:
+    total, policy, kl = losses
+    tokens = float(policy_mask.sum())
+    weights = ratio.detach()[policy_mask].double()
+    metrics: dict[str, Metric] = {
+        "loss/total": Sum(total),
+        "loss/policy": Sum(policy),
+        "loss/kl": Sum(kl),
+        "loss/kl_share": Mean(abs(kl), abs(policy) + abs(kl)),
+        "ratio/clip_low_fraction": Mean(float((clipped[0] & policy_mask).sum()), tokens),
+        "ratio/clip_high_fraction": Mean(float((clipped[1] & policy_mask).sum()), tokens),
+        "ratio/max": Max(weights.max().item() if weights.numel() else 1.0),
+        "ratio/ess": EffectiveSampleSize(weights.sum().item(), weights.square().sum().item(), tokens),
+    }
+    if scores.entropy is not None:
+        entropy = select(scores.entropy.detach(), action_mask).sum().item()
+        metrics["entropy/mean"] = Mean(entropy, float(action_mask.sum()))
+    return metrics
+
+
+def with_policy_mask(action_mask: Tensor, keep: Tensor) -> Tensor:
+    """The mask of the policy term when whole completions `[B]` are left out of it (truncated, or KL too high)."""
+    if keep.dtype != torch.bool or keep.shape != action_mask.shape[:1]:
+        raise KeelError(f"keep must be boolean [B], got {keep.dtype} {tuple(keep.shape)}")
+    return action_mask & keep.unsqueeze(-1)

@@ -1,0 +1,128 @@
+"""Numbers that know how to be merged: over microbatches with `+`, over ranks with `reduce_across_ranks`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+
+
+class Metric(Protocol):
+    """A partial result: merge it with another of its kind, then ask for its value."""
+
+    def __add__(self: M, other: M) -> M: ...
+
+    @property
+    def value(self) -> float: ...
+
+
+M = TypeVar("M", bound="Metric")
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A total, such as a loss whose denominator was global from the start."""
+
+    total: float
+
+    def __add__(self, other: Sum) -> Sum:
+        return Sum(self.total + other.total)
+
+    @property
+    def value(self) -> float:
+        return self.total
+
+
+@dataclass(frozen=True)
+class Mean:
+    """total / count, exact under any split of the data; 0 when nothing was counted."""
+
+    total: float
+    count: float
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.count + other.count)
+
+    @property
+    def value(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+
+@dataclass(frozen=True)
+class Max:
+    """The largest value seen; NaN wins, so that it is not overlooked."""
+
+    largest: float
+
+    def __add__(self, other: Max) -> Max:
+        if math.isnan(self.largest) or math.isnan(other.largest):
+            return Max(math.nan)
+        return Max(max(self.largest, other.largest))
+
+    @property
+    def value(self) -> float:
+        return self.largest
+
+
+@dataclass(frozen=True)
+class EffectiveSampleSize:
+    """(Σw)² / (N Σw²) of importance weights: 1 when all are equal, 1/N when one rules."""
+
+    total: float
+    squares: float
+    count: float
+
+    def __add__(self, other: EffectiveSampleSize) -> EffectiveSampleSize:
+        return EffectiveSampleSize(self.total + other.total, self.squares + other.squares, self.count + other.count)
+
+    @property
+    def value(self) -> float:
+        return self.total**2 / (self.count * self.squares) if self.count and self.squares else 1.0
+
+
+@dataclass(frozen=True)
+class Quantile:
+    """An exact quantile: it keeps the values, so use it for what is counted in thousands."""
+
+    q: float
+    values: tuple[float, ...]
+
+    def __add__(self, other: Quantile) -> Quantile:
+        return Quantile(self.q, self.values + other.values)
+
+    @property
+    def value(self) -> float:
+        if not self.values:
+            return 0.0
+        return torch.quantile(torch.tensor(self.values, dtype=torch.float64), self.q).item()
+
+
+Metrics = Mapping[str, Metric]
+
+
+def merge(first: Metrics, second: Metrics) -> dict[str, Metric]:
+    """Both together; a name in both is added."""
+    merged = dict(first)
+    for name, metric in second.items():
+        merged[name] = merged[name] + metric if name in merged else metric
+    return merged
+
+
+def values(metrics: Metrics) -> dict[str, float]:
+    """Plain numbers, for the loggers."""
+    return {name: metric.value for name, metric in metrics.items()}
+
+
+def reduce_across_ranks(metrics: Metrics) -> dict[str, Metric]:
+    """The same on every rank; a process that runs alone gets its own back."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return dict(metrics)
+    gathered: list[Metrics] = [{} for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather_object(gathered, dict(metrics))
+    merged: dict[str, Metric] = {}
+    for part in gathered:
+        merged = merge(merged, part)
+    return merged

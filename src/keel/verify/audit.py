@@ -1,0 +1,237 @@
+"""The audit of a user's own KL formula: what its value is, what its gradient does, where it breaks, what to use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keel.errors import KeelError
+from keel.kl.facts import POLICY_REF, REF_POLICY
+from keel.verify.oracle import (
+    OFF,
+    ON,
+    Bandit,
+    Formula,
+    gradient_in_loss,
+    gradient_in_reward,
+    kl_gradients,
+    kl_values,
+    moments,
+    random_bandits,
+    relative_error,
+)
+
+EQUAL = 1e-8  # relative; enumeration in float64 leaves about 1e-13
+DIRECTIONS = (POLICY_REF, REF_POLICY)
+OVERFLOW_LIMIT = 10_000.0  # nats; a formula finite up to here is called safe
+
+KNOWN: dict[str, Formula] = {
+    "k1": lambda logp, ref, old: logp - ref,
+    "sign-flipped k1": lambda logp, ref, old: ref - logp,
+    "k2": lambda logp, ref, old: (logp - ref).square() / 2,
+    "k3": lambda logp, ref, old: torch.expm1(ref - logp) - (ref - logp),
+    "reversed k3 (KL(ref‖policy) on samples from the reference)": lambda logp, ref, old: (
+        torch.expm1(logp - ref) - (logp - ref)
+    ),
+    "the estimator for samples from the reference, exp(u)·u": lambda logp, ref, old: (logp - ref).exp() * (logp - ref),
+    "abs": lambda logp, ref, old: (logp - ref).abs(),
+    "importance-weighted k1": lambda logp, ref, old: (logp - old).exp() * (logp - ref),
+    "importance-weighted k3": lambda logp, ref, old: (logp - old).exp() * (torch.expm1(ref - logp) - (ref - logp)),
+    "sg(ρ)·k2": lambda logp, ref, old: (logp - old).exp().detach() * (logp - ref).square() / 2,
+}
+
+
+def audit(formula: Formula, text: str, bandits: list[Bandit] | None = None) -> dict[str, Any]:
+    """All answers about one formula, as plain data (the `--json` of `keel verify --formula`).
+
+    A name is given only where value or gradient equals that quantity, factor 1, on every one of several random
+    distributions. `bias` and `std` are relative to the nearer of the two KLs, worst case over the distributions.
+    """
+    bandits = random_bandits() if bandits is None else bandits
+    _check_usable(formula, text, bandits)
+    value = _value(formula, bandits)
+    in_loss, in_reward = (_gradients(formula, bandits, ON, place) for place in (gradient_in_loss, gradient_in_reward))
+    off_policy = {
+        "in_loss": _gradients(formula, bandits, OFF, gradient_in_loss),
+        "in_reward": _gradients(formula, bandits, OFF, gradient_in_reward),
+        "in_reward_without_ratio": _gradients(
+            formula, bandits, OFF, lambda f, b, s: gradient_in_reward(f, b, s, ratio=False)
+        ),
+    }
+    report: dict[str, Any] = {
+        "formula": text,
+        "known_as": _known_as(formula, bandits),
+        "value": value,
+        "in_loss": in_loss,
+        "in_reward": in_reward,
+        "off_policy": off_policy,
+        "overflows_at": overflows_at(formula),
+    }
+    report["advice"] = _advice(report)
+    return report
+
+
+def _check_usable(formula: Formula, text: str, bandits: list[Bandit]) -> None:
+    """No NaN on ordinary log-probabilities, and one token at a time."""
+    for bandit in bandits:
+        for sampling in (ON, OFF):
+            logp, ref, old = bandit.old_logp(ON), bandit.ref_logp, bandit.old_logp(sampling)
+            values = formula(logp, ref, old)
+            bad = values.isnan().nonzero()
+            if len(bad):
+                row = int(bad[0, 0])
+                raise KeelError(
+                    f"{text!r} is NaN at logp={logp[row, 0]:.3f}, ref={ref[row, 0]:.3f}, old={old[row, 0]:.3f}: "
+                    "a KL formula must be defined on all log-probabilities"
+                )
+            alone = torch.cat([formula(logp[i : i + 1], ref[i : i + 1], old[i : i + 1]) for i in range(len(logp))])
+            if not torch.allclose(alone, values, rtol=1e-9, atol=1e-12):
+                raise KeelError(f"{text!r} mixes tokens: each value must depend on its own logp, ref and old alone")
+
+
+def _finite(number: float) -> float | None:
+    """JSON has no infinity: what overflowed even in fp64 is None."""
+    return number if math.isfinite(number) else None
+
+
+def _size(number: float) -> float:
+    """For comparing: NaN is as far off as can be."""
+    return math.inf if math.isnan(number) else abs(number)
+
+
+def _value(formula: Formula, bandits: list[Bandit]) -> dict[str, Any]:
+    biases: dict[str, list[float]] = {name: [] for name in DIRECTIONS}
+    spreads: dict[str, list[float]] = {name: [] for name in DIRECTIONS}
+    for bandit in bandits:
+        mean, std, _ = moments(formula, bandit)
+        for name, truth in kl_values(bandit).items():
+            biases[name].append((mean - truth) / truth)
+            spreads[name].append(std / truth)
+    worst = {name: max(values, key=_size) for name, values in biases.items()}
+    nearest = min(DIRECTIONS, key=lambda name: _size(worst[name]))
+    return {
+        "estimates": nearest if _size(worst[nearest]) < EQUAL else "none",
+        "nearest": nearest,
+        "bias": _finite(worst[nearest]),
+        "std": _finite(max(spreads[nearest], key=_size)),
+        "nonnegative": _nonnegative(formula, bandits),
+    }
+
+
+def _nonnegative(formula: Formula, bandits: list[Bandit]) -> bool:
+    """No value below zero on the distributions nor on a grid of log-ratios up to 30 nats."""
+    if any(moments(formula, bandit)[2] < -1e-12 for bandit in bandits):
+        return False
+    gap = torch.linspace(-30, 30, 601, dtype=torch.float64).unsqueeze(-1)
+    for base in (-0.1, -3.0):
+        logp = torch.where(gap > 0, base - gap, torch.full_like(gap, base))
+        values = formula(logp, logp + gap, logp)
+        if bool((values < -1e-12 * (1 + values.abs())).any()):
+            return False
+    return True
+
+
+def _gradients(
+    formula: Formula, bandits: list[Bandit], sampling: str, place: Callable[[Formula, Bandit, str], Tensor]
+) -> dict[str, Any]:
+    errors: dict[str, list[float]] = {name: [] for name in DIRECTIONS}
+    sizes, cosines = [], []
+    for bandit in bandits:
+        measured, targets = place(formula, bandit, sampling), kl_gradients(bandit)
+        for name in DIRECTIONS:
+            errors[name].append(relative_error(measured, targets[name]))
+        target = targets[POLICY_REF]
+        sizes.append((measured.norm() / target.norm()).item())
+        cosines.append((measured @ target / (measured.norm() * target.norm()).clamp_min(1e-300)).item())
+    if max(sizes, key=_size) < EQUAL:
+        return {"gradient": "zero", "relative_error": 1.0, "cosine": 0.0}
+    worst = {name: max(values, key=_size) for name, values in errors.items()}
+    nearest = min(DIRECTIONS, key=lambda name: _size(worst[name]))
+    return {
+        "gradient": nearest if _size(worst[nearest]) < EQUAL else "none",
+        "relative_error": _finite(worst[nearest]),
+        "cosine": _finite(min(cosines)),
+    }
+
+
+def _known_as(formula: Formula, bandits: list[Bandit]) -> str | None:
+    """The usual name of a formula with these very values and gradients, if it has one."""
+    for name, known in KNOWN.items():
+        same = True
+        for bandit in bandits:
+            logp, ref, old = bandit.old_logp(ON), bandit.ref_logp, bandit.old_logp(OFF)
+            same = same and torch.allclose(formula(logp, ref, old), known(logp, ref, old), rtol=1e-9, atol=1e-12)
+            mine, theirs = (gradient_in_loss(f, bandit, OFF) for f in (formula, known))
+            same = same and torch.allclose(mine, theirs, rtol=1e-8, atol=1e-10)
+        if same:
+            return name
+    return None
+
+
+def overflows_at(formula: Formula) -> float | None:
+    """The smallest |log-ratio| in nats at which the formula is not finite in fp32; None if there is none to 10⁴."""
+    grid = torch.cat([torch.arange(0, 200, 0.25), torch.arange(200, OVERFLOW_LIMIT + 1, 25)])
+    found = [edge for sign in (1.0, -1.0) if (edge := _first_overflow(formula, grid, sign)) is not None]
+    return round(min(found), 2) if found else None
+
+
+def _first_overflow(formula: Formula, grid: Tensor, sign: float) -> float | None:
+    def finite(gap: Tensor) -> Tensor:
+        gap = gap.float().unsqueeze(-1)
+        zero = torch.zeros_like(gap)
+        logp, ref = (-gap, zero) if sign > 0 else (zero, -gap)
+        with torch.no_grad():
+            return torch.isfinite(formula(logp, ref, logp)).squeeze(-1)
+
+    broken = (~finite(grid)).nonzero()
+    if not len(broken):
+        return None
+    first = int(broken[0, 0])
+    if first == 0:
+        return 0.0
+    low, high = grid[first - 1].item(), grid[first].item()
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        low, high = (middle, high) if bool(finite(torch.tensor([middle]))[0]) else (low, middle)
+    return high
+
+
+def _advice(report: dict[str, Any]) -> str:
+    """What to use instead, or where this formula belongs, in a few sentences."""
+    value, loss, reward = report["value"], report["in_loss"]["gradient"], report["in_reward"]["gradient"]
+    off_loss = report["off_policy"]["in_loss"]["gradient"]
+    parts = []
+    if loss == POLICY_REF:
+        parts.append("In the loss it is sound: its expected gradient is ∇KL(policy‖ref).")
+        if off_loss != POLICY_REF:
+            parts.append("With several updates a batch, weigh it: detach(exp(logp-old))*(logp-ref)**2/2 stays right.")
+    elif loss == REF_POLICY:
+        parts.append(
+            "In the loss it pulls along ∇KL(ref‖policy), the forward KL; for ∇KL(policy‖ref) use (logp-ref)**2/2, "
+            "or exp(logp-old)*(exp(ref-logp)-1-(ref-logp)) which is right off-policy too."
+        )
+    elif loss == "zero":
+        parts.append("In the loss it regularises nothing: its expected gradient is zero; use (logp-ref)**2/2 there.")
+    else:
+        cosine = report["in_loss"]["cosine"]
+        away = " and can point away from it" if cosine is not None and cosine < 0 else ""
+        parts.append(f"In the loss its gradient is no KL's{away}; use (logp-ref)**2/2 there.")
+    if reward == POLICY_REF:
+        parts.append("In the reward (detached) it is right.")
+    else:
+        parts.append("In the reward use logp - ref (detached).")
+    if value["estimates"] == POLICY_REF:
+        parts.append("As a number to report it is an unbiased KL(policy‖ref).")
+    elif value["estimates"] == REF_POLICY:
+        parts.append("As a number it is an unbiased KL(ref‖policy), the other direction.")
+    else:
+        parts.append("As a number it is no KL; report exp(ref-logp)-1-(ref-logp).")
+    if report["overflows_at"] is not None:
+        parts.append(
+            f"It overflows fp32 at a log-ratio of {report['overflows_at']:g} nats: clamp the log-ratio, not the result."
+        )
+    return " ".join(parts)

@@ -1,0 +1,182 @@
+"""A user's formula, parsed and walked over a whitelist. It is never evaluated as Python."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import math
+import operator
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from keel.errors import KeelError, unknown
+from keel.verify.oracle import Formula
+
+NAMES = ("logp", "ref", "old")
+MAX_EXPONENT = 16
+MAX_LENGTH, MAX_NODES = 2_000, 400
+
+FUNCTIONS: dict[str, tuple[int, Callable[..., Tensor]]] = {
+    "exp": (1, torch.exp),
+    "expm1": (1, torch.expm1),
+    "log": (1, torch.log),
+    "log1p": (1, torch.log1p),
+    "abs": (1, torch.abs),
+    "sigmoid": (1, torch.sigmoid),
+    "softplus": (1, torch.nn.functional.softplus),
+    "detach": (1, torch.detach),
+    "minimum": (2, torch.minimum),
+    "maximum": (2, torch.maximum),
+    "clamp": (3, torch.clamp),
+}
+OPERATORS: dict[type[ast.operator], Callable[[Tensor, Tensor], Tensor]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+}
+SIGNS: dict[type[ast.unaryop], Callable[[Tensor], Tensor]] = {ast.USub: operator.neg, ast.UAdd: operator.pos}
+
+
+def parse_formula(text: str) -> Formula:
+    """Turn text such as `exp(ref - logp) - 1` into a function of (logp, ref, old), or say what is wrong with it."""
+    if len(text) > MAX_LENGTH:
+        raise KeelError(f"the formula is {len(text)} characters long: at most {MAX_LENGTH} are read")
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise KeelError(
+            f"the formula {text!r} cannot be parsed ({reason}): write it as in 'exp(ref - logp) - 1'"
+        ) from None
+    if sum(1 for _ in ast.walk(tree)) > MAX_NODES:
+        raise KeelError(f"the formula has more than {MAX_NODES} parts: simplify it")
+    try:
+        _check(tree)
+    except RecursionError:
+        raise KeelError("the formula is nested too deeply: simplify it") from None
+
+    def formula(logp: Tensor, ref: Tensor, old: Tensor) -> Tensor:
+        return _walk(tree, {"logp": logp, "ref": ref, "old": old}).expand(logp.shape)
+
+    return formula
+
+
+def _check(node: ast.expr) -> None:
+    """Refuse, before anything is computed, every node that is not on the whitelist."""
+    if isinstance(node, ast.Constant):
+        _check_number(node)
+    elif isinstance(node, ast.Name):
+        if node.id not in NAMES:
+            kind = "function used without arguments" if node.id in FUNCTIONS else "name in the formula"
+            raise unknown(kind, node.id, NAMES)
+    elif isinstance(node, ast.UnaryOp) and type(node.op) in SIGNS:
+        _check(node.operand)
+    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        _check(node.left)
+        if isinstance(node.op, ast.Pow):
+            _check_exponent(node.right)
+        _check(node.right)
+    elif isinstance(node, ast.Call):
+        _check_call(node)
+    else:
+        raise KeelError(
+            f"{ast.unparse(node)[:60]!r} is not allowed in a formula: use + - * / **, numbers, "
+            f"{', '.join(NAMES)} and {', '.join(FUNCTIONS)}"
+        )
+
+
+def _check_number(node: ast.Constant) -> None:
+    if isinstance(node.value, bool) or not isinstance(node.value, int | float):
+        raise KeelError(f"{node.value!r} is not allowed in a formula: only numbers are")
+    if not math.isfinite(node.value) or abs(node.value) > 1e30:
+        raise KeelError(f"the number {str(node.value)[:20]} in the formula is too large: at most 1e30")
+
+
+def _check_exponent(node: ast.expr) -> None:
+    sign = -1 if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) else 1
+    number = node.operand if isinstance(node, ast.UnaryOp) else node
+    if not isinstance(number, ast.Constant) or isinstance(number.value, bool | str | bytes | complex):
+        raise KeelError(f"the exponent {ast.unparse(node)[:60]!r} must be a number: write exp(...) for other powers")
+    _check_number(number)
+    if abs(sign * number.value) > MAX_EXPONENT:  # type: ignore[operator]
+        raise KeelError(f"the exponent {ast.unparse(node)[:20]} is too large: at most {MAX_EXPONENT}")
+
+
+def _check_call(node: ast.Call) -> None:
+    if not isinstance(node.func, ast.Name):
+        raise KeelError(f"{ast.unparse(node.func)[:60]!r} may not be called in a formula: only {', '.join(FUNCTIONS)}")
+    if node.func.id not in FUNCTIONS:
+        raise unknown("function in the formula", node.func.id, FUNCTIONS)
+    count, _ = FUNCTIONS[node.func.id]
+    if node.keywords or len(node.args) != count:
+        expected = "clamp(x, low, high)" if node.func.id == "clamp" else f"{count} argument{'s' if count > 1 else ''}"
+        raise KeelError(f"{node.func.id} takes {expected}, got {ast.unparse(node)[:60]!r}")
+    for argument in node.args:
+        _check(argument)
+
+
+def _walk(node: ast.expr, values: dict[str, Tensor]) -> Tensor:
+    """Compute a checked tree; every number becomes a tensor, so that no Python arithmetic can run away."""
+    if isinstance(node, ast.Constant):
+        return torch.as_tensor(float(node.value), dtype=values["logp"].dtype)  # type: ignore[arg-type]
+    if isinstance(node, ast.Name):
+        return values[node.id]
+    if isinstance(node, ast.UnaryOp):
+        return SIGNS[type(node.op)](_walk(node.operand, values))
+    if isinstance(node, ast.BinOp):
+        return OPERATORS[type(node.op)](_walk(node.left, values), _walk(node.right, values))
+    assert isinstance(node, ast.Call)
+    assert isinstance(node.func, ast.Name)
+    return FUNCTIONS[node.func.id][1](*(_walk(argument, values) for argument in node.args))
+
+
+def load_callable(name: str) -> Formula:
+    """A user's `module:function` of (logp, ref) or (logp, ref, old), wrapped so that what it returns is checked."""
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise KeelError(f"{name!r} is no callable: write module:function, as in my_trainer.kl:per_token_kl")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        function = getattr(importlib.import_module(module_name), attribute, None)
+    except Exception as error:
+        raise KeelError(f"cannot import {module_name!r} for {name!r}: {_one_line(error)}") from None
+    if not callable(function):
+        raise KeelError(f"{module_name!r} has no function {attribute!r}: check the name after the colon")
+    try:
+        inspect.signature(function).bind(None, None, None)
+        arguments = 3
+    except TypeError:
+        arguments = 2
+    except ValueError:  # built without a signature: assume the full one
+        arguments = 3
+
+    def formula(logp: Tensor, ref: Tensor, old: Tensor) -> Tensor:
+        try:
+            result = function(*(logp, ref, old)[:arguments])
+        except Exception as error:
+            raise KeelError(
+                f"{name} raised {_one_line(error)}: it is called with (logp, ref[, old]), each [B, T]"
+            ) from None
+        if not isinstance(result, Tensor):
+            raise KeelError(f"{name} returned {type(result).__name__}: return a tensor of shape {tuple(logp.shape)}")
+        if result.shape != logp.shape:
+            raise KeelError(
+                f"{name} returned shape {tuple(result.shape)} for inputs of {tuple(logp.shape)}: "
+                "return one value a token, before any mean or mask"
+            )
+        return result
+
+    return formula
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]

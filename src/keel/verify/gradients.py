@@ -1,0 +1,198 @@
+"""Proofs about gradients: every row of `keel.kl.facts` by exact enumeration, per token and per sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from keel import kl
+from keel.kl.facts import FACTS, MEANINGS, POLICY_REF, REF_POLICY, Fact
+from keel.kl.gradients import parse_gradient
+from keel.verify.check import EXACT, Check, close
+from keel.verify.oracle import (
+    OFF,
+    ON,
+    Bandit,
+    Formula,
+    SequenceLoss,
+    gradient_in_loss,
+    gradient_in_reward,
+    kl_gradients,
+    random_bandits,
+    relative_error,
+    sequence_gradient,
+    sequence_quality,
+    sequence_world,
+)
+from keel.verify.values import right_k3
+
+# -- §2 expected gradients ----------------------------------------------------------------------------------------
+
+
+def formula_of(fact: Fact, vocabulary_kl: Callable[[Tensor, Tensor], Tensor]) -> Formula:
+    """The per-token term that a row of the facts speaks of."""
+    if fact.estimator.startswith("exact"):
+        return lambda logp, ref, old: vocabulary_kl(logp, ref).expand_as(logp)
+    form = parse_gradient("plain" if fact.gradient == "score" else fact.gradient)
+    return lambda logp, ref, old: kl.weighted_estimate(fact.estimator, form, logp, ref, old, clamp=None)
+
+
+def fact_error(fact: Fact, bandit: Bandit) -> tuple[float, bool]:
+    """How far a bandit's enumerated gradient is from what the row claims, and whether that proves the row."""
+    direction = "ref_policy" if fact.estimator == "exact_reverse" else "policy_ref"
+    term = formula_of(fact, lambda logp, ref: kl.exact_kl(logp.T, ref.T, direction).unsqueeze(-1))
+    place = gradient_in_loss if fact.placement == "loss" else gradient_in_reward
+    measured, targets = place(term, bandit, fact.sampling), kl_gradients(bandit)
+    verdict = fact.expected_gradient
+    if verdict == "zero":
+        error = (measured.norm() / targets[POLICY_REF].norm()).item()
+        return error, error < EXACT
+    if verdict in targets:
+        error = relative_error(measured, targets[verdict])
+        return error, error < EXACT
+    error = min(relative_error(measured, targets[name]) for name in (POLICY_REF, REF_POLICY))
+    return error, error > 1e-3
+
+
+def gradients() -> list[Check]:
+    """Every token-level row of `keel.kl.facts`, on eight random distributions, and four identities."""
+    bandits = random_bandits()
+    rows = []
+    for fact in FACTS:
+        if fact.level != "token":
+            continue
+        results = [fact_error(fact, bandit) for bandit in bandits]
+        claims_equality = fact.expected_gradient not in ("wrong", "near")
+        error = max(r[0] for r in results) if claims_equality else min(r[0] for r in results)
+        label = f"{fact.estimator} in the {fact.placement}, {fact.sampling}-policy, gradient {fact.gradient}"
+        shown = f"{'error' if claims_equality else 'off by'} {error:.1e}"
+        expected = MEANINGS[fact.expected_gradient].split(":")[0]
+        rows.append(Check("gradients", label, shown, expected, all(r[1] for r in results)))
+    return rows + [_identity(name, holds, bandits) for name, holds in IDENTITIES.items()]
+
+
+def _identity(name: str, error: Callable[[Bandit], float], bandits: list[Bandit]) -> Check:
+    worst = max(error(bandit) for bandit in bandits)
+    return Check("gradients", name, f"error {worst:.1e}", "equal", worst < EXACT)
+
+
+def _k3_reward_identity(bandit: Bandit) -> float:
+    targets = kl_gradients(bandit)
+    return relative_error(gradient_in_reward(right_k3, bandit), targets[POLICY_REF] - targets[REF_POLICY])
+
+
+def _k3_both_identity(bandit: Bandit) -> float:
+    both = gradient_in_reward(right_k3, bandit) + gradient_in_loss(right_k3, bandit)
+    return relative_error(both, kl_gradients(bandit)[POLICY_REF])
+
+
+def _per_sample_identity(bandit: Bandit) -> float:
+    """ρ·k3 and sg(ρ)·k2 outcome by outcome: their gradients with respect to each outcome's own logp."""
+    ref, old = bandit.ref_logp, bandit.old_logp(OFF)
+    sides = []
+    for estimator, form in (("k3", "rho"), ("k2", "sg_rho")):
+        logp = bandit.old_logp(ON).clone().requires_grad_()
+        term = kl.weighted_estimate(estimator, parse_gradient(form), logp, ref, old, clamp=None)
+        sides.append(torch.autograd.grad(term.sum(), logp)[0])
+    return relative_error(sides[0], sides[1])
+
+
+def _scored_kl_identity(bandit: Bandit) -> float:
+    """E_π[u·s] = ∇KL(π‖p), the definition that all others lean on."""
+    return relative_error(gradient_in_reward(lambda p, r, o: p - r, bandit), kl_gradients(bandit)[POLICY_REF])
+
+
+IDENTITIES: dict[str, Callable[[Bandit], float]] = {
+    "E[u·s] is ∇KL(policy‖ref)": _scored_kl_identity,
+    "k3 in the reward is ∇KL(policy‖ref) − ∇KL(ref‖policy)": _k3_reward_identity,
+    "k3 in reward and loss, each at full β, is ∇KL(policy‖ref)": _k3_both_identity,
+    "ρ·k3 and sg(ρ)·k2 have the same gradient on every sample": _per_sample_identity,
+}
+
+
+# -- §3 the sequence level ----------------------------------------------------------------------------------------
+
+SEQUENCE_LOSSES: dict[str, SequenceLoss] = {
+    "per-token k2": lambda logp, ref, old, exact: kl.estimate("k2", logp, ref, clamp=None).sum(-1),
+    "exact per-token KL": lambda logp, ref, old, exact: exact.sum(-1),
+    "per-token k3": lambda logp, ref, old, exact: kl.estimate("k3", logp, ref, clamp=None).sum(-1),
+    "k1 reward-to-go": lambda logp, ref, old, exact: kl.k1_to_go(logp, ref, old_logp=old, clamp=None),
+    "½(Σu)²": lambda logp, ref, old, exact: kl.k2_sequence(logp, ref, old_logp=old, clamp=None),
+    "Rao-Blackwell": lambda logp, ref, old, exact: kl.rao_blackwell(exact, logp, old_logp=old),
+}
+# relative error, cosine, variance; None: zero to rounding
+SEQUENCE_TABLE: dict[str, tuple[float | None, float, float]] = {
+    "per-token k2": (0.468, 0.912, 2.37),
+    "exact per-token KL": (0.468, 0.912, 0.32),
+    "per-token k3": (0.635, 0.806, 14.58),
+    "k1 reward-to-go": (None, 1.0, 6.72),
+    "½(Σu)²": (None, 1.0, 9.60),
+    "Rao-Blackwell": (None, 1.0, 2.11),
+}
+
+
+def weighted_token_k3(logp: Tensor, ref: Tensor, old: Tensor | None, exact: Tensor) -> Tensor:
+    """Σ_t ρ_t·k3_t, the token-weighted form of peers."""
+    return kl.weighted_estimate("k3", parse_gradient("rho"), logp, ref, old, clamp=None).sum(-1)
+
+
+def sequence() -> list[Check]:
+    """Against ∇KL_seq on a 3-step, 4-token policy: relative error, cosine and variance of each estimator."""
+    world = sequence_world()
+    rows = []
+    for name, loss in SEQUENCE_LOSSES.items():
+        error, cosine, variance = SEQUENCE_TABLE[name]
+        got = sequence_quality(world, loss)
+        right = got.relative_error < EXACT if error is None else close(got.relative_error, error, 3)
+        ok = right and close(got.cosine, cosine, 3) and close(got.variance, variance, 2)
+        measured = f"{got.relative_error:.3g}, {got.cosine:.3f}, {got.variance:.2f}"
+        expected = f"{'0' if error is None else error}, {cosine:.3f}, {variance:.2f}"
+        rows.append(Check("sequence", f"{name}: error, cosine, variance", measured, expected, ok))
+    for name in ("k1 reward-to-go", "½(Σu)²", "Rao-Blackwell"):
+        got = sequence_quality(world, SEQUENCE_LOSSES[name], OFF)
+        fact = f"off-policy, {name} × the sequence's ratio"
+        rows.append(Check("sequence", fact, f"error {got.relative_error:.1e}", "0", got.relative_error < EXACT))
+    token = sequence_quality(world, weighted_token_k3, OFF).relative_error
+    rows.append(Check("sequence", "off-policy, Σ ρ_t·k3_t per token", f"error {token:.3f}", "biased", token > 1e-2))
+    small = sequence_world(steps=2, vocabulary=2, seed=396, scale=2.0)
+    sampled, blackwell = (
+        sequence_quality(small, SEQUENCE_LOSSES[name]).variance for name in ("k1 reward-to-go", "Rao-Blackwell")
+    )
+    fact = "lower variance is no law: a 2-step world where Rao-Blackwell has more than k1-to-go"
+    rows.append(Check("sequence", fact, f"{blackwell:.3f} > {sampled:.3f}", "more", blackwell > sampled))
+    return rows
+
+
+def _sequence_term(fact: Fact) -> SequenceLoss:
+    """The loss of a sequence-level row. In the reward: the sum of the penalty to go, under the token's ratio ρ_t."""
+    if fact.placement == "loss":
+        return lambda logp, ref, old, exact: kl.sequence_estimate(
+            fact.estimator, logp, ref, old_logp=old, exact_kl=exact, clamp=None
+        )
+
+    def scored(logp: Tensor, ref: Tensor, old: Tensor | None, exact: Tensor) -> Tensor:
+        penalty = exact if fact.estimator == "exact" else kl.estimate(fact.estimator, logp, ref, clamp=None)
+        rho = torch.ones_like(logp) if old is None else (logp - old).exp()
+        return (rho.detach() * kl.reward_to_go(penalty).detach() * logp).sum(-1)
+
+    return scored
+
+
+def sequence_facts() -> list[Check]:
+    """Every sequence-level row of `keel.kl.facts` on the same world."""
+    world = sequence_world()
+    rows = []
+    for fact in FACTS:
+        if fact.level != "sequence" or fact.placement == "advantage":  # the advantage is the reward without its std
+            continue
+        truths, measured, _ = sequence_gradient(world, _sequence_term(fact), fact.sampling)
+        errors = {name: relative_error(measured, truth) for name, truth in truths.items()}
+        claims_equality = fact.expected_gradient in truths
+        error = errors[fact.expected_gradient] if claims_equality else min(errors.values())
+        label = f"{fact.estimator} in the {fact.placement}, {fact.sampling}-policy, sequence level"
+        shown = f"{'error' if claims_equality else 'off by'} {error:.1e}"
+        expected = MEANINGS[fact.expected_gradient].split(":")[0]
+        rows.append(Check("sequence", label, shown, expected, error < EXACT if claims_equality else error > 1e-3))
+    return rows

@@ -1,0 +1,209 @@
+"""Exact enumeration: every expectation is a finite sum in float64, so a fact holds to rounding or not at all."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keel.kl import exact_kl
+
+# A KL formula as the audit sees it: (logp, ref, old) -> values of the same shape.
+Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+ON, OFF = "on", "off"
+
+
+@dataclass(frozen=True)
+class Bandit:
+    """One-step world: three categorical distributions over the same outcomes, by their logits, float64 `[V]`."""
+
+    policy: Tensor
+    reference: Tensor
+    sampler: Tensor
+
+    def logp(self) -> tuple[Tensor, Tensor]:
+        """The policy's logits as a leaf that takes gradient, and its log-probabilities `[V, 1]`."""
+        theta = self.policy.clone().requires_grad_()
+        return theta, theta.log_softmax(0).unsqueeze(-1)
+
+    @property
+    def ref_logp(self) -> Tensor:
+        return self.reference.log_softmax(0).unsqueeze(-1)
+
+    def old_logp(self, sampling: str) -> Tensor:
+        """log μ: the policy itself on-policy (detached), another distribution off-policy."""
+        return (self.policy if sampling == ON else self.sampler).log_softmax(0).unsqueeze(-1)
+
+
+def random_bandits(count: int = 8, seed: int = 0) -> list[Bandit]:
+    """Distributions over 4 to 8 outcomes, from near each other to ten nats apart."""
+    generator = torch.Generator().manual_seed(seed)
+    bandits = []
+    for index in range(count):
+        outcomes = 4 + index % 5
+        scale = (0.5, 1.0, 2.0, 3.0)[index % 4]
+        draw = [torch.randn(outcomes, generator=generator, dtype=torch.float64) * scale for _ in range(3)]
+        bandits.append(Bandit(*draw))
+    return bandits
+
+
+def _gradient(total: Tensor, theta: Tensor) -> Tensor:
+    """∂total/∂θ, zero where total does not depend on θ (a formula that is detached throughout)."""
+    if not total.requires_grad:
+        return torch.zeros_like(theta)
+    gradient = torch.autograd.grad(total, theta, allow_unused=True)[0]
+    return torch.zeros_like(theta) if gradient is None else gradient
+
+
+def kl_gradients(bandit: Bandit) -> dict[str, Tensor]:
+    """The divergences' own gradients, from their definitions over the whole vocabulary."""
+    ref, sampler = bandit.ref_logp.T, bandit.old_logp(OFF).T
+    quantities: dict[str, Callable[[Tensor], Tensor]] = {
+        "policy||ref": lambda row: exact_kl(row, ref),
+        "ref||policy": lambda row: exact_kl(row, ref, "ref_policy"),
+        "away": lambda row: -exact_kl(row, sampler, "ref_policy"),
+        "total-variation": lambda row: (row.exp() - ref.exp()).abs(),
+    }
+    gradients = {}
+    for name, quantity in quantities.items():
+        theta, logp = bandit.logp()
+        gradients[name] = _gradient(quantity(logp.T).sum(), theta)
+    return gradients
+
+
+def kl_values(bandit: Bandit) -> dict[str, float]:
+    """KL(policy‖ref) and KL(ref‖policy) of a bandit."""
+    policy, reference = bandit.old_logp(ON).T, bandit.ref_logp.T
+    return {
+        "policy||ref": exact_kl(policy, reference).item(),
+        "ref||policy": exact_kl(policy, reference, "ref_policy").item(),
+    }
+
+
+def moments(formula: Formula, bandit: Bandit, sampling: str = ON) -> tuple[float, float, float]:
+    """Mean, standard deviation and smallest value of a formula on samples from the policy, or from `old`."""
+    old = bandit.old_logp(sampling)
+    with torch.no_grad():
+        values = formula(bandit.old_logp(ON), bandit.ref_logp, old)
+    weights = old.exp()
+    mean = (weights * values).sum()
+    spread = (weights * (values - mean).square()).sum().sqrt()
+    return mean.item(), spread.item(), values.min().item()
+
+
+def gradient_in_loss(formula: Formula, bandit: Bandit, sampling: str = ON) -> Tensor:
+    """∇ of E[f] with the samples held fixed, as autograd of a loss sees it: Σ_y w(y) ∇f(y)."""
+    theta, logp = bandit.logp()
+    old = bandit.old_logp(sampling)
+    return _gradient((old.exp() * formula(logp, bandit.ref_logp, old)).sum(), theta)
+
+
+def gradient_in_reward(formula: Formula, bandit: Bandit, sampling: str = ON, *, ratio: bool = True) -> Tensor:
+    """Σ_y w(y) ρ(y) sg(f(y)) s(y): a detached penalty under the policy-gradient term, which carries the ratio ρ.
+
+    On-policy ρ is 1. `ratio=False` is the plain −A·log π term, which has none.
+    """
+    theta, logp = bandit.logp()
+    old = bandit.old_logp(sampling)
+    rho = (logp - old).exp().detach() if ratio else torch.ones_like(old)
+    penalty = formula(logp, bandit.ref_logp, old).detach()
+    return _gradient((old.exp() * rho * penalty * logp).sum(), theta)
+
+
+def relative_error(measured: Tensor, target: Tensor) -> float:
+    """‖measured − target‖ / ‖target‖."""
+    return ((measured - target).norm() / target.norm()).item()
+
+
+@dataclass(frozen=True)
+class SequenceWorld:
+    """All sequences of a tabular policy: a row of logits for each prefix, every completion enumerated.
+
+    Rows are ordered by prefix length, then by prefix: row 0 for the empty one, 1 + y₀ after one token, and so on.
+    """
+
+    policy: Tensor
+    reference: Tensor
+    sampler: Tensor
+    steps: int
+
+    @property
+    def vocabulary(self) -> int:
+        return self.policy.shape[-1]
+
+    def sequences(self) -> Tensor:
+        return torch.tensor(list(itertools.product(range(self.vocabulary), repeat=self.steps)))
+
+    def rows(self, sequences: Tensor) -> Tensor:
+        """The row of the table that each position of each sequence reads, `[N, T]`."""
+        offset, index, columns = 0, torch.zeros(len(sequences), dtype=torch.long), []
+        for step in range(self.steps):
+            columns.append(offset + index)
+            offset += self.vocabulary**step
+            index = index * self.vocabulary + sequences[:, step]
+        return torch.stack(columns, 1)
+
+
+def sequence_world(
+    steps: int = 3, vocabulary: int = 4, seed: int = 1, scale: float = 1.0, sampler_scale: float = 0.5
+) -> SequenceWorld:
+    """Random tables: the policy's logits are drawn first, then the reference's; the sampler is a perturbed policy."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = sum(vocabulary**step for step in range(steps))
+    draw = [scale * torch.randn(rows, vocabulary, generator=generator, dtype=torch.float64) for _ in range(2)]
+    noise = torch.randn(rows, vocabulary, generator=generator, dtype=torch.float64)
+    return SequenceWorld(draw[0], draw[1], draw[0] + sampler_scale * noise, steps)
+
+
+# A sequence-level loss: (logp [N, T], ref [N, T], old [N, T] or None, exact per-token KL [N, T]) -> [N]
+SequenceLoss = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class GradientQuality:
+    """How an estimator's gradient stands to the true one: relative error, cosine, total variance."""
+
+    relative_error: float
+    cosine: float
+    variance: float
+
+
+def sequence_gradient(
+    world: SequenceWorld, loss: SequenceLoss, sampling: str = ON
+) -> tuple[dict[str, Tensor], Tensor, float]:
+    """True ∇KL_seq in both directions, the estimator's expected gradient, and its total variance, by enumeration."""
+    theta = world.policy.clone().requires_grad_()
+    sequences = world.sequences()
+    rows, index = world.rows(sequences), sequences.unsqueeze(-1)
+
+    def chosen(table: Tensor) -> Tensor:
+        return table[rows].gather(-1, index).squeeze(-1)
+
+    policy, reference = theta.log_softmax(-1), world.reference.log_softmax(-1)
+    logp, ref = chosen(policy), chosen(reference)
+    old = chosen(world.sampler.log_softmax(-1)) if sampling == OFF else None
+    weights = (logp if old is None else old).sum(-1).exp().detach()
+
+    total, ref_total = logp.sum(-1), ref.sum(-1)
+    divergences = {
+        "policy||ref": (total.exp() * (total - ref_total)).sum(),
+        "ref||policy": (ref_total.exp() * (ref_total - total)).sum(),
+    }
+    truths = {n: torch.autograd.grad(v, theta, retain_graph=True)[0].flatten() for n, v in divergences.items()}
+    values = loss(logp, ref, old, exact_kl(policy[rows], reference[rows]))
+    per_sequence = torch.stack([torch.autograd.grad(v, theta, retain_graph=True)[0].flatten() for v in values])
+    mean = (weights.unsqueeze(-1) * per_sequence).sum(0)
+    variance = (weights * (per_sequence - mean).square().sum(-1)).sum().item()
+    return truths, mean, variance
+
+
+def sequence_quality(world: SequenceWorld, loss: SequenceLoss, sampling: str = ON) -> GradientQuality:
+    """Relative error, cosine and variance of a sequence-level estimator."""
+    truths, mean, variance = sequence_gradient(world, loss, sampling)
+    truth = truths["policy||ref"]
+    cosine = (mean @ truth / (mean.norm() * truth.norm())).item()
+    return GradientQuality(relative_error(mean, truth), cosine, variance)
