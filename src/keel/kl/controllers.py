@@ -43,7 +43,8 @@ class KLState:
 class Controller(Protocol):
     """What the loop needs of a controller."""
 
-    unit: str
+    @property
+    def unit(self) -> str: ...
 
     def init(self) -> KLState: ...
 

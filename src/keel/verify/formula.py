@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import math
 import operator
 import sys
 from collections.abc import Callable
@@ -95,7 +94,7 @@ def _check(node: ast.expr) -> None:
 def _check_number(node: ast.Constant) -> None:
     if isinstance(node.value, bool) or not isinstance(node.value, int | float):
         raise KeelError(f"{node.value!r} is not allowed in a formula: only numbers are")
-    if not math.isfinite(node.value) or abs(node.value) > 1e30:
+    if not abs(node.value) <= 1e30:  # also catches infinity, and integers too large to be a float
         raise KeelError(f"the number {str(node.value)[:20]} in the formula is too large: at most 1e30")
 
 

@@ -126,7 +126,7 @@ def truncation() -> list[Check]:
     bucket = kl.topk_kl(policy, reference, 3)
     index = policy.topk(3, dim=-1).indices
     head = (policy.exp() * (policy - reference)).gather(-1, index).sum(-1)
-    below = (bucket <= exact + 1e-12).all().item() and (bucket >= -1e-12).all().item()
+    below = bool((bucket <= exact + 1e-12).all() and (bucket >= -1e-12).all())
     value_error, gradient_error = _unbiased_topk_errors()
     return [
         Check(

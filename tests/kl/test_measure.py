@@ -1,0 +1,109 @@
+"""Reported KL: names, values by hand, the cluster standard error, and masks of every kind."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keel.errors import KeelError
+from keel.kl import measure_kl, token_statistics
+
+STATISTICS = {"mean", "se", "min", "max", "p95"}
+MASK = torch.tensor([[True, True, False], [True, False, False]])
+LOGP = torch.tensor([[-1.0, -2.0, math.nan], [-3.0, -math.inf, 0.0]])
+REF = torch.tensor([[-2.0, -1.5, 0.0], [-33.0, math.nan, 0.0]])  # d = −1, ½ and −30, clamped to −20
+
+
+def test_names():
+    names = {f"kl/policy_ref/{k}/{s}" for k in ("k1", "k2", "k3") for s in STATISTICS}
+    names |= {"kl/policy_ref/sequence/mean", "kl/clamped_fraction"}
+    assert set(measure_kl(LOGP, REF, MASK)) == names
+    exact = measure_kl(LOGP, REF, MASK, exact_kl=torch.ones(2, 3))
+    assert set(exact) == names | {f"kl/policy_ref/exact/{s}" for s in STATISTICS}
+    assert "kl/sampler_policy/k3/mean" in measure_kl(LOGP, REF, MASK, pair="sampler_policy")
+
+
+def test_values_by_hand():
+    got = measure_kl(LOGP, REF, MASK, exact_kl=torch.tensor([[1.0, 2.0, math.nan], [6.0, math.inf, math.nan]]))
+    u = np.array([1.0, -0.5, 20.0])
+    for name, values in (("k1", u), ("k2", u**2 / 2), ("k3", np.exp(-u) - 1 + u), ("exact", np.array([1.0, 2.0, 6.0]))):
+        assert got[f"kl/policy_ref/{name}/mean"] == pytest.approx(values.mean(), rel=1e-6)
+        assert got[f"kl/policy_ref/{name}/min"] == pytest.approx(values.min(), rel=1e-6)
+        assert got[f"kl/policy_ref/{name}/max"] == pytest.approx(values.max(), rel=1e-6)
+        assert got[f"kl/policy_ref/{name}/p95"] == pytest.approx(np.quantile(values, 0.95), rel=1e-6)
+    assert got["kl/policy_ref/sequence/mean"] == pytest.approx((0.5 + 20) / 2)
+    assert got["kl/clamped_fraction"] == pytest.approx(1 / 3)
+
+
+def test_standard_error_by_hand():
+    """Residual sums per completion, mean 3: (1−3)+(2−3) = −3 and 6−3 = 3; se² = 2/1·18/9."""
+    values = torch.tensor([[1.0, 2.0, 0.0], [6.0, 0.0, 0.0]])
+    assert token_statistics(values, MASK)["se"] == pytest.approx(2.0)
+
+
+def test_standard_error_of_one_token_each_is_the_textbooks():
+    values = torch.tensor([[1.0], [2.0], [4.0], [7.0]])
+    got = token_statistics(values, torch.ones(4, 1, dtype=torch.bool))
+    assert got["se"] == pytest.approx(np.std([1, 2, 4, 7], ddof=1) / 2)
+
+
+def test_standard_error_agrees_with_a_bootstrap_over_completions():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 12, size=80)
+    mask = np.arange(12)[None] < lengths[:, None]
+    values = (rng.normal(size=(80, 1)) + 0.5 * rng.normal(size=(80, 12))) * mask  # tokens of a row move together
+    rows = rng.integers(0, 80, size=(4000, 80))
+    means = values.sum(1)[rows].sum(1) / lengths[rows].sum(1)
+    se = token_statistics(torch.from_numpy(values), torch.from_numpy(mask))["se"]
+    assert se == pytest.approx(means.std(), rel=0.1)
+    naive = values[mask].std() / math.sqrt(mask.sum())
+    assert se > 1.5 * naive
+
+
+def test_completions_without_tokens_do_not_count():
+    values, mask = torch.tensor([[1.0, 2.0, 0.0], [6.0, 0.0, 0.0]]), MASK
+    padded = token_statistics(
+        torch.cat([values, torch.full((3, 3), math.nan)]), torch.cat([mask, mask.new_zeros(3, 3)])
+    )
+    assert padded == token_statistics(values, mask)
+
+
+def test_an_empty_mask_reports_zeros():
+    got = measure_kl(LOGP, REF, torch.zeros_like(MASK), exact_kl=torch.full((2, 3), math.nan))
+    assert set(got.values()) == {0.0}
+
+
+@given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 5))
+def test_nothing_is_nan_under_any_mask(seed, rows, width):
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.rand(rows, width, generator=g) < 0.4
+    logp, ref = (-torch.rand(rows, width, generator=g) * 5 for _ in range(2))
+    hole = torch.rand(rows, width, generator=g)
+    logp = torch.where(mask, logp, torch.where(hole < 0.5, -math.inf, math.nan))
+    for name, value in measure_kl(logp, ref, mask).items():
+        assert math.isfinite(value), name
+
+
+def test_half_precision_is_measured_in_fp32():
+    logp, ref = (torch.tensor([[-9.0, -3.5]]).bfloat16(), torch.tensor([[-1.25, -3.75]]).bfloat16())
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    got = measure_kl(logp, ref, mask)["kl/policy_ref/k3/mean"]
+    assert got == pytest.approx(((math.exp(7.75) - 8.75) + (math.exp(-0.25) - 0.75)) / 2, rel=1e-6)
+
+
+def test_no_gradient_is_kept():
+    logp = torch.tensor([[-1.0]], requires_grad=True)
+    got = measure_kl(logp, torch.tensor([[-2.0]]), torch.ones(1, 1, dtype=torch.bool))
+    assert all(isinstance(value, float) for value in got.values())
+
+
+def test_bad_input():
+    with pytest.raises(KeelError, match="boolean"):
+        measure_kl(LOGP, REF, MASK.float())
+    with pytest.raises(KeelError, match="ref_logp has shape"):
+        measure_kl(LOGP, REF[:, :2], MASK)
+    with pytest.raises(KeelError, match="action_mask has shape"):
+        token_statistics(torch.zeros(2, 2), MASK)

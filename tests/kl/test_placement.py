@@ -1,0 +1,147 @@
+"""The three doors by hand, and what dividing by the group's spread does to β."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from keel.errors import KeelError
+from keel.kl import EffectiveCoefficientWarning, check_pairing, estimate, kl_loss, shape_advantages, shape_rewards
+from keel.losses import advantages
+
+KL = torch.tensor([[0.5, -0.25, 9.0], [1.0, 2.0, 3.0]], dtype=torch.float64)
+MASK = torch.tensor([[True, True, False], [True, True, True]])
+REWARDS = torch.tensor([1.0, 2.0], dtype=torch.float64)
+
+
+def test_first_door_by_hand():
+    assert shape_rewards(REWARDS, KL, MASK, 0.1).tolist() == pytest.approx([1 - 0.025, 2 - 0.6])
+
+
+def test_second_door_by_hand():
+    token = shape_advantages(REWARDS, KL, MASK, 0.1)
+    np.testing.assert_allclose(token, [[0.95, 1.025, 0.0], [1.9, 1.8, 1.7]], atol=1e-12)
+    sequence = shape_advantages(REWARDS, KL, MASK, 0.1, level="sequence")
+    np.testing.assert_allclose(sequence, [[0.975, 1.025, 0.0], [1.4, 1.5, 1.7]], atol=1e-12)
+
+
+def test_second_door_takes_advantages_per_token():
+    per_token = REWARDS[:, None] * torch.tensor([[1.0, 2.0, 3.0]])
+    got = shape_advantages(per_token, KL, MASK, 0.1)
+    np.testing.assert_allclose(got, [[0.95, 2.025, 0.0], [1.9, 3.8, 5.7]], atol=1e-12)
+
+
+def test_third_door_by_hand():
+    logp, ref = torch.tensor([[-1.0, -2.0]], dtype=torch.float64), torch.tensor([[-2.0, math.nan]], dtype=torch.float64)
+    mask = torch.tensor([[True, False]])
+    token = kl_loss(check_pairing("k3"), logp, ref, mask)
+    assert token.tolist() == [[pytest.approx(math.exp(-1)), 0.0]]
+    sequence = kl_loss(check_pairing("k1", level="sequence"), logp, ref, mask)
+    assert sequence.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_third_door_with_the_exact_kl(level):
+    logp, exact = torch.zeros(1, 2), torch.tensor([[0.25, math.nan]])
+    got = kl_loss(check_pairing("exact", level=level), logp, None, torch.tensor([[True, False]]), exact_kl=exact)
+    assert got.sum().item() == 0.25
+
+
+def test_the_penalty_is_detached_in_reward_and_advantage():
+    kl = KL.clone().requires_grad_()
+    assert not shape_rewards(REWARDS, kl, MASK, 0.1).requires_grad
+    assert not shape_advantages(REWARDS, kl, MASK, 0.1).requires_grad
+
+
+@pytest.mark.parametrize("hole", [math.nan, math.inf])
+def test_what_is_outside_the_mask_does_not_enter(hole):
+    kl = KL.clone()
+    kl[0, 2] = hole
+    assert torch.equal(shape_rewards(REWARDS, kl, MASK, 0.1), shape_rewards(REWARDS, KL, MASK, 0.1))
+    for level in ("token", "sequence"):
+        left, right = (shape_advantages(REWARDS, x, MASK, 0.1, level=level) for x in (kl, KL))
+        assert torch.equal(left, right)
+
+
+def test_warns_that_beta_is_divided_by_sigma():
+    with pytest.warns(EffectiveCoefficientWarning, match=r"beta/σ.*scale_rewards=none or kl.placement=advantage"):
+        shape_rewards(REWARDS, KL, MASK, 0.1, scaled_by_std=True)
+
+
+@pytest.mark.parametrize(("beta", "scaled"), [(0.0, True), (0.1, False)])
+def test_does_not_warn_without_reason(beta, scaled):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shape_rewards(REWARDS, KL, MASK, beta, scaled_by_std=scaled)
+
+
+def test_docstring_says_it_too():
+    assert "effective" in shape_rewards.__doc__
+    assert "β/σ" in shape_rewards.__doc__
+
+
+@pytest.mark.parametrize("sigma", [0.04, 0.5, 3.0])
+def test_effective_coefficient_is_beta_over_sigma(sigma):
+    """How much a nat of KL costs in advantage: β/σ through the first door with std scaling, β through the second."""
+    group, beta, nudge = torch.zeros(4, dtype=torch.long), 0.01, 1e-6
+    base = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64) * sigma / math.sqrt(4 / 3)
+    kl = torch.zeros(4, 1, dtype=torch.float64)
+    more = kl + nudge * torch.tensor([[1.0], [1.0], [-1.0], [-1.0]])  # does not change mean or, to first order, std
+    mask = torch.ones(4, 1, dtype=torch.bool)
+
+    def first_door(scale):
+        before, after = (advantages(shape_rewards(base, x, mask, beta), group, scale=scale) for x in (kl, more))
+        return ((before - after)[0] / nudge).item()
+
+    assert first_door("group") == pytest.approx(beta / sigma, rel=1e-2)
+    assert first_door("none") == pytest.approx(beta, rel=1e-6)
+    a = advantages(base, group)
+    second = (shape_advantages(a, kl, mask, beta) - shape_advantages(a, more, mask, beta))[0, 0] / nudge
+    assert second.item() == pytest.approx(beta, rel=1e-6)
+
+
+@pytest.mark.parametrize("door", ["reward", "advantage"])
+def test_k1_through_either_door_has_the_gradient_of_the_sequence_kl(door):
+    """Two steps, two tokens, by enumeration: −E[A·Σ_t s_t] with the shaped reward, without other rewards."""
+    g = torch.Generator().manual_seed(0)
+    theta = torch.randn(3, 2, generator=g, dtype=torch.float64).requires_grad_()
+    ref_logits = torch.randn(3, 2, generator=g, dtype=torch.float64)
+    tokens = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]])
+    rows = torch.stack([torch.zeros(4, dtype=torch.long), 1 + tokens[:, 0]], 1)
+    logp, ref = (torch.log_softmax(x, -1)[rows, tokens] for x in (theta, ref_logits))
+    total = logp.sum(-1)
+    (truth,) = torch.autograd.grad((total.exp() * (total - ref.sum(-1))).sum(), theta, retain_graph=True)
+    kl, mask = estimate("k1", logp, ref), torch.ones(4, 2, dtype=torch.bool)
+    zero = torch.zeros(4, dtype=torch.float64)
+    if door == "reward":
+        shaped = shape_rewards(zero, kl, mask, 1.0)[:, None]
+    else:
+        shaped = shape_advantages(zero, kl, mask, 1.0, level="sequence")
+    (got,) = torch.autograd.grad(-(total.exp().detach()[:, None] * shaped * logp).sum(), theta)
+    torch.testing.assert_close(got, truth, rtol=0, atol=1e-12)
+
+
+X = torch.zeros(1, 2)
+ON = torch.ones(1, 2, dtype=torch.bool)
+MISTAKES = [
+    (lambda: shape_rewards(REWARDS, KL, MASK.float(), 0.1), "action_mask must be boolean"),
+    (lambda: shape_rewards(KL, KL, MASK, 0.1), "give one reward a completion"),
+    (lambda: shape_advantages(REWARDS, KL, MASK[:, :2], 0.1), "action_mask has shape (2, 2)"),
+    (lambda: shape_advantages(REWARDS[:1], KL, MASK, 0.1), "give [B] or [B, T]"),
+    (lambda: shape_advantages(REWARDS, KL, MASK, 0.1, level="word"), "unknown level 'word'"),
+    (lambda: kl_loss(check_pairing("k3"), X, None, ON), "needs ref_logp"),
+    (lambda: kl_loss(check_pairing("exact"), X, X, ON), "set kl.exact=true"),
+    (lambda: kl_loss(check_pairing("k1", "reward"), X, X, ON), "does not go through the loss"),
+    (lambda: kl_loss(check_pairing("exact"), X, None, ON, exact_kl=torch.zeros(1, 1)), "shape"),
+    (lambda: kl_loss(check_pairing("k3"), X, torch.zeros(1, 3), ON), "ref_logp has shape (1, 3)"),
+]
+
+
+@pytest.mark.parametrize(("call", "says"), MISTAKES, ids=[says for _, says in MISTAKES])
+def test_mistakes_are_one_line(call, says):
+    with pytest.raises(KeelError) as caught:
+        call()
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)

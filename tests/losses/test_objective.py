@@ -1,0 +1,315 @@
+"""The objective: what goes into each term, what stays out, and that any split gives the same."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keel.errors import KeelError
+from keel.kl import check_pairing
+from keel.losses import LOSSES, KLSpec, LossSpec, MismatchSpec, global_denominators, objective, with_policy_mask
+from keel.metrics import merge, values
+from keel.types import Batch, Scores
+
+LENGTH = 7
+
+
+def make(seed=0, rows=5, width=6, *, advantages=True, old=True):
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    logp = -normal(rows, width).abs() - 0.1
+    mask = torch.rand(rows, width, generator=g) < 0.7
+    mask[0, 0] = True
+    batch = Batch(
+        action_mask=mask,
+        advantages=normal(rows) if advantages else torch.zeros(rows, dtype=torch.float64),
+        old_logp=logp + 0.2 * normal(rows, width) if old else None,
+        ref_logp=logp + 0.5 * normal(rows, width),
+        sample_logp=logp + 0.1 * normal(rows, width),
+    )
+    return Scores(logp, normal(rows, width).abs(), normal(rows, width).abs()), batch
+
+
+def run(scores, batch, loss="grpo", kl=None, beta=0.1, **options):
+    logp = scores.logp.clone().requires_grad_()
+    spec = loss if isinstance(loss, LossSpec) else LossSpec(loss)
+    options.setdefault("max_completion_length", LENGTH)
+    result = objective(replace(scores, logp=logp), batch, spec, kl or KLSpec(), beta, **options)
+    result.loss.backward()
+    return result.loss.item(), logp.grad.numpy(), values(result.metrics)
+
+
+def test_policy_plus_beta_times_kl_by_hand():
+    logp = torch.tensor([[-1.0, -2.0]], dtype=torch.float64)
+    batch = Batch(
+        action_mask=torch.tensor([[True, True]]),
+        advantages=torch.tensor([3.0], dtype=torch.float64),
+        ref_logp=torch.tensor([[-1.5, -1.0]], dtype=torch.float64),
+    )
+    loss, grad, metrics = run(Scores(logp), batch, beta=0.1, kl=KLSpec(gradient="plain"))
+    kl = ((math.exp(-0.5) - 0.5) + (math.e - 2)) / 2
+    assert loss == pytest.approx(-3 + 0.1 * kl, abs=1e-12)
+    slopes = np.array([1 - math.exp(-0.5), 1 - math.e]) / 2
+    np.testing.assert_allclose(grad[0], -1.5 + 0.1 * slopes, atol=1e-12)
+    assert metrics["loss/policy"] == pytest.approx(-3)
+    assert metrics["loss/kl"] == pytest.approx(0.1 * kl)
+    assert metrics["loss/total"] == pytest.approx(loss)
+    assert metrics["loss/kl_share"] == pytest.approx(0.1 * kl / (3 + 0.1 * kl))
+    assert (metrics["ratio/max"], metrics["ratio/ess"]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("old", [True, False])
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_default_kl_gradient_is_rho_u_per_token(loss, old):
+    """auto: ρ·u on every action token over all action tokens, whatever the policy loss."""
+    scores, batch = make(advantages=False, old=old)
+    _, grad, _ = run(scores, batch, loss, beta=0.3)
+    rho = (scores.logp - batch.old_logp).exp() if old else torch.ones_like(scores.logp)
+    expected = 0.3 * rho * (scores.logp - batch.ref_logp) * batch.action_mask / batch.action_mask.sum()
+    np.testing.assert_allclose(grad, expected.numpy(), atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_zero_variance_groups_keep_their_kl_term(loss):
+    scores, batch = make(advantages=False)
+    _, grad, metrics = run(scores, batch, loss)
+    assert metrics["loss/policy"] == 0
+    assert metrics["loss/kl"] > 0
+    assert (grad[batch.action_mask.numpy()] != 0).all()
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_policy_mask_drops_tokens_from_the_policy_term_only(loss):
+    scores, batch = make()
+    keep = torch.tensor([True, False, True, True, False])
+    masked = replace(batch, policy_mask=with_policy_mask(batch.action_mask, keep))
+    _, grad, metrics = run(scores, masked, loss)
+    _, kl_only, bare = run(scores, replace(batch, advantages=torch.zeros(5, dtype=torch.float64)), loss)
+    np.testing.assert_allclose(grad[~keep], kl_only[~keep], atol=1e-14)
+    assert np.abs(kl_only[~keep]).max() > 0
+    assert metrics["loss/kl"] == pytest.approx(bare["loss/kl"], abs=1e-14)
+    _, policy_only, _ = run(scores, masked, loss, beta=0.0)
+    assert (policy_only[~keep] == 0).all()
+    assert np.abs(policy_only[keep]).max() > 0
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_beta_zero_has_no_kl_term_and_needs_no_reference(loss):
+    scores, batch = make()
+    with_reference = run(scores, batch, loss, beta=0.0)
+    without = run(scores, replace(batch, ref_logp=None), loss, beta=0.0)
+    assert with_reference[0] == without[0] == with_reference[2]["loss/policy"]
+    assert with_reference[2]["loss/kl"] == 0
+    assert np.array_equal(with_reference[1], without[1])
+
+
+@pytest.mark.parametrize("placement", ["reward", "advantage"])
+def test_other_doors_add_no_kl_term(placement):
+    scores, batch = make()
+    shaped = run(scores, batch, kl=KLSpec("k1", placement=placement))
+    assert shaped[2]["loss/kl"] == 0
+    assert shaped[0] == run(scores, batch, beta=0.0)[0]
+
+
+@given(st.integers(0, 10_000), st.sampled_from(["k1", "k2", "k3", "exact"]), st.sampled_from(["token", "sequence"]))
+def test_token_mean_makes_beta_mean_the_same_under_every_loss(seed, estimator, level):
+    scores, batch = make(seed, advantages=False)
+    kl = KLSpec(estimator, level=level)
+    seen = [run(scores, batch, loss, kl) for loss in sorted(LOSSES)]
+    for loss, grad, metrics in seen:
+        assert loss == seen[0][0]
+        assert metrics["loss/kl"] == seen[0][2]["loss/kl"]
+        assert np.array_equal(grad, seen[0][1])
+    assert seen[0][0] != 0
+
+
+def test_loss_reduction_ties_the_kl_to_the_policy_loss():
+    scores, batch = make(advantages=False)
+    kl = KLSpec(gradient="plain", reduction="loss")
+    mask = batch.action_mask
+    d = batch.ref_logp - scores.logp
+    k3 = torch.where(mask, d.exp() - 1 - d, 0.0)
+    expected = {
+        "grpo": (k3.sum(-1) / mask.sum(-1).clamp_min(1)).mean().item(),
+        "dapo": (k3.sum() / mask.sum()).item(),
+        "bnpo": (k3.sum() / mask.sum()).item(),
+        "dr_grpo": (k3.sum() / (5 * LENGTH)).item(),
+    }
+    for loss, value in expected.items():
+        assert run(scores, batch, loss, kl, beta=1.0)[0] == pytest.approx(value, abs=1e-12)
+
+
+def test_sequence_level_is_a_mean_over_sequences():
+    scores, batch = make(advantages=False, old=False)
+    loss, _, _ = run(scores, batch, kl=KLSpec("k1", level="sequence"), beta=1.0)
+    u = torch.where(batch.action_mask, scores.logp - batch.ref_logp, 0.0)
+    assert loss == pytest.approx(u.sum(-1).mean().item(), abs=1e-12)
+
+
+def test_exact_kl_enters_as_given():
+    scores, batch = make(advantages=False)
+    loss, _, _ = run(scores, replace(batch, ref_logp=None), kl=KLSpec("exact"), beta=1.0)
+    assert loss == pytest.approx(scores.exact_kl[batch.action_mask].mean().item(), abs=1e-12)
+
+
+def test_entropy_bonus_by_hand():
+    scores, batch = make()
+    plain = run(scores, batch)[0]
+    entropy = scores.entropy.clone().requires_grad_()
+    result = objective(replace(scores, entropy=entropy), batch, LossSpec(entropy_coef=0.25), KLSpec(), 0.1)
+    tokens = batch.action_mask.sum().item()
+    mean = scores.entropy[batch.action_mask].sum().item() / tokens
+    assert result.loss.item() == pytest.approx(plain - 0.25 * mean, abs=1e-12)
+    result.loss.backward()
+    np.testing.assert_allclose(entropy.grad, -0.25 / tokens * batch.action_mask, atol=1e-14)
+    assert result.metrics["entropy/mean"].value == pytest.approx(mean)
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_mismatch_weights_scale_the_policy_term_and_not_the_kl(loss):
+    scores, batch = make()
+    constant = replace(batch, sample_logp=batch.old_logp - math.log(1.5))
+    plain, weighted = run(scores, batch, loss), run(scores, constant, loss, mismatch=MismatchSpec("truncate", 2.0))
+    assert weighted[2]["loss/policy"] == pytest.approx(1.5 * plain[2]["loss/policy"], abs=1e-12)
+    assert weighted[2]["loss/kl"] == pytest.approx(plain[2]["loss/kl"], abs=1e-14)
+
+
+def cut(batch, rows):
+    fields = {k: v for k, v in vars(batch).items() if v is not None}
+    return Batch(**{name: value[rows] for name, value in fields.items()})
+
+
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from(sorted(LOSSES)),
+    st.sampled_from(["token_mean", "loss"]),
+    st.sampled_from(["token", "sequence"]),
+    st.integers(1, 4),
+)
+def test_any_split_into_microbatches_is_the_same_update(seed, loss, reduction, level, at):
+    scores, batch = make(seed)
+    keep = torch.rand(5, generator=torch.Generator().manual_seed(seed)) < 0.7
+    batch = replace(batch, policy_mask=with_policy_mask(batch.action_mask, keep))
+    kl, spec = KLSpec("k1", reduction=reduction, level=level), LossSpec(loss, entropy_coef=0.02)
+    counts = global_denominators(batch, LENGTH)
+    options = {"kl": kl, "mismatch": MismatchSpec()}
+    whole = run(scores, batch, spec, counts=counts, **options)
+    pieces, merged = [], {}
+    for rows in (slice(0, at), slice(at, 5)):
+        part = Scores(scores.logp[rows].clone().requires_grad_(), scores.entropy[rows])
+        result = objective(part, cut(batch, rows), spec, kl, 0.1, counts, mismatch=MismatchSpec())
+        result.loss.backward()
+        pieces.append((result.loss.item(), part.logp.grad.numpy()))
+        merged = merge(merged, result.metrics)
+    assert sum(loss for loss, _ in pieces) == pytest.approx(whole[0], abs=1e-12)
+    np.testing.assert_allclose(np.concatenate([grad for _, grad in pieces]), whole[1], atol=1e-12)
+    split = values(merged)
+    for name in set(whole[2]) - {"loss/kl_share", "ratio/max"}:  # these two have their own tests below
+        assert split[name] == pytest.approx(whole[2][name], abs=1e-9), name
+
+
+def halves(logp, batch):
+    counts = global_denominators(batch)
+    merged = {}
+    for rows in (slice(0, 1), slice(1, 2)):
+        merged = merge(
+            merged, objective(Scores(logp[rows]), cut(batch, rows), LossSpec(), KLSpec(), 0.1, counts).metrics
+        )
+    return values(merged), values(objective(Scores(logp), batch, LossSpec(), KLSpec(), 0.1, counts).metrics)
+
+
+def test_an_empty_microbatch_does_not_raise_the_largest_ratio():
+    logp = torch.tensor([[-1.0], [-1.0]])
+    mask, old = torch.tensor([[True], [False]]), torch.tensor([[-0.5], [-0.5]])
+    split, whole = halves(logp, Batch(mask, torch.ones(2), old, logp))
+    assert split["ratio/max"] == pytest.approx(whole["ratio/max"]) == pytest.approx(math.exp(-0.5))
+
+
+def test_kl_share_does_not_depend_on_the_split():
+    """Policy terms of opposite signs cancel over the minibatch: its share must not depend on how it was cut."""
+    logp = torch.tensor([[-1.0], [-1.0]])
+    batch = Batch(torch.ones(2, 1, dtype=torch.bool), torch.tensor([1.0, -0.5]), logp, logp - 1)
+    split, whole = halves(logp, batch)
+    assert split["loss/kl_share"] == pytest.approx(whole["loss/kl_share"])
+
+
+def test_metrics_by_hand():
+    logp = torch.tensor([[0.0, 0.0, 0.0, 0.0]], dtype=torch.float64) - 1
+    rho = torch.tensor([[0.5, 1.0, 2.0, 100.0]], dtype=torch.float64)
+    batch = Batch(
+        action_mask=torch.tensor([[True, True, True, False]]),
+        advantages=torch.tensor([1.0], dtype=torch.float64),
+        old_logp=logp - rho.log(),
+    )
+    _, _, metrics = run(Scores(logp), batch, beta=0.0)
+    assert metrics["ratio/max"] == pytest.approx(2.0)
+    assert metrics["ratio/ess"] == pytest.approx(3.5**2 / (3 * 5.25))
+    assert metrics["ratio/clip_high_fraction"] == pytest.approx(1 / 3)
+    assert metrics["ratio/clip_low_fraction"] == 0
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_empty_masks_and_holes_give_zero_not_nan(loss):
+    hole = torch.full((2, 3), math.nan)
+    batch = Batch(torch.zeros(2, 3, dtype=torch.bool), torch.ones(2), hole, hole, hole)
+    scores = Scores(hole, entropy=hole)
+    total, grad, metrics = run(scores, batch, LossSpec(loss, entropy_coef=0.1), mismatch=MismatchSpec())
+    assert total == 0
+    assert (grad == 0).all()
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_half_precision_is_computed_in_fp32(loss, dtype):
+    scores, batch = make()
+    low = Batch(
+        **{k: v.to(dtype).float() if v.is_floating_point() else v for k, v in vars(batch).items() if v is not None}
+    )
+    half = Batch(
+        **{
+            k: v.to(dtype) if v.is_floating_point() and k != "advantages" else getattr(low, k)
+            for k, v in vars(batch).items()
+            if v is not None
+        }
+    )
+    logp = scores.logp.to(dtype)
+    got = objective(Scores(logp), half, LossSpec(loss), KLSpec(), 0.1, max_completion_length=LENGTH).loss
+    expected = objective(Scores(logp.float()), low, LossSpec(loss), KLSpec(), 0.1, max_completion_length=LENGTH).loss
+    assert got.dtype == torch.float32
+    assert got.item() == expected.item()
+
+
+def test_pairing_can_be_handed_in():
+    scores, batch = make()
+    given_in = run(scores, batch, pairing=check_pairing("k3", gradient="plain"))
+    assert given_in[0] == run(scores, batch, kl=KLSpec(gradient="plain"))[0]
+    assert given_in[1][0, 0] != run(scores, batch)[1][0, 0]
+
+
+def test_mistakes_are_one_line():
+    scores, batch = make()
+    cases = [
+        (lambda: run(scores, replace(batch, advantages=None)), "needs batch.advantages"),
+        (lambda: run(scores, replace(batch, action_mask=batch.action_mask.float())), "action_mask must be boolean"),
+        (lambda: run(scores, replace(batch, policy_mask=batch.action_mask.int())), "policy_mask must be boolean"),
+        (lambda: run(scores, replace(batch, ref_logp=None)), "needs ref_logp"),
+        (lambda: run(replace(scores, exact_kl=None), batch, kl=KLSpec("exact")), "set kl.exact=true"),
+        (lambda: run(replace(scores, entropy=None), batch, LossSpec(entropy_coef=0.1)), "needs the entropy"),
+        (lambda: run(scores, batch, kl=KLSpec("k1", "plain")), "pushes the policy away"),
+        (lambda: KLSpec(reduction="mean"), "unknown kl.reduction 'mean'"),
+        (lambda: run(scores, batch, "dr_grpo", max_completion_length=None), "max_completion_length"),
+        (lambda: with_policy_mask(batch.action_mask, torch.ones(5)), "keep must be boolean [B]"),
+    ]
+    for call, says in cases:
+        with pytest.raises(KeelError) as caught:
+            call()
+        assert says in str(caught.value)
+        assert "\n" not in str(caught.value)

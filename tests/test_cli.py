@@ -1,0 +1,106 @@
+"""The command line as a user meets it: in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import keel
+
+
+def run_keel(*arguments, cwd=None):
+    environment = {**os.environ, "COLUMNS": "160", "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "keel.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=120)
+
+
+def test_help_loads_nothing_heavy():
+    """What keeps `keel --help` under a second: neither torch nor numpy nor matplotlib is imported for it."""
+    code = (
+        "import sys\nfrom keel.cli import main\nmain(['--help'])\nmain(['verify', '--help'])\n"
+        "print(sorted({'torch', 'numpy', 'matplotlib', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--formula" in done.stdout
+    assert done.stdout.strip().splitlines()[-1] == "[]"
+
+
+def test_version():
+    assert run_keel("--version").stdout.strip() == f"keel {keel.__version__}"
+
+
+def test_verify_prints_tables_and_succeeds():
+    done = run_keel("verify")
+    assert done.returncode == 0
+    assert "facts hold" in done.stdout
+    assert "Rao-Blackwell" in done.stdout
+
+
+def test_verify_json_is_the_same_as_data():
+    done = run_keel("verify", "--json")
+    data = json.loads(done.stdout)
+    assert data["ok"] is True
+    assert len(data["facts"]) > 100
+    assert set(data["facts"][0]) == {"section", "fact", "measured", "expected", "ok"}
+
+
+def test_a_failing_fact_gives_status_1(tmp_path):
+    """A fact made false through the public registry of estimators fails the command."""
+    code = (
+        "import sys, torch\nfrom keel import kl\nfrom keel.cli import main\n"
+        "kl.ESTIMATORS['k2'] = lambda d: d * d\nsys.exit(main(['verify', '--json']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["ok"] is False
+
+
+def test_audit_as_json_and_as_a_page():
+    formula = "exp(ref - logp) - (ref - logp) - 1"
+    report = json.loads(run_keel("verify", "--formula", formula, "--json").stdout)
+    assert report["in_loss"]["gradient"] == "ref||policy"
+    page = run_keel("verify", "--formula", formula).stdout
+    assert "∇KL(ref‖policy)" in page
+    assert "88.72" in page
+
+
+def test_callable_from_the_working_folder(tmp_path):
+    (tmp_path / "mine.py").write_text("def kl(logp, ref):\n    return logp - ref\n")
+    done = run_keel("verify", "--callable", "mine:kl", "--json", cwd=tmp_path)
+    assert json.loads(done.stdout)["in_loss"]["gradient"] == "zero"
+
+
+def test_plot_is_a_picture(tmp_path):
+    target = tmp_path / "estimators.png"
+    done = run_keel("verify", "--formula", "logp-ref", "--plot", str(target))
+    assert done.returncode == 0, done.stderr
+    assert target.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["verrify"], "Did you mean 'verify'"),
+        (["verify", "--nope"], "No such option"),
+        (["verify", "--formula", "os.system(1)"], "may not be called"),
+        (["verify", "--formula", "logp", "--callable", "a:b"], "exclude each other"),
+        (["verify", "--callable", "nowhere:f"], "cannot import 'nowhere'"),
+        (["verify", "--plot", "/nonexistent/folder/x.png", "--formula", "logp"], "cannot write the plot"),
+        (["verify", "--plot", "x.notaformat", "--formula", "logp"], "cannot write the plot"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(arguments, says, tmp_path):
+    done = run_keel(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_console_script_is_installed():
+    script = Path(sys.executable).with_name("keel")
+    assert subprocess.run([script, "--version"], capture_output=True, timeout=60).returncode == 0

@@ -1,0 +1,64 @@
+"""`keel verify` proves what it says, and would notice if it were false."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from keel.kl import facts
+from keel.verify import gradients, optimum, run, values
+from keel.verify.oracle import random_bandits, sequence_world
+
+
+@pytest.fixture(scope="module")
+def checks():
+    return [check for _, section in run() for check in section]
+
+
+def test_every_fact_holds(checks):
+    assert [check for check in checks if not check.ok] == []
+
+
+def test_every_row_of_the_facts_is_proven(checks):
+    proven = "\n".join(check.fact for check in checks)
+    for fact in facts.FACTS:
+        if fact.level == "token":
+            assert (
+                f"{fact.estimator} in the {fact.placement}, {fact.sampling}-policy, gradient {fact.gradient}" in proven
+            )
+        elif fact.placement != "advantage":
+            assert f"{fact.estimator} in the {fact.placement}, {fact.sampling}-policy, sequence level" in proven
+
+
+@pytest.mark.parametrize("claim", ["policy||ref", "ref||policy", "zero", "away", "wrong", "total-variation"])
+def test_a_false_claim_is_caught(claim):
+    """Each token-level row with another verdict than its own must fail on every distribution."""
+    bandit = random_bandits(1, seed=5)[0]
+    for fact in facts.FACTS:
+        honest = fact.expected_gradient
+        if fact.level != "token" or honest == claim or {honest, claim} <= {"wrong", "near"}:
+            continue
+        if claim == "wrong" and honest in ("total-variation", "away", "zero"):
+            continue  # these are no KL's gradient either: "wrong" is less than the truth, not false
+        assert not gradients.fact_error(replace(fact, expected_gradient=claim), bandit)[1], (fact, claim)
+
+
+def test_a_wrong_estimator_is_caught(monkeypatch):
+    monkeypatch.setitem(values.kl.ESTIMATORS, "k3", lambda d: torch.expm1(-d) + d)
+    assert not all(check.ok for check in values.gaussian())
+    assert not all(check.ok for check in gradients.gradients())
+
+
+def test_the_plain_k3_trainer_lands_on_the_forward_optimum():
+    """Stationary point of E[R] − β·KL(ref‖policy) in the right answer's logit: a(1−a) = β(a − 0.1)."""
+    plain = next(t for t in optimum.TRAINERS if t.name == "k3 in the loss, plain")
+    accuracy, _ = optimum.train(plain.penalty)
+    for beta, a in zip(optimum.BETAS, accuracy.tolist(), strict=True):
+        assert a * (1 - a) == pytest.approx(beta * (a - 0.1), abs=1e-6)
+
+
+def test_rows_of_the_sequence_world():
+    world = sequence_world(steps=3, vocabulary=4)
+    rows = world.rows(torch.tensor([[2, 3, 1], [0, 0, 0]]))
+    assert rows.tolist() == [[0, 1 + 2, 5 + 4 * 2 + 3], [0, 1, 5]]
+    assert world.policy.shape == (21, 4)
