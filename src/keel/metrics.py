@@ -53,7 +53,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Max:
-    """The largest value seen; NaN wins, so that it is not overlooked."""
+    """The largest value seen, 0 if none was; NaN wins, so that it is not overlooked."""
 
     largest: float
 
@@ -64,7 +64,23 @@ class Max:
 
     @property
     def value(self) -> float:
-        return self.largest
+        return 0.0 if self.largest == -math.inf else self.largest
+
+
+@dataclass(frozen=True)
+class Share:
+    """|part| / (|part| + |rest|) of two totals, such as the KL term's share of the loss; 0 when both are 0."""
+
+    part: float
+    rest: float
+
+    def __add__(self, other: Share) -> Share:
+        return Share(self.part + other.part, self.rest + other.rest)
+
+    @property
+    def value(self) -> float:
+        whole = abs(self.part) + abs(self.rest)
+        return abs(self.part) / whole if whole else 0.0
 
 
 @dataclass(frozen=True)
@@ -91,6 +107,8 @@ class Quantile:
     values: tuple[float, ...]
 
     def __add__(self, other: Quantile) -> Quantile:
+        if self.q != other.q:
+            raise ValueError(f"cannot merge the {self.q} quantile with the {other.q} quantile")
         return Quantile(self.q, self.values + other.values)
 
     @property

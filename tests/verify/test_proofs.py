@@ -36,7 +36,7 @@ def test_a_false_claim_is_caught(claim):
     bandit = random_bandits(1, seed=5)[0]
     for fact in facts.FACTS:
         honest = fact.expected_gradient
-        if fact.level != "token" or honest == claim or {honest, claim} <= {"wrong", "near"}:
+        if fact.level != "token" or honest == claim or honest.startswith("near"):
             continue
         if claim == "wrong" and honest in ("total-variation", "away", "zero"):
             continue  # these are no KL's gradient either: "wrong" is less than the truth, not false

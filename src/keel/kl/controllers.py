@@ -113,6 +113,17 @@ def _positive(name: str, value: float) -> float:
     return value
 
 
+def _not_negative(name: str, value: float) -> float:
+    if not (math.isfinite(value) and value >= 0):
+        raise KeelError(f"kl.controller.{name} must be finite and not negative, got {value}")
+    return value
+
+
+def _can_multiply(beta: float, low: float) -> None:
+    if beta == 0 and low == 0:
+        raise KeelError("kl.beta is 0 and this controller multiplies it, so it would stay 0: start above 0, or set low")
+
+
 def fixed(beta: float, unit: str = "per_token", warmup_steps: int = 0) -> Steered:
     """β stays as it is, after an optional linear warm-up from 0."""
     return Steered(beta, unit, warmup_steps)
@@ -126,12 +137,14 @@ def warmup(beta: float, steps: int, unit: str = "per_token") -> Steered:
 def linear(beta: float, end: float, steps: int, unit: str = "per_token", warmup_steps: int = 0) -> Steered:
     """β moves linearly from `beta` to `end` over `steps` steps, then stays."""
     _positive("steps", steps)
+    _not_negative("end", end)
     return Steered(beta, unit, warmup_steps, schedule=lambda step: beta + (end - beta) * min(1.0, step / steps))
 
 
 def cosine(beta: float, end: float, steps: int, unit: str = "per_token", warmup_steps: int = 0) -> Steered:
     """β moves from `beta` to `end` along half a cosine over `steps` steps, then stays."""
     _positive("steps", steps)
+    _not_negative("end", end)
 
     def at(step: int) -> float:
         return end + (beta - end) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
@@ -139,12 +152,15 @@ def cosine(beta: float, end: float, steps: int, unit: str = "per_token", warmup_
     return Steered(beta, unit, warmup_steps, schedule=at)
 
 
+# A multiplicative rule never comes back from 0 or from infinity: without bounds of its own it gets these.
+BOUNDS = (1e-6, 100.0)
+
 # high, up, low, down: KL > high·target → β·up; KL < low·target → β·down. Bounds where the source has them.
 STEP_PRESETS: dict[str, tuple[float, float, float, float, tuple[float, float]]] = {
-    "ppo": (1.5, 2.0, 1 / 1.5, 0.5, (0.0, math.inf)),
-    "tutorial": (1.5, 1.5, 0.5, 0.75, (0.0, math.inf)),
+    "ppo": (1.5, 2.0, 1 / 1.5, 0.5, BOUNDS),
+    "tutorial": (1.5, 1.5, 0.5, 0.75, BOUNDS),
     "gentle": (1.5, 1.1, 0.5, 0.9, (0.001, 1.0)),
-    "wide": (2.0, 1.5, 0.5, 0.8, (0.0, math.inf)),
+    "wide": (2.0, 1.5, 0.5, 0.8, BOUNDS),
 }
 
 
@@ -162,12 +178,13 @@ def step_rule(
         raise unknown("step-rule preset", preset, STEP_PRESETS)
     above, up, below, down, bounds = STEP_PRESETS[preset]
     _target(target)
+    bounds = (bounds[0] if low is None else low, bounds[1] if high is None else high)
+    _can_multiply(beta, bounds[0])
 
     def rule(state: KLState, kl: float) -> KLState:
         factor = up if kl > above * target else down if kl < below * target else 1.0
         return replace(state, base=state.base * factor)
 
-    bounds = (bounds[0] if low is None else low, bounds[1] if high is None else high)
     return Steered(beta, unit, warmup_steps, bounds, rule)
 
 
@@ -178,12 +195,13 @@ def ziegler(
     horizon: int = 10_000,
     unit: str = "per_sequence",
     warmup_steps: int = 0,
-    low: float = 0.0,
-    high: float = math.inf,
+    low: float = BOUNDS[0],
+    high: float = BOUNDS[1],
 ) -> Steered:
     """β ← β(1 + n/horizon · clip(KL/target − 1, ±0.2)), n episodes a step (Ziegler et al. 1909.08593)."""
     gain = _positive("episodes_per_step", episodes_per_step) / _positive("horizon", horizon)
     _target(target)
+    _can_multiply(beta, low)
 
     def rule(state: KLState, kl: float) -> KLState:
         error = min(max(kl / target - 1.0, -0.2), 0.2)
@@ -237,15 +255,17 @@ def pid(
 ) -> Steered:
     """β = β₀ + [Kp·e + Ki·Σe + Kd·(Δe)₊]₊ with e = KL/target − 1 (Stooke et al. 2020).
 
-    The integral is kept at or above 0 and stops growing while β is at its upper bound (no wind-up).
+    The integral is kept between 0 and what alone would take β to its upper bound, so it does not wind up.
     """
     _target(target)
+    for name, gain in (("proportional", proportional), ("integral", integral), ("derivative", derivative)):
+        _not_negative(name, gain)
+    largest = (high - beta) / integral if integral > 0 else 0.0
 
     def rule(state: KLState, kl: float) -> KLState:
-        error = kl / target - 1.0
+        error = min(kl / target - 1.0, 1e9)  # finite whatever the KL is
         rise = 0.0 if state.previous_error is None else max(0.0, error - state.previous_error)
-        saturated = state.base >= high and error > 0
-        total = state.integral if saturated else max(0.0, state.integral + error)
+        total = min(max(0.0, state.integral + error), max(0.0, largest))
         correction = max(0.0, proportional * error + integral * total + derivative * rise)
         return replace(state, base=beta + correction, integral=total, previous_error=error)
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from keel.errors import KeelError, unknown
-from keel.kl.ratios import DEFAULT_CLAMP, log_ratio
+from keel.errors import unknown
+from keel.kl.ratios import DEFAULT_CLAMP, at_least_fp32, check_mask, log_ratio, select
 
 Estimator = Callable[[Tensor], Tensor]
 
@@ -60,6 +60,5 @@ def estimate(
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean over the mask; 0, with a gradient of 0, where the mask is empty."""
-    if mask.dtype != torch.bool:
-        raise KeelError(f"action_mask must be boolean, got {mask.dtype}: pass action_mask.bool()")
-    return torch.where(mask, values, torch.zeros_like(values)).sum() / mask.sum().clamp_min(1)
+    check_mask(mask, values.shape)
+    return select(at_least_fp32(values), mask).sum() / mask.sum().clamp_min(1)

@@ -9,18 +9,16 @@ import torch
 from torch import Tensor
 
 from keel.errors import KeelError
-from keel.kl.ratios import at_least_fp32, check_same_shape
+from keel.kl.ratios import check_same_shape, finite_floor
 
 DIRECTIONS = ("policy_ref", "ref_policy")
 
 
 def _finite(policy: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in fp32 at least, −inf lowered to the most negative finite number: 0 · (−inf) would be NaN."""
+    """Both checked, in one dtype of fp32 at least, and finite."""
     check_same_shape(policy_logprobs=policy, ref_logprobs=reference)
-    policy, reference = at_least_fp32(policy), at_least_fp32(reference)
     dtype = torch.promote_types(policy.dtype, reference.dtype)
-    floor = torch.finfo(dtype).min
-    return policy.to(dtype).clamp_min(floor), reference.to(dtype).clamp_min(floor)
+    return finite_floor(policy.to(dtype)), finite_floor(reference.to(dtype))
 
 
 def exact_kl(policy_logprobs: Tensor, ref_logprobs: Tensor, direction: str = "policy_ref") -> Tensor:

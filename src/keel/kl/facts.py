@@ -15,13 +15,21 @@ from keel.kl.gradients import GradientForm, parse_gradient
 PLACEMENTS = ("loss", "reward", "advantage")
 LEVELS = ("token", "sequence")
 POLICY_REF, REF_POLICY = "policy||ref", "ref||policy"
+NEAR = f"near {POLICY_REF}"
 
 # What an expected gradient or a value can be, and in words.
 MEANINGS = {
     POLICY_REF: "∇KL(policy‖ref): the penalty one means",
     REF_POLICY: "∇KL(ref‖policy): a pull along the forward KL",
     "total-variation": "∇‖policy − ref‖₁, twice the total variation",
-    "near": "∇KL(policy‖ref) only while the samples are fresh; biased by the drift between updates",
+    **{
+        f"near {name}": f"near {gradient}, and biased by the drift between the sampler and the policy"
+        for name, gradient in (
+            (POLICY_REF, "∇KL(policy‖ref)"),
+            (REF_POLICY, "∇KL(ref‖policy)"),
+            ("total-variation", "∇‖policy − ref‖₁"),
+        )
+    },
     "zero": "zero: it regularises nothing",
     "away": "−∇KL(sampler‖policy): it pushes the policy away from its own samples",
     "wrong": "no divergence's gradient",
@@ -47,29 +55,29 @@ class Fact:
 _LOSS: dict[str, dict[str, tuple[str, str]]] = {
     "k1": {
         "plain": ("zero", "away"),
-        "k2": (POLICY_REF, "near"),
+        "k2": (POLICY_REF, NEAR),
         "rho": (POLICY_REF, POLICY_REF),
         "sg_rho": ("zero", "zero"),
         "sg_rho*k2": (POLICY_REF, POLICY_REF),
         "rho*k3": (POLICY_REF, POLICY_REF),
     },
     "k2": {
-        "plain": (POLICY_REF, "near"),
+        "plain": (POLICY_REF, NEAR),
         "rho": ("wrong", "wrong"),
         "sg_rho": (POLICY_REF, POLICY_REF),
         "sg_rho*k2": (POLICY_REF, POLICY_REF),
         "rho*k3": (POLICY_REF, POLICY_REF),
     },
     "k3": {
-        "plain": (REF_POLICY, "near"),
-        "k2": (POLICY_REF, "near"),
+        "plain": (REF_POLICY, f"near {REF_POLICY}"),
+        "k2": (POLICY_REF, NEAR),
         "rho": (POLICY_REF, POLICY_REF),
         "sg_rho": (REF_POLICY, REF_POLICY),
         "sg_rho*k2": (POLICY_REF, POLICY_REF),
     },
     "abs": {
-        "plain": ("total-variation", "near"),
-        "k2": (POLICY_REF, "near"),
+        "plain": ("total-variation", "near total-variation"),
+        "k2": (POLICY_REF, NEAR),
         "rho": ("wrong", "wrong"),
         "sg_rho": ("total-variation", "total-variation"),
         "sg_rho*k2": (POLICY_REF, POLICY_REF),
@@ -111,7 +119,7 @@ def _rows() -> tuple[Fact, ...]:
     for placement in ("reward", "advantage"):
         for sampling in ("on", "off"):
             # off-policy the policy term's token ratio ρ_t is not the sequence's
-            verdict = POLICY_REF if sampling == "on" else "near"
+            verdict = POLICY_REF if sampling == "on" else NEAR
             rows.append(Fact("k1", placement, sampling, "score", POLICY_REF, verdict, level="sequence"))
             for estimator in ("k2", "k3", "abs", "exact"):
                 rows.append(Fact(estimator, placement, sampling, "score", _VALUE[estimator], "wrong", level="sequence"))
@@ -173,8 +181,11 @@ def check_pairing(
         raise unknown("placement", placement, PLACEMENTS)
     if level not in LEVELS:
         raise unknown("level", level, LEVELS)
+    if placement == "reward":
+        level = "sequence"  # a reward is one number a completion: its penalty is the sum over all tokens
     if gradient == "auto":
-        form = parse_gradient(_auto(estimator)) if placement == "loss" else GradientForm()
+        has_forms = placement == "loss" and level == "token"
+        form = parse_gradient(_auto(estimator)) if has_forms else GradientForm()
     else:
         form = parse_gradient(gradient)
         if placement != "loss" and gradient != "plain":
@@ -198,7 +209,8 @@ def check_pairing(
     verdict = fact.expected_gradient if fact else "wrong"
     meaning = MEANINGS[verdict] if fact else "unproven"
     policy = "off-policy" if off_policy else "on-policy"
-    what = f"kl.estimator={estimator} in the {placement} (gradient={form}, level={level}, {policy})"
+    how = f"gradient={form}, level={level}" if key == str(form) else f"level={level}"
+    what = f"kl.estimator={estimator} in the {placement} ({how}, {policy})"
     if verdict in REFUSED and not allow_biased:
         raise KeelError(
             f"{what} has an expected gradient that is {meaning}: {_advice(placement, level)}, or set "

@@ -15,7 +15,8 @@ def token_statistics(values: Tensor, action_mask: Tensor) -> dict[str, float]:
     """mean, se, min, max, p95 of per-token values `[B, T]` over the mask; all 0 where it is empty.
 
     The mean is over tokens. Tokens of one completion are not independent, so its standard error treats the
-    completion as the unit: se² = B/(B−1) · Σ_b (Σ_t (x − mean))² / N², N tokens in all (a ratio estimator).
+    completion as the unit: se² = B/(B−1) · Σ_b (Σ_t (x − mean))² / N², N tokens in all (a ratio estimator). With one
+    completion there is nothing to compare it with: its tokens are then taken as independent.
     """
     check_mask(action_mask, values.shape)
     chosen = values.detach()[action_mask].double()
@@ -24,8 +25,10 @@ def token_statistics(values: Tensor, action_mask: Tensor) -> dict[str, float]:
     mean = chosen.mean()
     residual = select(values.detach().double() - mean, action_mask).sum(-1)[action_mask.any(-1)]
     clusters = residual.numel()
-    factor = clusters / (clusters - 1) if clusters > 1 else float("nan")
-    se = (factor * residual.square().sum()).sqrt() / chosen.numel()
+    if clusters > 1:
+        se = (clusters / (clusters - 1) * residual.square().sum()).sqrt() / chosen.numel()
+    else:
+        se = chosen.std(correction=min(1, chosen.numel() - 1)) / chosen.numel() ** 0.5
     return {
         "mean": mean.item(),
         "se": se.item(),

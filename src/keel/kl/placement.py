@@ -9,7 +9,7 @@ from torch import Tensor
 from keel.errors import KeelError, unknown
 from keel.kl.facts import LEVELS, Pairing
 from keel.kl.gradients import weighted_estimate
-from keel.kl.ratios import DEFAULT_CLAMP, check_mask, select
+from keel.kl.ratios import DEFAULT_CLAMP, at_least_fp32, check_mask, select
 from keel.kl.sequence import reward_to_go, sequence_estimate
 
 
@@ -89,8 +89,10 @@ def kl_loss(
     if pairing.estimator.startswith("exact"):
         if exact_kl is None:
             raise KeelError(f"kl.estimator={pairing.estimator} needs the exact per-token KL: set kl.exact=true")
+        if exact_kl.shape != logp.shape:
+            raise KeelError(f"exact_kl has shape {tuple(exact_kl.shape)} but logp has {tuple(logp.shape)}: both [B, T]")
         if pairing.level == "token":
-            return select(exact_kl, action_mask)
+            return select(at_least_fp32(exact_kl), action_mask)
     if pairing.level == "sequence":
         return sequence_estimate(
             pairing.estimator,

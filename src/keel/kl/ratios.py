@@ -29,14 +29,18 @@ def at_least_fp32(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+def finite_floor(x: Tensor) -> Tensor:
+    """fp32 at least, −inf lowered to the most negative finite number: −inf − (−inf) and 0 · (−inf) are NaN."""
+    x = at_least_fp32(x)
+    return x.clamp_min(torch.finfo(x.dtype).min)
+
+
 def check_mask(mask: Tensor, shape: torch.Size, name: str = "action_mask") -> None:
     """A mask is boolean and has the shape of what it masks."""
     if mask.dtype != torch.bool:
         raise KeelError(f"{name} must be boolean, got {str(mask.dtype).removeprefix('torch.')}: pass {name}.bool()")
     if mask.shape != shape:
-        raise KeelError(
-            f"{name} has shape {tuple(mask.shape)}, the log-probabilities {tuple(shape)}: both must be [B, T]"
-        )
+        raise KeelError(f"{name} has shape {tuple(mask.shape)}, what it masks {tuple(shape)}: both must be [B, T]")
 
 
 def check_same_shape(**tensors: Tensor) -> torch.Size:
@@ -64,6 +68,8 @@ def clamp_through(x: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
     """Clamp the value to ±limit and let the gradient pass, so that a far-off token is still pulled back."""
     if limit is None:
         return x, torch.zeros_like(x, dtype=torch.bool)
+    bound = torch.finfo(x.dtype).max
+    x = x.clamp(-bound, bound)  # a sum of several −inf's stand-ins is infinite, and inf − inf is NaN
     return x.clamp(-limit, limit).detach() + (x - x.detach()), x.detach().abs() > limit
 
 
@@ -83,10 +89,7 @@ def log_ratio(
         raise KeelError(f"log_ratio_clamp must be positive or null, got {clamp}: the default is {DEFAULT_CLAMP}")
     if mask is not None:
         check_mask(mask, shape)
-    policy, reference = at_least_fp32(select(logp, mask)), at_least_fp32(select(ref_logp, mask))
-    dtype = torch.promote_types(policy.dtype, reference.dtype)
-    floor = torch.finfo(dtype).min
-    d = reference.to(dtype).clamp_min(floor) - policy.to(dtype).clamp_min(floor)
+    d = finite_floor(select(ref_logp, mask)) - finite_floor(select(logp, mask))
     d, clamped = clamp_through(d, clamp)
     return LogRatio(d, clamped)
 

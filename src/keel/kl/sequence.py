@@ -11,7 +11,16 @@ from torch import Tensor
 
 from keel.errors import KeelError, unknown
 from keel.kl.estimators import k2, k3
-from keel.kl.ratios import DEFAULT_CLAMP, at_least_fp32, check_mask, clamp_through, importance_ratio, log_ratio, select
+from keel.kl.ratios import (
+    DEFAULT_CLAMP,
+    at_least_fp32,
+    check_mask,
+    clamp_through,
+    finite_floor,
+    importance_ratio,
+    log_ratio,
+    select,
+)
 
 
 def reward_to_go(values: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -21,7 +30,7 @@ def reward_to_go(values: Tensor, mask: Tensor | None = None) -> Tensor:
 
 def _score(logp: Tensor, mask: Tensor | None) -> Tensor:
     """Zero in value, log π in gradient: multiply by a detached coefficient to get a score-function term."""
-    logp = at_least_fp32(select(logp, mask))
+    logp = finite_floor(select(logp, mask))
     return logp - logp.detach()
 
 

@@ -16,11 +16,17 @@ def _group_sums(values: Tensor, group: Tensor, groups: int) -> Tensor:
     return torch.zeros(groups, dtype=values.dtype, device=values.device).index_add_(0, group, values)
 
 
+def _floating(rewards: Tensor) -> Tensor:
+    """fp32 at least; whole numbers and booleans are rewards too."""
+    wide = rewards.is_floating_point() and rewards.dtype not in (torch.float16, torch.bfloat16)
+    return rewards if wide else rewards.float()
+
+
 def group_statistics(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, unbiased standard deviation and size of each completion's group, each `[B]`; a lone one has std 0."""
     if rewards.dim() != 1 or group.shape != rewards.shape:
         raise KeelError(f"rewards {tuple(rewards.shape)} and group {tuple(group.shape)} must both be [B]")
-    rewards = rewards.float() if rewards.dtype in (torch.float16, torch.bfloat16) else rewards
+    rewards = _floating(rewards)
     _, index = torch.unique(group, return_inverse=True)
     groups = int(index.max()) + 1 if index.numel() else 0
     size = _group_sums(torch.ones_like(rewards), index, groups)
@@ -44,7 +50,7 @@ def advantages(
     if scale not in SCALES:
         raise unknown("scale_rewards", scale, SCALES)
     mean, std, size = group_statistics(rewards, group)
-    rewards = rewards.to(mean.dtype)
+    rewards = _floating(rewards)
     if baseline == "leave_one_out" and bool((size < 2).any()):
         raise KeelError("baseline leave_one_out needs at least 2 completions a group: raise num_generations")
     if baseline == "group_mean":
@@ -68,6 +74,7 @@ def zero_variance(rewards: Tensor, group: Tensor) -> Tensor:
 
     Their KL term stays: dropping the group would also drop the penalty on it.
     """
+    rewards = _floating(rewards)
     _, index = torch.unique(group, return_inverse=True)
     groups = int(index.max()) + 1 if index.numel() else 0
     low = rewards.new_full((groups,), float("inf")).scatter_reduce_(0, index, rewards, "amin")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from keel.kl.ratios import DEFAULT_CLAMP, check_mask, select
 from keel.losses.mismatch import MismatchSpec, mismatch_weights
 from keel.losses.policy import LossSpec, get_recipe, policy_term
 from keel.losses.reductions import Denominators, count_denominators, get_reduction, token_mean
-from keel.metrics import EffectiveSampleSize, Max, Mean, Metric, Sum
+from keel.metrics import EffectiveSampleSize, Max, Mean, Metric, Share, Sum
 from keel.types import Batch, Scores
 
 KL_REDUCTIONS = ("token_mean", "loss")
@@ -114,7 +115,7 @@ def objective(
     """
     check_mask(batch.action_mask, scores.logp.shape)
     if batch.advantages is None:
-        raise KeelError("the objective needs batch.advantages: call with_advantages before it")
+        raise KeelError("the objective needs batch.advantages: compute them with keel.losses.advantages")
     policy_mask = batch.action_mask if batch.policy_mask is None else batch.policy_mask
     check_mask(policy_mask, scores.logp.shape, "policy_mask")
     counts = counts or global_denominators(batch, max_completion_length)
@@ -158,10 +159,10 @@ def _metrics(
         "loss/total": Sum(total),
         "loss/policy": Sum(policy),
         "loss/kl": Sum(kl),
-        "loss/kl_share": Mean(abs(kl), abs(policy) + abs(kl)),
+        "loss/kl_share": Share(kl, policy),
         "ratio/clip_low_fraction": Mean(float((clipped[0] & policy_mask).sum()), tokens),
         "ratio/clip_high_fraction": Mean(float((clipped[1] & policy_mask).sum()), tokens),
-        "ratio/max": Max(weights.max().item() if weights.numel() else 1.0),
+        "ratio/max": Max(weights.max().item() if weights.numel() else -math.inf),
         "ratio/ess": EffectiveSampleSize(weights.sum().item(), weights.square().sum().item(), tokens),
     }
     if scores.entropy is not None:

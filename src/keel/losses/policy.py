@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from keel.errors import KeelError, unknown
-from keel.kl.ratios import clamp_through, importance_ratio, log_ratio, select
+from keel.kl.ratios import clamp_through, finite_floor, importance_ratio, log_ratio, select
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def policy_gradient(
 ) -> PolicyTerm:
     """−A·log π: the plain policy gradient, without a ratio. Right on-policy only."""
     ratio = importance_ratio(logp, old_logp, mask)
-    return PolicyTerm(-advantage * select(logp, mask), ratio, _never(ratio), _never(ratio))
+    return PolicyTerm(-advantage * finite_floor(select(logp, mask)), ratio, _never(ratio), _never(ratio))
 
 
 def clipped(
@@ -97,7 +97,7 @@ def cispo(
     ratio = _ratio(logp, old_logp, mask, limits.level)
     weight = ratio.clamp_max(limits.high).detach()
     high = (ratio > limits.high) & (advantage > 0)
-    return PolicyTerm(-weight * advantage * select(logp, mask), ratio, _never(ratio), high)
+    return PolicyTerm(-weight * advantage * finite_floor(select(logp, mask)), ratio, _never(ratio), high)
 
 
 def gmpo(logp: Tensor, old_logp: Tensor, advantage: Tensor, mask: Tensor, limits: Limits, spec: LossSpec) -> PolicyTerm:
