@@ -1,0 +1,201 @@
+"""Statistics of the vocabulary distribution, a chunk of tokens at a time: whole-batch logits never exist.
+
+Forward keeps one number a token, backward computes the logits of each chunk again: one more product with the head
+than a pass that keeps `[tokens, vocabulary]`. Policy logits and, for the exact KL, reference logits live for one
+chunk only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from keel.errors import KeelError
+from keel.models.head import Head, LogitsOf, shape_logits
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What to compute beside the log-probability, and how."""
+
+    temperature: float = 1.0
+    entropy: bool = False
+    ref_policy: bool = False
+    ref_head: LogitsOf | None = None
+    chunk_tokens: int = 256
+
+
+@dataclass(frozen=True)
+class TokenStats:
+    """One value a token `[N]`, fp32. `kl` is KL(policy‖ref), `ref_policy_kl` KL(ref‖policy), never with gradient."""
+
+    logp: Tensor
+    entropy: Tensor | None = None
+    kl: Tensor | None = None
+    ref_logp: Tensor | None = None
+    ref_policy_kl: Tensor | None = None
+
+
+def default_chunk(vocabulary: int, device: torch.device) -> int:
+    """Tokens a chunk for a fixed number of logits: 2²⁴ (64 MB in fp32) on a CPU, 2²⁸ (1 GB) on an accelerator."""
+    budget = 2**24 if device.type == "cpu" else 2**28
+    return max(16, budget // vocabulary)
+
+
+def token_stats(hidden: Tensor, head: Head, tokens: Tensor, ask: Ask, ref_hidden: Tensor | None = None) -> TokenStats:
+    """log softmax(logits / temperature) at `tokens` `[N]`, and what `ask` adds, from hidden states `[N, H]`."""
+    linear = head.linear()
+    with torch.autocast(device_type=hidden.device.type, enabled=False):
+        if linear is None:
+            return _checkpointed(hidden, head, tokens, ask, ref_hidden)
+        weight, bias = linear
+        return TokenStats(*_Chunked.apply(hidden.to(weight.dtype), weight, bias, tokens, ref_hidden, head, ask))
+
+
+def _logprobs(logits: Tensor, temperature: float) -> Tensor:
+    """Tempered log-softmax; −inf becomes a finite floor, because 0 · (−inf) in a sum over the vocabulary is NaN."""
+    tempered = logits if temperature == 1.0 else logits / temperature
+    return torch.log_softmax(tempered, dim=-1).clamp_min(torch.finfo(logits.dtype).min / 4)
+
+
+def _ref_logprobs(ref_hidden: Tensor, ask: Ask, vocabulary: int) -> Tensor:
+    assert ask.ref_head is not None
+    with torch.no_grad():
+        logits = ask.ref_head(ref_hidden).float()
+        if logits.shape[-1] != vocabulary:
+            raise KeelError(
+                f"exact KL needs one vocabulary: the policy has {vocabulary} tokens, the reference {logits.shape[-1]}"
+            )
+        return _logprobs(logits, ask.temperature)
+
+
+def _pick(logprobs: Tensor, tokens: Tensor) -> Tensor:
+    return logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def _chunk_stats(logits: Tensor, tokens: Tensor, ask: Ask, ref_hidden: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The plain formulas on one chunk of logits, in the order of TokenStats; differentiable."""
+    logprobs = _logprobs(logits, ask.temperature)
+    logp, entropy, kl, ref_logp, ref_policy = _pick(logprobs, tokens), None, None, None, None
+    probs = logprobs.exp() if ask.entropy or ref_hidden is not None else None
+    if ask.entropy:
+        assert probs is not None
+        entropy = -(probs * logprobs).sum(dim=-1)
+    if ref_hidden is not None:
+        assert probs is not None
+        ref = _ref_logprobs(ref_hidden, ask, logits.shape[-1])
+        kl = (probs * (logprobs - ref)).sum(dim=-1)
+        ref_logp = _pick(ref, tokens)
+        if ask.ref_policy:
+            ref_policy = (ref.exp() * (ref - logprobs.detach())).sum(dim=-1)
+    return logp, entropy, kl, ref_logp, ref_policy
+
+
+def _chunks(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _join(parts: list[tuple[Tensor | None, ...]]) -> list[Tensor | None]:
+    columns = zip(*parts, strict=True)
+    return [torch.cat([x for x in column if x is not None]) if column[0] is not None else None for column in columns]
+
+
+def _checkpointed(hidden: Tensor, head: Head, tokens: Tensor, ask: Ask, ref_hidden: Tensor | None) -> TokenStats:
+    """Any head module (LoRA, quantised): autograd through each chunk, its logits recomputed in backward."""
+
+    def chunk(part: Tensor, chosen: Tensor, ref_part: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _chunk_stats(head(part), chosen, ask, ref_part)
+
+    parts = []
+    for at in _chunks(max(len(tokens), 1), ask.chunk_tokens):
+        ref_part = None if ref_hidden is None else ref_hidden[at]
+        parts.append(checkpoint(chunk, hidden[at], tokens[at], ref_part, use_reentrant=False))
+    return TokenStats(*_join(parts))  # type: ignore[arg-type]
+
+
+class _Chunked(torch.autograd.Function):
+    """The same for a plain linear head, with the gradient written out.
+
+    With z the tempered logits, p = softmax(z), H the entropy and q the reference:
+    ∂logp(y)/∂z = 1[y] − p,  ∂H/∂z = −p (log p + H),  ∂KL(p‖q)/∂z = p (log p − log q − KL).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tokens: Tensor,
+        ref_hidden: Tensor | None,
+        head: Head,
+        ask: Ask,
+    ) -> tuple[Tensor | None, ...]:
+        parts = []
+        for at in _chunks(max(len(tokens), 1), ask.chunk_tokens):
+            logits = _logits(hidden[at], weight, bias, head)
+            parts.append(_chunk_stats(logits, tokens[at], ask, None if ref_hidden is None else ref_hidden[at]))
+        logp, entropy, kl, ref_logp, ref_policy = _join(parts)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, bias, tokens, ref_hidden, entropy, kl)
+        ctx.head, ctx.ask = head, ask
+        ctx.mark_non_differentiable(*(x for x in (ref_logp, ref_policy) if x is not None))
+        return logp, entropy, kl, ref_logp, ref_policy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, tokens, ref_hidden, entropy, kl = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        to_logp, to_entropy, to_kl = grads[:3]
+        d_hidden = torch.empty_like(hidden) if needs_hidden else None
+        # Half-precision sums over many chunks lose small terms: accumulate in fp32, round once.
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needs_bias else None
+        for at in _chunks(len(tokens), ctx.ask.chunk_tokens):
+            logits = _logits(hidden[at], weight, bias, ctx.head)
+            cap = ctx.head.softcap
+            slope = ctx.head.scale / ctx.ask.temperature
+            curve = None if cap is None else 1 - (logits / cap).square()
+            logprobs = _logprobs(logits, ctx.ask.temperature)
+            inner = torch.zeros_like(logprobs) if to_entropy is not None or to_kl is not None else None
+            if to_entropy is not None:
+                inner.addcmul_(logprobs + entropy[at, None], to_entropy[at, None], value=-1)
+            if to_kl is not None:
+                ref = _ref_logprobs(ref_hidden[at], ctx.ask, logits.shape[-1])
+                inner.addcmul_(logprobs - ref - kl[at, None], to_kl[at, None])
+            if inner is not None and to_logp is not None:
+                inner.sub_(to_logp[at, None])
+            d_logits = logprobs.exp_()
+            d_logits.mul_(inner if inner is not None else -to_logp[at, None])  # type: ignore[index]
+            if to_logp is not None:
+                d_logits.scatter_add_(-1, tokens[at, None], to_logp[at, None])
+            if curve is not None:
+                d_logits.mul_(curve)
+            if slope != 1.0:
+                d_logits.mul_(slope)
+            if d_bias is not None:
+                d_bias += d_logits.sum(dim=0)
+            d_logits = d_logits.to(weight.dtype)
+            if d_hidden is not None:
+                torch.mm(d_logits, weight, out=d_hidden[at])
+            if d_weight is not None:
+                d_weight += d_logits.T @ hidden[at]
+        return (
+            d_hidden,
+            None if d_weight is None else d_weight.to(weight.dtype),
+            None if d_bias is None else d_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> Tensor:
+    return shape_logits(torch.nn.functional.linear(hidden, weight, bias).float(), head.scale, head.softcap)
