@@ -66,11 +66,11 @@ def causal_lm(model: nn.Module) -> nn.Module:
 def body_of(model: nn.Module) -> nn.Module:
     """The transformer without its head: its output is the last hidden state, final norm included."""
     causal = causal_lm(model)
-    body = getattr(causal, "base_model", None)
+    body = causal.get_decoder() if hasattr(causal, "get_decoder") else None
     if body is None or body is causal:
-        body = causal.get_decoder() if hasattr(causal, "get_decoder") else None
+        body = getattr(causal, "base_model", None)
     if body is None or body is causal:
-        raise KeelError(f"cannot find the transformer body inside {type(causal).__name__}: it needs `base_model`")
+        raise KeelError(f"cannot find the transformer body inside {type(causal).__name__}: it needs `get_decoder`")
     return body
 
 
@@ -128,6 +128,8 @@ def _measure(causal: nn.Module, module: nn.Module) -> tuple[float, float | None]
     try:
         with torch.no_grad():
             own = causal(input_ids=ids, use_cache=False).logits.float()
+            if not seen:
+                raise KeelError(f"{type(causal).__name__} does not call its own decoder: give a scorer as module:attr")
             raw = module(seen[-1]).float()
     finally:
         hook.remove()
