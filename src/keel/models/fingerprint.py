@@ -92,7 +92,9 @@ def _scalings(model: nn.Module) -> Iterator[str]:
     for name, layer in _adapter_layers(model):
         if not layer.disable_adapters:
             scaling = getattr(layer, "scaling", {})
-            yield from (f"{_plain(name)}|scaling|{float(scaling[key])!r}" for key in layer.active_adapters if key in scaling)
+            yield from (
+                f"{_plain(name)}|scaling|{float(scaling[key])!r}" for key in layer.active_adapters if key in scaling
+            )
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

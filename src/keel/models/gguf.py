@@ -66,6 +66,9 @@ def load_gguf(path: Path, *, dtype: torch.dtype, attn_implementation: str = "sdp
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
     _repair_digits(tokenizer, header.values.get("tokenizer.ggml.pre"))
+    limit = header.values.get(f"{header.values.get('general.architecture')}.context_length")
+    if limit:
+        tokenizer.model_max_length = int(limit)
     loaded = AutoModelForCausalLM.from_pretrained(
         **where, dtype=dtype, attn_implementation=attn_implementation, quantization_config=GgufConfig(dequantize=True)
     )

@@ -88,7 +88,7 @@ def load_model(
         model = add_lora(model, settings, seed=seed)
     if gradient_checkpointing:
         # The reentrant form drops gradients when the first input needs none, as with a frozen embedding under LoRA.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train(gradient_checkpointing or dropout or (settings is not None and settings.dropout > 0))
     if compile:
         model.compile(dynamic=True)
@@ -114,10 +114,12 @@ def import_attr(spec: str, kind: str) -> Callable[..., Any]:
     try:
         found = getattr(importlib.import_module(module_name), attr)
     except (ImportError, AttributeError) as error:
-        raise KeelError(f"cannot import {kind} {spec!r}: {first_line(error)}; check the spelling and PYTHONPATH") from error
+        raise KeelError(
+            f"cannot import {kind} {spec!r}: {first_line(error)}; check the spelling and PYTHONPATH"
+        ) from error
     if not callable(found):
         raise KeelError(f"{kind} {spec!r} is a {type(found).__name__}: it must be a function or a class")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def is_users_own(name: str) -> bool:
@@ -141,7 +143,7 @@ def check_tokenizer(tokenizer: Any, model: nn.Module, name: str) -> tuple[str, .
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
         notes = (f"the tokenizer of {name!r} has no pad token: {tokenizer.eos_token!r} is used (padding is masked)",)
-    rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
+    rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     if len(tokenizer) > rows:
         raise KeelError(
             f"the tokenizer of {name!r} has {len(tokenizer)} tokens but the model embeds {rows}: "
@@ -269,5 +271,7 @@ def _from_transformers(
 
 
 def _cannot_load(name: str, error: Exception) -> KeelError:
-    where = f"the folder {name}" if Path(name).expanduser().exists() else f"{name!r} (no such folder here, so a hub name)"
+    where = (
+        f"the folder {name}" if Path(name).expanduser().exists() else f"{name!r} (no such folder here, so a hub name)"
+    )
     return KeelError(f"cannot load a model from {where}: {first_line(error)}")

@@ -72,19 +72,19 @@ def add_lora(model: nn.Module, settings: LoraSettings, *, seed: int = 0) -> nn.M
                 targets = settings.targets if isinstance(settings.targets, str) else list(settings.targets)
                 config = LoraConfig(
                     r=settings.r,
-                    lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft divides it: any number will do
+                    lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft only divides it
                     lora_dropout=settings.dropout,
                     target_modules=targets,
                     task_type=TaskType.CAUSAL_LM,
                 )
-                return get_peft_model(model, config)  # type: ignore[arg-type]
+                return get_peft_model(model, config)
             folder = str(Path(settings.adapter).expanduser())
             found = PeftConfig.from_pretrained(folder)
             if not isinstance(found, LoraConfig):
                 raise KeelError(f"the adapter at {settings.adapter!r} is {found.peft_type}, not LoRA: give a LoRA one")
             found.lora_dropout = settings.dropout
             found.inference_mode = False
-            return PeftModel.from_pretrained(model, folder, config=found, is_trainable=True)  # type: ignore[arg-type]
+            return PeftModel.from_pretrained(model, folder, config=found, is_trainable=True)
     except KeelError:
         raise
     except (ValueError, RuntimeError, KeyError, OSError) as error:
@@ -99,6 +99,7 @@ def is_lora(model: nn.Module) -> bool:
 
 def adapter_is_zero(model: nn.Module) -> bool:
     """Whether the active adapter changes nothing yet: every B is 0 and no layer is trained whole beside it."""
+    module: Any
     for module in model.modules():
         if not hasattr(module, "adapter_layer_names"):
             continue
