@@ -10,13 +10,26 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
 from keel.errors import KeelError
 from keel.models import LoadedModel, fingerprint, load_model
+from keel.models.tiny import tiny_config, tiny_tokenizer
 from keel.reference import KINDS, build_reference, check_reference
 
-LORA = {"r": 3, "alpha": 5}
+LORA = {"r": 3, "alpha": 5, "targets": ["q_proj", "down_proj"]}
+SMALL = f"{__name__}:small"
 SETUPS = ["full", "fresh", "continued"]
+
+
+def small(seed: int) -> tuple[nn.Module, Any]:
+    """A Llama of two narrow layers: these tests build hundreds."""
+    tokenizer = tiny_tokenizer()
+    config = tiny_config(tokenizer)
+    config.update({"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config), tokenizer
 
 
 def randomise(model: nn.Module, seed: int) -> None:
@@ -28,16 +41,22 @@ def randomise(model: nn.Module, seed: int) -> None:
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
 
 
-def load(setup: str, tmp_path: Path) -> LoadedModel:
+def load(setup: str, adapter: Path) -> LoadedModel:
     if setup == "full":
-        return load_model("tiny", device="cpu")
+        return load_model(SMALL, device="cpu")
     if setup == "fresh":
-        return load_model("tiny", device="cpu", lora=LORA)
-    if not (tmp_path / "adapter").exists():
-        first = load_model("tiny", device="cpu", lora=LORA)
-        randomise(first.model, 1)
-        first.model.save_pretrained(tmp_path / "adapter")
-    return load_model("tiny", device="cpu", lora={"adapter": str(tmp_path / "adapter")})
+        return load_model(SMALL, device="cpu", lora=LORA)
+    return load_model(SMALL, device="cpu", lora={"adapter": str(adapter)})
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved adapter that is not zero, to be continued."""
+    folder = tmp_path_factory.mktemp("saved") / "adapter"
+    first: Any = load_model(SMALL, device="cpu", lora=LORA).model
+    randomise(first, 1)
+    first.save_pretrained(folder)
+    return folder
 
 
 def tokens() -> Tensor:
@@ -64,9 +83,9 @@ PARAMS: dict[str, dict[str, Any]] = {"ema": {"alpha": 0.25, "every": 2}, "snapsh
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize(("kind", "setup"), cases())
 def test_the_kl_is_exactly_zero_at_step_0_and_the_policy_is_untouched(
-    kind: str, setup: str, offload: bool, tmp_path: Path
+    kind: str, setup: str, offload: bool, adapter: Path
 ) -> None:
-    loaded = load(setup, tmp_path)
+    loaded = load(setup, adapter)
     before, mark = logits(loaded.model), fingerprint(loaded.model)
     trainable = {name for name, p in loaded.model.named_parameters() if p.requires_grad}
     state = torch.get_rng_state()
@@ -79,8 +98,8 @@ def test_the_kl_is_exactly_zero_at_step_0_and_the_policy_is_untouched(
 
 
 @pytest.mark.parametrize(("kind", "setup"), cases())
-def test_training_the_policy_does_not_move_what_is_held(kind: str, setup: str, tmp_path: Path) -> None:
-    loaded = load(setup, tmp_path)
+def test_training_the_policy_does_not_move_what_is_held(kind: str, setup: str, adapter: Path) -> None:
+    loaded = load(setup, adapter)
     before = logits(loaded.model)
     reference = build_reference(kind, loaded, **PARAMS.get(kind, {}))
     mark = reference.fingerprint()
@@ -93,8 +112,8 @@ def test_training_the_policy_does_not_move_what_is_held(kind: str, setup: str, t
 
 @pytest.mark.parametrize("setup", SETUPS)
 @pytest.mark.parametrize("kind", ["snapshot", "kl_triggered"])
-def test_a_snapshot_is_the_policy_of_that_step(kind: str, setup: str, tmp_path: Path) -> None:
-    loaded = load(setup, tmp_path)
+def test_a_snapshot_is_the_policy_of_that_step(kind: str, setup: str, adapter: Path) -> None:
+    loaded = load(setup, adapter)
     reference = build_reference(kind, loaded, **PARAMS.get(kind, {}))
     randomise(loaded.model, 2)
     then, mark = logits(loaded.model), fingerprint(loaded.model)
@@ -113,9 +132,9 @@ def effective(model: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("setup", SETUPS)
-def test_an_ema_is_the_average_of_the_effective_weights(setup: str, tmp_path: Path) -> None:
-    loaded = load(setup, tmp_path)
-    plain = load_model("tiny", device="cpu").model
+def test_an_ema_is_the_average_of_the_effective_weights(setup: str, adapter: Path) -> None:
+    loaded = load(setup, adapter)
+    plain = load_model(SMALL, device="cpu").model
     average = effective(loaded.model)
     reference = build_reference("ema", loaded, alpha=0.25, every=2)
     for step in range(1, 7):
@@ -128,9 +147,9 @@ def test_an_ema_is_the_average_of_the_effective_weights(setup: str, tmp_path: Pa
     torch.testing.assert_close(reference_logits(reference), logits(plain), atol=2e-5, rtol=1e-4)
 
 
-def test_an_average_of_a_and_b_apart_would_be_something_else(tmp_path: Path) -> None:
+def test_an_average_of_a_and_b_apart_would_be_something_else(adapter: Path) -> None:
     """The reason for dense deltas, in numbers: mean(B) mean(A) is far from mean(BA)."""
-    loaded = load("fresh", tmp_path)
+    loaded = load("fresh", adapter)
     reference = build_reference("ema", loaded, alpha=0.5, every=1)
     naive = copy.deepcopy(loaded.model)
     randomise(loaded.model, 1)
@@ -142,7 +161,7 @@ def test_an_average_of_a_and_b_apart_would_be_something_else(tmp_path: Path) -> 
 
 
 def test_a_bf16_average_does_not_stall() -> None:
-    loaded = load_model("tiny", device="cpu", dtype="bf16")
+    loaded = load_model(SMALL, device="cpu", dtype="bf16")
     reference = build_reference("ema", loaded, alpha=0.001, every=1)
     start = next(loaded.model.parameters()).detach().float()
     with torch.no_grad():
@@ -159,8 +178,8 @@ def test_a_bf16_average_does_not_stall() -> None:
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize(("kind", "setup"), cases())
-def test_a_reference_restores_itself_into_a_new_process(kind: str, setup: str, offload: bool, tmp_path: Path) -> None:
-    loaded = load(setup, tmp_path)
+def test_a_reference_restores_itself_into_a_new_process(kind: str, setup: str, offload: bool, adapter: Path) -> None:
+    loaded = load(setup, adapter)
     randomise(loaded.model, 7)  # as a warm start would: the reference is not what the files hold
     reference = build_reference(kind, loaded, **PARAMS.get(kind, {}))
     for step in (1, 2):
@@ -171,39 +190,39 @@ def test_a_reference_restores_itself_into_a_new_process(kind: str, setup: str, o
     torch.save(reference.state_dict(), buffer)
     buffer.seek(0)
 
-    again = load(setup, tmp_path)
+    again = load(setup, adapter)
     restored = build_reference(kind, again, offload=offload, **PARAMS.get(kind, {}))
     restored.load_state_dict(torch.load(buffer, weights_only=True))
     assert torch.equal(reference_logits(restored), expected)
     assert restored.fingerprint() == reference.fingerprint()
-    assert torch.equal(logits(again.model), logits(load(setup, tmp_path).model))
+    assert torch.equal(logits(again.model), logits(load(setup, adapter).model))
 
 
 @pytest.mark.parametrize(("kind", "setup"), cases())
-def test_a_wrong_fingerprint_is_refused(kind: str, setup: str, tmp_path: Path) -> None:
-    reference = build_reference(kind, load(setup, tmp_path), **PARAMS.get(kind, {}))
+def test_a_wrong_fingerprint_is_refused(kind: str, setup: str, adapter: Path) -> None:
+    reference = build_reference(kind, load(setup, adapter), **PARAMS.get(kind, {}))
     state = reference.state_dict()
     with pytest.raises(KeelError, match="fingerprint"):
         reference.load_state_dict({**state, "fingerprint": "0" * 32})
 
 
 def test_another_base_model_is_refused() -> None:
-    state = build_reference("auto", load_model("tiny", device="cpu", lora=LORA)).state_dict()
-    other = build_reference("auto", load_model("tiny", device="cpu", lora=LORA, seed=1))
+    state = build_reference("auto", load_model(SMALL, device="cpu", lora=LORA)).state_dict()
+    other = build_reference("auto", load_model(SMALL, device="cpu", lora=LORA, seed=1))
     with pytest.raises(KeelError, match="base model"):
         other.load_state_dict(state)
 
 
 def test_another_kind_is_refused() -> None:
-    loaded = load_model("tiny", device="cpu")
+    loaded = load_model(SMALL, device="cpu")
     with pytest.raises(KeelError, match="snapshot"):
         build_reference("frozen", loaded).load_state_dict(build_reference("snapshot", loaded).state_dict())
 
 
 @pytest.mark.parametrize("kind", ["adapter_off", "ema", "snapshot"])
 @pytest.mark.parametrize("setup", ["fresh", "continued"])
-def test_an_error_inside_the_context_leaves_the_policy_whole(kind: str, setup: str, tmp_path: Path) -> None:
-    loaded = load(setup, tmp_path)
+def test_an_error_inside_the_context_leaves_the_policy_whole(kind: str, setup: str, adapter: Path) -> None:
+    loaded = load(setup, adapter)
     model: Any = loaded.model
     frozen_one = next(p for p in model.parameters() if p.requires_grad)
     frozen_one.requires_grad_(False)  # a flag that peft would flip back on by itself
@@ -232,11 +251,9 @@ def test_an_error_inside_the_context_leaves_the_policy_whole(kind: str, setup: s
 
 
 @pytest.mark.parametrize("kind", ["adapter_off", "ema", "snapshot"])
-def test_scoring_the_reference_between_forward_and_backward_leaves_the_gradient_alone(
-    kind: str, tmp_path: Path
-) -> None:
+def test_scoring_the_reference_between_forward_and_backward_leaves_the_gradient_alone(kind: str, adapter: Path) -> None:
     def gradients(visit: bool) -> list[Tensor]:
-        loaded = load("continued", tmp_path)
+        loaded = load("continued", adapter)
         reference = build_reference(kind, loaded, **PARAMS.get(kind, {}))
         randomise(loaded.model, 2)
         loss = loaded.model(input_ids=tokens()).logits.logsumexp(-1).sum()
@@ -250,18 +267,18 @@ def test_scoring_the_reference_between_forward_and_backward_leaves_the_gradient_
     assert all(torch.equal(a, b) for a, b in zip(plain, visited, strict=True))
 
 
-def test_fresh_lora_holds_nothing_and_a_continued_adapter_holds_one_more(tmp_path: Path) -> None:
-    fresh, continued = load("fresh", tmp_path), load("continued", tmp_path)
+def test_fresh_lora_holds_nothing_and_a_continued_adapter_holds_one_more(adapter: Path) -> None:
+    fresh, continued = load("fresh", adapter), load("continued", adapter)
     assert build_reference("auto", fresh).state_dict()["weights"] == {}
     reference = build_reference("auto", continued)
     assert reference.kind == "adapter_off"
     assert list(continued.model.peft_config) == ["default", "reference"]  # type: ignore[arg-type]
     assert reference.fingerprint() == fingerprint(continued.model)
-    assert build_reference("auto", load("full", tmp_path)).kind == "frozen"
+    assert build_reference("auto", load("full", adapter)).kind == "frozen"
 
 
 def test_lora_dropout_is_off_in_the_reference() -> None:
-    loaded = load_model("tiny", device="cpu", lora={**LORA, "dropout": 0.5})
+    loaded = load_model(SMALL, device="cpu", lora={**LORA, "dropout": 0.5})
     randomise(loaded.model, 1)
     assert loaded.model.training
     reference = build_reference("auto", loaded)
@@ -275,7 +292,7 @@ def test_parameters_are_checked_before_a_model_is_needed() -> None:
         check_reference("ema", evry=3)
     with pytest.raises(KeelError, match="did you mean 'snapshot'"):
         check_reference("snapshots")
-    loaded = load_model("tiny", device="cpu")
+    loaded = load_model(SMALL, device="cpu")
     for kind, params in [("ema", {"alpha": 0.0}), ("snapshot", {"every": 0}), ("kl_triggered", {"threshold": 0.0})]:
         with pytest.raises(KeelError, match=r"reference\."):
             build_reference(kind, loaded, **params)
@@ -284,7 +301,7 @@ def test_parameters_are_checked_before_a_model_is_needed() -> None:
 
 
 def test_the_optimizer_flag_reaches_the_caller() -> None:
-    loaded = load_model("tiny", device="cpu")
+    loaded = load_model(SMALL, device="cpu")
     assert build_reference("snapshot", loaded, every=5, reset_optimizer=True).reset_optimizer
     assert not build_reference("snapshot", loaded, every=5).reset_optimizer
 
@@ -295,6 +312,6 @@ def my_reference(loaded: LoadedModel, *, offload: bool = False) -> Any:
 
 def test_a_users_own_factory() -> None:
     name = f"{__name__}:my_reference"
-    assert build_reference(name, load_model("tiny", device="cpu"), offload=True).kind == "frozen"
+    assert build_reference(name, load_model(SMALL, device="cpu"), offload=True).kind == "frozen"
     with pytest.raises(KeelError, match="offload"):
         check_reference(name, offlod=True)
