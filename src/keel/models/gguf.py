@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from dataclasses import dataclass
 from math import prod
@@ -72,7 +73,8 @@ def load_gguf(path: Path, *, dtype: torch.dtype, attn_implementation: str = "sdp
     loaded = AutoModelForCausalLM.from_pretrained(
         **where, dtype=dtype, attn_implementation=attn_implementation, quantization_config=GgufConfig(dequantize=True)
     )
-    return _ordinary(loaded, dtype, attn_implementation), tokenizer
+    model = _ordinary(loaded, dtype, attn_implementation)
+    return model, _without_strangers(tokenizer, model.config.vocab_size)  # type: ignore[union-attr, arg-type]
 
 
 def _ordinary(loaded: Any, dtype: torch.dtype, attn_implementation: str) -> nn.Module:
@@ -100,6 +102,31 @@ def _repair_digits(tokenizer: Any, pre: str | None) -> None:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
+
+
+def _without_strangers(tokenizer: Any, rows: int) -> Any:
+    """The tokenizer without tokens that the model has no embedding for.
+
+    The reader gives every byte-level tokenizer GPT-2's <|endoftext|> as its unknown token, also where the file has
+    none; byte-level text is never unknown, so nothing is lost with it.
+    """
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    if len(tokenizer) <= rows:
+        return tokenizer
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < rows]
+    named = {key: getattr(tokenizer, key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    kept = {key: token for key, token in named.items() if token and tokenizer.convert_tokens_to_ids(token) < rows}
+    rebuilt = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)),
+        clean_up_tokenization_spaces=False,
+        model_max_length=tokenizer.model_max_length,
+        **kept,
+    )
+    rebuilt.chat_template = tokenizer.chat_template
+    return rebuilt
 
 
 def _parse(file: BinaryIO) -> GgufHeader:
