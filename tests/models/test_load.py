@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,10 @@ def no_eos(folder: Path, tmp_path: Path) -> str:
     return str(altered(folder, tmp_path / "m", eos_token=None))
 
 
+def misspelt_in_a_real_folder(folder: Path, tmp_path: Path) -> str:
+    return os.path.relpath(folder.parent / "smal")
+
+
 def no_config(folder: Path, tmp_path: Path) -> str:
     (tmp_path / "m").mkdir()
     return str(tmp_path / "m")
@@ -143,6 +148,7 @@ def too_many_tokens(folder: Path, tmp_path: Path) -> str:
     ("make", "message"),
     [
         (no_eos, "no EOS token"),
+        (misspelt_in_a_real_folder, "no model folder at"),
         (no_config, "no config.json"),
         (no_weights, "cannot load a model from the folder"),
         (cut_weights, "cannot load a model from the folder"),

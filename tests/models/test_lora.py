@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ def test_continuing_an_adapter(tmp_path: Path) -> None:
     again = load_model("tiny", device="cpu", lora={"adapter": str(tmp_path)})
     assert torch.equal(logits(again.model), logits(first))
     assert not adapter_is_zero(again.model)
+    assert again.lora is not None
+    assert (again.lora.r, again.lora.alpha, again.lora.targets) == (3, 9, ("q_proj",))
     assert [p.shape for p in again.model.parameters() if p.requires_grad] == [
         p.shape for p in first.parameters() if p.requires_grad
     ]
@@ -89,8 +92,6 @@ def test_bad_settings_are_one_line(lora: dict[str, Any], message: str) -> None:
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
-    import json
-
     model: Any = load_model("tiny", device="cpu", lora={"r": 2}).model
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())

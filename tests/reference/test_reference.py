@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from keel.errors import KeelError
 from keel.models import LoadedModel, fingerprint, load_model
@@ -145,6 +147,46 @@ def test_an_ema_is_the_average_of_the_effective_weights(setup: str, adapter: Pat
             average = {name: 0.25 * now[name] + 0.75 * held for name, held in average.items()}
     plain.load_state_dict(average, strict=False)
     torch.testing.assert_close(reference_logits(reference), logits(plain), atol=2e-5, rtol=1e-4)
+
+
+def gpt2(seed: int) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=119, n_embd=16, n_layer=2, n_head=2)), tiny_tokenizer()
+
+
+def test_an_ema_over_transposed_weights() -> None:
+    """GPT-2's Conv1D keeps W as [in, out]."""
+    loaded = load_model(f"{__name__}:gpt2", device="cpu", lora={"r": 2, "targets": ["c_attn", "c_fc"]})
+    start = effective(loaded.model)
+    reference = build_reference("ema", loaded, alpha=0.25, every=1)
+    randomise(loaded.model, 1)
+    assert reference.update(loaded.model, 1)
+    plain = load_model(f"{__name__}:gpt2", device="cpu").model
+    now = effective(loaded.model)
+    plain.load_state_dict({name: 0.25 * now[name] + 0.75 * held for name, held in start.items()}, strict=False)
+    torch.testing.assert_close(reference_logits(reference), logits(plain), atol=1e-5, rtol=1e-4)
+
+
+def test_an_ema_of_what_is_no_matrix_on_the_input_is_refused() -> None:
+    loaded = load_model(SMALL, device="cpu", lora={"r": 2, "targets": ["embed_tokens", "q_proj"]})
+    with pytest.raises(KeelError, match="snapshot"):
+        build_reference("ema", loaded)
+    randomise(loaded.model, 1)
+    before = logits(loaded.model)
+    reference = build_reference("snapshot", loaded)
+    randomise(loaded.model, 2)
+    assert torch.equal(reference_logits(reference), before)
+
+
+def test_layers_trained_whole_beside_an_adapter_are_held_too() -> None:
+    base = load_model(SMALL, device="cpu")
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"], task_type="CAUSAL_LM")
+    loaded = replace(base, model=get_peft_model(base.model, config))
+    before = logits(loaded.model)
+    reference = build_reference("auto", loaded)
+    randomise(loaded.model, 2)
+    assert (logits(loaded.model) - before).abs().max() > 1e-2
+    assert torch.equal(reference_logits(reference), before)
 
 
 def test_an_average_of_a_and_b_apart_would_be_something_else(adapter: Path) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from keel.errors import KeelError, unknown
 from keel.models.gguf import check_gguf, load_gguf
-from keel.models.lora import LoraSettings, add_lora, check_adapter, lora_settings
+from keel.models.lora import LoraSettings, add_lora, check_adapter, lora_settings, settings_of
 from keel.models.tiny import tiny_model
 
 logger = logging.getLogger("keel")
@@ -86,6 +86,7 @@ def load_model(
     model = model.to(place) if want == "auto" else model.to(place, want)
     if settings is not None:
         model = add_lora(model, settings, seed=seed)
+        settings = settings_of(model, settings)
     if gradient_checkpointing:
         # The reentrant form drops gradients when the first input needs none, as with a frozen embedding under LoRA.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -216,8 +217,10 @@ def _source(name: str) -> Source:
     if is_users_own(name):
         import_attr(name, "model loader")
         return _from_user
-    # A hub name is `name` or `owner/name`; anything else can only have meant a folder.
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != (1 if "/" in name else 0) or not name:
+    # A hub name is `name` or `owner/name`; anything else can only have meant a folder, and so can a name inside a
+    # folder that exists. Asking the hub for it would end in half a minute of retries without a network.
+    meant_folder = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or not name
+    if meant_folder or ("/" in name and path.parent.is_dir()):
         raise KeelError(f"no model folder at {name!r}: check model.name, or give a hub name, a .gguf file or 'tiny'")
     return _from_transformers
 
@@ -274,4 +277,4 @@ def _cannot_load(name: str, error: Exception) -> KeelError:
     where = (
         f"the folder {name}" if Path(name).expanduser().exists() else f"{name!r} (no such folder here, so a hub name)"
     )
-    return KeelError(f"cannot load a model from {where}: {first_line(error)}")
+    return KeelError(f"cannot load a model from {where}: {first_line(error).rstrip('.')}; check model.name")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,13 @@ def add_lora(model: nn.Module, settings: LoraSettings, *, seed: int = 0) -> nn.M
     except (ValueError, RuntimeError, KeyError, OSError) as error:
         what = f"the adapter at {settings.adapter!r}" if settings.adapter else f"lora.targets={settings.targets!r}"
         raise KeelError(f"{what} does not fit the model: {_first_line(error)}") from error
+
+
+def settings_of(model: nn.Module, settings: LoraSettings) -> LoraSettings:
+    """The settings as they are in the model: a continued adapter brings its own rank, alpha and targets."""
+    config: Any = next(iter(model.peft_config.values()))  # type: ignore[operator]
+    targets = config.target_modules if isinstance(config.target_modules, str) else tuple(sorted(config.target_modules))
+    return replace(settings, r=config.r, alpha=config.lora_alpha, targets=targets)
 
 
 def is_lora(model: nn.Module) -> bool:

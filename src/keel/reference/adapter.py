@@ -208,11 +208,14 @@ def _off(model: Any) -> Iterator[None]:
 
 def _linear_layers(model: nn.Module, adapter: str) -> Iterator[tuple[str, Any]]:
     """The LoRA layers whose update is a matrix on the input; anything else has no average of this form."""
+    from peft.tuners.lora import Linear
+
     for name, module in model.named_modules():
         if not hasattr(module, "adapter_layer_names"):
             continue
-        plain = adapter in getattr(module, "lora_A", {}) and adapter not in getattr(module, "lora_variant", {})
-        if not plain or module.lora_bias.get(adapter) or getattr(module, "conv_fn", None) is not None:
+        # DoRA and its kin are variants: their update is not a matrix that is added.
+        plain = isinstance(module, Linear) and adapter in module.lora_A and adapter not in module.lora_variant
+        if not plain or module.lora_bias.get(adapter):
             raise KeelError(
                 f"reference.kind=ema cannot average the adapter of {name}: it is not plain LoRA on a linear layer; "
                 "use reference.kind=snapshot, or LoRA on linear layers only"
