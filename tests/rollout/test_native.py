@@ -160,10 +160,10 @@ def test_a_conversation_continues_from_its_tokens() -> None:
 
 
 def test_each_distinct_prompt_is_read_once() -> None:
-    engine, model = engine_of("llama")
+    engine, model = engine_of("gpt2")
     widths: list[tuple[int, ...]] = []
-    handle = model.model.register_forward_pre_hook(
-        lambda _, args, kwargs: widths.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    handle = model.transformer.register_forward_pre_hook(
+        lambda _, args, kwargs: widths.append(tuple((*args, kwargs.get("input_ids"))[0].shape)), with_kwargs=True
     )
     requests = [Request("a", (1, 2, 3)), Request("b", (1, 2, 3)), Request("c", (4, 5))]
     engine.generate(requests, SamplingParams(num_generations=4, max_completion_length=3, ignore_eos=True))

@@ -107,11 +107,14 @@ class SharedPrefixCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        rows = len(self.group_of)
-        self.own[layer_idx, 0, :rows, :, self.length] = key_states[:, :, 0]
-        self.own[layer_idx, 1, :rows, :, self.length] = value_states[:, :, 0]
+        """What a transformers layer calls just before its attention."""
+        self.store(layer_idx, torch.stack((key_states[:, :, 0], value_states[:, :, 0])))
         self.layer = layer_idx
         return key_states, value_states
+
+    def store(self, layer: int, pair: Tensor) -> None:
+        """Write the newest token's keys and values `[2, B, kv_heads, D]`."""
+        self.own[layer, :, : pair.shape[1], :, self.length] = pair
 
     def advance(self) -> None:
         """Count the token that every layer has just been given."""
@@ -144,18 +147,17 @@ class SharedPrefixCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.prefix.keys[0].shape[2] + self.length
 
-    def attend(self, query: Tensor, scaling: float) -> Tensor:
-        """Attention of one query a row `[B, heads, 1, D]` over its prompt and its own tokens; `[B, 1, heads, D]`.
+    def attend(self, layer: int, query: Tensor, scaling: float) -> Tensor:
+        """Attention of one token a row, `[B, kv_heads, R, D]` for R query heads a KV head, over its prompt and itself.
 
-        Grouped matrix products: all query heads of a KV head, and for the prompt all rows of a group, are one matrix,
+        Grouped matrix products: the query heads of a KV head, and for the prompt all rows of a group, are one matrix,
         so that neither heads nor prompts are ever repeated in memory. The softmax runs over both parts together.
         """
-        rows, heads, _, size = query.shape
-        end = self.length + 1
-        keys, values = self.own[self.layer, 0, :rows, :, :end], self.own[self.layer, 1, :rows, :, :end]
-        prompt_keys, prompt_values = self.prefix.keys[self.layer], self.prefix.values[self.layer]
-        repeats, width = heads // keys.shape[1], prompt_keys.shape[2]
-        query = (query * scaling).reshape(rows, keys.shape[1], repeats, size)
+        rows, _, repeats, _ = query.shape
+        keys, values = self.own[layer, :, :rows, :, : self.length + 1]
+        prompt_keys, prompt_values = self.prefix.keys[layer], self.prefix.values[layer]
+        width = prompt_keys.shape[2]
+        query = query * scaling
         prompt_scores = torch.matmul(self.layout.gather(query), prompt_keys.transpose(-1, -2))
         if self.bias is not None:
             prompt_scores = prompt_scores + self.bias
@@ -163,8 +165,7 @@ class SharedPrefixCache(Cache):
         weights = torch.cat((self.layout.scatter(prompt_scores, repeats), scores), dim=-1)
         weights = weights.softmax(-1, dtype=torch.float32).to(values.dtype)
         out = torch.matmul(self.layout.gather(weights[..., :width]), prompt_values)
-        out = self.layout.scatter(out, repeats) + torch.matmul(weights[..., width:], values)
-        return out.reshape(rows, 1, heads, size)
+        return self.layout.scatter(out, repeats) + torch.matmul(weights[..., width:], values)
 
 
 _active: list[SharedPrefixCache] = []
@@ -185,7 +186,10 @@ def _shared_prefix_attention(
     if unusual:
         raise NotImplementedError(f"attention with {', '.join(unusual)}")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    return _active[-1].attend(query, scale), None
+    cache = _active[-1]
+    rows, heads, _, size = query.shape
+    grouped = query.reshape(rows, cache.own.shape[3], -1, size)
+    return cache.attend(cache.layer, grouped, scale).reshape(rows, 1, heads, size), None
 
 
 AttentionInterface.register(ATTENTION, _shared_prefix_attention)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from keel.rollout.cache import Prefix, SharedPrefixCache, shared_prefix_attention
+from keel.rollout.lean import LlamaStep, is_llama_shaped
 
 _PREFILL_TOKENS = 16384  # prompts are read in chunks of about this many tokens, to bound their activations
 
@@ -50,11 +52,12 @@ def _only_last(model: Any, last: Tensor) -> Iterator[None]:
 
 
 class SharedPrefixDecoder:
-    """Reads every distinct prompt once and keeps its keys and values once."""
+    """Reads every distinct prompt once and keeps its keys and values once; `lean` steps past the model's forward."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, lean: bool = False) -> None:
         self.model = model
         self.inner = plain_model(model)
+        self.lean = LlamaStep(self.inner) if lean else None
         self.device = next(model.parameters()).device
         self.cache: SharedPrefixCache
 
@@ -89,6 +92,10 @@ class SharedPrefixDecoder:
 
     def step(self, tokens: Tensor) -> Tensor:
         cache = self.cache
+        if self.lean is not None:
+            logits = self.lean(tokens, cache)
+            cache.advance()
+            return logits
         positions = (cache.positions + cache.length).unsqueeze(1)
         with shared_prefix_attention(self.inner.config, cache):
             out = self.model(
@@ -152,13 +159,13 @@ class RepeatedDecoder:
         return torch.cat(logits)[order.argsort()]
 
 
-def _probe(model: nn.Module, vocabulary: int) -> float:
-    """Largest difference of shared-prefix decoding from plain full forwards, relative to the logits' own spread."""
+def _probe(model: nn.Module, decoder: Decoder) -> float:
+    """Largest difference of the decoder's logits from plain full forwards, relative to the logits' own spread."""
+    vocabulary = plain_model(model).config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, vocabulary, (16,), generator=generator).tolist()
-    prompts, prompt_of = (tokens[:3], tokens[3:10]), (0, 0, 1, 1)
+    tokens = torch.randint(0, vocabulary, (10,), generator=generator).tolist()
+    prompts, prompt_of = (tokens[:3], tokens[3:]), (0, 0, 1, 1)
     device = next(model.parameters()).device
-    decoder = SharedPrefixDecoder(model)
     logits = [decoder.start(prompts, prompt_of, 3)]
     fed = torch.randint(0, vocabulary, (3, 4), generator=generator)
     for column in fed.to(device):
@@ -172,20 +179,27 @@ def _probe(model: nn.Module, vocabulary: int) -> float:
     return worst
 
 
-def why_not_shared(model: nn.Module) -> str | None:
-    """Why this model cannot decode with shared prompts, or None where it can.
+def choose_decoder(model: nn.Module) -> tuple[Callable[[nn.Module], Decoder], str | None]:
+    """The fastest decoder that is exact for this model, and why its prompts are not shared where they are not.
 
     The cache's layer types tell of windows and recurrent states, which short inputs would not show; the probe finds
     everything else, since a model that computes attention in its own way gives other numbers without an error.
     """
     inner = plain_model(model)
-    try:
-        layers = DynamicCache(config=inner.config).layers
-        odd = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
-        if odd:
-            return f"its cache has layers of type {', '.join(odd)}"
-        difference = _probe(model, inner.config.get_text_config().vocab_size)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
     half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)
-    return None if difference < (0.2 if half else 1e-3) else f"its logits differ by {difference:.1g} of their spread"
+    tolerance = 0.2 if half else 1e-3
+    try:
+        odd = {type(layer).__name__ for layer in DynamicCache(config=inner.config).layers} - {DynamicLayer.__name__}
+        if odd:
+            return RepeatedDecoder, f"its cache has layers of type {', '.join(sorted(odd))}"
+        difference = torch.inf
+        for lean in (True, False):
+            shared = partial(SharedPrefixDecoder, lean=lean)
+            if lean and not is_llama_shaped(inner):
+                continue
+            difference = _probe(model, shared(model))
+            if difference < tolerance:
+                return shared, None
+    except Exception as error:  # whatever a foreign model raises here, it can still run plainly
+        return RepeatedDecoder, f"{type(error).__name__}: {error}".splitlines()[0]
+    return RepeatedDecoder, f"its logits differ by {difference:.1g} of their spread"

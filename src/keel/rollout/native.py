@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from keel.errors import KeelError
-from keel.rollout.decode import Decoder, RepeatedDecoder, SharedPrefixDecoder, plain_model, why_not_shared
+from keel.rollout.decode import choose_decoder, plain_model
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel, row_key
 from keel.rollout.weights import WeightCopy
 from keel.types import Completion
@@ -80,7 +80,7 @@ class NativeEngine:
         self.eos_ids = _eos_ids(plain_model(model), tokenizer)
         self.context = _context_length(plain_model(model))
         with _inference(self.model):
-            self.fallback_reason = why_not_shared(self.model)
+            self._decoder, self.fallback_reason = choose_decoder(self.model)
         if self.fallback_reason:
             warnings.warn(
                 f"decoding without shared prompts, which is slower: {self.fallback_reason}",
@@ -159,7 +159,7 @@ class NativeEngine:
         """Sample one wave of rows to their ends."""
         number: dict[tuple[int, ...], int] = {}
         prompt_of = [number.setdefault(tuple(requests[row.request].tokens), len(number)) for row in rows]
-        decoder: Decoder = (RepeatedDecoder if self.fallback_reason else SharedPrefixDecoder)(self.model)
+        decoder = self._decoder(self.model)
         logits = decoder.start(list(number), prompt_of, max(row.limit for row in rows))
         noise = _Noise(rows, logits, sampling)
         while rows:
