@@ -342,6 +342,16 @@ def test_parameters_are_checked_before_a_model_is_needed() -> None:
         build_reference("adapter_off", loaded)
 
 
+def test_all_but_the_head_is_offloaded() -> None:
+    loaded = load_model(SMALL, device="cpu")
+    reference: Any = build_reference("frozen", loaded, offload=True)
+    parked = reference._held._parked
+    head = loaded.model.lm_head.weight  # type: ignore[union-attr]
+    total = sum(p.numel() for p in loaded.model.parameters())
+    assert sum(t.numel() for t, _ in parked.pairs if isinstance(t, nn.Parameter)) == total - head.numel()  # type: ignore[operator]
+    assert torch.equal(reference_logits(reference), logits(loaded.model))
+
+
 def test_the_optimizer_flag_reaches_the_caller() -> None:
     loaded = load_model(SMALL, device="cpu")
     assert build_reference("snapshot", loaded, every=5, reset_optimizer=True).reset_optimizer

@@ -15,7 +15,11 @@ from keel.reference.held import Parked, evaluating, unwrap
 
 
 class FullCopy:
-    """A second model of the same weights, frozen; `offload` keeps it in main memory between uses."""
+    """A second model of the same weights, frozen; `offload` keeps it in main memory between uses, but for its head.
+
+    The exact KL keeps the reference's hidden states and applies its head while the policy's own pass runs, outside
+    the context.
+    """
 
     def __init__(self, policy: nn.Module, *, offload: bool = False) -> None:
         self._copy = copy.deepcopy(unwrap(policy)).eval().requires_grad_(False)
@@ -23,7 +27,7 @@ class FullCopy:
         self._parameters: dict[str, nn.Parameter] = dict(self._copy.named_parameters())
         # A moving average below fp32 stalls: steps under half a unit in the last place round to nothing.
         self._masters: dict[str, Tensor] = {}
-        self._parked = Parked([*self._parameters.values(), *self._copy.buffers()]) if offload else None
+        self._parked = Parked(_movable(self._copy)) if offload else None
 
     @contextmanager
     def model(self) -> Iterator[nn.Module]:
@@ -71,3 +75,10 @@ class FullCopy:
         if set(found) != set(self._parameters):
             raise KeelError("the reference is a copy of another model than this policy: build it from the same one")
         yield from ((name, parameter.detach()) for name, parameter in found.items())
+
+
+def _movable(model: nn.Module) -> list[Tensor]:
+    """Every tensor of the model but those of its output head."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    stays = {id(tensor) for tensor in head.parameters()} if isinstance(head, nn.Module) else set()
+    return [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in stays]
