@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from keel.errors import KeelError
-from keel.models.head import Head, LogitsOf, shape_logits
+from keel.models.head import Head, LogitsOf, at_least_fp32, shape_logits
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,14 @@ def token_stats(hidden: Tensor, head: Head, tokens: Tensor, ask: Ask, ref_hidden
 def _logprobs(logits: Tensor, temperature: float) -> Tensor:
     """Tempered log-softmax; −inf becomes a finite floor, because 0 · (−inf) in a sum over the vocabulary is NaN."""
     tempered = logits if temperature == 1.0 else logits / temperature
-    return torch.log_softmax(tempered, dim=-1).clamp_min(torch.finfo(logits.dtype).min / 4)
+    logprobs, floor = torch.log_softmax(tempered, dim=-1), torch.finfo(logits.dtype).min / 4
+    return logprobs.clamp_min(floor) if torch.is_grad_enabled() else logprobs.clamp_min_(floor)
 
 
 def _ref_logprobs(ref_hidden: Tensor, ask: Ask, vocabulary: int) -> Tensor:
     assert ask.ref_head is not None
     with torch.no_grad():
-        logits = ask.ref_head(ref_hidden).float()
+        logits = at_least_fp32(ask.ref_head(ref_hidden))
         if logits.shape[-1] != vocabulary:
             raise KeelError(
                 f"exact KL needs one vocabulary: the policy has {vocabulary} tokens, the reference {logits.shape[-1]}"
@@ -153,49 +154,79 @@ class _Chunked(torch.autograd.Function):
         hidden, weight, bias, tokens, ref_hidden, entropy, kl = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         to_logp, to_entropy, to_kl = grads[:3]
+        if to_logp is None and to_entropy is None and to_kl is None:
+            return (None,) * 7
+        wide = torch.promote_types(weight.dtype, torch.float32)
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         # Half-precision sums over many chunks lose small terms: accumulate in fp32, round once.
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        d_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needs_bias else None
+        d_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        d_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
         for at in _chunks(len(tokens), ctx.ask.chunk_tokens):
             logits = _logits(hidden[at], weight, bias, ctx.head)
-            cap = ctx.head.softcap
-            slope = ctx.head.scale / ctx.ask.temperature
-            curve = None if cap is None else 1 - (logits / cap).square()
-            logprobs = _logprobs(logits, ctx.ask.temperature)
-            inner = torch.zeros_like(logprobs) if to_entropy is not None or to_kl is not None else None
-            if to_entropy is not None:
-                inner.addcmul_(logprobs + entropy[at, None], to_entropy[at, None], value=-1)
-            if to_kl is not None:
-                ref = _ref_logprobs(ref_hidden[at], ctx.ask, logits.shape[-1])
-                inner.addcmul_(logprobs - ref - kl[at, None], to_kl[at, None])
-            if inner is not None and to_logp is not None:
-                inner.sub_(to_logp[at, None])
-            d_logits = logprobs.exp_()
-            d_logits.mul_(inner if inner is not None else -to_logp[at, None])  # type: ignore[index]
-            if to_logp is not None:
-                d_logits.scatter_add_(-1, tokens[at, None], to_logp[at, None])
-            if curve is not None:
-                d_logits.mul_(curve)
-            if slope != 1.0:
-                d_logits.mul_(slope)
+            d_raw = _d_raw(
+                logits,
+                tokens[at],
+                ctx.head,
+                ctx.ask.temperature,
+                to_logp=None if to_logp is None else to_logp[at, None],
+                to_entropy=None if to_entropy is None else (to_entropy[at, None], entropy[at, None]),
+                to_kl=None if to_kl is None else (to_kl[at, None], kl[at, None]),
+                ref=None if to_kl is None else _ref_logprobs(ref_hidden[at], ctx.ask, len(weight)),
+            )
             if d_bias is not None:
-                d_bias += d_logits.sum(dim=0)
-            d_logits = d_logits.to(weight.dtype)
+                d_bias += d_raw.sum(dim=0)
+            d_raw = d_raw.to(weight.dtype)
             if d_hidden is not None:
-                torch.mm(d_logits, weight, out=d_hidden[at])
-            if d_weight is not None:
-                d_weight += d_logits.T @ hidden[at]
+                torch.mm(d_raw, weight, out=d_hidden[at])
+            if d_weight is not None and wide == weight.dtype:
+                d_weight.addmm_(d_raw.T, hidden[at])
+            elif d_weight is not None:
+                d_weight += d_raw.T @ hidden[at]
         return (
             d_hidden,
             None if d_weight is None else d_weight.to(weight.dtype),
             None if d_bias is None else d_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 4,
         )
 
 
+def _d_raw(
+    logits: Tensor,
+    tokens: Tensor,
+    head: Head,
+    temperature: float,
+    *,
+    to_logp: Tensor | None,
+    to_entropy: tuple[Tensor, Tensor] | None,
+    to_kl: tuple[Tensor, Tensor] | None,
+    ref: Tensor | None,
+) -> Tensor:
+    """The gradient by W h of one chunk: p · (sum of the three factors), + upstream at the token, back through shape.
+
+    `to_entropy` and `to_kl` are pairs of the upstream gradient and the value, all `[n, 1]`.
+    """
+    slope = head.scale / temperature
+    curve = None if head.softcap is None else 1 - (logits / head.softcap).square()
+    logprobs = _logprobs(logits, temperature)
+    factor: Tensor | None = None
+    if to_kl is not None:
+        assert ref is not None
+        factor = (logprobs - ref).sub_(to_kl[1]).mul_(to_kl[0])
+    if to_entropy is not None:
+        term = (logprobs + to_entropy[1]).mul_(-to_entropy[0])
+        factor = term if factor is None else factor.add_(term)
+    if to_logp is not None:
+        factor = -to_logp if factor is None else factor.sub_(to_logp)
+    d_raw = logprobs.exp_()
+    if factor is not None:
+        d_raw.mul_(factor)
+    if to_logp is not None:
+        d_raw.scatter_add_(-1, tokens[:, None], to_logp)
+    if curve is not None:
+        d_raw.mul_(curve)
+    return d_raw if slope == 1.0 else d_raw.mul_(slope)
+
+
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> Tensor:
-    return shape_logits(torch.nn.functional.linear(hidden, weight, bias).float(), head.scale, head.softcap)
+    raw = torch.nn.functional.linear(hidden, weight, bias)
+    return shape_logits(at_least_fp32(raw), head.scale, head.softcap)

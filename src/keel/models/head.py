@@ -8,7 +8,8 @@ differ from model to model, so they are measured on the model itself and never a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,14 +26,14 @@ _measured: WeakKeyDictionary[nn.Module, tuple[float, float | None]] = WeakKeyDic
 
 @dataclass(frozen=True)
 class Head:
-    """logits = scale · W h, or cap · tanh(scale · W h / cap), in fp32."""
+    """logits = scale · W h, or cap · tanh(scale · W h / cap), in fp32 at least."""
 
     module: nn.Module
     scale: float = 1.0
     softcap: float | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return shape_logits(self.module(hidden).float(), self.scale, self.softcap)
+        return shape_logits(at_least_fp32(self.module(hidden)), self.scale, self.softcap)
 
     def linear(self) -> tuple[Tensor, Tensor | None] | None:
         """Weight and bias if the module is a plain linear map; None for adapters, quantised weights and hooks."""
@@ -40,6 +41,11 @@ class Head:
         if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
             return None
         return module.weight, module.bias
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """Half precision becomes fp32; fp64 stays."""
+    return x.float() if torch.finfo(x.dtype).bits < 32 else x
 
 
 def shape_logits(raw: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -50,22 +56,36 @@ def shape_logits(raw: Tensor, scale: float, softcap: float | None) -> Tensor:
 
 def causal_lm(model: nn.Module) -> nn.Module:
     """The transformers model inside the wrappers of peft, torch.compile and data parallelism."""
+    outer: Any = model
     while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-            if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
+        inner = getattr(outer, "_orig_mod", None)
+        if inner is None and hasattr(outer, "peft_config") and hasattr(outer, "get_base_model"):
+            if any(getattr(config, "is_prompt_learning", False) for config in outer.peft_config.values()):
                 raise KeelError("prompt-learning adapters change the input of the model: use LoRA or full weights")
-            inner = model.get_base_model()
-        if inner is None and isinstance(getattr(model, "module", None), nn.Module):
-            inner = model.module
-        if inner is None or inner is model:
-            return model
-        model = inner
+            inner = outer.get_base_model()
+        if inner is None and isinstance(getattr(outer, "module", None), nn.Module):
+            inner = outer.module
+        if inner is None or inner is outer:
+            return outer
+        outer = inner
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Dropout off and no gradient inside; afterwards every module has its own mode back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def body_of(model: nn.Module) -> nn.Module:
     """The transformer without its head: its output is the last hidden state, final norm included."""
-    causal = causal_lm(model)
+    causal: Any = causal_lm(model)
     body = causal.get_decoder() if hasattr(causal, "get_decoder") else None
     if body is None or body is causal:
         body = getattr(causal, "base_model", None)
@@ -82,7 +102,7 @@ def takes_positions(body: nn.Module) -> bool:
 
 def head_of(model: nn.Module) -> Head:
     """The model's head; its scale and soft cap are measured once a model with a forward of four tokens."""
-    causal = causal_lm(model)
+    causal: Any = causal_lm(model)
     module = causal.get_output_embeddings() if hasattr(causal, "get_output_embeddings") else None
     if module is None:
         raise KeelError(f"{type(causal).__name__} has no output embedding: only causal language models can be scored")
@@ -105,7 +125,7 @@ def config_numbers(model: nn.Module) -> dict[str, float]:
     }
 
 
-def _measure(causal: nn.Module, module: nn.Module) -> tuple[float, float | None]:
+def _measure(causal: Any, module: nn.Module) -> tuple[float, float | None]:
     """Compare the model's own logits with those of its output embedding, under every setting the config suggests.
 
     The hidden states are enlarged on the way, so that logits reach ±50: on small ones a soft cap is invisible.
@@ -122,11 +142,10 @@ def _measure(causal: nn.Module, module: nn.Module) -> tuple[float, float | None]
         output.last_hidden_state = hidden
         return output
 
-    device = module.weight.device if isinstance(getattr(module, "weight", None), Tensor) else None
-    ids = torch.arange(4, device=device or next(causal.parameters()).device)[None]
+    ids = torch.arange(4, device=causal.get_input_embeddings().weight.device)[None]
     hook = body_of(causal).register_forward_hook(enlarge)
     try:
-        with torch.no_grad():
+        with evaluating(causal):
             own = causal(input_ids=ids, use_cache=False).logits.float()
             if not seen:
                 raise KeelError(f"{type(causal).__name__} does not call its own decoder: give a scorer as module:attr")

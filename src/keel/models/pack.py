@@ -56,15 +56,14 @@ class PackedBatch:
     def mask_4d(self) -> Tensor:
         """visible(q, k) = k ≤ q, same prompt, and k is in the prompt or in q's completion; built when asked for.
 
-        Padding sees itself: a query that sees nothing would give NaN.
+        Every token sees itself, padding too (it counts as a prompt of its own): attention to nothing would be NaN.
         """
-        length = self.input_ids.shape[1]
-        order = torch.arange(length, device=self.input_ids.device)
-        causal = order[:, None] >= order[None, :]
-        same_prefix = (self.prefix[:, :, None] == self.prefix[:, None, :]) & (self.prefix != _PADDING)[:, None, :]
-        same_branch = (self.branch[:, None, :] == 0) | (self.branch[:, :, None] == self.branch[:, None, :])
-        itself = torch.eye(length, dtype=torch.bool, device=self.input_ids.device)
-        return ((causal & same_prefix & same_branch) | itself)[:, None]
+        visible = self.branch[:, :, None] == self.branch[:, None, :]
+        visible |= (self.branch == 0)[:, None, :]
+        visible &= self.prefix[:, :, None] == self.prefix[:, None, :]
+        order = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+        visible &= order[:, None] >= order[None, :]
+        return visible[:, None]
 
     def scored(self) -> tuple[Tensor, Tensor]:
         """The N tokens that exist, in the order of `[B, T]`: positions of their hidden states, and the tokens."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from keel.errors import KeelError
-from keel.models.head import causal_lm, config_numbers, module_dtype
+from keel.models.head import causal_lm, config_numbers, evaluating, module_dtype
 from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
 from keel.types import Completion, Group, Problem
@@ -73,22 +73,18 @@ def probe_packing(
     groups = _random_groups(model, vocab_size, prompt=_past(max(reachable, default=0)))
     length = max(len(g.prompt_tokens) + len(c.tokens) for g in groups for c in g.completions)
     window = windows[0] if windows else None
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            own, spread = _own_logp(model, groups)
-            _check_single_rows(model, groups, own, spread)
-            try:
-                error = _error(_scored(model, groups, shared_prefix=True), own)
-            except (KeelError, RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as refusal:
-                cause = str(refusal).splitlines()[0] if str(refusal) else type(refusal).__name__
-                return ProbeResult(False, float("inf"), f"one row a completion: {cause}", length, window)
-    finally:
-        model.train(was_training)
+    name = type(causal_lm(model)).__name__
+    with evaluating(model):
+        own, spread = _own_logp(model, groups)
+        _check_single_rows(model, groups, own, spread)
+        try:
+            error = _error(_scored(model, groups, shared_prefix=True), own)
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as refusal:  # a KeelError too
+            cause = str(refusal).splitlines()[0] if str(refusal) else type(refusal).__name__
+            reason = f"{name} refuses shared-prefix rows ({cause}): one row a completion"
+            return ProbeResult(False, float("inf"), reason, length, window)
     worst = float(error.max())
     problem = _problem(model, _within(error, model, spread), worst, windows, reachable)
-    name = type(causal_lm(model)).__name__
     if problem:
         return ProbeResult(False, worst, f"{name} {problem}: one row a completion", length, window)
     return ProbeResult(
@@ -184,7 +180,7 @@ def _eps(model: nn.Module) -> float:
 
 
 def _within(error: Tensor, model: nn.Module, spread: float, slack: float = 1.0) -> bool:
-    """fp32: each token to 1e-4 (for logits of unit spread); coarser arithmetic moves single tokens: the mean decides."""
+    """fp32: each token to 1e-4 (at unit spread of logits); coarser arithmetic moves single tokens: the mean decides."""
     eps = _eps(model)
     if eps <= torch.finfo(torch.float32).eps:
         return float(error.max()) <= 1e-4 * max(1.0, spread) * slack
