@@ -2,7 +2,8 @@
 
     python bench/decode.py --job 64x64      (also: 2x8x32, 2x8x32-long)
 
-All are measured in one run, in turns, so that their ratios hold on a machine whose speed changes; medians.
+All are measured in one run, in turns, so that their ratios hold on a machine whose speed changes; medians. On a
+machine that others use too, `--threads 1 --clock cpu` leaves out the time they take.
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ def matmul_floor(model: Any, rows: int, steps: int) -> Callable[[], None]:
     return run
 
 
-def seconds(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+def seconds(work: Callable[[], Any], clock: Callable[[], float]) -> float:
+    start = clock()
     work()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def main() -> None:
@@ -76,9 +77,13 @@ def main() -> None:
     parser.add_argument("--job", choices=sorted(JOBS), default="64x64")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--new", type=int, help="new tokens, in place of the job's")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     groups, samples, width, new = JOBS[options.job]
+    new = options.new or new
+    clock = time.process_time if options.clock == "cpu" else time.perf_counter
     model = smollm2_shape()
     prompts = torch.randint(1, 49152, (groups, width), generator=torch.Generator().manual_seed(1))
     engine = NativeEngine(model, Endless())
@@ -102,7 +107,7 @@ def main() -> None:
     times: dict[str, list[float]] = {name: [] for name in work}
     for turn in range(options.repeats + 1):
         for name, one in work.items():
-            taken = seconds(one) * (new / floor_steps if name == "floor" else 1)
+            taken = seconds(one, clock) * (new / floor_steps if name == "floor" else 1)
             if turn or not options.repeats:  # the first turn warms up
                 times[name].append(taken)
     tokens = groups * samples * new

@@ -24,11 +24,12 @@ def _configs() -> dict[str, Any]:
         "gpt_neox": zoo.gpt_neox.GPTNeoXConfig(rotary_pct=0.5, **WIDE),
         "mistral": zoo.mistral.MistralConfig(sliding_window=8, **GROUPED),
         "gemma2": zoo.gemma2.Gemma2Config(sliding_window=8, attn_logit_softcapping=2.0, **GROUPED),
+        "mamba": zoo.mamba.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, eos_token_id=257),
     }
 
 
 SHARED = ("llama", "gpt2", "qwen2", "qwen3", "gpt_neox")
-PLAIN = ("mistral", "gemma2")
+PLAIN = ("mistral", "gemma2", "mamba")
 
 
 def tokenizer() -> Any:

@@ -90,8 +90,9 @@ def test_the_same_seed_gives_the_same_text_at_any_batch_size(name: str) -> None:
         assert engine.generate(requests, sampling, **changed) != together
 
 
-def test_rows_that_end_leave_without_disturbing_the_others() -> None:
-    engine, model = engine_of("llama")
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma2"])
+def test_rows_that_end_leave_without_disturbing_the_others(name: str) -> None:
+    engine, model = engine_of(name)
     sampling = SamplingParams(temperature=1.3, num_generations=8, max_completion_length=48)
     requests = requests_of(6)
     engine.eos_ids = frozenset(range(200, 210))

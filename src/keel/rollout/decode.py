@@ -112,7 +112,7 @@ class RepeatedDecoder:
     """The plain way for models whose attention is their own business: the prompt once a row, transformers' own cache.
 
     Rows of one prompt length run together, so that nothing is padded and no mask is needed: right for sliding windows
-    and recurrent layers, where padding is not neutral.
+    and recurrent layers, where padding is not neutral. A model that returns no such cache reads its tokens again.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -123,35 +123,38 @@ class RepeatedDecoder:
     def start(self, prompts: Sequence[Sequence[int]], prompt_of: Sequence[int], length: int) -> Tensor:
         lengths = [len(prompts[prompt]) for prompt in prompt_of]
         self.buckets = [[row for row, n in enumerate(lengths) if n == size] for size in sorted(set(lengths))]
-        self.caches: list[Any] = []
-        logits: list[Tensor] = []
-        for rows in self.buckets:
-            ids = torch.tensor([list(prompts[prompt_of[row]]) for row in rows], device=self.device)
-            out = self.model(input_ids=ids, use_cache=True, logits_to_keep=1)
-            self.caches.append(out.past_key_values)
-            logits.append(out.logits[:, -1])
-        return self._in_order(logits)
+        self.contexts = [torch.tensor([prompts[prompt_of[row]] for row in rows]) for rows in self.buckets]
+        self.caches: list[Any] = [None] * len(self.buckets)
+        return self._in_order([self._forward(i, ids) for i, ids in enumerate(self.contexts)])
 
     def step(self, tokens: Tensor) -> Tensor:
         logits: list[Tensor] = []
         for i, rows in enumerate(self.buckets):
-            ids = tokens[torch.tensor(rows, device=self.device)].unsqueeze(1)
-            out = self.model(input_ids=ids, past_key_values=self.caches[i], use_cache=True, logits_to_keep=1)
-            self.caches[i] = out.past_key_values
-            logits.append(out.logits[:, -1])
+            newest = tokens[torch.tensor(rows, device=self.device)].unsqueeze(1)
+            self.contexts[i] = torch.cat((self.contexts[i], newest.cpu()), dim=1)
+            logits.append(self._forward(i, self.contexts[i] if self.caches[i] is None else newest))
         return self._in_order(logits)
+
+    def _forward(self, bucket: int, ids: Tensor) -> Tensor:
+        given = {} if self.caches[bucket] is None else {"past_key_values": self.caches[bucket]}
+        out = self.model(input_ids=ids.to(self.device), use_cache=True, logits_to_keep=1, **given)
+        self.caches[bucket] = getattr(out, "past_key_values", None)
+        logits: Tensor = out.logits[:, -1]
+        return logits
 
     def keep(self, live: list[int]) -> list[int]:
         renumber = {row: i for i, row in enumerate(live)}
-        buckets, caches = [], []
-        for rows, cache in zip(self.buckets, self.caches, strict=True):
-            places = [i for i, row in enumerate(rows) if row in renumber]
-            if places:
-                if len(places) < len(rows):
-                    cache.reorder_cache(torch.tensor(places, device=self.device))
-                buckets.append([renumber[rows[i]] for i in places])
-                caches.append(cache)
-        self.buckets, self.caches = buckets, caches
+        alive = [[i for i, row in enumerate(rows) if row in renumber] for rows in self.buckets]
+        for bucket, places in enumerate(alive):
+            if 0 < len(places) < len(self.buckets[bucket]):
+                self.contexts[bucket] = self.contexts[bucket][places]
+                if self.caches[bucket] is not None:
+                    self.caches[bucket].reorder_cache(torch.tensor(places, device=self.device))
+            self.buckets[bucket] = [renumber[self.buckets[bucket][i]] for i in places]
+        kept = [bucket for bucket, places in enumerate(alive) if places]
+        self.buckets = [self.buckets[bucket] for bucket in kept]
+        self.contexts = [self.contexts[bucket] for bucket in kept]
+        self.caches = [self.caches[bucket] for bucket in kept]
         return live
 
     def _in_order(self, logits: list[Tensor]) -> Tensor:
@@ -187,19 +190,25 @@ def choose_decoder(model: nn.Module) -> tuple[Callable[[nn.Module], Decoder], st
     """
     inner = plain_model(model)
     half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)
-    tolerance = 0.2 if half else 1e-3
     try:
         odd = {type(layer).__name__ for layer in DynamicCache(config=inner.config).layers} - {DynamicLayer.__name__}
-        if odd:
-            return RepeatedDecoder, f"its cache has layers of type {', '.join(sorted(odd))}"
-        difference = torch.inf
-        for lean in (True, False):
-            shared = partial(SharedPrefixDecoder, lean=lean)
-            if lean and not is_llama_shaped(inner):
-                continue
+    except Exception as error:
+        return RepeatedDecoder, _line(error)
+    if odd:
+        return RepeatedDecoder, f"its cache has layers of type {', '.join(sorted(odd))}"
+    reason = ""
+    for lean in (True, False) if is_llama_shaped(inner) else (False,):
+        shared = partial(SharedPrefixDecoder, lean=lean)
+        try:
             difference = _probe(model, shared(model))
-            if difference < tolerance:
-                return shared, None
-    except Exception as error:  # whatever a foreign model raises here, it can still run plainly
-        return RepeatedDecoder, f"{type(error).__name__}: {error}".splitlines()[0]
-    return RepeatedDecoder, f"its logits differ by {difference:.1g} of their spread"
+        except Exception as error:  # whatever a foreign model raises here, it can still run another way
+            reason = _line(error)
+            continue
+        if difference < (0.2 if half else 1e-3):
+            return shared, None
+        reason = f"its logits differ by {difference:.1g} of their spread"
+    return RepeatedDecoder, reason
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

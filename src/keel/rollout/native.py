@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -124,10 +125,9 @@ class NativeEngine:
         ]
         # prompts of like length together: less padding in a wave, and all rows of a group stay neighbours
         rows.sort(key=lambda row: (len(requests[row.request].tokens), row.request))
-        size = sampling.max_batch or max(1, len(rows))
         with _inference(self.model):
-            for i in range(0, len(rows), size):
-                self._run(rows[i : i + size], requests, sampling)
+            for wave in _waves(rows, sampling.max_batch or len(rows)):
+                self._run(wave, requests, sampling)
         finished: list[list[Completion]] = [[] for _ in requests]
         for row in sorted(rows, key=lambda row: (row.request, row.place)):
             finished[row.request].append(self._completion(row))
@@ -251,6 +251,22 @@ class _Noise:
 
 def _limit(request: Request, sampling: SamplingParams) -> int:
     return sampling.max_completion_length if request.max_new is None else request.max_new
+
+
+def _waves(rows: list[_Row], size: int) -> Iterator[list[_Row]]:
+    """At most `size` rows at a time; a group is divided, and its prompt read again, only if it is larger than that."""
+    wave: list[_Row] = []
+    for _, group in groupby(rows, key=lambda row: row.request):
+        members = list(group)
+        if wave and len(wave) + len(members) > size:
+            yield wave
+            wave = []
+        wave += members
+        while len(wave) > size:
+            yield wave[:size]
+            wave = wave[size:]
+    if wave:
+        yield wave
 
 
 def _samples(request: Request, sampling: SamplingParams) -> Sequence[int]:
