@@ -42,8 +42,8 @@ class TokenStats:
 
 
 def default_chunk(vocabulary: int, device: torch.device) -> int:
-    """Tokens a chunk for a fixed number of logits: 2²⁴ (64 MB in fp32) on a CPU, 2²⁸ (1 GB) on an accelerator."""
-    budget = 2**24 if device.type == "cpu" else 2**28
+    """Tokens a chunk for a fixed number of logits: 2²³ (32 MB in fp32) on a CPU, 2²⁷ (512 MB) on an accelerator."""
+    budget = 2**23 if device.type == "cpu" else 2**27
     return max(16, budget // vocabulary)
 
 
@@ -82,6 +82,7 @@ def _pick(logprobs: Tensor, tokens: Tensor) -> Tensor:
 def _chunk_stats(logits: Tensor, tokens: Tensor, ask: Ask, ref_hidden: Tensor | None) -> tuple[Tensor | None, ...]:
     """The plain formulas on one chunk of logits, in the order of TokenStats; differentiable."""
     logprobs = _logprobs(logits, ask.temperature)
+    del logits  # a chunk of logits is the largest tensor here: hold no more of them than needed
     logp, entropy, kl, ref_logp, ref_policy = _pick(logprobs, tokens), None, None, None, None
     probs = logprobs.exp() if ask.entropy or ref_hidden is not None else None
     if ask.entropy:
@@ -89,7 +90,7 @@ def _chunk_stats(logits: Tensor, tokens: Tensor, ask: Ask, ref_hidden: Tensor | 
         entropy = -(probs * logprobs).sum(dim=-1)
     if ref_hidden is not None:
         assert probs is not None
-        ref = _ref_logprobs(ref_hidden, ask, logits.shape[-1])
+        ref = _ref_logprobs(ref_hidden, ask, logprobs.shape[-1])
         kl = (probs * (logprobs - ref)).sum(dim=-1)
         ref_logp = _pick(ref, tokens)
         if ask.ref_policy:
@@ -139,8 +140,8 @@ class _Chunked(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         parts = []
         for at in _chunks(max(len(tokens), 1), ask.chunk_tokens):
-            logits = _logits(hidden[at], weight, bias, head)
-            parts.append(_chunk_stats(logits, tokens[at], ask, None if ref_hidden is None else ref_hidden[at]))
+            ref_part = None if ref_hidden is None else ref_hidden[at]
+            parts.append(_chunk_stats(_logits(hidden[at], weight, bias, head), tokens[at], ask, ref_part))
         logp, entropy, kl, ref_logp, ref_policy = _join(parts)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, tokens, ref_hidden, entropy, kl)
@@ -162,9 +163,8 @@ class _Chunked(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         d_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
         for at in _chunks(len(tokens), ctx.ask.chunk_tokens):
-            logits = _logits(hidden[at], weight, bias, ctx.head)
             d_raw = _d_raw(
-                logits,
+                _logits(hidden[at], weight, bias, ctx.head),
                 tokens[at],
                 ctx.head,
                 ctx.ask.temperature,
@@ -208,6 +208,7 @@ def _d_raw(
     slope = head.scale / temperature
     curve = None if head.softcap is None else 1 - (logits / head.softcap).square()
     logprobs = _logprobs(logits, temperature)
+    del logits
     factor: Tensor | None = None
     if to_kl is not None:
         assert ref is not None
