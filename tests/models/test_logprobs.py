@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import peft
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from keel.errors import KeelError
 from keel.models.chunked import Ask, token_stats
-from keel.models.head import Head, head_of
+from keel.models.head import Head, frozen_head, head_of
 from keel.models.logprobs import hidden_states, score_hidden, score_tokens
 from keel.models.pack import microbatches, pack
 
@@ -156,6 +157,27 @@ def test_peft_models(targets: list[str]) -> None:
     with model.disable_adapter():
         off = score_tokens(model, packed).logp[packed.completion_mask]
     assert (off - naive_logp(make_model("llama"), groups)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("options", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}, {}], ids=str)
+@pytest.mark.parametrize("reference_off", [True, False])
+def test_a_reference_of_other_adapters_keeps_its_own_head(options: dict[str, Any], reference_off: bool) -> None:
+    """The reference's hidden states and head are taken inside its context, and used outside of it."""
+    options = {"target_modules": ["q_proj"], **options}
+    torch.manual_seed(0)
+    model = peft.get_peft_model(make_model("llama"), peft.LoraConfig(r=4, init_lora_weights=False, **options)).eval()
+    groups = make_groups(RAGGED)
+    packed = pack(groups, 0)
+
+    with model.disable_adapter() if reference_off else nullcontext(), torch.no_grad():
+        ref_hidden, ref_head = hidden_states(model, packed), frozen_head(model)
+        q = torch.cat(naive_logprobs(model, groups))
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.add_(0.1)
+    p = torch.cat(naive_logprobs(model, groups))
+    scores = score_tokens(model, packed, exact_kl=True, ref_hidden=ref_hidden, ref_head=ref_head)
+    assert (scores.exact_kl[packed.completion_mask] - (p.exp() * (p - q)).sum(-1)).abs().max() < 1e-5
 
 
 def test_microbatches_add_up() -> None:

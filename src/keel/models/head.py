@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -110,6 +110,29 @@ def head_of(model: nn.Module) -> Head:
         _measured[causal] = _measure(causal, module)
     scale, softcap = _measured[causal]
     return Head(module, scale, softcap)
+
+
+def frozen_head(model: nn.Module) -> Head:
+    """The head as it is now, for a reference whose adapters are switched back before its head is applied.
+
+    An adapter on the head (LoRA on `lm_head`) is computed into one weight by sending the identity through it; a head
+    without one is used as it stands, uncopied.
+    """
+    head = head_of(model)
+    if head.linear() is not None:
+        return head
+    inner = getattr(head.module, "base_layer", getattr(head.module, "original_module", None))
+    if isinstance(inner, nn.Linear) and getattr(head.module, "disable_adapters", False):
+        return replace(head, module=inner)
+    vocabulary, width = head.module.weight.shape
+    with evaluating(head.module):
+        like = next(p for p in head.module.parameters() if p.is_floating_point())
+        bias = head.module(like.new_zeros(1, width))
+        weight = head.module(torch.eye(width, dtype=like.dtype, device=like.device)) - bias
+        module = nn.Linear(width, vocabulary, device=like.device, dtype=weight.dtype)
+        module.weight.copy_(weight.T)
+        module.bias.copy_(bias[0])
+    return replace(head, module=module.requires_grad_(False))
 
 
 def config_numbers(model: nn.Module) -> dict[str, float]:
