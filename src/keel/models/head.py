@@ -124,7 +124,8 @@ def frozen_head(model: nn.Module) -> Head:
     inner = getattr(head.module, "base_layer", getattr(head.module, "original_module", None))
     if isinstance(inner, nn.Linear) and getattr(head.module, "disable_adapters", False):
         return replace(head, module=inner)
-    vocabulary, width = head.module.weight.shape
+    original: Any = head.module.weight
+    vocabulary, width = original.shape
     with evaluating(head.module):
         like = next(p for p in head.module.parameters() if p.is_floating_point())
         bias = head.module(like.new_zeros(1, width))
