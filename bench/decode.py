@@ -1,6 +1,6 @@
 """Decoding speed of the native engine against transformers' generate and against the matrix products alone.
 
-    python bench/decode.py --job 64x64      (also: 2x8x32, 2x8x32-long)
+    python bench/decode.py --job 64x64      (8 prompts × 8; also: 64x1x64, 2x8x32, 2x8x32-long)
 
 All are measured in one run, in turns, so that their ratios hold on a machine whose speed changes; medians. On a
 machine that others use too, `--threads 1 --clock cpu` leaves out the time they take.
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from keel.rollout import NativeEngine, Request, SamplingParams
 
 # prompts, completions of each, prompt tokens, new tokens
-JOBS = {"64x64": (8, 8, 37, 64), "2x8x32": (2, 8, 37, 32), "2x8x32-long": (2, 8, 512, 32), "64x1x32": (64, 1, 37, 32)}
+JOBS = {"64x64": (8, 8, 37, 64), "2x8x32": (2, 8, 37, 32), "2x8x32-long": (2, 8, 512, 32), "64x1x64": (64, 1, 37, 64)}
 
 
 class Endless:

@@ -22,13 +22,15 @@ def _configs() -> dict[str, Any]:
         "qwen2": zoo.qwen2.Qwen2Config(**GROUPED),
         "qwen3": zoo.qwen3.Qwen3Config(**GROUPED),
         "gpt_neox": zoo.gpt_neox.GPTNeoXConfig(rotary_pct=0.5, **WIDE),
+        "gemma": zoo.gemma.GemmaConfig(**GROUPED),
         "mistral": zoo.mistral.MistralConfig(sliding_window=8, **GROUPED),
         "gemma2": zoo.gemma2.Gemma2Config(sliding_window=8, attn_logit_softcapping=2.0, **GROUPED),
         "mamba": zoo.mamba.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, eos_token_id=257),
     }
 
 
-SHARED = ("llama", "gpt2", "qwen2", "qwen3", "gpt_neox")
+LEAN = ("llama", "qwen2", "qwen3")
+SHARED = (*LEAN, "gpt2", "gpt_neox", "gemma")
 PLAIN = ("mistral", "gemma2", "mamba")
 
 

@@ -28,8 +28,10 @@ def requests_of(count: int = 4) -> list[Request]:
 
 @pytest.mark.parametrize("name", shapes.SHARED)
 def test_these_shapes_share_their_prompts(name: str) -> None:
-    engine, _ = engine_of(name)
+    """Gemma's modules have Llama's names and compute otherwise: the probe keeps it off Llama's own step."""
+    engine, model = engine_of(name)
     assert engine.fallback_reason is None
+    assert (engine._decoder(model).lean is not None) == (name in shapes.LEAN)
 
 
 @pytest.mark.parametrize("name", shapes.PLAIN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import torch
@@ -115,7 +116,7 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
         logits = logits.masked_fill(logits < _nucleus_threshold(logits, params.top_p), -torch.inf)
     if params.min_p > 0:
         # log(min_p * max p) in logits: the normaliser cancels
-        threshold = logits.amax(-1, keepdim=True) + torch.log(torch.tensor(params.min_p))
+        threshold = logits.amax(-1, keepdim=True) + math.log(params.min_p)
         logits = logits.masked_fill(logits < threshold, -torch.inf)
     return logits
 
