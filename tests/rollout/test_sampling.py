@@ -82,7 +82,7 @@ def test_the_engine_samples_from_the_model(options: dict[str, float]) -> None:
         contexts = torch.tensor([[*prompt, token] for token in range(shapes.VOCABULARY)])
         logits = model.eval()(input_ids=contexts).logits
     unfiltered = torch.log_softmax(logits, -1)
-    filtered = torch.log_softmax(filter_logits(logits, sampling), -1)
+    filtered = torch.log_softmax(filter_logits(logits.flatten(0, 1), sampling).view_as(logits), -1)
     tokens = torch.tensor([c.tokens for c in group])
     first = filtered[0, 2].exp()
     assert_fits(torch.bincount(tokens[:, 0], minlength=len(first)), first)

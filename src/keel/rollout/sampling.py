@@ -104,72 +104,86 @@ def block_shape(vocabulary: int) -> tuple[int, int]:
     return -(-vocabulary // root), root
 
 
-def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Set to -inf what top-k, then top-p, then min-p leave out, each seeing what the one before left.
+def filter_threshold(logits: Tensor, params: SamplingParams) -> Tensor:
+    """The smallest logit `[B, 1]` that top-k, then top-p, then min-p leave in, each seeing what the one before left.
 
-    The order and meaning of transformers' warpers; exact ties at a threshold are all kept, where those keep some.
+    The order and meaning of transformers' warpers. All three keep the tokens above some logit, so one number a row is
+    the whole filter; exact ties at it are all kept, where those warpers keep some.
     """
+    threshold = torch.full_like(logits[:, :1], -torch.inf)
     if params.top_k and params.top_k < logits.shape[-1]:
-        threshold = logits.topk(params.top_k, dim=-1).values[..., -1:]
-        logits = logits.masked_fill(logits < threshold, -torch.inf)
-    if params.top_p < 1:
-        logits = logits.masked_fill(logits < _nucleus_threshold(logits, params.top_p), -torch.inf)
-    if params.min_p > 0:
-        # log(min_p * max p) in logits: the normaliser cancels
-        threshold = logits.amax(-1, keepdim=True) + math.log(params.min_p)
-        logits = logits.masked_fill(logits < threshold, -torch.inf)
-    return logits
+        head = logits.topk(params.top_k, dim=-1).values
+        threshold = head[:, -1:]
+        if params.top_p < 1:
+            threshold = _nucleus_edge(head, head.logsumexp(-1, keepdim=True), params.top_p)
+    elif params.top_p < 1:
+        threshold = _nucleus(logits, params.top_p)
+    if params.min_p > 0:  # p >= min_p * max p, where the normaliser cancels
+        threshold = threshold.maximum(logits.amax(-1, keepdim=True) + math.log(params.min_p))
+    return threshold
 
 
-def _nucleus_threshold(logits: Tensor, top_p: float) -> Tensor:
-    """The smallest logit in the smallest set of tokens whose probability reaches top_p."""
+def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
+    """The logits with -inf where a filter leaves the token out."""
+    return logits.masked_fill(logits < filter_threshold(logits, params), -torch.inf)
+
+
+def _nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """The smallest logit in the smallest set of tokens whose probability reaches top_p.
+
+    Found among the few most probable tokens, and by sorting all of them only in rows where these do not reach it.
+    """
     normaliser = logits.logsumexp(-1, keepdim=True)
-    width = min(_TOP_P_HEAD, logits.shape[-1])
-    values = logits.topk(width, dim=-1).values
-    cumulative = (values - normaliser).exp().cumsum(-1)
-    if width < logits.shape[-1] and bool((cumulative[..., -1] < top_p).any()):
-        values = logits.sort(dim=-1, descending=True).values
-        cumulative = (values - normaliser).exp().cumsum(-1)
-    kept = (cumulative < top_p).sum(-1, keepdim=True).clamp(max=values.shape[-1] - 1)
-    return values.gather(-1, kept)
+    head = logits.topk(min(_TOP_P_HEAD, logits.shape[-1]), dim=-1).values
+    threshold = _nucleus_edge(head, normaliser, top_p)
+    flat = ((head - normaliser).exp().sum(-1) < top_p).nonzero().squeeze(-1)
+    if head.shape[-1] < logits.shape[-1] and len(flat):
+        ordered = logits[flat].sort(dim=-1, descending=True).values
+        threshold[flat] = _nucleus_edge(ordered, normaliser[flat], top_p)
+    return threshold
+
+
+def _nucleus_edge(ordered: Tensor, normaliser: Tensor, top_p: float) -> Tensor:
+    """The logit at which probabilities of descending logits, added up, first reach top_p."""
+    cumulative = (ordered - normaliser).exp().cumsum(-1)
+    edge = (cumulative < top_p).sum(-1, keepdim=True).clamp(max=ordered.shape[-1] - 1)
+    return ordered.gather(-1, edge)
 
 
 def draw(logits: Tensor, params: SamplingParams, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Sample one token a row from logits `[B, V]`: (token, sample_logp, filtered_logp), each `[B]`.
 
     Gumbel-argmax in two stages, first a block of the vocabulary by its probability and then a token within it: exact
-    by the chain rule, with about 2·sqrt(V) noises a row in place of V. It is preferred over one uniform through the
-    cumulative distribution because of rounding. Batches of different sizes give logits that differ by some 1e-6, and
-    argmax turns that into another token with that probability only; the cumulative distribution has a boundary at
-    each of V tokens, and every one of them moves.
+    by the chain rule, with about 2·sqrt(V) noises `[B, blocks + size]` in place of V. It is preferred over one uniform
+    through the cumulative distribution because of rounding. Batches of different sizes give logits that differ by some
+    1e-6, and argmax turns that into another token with that probability only; the cumulative distribution has a
+    boundary at each of V tokens, and every one of them moves.
+
+    A greedy choice has `sample_logp` at temperature 1 and `filtered_logp` 0, being certain.
     """
     logits = logits.float()
     if params.greedy:
         token = logits.argmax(-1)
         logp = logits.gather(-1, token.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
         return token, logp, torch.zeros_like(logp)
+    assert noise is not None, "sampling at a temperature above 0 needs noise"
     if params.temperature != 1:
         logits = logits / params.temperature
-    if not params.filtered:
-        token, logit, normaliser = _gumbel_argmax(logits, noise)
-        logp = logit - normaliser
-        return token, logp, logp
-    full_normaliser = logits.logsumexp(-1)
-    token, logit, normaliser = _gumbel_argmax(filter_logits(logits, params), noise)
-    return token, logit - full_normaliser, logit - normaliser
-
-
-def _gumbel_argmax(logits: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(token, its logit, log-normaliser) of a draw from softmax(logits), with noise `[B, blocks + size]`."""
-    assert noise is not None, "sampling at a temperature above 0 needs noise"
     blocks, size = block_shape(logits.shape[-1])
     if blocks * size != logits.shape[-1]:
         logits = F.pad(logits, (0, blocks * size - logits.shape[-1]), value=-torch.inf)
+    threshold = filter_threshold(logits, params) if params.filtered else None
     peak = logits.amax(-1, keepdim=True)
-    mass = (logits - peak).exp_().view(-1, blocks, size).sum(-1)
-    normaliser = mass.sum(-1).log() + peak.squeeze(-1)
+    weights = (logits - peak).exp_()
+    mass = weights.view(-1, blocks, size).sum(-1)
+    normaliser = kept = mass.sum(-1).log() + peak.squeeze(-1)
+    if threshold is not None:
+        mass = weights.masked_fill_(logits < threshold, 0).view(-1, blocks, size).sum(-1)
+        kept = mass.sum(-1).log() + peak.squeeze(-1)
     block = (mass.double().log() + noise[:, :blocks]).argmax(-1)
     inside = logits.view(-1, blocks, size).gather(1, block.view(-1, 1, 1).expand(-1, 1, size)).squeeze(1)
+    if threshold is not None:
+        inside = inside.masked_fill(inside < threshold, -torch.inf)
     offset = (inside.double() + noise[:, blocks:]).argmax(-1)
     logit = inside.gather(-1, offset.unsqueeze(-1)).squeeze(-1)
-    return block * size + offset, logit, normaliser
+    return block * size + offset, logit - normaliser, logit - kept
