@@ -1,0 +1,233 @@
+"""Statistics of the vocabulary distribution, a chunk of tokens at a time: whole-batch logits never exist.
+
+Forward keeps one number a token, backward computes the logits of each chunk again: one more product with the head
+than a pass that keeps `[tokens, vocabulary]`. Policy logits and, for the exact KL, reference logits live for one
+chunk only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from keel.errors import KeelError
+from keel.models.head import Head, LogitsOf, at_least_fp32, shape_logits
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What to compute beside the log-probability, and how."""
+
+    temperature: float = 1.0
+    entropy: bool = False
+    ref_policy: bool = False
+    ref_head: LogitsOf | None = None
+    chunk_tokens: int = 256
+
+
+@dataclass(frozen=True)
+class TokenStats:
+    """One value a token `[N]`, fp32. `kl` is KL(policy‖ref), `ref_policy_kl` KL(ref‖policy), never with gradient."""
+
+    logp: Tensor
+    entropy: Tensor | None = None
+    kl: Tensor | None = None
+    ref_logp: Tensor | None = None
+    ref_policy_kl: Tensor | None = None
+
+
+def default_chunk(vocabulary: int, device: torch.device) -> int:
+    """Tokens a chunk for a fixed number of logits: 2²³ (32 MB in fp32) on a CPU, 2²⁷ (512 MB) on an accelerator."""
+    budget = 2**23 if device.type == "cpu" else 2**27
+    return max(16, budget // vocabulary)
+
+
+def token_stats(hidden: Tensor, head: Head, tokens: Tensor, ask: Ask, ref_hidden: Tensor | None = None) -> TokenStats:
+    """log softmax(logits / temperature) at `tokens` `[N]`, and what `ask` adds, from hidden states `[N, H]`."""
+    linear = head.linear()
+    with torch.autocast(device_type=hidden.device.type, enabled=False):
+        if linear is None:
+            return _checkpointed(hidden, head, tokens, ask, ref_hidden)
+        weight, bias = linear
+        return TokenStats(*_Chunked.apply(hidden.to(weight.dtype), weight, bias, tokens, ref_hidden, head, ask))
+
+
+def _logprobs(logits: Tensor, temperature: float) -> Tensor:
+    """Tempered log-softmax; −inf becomes a finite floor, because 0 · (−inf) in a sum over the vocabulary is NaN."""
+    tempered = logits if temperature == 1.0 else logits / temperature
+    logprobs, floor = torch.log_softmax(tempered, dim=-1), torch.finfo(logits.dtype).min / 4
+    return logprobs.clamp_min(floor) if torch.is_grad_enabled() else logprobs.clamp_min_(floor)
+
+
+def _ref_logprobs(ref_hidden: Tensor, ask: Ask, vocabulary: int) -> Tensor:
+    assert ask.ref_head is not None
+    with torch.no_grad():
+        logits = at_least_fp32(ask.ref_head(ref_hidden))
+        if logits.shape[-1] != vocabulary:
+            raise KeelError(
+                f"exact KL needs one vocabulary: the policy has {vocabulary} tokens, the reference {logits.shape[-1]}"
+            )
+        return _logprobs(logits, ask.temperature)
+
+
+def _pick(logprobs: Tensor, tokens: Tensor) -> Tensor:
+    return logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def _chunk_stats(logits: Tensor, tokens: Tensor, ask: Ask, ref_hidden: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The plain formulas on one chunk of logits, in the order of TokenStats; differentiable."""
+    logprobs = _logprobs(logits, ask.temperature)
+    del logits  # a chunk of logits is the largest tensor here: hold no more of them than needed
+    logp, entropy, kl, ref_logp, ref_policy = _pick(logprobs, tokens), None, None, None, None
+    probs = logprobs.exp() if ask.entropy or ref_hidden is not None else None
+    if ask.entropy:
+        assert probs is not None
+        entropy = -(probs * logprobs).sum(dim=-1)
+    if ref_hidden is not None:
+        assert probs is not None
+        ref = _ref_logprobs(ref_hidden, ask, logprobs.shape[-1])
+        kl = (probs * (logprobs - ref)).sum(dim=-1)
+        ref_logp = _pick(ref, tokens)
+        if ask.ref_policy:
+            ref_policy = (ref.exp() * (ref - logprobs.detach())).sum(dim=-1)
+    return logp, entropy, kl, ref_logp, ref_policy
+
+
+def _chunks(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _join(parts: list[tuple[Tensor | None, ...]]) -> list[Tensor | None]:
+    columns = zip(*parts, strict=True)
+    return [torch.cat([x for x in column if x is not None]) if column[0] is not None else None for column in columns]
+
+
+def _checkpointed(hidden: Tensor, head: Head, tokens: Tensor, ask: Ask, ref_hidden: Tensor | None) -> TokenStats:
+    """Any head module (LoRA, quantised): autograd through each chunk, its logits recomputed in backward."""
+
+    def chunk(part: Tensor, chosen: Tensor, ref_part: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _chunk_stats(head(part), chosen, ask, ref_part)
+
+    parts = []
+    for at in _chunks(max(len(tokens), 1), ask.chunk_tokens):
+        ref_part = None if ref_hidden is None else ref_hidden[at]
+        parts.append(checkpoint(chunk, hidden[at], tokens[at], ref_part, use_reentrant=False))
+    return TokenStats(*_join(parts))  # type: ignore[arg-type]
+
+
+class _Chunked(torch.autograd.Function):
+    """The same for a plain linear head, with the gradient written out.
+
+    With z the tempered logits, p = softmax(z), H the entropy and q the reference:
+    ∂logp(y)/∂z = 1[y] − p,  ∂H/∂z = −p (log p + H),  ∂KL(p‖q)/∂z = p (log p − log q − KL).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tokens: Tensor,
+        ref_hidden: Tensor | None,
+        head: Head,
+        ask: Ask,
+    ) -> tuple[Tensor | None, ...]:
+        parts = []
+        for at in _chunks(max(len(tokens), 1), ask.chunk_tokens):
+            ref_part = None if ref_hidden is None else ref_hidden[at]
+            parts.append(_chunk_stats(_logits(hidden[at], weight, bias, head), tokens[at], ask, ref_part))
+        logp, entropy, kl, ref_logp, ref_policy = _join(parts)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, bias, tokens, ref_hidden, entropy, kl)
+        ctx.head, ctx.ask = head, ask
+        ctx.mark_non_differentiable(*(x for x in (ref_logp, ref_policy) if x is not None))
+        return logp, entropy, kl, ref_logp, ref_policy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, tokens, ref_hidden, entropy, kl = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        to_logp, to_entropy, to_kl = grads[:3]
+        if to_logp is None and to_entropy is None and to_kl is None:
+            return (None,) * 7
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        d_hidden = torch.empty_like(hidden) if needs_hidden else None
+        # Half-precision sums over many chunks lose small terms: accumulate in fp32, round once.
+        d_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        d_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
+        for at in _chunks(len(tokens), ctx.ask.chunk_tokens):
+            d_raw = _d_raw(
+                _logits(hidden[at], weight, bias, ctx.head),
+                tokens[at],
+                ctx.head,
+                ctx.ask.temperature,
+                to_logp=None if to_logp is None else to_logp[at, None],
+                to_entropy=None if to_entropy is None else (to_entropy[at, None], entropy[at, None]),
+                to_kl=None if to_kl is None else (to_kl[at, None], kl[at, None]),
+                ref=None if to_kl is None else _ref_logprobs(ref_hidden[at], ctx.ask, len(weight)),
+            )
+            if d_bias is not None:
+                d_bias += d_raw.sum(dim=0)
+            d_raw = d_raw.to(weight.dtype)
+            if d_hidden is not None:
+                torch.mm(d_raw, weight, out=d_hidden[at])
+            if d_weight is not None and wide == weight.dtype:
+                d_weight.addmm_(d_raw.T, hidden[at])
+            elif d_weight is not None:
+                d_weight += d_raw.T @ hidden[at]
+        return (
+            d_hidden,
+            None if d_weight is None else d_weight.to(weight.dtype),
+            None if d_bias is None else d_bias.to(bias.dtype),
+            *(None,) * 4,
+        )
+
+
+def _d_raw(
+    logits: Tensor,
+    tokens: Tensor,
+    head: Head,
+    temperature: float,
+    *,
+    to_logp: Tensor | None,
+    to_entropy: tuple[Tensor, Tensor] | None,
+    to_kl: tuple[Tensor, Tensor] | None,
+    ref: Tensor | None,
+) -> Tensor:
+    """The gradient by W h of one chunk: p · (sum of the three factors), + upstream at the token, back through shape.
+
+    `to_entropy` and `to_kl` are pairs of the upstream gradient and the value, all `[n, 1]`.
+    """
+    slope = head.scale / temperature
+    curve = None if head.softcap is None else 1 - (logits / head.softcap).square()
+    logprobs = _logprobs(logits, temperature)
+    del logits
+    factor: Tensor | None = None
+    if to_kl is not None:
+        assert ref is not None
+        factor = (logprobs - ref).sub_(to_kl[1]).mul_(to_kl[0])
+    if to_entropy is not None:
+        term = (logprobs + to_entropy[1]).mul_(-to_entropy[0])
+        factor = term if factor is None else factor.add_(term)
+    if to_logp is not None:
+        factor = -to_logp if factor is None else factor.sub_(to_logp)
+    d_raw = logprobs.exp_()
+    if factor is not None:
+        d_raw.mul_(factor)
+    if to_logp is not None:
+        d_raw.scatter_add_(-1, tokens[:, None], to_logp)
+    if curve is not None:
+        d_raw.mul_(curve)
+    return d_raw if slope == 1.0 else d_raw.mul_(slope)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> Tensor:
+    raw = torch.nn.functional.linear(hidden, weight, bias)
+    return shape_logits(at_least_fp32(raw), head.scale, head.softcap)

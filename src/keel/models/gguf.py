@@ -1,0 +1,191 @@
+"""GGUF files: check that one is whole before it is read, and load it as an ordinary dequantised model."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import nn
+
+from keel.errors import KeelError
+
+# GGUF's value types by number: struct formats of the fixed-size ones, then strings and arrays.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+# Pre-tokenizers that split digits one by one before the byte-level pattern. transformers' reader leaves the split
+# out, which changes runs of spaces before a number: "\n  7" must be ["\n  ", "7"], not ["\n ", " 7"].
+_SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell"})
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """What the file says of itself: the values kept are the short ones (strings and numbers, no arrays)."""
+
+    values: dict[str, Any]
+    bytes_needed: int
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Parse the header and work out how long the file has to be for every tensor it announces."""
+    try:
+        with path.open("rb") as file:
+            return _parse(file)
+    except (struct.error, UnicodeDecodeError, KeyError, MemoryError, OverflowError) as error:
+        raise KeelError(f"the GGUF file {path} is damaged or cut short in its header: get it again") from error
+
+
+def check_gguf(path: Path) -> GgufHeader:
+    """Refuse a file that is not GGUF or ends before its last tensor does, before any of it is loaded."""
+    if not path.is_file():
+        raise KeelError(f"no GGUF file at {path}: check model.name")
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic != b"GGUF":
+        raise KeelError(f"{path} is not a GGUF file (it starts with {magic!r}): check model.name or get it again")
+    header = read_header(path)
+    size = path.stat().st_size
+    if size < header.bytes_needed:
+        raise KeelError(f"the GGUF file {path} is cut short: {size} bytes of {header.bytes_needed}; get it again")
+    return header
+
+
+def load_gguf(path: Path, *, dtype: torch.dtype, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
+    """The dequantised model and its tokenizer, both as if they came from an ordinary folder."""
+    header = check_gguf(path)
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise KeelError(f"reading {path} needs the package gguf: pip install gguf") from error
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    _repair_digits(tokenizer, header.values.get("tokenizer.ggml.pre"))
+    limit = header.values.get(f"{header.values.get('general.architecture')}.context_length")
+    if limit:
+        tokenizer.model_max_length = int(limit)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        **where, dtype=dtype, attn_implementation=attn_implementation, quantization_config=GgufConfig(dequantize=True)
+    )
+    model = _ordinary(loaded, dtype, attn_implementation)
+    return model, _without_strangers(tokenizer, model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+
+
+def _ordinary(loaded: Any, dtype: torch.dtype, attn_implementation: str) -> nn.Module:
+    """The same weights in a model that does not call itself quantised: such a one can neither be saved nor trained."""
+    from transformers import AutoModelForCausalLM
+
+    # The reader puts the training run's title under the second name, and transformers takes it for a path.
+    unwanted = ("quantization_config", "_model_name_or_path")
+    config = type(loaded.config)(**{k: v for k, v in loaded.config.to_dict().items() if k not in unwanted})
+    with torch.random.fork_rng():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
+    model.load_state_dict(loaded.state_dict(), assign=True)
+    model.tie_weights()
+    model.generation_config = loaded.generation_config
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    return model.eval()
+
+
+def _repair_digits(tokenizer: Any, pre: str | None) -> None:
+    """Put back the split of digits that the file's pre-tokenizer asks for."""
+    from tokenizers import pre_tokenizers
+
+    if pre in _SINGLE_DIGITS:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+
+
+def _without_strangers(tokenizer: Any, rows: int) -> Any:
+    """The tokenizer without tokens that the model has no embedding for.
+
+    The reader gives every byte-level tokenizer GPT-2's <|endoftext|> as its unknown token, also where the file has
+    none; byte-level text is never unknown, so nothing is lost with it.
+    """
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    if len(tokenizer) <= rows:
+        return tokenizer
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < rows]
+    named = {key: getattr(tokenizer, key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    kept = {key: token for key, token in named.items() if token and tokenizer.convert_tokens_to_ids(token) < rows}
+    rebuilt = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)),
+        clean_up_tokenization_spaces=False,
+        model_max_length=tokenizer.model_max_length,
+        **kept,
+    )
+    rebuilt.chat_template = tokenizer.chat_template
+    return rebuilt
+
+
+def _parse(file: BinaryIO) -> GgufHeader:
+    file.seek(4)
+    (version,) = _read(file, "I")
+    if version not in (2, 3):
+        raise KeelError(f"the GGUF file is of version {version}: versions 2 and 3 can be read; convert it again")
+    tensors, pairs = _read(file, "QQ")
+    values = {}
+    for _ in range(pairs):
+        key = _string(file)
+        value = _value(file, *_read(file, "I"))
+        if value is not None:
+            values[key] = value
+    ends = [0]
+    for _ in range(tensors):
+        _string(file)
+        (dims,) = _read(file, "I")
+        shape = _read(file, f"{dims}Q")
+        kind, offset = _read(file, "IQ")
+        ends.append(offset + _tensor_bytes(prod(shape), kind))
+    alignment = int(values.get("general.alignment", 32))
+    start = -(-file.tell() // alignment) * alignment
+    return GgufHeader(values, start + max(ends))
+
+
+def _tensor_bytes(elements: int, kind: int) -> int:
+    try:
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    except ImportError:
+        return 0  # without the package the file cannot be loaded anyway, and load_gguf says so
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    return elements // block * size
+
+
+def _read(file: BinaryIO, layout: str) -> tuple[Any, ...]:
+    return struct.unpack("<" + layout, file.read(struct.calcsize("<" + layout)))
+
+
+def _string(file: BinaryIO) -> str:
+    (length,) = _read(file, "Q")
+    if length > 1 << 26:
+        raise struct.error("a string of absurd length")
+    data = file.read(length)
+    if len(data) < length:
+        raise struct.error("a string cut short")
+    return data.decode("utf-8", errors="replace")
+
+
+def _value(file: BinaryIO, kind: int) -> Any:
+    """A value of the header; arrays are walked over and not kept."""
+    if kind == _STRING:
+        return _string(file)
+    if kind == _ARRAY:
+        inner, count = _read(file, "IQ")
+        if inner in _SCALARS:
+            file.seek(count * struct.calcsize(_SCALARS[inner]), 1)
+        else:
+            for _ in range(count):
+                _value(file, inner)
+        return None
+    return _read(file, _SCALARS[kind])[0]

@@ -1,0 +1,197 @@
+"""The two halves of a causal LM: its body (tokens to hidden states) and its head (hidden states to logits).
+
+Scoring runs the body once and the head in chunks, so it must know what a model does between its output embedding
+and its logits: a scale (Cohere, Granite), a soft cap (Gemma), nothing (most). Names and signs of these settings
+differ from model to model, so they are measured on the model itself and never assumed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from keel.errors import KeelError
+
+LogitsOf = Callable[[Tensor], Tensor]
+
+_measured: WeakKeyDictionary[nn.Module, tuple[float, float | None]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Head:
+    """logits = scale · W h, or cap · tanh(scale · W h / cap), in fp32 at least."""
+
+    module: nn.Module
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return shape_logits(at_least_fp32(self.module(hidden)), self.scale, self.softcap)
+
+    def linear(self) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias if the module is a plain linear map; None for adapters, quantised weights and hooks."""
+        module = self.module
+        if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
+            return None
+        return module.weight, module.bias
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """Half precision becomes fp32; fp64 stays."""
+    return x.float() if torch.finfo(x.dtype).bits < 32 else x
+
+
+def shape_logits(raw: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Scale, then soft cap; the identity returns its argument."""
+    scaled = raw if scale == 1.0 else raw * scale
+    return scaled if softcap is None else softcap * torch.tanh(scaled / softcap)
+
+
+def causal_lm(model: nn.Module) -> nn.Module:
+    """The transformers model inside the wrappers of peft, torch.compile and data parallelism."""
+    outer: Any = model
+    while True:
+        inner = getattr(outer, "_orig_mod", None)
+        if inner is None and hasattr(outer, "peft_config") and hasattr(outer, "get_base_model"):
+            if any(getattr(config, "is_prompt_learning", False) for config in outer.peft_config.values()):
+                raise KeelError("prompt-learning adapters change the input of the model: use LoRA or full weights")
+            inner = outer.get_base_model()
+        if inner is None and isinstance(getattr(outer, "module", None), nn.Module):
+            inner = outer.module
+        if inner is None or inner is outer:
+            return outer
+        outer = inner
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Dropout off and no gradient inside; afterwards every module has its own mode back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def body_of(model: nn.Module) -> nn.Module:
+    """The transformer without its head: its output is the last hidden state, final norm included."""
+    causal: Any = causal_lm(model)
+    body = causal.get_decoder() if hasattr(causal, "get_decoder") else None
+    if body is None or body is causal:
+        body = getattr(causal, "base_model", None)
+    if body is None or body is causal:
+        raise KeelError(f"cannot find the transformer body inside {type(causal).__name__}: it needs `get_decoder`")
+    return body
+
+
+def takes_positions(body: nn.Module) -> bool:
+    """Whether the body accepts explicit position ids; recurrent and ALiBi models do not."""
+    parameters = inspect.signature(body.forward).parameters
+    return "position_ids" in parameters
+
+
+def head_of(model: nn.Module) -> Head:
+    """The model's head; its scale and soft cap are measured once a model with a forward of four tokens."""
+    causal: Any = causal_lm(model)
+    module = causal.get_output_embeddings() if hasattr(causal, "get_output_embeddings") else None
+    if module is None:
+        raise KeelError(f"{type(causal).__name__} has no output embedding: only causal language models can be scored")
+    if causal not in _measured:
+        _measured[causal] = _measure(causal, module)
+    scale, softcap = _measured[causal]
+    return Head(module, scale, softcap)
+
+
+def frozen_head(model: nn.Module) -> Head:
+    """The head as it is now, for a reference whose adapters are switched back before its head is applied.
+
+    An adapter on the head (LoRA on `lm_head`) is computed into one weight by sending the identity through it; a head
+    without one is used as it stands, uncopied.
+    """
+    head = head_of(model)
+    if head.linear() is not None:
+        return head
+    inner = getattr(head.module, "base_layer", getattr(head.module, "original_module", None))
+    if isinstance(inner, nn.Linear) and getattr(head.module, "disable_adapters", False):
+        return replace(head, module=inner)
+    original: Any = head.module.weight
+    vocabulary, width = original.shape
+    with evaluating(head.module):
+        like = next(p for p in head.module.parameters() if p.is_floating_point())
+        bias = head.module(like.new_zeros(1, width))
+        weight = head.module(torch.eye(width, dtype=like.dtype, device=like.device)) - bias
+        module = nn.Linear(width, vocabulary, device=like.device, dtype=weight.dtype)
+        module.weight.copy_(weight.T)
+        module.bias.copy_(bias[0])
+    return replace(head, module=module.requires_grad_(False))
+
+
+def config_numbers(model: nn.Module) -> dict[str, float]:
+    """Every positive number among the settings of the model's text part, by name."""
+    config: Any = getattr(causal_lm(model), "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    settings = config.to_dict() if hasattr(config, "to_dict") else {}
+    return {
+        name: value
+        for name, value in settings.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    }
+
+
+def _measure(causal: Any, module: nn.Module) -> tuple[float, float | None]:
+    """Compare the model's own logits with those of its output embedding, under every setting the config suggests.
+
+    The hidden states are enlarged on the way, so that logits reach ±50: on small ones a soft cap is invisible.
+    """
+    seen: list[Tensor] = []
+
+    def enlarge(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        hidden = output[0]
+        size = module(hidden).float().std()
+        hidden = hidden * (50.0 / size.clamp_min(1e-6)).to(hidden.dtype)
+        seen.append(hidden)
+        if isinstance(output, tuple):
+            return (hidden, *output[1:])
+        output.last_hidden_state = hidden
+        return output
+
+    ids = torch.arange(4, device=causal.get_input_embeddings().weight.device)[None]
+    hook = body_of(causal).register_forward_hook(enlarge)
+    try:
+        with evaluating(causal):
+            own = causal(input_ids=ids, use_cache=False).logits.float()
+            if not seen:
+                raise KeelError(f"{type(causal).__name__} does not call its own decoder: give a scorer as module:attr")
+            raw = module(seen[-1]).float()
+    finally:
+        hook.remove()
+
+    numbers = config_numbers(causal)
+    caps = [value for name, value in numbers.items() if "soft" in name and "cap" in name]
+    scales = [value for name, value in numbers.items() if any(part in name for part in ("logit", "multiplier", "scal"))]
+    candidates = [(s, cap) for cap in [None, *caps] for s in [1.0, *scales, *(1.0 / value for value in scales)]]
+    peak = own.abs().max().clamp_min(1e-6)
+    errors = [float((shape_logits(raw, *candidate) - own).abs().max() / peak) for candidate in candidates]
+    best = min(range(len(candidates)), key=errors.__getitem__)
+    if not errors[best] <= (1e-3 if module_dtype(causal) == torch.float32 else 5e-2):
+        raise KeelError(
+            f"{type(causal).__name__} turns hidden states into logits in a way that Keel does not know (best guess off "
+            f"by {errors[best]:.1e} of the largest logit): give a scorer of your own as module:attr"
+        )
+    return candidates[best]
+
+
+def module_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype in which the model computes: that of its first floating-point parameter."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

@@ -1,0 +1,280 @@
+"""Load a policy: `tiny`, a folder, a hub name, a GGUF file or a user's own loader, all through the same code."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from keel.errors import KeelError, unknown
+from keel.models.gguf import check_gguf, load_gguf
+from keel.models.lora import LoraSettings, add_lora, check_adapter, lora_settings, settings_of
+from keel.models.tiny import tiny_model
+
+logger = logging.getLogger("keel")
+
+DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+_USERS_OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A policy ready to score and to train, and what the rest of the house has to know of it.
+
+    `eos_ids` are all tokens that end a completion (the tokenizer's and the generation config's). `context_length`
+    is None where the config names no limit. `notes` say what was decided on the user's behalf.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    name: str
+    context_length: int | None
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    device: torch.device
+    dtype: torch.dtype
+    lora: LoraSettings | None = None
+    notes: tuple[str, ...] = ()
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: str | torch.dtype = "auto",
+    attn_implementation: str = "sdpa",
+    lora: Mapping[str, Any] | LoraSettings | None = None,
+    device: str | torch.device | None = None,
+    dropout: bool = False,
+    gradient_checkpointing: bool = False,
+    compile: bool = False,
+    trust_remote_code: bool = False,
+    seed: int = 0,
+) -> LoadedModel:
+    """The model called `name`, with its tokenizer, checked before any compute is spent on it.
+
+    `name` is `tiny`, a folder, a hub name, a `.gguf` file, or `module:attr`, a function that returns
+    `(model, tokenizer)`; it is given those of `dtype`, `attn_implementation` and `seed` that its signature names.
+    `dtype: auto` is fp32 on the CPU and the checkpoint's own elsewhere. Every dropout is 0 unless `dropout`.
+    A tokenizer without pad gets EOS as pad; one without EOS is an error, because no completion would ever end.
+    The model is in eval mode unless something was asked for that only works in train mode.
+    """
+    settings = lora_settings(lora)
+    check_adapter(settings)
+    place = torch.device(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
+    want = _dtype(dtype, place)
+    source = _source(name)
+    options = {"dtype": want, "attn_implementation": attn_implementation, "seed": seed}
+    model, tokenizer, notes = source(name, trust_remote_code=trust_remote_code, **options)
+    notes += check_tokenizer(tokenizer, model, name)
+    if not dropout:
+        disable_dropout(model)
+    model = model.to(place) if want == "auto" else model.to(place, want)
+    if settings is not None:
+        model = add_lora(model, settings, seed=seed)
+        settings = settings_of(model, settings)
+    if gradient_checkpointing:
+        # The reentrant form drops gradients when the first input needs none, as with a frozen embedding under LoRA.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train(gradient_checkpointing or dropout or (settings is not None and settings.dropout > 0))
+    if compile:
+        model.compile(dynamic=True)
+    for note in notes:
+        logger.warning(note)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        name=name,
+        context_length=context_length(model),
+        eos_ids=eos_ids(model, tokenizer),
+        pad_id=int(tokenizer.pad_token_id),
+        device=place,
+        dtype=next(model.parameters()).dtype,
+        lora=settings,
+        notes=notes,
+    )
+
+
+def import_attr(spec: str, kind: str) -> Callable[..., Any]:
+    """The user's own part named `module:attr`."""
+    module_name, _, attr = spec.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), attr)
+    except (ImportError, AttributeError) as error:
+        raise KeelError(
+            f"cannot import {kind} {spec!r}: {first_line(error)}; check the spelling and PYTHONPATH"
+        ) from error
+    if not callable(found):
+        raise KeelError(f"{kind} {spec!r} is a {type(found).__name__}: it must be a function or a class")
+    return found
+
+
+def is_users_own(name: str) -> bool:
+    """Whether a name is of the form `module:attr`."""
+    return bool(_USERS_OWN.fullmatch(name))
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error that may have many, so that ours stays on one."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def check_tokenizer(tokenizer: Any, model: nn.Module, name: str) -> tuple[str, ...]:
+    """EOS is required, pad defaults to EOS, and the embedding has a row for every token."""
+    notes: tuple[str, ...] = ()
+    if tokenizer.eos_token_id is None:
+        raise KeelError(
+            f"the tokenizer of {name!r} has no EOS token, so no completion would end: "
+            "set eos_token in its tokenizer_config.json"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+        notes = (f"the tokenizer of {name!r} has no pad token: {tokenizer.eos_token!r} is used (padding is masked)",)
+    rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    if len(tokenizer) > rows:
+        raise KeelError(
+            f"the tokenizer of {name!r} has {len(tokenizer)} tokens but the model embeds {rows}: "
+            "give the tokenizer that belongs to the model, or resize the model's embedding and save it"
+        )
+    return notes
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout to 0: modules, the numbers that attention reads at each call, and the config."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for key, value in vars(module).items():
+            if "drop" in key and isinstance(value, float):
+                setattr(module, key, 0.0)
+    configs = [getattr(model, "config", None)]
+    while configs:
+        config = configs.pop()
+        for key, value in vars(config).items() if config is not None else ():
+            if "drop" in key and isinstance(value, float):
+                setattr(config, key, 0.0)
+            elif key.endswith("_config") and hasattr(value, "to_dict"):
+                configs.append(value)
+
+
+def context_length(model: nn.Module) -> int | None:
+    """The longest sequence the config allows, if it names one."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for key in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+        value = getattr(config, key, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
+    """Every token that ends a completion: instruct models often list more in their generation config."""
+    extra = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    listed = [] if extra is None else list(extra) if isinstance(extra, list | tuple) else [extra]
+    return tuple(dict.fromkeys(int(token) for token in (tokenizer.eos_token_id, *listed)))
+
+
+def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | str:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    if dtype not in DTYPES:
+        raise unknown("model.dtype", dtype, [*DTYPES, "auto"])
+    return DTYPES[dtype]
+
+
+Source = Callable[..., tuple[Any, Any, tuple[str, ...]]]
+
+
+def _source(name: str) -> Source:
+    """Where the model comes from; what can be seen to be missing without loading anything is refused here."""
+    path = Path(name).expanduser()
+    if name == "tiny":
+        return _from_tiny
+    if name.endswith(".gguf"):
+        check_gguf(path)
+        return _from_gguf
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise KeelError(f"the model folder {name} has no config.json: give a folder written by save_pretrained")
+        return _from_transformers
+    if is_users_own(name):
+        import_attr(name, "model loader")
+        return _from_user
+    # A hub name is `name` or `owner/name`; anything else can only have meant a folder, and so can a name inside a
+    # folder that exists. Asking the hub for it would end in half a minute of retries without a network.
+    meant_folder = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or not name
+    if meant_folder or ("/" in name and path.parent.is_dir()):
+        raise KeelError(f"no model folder at {name!r}: check model.name, or give a hub name, a .gguf file or 'tiny'")
+    return _from_transformers
+
+
+def _from_tiny(name: str, *, seed: int, attn_implementation: str, **_: Any) -> tuple[Any, Any, tuple[str, ...]]:
+    return (*tiny_model(seed, attn_implementation), ())
+
+
+def _from_gguf(
+    name: str, *, dtype: torch.dtype | str, attn_implementation: str, **_: Any
+) -> tuple[Any, Any, tuple[str, ...]]:
+    # Quantised weights have no float type of their own; 16-bit scales lose nothing in fp32.
+    exact = dtype if isinstance(dtype, torch.dtype) else torch.float32
+    try:
+        model, tokenizer = load_gguf(Path(name).expanduser(), dtype=exact, attn_implementation=attn_implementation)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise error if isinstance(error, KeelError) else _cannot_load(name, error) from error
+    return model, tokenizer, ()
+
+
+def _from_user(name: str, **options: Any) -> tuple[Any, Any, tuple[str, ...]]:
+    loader = import_attr(name, "model loader")
+    accepts = inspect.signature(loader).parameters
+    result = loader(**{key: options[key] for key in ("dtype", "attn_implementation", "seed") if key in accepts})
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
+        raise KeelError(f"model loader {name!r} returned {type(result).__name__}: it must return (model, tokenizer)")
+    return (*result, ())
+
+
+def _from_transformers(
+    name: str, *, dtype: torch.dtype | str, attn_implementation: str, trust_remote_code: bool, **_: Any
+) -> tuple[Any, Any, tuple[str, ...]]:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    where = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
+    try:
+        # The small files first: a wrong tokenizer should not cost the download of the weights.
+        config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
+        common = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code}
+        try:
+            model = AutoModelForCausalLM.from_pretrained(where, attn_implementation=attn_implementation, **common)
+            return model, tokenizer, ()
+        except ValueError as error:
+            if attn_implementation != "sdpa" or "scaled_dot_product_attention" not in str(error):
+                raise
+        model = AutoModelForCausalLM.from_pretrained(where, attn_implementation="eager", **common)
+        return model, tokenizer, (f"{name!r} has no sdpa attention: attn_implementation=eager is used",)
+    except Exception as error:  # what transformers raises here has no common base
+        raise _cannot_load(name, error) from error
+
+
+def _cannot_load(name: str, error: Exception) -> KeelError:
+    where = (
+        f"the folder {name}" if Path(name).expanduser().exists() else f"{name!r} (no such folder here, so a hub name)"
+    )
+    return KeelError(f"cannot load a model from {where}: {first_line(error).rstrip('.')}; check model.name")

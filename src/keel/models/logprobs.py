@@ -1,0 +1,112 @@
+"""Scores of a packed batch: log-probability, entropy and exact KL from one pass of the body and a chunked head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from keel.errors import KeelError
+from keel.models.chunked import Ask, default_chunk, token_stats
+from keel.models.head import Head, LogitsOf, body_of, head_of, takes_positions
+from keel.models.pack import PackedBatch
+from keel.types import Scores
+
+
+@dataclass(frozen=True)
+class FullScores(Scores):
+    """Scores, and what the exact KL computes on its way; both `[B, T]` and without gradient.
+
+    `ref_logp` is the reference's log-probability of the tokens, `ref_policy_kl` is KL(ref‖policy).
+    """
+
+    ref_logp: Tensor | None = None
+    ref_policy_kl: Tensor | None = None
+
+
+def hidden_states(model: nn.Module, packed: PackedBatch) -> Tensor:
+    """The hidden states `[N, H]` that score the batch's tokens, final norm included, in the order of `[B, T]`.
+
+    Of a reference they are computed once a batch and kept over all of its updates, instead of its logits.
+    """
+    body = body_of(model)
+    inputs = {"input_ids": packed.input_ids, "attention_mask": packed.attention_mask(), "use_cache": False}
+    if takes_positions(body):
+        inputs["position_ids"] = packed.position_ids
+    elif packed.shared_prefix:
+        raise KeelError(f"{type(body).__name__} takes no position ids: pack with shared_prefix=False")
+    hidden = body(**inputs)[0]
+    where, _ = packed.scored()
+    return hidden.flatten(0, 1).index_select(0, where)
+
+
+def score_hidden(
+    hidden: Tensor,
+    head: Head,
+    packed: PackedBatch,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    exact_kl: bool = False,
+    ref_policy: bool = False,
+    ref_hidden: Tensor | None = None,
+    ref_head: LogitsOf | None = None,
+    chunk_tokens: int | None = None,
+) -> FullScores:
+    """Scores from hidden states `[N, H]` that are already there; the rest as in `score_tokens`."""
+    _, tokens = packed.scored()
+    exact_kl = exact_kl or ref_policy
+    if exact_kl and (ref_hidden is None or ref_head is None):
+        raise KeelError("exact KL needs the reference's hidden states and head: pass ref_hidden and ref_head")
+    if temperature <= 0:
+        raise KeelError(f"temperature must be positive for scoring, got {temperature}")
+    if exact_kl and ref_hidden is not None and len(ref_hidden) != len(tokens):
+        raise KeelError(f"ref_hidden scores {len(ref_hidden)} tokens, this batch has {len(tokens)}: pack both alike")
+    if chunk_tokens is None:
+        weight = getattr(head.module, "weight", None)
+        chunk_tokens = default_chunk(len(weight) if weight is not None else 2**17, hidden.device)
+    ask = Ask(temperature, entropy, ref_policy, ref_head, chunk_tokens)
+    stats = token_stats(hidden, head, tokens, ask, ref_hidden if exact_kl else None)
+
+    def spread(values: Tensor | None) -> Tensor | None:
+        return None if values is None else packed.spread(values)
+
+    return FullScores(
+        logp=packed.spread(stats.logp),
+        entropy=spread(stats.entropy),
+        exact_kl=spread(stats.kl),
+        ref_logp=spread(stats.ref_logp),
+        ref_policy_kl=spread(stats.ref_policy_kl),
+    )
+
+
+def score_tokens(
+    model: nn.Module,
+    packed: PackedBatch,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    exact_kl: bool = False,
+    ref_policy: bool = False,
+    ref_hidden: Tensor | None = None,
+    ref_head: LogitsOf | None = None,
+    chunk_tokens: int | None = None,
+) -> FullScores:
+    """One forward of the body, then log softmax(logits / temperature) a chunk at a time; all `[B, T]`, fp32.
+
+    `exact_kl` adds Σ_v π_v (log π_v − log p_v) against the reference given by `ref_hidden` (its `hidden_states` for
+    this batch) and `ref_head` (its `head_of`, or any function from hidden states to logits); `ref_policy` adds the
+    other direction as a measurement. Zero outside the completions.
+    """
+    return score_hidden(
+        hidden_states(model, packed),
+        head_of(model),
+        packed,
+        temperature=temperature,
+        entropy=entropy,
+        exact_kl=exact_kl,
+        ref_policy=ref_policy,
+        ref_hidden=ref_hidden,
+        ref_head=ref_head,
+        chunk_tokens=chunk_tokens,
+    )

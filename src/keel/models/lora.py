@@ -1,0 +1,125 @@
+"""LoRA through peft: fresh adapters, or continuing an existing one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from keel.errors import KeelError, unknown
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """`W + (alpha / r) B A` on each target layer; of an existing `adapter`, r, alpha and targets are its own.
+
+    `targets` is `all-linear` (every linear layer but the output head) or names of layers. `dropout` holds for both;
+    it is 0 unless asked for, also where the adapter was trained with some.
+    """
+
+    r: int = 16
+    alpha: float = 32
+    dropout: float = 0.0
+    targets: str | Sequence[str] = "all-linear"
+    adapter: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.r < 1:
+            raise KeelError(f"lora.r is {self.r}: the rank must be 1 or more")
+        if not 0.0 <= self.dropout < 1.0:
+            raise KeelError(f"lora.dropout is {self.dropout}: it must be in [0, 1)")
+
+
+def lora_settings(options: Mapping[str, Any] | LoraSettings | None) -> LoraSettings | None:
+    """The settings from an option's mapping; a key that does not exist is an error, not a silent default."""
+    if options is None or isinstance(options, LoraSettings):
+        return options
+    known = [field.name for field in fields(LoraSettings)]
+    for key in options:
+        if key not in known:
+            raise unknown("lora option", key, known)
+    return LoraSettings(**options)
+
+
+def check_adapter(settings: LoraSettings | None) -> None:
+    """Refuse a missing adapter folder before a model is loaded for it."""
+    if settings is None or settings.adapter is None:
+        return
+    folder = Path(settings.adapter).expanduser()
+    if not (folder / "adapter_config.json").is_file():
+        raise KeelError(
+            f"no adapter at lora.adapter={settings.adapter!r}: the folder needs an adapter_config.json; "
+            "give the folder that save_pretrained wrote, or leave adapter out for a fresh one"
+        )
+
+
+def add_lora(model: nn.Module, settings: LoraSettings, *, seed: int = 0) -> nn.Module:
+    """The model wrapped by peft with one trainable adapter; the base weights are frozen.
+
+    A fresh adapter has B = 0, so the wrapped model computes exactly what the base does. Equal seeds give equal A,
+    and the caller's random stream is untouched.
+    """
+    from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
+
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            if settings.adapter is None:
+                targets = settings.targets if isinstance(settings.targets, str) else list(settings.targets)
+                config = LoraConfig(
+                    r=settings.r,
+                    lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft only divides it
+                    lora_dropout=settings.dropout,
+                    target_modules=targets,
+                    task_type=TaskType.CAUSAL_LM,
+                )
+                return get_peft_model(model, config)
+            folder = str(Path(settings.adapter).expanduser())
+            found = PeftConfig.from_pretrained(folder)
+            if not isinstance(found, LoraConfig):
+                raise KeelError(f"the adapter at {settings.adapter!r} is {found.peft_type}, not LoRA: give a LoRA one")
+            found.lora_dropout = settings.dropout
+            found.inference_mode = False
+            return PeftModel.from_pretrained(model, folder, config=found, is_trainable=True)
+    except KeelError:
+        raise
+    except (ValueError, RuntimeError, KeyError, OSError) as error:
+        what = f"the adapter at {settings.adapter!r}" if settings.adapter else f"lora.targets={settings.targets!r}"
+        raise KeelError(f"{what} does not fit the model: {_first_line(error)}") from error
+
+
+def settings_of(model: nn.Module, settings: LoraSettings) -> LoraSettings:
+    """The settings as they are in the model: a continued adapter brings its own rank, alpha and targets."""
+    config: Any = next(iter(model.peft_config.values()))  # type: ignore[operator]
+    targets = config.target_modules if isinstance(config.target_modules, str) else tuple(sorted(config.target_modules))
+    return replace(settings, r=config.r, alpha=config.lora_alpha, targets=targets)
+
+
+def is_lora(model: nn.Module) -> bool:
+    """Whether peft wrapped this model."""
+    return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
+
+
+def adapter_is_zero(model: nn.Module) -> bool:
+    """Whether the active adapter changes nothing yet: every B is 0 and no layer is trained whole beside it."""
+    module: Any
+    for module in model.modules():
+        if not hasattr(module, "adapter_layer_names"):
+            continue
+        for name in module.active_adapters:
+            if hasattr(module, "modules_to_save") and name in module.modules_to_save:
+                return False
+            for factors in (getattr(module, "lora_B", {}), getattr(module, "lora_embedding_B", {})):
+                if name in factors:
+                    weight = factors[name] if isinstance(factors[name], torch.Tensor) else factors[name].weight
+                    if bool(weight.detach().any()):
+                        return False
+    return True
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

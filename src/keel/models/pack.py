@@ -1,0 +1,269 @@
+"""From groups of completions to rows of tokens: the prompt once a group, its completions after it.
+
+A shared-prefix row holds `prompt, completion 1, completion 2, …`. A completion sees the prompt and itself, its
+positions continue from the prompt's length, and the prompt's last position scores the first token of every
+completion, so a row computes what one row a completion computes while the prompt is paid for once. The last token
+of a completion scores nothing and nothing sees it: it is left out of the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from keel.errors import KeelError
+from keel.types import Completion, Group
+
+_PADDING = -1
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """R rows of L tokens that score B completions of up to T tokens; B is group-major.
+
+    The mask is described by two numbers a token: `prefix` says which prompt it belongs to (−1: padding) and `branch`
+    which completion of that prompt (0: the prompt itself). `gather` points into the flattened `[R·L]` positions.
+    """
+
+    input_ids: Tensor  # [R, L]
+    position_ids: Tensor  # [R, L]
+    prefix: Tensor  # [R, L]
+    branch: Tensor  # [R, L]
+    gather: Tensor  # [B, T]: the position whose hidden state scores token t of completion b
+    tokens: Tensor  # [B, T]
+    action_mask: Tensor  # [B, T] bool: tokens that the policy sampled
+    completion_mask: Tensor  # [B, T] bool: tokens that exist
+    group: Tensor  # [B]
+    shared_prefix: bool
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The same batch on another device."""
+        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "shared_prefix"}
+        return replace(self, **moved)
+
+    def attention_mask(self) -> Tensor:
+        """Boolean `[R, 1, L, L]` for shared-prefix rows; the ordinary `[R, L]` for one row a completion.
+
+        The 2-D form goes through the model's own mask, so sliding windows and hybrid layers stay right.
+        """
+        if not self.shared_prefix:
+            return (self.prefix != _PADDING).long()
+        return self.mask_4d()
+
+    def mask_4d(self) -> Tensor:
+        """visible(q, k) = k ≤ q, same prompt, and k is in the prompt or in q's completion; built when asked for.
+
+        Every token sees itself, padding too (it counts as a prompt of its own): attention to nothing would be NaN.
+        """
+        visible = self.branch[:, :, None] == self.branch[:, None, :]
+        visible |= (self.branch == 0)[:, None, :]
+        visible &= self.prefix[:, :, None] == self.prefix[:, None, :]
+        order = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+        visible &= order[:, None] >= order[None, :]
+        return visible[:, None]
+
+    def scored(self) -> tuple[Tensor, Tensor]:
+        """The N tokens that exist, in the order of `[B, T]`: positions of their hidden states, and the tokens."""
+        return self.gather[self.completion_mask], self.tokens[self.completion_mask]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """N values back to `[B, T]`, zero outside the completions; differentiable."""
+        where = self.completion_mask.flatten().nonzero().squeeze(-1)
+        flat = values.new_zeros(self.completion_mask.numel()).index_copy(0, where, values)
+        return flat.view(self.completion_mask.shape)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One row under construction; lists of the same length."""
+
+    ids: list[int]
+    positions: list[int]
+    prefix: list[int]
+    branch: list[int]
+
+
+def pack(
+    groups: Sequence[Group],
+    pad_token_id: int,
+    *,
+    shared_prefix: bool = True,
+    max_row_tokens: int | None = None,
+    context_length: int | None = None,
+) -> PackedBatch:
+    """Rows for all completions of `groups`.
+
+    With `shared_prefix` a group is one row, and groups share a row while it stays within `max_row_tokens` (None: a
+    row a group). Without it, one right-padded row a completion.
+    """
+    check_groups(groups, context_length)
+    if shared_prefix:
+        rows, places = _shared_rows(groups, max_row_tokens)
+    else:
+        rows, places = _single_rows(groups)
+    length = max(len(row.ids) for row in rows)
+    gather = [[row * length + offset for offset in offsets] for row, offsets in places]
+    completions = [completion for group in groups for completion in group.completions]
+    positions = right_pad((row.positions for row in rows), 0, width=length)
+    if not shared_prefix:
+        # Padding continues the count: a jump would read as a second sequence in the row.
+        positions = torch.arange(length).expand(len(rows), length).contiguous()
+    return PackedBatch(
+        input_ids=right_pad((row.ids for row in rows), pad_token_id, width=length),
+        position_ids=positions,
+        prefix=right_pad((row.prefix for row in rows), _PADDING, width=length),
+        branch=right_pad((row.branch for row in rows), 0, width=length),
+        gather=right_pad(gather, 0),
+        tokens=right_pad((c.tokens for c in completions), 0),
+        action_mask=right_pad((c.action for c in completions), False, dtype=torch.bool),
+        completion_mask=right_pad(([True] * len(c.tokens) for c in completions), False, dtype=torch.bool),
+        group=torch.tensor([i for i, group in enumerate(groups) for _ in group.completions]),
+        shared_prefix=shared_prefix,
+    )
+
+
+def right_pad(
+    rows: Iterable[Sequence[float]], fill: float, *, width: int | None = None, dtype: torch.dtype = torch.long
+) -> Tensor:
+    """Ragged rows as one tensor `[rows, width]`, filled on the right; width None: the longest row."""
+    listed = [list(row) for row in rows]
+    width = max((len(row) for row in listed), default=0) if width is None else width
+    return torch.tensor([row + [fill] * (width - len(row)) for row in listed], dtype=dtype).view(len(listed), width)
+
+
+def check_groups(groups: Sequence[Group], context_length: int | None = None) -> None:
+    """Refuse what cannot be scored, before any compute is spent on it."""
+    if not groups:
+        raise KeelError("nothing to score: no groups were given")
+    for group in groups:
+        name = f"problem {group.problem.key!r}"
+        if not group.prompt_tokens:
+            raise KeelError(f"{name} has an empty prompt: the first token needs at least one token before it (BOS)")
+        if not group.completions:
+            raise KeelError(f"{name} has a group with zero completions: give at least one, or leave the group out")
+        for completion in group.completions:
+            if len(completion.action) != len(completion.tokens):
+                raise KeelError(
+                    f"{name} has a completion of {len(completion.tokens)} tokens with {len(completion.action)} "
+                    "action flags: one flag a token is needed"
+                )
+        longest = _span(group)
+        if context_length is not None and longest > context_length:
+            raise KeelError(
+                f"{name} needs {longest} tokens (prompt {len(group.prompt_tokens)} + completion "
+                f"{longest - len(group.prompt_tokens)}), more than the model's context of {context_length}: "
+                "shorten the prompt or lower max_completion_length"
+            )
+
+
+def microbatches(groups: Sequence[Group], max_tokens: int, *, shared_prefix: bool = True) -> list[list[Group]]:
+    """Split by a budget of computed tokens (rows × longest row), in order, keeping groups whole where they fit.
+
+    A group beyond the budget becomes sub-groups that repeat the prompt; a single completion beyond it goes alone.
+    Concatenating the parts gives the completions in their first order.
+    """
+    if max_tokens < 1:
+        raise KeelError(f"microbatch_tokens must be at least 1, got {max_tokens}")
+    batches: list[list[Group]] = []
+    for piece in (part for group in groups for part in _split(group, max_tokens, shared_prefix)):
+        if batches and _area([*batches[-1], piece], shared_prefix) <= max_tokens:
+            batches[-1].append(piece)
+        else:
+            batches.append([piece])
+    return batches
+
+
+def _split(group: Group, max_tokens: int, shared_prefix: bool) -> list[Group]:
+    """The group itself if it fits, otherwise its completions cut into runs that do."""
+    runs: list[list[Completion]] = []
+    for completion in group.completions:
+        if runs and _area([replace(group, completions=(*runs[-1], completion))], shared_prefix) <= max_tokens:
+            runs[-1].append(completion)
+        else:
+            runs.append([completion])
+    if len(runs) <= 1:
+        return [group]
+    return [replace(group, completions=tuple(run)) for run in runs]
+
+
+def _area(groups: Sequence[Group], shared_prefix: bool) -> int:
+    """Tokens that the model computes for these groups, padding included."""
+    if shared_prefix:
+        return len(groups) * max(_row_length(group) for group in groups)
+    return sum(len(group.completions) for group in groups) * max(_span(group) - 1 for group in groups)
+
+
+def _inner(completion: Completion) -> int:
+    """Tokens of a completion that enter a row: all but the last."""
+    return max(len(completion.tokens) - 1, 0)
+
+
+def _row_length(group: Group) -> int:
+    return len(group.prompt_tokens) + sum(_inner(completion) for completion in group.completions)
+
+
+def _span(group: Group) -> int:
+    """Prompt plus the longest completion."""
+    return len(group.prompt_tokens) + max((len(c.tokens) for c in group.completions), default=0)
+
+
+def _add_group(row: _Row, group: Group, prefix: int) -> list[list[int]]:
+    """Append a group to a row; for each completion, the positions in the row that score its tokens."""
+    prompt = len(group.prompt_tokens)
+    row.ids.extend(group.prompt_tokens)
+    row.positions.extend(range(prompt))
+    row.prefix.extend([prefix] * prompt)
+    row.branch.extend([0] * prompt)
+    last = len(row.ids) - 1
+    offsets = []
+    for branch, completion in enumerate(group.completions, start=1):
+        inner, start = _inner(completion), len(row.ids)
+        row.ids.extend(completion.tokens[:inner])
+        row.positions.extend(range(prompt, prompt + inner))
+        row.prefix.extend([prefix] * inner)
+        row.branch.extend([branch] * inner)
+        offsets.append([last, *range(start, start + inner)] if completion.tokens else [])
+    return offsets
+
+
+def _shared_rows(groups: Sequence[Group], max_row_tokens: int | None) -> tuple[list[_Row], list[tuple[int, list[int]]]]:
+    """Rows, and for each completion (group-major) its row and scoring positions."""
+    rows: list[_Row] = []
+    places: list[list[tuple[int, list[int]]]] = [[] for _ in groups]
+    for number, members in enumerate(_bins([_row_length(group) for group in groups], max_row_tokens)):
+        row = _Row([], [], [], [])
+        for prefix, index in enumerate(members):
+            places[index] = [(number, offsets) for offsets in _add_group(row, groups[index], prefix)]
+        rows.append(row)
+    return rows, [place for group in places for place in group]
+
+
+def _single_rows(groups: Sequence[Group]) -> tuple[list[_Row], list[tuple[int, list[int]]]]:
+    rows: list[_Row] = []
+    places: list[tuple[int, list[int]]] = []
+    for group in groups:
+        for completion in group.completions:
+            row = _Row([], [], [], [])
+            places.append((len(rows), _add_group(row, replace(group, completions=(completion,)), 0)[0]))
+            rows.append(row)
+    return rows, places
+
+
+def _bins(lengths: Sequence[int], capacity: int | None) -> list[list[int]]:
+    """First fit by decreasing length; without a capacity every item has its own bin. Too long for any: its own."""
+    if capacity is None:
+        return [[index] for index in range(len(lengths))]
+    bins: list[list[int]] = []
+    free: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        slot = next((i for i, room in enumerate(free) if room >= lengths[index]), None)
+        if slot is None:
+            bins.append([])
+            free.append(capacity)
+            slot = len(bins) - 1
+        bins[slot].append(index)
+        free[slot] -= lengths[index]
+    return bins

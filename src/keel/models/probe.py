@@ -1,0 +1,187 @@
+"""Does this model compute shared-prefix rows rightly? Ask it, at load, with numbers.
+
+transformers hands a 4-D mask to every layer unchanged: sliding-window, hybrid and eager-attention models then
+compute something else, without an error. The probe scores random tokens three ways: through the model's own
+logits (one plain row, no mask of ours), through one row a completion, and through a shared-prefix row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from keel.errors import KeelError
+from keel.models.head import causal_lm, config_numbers, evaluating, module_dtype
+from keel.models.logprobs import score_tokens
+from keel.models.pack import pack
+from keel.types import Completion, Group, Problem
+
+LONGEST_PROBE = 8192
+_EXTRA = 8
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """Whether shared-prefix rows may be used. `window` is the shortest local attention that the job can run into.
+
+    `max_error` is the largest |Δ log-probability| of packed rows against the model's own logits, `length` the
+    longest sequence probed. `reason` is one line: why not, or on which grounds.
+    """
+
+    ok: bool
+    max_error: float
+    reason: str
+    length: int
+    window: int | None = None
+
+
+def local_windows(model: nn.Module, longest: int | None = None) -> list[int]:
+    """Lengths of local attention in the config that a sequence of `longest` tokens (default: the context) exceeds."""
+    numbers = config_numbers(model)
+    limit = longest or context_length(model)
+    named = {
+        int(value)
+        for name, value in numbers.items()
+        if any(part in name for part in ("window", "chunk_size", "local_attention"))
+        and not any(part in name for part in ("layers", "pattern"))
+    }
+    return sorted(value for value in named if limit is None or value < limit)
+
+
+def context_length(model: nn.Module) -> int | None:
+    """The model's context in tokens, None where the config names none."""
+    numbers = config_numbers(model)
+    found = next(
+        (numbers[key] for key in ("max_position_embeddings", "n_positions", "max_seq_len") if key in numbers), 0
+    )
+    return int(found) or None
+
+
+def probe_packing(
+    model: nn.Module, vocab_size: int | None = None, *, longest: int | None = None, max_length: int = LONGEST_PROBE
+) -> ProbeResult:
+    """Compare packed with unpacked log-probabilities on rows longer than any window that the job can exceed.
+
+    `longest` is the job's longest prompt plus completion (None: the context). A window beyond `max_length` cannot be
+    exceeded by the probe; then packing is refused, since nothing would notice the wrong numbers. Raises if even one
+    row a completion disagrees with the model's own logits.
+    """
+    windows = local_windows(model, longest)
+    reachable = [window for window in windows if _past(window) + 2 * _EXTRA <= max_length]
+    groups = _random_groups(model, vocab_size, prompt=_past(max(reachable, default=0)))
+    length = max(len(g.prompt_tokens) + len(c.tokens) for g in groups for c in g.completions)
+    window = windows[0] if windows else None
+    name = type(causal_lm(model)).__name__
+    with evaluating(model):
+        own, spread = _own_logp(model, groups)
+        _check_single_rows(model, groups, own, spread)
+        try:
+            error = _error(_scored(model, groups, shared_prefix=True), own)
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as refusal:  # a KeelError too
+            cause = str(refusal).splitlines()[0] if str(refusal) else type(refusal).__name__
+            reason = f"{name} refuses shared-prefix rows ({cause}): one row a completion"
+            return ProbeResult(False, float("inf"), reason, length, window)
+    worst = float(error.max())
+    problem = _problem(model, _within(error, model, spread), worst, windows, reachable)
+    if problem:
+        return ProbeResult(False, worst, f"{name} {problem}: one row a completion", length, window)
+    return ProbeResult(
+        True, worst, f"{name}: shared-prefix rows agree to {worst:.1e} nats over {length} tokens", length
+    )
+
+
+def _past(window: int) -> int:
+    """A prompt length well past the window: the further past it, the more a forgotten window shows."""
+    return window + max(_EXTRA, window // 4)
+
+
+def _problem(model: nn.Module, agrees: bool, worst: float, windows: list[int], reachable: list[int]) -> str | None:
+    """Why shared-prefix rows must not be used, None if they may."""
+    if not agrees:
+        where = f"has local attention of {windows[0]} tokens and " if windows else ""
+        return f"{where}computes shared-prefix rows wrongly by up to {worst:.1e} nats"
+    if len(reachable) < len(windows):
+        return f"has local attention of {windows[-1]} tokens, which is too long to probe"
+    if windows and _eps(model) > torch.finfo(torch.float32).eps:
+        return f"has local attention of {windows[0]} tokens, whose loss would hide in the rounding of its dtype"
+    return None
+
+
+def _check_single_rows(model: nn.Module, groups: list[Group], own: Tensor, spread: float) -> None:
+    """One row a completion is what everything else falls back to: if it is wrong, the model cannot be scored."""
+    error = _error(_scored(model, groups, shared_prefix=False), own)
+    if not _within(error, model, spread, slack=10.0):
+        raise KeelError(
+            f"{type(causal_lm(model)).__name__}: log-probabilities of padded rows are off by {float(error.max()):.1e} "
+            "from the model's own logits: give a scorer of your own as module:attr"
+        )
+
+
+def _random_groups(model: nn.Module, vocab_size: int | None, prompt: int) -> list[Group]:
+    """Two ragged groups from a fixed seed; the first is longer than every window, within the context."""
+    size = int(config_numbers(model).get("vocab_size", 0)) or 2
+    size = min(size, vocab_size or size)
+    context = context_length(model)
+    if context is not None:
+        prompt = max(1, min(prompt, context - _EXTRA))
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(size, (count,), generator=generator).tolist())
+
+    def completion(count: int) -> Completion:
+        zeros = (0.0,) * count
+        return Completion(tokens(count), (True,) * count, zeros, zeros, "", "length")
+
+    return [
+        Group(Problem("probe-long", ""), tokens(prompt), (completion(_EXTRA), completion(3), completion(_EXTRA))),
+        Group(Problem("probe-short", ""), tokens(min(prompt, 5)), (completion(2), completion(6))),
+    ]
+
+
+def _own_logp(model: nn.Module, groups: list[Group]) -> tuple[Tensor, float]:
+    """Log-probabilities from the model's own logits, one plain row at a time: no mask, no positions, no packing.
+
+    Also the standard deviation of the logits over the vocabulary, which rounding errors are proportional to.
+    """
+    parts, spreads = [], []
+    device = next(model.parameters()).device
+    for group in groups:
+        for completion in group.completions:
+            row = torch.tensor([group.prompt_tokens + completion.tokens], device=device)
+            start = len(group.prompt_tokens)
+            logits = model(input_ids=row, use_cache=False).logits[0, start - 1 : -1].float()
+            spreads.append(float(logits.std(dim=-1).mean()))
+            parts.append(torch.log_softmax(logits, dim=-1).gather(-1, row[0, start:, None]).squeeze(-1))
+    return torch.cat(parts), sum(spreads) / len(spreads)
+
+
+def _scored(model: nn.Module, groups: list[Group], shared_prefix: bool) -> Tensor:
+    """The same log-probabilities by way of `pack` and `score_tokens`; packed rows hold several groups."""
+    longest = sum(len(g.prompt_tokens) + sum(len(c.tokens) for c in g.completions) for g in groups)
+    packed = pack(groups, 0, shared_prefix=shared_prefix, max_row_tokens=longest if shared_prefix else None)
+    packed = packed.to(next(model.parameters()).device)
+    return score_tokens(model, packed).logp[packed.completion_mask]
+
+
+def _error(found: Tensor, own: Tensor) -> Tensor:
+    """|Δ|; NaN counts as infinitely wrong."""
+    return (found - own).abs().nan_to_num(nan=float("inf"))
+
+
+def _eps(model: nn.Module) -> float:
+    """The relative rounding of the model's matrix products; TF32 has ten bits behind the point."""
+    dtype = module_dtype(model)
+    if dtype == torch.float32 and next(model.parameters()).is_cuda and torch.backends.cuda.matmul.allow_tf32:
+        return 2.0**-10
+    return torch.finfo(dtype).eps
+
+
+def _within(error: Tensor, model: nn.Module, spread: float, slack: float = 1.0) -> bool:
+    """fp32: each token to 1e-4 (at unit spread of logits); coarser arithmetic moves single tokens: the mean decides."""
+    eps = _eps(model)
+    if eps <= torch.finfo(torch.float32).eps:
+        return float(error.max()) <= 1e-4 * max(1.0, spread) * slack
+    return float(error.mean()) <= 8 * eps * spread * slack

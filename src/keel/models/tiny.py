@@ -1,0 +1,82 @@
+"""`tiny`: a Llama-shaped model of about a million parameters with a character-level tokenizer, made on the spot."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+SIGNS = "×÷−±≤≥≠≈√π²³°∞∑"
+CHARACTERS = "\n\t" + "".join(map(chr, range(32, 127))) + SIGNS
+
+# Each turn ends in EOS, as instruct models do, so that "the assistant is done" and "stop" are the same token.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character: printable ASCII, newline, tab and a few signs of maths; anything else is `<unk>`.
+
+    `decode(encode(x)) == x` for every x over `CHARACTERS`. No BOS is added by itself: the chat template writes it,
+    and a tokenizer that adds one too gives chat prompts two.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: index for index, token in enumerate((PAD, BOS, EOS, UNK, *ROLES, *CHARACTERS))}
+    core = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=UNK,
+        additional_special_tokens=list(ROLES),
+        clean_up_tokenization_spaces=False,
+        model_max_length=2048,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def tiny_config(tokenizer: Any) -> Any:
+    """A Llama of 4 layers, width 128, 4 heads on 2 KV heads: 1.0 million parameters, every path of a real one."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+
+
+def tiny_model(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
+    """The model and its tokenizer; equal seeds give equal weights, and the caller's random stream is untouched."""
+    from transformers import LlamaForCausalLM
+
+    tokenizer = tiny_tokenizer()
+    config = tiny_config(tokenizer)
+    config._attn_implementation = attn_implementation
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    return model, tokenizer

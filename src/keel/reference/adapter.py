@@ -1,0 +1,241 @@
+"""Held weights over the policy's own base: adapters off, a second frozen adapter, or a dense average of updates."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from keel.errors import KeelError
+from keel.models.fingerprint import effective_weights, fingerprint, fingerprint_tensors
+from keel.models.lora import adapter_is_zero, is_lora
+from keel.reference.held import Parked, evaluating, unwrap
+
+
+class HeldAdapter:
+    """The policy's base with another adapter on it: none (adapters off), or one of its own, frozen.
+
+    While the policy's adapter is still zero (fresh LoRA) nothing is held and the adapters are switched off; of an
+    adapter with a past (continued, or warm-started) the starting point is kept as a second adapter. Both compute
+    exactly what the policy does at that moment, so the measured KL begins at 0.
+    """
+
+    def __init__(self, policy: nn.Module, *, offload: bool = False) -> None:
+        self._model: Any = unwrap(policy)
+        if not is_lora(self._model):
+            raise KeelError("this reference needs LoRA: set model.lora, or use reference.kind=frozen")
+        self._policy_adapter: str = self._model.active_adapters[0]
+        self._offload = offload
+        self._parked: Parked | None = None
+        self._name: str | None = None
+        if not adapter_is_zero(self._model):
+            self.assign(policy)
+
+    @contextmanager
+    def model(self) -> Iterator[nn.Module]:
+        with ExitStack() as stack:
+            stack.enter_context(evaluating(self._model))
+            stack.enter_context(self._parked.visiting() if self._parked else nullcontext())
+            stack.enter_context(_off(self._model) if self._name is None else self._switched(self._name))
+            yield self._model
+
+    def assign(self, policy: nn.Module) -> None:
+        from peft import get_peft_model_state_dict
+
+        self._check_same(policy)
+        state = get_peft_model_state_dict(self._model, adapter_name=self._policy_adapter, save_embedding_layers=False)
+        self.load(state)
+
+    def blend(self, policy: nn.Module, alpha: float) -> None:
+        raise NotImplementedError("the average of two adapters is no adapter of the same rank: DeltaAverage holds it")
+
+    def tensors(self) -> dict[str, Tensor]:
+        from peft import get_peft_model_state_dict
+
+        if self._name is None:
+            return {}
+        state = get_peft_model_state_dict(self._model, adapter_name=self._name, save_embedding_layers=False)
+        return {key: value.detach().clone() for key, value in state.items()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        from peft import set_peft_model_state_dict
+
+        if not tensors:
+            self._drop()
+            return
+        if self._name is None:
+            self._add()
+        assert self._name is not None
+        try:
+            result: Any = set_peft_model_state_dict(self._model, dict(tensors), adapter_name=self._name)
+        except RuntimeError as error:
+            raise KeelError("the saved reference adapter has other shapes than this policy's adapter") from error
+        if result.unexpected_keys:
+            raise KeelError(f"the saved reference adapter does not fit this policy: {result.unexpected_keys[0]}")
+
+    def fingerprint(self) -> str:
+        with self.model() as model:
+            return fingerprint(model)
+
+    def _add(self) -> None:
+        """A second adapter beside the policy's, frozen; the policy's stays active and trainable."""
+        name, count = "reference", 1
+        while name in self._model.peft_config:
+            name, count = f"reference_{count}", count + 1
+        config = copy.deepcopy(self._model.peft_config[self._policy_adapter])
+        config.inference_mode = True
+        with _kept_flags(self._model), torch.random.fork_rng():
+            self._model.add_adapter(name, config)
+            self._model.set_adapter(self._policy_adapter)
+        self._name = name
+        mine = [parameter for key, parameter in self._model.named_parameters() if name in key.split(".")]
+        for parameter in mine:
+            parameter.requires_grad_(False)
+        if self._offload:
+            self._parked = Parked(mine)
+
+    def _drop(self) -> None:
+        if self._name is not None:
+            with _kept_flags(self._model):
+                self._model.delete_adapter(self._name)
+            self._name, self._parked = None, None
+
+    @contextmanager
+    def _switched(self, name: str) -> Iterator[None]:
+        """The adapter `name` active; the one before and every requires_grad are put back, errors or not."""
+        with _kept_flags(self._model):
+            self._model.set_adapter(name, inference_mode=True)
+            try:
+                yield
+            finally:
+                self._model.set_adapter(self._policy_adapter)
+
+    def _check_same(self, policy: nn.Module) -> None:
+        if unwrap(policy) is not self._model:
+            raise KeelError("this reference shares its base with another policy: build it from this one")
+
+
+class DeltaAverage:
+    """A moving average of the effective update ΔW = (α/r) B A, as one dense matrix a target layer.
+
+    Averaging A and B apart gives mean(B) mean(A), which is not the mean of BA; the mean of BA has a rank that grows
+    with every move, so it is held dense, in fp32, and added to the base layer's output. The memory is that of the
+    target layers. Until the first move the policy's starting point is held as `HeldAdapter` does, exactly.
+    """
+
+    def __init__(self, policy: nn.Module, *, offload: bool = False) -> None:
+        self._start = HeldAdapter(policy, offload=offload)
+        self._model: Any = unwrap(policy)
+        self._adapter: str = self._model.active_adapters[0]
+        self._layers = dict(_linear_layers(self._model, self._adapter))
+        self._resting = torch.device("cpu") if offload else None
+        self._deltas: dict[str, Tensor] = {}
+
+    @contextmanager
+    def model(self) -> Iterator[nn.Module]:
+        if not self._deltas:
+            with self._start.model() as model:
+                yield model
+            return
+        with ExitStack() as stack:
+            stack.enter_context(evaluating(self._model))
+            stack.enter_context(_off(self._model))
+            for name, layer in self._layers.items():
+                weight = layer.get_base_layer().weight
+                hook = layer.register_forward_hook(_add_delta(self._deltas[name].to(weight.device, weight.dtype)))
+                stack.callback(hook.remove)
+            yield self._model
+
+    @torch.no_grad()
+    def assign(self, policy: nn.Module) -> None:
+        self._start.assign(policy)
+        self._deltas = {}
+
+    @torch.no_grad()
+    def blend(self, policy: nn.Module, alpha: float) -> None:
+        self._start._check_same(policy)
+        if not self._deltas:
+            with self._start.model():
+                self._deltas = {name: self._rest(_update(layer)) for name, layer in self._layers.items()}
+        for name, layer in self._layers.items():
+            held = self._deltas[name]
+            held.lerp_(_update(layer).to(held.device), alpha)
+
+    def tensors(self) -> dict[str, Tensor]:
+        held = {f"delta/{name}": delta.clone() for name, delta in self._deltas.items()}
+        return held or {f"start/{name}": tensor for name, tensor in self._start.tensors().items()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        deltas = {key.removeprefix("delta/"): value for key, value in tensors.items() if key.startswith("delta/")}
+        if deltas and set(deltas) != set(self._layers):
+            raise KeelError("the saved reference is of another model: it averages other layers")
+        self._start.load({k.removeprefix("start/"): v for k, v in tensors.items() if k.startswith("start/")})
+        place = next(self._model.parameters()).device
+        self._deltas = {name: self._rest(delta.to(place, copy=True)) for name, delta in deltas.items()}
+
+    def fingerprint(self) -> str:
+        if not self._deltas:
+            return self._start.fingerprint()
+        with _off(self._model):
+            base = list(effective_weights(self._model))
+        return fingerprint_tensors([*base, *((f"{name}|delta", delta) for name, delta in self._deltas.items())])
+
+    def _rest(self, delta: Tensor) -> Tensor:
+        return delta if self._resting is None else delta.to(self._resting)
+
+
+@contextmanager
+def _kept_flags(model: nn.Module) -> Iterator[None]:
+    """peft sets requires_grad whenever adapters are switched; put it back as it was."""
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+
+
+@contextmanager
+def _off(model: Any) -> Iterator[None]:
+    with _kept_flags(model), model.disable_adapter():
+        yield
+
+
+def _linear_layers(model: nn.Module, adapter: str) -> Iterator[tuple[str, Any]]:
+    """The LoRA layers whose update is a matrix on the input; anything else has no average of this form."""
+    from peft.tuners.lora import Linear
+
+    for name, module in model.named_modules():
+        if not hasattr(module, "adapter_layer_names"):
+            continue
+        # DoRA and its kin are variants: their update is not a matrix that is added.
+        plain = isinstance(module, Linear) and adapter in module.lora_A and adapter not in module.lora_variant
+        if not plain or module.lora_bias.get(adapter):
+            raise KeelError(
+                f"reference.kind=ema cannot average the adapter of {name}: it is not plain LoRA on a linear layer; "
+                "use reference.kind=snapshot, or LoRA on linear layers only"
+            )
+        yield name, module
+
+
+def _update(layer: Any) -> Tensor:
+    """(α/r) B A of the active adapter `[out, in]`, fp32; zeros while adapters are off."""
+    name = layer.active_adapters[0]
+    a, b = layer.lora_A[name].weight.float(), layer.lora_B[name].weight.float()
+    if layer.disable_adapters:
+        return b.new_zeros(b.shape[0], a.shape[1])
+    return torch.addmm(b.new_zeros(()), b, a, beta=0, alpha=layer.scaling[name])
+
+
+def _add_delta(delta: Tensor) -> Any:
+    """A forward hook: output + x ΔWᵀ."""
+
+    def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output + functional.linear(inputs[0].to(delta.dtype), delta).to(output.dtype)
+
+    return hook

@@ -1,0 +1,84 @@
+"""Held weights as a full copy of the policy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from keel.errors import KeelError
+from keel.models.fingerprint import fingerprint
+from keel.reference.held import Parked, evaluating, unwrap
+
+
+class FullCopy:
+    """A second model of the same weights, frozen; `offload` keeps it in main memory between uses, but for its head.
+
+    The exact KL keeps the reference's hidden states and applies its head while the policy's own pass runs, outside
+    the context.
+    """
+
+    def __init__(self, policy: nn.Module, *, offload: bool = False) -> None:
+        self._copy = copy.deepcopy(unwrap(policy)).eval().requires_grad_(False)
+        self._copy.zero_grad(set_to_none=True)
+        self._parameters: dict[str, nn.Parameter] = dict(self._copy.named_parameters())
+        # A moving average below fp32 stalls: steps under half a unit in the last place round to nothing.
+        self._masters: dict[str, Tensor] = {}
+        self._parked = Parked(_movable(self._copy)) if offload else None
+
+    @contextmanager
+    def model(self) -> Iterator[nn.Module]:
+        with self._parked.visiting() if self._parked else nullcontext(), evaluating(self._copy):
+            yield self._copy
+
+    @torch.no_grad()
+    def assign(self, policy: nn.Module) -> None:
+        for name, source in self._sources(policy):
+            self._parameters[name].copy_(source)
+        self._masters.clear()
+
+    @torch.no_grad()
+    def blend(self, policy: nn.Module, alpha: float) -> None:
+        for name, source in self._sources(policy):
+            held = self._parameters[name]
+            if held.dtype in (torch.float32, torch.float64):
+                held.lerp_(source.to(held), alpha)
+                continue
+            master = self._masters.setdefault(name, held.float())
+            held.copy_(master.lerp_(source.to(master), alpha))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: self._masters.get(name, held.detach()).clone() for name, held in self._parameters.items()}
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        if set(tensors) != set(self._parameters):
+            raise KeelError("the saved reference is of another model: its parameters have other names")
+        self._masters.clear()
+        for name, held in self._parameters.items():
+            if tensors[name].shape != held.shape:
+                raise KeelError(
+                    f"the saved reference is of another model: {name} has shape {tuple(tensors[name].shape)}"
+                )
+            held.copy_(tensors[name])
+            if tensors[name].dtype != held.dtype:
+                self._masters[name] = tensors[name].to(held.device, copy=True)
+
+    def fingerprint(self) -> str:
+        return fingerprint(self._copy)
+
+    def _sources(self, policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        found = dict(unwrap(policy).named_parameters())
+        if set(found) != set(self._parameters):
+            raise KeelError("the reference is a copy of another model than this policy: build it from the same one")
+        yield from ((name, parameter.detach()) for name, parameter in found.items())
+
+
+def _movable(model: nn.Module) -> list[Tensor]:
+    """Every tensor of the model but those of its output head."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    stays = {id(tensor) for tensor in head.parameters()} if isinstance(head, nn.Module) else set()
+    return [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in stays]

@@ -1,0 +1,162 @@
+"""The kinds of reference: what is held, and when it moves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import nn
+
+from keel.errors import KeelError
+from keel.models.load import LoadedModel
+from keel.models.lora import is_lora
+from keel.reference.adapter import DeltaAverage, HeldAdapter
+from keel.reference.full import FullCopy
+from keel.reference.held import Held, unwrap
+
+
+class Reference(Protocol):
+    """The policy that the KL is measured against.
+
+    `reset_optimizer` asks the caller to forget the optimizer's moments whenever `update` returned true.
+    """
+
+    kind: str
+    reset_optimizer: bool
+
+    def model(self) -> AbstractContextManager[nn.Module]:
+        """The model to score with, in eval mode and without gradients; the policy is whole again after the context."""
+
+    def update(self, policy: nn.Module, step: int, measured_kl: float | None = None) -> bool:
+        """Move if it is time, after `step` finished steps, with the KL measured in nats per token; did it move?"""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The held weights, how often they moved, and their fingerprint."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`; a fingerprint that does not match afterwards is an error."""
+
+    def fingerprint(self) -> str:
+        """A digest of the reference's effective weights."""
+
+
+Move = Callable[[Held, nn.Module], None]
+When = Callable[[int, float | None], bool]
+
+
+class HeldReference:
+    """Held weights with a rule: `when(step, measured_kl)` says whether to move, `move(held, policy)` moves."""
+
+    def __init__(self, kind: str, held: Held, *, when: When, move: Move, reset_optimizer: bool = False) -> None:
+        self.kind = kind
+        self.reset_optimizer = reset_optimizer
+        self.moves = 0
+        self.moved_at: int | None = None
+        self._held, self._when, self._move = held, when, move
+
+    def model(self) -> AbstractContextManager[nn.Module]:
+        return self._held.model()
+
+    def update(self, policy: nn.Module, step: int, measured_kl: float | None = None) -> bool:
+        if not self._when(step, measured_kl):
+            return False
+        self._move(self._held, policy)
+        self.moves += 1
+        self.moved_at = step
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "moves": self.moves,
+            "moved_at": self.moved_at,
+            "weights": self._held.tensors(),
+            "fingerprint": self.fingerprint(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["kind"] != self.kind:
+            raise KeelError(f"the saved reference is {state['kind']!r} but reference.kind is {self.kind!r}: keep one")
+        self._held.load(state["weights"])
+        found = self.fingerprint()
+        if found != state["fingerprint"]:
+            raise KeelError(
+                f"the restored reference has fingerprint {found[:12]} but the checkpoint says "
+                f"{str(state['fingerprint'])[:12]}: "
+                "its base model or its file has changed; resume with the model the run began with"
+            )
+        self.moves, self.moved_at = int(state["moves"]), state["moved_at"]
+
+    def fingerprint(self) -> str:
+        return self._held.fingerprint()
+
+
+def frozen(loaded: LoadedModel, *, offload: bool = False) -> Reference:
+    """The policy as it is now, for ever: a full copy, or under LoRA the starting adapter over the shared base."""
+    return HeldReference("frozen", _held(loaded, offload), when=_never, move=_assign)
+
+
+def adapter_off(loaded: LoadedModel, *, offload: bool = False) -> Reference:
+    """The policy's base with the adapters off; an adapter that has a past is kept as it is now, as a second one.
+
+    Fresh LoRA costs no memory this way, so there is nothing that `offload` would have to move.
+    """
+    if not is_lora(unwrap(loaded.model)):
+        raise KeelError("reference.kind=adapter_off needs LoRA: set model.lora, or use reference.kind=frozen")
+    return HeldReference("adapter_off", HeldAdapter(loaded.model, offload=offload), when=_never, move=_assign)
+
+
+def ema(loaded: LoadedModel, *, alpha: float = 0.6, every: int = 512, offload: bool = False) -> Reference:
+    """Every `every` steps: reference ← α policy + (1 − α) reference, of effective weights (under LoRA: of BA).
+
+    The same α and period as TRL's `ref_model_mixup_alpha` and `ref_model_sync_steps` (TR-DPO, arXiv:2404.09656).
+    """
+    if not 0.0 < alpha <= 1.0:
+        raise KeelError(f"reference.alpha is {alpha}: it must be in (0, 1]")
+    policy = loaded.model
+    average = DeltaAverage(policy, offload=offload) if is_lora(unwrap(policy)) else FullCopy(policy, offload=offload)
+    return HeldReference("ema", average, when=_every(every), move=lambda held, policy: held.blend(policy, alpha))
+
+
+def snapshot(
+    loaded: LoadedModel, *, every: int = 100, reset_optimizer: bool = False, offload: bool = False
+) -> Reference:
+    """Every `every` steps the reference becomes the policy, optionally with a fresh optimizer (arXiv:2505.24864)."""
+    held = _held(loaded, offload)
+    return HeldReference("snapshot", held, when=_every(every), move=_assign, reset_optimizer=reset_optimizer)
+
+
+def kl_triggered(
+    loaded: LoadedModel, *, threshold: float = 0.1, reset_optimizer: bool = False, offload: bool = False
+) -> Reference:
+    """The reference becomes the policy whenever the measured KL (nats per token) passes `threshold`."""
+    if not threshold > 0.0:
+        raise KeelError(f"reference.threshold is {threshold}: it must be positive (nats per token)")
+    held = _held(loaded, offload)
+    return HeldReference("kl_triggered", held, when=_above(threshold), move=_assign, reset_optimizer=reset_optimizer)
+
+
+def _held(loaded: LoadedModel, offload: bool) -> Held:
+    policy = loaded.model
+    return HeldAdapter(policy, offload=offload) if is_lora(unwrap(policy)) else FullCopy(policy, offload=offload)
+
+
+def _assign(held: Held, policy: nn.Module) -> None:
+    held.assign(policy)
+
+
+def _never(step: int, measured_kl: float | None) -> bool:
+    return False
+
+
+def _every(every: int) -> When:
+    if every < 1:
+        raise KeelError(f"reference.every is {every}: it must be 1 or more steps")
+    return lambda step, measured_kl: step > 0 and step % every == 0
+
+
+def _above(threshold: float) -> When:
+    # A step without a measurement, or with a broken one, is no evidence that the policy has moved.
+    return lambda step, kl: kl is not None and math.isfinite(kl) and kl > threshold

@@ -1,0 +1,211 @@
+"""Keys and values of a rollout: each prompt's once, each row's own after it, and attention over the two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+
+ATTENTION = "keel_shared_prefix"
+_BENIGN = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "is_causal"}
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The prompts' keys and values: per layer `[G, kv_heads, P, D]`, right-padded, and the true lengths `[G]`."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    lengths: Tensor
+
+    def select(self, groups: Tensor) -> Prefix:
+        lengths = self.lengths[groups]
+        width = int(lengths.max())
+        keys = tuple(key[groups, :, :width] for key in self.keys)
+        values = tuple(value[groups, :, :width] for value in self.values)
+        return Prefix(keys, values, lengths)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which rows belong to which prompt, as a table of slots `[G, n]` so that a prompt meets all its rows at once.
+
+    `slots` maps slots to rows and `rows` maps rows to slots; both are None while the rows stand in regular order, when
+    a view does the same without a copy. A slot without a row computes row 0 again, and nobody reads it.
+    """
+
+    groups: int
+    width: int
+    slots: Tensor | None
+    rows: Tensor | None
+
+    @staticmethod
+    def of(group_of: list[int], groups: int, device: torch.device) -> Layout:
+        members: list[list[int]] = [[] for _ in range(groups)]
+        for row, group in enumerate(group_of):
+            members[group].append(row)
+        width = max(len(rows) for rows in members)
+        if [row for rows in members for row in rows] == list(range(groups * width)):
+            return Layout(groups, width, None, None)
+        slots = [rows[i] if i < len(rows) else 0 for rows in members for i in range(width)]
+        rows_to_slots = [0] * len(group_of)
+        for group, rows in enumerate(members):
+            for i, row in enumerate(rows):
+                rows_to_slots[row] = group * width + i
+        return Layout(groups, width, torch.tensor(slots, device=device), torch.tensor(rows_to_slots, device=device))
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Rows `[B, K, R, D]` to groups `[G, K, n·R, D]`."""
+        if self.slots is not None:
+            x = x.index_select(0, self.slots)
+        _, heads, repeats, size = x.shape
+        x = x.view(self.groups, self.width, heads, repeats, size).transpose(1, 2)
+        return x.reshape(self.groups, heads, self.width * repeats, size)
+
+    def scatter(self, x: Tensor, repeats: int) -> Tensor:
+        """Groups `[G, K, n·R, D]` back to rows `[B, K, R, D]`."""
+        groups, heads, _, size = x.shape
+        x = x.view(groups, heads, self.width, repeats, size).transpose(1, 2)
+        x = x.reshape(groups * self.width, heads, repeats, size)
+        return x if self.rows is None else x.index_select(0, self.rows)
+
+
+class SharedPrefixCache(Cache):
+    """A transformers cache whose rows share their prompts; one new token a row and step.
+
+    The rows' own part is one preallocated buffer `[layers, 2, B, kv_heads, T, D]`: a step writes in place, and a row
+    that leaves is replaced by the last one, so that live rows are always a leading slice and nothing is reallocated.
+    """
+
+    def __init__(self, prefix: Prefix, group_of: list[int], length: int) -> None:
+        super().__init__(layers=[])
+        self.prefix = prefix
+        self.group_of = list(group_of)
+        self.length = 0
+        first = prefix.keys[0]
+        _, heads, _, size = first.shape
+        self.own = first.new_empty(len(prefix.keys), 2, len(group_of), heads, length, size)
+        self.layer = 0
+        self._arrange()
+
+    def _arrange(self) -> None:
+        lengths, device = self.prefix.lengths, self.prefix.lengths.device
+        groups, width = len(lengths), self.prefix.keys[0].shape[2]
+        self.layout = Layout.of(self.group_of, groups, device)
+        self.positions = lengths[torch.tensor(self.group_of, device=device)]
+        padding = torch.arange(width, device=device) >= lengths[:, None]
+        bias = torch.zeros(groups, 1, 1, width, dtype=self.own.dtype, device=device)
+        # None where no prompt is padded: one pass over the scores less
+        self.bias = bias.masked_fill_(padding[:, None, None], -torch.inf) if bool(padding.any()) else None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """What a transformers layer calls just before its attention."""
+        self.store(layer_idx, torch.stack((key_states[:, :, 0], value_states[:, :, 0])))
+        self.layer = layer_idx
+        return key_states, value_states
+
+    def store(self, layer: int, pair: Tensor) -> None:
+        """Write the newest token's keys and values `[2, B, kv_heads, D]`."""
+        self.own[layer, :, : pair.shape[1], :, self.length] = pair
+
+    def advance(self) -> None:
+        """Count the token that every layer has just been given."""
+        self.length += 1
+
+    def keep(self, live: list[int]) -> list[int]:
+        """Drop all rows but these; returns the old index of each row as they now stand."""
+        count = len(live)
+        order = list(range(count))
+        holes = sorted(set(order) - set(live))
+        fill = [row for row in live if row >= count]
+        for hole, row in zip(holes, fill, strict=True):
+            order[hole] = row
+        if holes:
+            device = self.own.device
+            target, source = torch.tensor(holes, device=device), torch.tensor(fill, device=device)
+            self.own[:, :, target, :, : self.length] = self.own[:, :, source, :, : self.length]
+        self.group_of = [self.group_of[row] for row in order]
+        self._drop_groups()
+        self._arrange()
+        return order
+
+    def _drop_groups(self) -> None:
+        """Forget prompts without rows once they are half of all: copying at each would cost more than it saves."""
+        used = sorted(set(self.group_of))
+        if 2 * len(used) <= len(self.prefix.lengths):
+            self.prefix = self.prefix.select(torch.tensor(used, device=self.prefix.lengths.device))
+            self.group_of = [used.index(group) for group in self.group_of]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.prefix.keys[0].shape[2] + self.length
+
+    def attend(self, layer: int, query: Tensor, scaling: float) -> Tensor:
+        """Attention of one token a row, `[B, kv_heads, R, D]` for R query heads a KV head, over its prompt and itself.
+
+        Grouped matrix products: the query heads of a KV head, and for the prompt all rows of a group, are one matrix,
+        so that neither heads nor prompts are ever repeated in memory. The softmax runs over both parts together.
+        """
+        rows, _, repeats, _ = query.shape
+        keys, values = self.own[layer, :, :rows, :, : self.length + 1]
+        prompt_keys, prompt_values = self.prefix.keys[layer], self.prefix.values[layer]
+        width = prompt_keys.shape[2]
+        query = query * scaling
+        prompt_scores = torch.matmul(self.layout.gather(query), prompt_keys.transpose(-1, -2))
+        if self.bias is not None:
+            prompt_scores = prompt_scores + self.bias
+        scores = torch.matmul(query, keys.transpose(-1, -2))
+        weights = torch.cat((self.layout.scatter(prompt_scores, repeats), scores), dim=-1)
+        weights = weights.softmax(-1, dtype=torch.float32).to(values.dtype)
+        out = torch.matmul(self.layout.gather(weights[..., :width]), prompt_values)
+        return self.layout.scatter(out, repeats) + torch.matmul(weights[..., width:], values)
+
+
+_active: list[SharedPrefixCache] = []
+
+
+def _shared_prefix_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention that models call while a SharedPrefixCache decodes; refuses any variant it does not compute."""
+    unusual = sorted(name for name, given in kwargs.items() if given is not None and name not in _BENIGN)
+    if unusual:
+        raise NotImplementedError(f"attention with {', '.join(unusual)}")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    cache = _active[-1]
+    rows, heads, _, size = query.shape
+    grouped = query.reshape(rows, cache.own.shape[3], -1, size)
+    return cache.attend(cache.layer, grouped, scale).reshape(rows, 1, heads, size), None
+
+
+AttentionInterface.register(ATTENTION, _shared_prefix_attention)
+
+
+@contextmanager
+def shared_prefix_attention(config: Any, cache: SharedPrefixCache) -> Iterator[None]:
+    """Let the model of this config attend through `cache`, and put its own attention back afterwards.
+
+    Our name is registered for attention and not for masks, so transformers builds no mask at all.
+    """
+    before = config._attn_implementation
+    config._attn_implementation = ATTENTION
+    _active.append(cache)
+    try:
+        yield
+    finally:
+        _active.pop()
+        config._attn_implementation = before

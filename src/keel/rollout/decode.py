@@ -1,0 +1,214 @@
+"""Two ways to run a model token by token: with shared prompts where that is exact, plainly everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from keel.rollout.cache import Prefix, SharedPrefixCache, shared_prefix_attention
+from keel.rollout.lean import LlamaStep, is_llama_shaped
+
+_PREFILL_TOKENS = 16384  # prompts are read in chunks of about this many tokens, to bound their activations
+
+
+class Decoder(Protocol):
+    """What the engine drives: `start` reads prompts, `step` takes one token a row, `keep` drops rows."""
+
+    def start(self, prompts: Sequence[Sequence[int]], prompt_of: Sequence[int], length: int) -> Tensor: ...
+
+    def step(self, tokens: Tensor) -> Tensor: ...
+
+    def keep(self, live: list[int]) -> list[int]: ...
+
+
+def plain_model(model: nn.Module) -> Any:
+    """The transformers model inside a peft one (its layers still apply the active adapter), or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+@contextmanager
+def _only_last(model: Any, last: Tensor) -> Iterator[None]:
+    """Hand the vocabulary projection just the hidden state at each row's `last` position.
+
+    A hook on its input rather than a call of its weight, so that whatever the model does to logits afterwards (a
+    softcap, a scale) still happens.
+    """
+
+    def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden = args[0]
+        return (hidden[torch.arange(len(last), device=hidden.device), last].unsqueeze(1), *args[1:])
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class SharedPrefixDecoder:
+    """Reads every distinct prompt once and keeps its keys and values once; `lean` steps past the model's forward."""
+
+    def __init__(self, model: nn.Module, *, lean: bool = False) -> None:
+        self.model = model
+        self.inner = plain_model(model)
+        self.lean = LlamaStep(self.inner) if lean else None
+        self.device = next(model.parameters()).device
+        self.cache: SharedPrefixCache
+
+    def start(self, prompts: Sequence[Sequence[int]], prompt_of: Sequence[int], length: int) -> Tensor:
+        prefix, logits = self._prefill(prompts)
+        self.cache = SharedPrefixCache(prefix, list(prompt_of), length)
+        return logits[torch.tensor(prompt_of, device=self.device)]
+
+    def _prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Prefix, Tensor]:
+        width = max(len(prompt) for prompt in prompts)
+        rows = max(1, _PREFILL_TOKENS // width)
+        parts = [self._prefill_chunk(prompts[i : i + rows], width) for i in range(0, len(prompts), rows)]
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        logits = torch.cat([logits for _, logits in parts])
+        layers = [[(layer.keys, layer.values) for layer in cache.layers] for cache, _ in parts]
+        if len(layers) == 1:
+            keys, values = zip(*layers[0], strict=True)
+        else:
+            pairs = [(torch.cat(k), torch.cat(v)) for k, v in (zip(*layer) for layer in zip(*layers))]  # noqa: B905
+            keys, values = zip(*pairs, strict=True)
+        return Prefix(tuple(keys), tuple(values), lengths), logits
+
+    def _prefill_chunk(self, prompts: Sequence[Sequence[int]], width: int) -> tuple[Any, Tensor]:
+        """Right-padded and causal: no prompt token can see the padding, so no mask is needed."""
+        ids = torch.tensor([[*prompt, *[prompt[-1]] * (width - len(prompt))] for prompt in prompts], device=self.device)
+        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
+        positions = torch.arange(width, device=self.device).expand(len(prompts), -1)
+        cache = DynamicCache(config=self.inner.config)
+        with _only_last(self.inner, last):
+            out = self.model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+        return cache, out.logits[:, -1]
+
+    def step(self, tokens: Tensor) -> Tensor:
+        cache = self.cache
+        if self.lean is not None:
+            logits = self.lean(tokens, cache)
+            cache.advance()
+            return logits
+        positions = (cache.positions + cache.length).unsqueeze(1)
+        with shared_prefix_attention(self.inner.config, cache):
+            out = self.model(
+                input_ids=tokens.unsqueeze(1), position_ids=positions, past_key_values=cache, use_cache=True
+            )
+        cache.advance()
+        return out.logits[:, -1]
+
+    def keep(self, live: list[int]) -> list[int]:
+        return self.cache.keep(live)
+
+
+class RepeatedDecoder:
+    """The plain way for models whose attention is their own business: the prompt once a row, transformers' own cache.
+
+    Rows of one prompt length run together, so that nothing is padded and no mask is needed: right for sliding windows
+    and recurrent layers, where padding is not neutral. A model that returns no such cache reads its tokens again.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.inner = plain_model(model)
+        self.device = next(model.parameters()).device
+
+    def start(self, prompts: Sequence[Sequence[int]], prompt_of: Sequence[int], length: int) -> Tensor:
+        lengths = [len(prompts[prompt]) for prompt in prompt_of]
+        self.buckets = [[row for row, n in enumerate(lengths) if n == size] for size in sorted(set(lengths))]
+        self.contexts = [torch.tensor([prompts[prompt_of[row]] for row in rows]) for rows in self.buckets]
+        self.caches: list[Any] = [None] * len(self.buckets)
+        return self._in_order([self._forward(i, ids) for i, ids in enumerate(self.contexts)])
+
+    def step(self, tokens: Tensor) -> Tensor:
+        logits: list[Tensor] = []
+        for i, rows in enumerate(self.buckets):
+            newest = tokens[torch.tensor(rows, device=self.device)].unsqueeze(1)
+            self.contexts[i] = torch.cat((self.contexts[i], newest.cpu()), dim=1)
+            logits.append(self._forward(i, self.contexts[i] if self.caches[i] is None else newest))
+        return self._in_order(logits)
+
+    def _forward(self, bucket: int, ids: Tensor) -> Tensor:
+        given = {} if self.caches[bucket] is None else {"past_key_values": self.caches[bucket]}
+        out = self.model(input_ids=ids.to(self.device), use_cache=True, logits_to_keep=1, **given)
+        self.caches[bucket] = getattr(out, "past_key_values", None)
+        logits: Tensor = out.logits[:, -1]
+        return logits
+
+    def keep(self, live: list[int]) -> list[int]:
+        renumber = {row: i for i, row in enumerate(live)}
+        alive = [[i for i, row in enumerate(rows) if row in renumber] for rows in self.buckets]
+        for bucket, places in enumerate(alive):
+            if 0 < len(places) < len(self.buckets[bucket]):
+                self.contexts[bucket] = self.contexts[bucket][places]
+                if self.caches[bucket] is not None:
+                    self.caches[bucket].reorder_cache(torch.tensor(places, device=self.device))
+            self.buckets[bucket] = [renumber[self.buckets[bucket][i]] for i in places]
+        kept = [bucket for bucket, places in enumerate(alive) if places]
+        self.buckets = [self.buckets[bucket] for bucket in kept]
+        self.contexts = [self.contexts[bucket] for bucket in kept]
+        self.caches = [self.caches[bucket] for bucket in kept]
+        return live
+
+    def _in_order(self, logits: list[Tensor]) -> Tensor:
+        order = torch.tensor([row for rows in self.buckets for row in rows], device=self.device)
+        return torch.cat(logits)[order.argsort()]
+
+
+def _probe(model: nn.Module, decoder: Decoder) -> float:
+    """Largest difference of the decoder's logits from plain full forwards, relative to the logits' own spread."""
+    vocabulary = plain_model(model).config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, vocabulary, (10,), generator=generator).tolist()
+    prompts, prompt_of = (tokens[:3], tokens[3:]), (0, 0, 1, 1)
+    device = next(model.parameters()).device
+    logits = [decoder.start(prompts, prompt_of, 3)]
+    fed = torch.randint(0, vocabulary, (3, 4), generator=generator)
+    for column in fed.to(device):
+        logits.append(decoder.step(column))
+    worst = 0.0
+    for row, prompt in enumerate(prompt_of):
+        ids = torch.tensor([[*prompts[prompt], *fed[:, row].tolist()]], device=device)
+        expected = model(input_ids=ids, use_cache=False).logits[0, -4:].float()
+        found = torch.stack([step[row] for step in logits]).float()
+        worst = max(worst, float((found - expected).abs().max() / expected.std().clamp(min=1e-6)))
+    return worst
+
+
+def choose_decoder(model: nn.Module) -> tuple[Callable[[nn.Module], Decoder], str | None]:
+    """The fastest decoder that is exact for this model, and why its prompts are not shared where they are not.
+
+    The cache's layer types tell of windows and recurrent states, which short inputs would not show; the probe finds
+    everything else, since a model that computes attention in its own way gives other numbers without an error.
+    """
+    inner = plain_model(model)
+    half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)
+    try:
+        odd = {type(layer).__name__ for layer in DynamicCache(config=inner.config).layers} - {DynamicLayer.__name__}
+    except Exception as error:
+        return RepeatedDecoder, _line(error)
+    if odd:
+        return RepeatedDecoder, f"its cache has layers of type {', '.join(sorted(odd))}"
+    reason = ""
+    for lean in (True, False) if is_llama_shaped(inner) else (False,):
+        shared = partial(SharedPrefixDecoder, lean=lean)
+        try:
+            difference = _probe(model, shared(model))
+        except Exception as error:  # whatever a foreign model raises here, it can still run another way
+            reason = _line(error)
+            continue
+        if difference < (0.2 if half else 1e-3):
+            return shared, None
+        reason = f"its logits differ by {difference:.1g} of their spread"
+    return RepeatedDecoder, reason
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,0 +1,302 @@
+"""The native rollout engine: batched sampling from the policy, exact about tokens, log-probabilities and noise."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keel.errors import KeelError
+from keel.rollout.decode import choose_decoder, plain_model
+from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel, row_key
+from keel.rollout.weights import WeightCopy
+from keel.types import Completion
+
+_NOISE_AHEAD = 16  # positions whose noise is made at once: it costs many small operations
+
+
+@dataclass(frozen=True)
+class Request:
+    """One context to continue: the problem's key, and every token so far, exactly as they were sampled or given.
+
+    `samples` are the indices of the completions to draw (default: 0 to num_generations - 1). To continue a
+    conversation, ask for the one sample with its context's tokens (prompt, completion and tool output, never
+    re-encoded) and `start`, the number of tokens after the original prompt: noise goes on where it stopped.
+    `max_new` is this request's own limit, where the turns before have used some of max_completion_length.
+    """
+
+    key: str
+    tokens: tuple[int, ...]
+    samples: tuple[int, ...] | None = None
+    start: int = 0
+    max_new: int | None = None
+
+
+@dataclass
+class _Row:
+    """One completion being sampled."""
+
+    request: int
+    place: int
+    key: int
+    start: int
+    limit: int
+    tokens: list[int] = field(default_factory=list)
+    sample_logp: list[float] = field(default_factory=list)
+    filtered_logp: list[float] = field(default_factory=list)
+    text: str | None = None
+    stop_reason: str = ""
+
+
+class NativeEngine:
+    """Samples from a transformers model, plain or adapted by peft.
+
+    By default it shares the policy's weights and there is nothing to sync. With `copy=True` (implied by a `dtype` or
+    `device`) it holds its own, `merge=True` with the active adapters merged into them; `sync` updates them and
+    `is_stale` tells whether that is due.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        *,
+        copy: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        merge: bool = False,
+    ) -> None:
+        if getattr(tokenizer, "eos_token_id", None) is None:
+            raise KeelError("the tokenizer has no end-of-sequence token: set tokenizer.eos_token before sampling")
+        copied = copy or merge or dtype is not None or device is not None
+        self._policy = model
+        self._copy = WeightCopy(model, dtype=dtype, device=device, merge=merge) if copied else None
+        self.tokenizer = tokenizer
+        self.eos_ids = _eos_ids(plain_model(model), tokenizer)
+        self.context = _context_length(plain_model(model))
+        with _inference(self.model):
+            self._decoder, self.fallback_reason = choose_decoder(self.model)
+        if self.fallback_reason:
+            warnings.warn(
+                f"decoding without shared prompts, which is slower: {self.fallback_reason}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that decodes."""
+        return self._policy if self._copy is None else self._copy.model
+
+    @property
+    def version(self) -> int | None:
+        """The policy version of the last `sync`; None for shared weights, which have no version of their own."""
+        return None if self._copy is None else self._copy.version
+
+    def sync(self, policy: nn.Module, version: int | None = None) -> None:
+        """Take over the policy's weights; nothing to do where they are shared."""
+        if self._copy is not None:
+            self._copy.sync(policy, version)
+        elif policy is not self._policy:
+            raise KeelError(
+                "this engine shares the weights of another model: build it on this policy, or with copy=True"
+            )
+
+    def is_stale(self, policy: nn.Module) -> bool:
+        """Whether sampling now would use other weights than the policy's."""
+        return policy is not self._policy if self._copy is None else self._copy.is_stale(policy)
+
+    def generate(
+        self, requests: Sequence[Request], sampling: SamplingParams, *, seed: int = 0, attempt: int = 0, step: int = 0
+    ) -> list[list[Completion]]:
+        """Completions of each request, in order; what is wrong with a request is said before anything is computed."""
+        for request in requests:
+            self._check(request, sampling)
+        rows = [
+            _Row(i, place, row_key(seed, attempt, step, request.key, sample), request.start, _limit(request, sampling))
+            for i, request in enumerate(requests)
+            for place, sample in enumerate(_samples(request, sampling))
+        ]
+        # prompts of like length together: less padding in a wave, and all rows of a group stay neighbours
+        rows.sort(key=lambda row: (len(requests[row.request].tokens), row.request))
+        with _inference(self.model):
+            for wave in _waves(rows, sampling.max_batch or len(rows)):
+                self._run(wave, requests, sampling)
+        finished: list[list[Completion]] = [[] for _ in requests]
+        for row in sorted(rows, key=lambda row: (row.request, row.place)):
+            finished[row.request].append(self._completion(row))
+        return finished
+
+    def _check(self, request: Request, sampling: SamplingParams) -> None:
+        length, new = len(request.tokens), _limit(request, sampling)
+        if not length:
+            raise KeelError(
+                f"problem {request.key!r} has an empty prompt: a model needs at least one token to continue"
+            )
+        if not len(_samples(request, sampling)):
+            raise KeelError(f"problem {request.key!r} asks for no samples: leave samples out, or name at least one")
+        if new < 1:
+            raise KeelError(f"problem {request.key!r} asks for max_new={new} tokens: at least 1 is needed")
+        if self.context is None or length + new <= self.context:
+            return
+        if length >= self.context:
+            raise KeelError(
+                f"problem {request.key!r} has a prompt of {length} tokens and the model's context is {self.context}: "
+                f"shorten it to leave room for an answer"
+            )
+        raise KeelError(
+            f"problem {request.key!r}: {length} prompt tokens and {new} new ones exceed the model's context of "
+            f"{self.context}: set rollout.max_completion_length to {self.context - length} or less"
+        )
+
+    def _run(self, rows: list[_Row], requests: Sequence[Request], sampling: SamplingParams) -> None:
+        """Sample one wave of rows to their ends."""
+        number: dict[tuple[int, ...], int] = {}
+        prompt_of = [number.setdefault(tuple(requests[row.request].tokens), len(number)) for row in rows]
+        decoder = self._decoder(self.model)
+        logits = decoder.start(list(number), prompt_of, max(row.limit for row in rows))
+        noise = _Noise(rows, logits, sampling)
+        while rows:
+            token, sample_logp, filtered_logp = draw(logits, sampling, noise.next())
+            self._record(rows, token, sample_logp, filtered_logp, sampling)
+            live = [i for i, row in enumerate(rows) if not row.stop_reason]
+            if len(live) < len(rows):
+                if not live:
+                    return
+                order = decoder.keep(live)
+                rows = [rows[i] for i in order]
+                token = token[torch.tensor(order, device=token.device)]
+                noise.keep(order)
+            logits = decoder.step(token)
+
+    def _record(
+        self, rows: list[_Row], token: Tensor, logp: Tensor, filtered: Tensor, sampling: SamplingParams
+    ) -> None:
+        """Write down what each row drew, and whether it is done."""
+        numbers = torch.stack((token.double(), logp.double(), filtered.double())).tolist()  # one transfer
+        for row, drawn, row_logp, row_filtered in zip(rows, *numbers, strict=True):
+            row.tokens.append(int(drawn))
+            row.sample_logp.append(row_logp)
+            row.filtered_logp.append(row_filtered)
+            if int(drawn) in self.eos_ids and not sampling.ignore_eos:
+                row.stop_reason = "eos"
+            elif sampling.stop and (text := self._cut(row.tokens, sampling.stop)) is not None:
+                row.stop_reason, row.text = "stop", text
+            elif len(row.tokens) == row.limit:
+                row.stop_reason = "length"
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def _cut(self, tokens: list[int], stop: tuple[str, ...]) -> str | None:
+        """The text before the first stop string, or None; looks at the last few tokens first, at all only on a hit.
+
+        A stop string that the newest token completes lies within its own length in bytes of tokens, since a token
+        adds a byte at least; twice that and eight more leave room for special tokens, which add none.
+        """
+        window = 2 * max(len(string.encode()) for string in stop) + 8
+        if len(tokens) > window:
+            tail = self._decode(tokens[-window:])
+            if not any(string in tail for string in stop):
+                return None
+        text = self._decode(tokens)
+        places = [text.find(string) for string in stop if string in text]
+        return text[: min(places)] if places else None
+
+    def _completion(self, row: _Row) -> Completion:
+        return Completion(
+            tokens=tuple(row.tokens),
+            action=(True,) * len(row.tokens),
+            sample_logp=tuple(row.sample_logp),
+            filtered_logp=tuple(row.filtered_logp),
+            text=self._decode(row.tokens) if row.text is None else row.text,
+            stop_reason=row.stop_reason,
+        )
+
+
+class _Noise:
+    """Noise for the rows of a wave, made for several positions at a time."""
+
+    def __init__(self, rows: list[_Row], logits: Tensor, sampling: SamplingParams) -> None:
+        device = logits.device
+        self.width = 0 if sampling.greedy else sum(block_shape(logits.shape[-1]))
+        self.keys = torch.tensor([row.key for row in rows], device=device)
+        self.starts = torch.tensor([row.start for row in rows], device=device)
+        self.position = 0
+        self.ahead: Tensor | None = None
+
+    def next(self) -> Tensor | None:
+        if not self.width:
+            return None
+        offset = self.position % _NOISE_AHEAD
+        if offset == 0 or self.ahead is None:
+            first = self.position - offset
+            positions = self.starts + torch.arange(first, first + _NOISE_AHEAD, device=self.keys.device).unsqueeze(1)
+            self.ahead = gumbel(self.keys.expand(_NOISE_AHEAD, -1), positions, self.width)
+        self.position += 1
+        return self.ahead[offset]
+
+    def keep(self, order: list[int]) -> None:
+        index = torch.tensor(order, device=self.keys.device)
+        self.keys, self.starts = self.keys[index], self.starts[index]
+        if self.ahead is not None:
+            self.ahead = self.ahead[:, index]
+
+
+def _limit(request: Request, sampling: SamplingParams) -> int:
+    return sampling.max_completion_length if request.max_new is None else request.max_new
+
+
+def _waves(rows: list[_Row], size: int) -> Iterator[list[_Row]]:
+    """At most `size` rows at a time; a group is divided, and its prompt read again, only if it is larger than that."""
+    wave: list[_Row] = []
+    for _, group in groupby(rows, key=lambda row: row.request):
+        members = list(group)
+        if wave and len(wave) + len(members) > size:
+            yield wave
+            wave = []
+        wave += members
+        while len(wave) > size:
+            yield wave[:size]
+            wave = wave[size:]
+    if wave:
+        yield wave
+
+
+def _samples(request: Request, sampling: SamplingParams) -> Sequence[int]:
+    return range(sampling.num_generations) if request.samples is None else request.samples
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every token that ends an answer: the tokenizer's, and those the model's generation config adds."""
+    extra = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    listed = [] if extra is None else [extra] if isinstance(extra, int) else list(extra)
+    return frozenset((int(tokenizer.eos_token_id), *map(int, listed)))
+
+
+def _context_length(model: Any) -> int | None:
+    length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return int(length) if length else None
+
+
+@contextmanager
+def _inference(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients, each module's own mode restored afterwards.
+
+    `no_grad` rather than `inference_mode`: tensors that a model caches in its forward pass (rotary tables) may meet
+    autograd later. Evaluation mode also keeps gradient checkpointing, which would drop the cache, out of the way.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

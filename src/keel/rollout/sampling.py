@@ -1,0 +1,190 @@
+"""How a token is drawn: filters, and noise that depends on what is drawn and on nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from keel.errors import KeelError
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+_TOP_P_HEAD = 1024  # top-p looks at this many tokens first; sorting a whole vocabulary costs as much as the model
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What to sample: temperature 0 is greedy, top_k 0 is off, `max_batch` rows run at a time (None: all of them).
+
+    `max_batch` bounds memory: keys and values of all rows that run together are allocated at their full length.
+    `ignore_eos` runs every row to its full length, for benchmarks.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_completion_length: int = 64
+    num_generations: int = 8
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    max_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            raise KeelError(f"stop must be a list of strings, not the string {self.stop!r}: write [{self.stop!r}]")
+        rules = {
+            "temperature": (self.temperature >= 0, "must be 0 (greedy) or more"),
+            "top_p": (0 < self.top_p <= 1, "must be above 0 and at most 1 (1 switches it off)"),
+            "top_k": (self.top_k >= 0, "must be 0 (off) or more"),
+            "min_p": (0 <= self.min_p <= 1, "must be between 0 (off) and 1"),
+            "max_completion_length": (self.max_completion_length >= 1, "must be at least 1"),
+            "num_generations": (self.num_generations >= 1, "must be at least 1: a group needs a completion"),
+            "stop": (all(self.stop), "must hold non-empty strings"),
+            "max_batch": (self.max_batch is None or self.max_batch >= 1, "must be at least 1, or null for no limit"),
+        }
+        for name, (fine, rule) in rules.items():
+            if not fine:
+                raise KeelError(f"rollout.{name} is {getattr(self, name)!r}: it {rule}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def filtered(self) -> bool:
+        return not self.greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+
+def row_key(seed: int, attempt: int, step: int, problem: str, sample: int) -> int:
+    """The 64-bit key of one completion's noise, signed as torch wants it.
+
+    A cryptographic hash, so that neighbouring seeds, steps and samples share nothing.
+    """
+    text = "\x1f".join((str(seed), str(attempt), str(step), str(sample), problem))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64: torch's own is arithmetic."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser (Steele, Lea and Flood 2014): a bijection of 64 bits that passes BigCrush as a counter."""
+    x = (x ^ _shift(x, 30)) * _MIX_1
+    x = (x ^ _shift(x, 27)) * _MIX_2
+    return x ^ _shift(x, 31)
+
+
+def gumbel(keys: Tensor, positions: Tensor, width: int) -> Tensor:
+    """Standard Gumbel noise `[*keys.shape, width]` of (row key, position, index), in float64.
+
+    A pure function of its arguments: neither the batch a row sits in nor what was drawn before can move it. 53 bits,
+    since 24 would cut tails off at 1e-7.
+    """
+    stream = _mix(keys + _mix((positions + 1) * _GOLDEN))
+    index = torch.arange(1, width + 1, device=keys.device) * _GOLDEN
+    bits = _shift(_mix(stream.unsqueeze(-1) + index), 11)
+    uniform = (bits.double() + 0.5) * 2.0**-53
+    return -torch.log(-torch.log(uniform))
+
+
+def block_shape(vocabulary: int) -> tuple[int, int]:
+    """(blocks, size) that cover the vocabulary in near-square blocks, without padding where a divisor allows it."""
+    root = round(vocabulary**0.5)
+    for size in sorted(range(max(1, root // 2), 2 * root + 1), key=lambda size: abs(size - root)):
+        if vocabulary % size == 0:
+            return vocabulary // size, size
+    return -(-vocabulary // root), root
+
+
+def filter_threshold(logits: Tensor, params: SamplingParams) -> Tensor:
+    """The smallest logit `[B, 1]` that top-k, then top-p, then min-p leave in, each seeing what the one before left.
+
+    The order and meaning of transformers' warpers. All three keep the tokens above some logit, so one number a row is
+    the whole filter; exact ties at it are all kept, where those warpers keep some.
+    """
+    threshold = torch.full_like(logits[:, :1], -torch.inf)
+    if params.top_k and params.top_k < logits.shape[-1]:
+        head = logits.topk(params.top_k, dim=-1).values
+        threshold = head[:, -1:]
+        if params.top_p < 1:
+            threshold = _nucleus_edge(head, head.logsumexp(-1, keepdim=True), params.top_p)
+    elif params.top_p < 1:
+        threshold = _nucleus(logits, params.top_p)
+    if params.min_p > 0:  # p >= min_p * max p, where the normaliser cancels
+        threshold = threshold.maximum(logits.amax(-1, keepdim=True) + math.log(params.min_p))
+    return threshold
+
+
+def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
+    """The logits with -inf where a filter leaves the token out."""
+    return logits.masked_fill(logits < filter_threshold(logits, params), -torch.inf)
+
+
+def _nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """The smallest logit in the smallest set of tokens whose probability reaches top_p.
+
+    Found among the few most probable tokens, and by sorting all of them only in rows where these do not reach it.
+    """
+    normaliser = logits.logsumexp(-1, keepdim=True)
+    head = logits.topk(min(_TOP_P_HEAD, logits.shape[-1]), dim=-1).values
+    threshold = _nucleus_edge(head, normaliser, top_p)
+    flat = ((head - normaliser).exp().sum(-1) < top_p).nonzero().squeeze(-1)
+    if head.shape[-1] < logits.shape[-1] and len(flat):
+        ordered = logits[flat].sort(dim=-1, descending=True).values
+        threshold[flat] = _nucleus_edge(ordered, normaliser[flat], top_p)
+    return threshold
+
+
+def _nucleus_edge(ordered: Tensor, normaliser: Tensor, top_p: float) -> Tensor:
+    """The logit at which probabilities of descending logits, added up, first reach top_p."""
+    cumulative = (ordered - normaliser).exp().cumsum(-1)
+    edge = (cumulative < top_p).sum(-1, keepdim=True).clamp(max=ordered.shape[-1] - 1)
+    return ordered.gather(-1, edge)
+
+
+def draw(logits: Tensor, params: SamplingParams, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample one token a row from logits `[B, V]`: (token, sample_logp, filtered_logp), each `[B]`.
+
+    Gumbel-argmax in two stages, first a block of the vocabulary by its probability and then a token within it: exact
+    by the chain rule, with about 2·sqrt(V) noises `[B, blocks + size]` in place of V. It is preferred over one uniform
+    through the cumulative distribution because of rounding. Batches of different sizes give logits that differ by some
+    1e-6, and argmax turns that into another token with that probability only; the cumulative distribution has a
+    boundary at each of V tokens, and every one of them moves.
+
+    A greedy choice has `sample_logp` at temperature 1 and `filtered_logp` 0, being certain.
+    """
+    logits = logits.float()
+    if params.greedy:
+        token = logits.argmax(-1)
+        logp = logits.gather(-1, token.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+        return token, logp, torch.zeros_like(logp)
+    assert noise is not None, "sampling at a temperature above 0 needs noise"
+    if params.temperature != 1:
+        logits = logits / params.temperature
+    blocks, size = block_shape(logits.shape[-1])
+    if blocks * size != logits.shape[-1]:
+        logits = F.pad(logits, (0, blocks * size - logits.shape[-1]), value=-torch.inf)
+    threshold = filter_threshold(logits, params) if params.filtered else None
+    peak = logits.amax(-1, keepdim=True)
+    weights = (logits - peak).exp_()
+    mass = weights.view(-1, blocks, size).sum(-1)
+    normaliser = kept = mass.sum(-1).log() + peak.squeeze(-1)
+    if threshold is not None:
+        mass = weights.masked_fill_(logits < threshold, 0).view(-1, blocks, size).sum(-1)
+        kept = mass.sum(-1).log() + peak.squeeze(-1)
+    block = (mass.double().log() + noise[:, :blocks]).argmax(-1)
+    inside = logits.view(-1, blocks, size).gather(1, block.view(-1, 1, 1).expand(-1, 1, size)).squeeze(1)
+    if threshold is not None:
+        inside = inside.masked_fill(inside < threshold, -torch.inf)
+    offset = (inside.double() + noise[:, blocks:]).argmax(-1)
+    logit = inside.gather(-1, offset.unsqueeze(-1)).squeeze(-1)
+    return block * size + offset, logit - normaliser, logit - kept

@@ -1,0 +1,173 @@
+"""Loading: one path for every source, dropout off, and bad input refused in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from keel.errors import KeelError
+from keel.models import load_model
+from keel.models.tiny import tiny_model, tiny_tokenizer
+
+IDS = torch.tensor([[5, 40, 60, 7, 9]])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "small"
+    model, tokenizer = tiny_model(seed=5)
+    model.save_pretrained(path)  # type: ignore[operator]
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def altered(folder: Path, into: Path, **values: Any) -> Path:
+    """A copy of the folder whose tokenizer config has other values (None removes one)."""
+    shutil.copytree(folder, into)
+    path = into / "tokenizer_config.json"
+    config = {**json.loads(path.read_text()), **values}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return into
+
+
+def gpt2(seed: int) -> tuple[nn.Module, Any]:
+    """A user's own loader, with all of GPT-2's dropouts on."""
+    torch.manual_seed(seed)
+    config = GPT2Config(vocab_size=130, n_embd=16, n_layer=2, n_head=2, n_positions=77, resid_pdrop=0.3, attn_pdrop=0.3)
+    return GPT2LMHeadModel(config), tiny_tokenizer()
+
+
+def test_what_is_known_of_tiny() -> None:
+    loaded = load_model("tiny", device="cpu")
+    assert (loaded.context_length, loaded.eos_ids, loaded.pad_id) == (2048, (2,), 0)
+    assert (loaded.dtype, loaded.device, loaded.notes) == (torch.float32, torch.device("cpu"), ())
+    assert not loaded.model.training
+
+
+def test_a_folder_and_its_dtype(folder: Path) -> None:
+    source, _ = tiny_model(seed=5)
+    loaded = load_model(str(folder), device="cpu")
+    with torch.no_grad():
+        assert torch.equal(loaded.model(input_ids=IDS).logits, source(input_ids=IDS).logits)
+    assert load_model(str(folder), device="cpu", dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_a_users_loader_goes_through_the_same_code() -> None:
+    loaded = load_model(f"{__name__}:gpt2", device="cpu", seed=3, lora={"r": 2, "targets": ["c_attn"]})
+    assert loaded.context_length == 77
+    assert any("lora_A" in name for name, _ in loaded.model.named_parameters())
+
+
+def test_dropout_is_off_unless_asked_for() -> None:
+    quiet = load_model(f"{__name__}:gpt2", device="cpu").model.train()
+    noisy = load_model(f"{__name__}:gpt2", device="cpu", dropout=True).model
+    assert noisy.training
+    with torch.no_grad():
+        assert torch.equal(quiet(input_ids=IDS).logits, quiet(input_ids=IDS).logits)
+        assert not torch.equal(noisy(input_ids=IDS).logits, noisy(input_ids=IDS).logits)
+    assert quiet.config.attn_pdrop == quiet.config.resid_pdrop == 0.0  # type: ignore[union-attr]
+
+
+def test_dropout_inside_attention_functions_is_off() -> None:
+    """Llama keeps its attention dropout as a number, not as a module."""
+    model, _ = tiny_model()
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        layer.self_attn.attention_dropout = 0.5
+    from keel.models.load import disable_dropout
+
+    disable_dropout(model)
+    model.train()
+    assert torch.equal(model(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients_under_lora() -> None:
+    grads = []
+    for flag in (False, True):
+        model = load_model("tiny", device="cpu", lora={"r": 2}, gradient_checkpointing=flag).model
+        model(input_ids=IDS).logits.square().sum().backward()
+        grads.append([p.grad for p in model.parameters() if p.requires_grad])
+        assert model.training == flag
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_no_pad_becomes_eos_with_a_note(folder: Path, tmp_path: Path) -> None:
+    loaded = load_model(str(altered(folder, tmp_path / "m", pad_token=None)), device="cpu")
+    assert loaded.pad_id == loaded.tokenizer.eos_token_id
+    assert "no pad token" in loaded.notes[0]
+
+
+def test_more_eos_tokens_come_from_the_generation_config(folder: Path, tmp_path: Path) -> None:
+    path = altered(folder, tmp_path / "m")
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [6, 2]}))
+    assert load_model(str(path), device="cpu").eos_ids == (2, 6)
+
+
+def no_eos(folder: Path, tmp_path: Path) -> str:
+    return str(altered(folder, tmp_path / "m", eos_token=None))
+
+
+def misspelt_in_a_real_folder(folder: Path, tmp_path: Path) -> str:
+    return os.path.relpath(folder.parent / "smal")
+
+
+def no_config(folder: Path, tmp_path: Path) -> str:
+    (tmp_path / "m").mkdir()
+    return str(tmp_path / "m")
+
+
+def no_weights(folder: Path, tmp_path: Path) -> str:
+    path = altered(folder, tmp_path / "m")
+    (path / "model.safetensors").unlink()
+    return str(path)
+
+
+def cut_weights(folder: Path, tmp_path: Path) -> str:
+    path = altered(folder, tmp_path / "m")
+    data = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(data[: len(data) // 2])
+    return str(path)
+
+
+def too_many_tokens(folder: Path, tmp_path: Path) -> str:
+    path = altered(folder, tmp_path / "m")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.add_tokens([f"word{i}" for i in range(40)])
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (no_eos, "no EOS token"),
+        (misspelt_in_a_real_folder, "no model folder at"),
+        (no_config, "no config.json"),
+        (no_weights, "cannot load a model from the folder"),
+        (cut_weights, "cannot load a model from the folder"),
+        (too_many_tokens, "159 tokens but the model embeds 119"),
+        (lambda *_: "./no/such/folder", "no model folder at"),
+        (lambda *_: "a/b/c", "no model folder at"),
+        (lambda *_: "nothing.gguf", "no GGUF file at"),
+        (lambda *_: "no_such_module:load", "cannot import model loader"),
+        (lambda *_: f"{__name__}:IDS", "must be a function"),
+        (lambda *_: f"{__name__}:tiny_tokenizer", "must return"),
+    ],
+)
+def test_bad_input_is_one_line(make: Any, message: str, folder: Path, tmp_path: Path) -> None:
+    name = make(folder, tmp_path)
+    with pytest.raises(KeelError, match=message) as caught:
+        load_model(name, device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_dtype_is_refused_before_loading() -> None:
+    with pytest.raises(KeelError, match="did you mean 'bf16'"):
+        load_model("./no/such/folder", device="cpu", dtype="b16")

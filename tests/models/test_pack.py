@@ -1,0 +1,137 @@
+"""Rows, masks and positions are what the picture says, and bad input never reaches a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from keel.errors import KeelError
+from keel.models.pack import microbatches, pack
+from keel.types import Completion, Group, Problem
+
+from .packing_cases import RAGGED, make_completion, make_groups
+
+
+def completion(*tokens: int) -> Completion:
+    zeros = (0.0,) * len(tokens)
+    return Completion(tokens, (True,) * len(tokens), zeros, zeros, "", "eos")
+
+
+def test_one_group_by_hand() -> None:
+    group = Group(Problem("p", ""), (10, 11), (completion(20, 21, 22), completion(30, 31)))
+    packed = pack([group], 0)
+    assert packed.input_ids.tolist() == [[10, 11, 20, 21, 30]]  # the last token of a completion scores nothing
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 2]]
+    assert packed.gather.tolist() == [[1, 2, 3], [1, 4, 0]]
+    assert packed.tokens.tolist() == [[20, 21, 22], [30, 31, 0]]
+    assert packed.completion_mask.tolist() == [[True, True, True], [True, True, False]]
+    expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
+    assert packed.mask_4d()[0, 0].int().tolist() == expected
+
+
+def test_one_row_a_completion_by_hand() -> None:
+    group = Group(Problem("p", ""), (10, 11), (completion(20, 21, 22), completion(30, 31)))
+    packed = pack([group], 9, shared_prefix=False)
+    assert packed.input_ids.tolist() == [[10, 11, 20, 21], [10, 11, 30, 9]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
+    assert packed.attention_mask().tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
+    assert packed.gather.tolist() == [[1, 2, 3], [5, 6, 0]]
+
+
+@pytest.mark.parametrize("row_tokens", [None, 25, 40, 10_000])
+def test_a_query_sees_exactly_its_own_past(row_tokens: int | None) -> None:
+    """Follow the mask from every scoring position: the visible tokens, in order, are prompt + completion so far."""
+    groups = make_groups(RAGGED)
+    packed = pack(groups, 0, max_row_tokens=row_tokens)
+    length = packed.input_ids.shape[1]
+    mask = packed.mask_4d()
+    pairs = [(group, c) for group in groups for c in group.completions]
+    for index, (group, c) in enumerate(pairs):
+        for step in range(len(c.tokens)):
+            row, query = divmod(int(packed.gather[index, step]), length)
+            visible = mask[row, 0, query]
+            assert tuple(packed.input_ids[row][visible].tolist()) == group.prompt_tokens + c.tokens[:step]
+            assert packed.position_ids[row][visible].tolist() == list(range(len(group.prompt_tokens) + step))
+    assert mask.any(dim=-1).all()  # no query without a key: softmax over nothing is NaN
+    assert packed.group.tolist() == [i for i, group in enumerate(groups) for _ in group.completions]
+
+
+def test_rows_are_shared_up_to_the_budget() -> None:
+    groups = make_groups(RAGGED)
+    assert pack(groups, 0).input_ids.shape[0] == 4
+    packed = pack(groups, 0, max_row_tokens=30)
+    assert packed.input_ids.shape[0] == 3
+    assert packed.input_ids.shape[1] <= 30
+    assert pack(groups, 0, max_row_tokens=5).input_ids.shape[0] == 4  # a group is never cut
+
+
+def test_action_mask_leaves_out_what_the_policy_did_not_sample() -> None:
+    packed = pack(make_groups([(4, (6, 3))], tool=slice(1, 3)), 0)
+    assert packed.action_mask.int().tolist() == [[1, 0, 0, 1, 1, 1], [1, 0, 0, 0, 0, 0]]
+    assert packed.completion_mask.sum() == 9
+
+
+def test_spread_puts_values_where_they_belong() -> None:
+    packed = pack(make_groups([(4, (3, 1))]), 0)
+    assert packed.spread(torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist() == [[1, 2, 3], [4, 0, 0]]
+
+
+def test_a_completion_without_tokens_keeps_its_place() -> None:
+    packed = pack([Group(Problem("p", ""), (10, 11), (completion(), completion(30, 31)))], 0)
+    assert packed.input_ids.tolist() == [[10, 11, 30]]
+    assert packed.completion_mask.tolist() == [[False, False], [True, True]]
+    assert pack([Group(Problem("p", ""), (10, 11), (completion(),))], 0).tokens.shape == (1, 0)
+
+
+def test_to_moves_every_tensor() -> None:
+    moved = pack(make_groups(RAGGED), 0).to("meta")
+    assert moved.input_ids.device.type == moved.gather.device.type == moved.group.device.type == "meta"
+    assert moved.mask_4d().device.type == "meta"
+
+
+@pytest.mark.parametrize("shared_prefix", [True, False])
+@pytest.mark.parametrize("budget", [1, 12, 20, 45, 10_000])
+def test_microbatches_keep_the_order_and_the_budget(budget: int, shared_prefix: bool) -> None:
+    groups = make_groups(RAGGED)
+    parts = microbatches(groups, budget, shared_prefix=shared_prefix)
+    flat = [(g.problem.key, c) for part in parts for g in part for c in g.completions]
+    assert flat == [(g.problem.key, c) for g in groups for c in g.completions]
+    for part in parts:
+        alone = len(part) == 1 and len(part[0].completions) == 1
+        assert alone or pack(part, 0, shared_prefix=shared_prefix).input_ids.numel() <= budget
+    if budget == 10_000:
+        assert parts == [groups]
+
+
+def test_a_large_group_is_split_and_repeats_its_prompt() -> None:
+    (group,) = make_groups([(5, (4, 4, 4))])
+    parts = microbatches([group], 11)
+    assert [[len(g.completions) for g in part] for part in parts] == [[2], [1]]
+    assert all(g.prompt_tokens == group.prompt_tokens for part in parts for g in part)
+
+
+GOOD = make_groups([(4, (3,))])[0]
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([], "no groups"),
+        ([replace(GOOD, completions=())], "'p0' has a group with zero completions"),
+        ([replace(GOOD, prompt_tokens=())], "'p0' has an empty prompt"),
+        ([replace(GOOD, completions=(make_completion(60, torch.Generator()),))], "needs 64 tokens .* context of 32"),
+        ([replace(GOOD, completions=(replace(GOOD.completions[0], action=(True,)),))], "3 tokens with 1 action flags"),
+    ],
+)
+def test_bad_input_is_one_line(groups: list[Group], message: str) -> None:
+    with pytest.raises(KeelError, match=message) as caught:
+        pack(groups, 0, context_length=32)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_completion_that_fills_the_context_fits() -> None:
+    assert pack([GOOD], 0, context_length=7).tokens.shape == (1, 3)
+    with pytest.raises(KeelError):
+        pack([GOOD], 0, context_length=6)

@@ -1,0 +1,94 @@
+"""The probe passes what is computed rightly and catches what is not, without being told which is which."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from keel.errors import KeelError
+from keel.models.head import head_of
+from keel.models.logprobs import score_tokens
+from keel.models.pack import pack
+from keel.models.probe import context_length, local_windows, probe_packing
+
+from .packing_cases import make_groups, make_model, naive_logp
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "qwen2", "qwen3", "cohere", "granite"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_models_that_pack_rightly_pass(name: str, dtype: torch.dtype) -> None:
+    result = probe_packing(make_model(name).to(dtype))
+    assert result.ok, result.reason
+    assert result.max_error < (1e-4 if dtype == torch.float32 else 1.0)
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "llama-eager", "gemma2", "bloom"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_models_that_do_not_are_caught(name: str, dtype: torch.dtype) -> None:
+    result = probe_packing(make_model(name).to(dtype))
+    assert not result.ok
+    assert "one row a completion" in result.reason
+    assert "\n" not in result.reason
+
+
+def test_what_is_caught_would_have_been_wrong() -> None:
+    """The probe is no formality: without it the window is lost in silence."""
+    model, groups = make_model("mistral-window"), make_groups([(30, (5, 4))])
+    packed = pack(groups, 0)
+    found = score_tokens(model, packed).logp[packed.completion_mask]
+    assert (found - naive_logp(model, groups)).abs().max() > 1e-2
+
+
+def test_a_window_that_the_job_never_exceeds_does_not_matter() -> None:
+    model = make_model("mistral-window")
+    assert local_windows(model) == [16]
+    assert local_windows(model, longest=16) == []
+    assert probe_packing(model, longest=16).ok
+
+
+def test_a_window_too_long_to_probe_is_refused() -> None:
+    result = probe_packing(make_model("mistral-window"), max_length=20)
+    assert not result.ok
+    assert result.window == 16
+    assert "too long to probe" in result.reason
+
+
+def test_rows_are_longer_than_the_window_and_within_the_context() -> None:
+    model = make_model("mistral-window")
+    assert context_length(model) == 128
+    assert 16 < probe_packing(model).length <= 128
+
+
+def test_the_vocabulary_of_the_tokenizer_bounds_the_tokens() -> None:
+    assert probe_packing(make_model("llama"), 5).ok
+
+
+def test_the_probe_leaves_the_model_as_it_was() -> None:
+    model = make_model("llama").train()
+    model.model.layers[0].eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    probe_packing(model)
+    assert model.training
+    assert not model.model.layers[0].mlp.training
+    assert model.model.layers[1].mlp.training
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_head_that_changes_after_it_was_measured_is_caught() -> None:
+    model = make_model("llama")
+    head_of(model)
+    own = model.forward
+
+    def shifted(*args: Any, **kwargs: Any) -> Any:
+        out = own(*args, **kwargs)
+        out.logits = out.logits * 1.5
+        return out
+
+    model.forward = shifted
+    with pytest.raises(KeelError, match="off by"):
+        probe_packing(model)
