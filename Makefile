@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.keel-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint verify clean
+.PHONY: help setup train test test-gpu lint verify clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -23,6 +23,9 @@ train: setup  ## train the one-file example under a KL leash (under two minutes 
 
 test: setup  ## run all tests
 	$(BIN)/python -m pytest
+
+test-gpu: setup  ## run the tests that need a CUDA device
+	$(BIN)/python -m pytest tests_gpu
 
 lint: setup  ## ruff, mypy and the rooms' import contracts
 	$(BIN)/ruff check .

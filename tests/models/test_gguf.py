@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from torch import Tensor
@@ -13,8 +14,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from keel.errors import KeelError
 from keel.models import load_model
 from keel.models.gguf import check_gguf
-
-gguf = pytest.importorskip("gguf")
 
 HEADS, KV_HEADS, WIDTH, HIDDEN, LAYERS = 4, 2, 32, 64, 2
 NAMES = {

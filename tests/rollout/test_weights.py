@@ -133,17 +133,3 @@ def test_an_adapter_added_later_is_taken_over() -> None:
     engine.sync(model)
     assert not engine.is_stale(model)
     assert_samples_from(engine, model)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
-def test_a_copy_on_a_gpu_samples_from_the_policy(name: str) -> None:
-    model = shapes.model(name)
-    engine = NativeEngine(model, shapes.tokenizer(), device="cuda")
-    learn(model)
-    engine.sync(model, 1)
-    assert not engine.is_stale(model)
-    for request, group in zip(REQUESTS, engine.generate(REQUESTS, SAMPLING, seed=1), strict=True):
-        for c in group:
-            expected = shapes.full_logp(model, request.tokens, c.tokens, 1.0)
-            torch.testing.assert_close(torch.tensor(c.sample_logp), expected, atol=5e-3, rtol=0)

@@ -1,0 +1,293 @@
+"""One full GRPO step, Keel against TRL: rollout, reference, update, on the same model, prompts, lengths and hardware.
+
+    python bench/step.py --job cpu-37              # 2 prompts of 37 tokens × 8 completions × 32 tokens, β 0.04
+    python bench/step.py --job cpu-512             # the same with prompts of 512 tokens
+    python bench/step.py --job cpu-37 --side keel  # one side only
+
+Each side runs in a process of its own, so that its peak memory is its own: one warm-up step, then the median of
+`--repeats`. Weights and AdamW are fp32 on both sides, completions are forced to full length, and neither recomputes
+activations (TRL's default gradient checkpointing is switched off, in TRL's favour). The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BETA, LEARNING_RATE = 0.04, 1e-6
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one step has to do."""
+
+    prompts: int
+    group: int
+    prompt_tokens: int
+    new_tokens: int
+    device: str = "cpu"
+
+    @property
+    def tokens(self) -> int:
+        return self.prompts * self.group * self.new_tokens
+
+
+JOBS = {
+    "tiny": Job(2, 4, 12, 8),
+    "cpu-37": Job(2, 8, 37, 32),
+    "cpu-512": Job(2, 8, 512, 32),
+}
+WORDS = (
+    "time",
+    "year",
+    "people",
+    "way",
+    "day",
+    "thing",
+    "life",
+    "world",
+    "school",
+    "state",
+    "family",
+    "group",
+    "country",
+)
+
+
+def make_prompts(tokenizer: Any, job: Job) -> list[str]:
+    """Texts of exactly `prompt_tokens` tokens, each different, and stable when encoded again."""
+    prompts = []
+    for number in range(job.prompts):
+        words = [WORDS[(number * 7 + 3 * i) % len(WORDS)] for i in range(4 * job.prompt_tokens)]
+        ids = tokenizer(" ".join(words), add_special_tokens=False)["input_ids"][: job.prompt_tokens]
+        text = tokenizer.decode(ids)
+        if len(tokenizer(text, add_special_tokens=False)["input_ids"]) != job.prompt_tokens:
+            raise SystemExit(f"bench/step.py: this tokenizer does not cut cleanly at {job.prompt_tokens} tokens")
+        prompts.append(text)
+    return prompts
+
+
+class Clock:
+    """Seconds by phase, and when a step ended."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, float] = {}
+
+    def timed(self, phase: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        """`work`, with its time added to a phase."""
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return work(*args, **kwargs)
+            finally:
+                self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - started
+
+        return wrapped
+
+    def take(self) -> dict[str, float]:
+        """The phases so far, and a fresh start."""
+        phases, self.phases = self.phases, {}
+        return phases
+
+
+def peak_gib() -> float:
+    """The process's largest resident memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def length_reward(completions: list[Any], **_: Any) -> list[float]:
+    """Any reward that differs within a group: the time of a step does not depend on it."""
+    return [float(hash(str(completion)) % 7) for completion in completions]
+
+
+def run_keel(model: str, job: Job, steps: int) -> list[dict[str, float]]:
+    """Keel's step: shared prompts in the rollout, one row a group in the reference and in the update."""
+    import torch
+
+    from keel.losses import KLSpec, LossSpec, advantages, objective
+    from keel.models.load import load_model
+    from keel.models.logprobs import score_tokens
+    from keel.models.pack import pack
+    from keel.reference import build_reference
+    from keel.rollout import NativeEngine, Request, SamplingParams
+    from keel.types import Batch, Group, Problem
+
+    loaded = load_model(model, dtype="float32", device=job.device)
+    policy, tokenizer = loaded.model, loaded.tokenizer
+    reference = build_reference("frozen", loaded)
+    engine = NativeEngine(policy, tokenizer)
+    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=LEARNING_RATE, fused=True)
+    prompts = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in make_prompts(tokenizer, job)]
+    requests = [Request(str(number), prompt) for number, prompt in enumerate(prompts)]
+    sampling = SamplingParams(max_completion_length=job.new_tokens, num_generations=job.group, ignore_eos=True)
+    clock = Clock()
+
+    def rollout(step: int) -> list[Group]:
+        answers = engine.generate(requests, sampling, seed=0, step=step)
+        return [
+            Group(Problem(request.key, ""), request.tokens, tuple(completions))
+            for request, completions in zip(requests, answers, strict=True)
+        ]
+
+    def refer(packed: Any) -> Any:
+        with reference.model() as held, torch.no_grad():
+            return score_tokens(held, packed).logp
+
+    def update(packed: Any, ref_logp: Any, groups: list[Group]) -> None:
+        texts = [completion.text for group in groups for completion in group.completions]
+        advantage = advantages(torch.tensor(length_reward(texts)), packed.group)
+        scores = score_tokens(policy, packed, entropy=True)
+        batch = Batch(packed.action_mask, advantage, ref_logp=ref_logp)
+        optimizer.zero_grad()
+        objective(scores, batch, LossSpec(loss_type="grpo"), KLSpec(), BETA).loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+
+    results = []
+    for step in range(steps):
+        started = time.perf_counter()
+        groups = clock.timed("rollout", rollout)(step)
+        packed = pack(groups, loaded.pad_id).to(loaded.device)
+        ref_logp = clock.timed("reference", refer)(packed)
+        clock.timed("update", update)(packed, ref_logp, groups)
+        results.append({**clock.take(), "total": time.perf_counter() - started})
+    return results
+
+
+def run_trl(model: str, job: Job, steps: int) -> list[dict[str, float]]:
+    """TRL's GRPOTrainer on the same job; its phases are timed by wrapping its own methods."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    clock, results = Clock(), []
+    last = [0.0]
+
+    class StepTimer(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            clock.take()
+            last[0] = time.perf_counter()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            phases = clock.take()
+            total = time.perf_counter() - last[0]
+            update = total - phases.get("rollout", 0.0) - phases.get("reference", 0.0)
+            results.append({**phases, "update": update, "total": total})
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=job.prompts * job.group,
+            num_generations=job.group,
+            max_completion_length=job.new_tokens,
+            generation_kwargs={"min_new_tokens": job.new_tokens},
+            beta=BETA,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            loss_type="grpo",
+            max_steps=steps,
+            bf16=False,
+            gradient_checkpointing=False,
+            use_cpu=job.device == "cpu",
+            model_init_kwargs={"dtype": "float32"},
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=length_reward,
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": make_prompts(tokenizer, job) * steps}),
+            processing_class=tokenizer,
+            callbacks=[StepTimer()],
+        )
+        trainer._generate_single_turn = clock.timed("rollout", trainer._generate_single_turn)
+        score = trainer._get_per_token_logps_and_entropies
+
+        def score_timed(*args: Any, **kwargs: Any) -> Any:
+            return (score if torch.is_grad_enabled() else clock.timed("reference", score))(*args, **kwargs)
+
+        trainer._get_per_token_logps_and_entropies = score_timed
+        # no_grad around generation and scoring is TRL's own; a step begins before its batch is generated
+        trainer.train()
+    return results
+
+
+SIDES: dict[str, Callable[[str, Job, int], list[dict[str, float]]]] = {"keel": run_keel, "trl": run_trl}
+
+
+def measure_here(side: str, model: str, job: Job, repeats: int) -> dict[str, float]:
+    """Run one side in this process: the median of each phase over the steps after the first."""
+    steps = SIDES[side](model, job, repeats + 1)[1:]
+    medians = {phase: statistics.median(step.get(phase, 0.0) for step in steps) for phase in steps[0]}
+    return {**medians, "peak_gib": peak_gib()}
+
+
+def measure_apart(side: str, options: argparse.Namespace) -> dict[str, float]:
+    """Run one side in a fresh process and read the JSON on its last line."""
+    command = [sys.executable, __file__, "--job", options.job, "--model", options.model, "--side", side]
+    command += ["--repeats", str(options.repeats), "--threads", str(options.threads), "--here"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"bench/step.py: the {side} side failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--job", choices=sorted(JOBS), default="cpu-37")
+    default = Path.home() / ".cache" / "keel" / "smollm2-135m-instruct"
+    parser.add_argument("--model", default=str(default), help="a folder (scripts/get_smollm2.py makes the default one)")
+    parser.add_argument("--side", choices=["both", *SIDES], default="both")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.repeats < 1:
+        parser.error("--repeats must be at least 1")
+    if not Path(options.model).is_dir():
+        parser.error(f"no model folder at {options.model}: run scripts/get_smollm2.py, or give --model")
+    job = JOBS[options.job]
+    if options.here:
+        import torch
+
+        torch.set_num_threads(options.threads)
+        print(json.dumps(measure_here(options.side, options.model, job, options.repeats)))
+        return
+    sides = list(SIDES) if options.side == "both" else [options.side]
+    results = {side: measure_apart(side, options) for side in sides}
+    show(options.job, job, results)
+
+
+def show(name: str, job: Job, results: dict[str, dict[str, float]]) -> None:
+    """A table for a person, then one line of JSON."""
+    print(f"{name}: {job.prompts} prompts of {job.prompt_tokens} × {job.group} completions × {job.new_tokens} tokens")
+    print(f"{'':>6} {'rollout':>9} {'reference':>10} {'update':>9} {'step':>9} {'tokens/s':>9} {'peak GiB':>9}")
+    for side, r in results.items():
+        phases = f"{r['rollout']:8.2f}s {r['reference']:9.2f}s {r['update']:8.2f}s {r['total']:8.2f}s"
+        print(f"{side:>6} {phases} {job.tokens / r['total']:9.1f} {r['peak_gib']:9.2f}")
+    line: dict[str, Any] = {"job": name}
+    for side, r in results.items():
+        line |= {f"{side}_s": round(r["total"], 3), f"{side}_peak_gib": round(r["peak_gib"], 3)}
+    if len(results) == 2:
+        line["ratio"] = round(results["trl"]["total"] / results["keel"]["total"], 3)
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()
