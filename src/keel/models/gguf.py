@@ -67,6 +67,7 @@ def load_gguf(path: Path, *, dtype: torch.dtype, attn_implementation: str = "sdp
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
     _repair_digits(tokenizer, header.values.get("tokenizer.ggml.pre"))
+    _name_special_tokens(tokenizer, header)
     limit = header.values.get(f"{header.values.get('general.architecture')}.context_length")
     if limit:
         tokenizer.model_max_length = int(limit)
@@ -102,6 +103,14 @@ def _repair_digits(tokenizer: Any, pre: str | None) -> None:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
+
+
+def _name_special_tokens(tokenizer: Any, header: GgufHeader) -> None:
+    """BOS, EOS and padding as the file numbers them: versions of the reader differ in which they take over."""
+    for role, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding")):
+        number = header.values.get(f"tokenizer.ggml.{key}_token_id")
+        if number is not None:
+            setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(int(number)))
 
 
 def _without_strangers(tokenizer: Any, rows: int) -> Any:
