@@ -37,12 +37,25 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class Reward:
+    """What a completion earned: the total, its named parts (before weights), and whether the answer could be read."""
+
+    total: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    parsed: bool = True
+
+
+@dataclass(frozen=True)
 class Group:
-    """All completions of one problem: they share their prompt, and their rewards are compared with each other."""
+    """All completions of one problem: they share their prompt, and their rewards are compared with each other.
+
+    `rewards` has one entry a completion once they are judged, and is empty before.
+    """
 
     problem: Problem
     prompt_tokens: tuple[int, ...]
     completions: tuple[Completion, ...]
+    rewards: tuple[Reward, ...] = ()
 
 
 @dataclass(frozen=True)
