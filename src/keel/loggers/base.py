@@ -1,0 +1,102 @@
+"""What a logger is, and how several are driven so that none of them can stop a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+
+class Logger(Protocol):
+    """Told what happened, in order; a user's own class follows this too (derive from `Quiet` to fill in the rest)."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """All metrics of one step."""
+
+    def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Completions recorded at a step."""
+
+    def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
+        """One evaluated task."""
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Something that is not a number a step: a resume, a guard, a checkpoint. `step` and `time` are fields."""
+
+    def close(self) -> None:
+        """No more will come."""
+
+
+class Quiet:
+    """A logger that ignores everything, to derive from."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def evaluation(self, step: int, record: Mapping[str, Any]) -> None: ...
+
+    def event(self, kind: str, **fields: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Fanout:
+    """Several loggers as one. `keeper` (JSONL) must succeed; any other that raises is named once and dropped."""
+
+    def __init__(
+        self, keeper: Logger, others: Mapping[str, Logger] | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._keeper = keeper
+        self._others = dict(others or {})
+        self._clock = clock
+        self._step = 0
+
+    @property
+    def names(self) -> list[str]:
+        """Of the loggers beside the keeper that still work."""
+        return list(self._others)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """All metrics of one step."""
+        self._step = step
+        self._tell("step", step, metrics)
+
+    def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Completions recorded at a step."""
+        self._tell("rollouts", step, records)
+
+    def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
+        """One evaluated task."""
+        self._tell("evaluation", step, record)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Stamped here with the last step and the time (seconds since 1970), so that every logger says the same."""
+        fields = {"step": self._step, "time": round(self._clock(), 3), **fields}
+        self._tell("event", kind, **fields)
+
+    def close(self) -> None:
+        """The keeper last, so that it can still record a failure of the others."""
+        for name in list(self._others):
+            self._guarded(name, "close")
+        self._others.clear()
+        self._keeper.close()
+
+    def _tell(self, method: str, *args: Any, **fields: Any) -> None:
+        getattr(self._keeper, method)(*args, **fields)
+        for name in list(self._others):
+            self._guarded(name, method, *args, **fields)
+
+    def _guarded(self, name: str, method: str, *args: Any, **fields: Any) -> None:
+        logger = self._others.get(name)
+        if logger is None:  # dropped while it was being told about another
+            return
+        try:
+            getattr(logger, method)(*args, **fields)
+        except Exception as error:
+            del self._others[name]
+            self.event("logger/dropped", logger=name, during=method, error=f"{type(error).__name__}: {error}"[:500])
+            if method != "close":
+                try:
+                    logger.close()
+                except Exception:  # it was reported already
+                    return

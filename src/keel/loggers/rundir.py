@@ -1,0 +1,183 @@
+"""The run directory: the contract between training and every tool that looks at a run afterwards."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from keel.errors import KeelError
+from keel.loggers.files import LineFile, encode, keep_lines, one_line_errors, write_atomic
+from keel.loggers.lock import RunLock
+
+CONFIG = "config.yaml"
+ENV = "env.json"
+METRICS = "metrics.jsonl"
+ROLLOUTS = "rollouts.jsonl"
+EVAL = "eval.jsonl"
+EVENTS = "events.jsonl"
+TENSORBOARD = "tensorboard"
+CHECKPOINTS = "checkpoints"
+FINDINGS = "findings.json"
+SUMMARY = "summary.json"
+REPORT = "report.html"
+LOCK = ".lock"
+WANDB = "wandb.json"
+
+LINE_FILES = (METRICS, ROLLOUTS, EVAL, EVENTS)
+# What only a run that got somewhere has: a run that died while loading its model may simply be started again.
+_WORTH_KEEPING = (METRICS, ROLLOUTS, EVAL, CHECKPOINTS, FINDINGS, SUMMARY)
+_OURS = (CONFIG, ENV, *LINE_FILES, TENSORBOARD, CHECKPOINTS, FINDINGS, SUMMARY, REPORT, WANDB, "wandb")
+
+
+class RunDirectory:
+    """One run's folder, locked for one writer: whole files are replaced atomically, lines are appended complete.
+
+    Steps count finished updates: what is measured before training has step 0, the first update writes step 1, and
+    `checkpoints/step-N` holds the state after N updates. Write all lines of step N before that checkpoint is saved;
+    then `cut_after(N)` on resume leaves the files exactly as they were.
+    """
+
+    def __init__(self, path: Path, lock: RunLock) -> None:
+        self.path = path
+        self._lock = lock
+        self._lines: dict[str, LineFile] = {}
+
+    @classmethod
+    def create(cls, path: str | Path, *, overwrite: bool = False) -> RunDirectory:
+        """A new run. An existing one is refused unless `overwrite` says that its data may go."""
+        path = Path(path)
+        _make_folder(path)
+        lock = RunLock(path / LOCK)
+        try:
+            kept = [name for name in _WORTH_KEEPING if _has_content(path / name)]
+            if kept and not overwrite:
+                state = "a finished run" if _has_content(path / SUMMARY) else "an unfinished run"
+                raise KeelError(
+                    f"{path} already holds {state} ({', '.join(kept)}): go on with it by --resume, "
+                    "choose another run.name, or discard it with run.overwrite=true"
+                )
+            if kept:
+                _remove(path)
+            with one_line_errors(f"cannot create {path / CHECKPOINTS}"):
+                (path / CHECKPOINTS).mkdir(exist_ok=True)
+        except BaseException:
+            lock.release()
+            raise
+        return cls(path, lock)
+
+    @classmethod
+    def resume(cls, path: str | Path) -> RunDirectory:
+        """An existing run, to go on with; call `cut_after` once the checkpoint is chosen."""
+        path = Path(path)
+        if not any((path / name).exists() for name in (CONFIG, *_WORTH_KEEPING)):
+            raise KeelError(
+                f"no run to resume in {path}: leave --resume out to start one, or check run.dir and run.name"
+            )
+        lock = RunLock(path / LOCK)
+        run = cls(path, lock)
+        try:
+            with one_line_errors(f"cannot create {path / CHECKPOINTS}"):
+                (path / CHECKPOINTS).mkdir(exist_ok=True)
+            for name in LINE_FILES:
+                run._file(name)  # cuts off a line torn by a kill
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where `step-N` folders live."""
+        return self.path / CHECKPOINTS
+
+    @property
+    def tensorboard(self) -> Path:
+        """Where TensorBoard event files live."""
+        return self.path / TENSORBOARD
+
+    def append(self, name: str, record: Mapping[str, Any]) -> None:
+        """One complete line onto one of the line files."""
+        self._file(name).append(record)
+
+    def cut_after(self, step: int) -> dict[str, int]:
+        """Drop every line past `step`, atomically a file; how many, a file. A run without a checkpoint: `step=-1`."""
+        dropped: dict[str, int] = {}
+        for name in LINE_FILES:
+            if name in self._lines:
+                self._lines.pop(name).close()
+            dropped[name] = keep_lines(self.path / name, step)
+        return dropped
+
+    def write_text(self, name: str, text: str) -> Path:
+        """A whole text file, atomically."""
+        path = self.path / name
+        write_atomic(path, text)
+        return path
+
+    def write_json(self, name: str, data: Any) -> Path:
+        """A whole JSON file, atomically; NaN and infinities as null."""
+        if isinstance(data, Mapping):
+            return self.write_text(name, encode(data, indent=2) + "\n")
+        wrapped = json.loads(encode({"data": data}))["data"]
+        return self.write_text(name, json.dumps(wrapped, indent=2, ensure_ascii=False) + "\n")
+
+    def read_json(self, name: str) -> Any:
+        """A whole JSON file, or None where there is none."""
+        path = self.path / name
+        if not path.exists():
+            return None
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise KeelError(f"{path} is not JSON: {error}") from error
+
+    def sync(self) -> None:
+        """All lines to the disk itself: call it before a checkpoint, so that the checkpoint never outlives them."""
+        for file in self._lines.values():
+            file.sync()
+
+    def close(self) -> None:
+        """Close the files and give the lock back; safe to call twice."""
+        for file in self._lines.values():
+            file.close()
+        self._lines.clear()
+        self._lock.release()
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _file(self, name: str) -> LineFile:
+        if name not in self._lines:
+            self._lines[name] = LineFile(self.path / name)
+        return self._lines[name]
+
+
+def _make_folder(path: Path) -> None:
+    with one_line_errors(f"cannot create the run directory {path}"):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def _has_content(path: Path) -> bool:
+    if path.is_dir():
+        return any(path.iterdir())
+    return path.exists() and path.stat().st_size > 0
+
+
+def _remove(path: Path) -> None:
+    """Only what a run writes; anything else a user put there stays."""
+    with one_line_errors(f"cannot clear {path}"):
+        for name in _OURS:
+            target = path / name
+            if target.is_dir() and not target.is_symlink():
+                shutil.rmtree(target)
+            elif target.exists() or target.is_symlink():
+                target.unlink()

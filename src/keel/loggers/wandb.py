@@ -1,0 +1,79 @@
+"""Metrics and evaluations to Weights & Biases, online or offline."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from keel.errors import KeelError
+from keel.loggers.base import Quiet
+from keel.loggers.files import write_atomic
+from keel.loggers.rundir import WANDB
+from keel.loggers.tensorboard import flat_numbers
+
+
+class WandbLogger(Quiet):
+    """One W&B run for one run directory: its id is kept in `wandb.json`, so a resume goes on in the same run.
+
+    Steps are a metric of their own (`step`), because W&B's own counter cannot go back to a checkpoint.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        project: str = "keel",
+        name: str | None = None,
+        id: str | None = None,
+        entity: str | None = None,
+        mode: str | None = None,
+        group: str | None = None,
+        tags: list[str] | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise KeelError(
+                "log.wandb needs the wandb package: pip install 'keel-rl[wandb]', or log.wandb=null"
+            ) from error
+        self.id = id or remembered_id(folder) or secrets.token_hex(4)
+        write_atomic(folder / WANDB, json.dumps({"id": self.id, "project": project}) + "\n")
+        self._run = wandb.init(
+            project=project,
+            name=name,
+            id=self.id,
+            entity=entity,
+            group=group,
+            tags=tags,
+            resume="allow",
+            mode=mode,  # type: ignore[arg-type]
+            dir=str(folder),
+            config=dict(config or {}),
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One row."""
+        self._run.log({"step": step, **metrics})
+
+    def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
+        """`eval/<task>/<number>`."""
+        prefix = f"eval/{record.get('task', 'task')}"
+        self._run.log({"step": step, **{f"{prefix}/{name}": value for name, value in flat_numbers(record).items()}})
+
+    def close(self) -> None:
+        """Finish the W&B run (offline: its files stay under `wandb/` for `wandb sync`)."""
+        self._run.finish()
+
+
+def remembered_id(folder: Path) -> str | None:
+    """The id that this run directory had before, or None."""
+    try:
+        return str(json.loads((folder / WANDB).read_text(encoding="utf-8"))["id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
