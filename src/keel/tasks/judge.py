@@ -1,0 +1,213 @@
+"""The judge: runs rewards over a group and survives what users' functions do, without hiding any of it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keel.errors import KeelError, unknown
+from keel.tasks.base import Task
+from keel.tasks.rewards import AGGREGATES, RewardPart, as_reward, build_rewards, combine
+from keel.types import Problem, Reward
+
+ON_ERROR = ("stop", "zero", "skip_group")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One call that gave no reward: whose, on which completion of which problem, and why."""
+
+    function: str
+    problem: str
+    sample: int
+    kind: str  # raised | invalid | timeout
+    cause: str
+
+    def __str__(self) -> str:
+        return f"{self.function} on problem {self.problem!r}, completion {self.sample}: {self.cause}"
+
+
+class CallFailed(Exception):
+    """A user's function raised, returned nonsense or did not return; never leaves this room."""
+
+    def __init__(self, kind: str, cause: str) -> None:
+        super().__init__(cause)
+        self.kind, self.cause = kind, cause
+
+
+class Guard:
+    """Calls functions in one worker thread with a time limit.
+
+    Python cannot end a thread. One that hangs is left behind (as a daemon, so that the process can end), counted, and
+    replaced; each of them may go on using the CPU, so after `max_hung` the run stops whatever was configured.
+    """
+
+    def __init__(self, timeout_s: float | None = 30.0, max_hung: int = 8) -> None:
+        if timeout_s is not None and not timeout_s > 0:
+            raise KeelError(f"reward.timeout_s is {timeout_s}: it must be above 0, or null for no limit")
+        self.timeout_s, self.max_hung, self.hung = timeout_s, max_hung, 0
+        self._jobs: queue.SimpleQueue[Any] | None = None
+        self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The function's value, or CallFailed."""
+        if self.timeout_s is None:
+            return _outcome(*_attempt(function, args))
+        if self._jobs is None:
+            self._jobs, self._done = queue.SimpleQueue(), queue.SimpleQueue()
+            threading.Thread(target=_work, args=(self._jobs, self._done), name="keel-reward", daemon=True).start()
+        self._jobs.put((function, args))
+        try:
+            return _outcome(*self._done.get(timeout=self.timeout_s))
+        except queue.Empty:
+            self._jobs.put(None)  # should it ever return, the thread ends; its answer goes to a queue nobody reads
+            self._jobs = None
+            self.hung += 1
+            raise CallFailed("timeout", f"did not return within {self.timeout_s:g} s (reward.timeout_s)") from None
+
+    def close(self) -> None:
+        """Let the worker end."""
+        if self._jobs is not None:
+            self._jobs.put(None)
+            self._jobs = None
+
+
+class Judge:
+    """Rewards of whole groups. What fails is named and counted in `failures`, and handled as `on_error` says.
+
+    `stop` raises a KeelError; `zero` gives the completion 0 in every part; `skip_group` leaves the group out, since a
+    made-up 0 would count in the comparison with its siblings. The loop reads and empties the record with `drain`.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[RewardPart],
+        *,
+        aggregate: str = "sum",
+        timeout_s: float | None = 30.0,
+        on_error: str = "stop",
+        max_hung: int = 8,
+    ) -> None:
+        if on_error not in ON_ERROR:
+            raise unknown("reward.on_error", on_error, ON_ERROR)
+        if aggregate not in AGGREGATES:
+            raise unknown("reward.aggregate", aggregate, AGGREGATES)
+        if not parts:
+            raise KeelError("a judge needs at least one reward")
+        self.parts, self.aggregate, self.on_error = tuple(parts), aggregate, on_error
+        self.guard = Guard(timeout_s, max_hung)
+        self.failures: list[Failure] = []
+        self.counts: Counter[str] = Counter()  # by function, over the whole run
+
+    @classmethod
+    def of(cls, task: Task, entries: Sequence[dict[str, Any]] = (), **options: Any) -> Judge:
+        """The judge of `rewards:` (default: the task's own reward)."""
+        return cls(build_rewards(entries, task), **options)
+
+    def judge(
+        self, problem: Problem, episodes: Sequence[Sequence[str]], failed: Collection[int] = ()
+    ) -> tuple[Reward, ...] | None:
+        """One reward for the turns of each episode, or None where the group is to be skipped.
+
+        `failed` are episodes that broke before they could be judged; they earn 0.
+        """
+        table: list[list[Reward]] = []
+        for sample, turns in enumerate(episodes):
+            row = None if sample in failed else self._row(problem, sample, turns)
+            if row is None and self.on_error == "skip_group":
+                return None
+            table.append(row or [Reward(0.0, parsed=False)] * len(self.parts))
+        values = {p.name: [row[i].total for row in table] for i, p in enumerate(self.parts)}
+        totals = combine(values, {p.name: p.weight for p in self.parts}, self.aggregate)
+        return tuple(
+            Reward(total, self._named(row), all(reward.parsed for reward in row))
+            for total, row in zip(totals, table, strict=True)
+        )
+
+    def respond(self, task: Any, problem: Problem, sample: int, turns: Sequence[str]) -> str | None:
+        """The environment's message, under the same limits; raises CallFailed once the failure is written down."""
+        called = f"{task.name}.respond"
+        try:
+            message = self.guard.call(task.respond, problem, tuple(turns))
+            if message is not None and not isinstance(message, str):
+                raise CallFailed("invalid", f"returned a {type(message).__name__}, not a string or None")
+            return message
+        except CallFailed as failure:
+            self._record(called, problem, sample, failure)
+            raise
+
+    def drain(self) -> list[Failure]:
+        """The failures since the last call."""
+        found, self.failures = self.failures, []
+        return found
+
+    def _row(self, problem: Problem, sample: int, turns: Sequence[str]) -> list[Reward] | None:
+        """The parts of one completion; None, with the failures written down, if any of them failed."""
+        row = []
+        for part in self.parts:
+            try:
+                row.append(self._call(part, problem, turns))
+            except CallFailed as failure:
+                self._record(part.name, problem, sample, failure)
+                return None
+        return row
+
+    def _call(self, part: RewardPart, problem: Problem, turns: Sequence[str]) -> Reward:
+        text = turns[-1] if turns else ""
+        args: tuple[Any, ...] = (problem, text)
+        function = part.function
+        if part.wants_turns:
+            named = part.name == "task" or getattr(function, "__name__", "") == "reward"
+            args = (problem, tuple(turns)) if named else args
+            if not named:
+                inner = function
+                function = lambda p, t: inner(p, t, turns=tuple(turns))  # noqa: E731
+        value = function(*args) if part.trusted else self.guard.call(function, *args)
+        try:
+            return as_reward(value)
+        except ValueError as error:
+            raise CallFailed("invalid", str(error)) from error
+
+    def _record(self, called: str, problem: Problem, sample: int, failed: CallFailed) -> None:
+        failure = Failure(called, problem.key, sample, failed.kind, failed.cause)
+        self.failures.append(failure)
+        self.counts[called] += 1
+        if self.on_error == "stop":
+            raise KeelError(f"reward {failure}; mend it, or set reward.on_error to zero or skip_group") from failed
+        if self.guard.hung > self.guard.max_hung:
+            raise KeelError(
+                f"reward {failure}; {self.guard.hung} calls hang in threads that cannot be ended: mend the function"
+            ) from failed
+
+    def _named(self, row: Sequence[Reward]) -> dict[str, float]:
+        """The values that are logged: each part by its name, and what it is made of below that."""
+        named: dict[str, float] = {}
+        for part, reward in zip(self.parts, row, strict=True):
+            inner = {(k if part.name == "task" else f"{part.name}/{k}"): v for k, v in reward.parts.items()}
+            named |= inner if part.name == "task" and inner else {part.name: reward.total, **inner}
+        return named
+
+
+def _work(jobs: queue.SimpleQueue[Any], done: queue.SimpleQueue[Any]) -> None:
+    while (job := jobs.get()) is not None:
+        done.put(_attempt(*job))
+
+
+def _attempt(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
+    try:
+        return function(*args), None
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's sys.exit() must not end the worker without a word
+        return None, error
+
+
+def _outcome(value: Any, error: BaseException | None) -> Any:
+    if error is None:
+        return value
+    first = next(iter(str(error).strip().splitlines()), "")
+    raise CallFailed("raised", f"raised {type(error).__name__}" + (f": {first}" if first else "")) from error

@@ -1,0 +1,66 @@
+"""A mixture of tasks, each problem drawn from one of them: warm starts teach several skills at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from keel.errors import KeelError
+from keel.tasks.base import Task
+from keel.tasks.problems import stream
+from keel.types import Problem, Reward
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Several tasks as one. Which of them a problem comes from is noted in its info, so that it is judged there."""
+
+    tasks: tuple[Task, ...]
+    weights: tuple[float, ...]
+    name: str = "mixture"
+
+    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        """Training problems, each task's share drawn by weight."""
+        rng = stream("mixture", "train", seed, step)
+        picked = rng.choices(range(len(self.tasks)), self.weights, k=count)
+        drawn = [iter(t.sample(picked.count(i), seed=seed, step=step)) for i, t in enumerate(self.tasks)]
+        return [self._mark(i, next(drawn[i])) for i in picked]
+
+    def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
+        """Held-out problems of all tasks, as many of each as its weight calls for."""
+        total = sum(self.weights)
+        edges = [round(count * sum(self.weights[:i]) / total) for i in range(len(self.tasks) + 1)]
+        shares = [after - before for before, after in pairwise(edges)]
+        held = zip(self.tasks, shares, strict=True)
+        return [self._mark(i, p) for i, (task, share) in enumerate(held) for p in task.held_out(share, seed=seed)]
+
+    def gold(self, problem: Problem) -> str:
+        return self._of(problem).gold(problem)
+
+    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
+        return self._of(problem).reward(problem, turns)
+
+    def respond(self, problem: Problem, turns: Sequence[str]) -> str | None:
+        """The environment's message of the problem's own task, where that has several turns."""
+        respond = getattr(self._of(problem), "respond", None)
+        return None if respond is None else respond(problem, turns)
+
+    def _of(self, problem: Problem) -> Task:
+        return self.tasks[problem.info["mixture"]]
+
+    def _mark(self, index: int, problem: Problem) -> Problem:
+        return replace(problem, key=f"{index}/{problem.key}", info={**problem.info, "mixture": index})
+
+
+def mixture(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> Mixture:
+    """One task out of several, drawn in proportion to `weights` (default: equally)."""
+    shares = tuple(float(w) for w in weights) if weights is not None else (1.0,) * len(tasks)
+    if not tasks:
+        raise KeelError("a mixture needs at least one task")
+    if len(shares) != len(tasks):
+        raise KeelError(f"a mixture of {len(tasks)} tasks has {len(shares)} weights: give one each")
+    if not all(math.isfinite(w) and w >= 0 for w in shares) or sum(shares) <= 0:
+        raise KeelError(f"mixture weights are {list(shares)}: they must be 0 or more, and not all 0")
+    return Mixture(tuple(tasks), shares)

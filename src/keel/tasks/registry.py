@@ -1,0 +1,87 @@
+"""Tasks by name, and mixtures of them; parameters are checked against signatures before anything is built."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from keel.errors import KeelError, unknown
+from keel.tasks.arithmetic import arithmetic
+from keel.tasks.base import Task
+from keel.tasks.countdown import countdown
+from keel.tasks.mixture import Mixture, mixture
+
+_USERS_OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_METHODS = ("sample", "held_out", "gold", "reward")
+
+
+def mixture_of(tasks: Sequence[Mapping[str, Any]], weights: Sequence[float] | None = None) -> Mixture:
+    """The task `mixture`: several tasks, each written as in `task:`, drawn in proportion to `weights`."""
+    if not isinstance(tasks, Sequence) or not all(isinstance(entry, Mapping) and "name" in entry for entry in tasks):
+        raise KeelError("mixture takes tasks as a list of entries with a name, such as {name: arithmetic, skill: add}")
+    return mixture([build_task(**entry) for entry in tasks], weights)
+
+
+# Any rather than Task: to mypy the protocol's name is writable, which a frozen dataclass's is not
+TASKS: dict[str, Callable[..., Any]] = {"arithmetic": arithmetic, "countdown": countdown, "mixture": mixture_of}
+
+
+def build_task(name: str, **params: Any) -> Task:
+    """The task called `name`, or made by the user's `module:attr`, with its own parameters."""
+    check_task(name, params)
+    made: Task = _factory(name)(**params)
+    missing = [method for method in _METHODS if not callable(getattr(made, method, None))]
+    if missing or not isinstance(getattr(made, "name", None), str):
+        lacks = ", ".join(missing) if missing else "name"
+        raise KeelError(f"task {name!r} made a {type(made).__name__} without {lacks}: see keel.tasks.Task")
+    return made
+
+
+def check_task(name: str, params: Mapping[str, Any]) -> None:
+    """Refuse an unknown task or parameter, with the nearest valid name; builds nothing."""
+    check_params(f"task {name}", _factory(name), params)
+
+
+def check_params(kind: str, factory: Callable[..., Any], params: Mapping[str, Any], given: int = 0) -> None:
+    """Refuse parameters that `factory` does not take, or lacks; its first `given` arguments are the caller's."""
+    try:
+        signature = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # some built-in callables have none
+        return
+    names = [p for p in signature if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][given:]
+    if not any(p.kind is p.VAR_KEYWORD for p in signature):
+        for key in params:
+            if key not in {p.name for p in names}:
+                raise unknown(f"{kind} parameter", key, [p.name for p in names])
+    for parameter in names:
+        if parameter.default is parameter.empty and parameter.name not in params:
+            raise KeelError(f"{kind} needs the parameter {parameter.name!r}")
+
+
+def is_users_own(name: str) -> bool:
+    """Whether a name has the form `module:attr`."""
+    return bool(_USERS_OWN.fullmatch(name))
+
+
+def import_own(spec: str, kind: str) -> Callable[..., Any]:
+    """The user's own part named `module:attr`."""
+    module, _, attr = spec.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attr)
+    except Exception as error:  # a user's module may raise anything while it is imported
+        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise KeelError(f"cannot import {kind} {spec!r}: {cause}; check the spelling and PYTHONPATH") from error
+    if not callable(found):
+        raise KeelError(f"{kind} {spec!r} is a {type(found).__name__}: it must be a function or a class")
+    return found
+
+
+def _factory(name: str) -> Callable[..., Any]:
+    if name in TASKS:
+        return TASKS[name]
+    if isinstance(name, str) and is_users_own(name):
+        return import_own(name, "task")
+    raise unknown("task", name, TASKS)
