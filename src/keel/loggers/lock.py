@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 from keel.errors import KeelError
@@ -40,7 +41,14 @@ class RunLock:
         except ImportError:  # Windows: no such lock, so trust the user
             return
         try:
-            fcntl.lockf(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for wait in (0.05, 0.15, 0.0):  # a report that looks whether the run goes on holds it for an instant
+                try:
+                    fcntl.lockf(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except (BlockingIOError, PermissionError):
+                    if not wait:
+                        raise
+                    time.sleep(wait)
         except (BlockingIOError, PermissionError) as error:
             holder = os.pread(self._handle, 32, 0).decode("ascii", "replace").strip() or "unknown"
             raise KeelError(
@@ -60,3 +68,24 @@ class RunLock:
         self._handle = -1
         if _HELD.get(self._key) == os.getpid():
             del _HELD[self._key]
+
+
+def in_use(path: Path) -> bool:
+    """Whether a living process holds this lock; asking changes nothing."""
+    if _HELD.get(os.path.realpath(path)) == os.getpid():  # opening and closing it here would give our own lock back
+        return True
+    try:
+        import fcntl
+
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (ImportError, OSError):
+        return False
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return False
