@@ -1,0 +1,233 @@
+"""Checkpoints: everything a run needs to go on exactly, written so that a kill at any moment loses no earlier one.
+
+`checkpoints/step-N/` is an ordinary transformers folder (or a peft adapter) with a model card; `trainer/` inside it
+holds the rest. It is written beside its place, brought to the disk, and renamed: a folder called `step-N` is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import keel
+from keel.errors import KeelError
+from keel.models.lora import is_lora
+from keel.reference.held import unwrap
+from keel.train.card import model_card
+from keel.train.state import Run, State
+
+TRAINER = "trainer"
+STATE, OPTIMIZER, REFERENCE, RNG = "state.json", "optimizer.pt", "reference.pt", "rng.pt"
+_NAME = re.compile(r"step-(\d+)")
+_TEMPORARY = ".writing-"
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint gives back beside the weights."""
+
+    state: State
+    folder: Path
+
+
+def save_checkpoint(folder: Path, run: Run, state: State, *, about: Mapping[str, Any] | None = None) -> Path:
+    """Write `step-N` whole or not at all; what fails (a full disk) is one line, and earlier checkpoints stay."""
+    place = folder / f"step-{state.step}"
+    temporary = folder / f"{_TEMPORARY}step-{state.step}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        (temporary / TRAINER).mkdir(parents=True)
+        save_weights(temporary, run.policy.model, run.policy.tokenizer)
+        (temporary / "README.md").write_text(model_card(run, state, about or {}), encoding="utf-8")
+        _save_trainer(temporary / TRAINER, run, state, newest(folder))
+        _flush(temporary)
+        if place.exists():  # a rollback came past this step again
+            shutil.rmtree(place)
+        temporary.rename(place)
+        _flush_folder(folder)
+    except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError, safetensors as OSError
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise KeelError(
+            f"cannot save the checkpoint {place}: {_reason(error)}; earlier checkpoints are intact: free some space "
+            "and resume the run with --resume"
+        ) from error
+    return place
+
+
+def save_weights(folder: Path, model: Any, tokenizer: Any) -> None:
+    """In the ordinary format: a transformers folder, or the trained adapter alone in peft's."""
+    inner = unwrap(model)
+    chosen = {"selected_adapters": [inner.active_adapters[0]]} if is_lora(inner) else {}
+    inner.save_pretrained(str(folder), **chosen)
+    tokenizer.save_pretrained(str(folder))
+
+
+def _save_trainer(folder: Path, run: Run, state: State, previous: Path | None) -> None:
+    torch.save(run.optimizer.state_dict(), folder / OPTIMIZER)
+    torch.save(rng_state(), folder / RNG)
+    reference = None
+    if run.reference is not None:
+        held = run.reference.state_dict()
+        reference = {"kind": held["kind"], "fingerprint": held["fingerprint"]}
+        _save_reference(folder / REFERENCE, held, previous)
+    record = {"keel": keel.__version__, "state": state.to_dict(), "reference": reference}
+    record["files"] = {
+        str(path.relative_to(folder.parent)): path.stat().st_size
+        for path in sorted(folder.parent.rglob("*"))
+        if path.is_file()
+    }
+    (folder / STATE).write_text(json.dumps(record, indent=1), encoding="utf-8")
+
+
+def _save_reference(path: Path, held: Mapping[str, Any], previous: Path | None) -> None:
+    """A reference that has not moved since the last checkpoint is the same file: a hard link instead of a copy."""
+    if previous is not None and (before := read_record(previous)) is not None:
+        same = (before.get("reference") or {}).get("fingerprint") == held["fingerprint"]
+        old = previous / TRAINER / REFERENCE
+        if same and old.is_file():
+            moved = torch.load(old, map_location="cpu", weights_only=True, mmap=True)["moves"]
+            if moved == held["moves"]:
+                try:
+                    os.link(old, path)
+                    return
+                except OSError:  # a file system without hard links
+                    pass
+    torch.save(dict(held), path)
+
+
+def load_checkpoint(folder: Path, run: Run) -> State:
+    """Everything but the weights, which the model was built from; a reference that does not match is refused."""
+    record = read_record(folder)
+    if record is None:
+        raise KeelError(f"the checkpoint {folder} is damaged: resume from an earlier one by moving it away")
+    trainer = folder / TRAINER
+    run.optimizer.load_state_dict(torch.load(trainer / OPTIMIZER, map_location="cpu", weights_only=True))
+    if (run.reference is None) != (record["reference"] is None):
+        there = "has a reference" if record["reference"] else "has no reference"
+        raise KeelError(f"the checkpoint {folder} {there} and this configuration wants it otherwise: keep kl as it was")
+    if run.reference is not None:
+        held = torch.load(trainer / REFERENCE, map_location="cpu", weights_only=True)
+        if held["fingerprint"] != record["reference"]["fingerprint"]:
+            raise KeelError(
+                f"the reference in {folder} has fingerprint {held['fingerprint'][:12]} but the checkpoint says "
+                f"{record['reference']['fingerprint'][:12]}: the file was exchanged; use the one that was saved"
+            )
+        run.reference.load_state_dict(held)
+    set_rng_state(torch.load(trainer / RNG, map_location="cpu", weights_only=True))
+    state = State.from_dict(record["state"])
+    run.engine.sync(run.policy.model, state.policy_version)
+    return state
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Whole checkpoints, oldest first; temporary folders and damaged ones are passed over."""
+    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and read_record(path) is not None]
+    return sorted(found, key=step_of)
+
+
+def newest(folder: Path) -> Path | None:
+    """The last whole checkpoint, or None."""
+    found = checkpoints(folder)
+    return found[-1] if found else None
+
+
+def step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match.group(1))
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """`trainer/state.json` if the checkpoint is whole: every file there, at its size."""
+    try:
+        record: dict[str, Any] = json.loads((path / TRAINER / STATE).read_text(encoding="utf-8"))
+        whole = all((path / name).stat().st_size == size for name, size in record["files"].items())
+    except (OSError, ValueError, KeyError):
+        return None
+    return record if whole else None
+
+
+def clean(folder: Path, *, keep: int | None = None, best: int | None = None) -> list[Path]:
+    """Remove leftovers of a kill while saving and, with `keep`, all but the last `keep` checkpoints and the best one.
+
+    Only whole checkpoints count, so the last good one is never among those removed.
+    """
+    for leftover in folder.glob(f"{_TEMPORARY}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    if keep is None:
+        return []
+    removed = []
+    for path in checkpoints(folder)[: -max(1, keep)]:
+        if step_of(path) != best:
+            doomed = folder / f"{_TEMPORARY}old-{path.name}"
+            path.rename(doomed)  # half a removal is no longer called step-N
+            shutil.rmtree(doomed, ignore_errors=True)
+            removed.append(path)
+    return removed
+
+
+def rng_state() -> dict[str, Any]:
+    """Random streams of torch, CUDA, numpy and Python: the noise of sampling does not depend on them, dropout does."""
+    import random
+
+    kind, keys, position, gauss, cached = np.random.get_state()
+    version, internal, following = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(gauss), float(cached)],
+        "python": [int(version), list(internal), following],
+    }
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Put back what `rng_state` gave."""
+    import random
+
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    kind, keys, position, gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, gauss, cached))
+    version, internal, following = state["python"]
+    random.setstate((version, tuple(internal), following))
+
+
+def _flush(folder: Path) -> None:
+    """Every file and folder to the disk itself, before the rename makes them a checkpoint."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+    for path in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
+        _flush_folder(path)
+
+
+def _flush_folder(folder: Path) -> None:
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:  # a system that cannot open folders
+        return
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

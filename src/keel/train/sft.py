@@ -1,0 +1,156 @@
+"""Behaviour cloning: raise the probability of given completions. The warm start of a run, and `keel sft`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keel.errors import KeelError
+from keel.kl import masked_mean
+from keel.metrics import values
+from keel.models.load import LoadedModel
+from keel.models.logprobs import score_tokens
+from keel.models.pack import microbatches, pack
+from keel.tasks import Task
+from keel.tasks.problems import stream
+from keel.train.optim import Optimizer, build_schedule
+from keel.types import Completion, Group, Problem
+
+Encode = Callable[[Problem], tuple[int, ...]]
+Examples = Callable[[int], list[Group]]  # step to one batch, each example a group of one completion
+Report = Callable[[int, Mapping[str, float]], None]
+
+
+@dataclass(frozen=True)
+class SFTOptions:
+    """How long, how fast, how many at a time."""
+
+    steps: int = 200
+    batch_size: int = 64
+    learning_rate: float = 1e-3
+    schedule: str = "cosine"
+    warmup_steps: int = 10
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+    microbatch_tokens: int = 8192
+    autocast: torch.dtype | None = None
+
+
+def sft(loaded: LoadedModel, examples: Examples, options: SFTOptions, report: Report | None = None) -> float:
+    """Minimise −mean log π(completion | prompt) over completion tokens; returns the loss of the last step.
+
+    The mean is over all completion tokens of the batch, counted before its microbatches, so that any split gives the
+    same update. Prompts are read and never learned.
+    """
+    optimizer = Optimizer(
+        loaded.model,
+        learning_rate=options.learning_rate,
+        schedule=build_schedule(options.schedule, warmup_steps=options.warmup_steps, total_steps=options.steps),
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.max_grad_norm,
+        scaler=options.autocast == torch.float16 and loaded.device.type == "cuda",
+    )
+    loss = 0.0
+    for step in range(options.steps):
+        loss = sft_step(loaded, examples(step), optimizer, options, lambda line, step=step: _tell(report, step, line))
+    return loss
+
+
+def _tell(report: Report | None, step: int, line: Mapping[str, float]) -> None:
+    if report is not None:
+        report(step + 1, line)
+
+
+def sft_step(
+    loaded: LoadedModel,
+    groups: Sequence[Group],
+    optimizer: Optimizer,
+    options: SFTOptions,
+    report: Callable[[Mapping[str, float]], None] | None = None,
+) -> float:
+    """One update on one batch of examples; returns its loss."""
+    tokens = sum(sum(completion.action) for group in groups for completion in group.completions)
+    total = 0.0
+    for part in microbatches(groups, options.microbatch_tokens, shared_prefix=False):
+        packed = pack(part, loaded.pad_id, shared_prefix=False, context_length=loaded.context_length).to(loaded.device)
+        half = options.autocast
+        with torch.autocast(loaded.device.type, dtype=half) if half is not None else nullcontext():
+            logp = score_tokens(loaded.model, packed).logp
+        share = packed.action_mask.sum().item() / max(tokens, 1)
+        loss = -masked_mean(logp, packed.action_mask) * share
+        optimizer.backward(loss)
+        total += loss.item()
+    line = values(optimizer.step(total))
+    if report is not None:
+        report({"loss/total": total, **line})
+    return total
+
+
+def as_example(prompt: Sequence[int], completion: str, tokenizer: Any, key: str = "") -> Group:
+    """A prompt's tokens and the text to learn, with the end-of-sequence token that closes it."""
+    ids = (*tokenizer(completion, add_special_tokens=False)["input_ids"], int(tokenizer.eos_token_id))
+    zeros = (0.0,) * len(ids)
+    learned = Completion(ids, (True,) * len(ids), zeros, zeros, completion, "eos")
+    return Group(Problem(key, ""), tuple(prompt), (learned,))
+
+
+def gold_examples(task: Task, encode: Encode, tokenizer: Any, *, batch_size: int, seed: int) -> Examples:
+    """Batches of a task's training problems with their gold answers; never a problem that is held out."""
+
+    def batch(step: int) -> list[Group]:
+        problems = task.sample(batch_size, seed=seed + 7_919_000_003, step=step)  # other draws than training's
+        return [as_example(encode(p), task.gold(p), tokenizer, p.key) for p in problems]
+
+    return batch
+
+
+def file_examples(path: str, encode: Encode, tokenizer: Any, *, batch_size: int, seed: int) -> Examples:
+    """Batches of a JSONL file's `prompt` (text or messages) and `completion`, in an order of their own each epoch."""
+    records = list(_read(Path(path).expanduser()))
+    groups = [
+        as_example(encode(Problem(str(i), record["prompt"])), record["completion"], tokenizer, str(i))
+        for i, record in enumerate(records)
+    ]
+
+    def batch(step: int) -> list[Group]:
+        found = []
+        for place in range(step * batch_size, (step + 1) * batch_size):
+            epoch, index = divmod(place, len(groups))
+            found.append(groups[_order(len(groups), seed, epoch)[index]])
+        return found
+
+    return batch
+
+
+def _order(count: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(count))
+    stream("sft", seed, epoch).shuffle(order)
+    return order
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise KeelError(f"cannot read warmstart.path={path}: {error.strerror}; give a JSONL file") from error
+    found = 0
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            good = isinstance(record["completion"], str) and isinstance(record["prompt"], str | list)
+        except (ValueError, KeyError, TypeError):
+            good = False
+        if not good:
+            raise KeelError(f"{path}, line {number}: each line must be an object with a prompt and a completion text")
+        found += 1
+        yield record
+    if not found:
+        raise KeelError(f"{path} holds no example: give one JSON object with prompt and completion a line")

@@ -1,0 +1,141 @@
+"""What a run is made of (`Run`, built once) and what moves from step to step (`State`, plain data)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from keel.errors import KeelError
+from keel.kl import Controller, KLState, Pairing
+from keel.losses import KLSpec, LossSpec, MismatchSpec
+from keel.models.load import LoadedModel
+from keel.reference import Reference
+from keel.rollout import Request, SamplingParams
+from keel.tasks import Task
+from keel.train.optim import Optimizer
+from keel.types import Completion, Group
+
+
+class Engine(Protocol):
+    """What a step needs of whatever samples."""
+
+    @property
+    def version(self) -> int | None: ...
+
+    def generate(
+        self, requests: Sequence[Request], sampling: SamplingParams, *, seed: int = 0, attempt: int = 0, step: int = 0
+    ) -> list[list[Completion]]: ...
+
+    def sync(self, policy: nn.Module, version: int | None = None) -> None: ...
+
+
+class Collect(Protocol):
+    """From problems to judged groups: the turn loop with engine, task, tokenizer and judge already bound."""
+
+    def __call__(self, problems: Sequence[Any], *, attempt: int, step: int) -> list[Group]: ...
+
+
+@dataclass(frozen=True)
+class KLOptions:
+    """The KL term, and what is measured beside it."""
+
+    spec: KLSpec
+    pairing: Pairing
+    exact: bool = False
+    measure_every: int = 1
+    collect_max: float | None = None
+
+    def measures(self, step: int) -> bool:
+        """Whether the KL is measured at this step even at β = 0."""
+        return self.measure_every > 0 and step % self.measure_every == 0
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """The numbers of one step that belong to no part of their own."""
+
+    seed: int = 0
+    prompts_per_step: int = 16
+    max_completion_length: int = 64
+    temperature: float = 1.0
+    microbatch_tokens: int = 8192
+    shared_prefix: bool = True
+    num_iterations: int = 1
+    minibatches: int = 1
+    baseline: str = "group_mean"
+    scale_rewards: str = "group"
+    reward_warmup_steps: int = 0
+    mask_truncated: bool = False
+    resample_tries: int = 0
+    autocast: torch.dtype | None = None
+
+
+@dataclass
+class Run:
+    """Everything that a step works with. `reference` is None where no KL is wanted."""
+
+    policy: LoadedModel
+    task: Task
+    engine: Engine
+    collect: Collect
+    reference: Reference | None
+    optimizer: Optimizer
+    controller: Controller
+    loss: LossSpec
+    kl: KLOptions
+    options: StepOptions
+    mismatch: MismatchSpec | None = None
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Mixed precision for the body of a model; scores are fp32 either way."""
+        if self.options.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.policy.device.type, dtype=self.options.autocast)
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a run stands, after `step` finished steps. All of it is plain data and goes into the checkpoint."""
+
+    kl: KLState
+    step: int = 0
+    attempt: int = 0
+    policy_version: int = 0
+    consecutive_skips: int = 0
+    rollbacks: int = 0
+    tokens: int = 0
+    wall_s: float = 0.0
+    best: Mapping[str, float] | None = None
+    before: Mapping[str, Any] | None = None
+    last_kl: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def beta(self) -> float:
+        return self.kl.beta
+
+    def next(self, *, kl: KLState, updated: bool, tokens: int, last_kl: Mapping[str, float]) -> State:
+        """The state after one more step."""
+        return replace(
+            self,
+            kl=kl,
+            step=self.step + 1,
+            policy_version=self.policy_version + int(updated),
+            consecutive_skips=0 if updated else self.consecutive_skips + 1,
+            tokens=self.tokens + tokens,
+            last_kl=last_kl or self.last_kl,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> State:
+        try:
+            return cls(**{**data, "kl": KLState.from_dict(data["kl"])})
+        except (TypeError, KeyError) as error:
+            raise KeelError(f"the checkpoint's state does not fit this version of keel: {error}") from error

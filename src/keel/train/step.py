@@ -1,0 +1,190 @@
+"""One step of GRPO with a KL term, as a straight line. Everything else in this room is cadence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from keel.kl import estimate, shape_advantages, shape_rewards
+from keel.losses import advantages, global_denominators, objective, with_policy_mask, zero_variance
+from keel.metrics import Mean, Metric, Metrics, Sum, merge, values
+from keel.models.logprobs import FullScores
+from keel.train.batch import StepBatch, keep_scores, pack_step, score_micro, score_policy, score_reference
+from keel.train.measure import Clock, describe_groups, measure_old, measure_policy
+from keel.train.state import Run, State
+from keel.types import Group, Problem
+
+
+class Step(NamedTuple):
+    """What a step leaves behind: the next state, all metrics of the contract, and the batch for whoever looks at it."""
+
+    state: State
+    metrics: dict[str, float]
+    batch: StepBatch
+
+
+def train_step(run: Run, state: State) -> Step:
+    """Sample, collect, pack, score, shape, update, measure, steer: one update of the policy (or `num_iterations`)."""
+    clock = Clock()
+    with clock("rollout"):
+        groups = sample_groups(run, state)                              # rollouts with rewards and sample_logp
+    with clock("score"):
+        batch = pack_step(groups, run)                                  # one row a group, the prompt once
+        batch = score(batch, run, state)                                # ref_logp (old_logp where it is needed now)
+    batch = reject(batch, run)                                          # kl.collect_max, truncated completions
+    batch = penalize_rewards(batch, run, state.beta)                    # door 1: KL in the reward
+    batch = with_advantages(batch, run, state.step)
+    batch = penalize_advantages(batch, run, state.beta)                 # door 2: KL in the advantage
+    metrics: Metrics = {}
+    with clock("update"):
+        for _ in range(run.options.num_iterations):
+            passes: list[FullScores] = []
+            for minibatch in batch.minibatches:
+                counts = global_denominators(batch.view(*minibatch), run.options.max_completion_length)
+                info: Metrics = {}
+                for micro in minibatch:
+                    scores = score_micro(micro, batch, run)             # logp, entropy, exact KL: each [b, t]
+                    out = objective(                                    # door 3: KL in the loss
+                        scores, batch.view(micro), run.loss, run.kl.spec, state.beta, counts,
+                        pairing=run.kl.pairing, mismatch=run.mismatch,
+                    )
+                    run.optimizer.backward(out.loss)
+                    info = merge(info, out.metrics)
+                    passes.append(scores)
+                metrics = merge(metrics, per_update(info))
+                metrics = merge(metrics, run.optimizer.step(info["loss/total"].value))      # guarded
+            batch = batch if batch.scores else keep_scores(batch, passes)
+    line = {**values(metrics), **describe_groups(batch), **measure_policy(batch, run), "kl/beta": state.beta}
+    line |= measure_old(batch, [scores.logp for scores in passes])
+    updated = line["guard/skipped"] < 1.0
+    tokens = int(batch.rows.action_mask.sum())
+    last_kl = {name: value for name, value in line.items() if name.startswith("kl/policy_ref/")}
+    kl = run.controller.update(state.kl, controlled_kl(line, run.controller.unit))
+    state = state.next(kl=kl, updated=updated, tokens=tokens, last_kl=last_kl)
+    with clock("sync"):
+        move_reference(run, state, line)
+        run.engine.sync(run.policy.model, state.policy_version)
+    line |= {"guard/rollbacks": float(state.rollbacks), **clock.metrics(tokens, run.policy.device)}
+    return Step(state, line, batch)
+
+
+def sample_groups(run: Run, state: State) -> list[Group]:
+    """This step's problems, collected; zero-variance groups get company if `resample_tries` allows.
+
+    The groups without signal stay, because their KL counts; new problems are added until `prompts_per_step` groups
+    have a signal or the tries are spent.
+    """
+    options = run.options
+    wanted = options.prompts_per_step
+    problems = run.task.sample(wanted, seed=options.seed, step=state.step)
+    groups = run.collect(problems, attempt=state.attempt, step=state.step)
+    seen = {group.problem.key for group in groups}
+    for attempt in range(1, options.resample_tries + 1):
+        missing = wanted - sum(has_signal(group) for group in groups)
+        if missing <= 0:
+            break
+        more = run.task.sample(missing, seed=options.seed + 1_000_003 * attempt, step=state.step)
+        fresh: list[Problem] = [problem for problem in more if problem.key not in seen]
+        seen |= {problem.key for problem in fresh}
+        if fresh:
+            groups += run.collect(fresh, attempt=state.attempt, step=state.step)
+    return groups
+
+
+def has_signal(group: Group) -> bool:
+    """Whether the rewards of a group differ."""
+    return len({reward.total for reward in group.rewards}) > 1
+
+
+def score(batch: StepBatch, run: Run, state: State) -> StepBatch:
+    """The reference's log-probabilities where β or the measurement asks; the policy's where the first doors do.
+
+    On the first update old_logp is the detached logp of the update's own pass, so it costs none of its own unless
+    something needs it before.
+    """
+    kl = run.kl
+    wanted = state.beta != 0.0 or kl.collect_max is not None or kl.measures(state.step)
+    if run.reference is not None and wanted:
+        batch = score_reference(batch, run)
+    early = kl.collect_max is not None or (kl.spec.placement != "loss" and state.beta != 0.0)
+    if early or run.options.minibatches > 1:
+        batch = score_policy(batch, run)
+    rows = batch.rows
+    if not early or rows.old_logp is None or rows.ref_logp is None:
+        return batch
+    name = "k3" if kl.spec.estimator.startswith("exact") else kl.spec.estimator
+    per_token = estimate(name, rows.old_logp, rows.ref_logp, rows.action_mask, clamp=kl.spec.log_ratio_clamp)
+    return replace(batch, kl=per_token)
+
+
+def reject(batch: StepBatch, run: Run) -> StepBatch:
+    """Completions that stay in the KL term but leave the policy term: too far from the reference, or cut off.
+
+    With `resample_tries` the groups without signal leave it too, so that they do not dilute its mean.
+    """
+    rows = batch.rows
+    keep = torch.ones_like(rows.group, dtype=torch.bool)
+    rejected = torch.zeros_like(keep)
+    if run.kl.collect_max is not None and rows.old_logp is not None and rows.ref_logp is not None:
+        k1 = torch.where(rows.action_mask, rows.old_logp - rows.ref_logp, 0.0).sum(-1)
+        rejected = k1 / rows.action_mask.sum(-1).clamp_min(1) > run.kl.collect_max
+        keep &= ~rejected
+    if run.options.mask_truncated:
+        keep &= torch.tensor([c.stop_reason != "length" for c in batch.completions], device=keep.device)
+    if run.options.resample_tries and rows.rewards is not None:
+        keep &= ~zero_variance(rows.rewards, rows.group)
+    mask = None if bool(keep.all()) else with_policy_mask(rows.action_mask, keep)
+    return replace(batch.with_rows(policy_mask=mask), rejected=rejected)
+
+
+def penalize_rewards(batch: StepBatch, run: Run, beta: float) -> StepBatch:
+    """Door 1."""
+    if run.kl.spec.placement != "reward" or beta == 0.0 or batch.kl is None:
+        return batch
+    assert batch.rows.rewards is not None
+    return batch.with_rows(rewards=shape_rewards(batch.rows.rewards, batch.kl, batch.rows.action_mask, beta))
+
+
+def with_advantages(batch: StepBatch, run: Run, step: int) -> StepBatch:
+    """Rewards against their group's mean; the reward's warm-up scales them, after any division by the std."""
+    options, rows = run.options, batch.rows
+    assert rows.rewards is not None and rows.group is not None
+    advantage = advantages(rows.rewards, rows.group, baseline=options.baseline, scale=options.scale_rewards)
+    if options.reward_warmup_steps:
+        advantage = advantage * min(1.0, (step + 1) / options.reward_warmup_steps)
+    return batch.with_rows(advantages=advantage)
+
+
+def penalize_advantages(batch: StepBatch, run: Run, beta: float) -> StepBatch:
+    """Door 2, after normalisation."""
+    rows = batch.rows
+    if run.kl.spec.placement != "advantage" or beta == 0.0 or batch.kl is None:
+        return batch
+    assert rows.advantages is not None
+    shaped = shape_advantages(rows.advantages, batch.kl, rows.action_mask, beta, level=run.kl.spec.level)
+    return batch.with_rows(advantages=shaped)
+
+
+def per_update(info: Metrics) -> dict[str, Metric]:
+    """Sums over microbatches become means over updates, so that several updates do not add up their losses."""
+    return {name: Mean(metric.value, 1.0) if isinstance(metric, Sum) else metric for name, metric in info.items()}
+
+
+def controlled_kl(metrics: dict[str, float], unit: str) -> float | None:
+    """The KL that steers β, in the controller's unit: exact where measured, otherwise k3; a sequence's k1."""
+    if unit == "per_sequence":
+        return metrics.get("kl/policy_ref/sequence/mean")
+    return metrics.get("kl/policy_ref/exact/mean", metrics.get("kl/policy_ref/k3/mean"))
+
+
+def move_reference(run: Run, state: State, metrics: dict[str, float]) -> None:
+    """Let the reference move if it is its time, and the optimizer forget if the reference asks for that."""
+    if run.reference is None:
+        return
+    kl = metrics.get("kl/policy_ref/k3/mean")
+    moved = run.reference.update(run.policy.model, state.step, kl if kl is None or math.isfinite(kl) else None)
+    if moved and run.reference.reset_optimizer:
+        run.optimizer.reset()
