@@ -157,16 +157,8 @@ class Judge:
         return row
 
     def _call(self, part: RewardPart, problem: Problem, turns: Sequence[str]) -> Reward:
-        text = turns[-1] if turns else ""
-        args: tuple[Any, ...] = (problem, text)
-        function = part.function
-        if part.wants_turns:
-            named = part.name == "task" or getattr(function, "__name__", "") == "reward"
-            args = (problem, tuple(turns)) if named else args
-            if not named:
-                inner = function
-                function = lambda p, t: inner(p, t, turns=tuple(turns))  # noqa: E731
-        value = function(*args) if part.trusted else self.guard.call(function, *args)
+        args = (problem, tuple(turns))
+        value = part.function(*args) if part.trusted else self.guard.call(part.function, *args)
         try:
             return as_reward(value)
         except ValueError as error:

@@ -45,20 +45,25 @@ def check_task(name: str, params: Mapping[str, Any]) -> None:
     check_params(f"task {name}", _factory(name), params)
 
 
-def check_params(kind: str, factory: Callable[..., Any], params: Mapping[str, Any], given: int = 0) -> None:
-    """Refuse parameters that `factory` does not take, or lacks; its first `given` arguments are the caller's."""
+def check_params(kind: str, factory: Callable[..., Any], params: Mapping[str, Any], given: Sequence[str] = ()) -> None:
+    """Refuse parameters that `factory` does not take, or lacks.
+
+    `given` names what the caller hands over itself: the first positional ones by place, `turns` by name.
+    """
     try:
-        signature = inspect.signature(factory).parameters.values()
+        signature = list(inspect.signature(factory).parameters.values())
     except (TypeError, ValueError):  # some built-in callables have none
         return
-    names = [p for p in signature if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][given:]
+    named = [p for p in signature if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    placed = sum(name != "turns" for name in given)
+    free = {p.name: p for p in named[placed:] if p.name not in given}
     if not any(p.kind is p.VAR_KEYWORD for p in signature):
         for key in params:
-            if key not in {p.name for p in names}:
-                raise unknown(f"{kind} parameter", key, [p.name for p in names])
-    for parameter in names:
-        if parameter.default is parameter.empty and parameter.name not in params:
-            raise KeelError(f"{kind} needs the parameter {parameter.name!r}")
+            if key not in free:
+                raise unknown(f"{kind} parameter", key, free)
+    for name, parameter in free.items():
+        if parameter.default is parameter.empty and name not in params:
+            raise KeelError(f"{kind} needs the parameter {name!r}")
 
 
 def is_users_own(name: str) -> bool:

@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, pstdev
 from typing import Any
@@ -17,8 +17,8 @@ from keel.tasks.base import Task
 from keel.tasks.registry import check_params, import_own, is_users_own
 from keel.types import Problem, Reward
 
-# `f(problem, text) -> float | dict | Reward`, where text is the model's last turn; a third parameter called `turns`
-# is given all of them.
+# `f(problem, text) -> float | dict | Reward`, where text is the model's last turn; a parameter called `turns` is given
+# all of them.
 RewardFunction = Callable[..., Any]
 AGGREGATES = ("sum", "normalised_sum")
 _SAME = 1e-8  # a spread below this is rounding: dividing by it would make rewards out of noise
@@ -26,13 +26,15 @@ _SAME = 1e-8  # a spread below this is rounding: dividing by it would make rewar
 
 @dataclass(frozen=True)
 class RewardPart:
-    """One named reward with its weight; `trusted` ones are our own and need no worker thread around them."""
+    """One named reward `function(problem, turns)` with its weight.
+
+    `trusted` ones are our own and need no worker thread around them.
+    """
 
     name: str
-    function: RewardFunction
+    function: Callable[[Problem, Sequence[str]], Any]
     weight: float = 1.0
     trusted: bool = False
-    wants_turns: bool = False
 
 
 def exact(problem: Problem, text: str) -> float:
@@ -71,12 +73,14 @@ def check_reward(name: str, params: Mapping[str, Any]) -> None:
         if params:
             raise KeelError(f"the reward 'task' takes no parameters, but was given {', '.join(params)}")
         return
-    check_params(f"reward {name}", _function(name), {k: v for k, v in params.items() if k != "turns"}, given=2)
+    check_params(f"reward {name}", _function(name), params, given=("problem", "text", "turns"))
     if name == "format" and params.get("pattern") is not None:
         try:
             re.compile(params["pattern"])
         except (re.error, TypeError) as error:
-            raise KeelError(f"reward format: pattern {params['pattern']!r} is no regular expression: {error}") from error
+            raise KeelError(
+                f"reward format: pattern {params['pattern']!r} is no regular expression: {error}"
+            ) from error
 
 
 def build_reward(name: str, task: Task, *, weight: float = 1.0, label: str | None = None, **params: Any) -> RewardPart:
@@ -86,19 +90,26 @@ def build_reward(name: str, task: Task, *, weight: float = 1.0, label: str | Non
         raise KeelError(f"reward {name}: weight is {weight!r}, it must be a number")
     if name == TASK:
         ours = type(task).__module__.startswith("keel.tasks.")
-        return RewardPart(label or TASK, task.reward, weight, trusted=ours, wants_turns=True)
+        return RewardPart(label or TASK, task.reward, weight, trusted=ours)
     function = _function(name)
     return wrap(partial(function, **params) if params else function, label or name, weight, trusted=name in REWARDS)
 
 
-def wrap(function: RewardFunction, name: str | None = None, weight: float = 1.0, *, trusted: bool = False) -> RewardPart:
+def wrap(
+    function: RewardFunction, name: str | None = None, weight: float = 1.0, *, trusted: bool = False
+) -> RewardPart:
     """A reward out of any function `f(problem, text)`; one with a parameter `turns` is given all turns as well."""
-    called = name or getattr(function, "__name__", type(function).__name__)
+    called = name or str(getattr(function, "__name__", type(function).__name__))
     try:
-        wants = "turns" in inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        wants = False
-    return RewardPart(called, function, weight, trusted, wants)
+        wants_turns = "turns" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some built-in callables have no signature
+        wants_turns = False
+
+    def judged(problem: Problem, turns: Sequence[str]) -> Any:
+        text = turns[-1] if turns else ""
+        return function(problem, text, turns=turns) if wants_turns else function(problem, text)
+
+    return RewardPart(called, judged, weight, trusted)
 
 
 def build_rewards(entries: Sequence[Mapping[str, Any]], task: Task) -> tuple[RewardPart, ...]:
@@ -107,8 +118,7 @@ def build_rewards(entries: Sequence[Mapping[str, Any]], task: Task) -> tuple[Rew
     for entry in entries or [{"name": TASK}]:
         part = build_reward(task=task, **entry)
         taken = sum(p.name.partition("#")[0] == part.name for p in parts)
-        named = part.name if not taken else f"{part.name}#{taken + 1}"
-        parts.append(RewardPart(named, part.function, part.weight, part.trusted, part.wants_turns))
+        parts.append(replace(part, name=f"{part.name}#{taken + 1}") if taken else part)
     return tuple(parts)
 
 

@@ -1,0 +1,184 @@
+"""Collect: problems in, judged groups out, over one turn or several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from keel.errors import KeelError
+from keel.rollout.native import Request
+from keel.rollout.render import Renderer, fit
+from keel.rollout.sampling import SamplingParams
+from keel.tasks.base import Task
+from keel.tasks.judge import CallFailed, Judge
+from keel.types import Completion, Group, Problem
+
+
+class Engine(Protocol):
+    """What collect asks of an engine."""
+
+    def generate(
+        self, requests: Sequence[Request], sampling: SamplingParams, *, seed: int = 0, attempt: int = 0, step: int = 0
+    ) -> list[list[Completion]]: ...
+
+
+@dataclass
+class _Episode:
+    """One completion on its way: everything after the prompt, and the model's turns so far."""
+
+    group: int
+    sample: int
+    tokens: list[int] = field(default_factory=list)
+    action: list[bool] = field(default_factory=list)
+    sample_logp: list[float] = field(default_factory=list)
+    filtered_logp: list[float] = field(default_factory=list)
+    turns: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)  # turns and replies, in order
+    stop_reason: str = ""
+    broken: bool = False
+
+    def act(self, turn: Completion) -> None:
+        self.tokens += turn.tokens
+        self.action += turn.action
+        self.sample_logp += turn.sample_logp
+        self.filtered_logp += turn.filtered_logp
+        self.turns.append(turn.text)
+        self.said.append(turn.text)
+        self.stop_reason = turn.stop_reason
+
+    def hear(self, message: str, tokens: Sequence[int]) -> None:
+        self.tokens += tokens
+        self.action += [False] * len(tokens)
+        self.sample_logp += [0.0] * len(tokens)
+        self.filtered_logp += [0.0] * len(tokens)
+        self.said.append(message)
+
+    def completion(self) -> Completion:
+        return Completion(
+            tokens=tuple(self.tokens),
+            action=tuple(self.action),
+            sample_logp=tuple(self.sample_logp),
+            filtered_logp=tuple(self.filtered_logp),
+            text="\n".join(self.said),
+            stop_reason=self.stop_reason,
+        )
+
+
+def collect(
+    engine: Engine,
+    task: Task,
+    problems: Sequence[Problem],
+    tokenizer: Any,
+    sampling: SamplingParams,
+    *,
+    seed: int = 0,
+    attempt: int = 0,
+    step: int = 0,
+    max_turns: int = 1,
+    judge: Judge | None = None,
+    chat_template: str = "auto",
+    system_prompt: str | None = None,
+    max_prompt_length: int | None = None,
+    truncation: str = "error",
+) -> list[Group]:
+    """One judged group a problem, in order, except groups that the judge skips (its `failures` name them).
+
+    Several turns: after each of the model's, the task's `respond` is asked for the environment's message, whose tokens
+    are appended with action False. `max_completion_length` is the budget of a whole episode, messages included; one
+    that a message would overrun ends there with stop_reason `length`. Tokens are only ever appended, never encoded
+    again, and noise goes on at the position where it stopped.
+    """
+    if max_turns < 1:
+        raise KeelError(f"rollout.max_turns is {max_turns}: it must be at least 1")
+    if max_turns > 1 and not hasattr(task, "respond"):
+        raise KeelError(f"rollout.max_turns is {max_turns}, but task {task.name!r} has no respond: set it to 1")
+    _check_keys(problems)
+    judge = judge or Judge.of(task)
+    renderer = Renderer(tokenizer, chat_template=chat_template, system_prompt=system_prompt)
+    whole = [renderer.prompt(problem) for problem in problems]
+    prompts = [fit(t, max_prompt_length, truncation, p.key) for t, p in zip(whole, problems, strict=True)]
+    noise = {"seed": seed, "attempt": attempt, "step": step}
+    first = engine.generate(
+        [Request(p.key, tokens) for p, tokens in zip(problems, prompts, strict=True)], sampling, **noise
+    )
+    episodes = [_Episode(g, s) for g, group in enumerate(first) for s in range(len(group))]
+    for episode in episodes:
+        episode.act(first[episode.group][episode.sample])
+    live = episodes
+    for _ in range(max_turns - 1):
+        live = [e for e in live if _go_on(e, task, problems[e.group], judge, renderer, sampling)]
+        if not live:
+            break
+        requests = [_request(e, problems[e.group], prompts[e.group], sampling) for e in live]
+        for episode, (turn,) in zip(live, engine.generate(requests, sampling, **noise), strict=True):
+            episode.act(turn)
+    marked = [_marked(p, len(t) - len(kept)) for p, t, kept in zip(problems, whole, prompts, strict=True)]
+    return _judged(marked, prompts, episodes, judge, step)
+
+
+def _go_on(
+    episode: _Episode, task: Task, problem: Problem, judge: Judge, renderer: Renderer, sampling: SamplingParams
+) -> bool:
+    """Ask for the environment's message and append it; False where the episode is over."""
+    if episode.stop_reason == "length":
+        return False
+    try:
+        message = judge.respond(task, problem, episode.sample, episode.turns)
+    except CallFailed:
+        episode.broken = True
+        return False
+    if message is None:
+        return False
+    tokens = renderer.reply(problem, message, episode.tokens[-1] if episode.tokens else None)
+    if len(episode.tokens) + len(tokens) >= sampling.max_completion_length:
+        episode.stop_reason = "length"
+        return False
+    episode.hear(message, tokens)
+    return True
+
+
+def _request(episode: _Episode, problem: Problem, prompt: tuple[int, ...], sampling: SamplingParams) -> Request:
+    used = len(episode.tokens)
+    return Request(
+        key=problem.key,
+        tokens=(*prompt, *episode.tokens),
+        samples=(episode.sample,),
+        start=used,
+        max_new=sampling.max_completion_length - used,
+    )
+
+
+def _judged(
+    problems: Sequence[Problem],
+    prompts: Sequence[tuple[int, ...]],
+    episodes: Sequence[_Episode],
+    judge: Judge,
+    step: int,
+) -> list[Group]:
+    groups = []
+    for g, (problem, prompt) in enumerate(zip(problems, prompts, strict=True)):
+        members = [e for e in episodes if e.group == g]
+        rewards = judge.judge(problem, [e.turns for e in members], {e.sample for e in members if e.broken})
+        if rewards is not None:
+            groups.append(Group(problem, prompt, tuple(e.completion() for e in members), rewards))
+    if problems and not groups:
+        last = judge.failures[-1]
+        raise KeelError(f"every group of step {step} was skipped, the last for reward {last}")
+    return groups
+
+
+def _marked(problem: Problem, cut: int) -> Problem:
+    """The problem, with the number of prompt tokens that were cut off noted in its info."""
+    if not cut:
+        return problem
+    info: Mapping[str, Any] = {**problem.info, "prompt_tokens_cut": cut}
+    return replace(problem, info=info)
+
+
+def _check_keys(problems: Sequence[Problem]) -> None:
+    seen: set[str] = set()
+    for problem in problems:
+        if problem.key in seen:
+            raise KeelError(f"two problems of a batch have the key {problem.key!r}: they would get the same noise")
+        seen.add(problem.key)

@@ -1,0 +1,138 @@
+"""From prompts to tokens, once: what is rendered here is never encoded again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from keel.errors import KeelError, unknown
+from keel.types import Problem
+
+Messages = list[dict[str, str]]
+TRUNCATIONS = ("error", "left")
+# A template for tokenizers that bring none; the markers are ordinary text to a tokenizer that does not know them.
+TEMPLATES = {
+    "chatml": (
+        "{% for message in messages %}"
+        "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+}
+_CONTENT = "\u2042content\u2042"  # stands for a turn's text while a template is taken apart
+
+
+class Renderer:
+    """A tokenizer with `data.chat_template` and `data.system_prompt`: renders prompts and the replies between turns.
+
+    `auto` puts chat messages (and any prompt under a system prompt) into the tokenizer's own template and leaves plain
+    text plain; a tokenizer without a template gets the messages' texts with blank lines between them. `none` never
+    uses a template. A name is one of the tokenizer's several templates or of `TEMPLATES`, and puts plain text in too,
+    as the user's message.
+    """
+
+    def __init__(self, tokenizer: Any, *, chat_template: str = "auto", system_prompt: str | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.system_prompt = system_prompt
+        self.named = chat_template not in ("auto", "none")
+        self.template = _template(tokenizer, chat_template)
+        self._bos = _own_bos(tokenizer)
+
+    def prompt(self, problem: Problem) -> tuple[int, ...]:
+        """The tokens of a problem's prompt, BOS at most once: if the template writes it or the tokenizer adds it."""
+        prompt = problem.prompt
+        is_text = isinstance(prompt, str)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt, problem.key)
+        if not any(message["content"].strip() for message in messages):
+            raise KeelError(f"problem {problem.key!r} has an empty prompt: a model needs something to continue")
+        if self.system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        if self._in_template(is_text):
+            return self._with_bos(self._encode(self._fill(messages, problem.key, add_generation_prompt=True)))
+        return self._with_bos(self._encode("\n\n".join(message["content"] for message in messages)))
+
+    def reply(self, problem: Problem, message: str, ended_by: int | None) -> tuple[int, ...]:
+        """The tokens between one turn of the model and the next: its turn's end, the message, the next one's start.
+
+        `ended_by` is the last token that was sampled. Where the template closes a turn with that token (as after EOS)
+        it is not written twice; after a stop string the turn is closed here.
+        """
+        if not self._in_template(isinstance(problem.prompt, str)):
+            return self._encode(message)
+        base = [{"role": "user", "content": "."}, {"role": "assistant", "content": _CONTENT}]
+        whole = self._fill([*base, {"role": "user", "content": message}], problem.key, add_generation_prompt=True)
+        _, found, after = whole.partition(_CONTENT)
+        if not found:
+            raise KeelError("the chat template drops the assistant's turns: several turns need one that keeps them")
+        tokens = self._encode(after)
+        return tokens[1:] if tokens and tokens[0] == ended_by else tokens
+
+    def _in_template(self, is_text: bool) -> bool:
+        return self.template is not None and (self.named or not is_text or self.system_prompt is not None)
+
+    def _fill(self, messages: Messages, key: str, *, add_generation_prompt: bool) -> str:
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages,
+                    chat_template=self.template,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                )
+            )
+        except Exception as error:  # templates raise what they like
+            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise KeelError(f"the chat template refuses the messages of problem {key!r}: {first}") from error
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(int(t) for t in self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _with_bos(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        bos = self.tokenizer.bos_token_id
+        if self._bos is None or (tokens and tokens[0] == bos):
+            return tokens
+        return (self._bos, *tokens)
+
+
+def fit(tokens: tuple[int, ...], limit: int | None, truncation: str, key: str) -> tuple[int, ...]:
+    """The prompt within `data.max_prompt_length`: refused if longer, or with `truncation: left` its end kept."""
+    if truncation not in TRUNCATIONS:
+        raise unknown("data.truncation", truncation, TRUNCATIONS)
+    if limit is None or len(tokens) <= limit:
+        return tokens
+    if truncation == "error":
+        raise KeelError(
+            f"problem {key!r} has a prompt of {len(tokens)} tokens, more than data.max_prompt_length {limit}: "
+            "raise it, or set data.truncation to left"
+        )
+    return tokens[-limit:]
+
+
+def _messages(prompt: Sequence[Mapping[str, str]], key: str) -> Messages:
+    if not isinstance(prompt, Sequence) or not prompt:
+        raise KeelError(f"problem {key!r} has an empty prompt: a model needs something to continue")
+    for message in prompt:
+        fine = isinstance(message, Mapping) and all(isinstance(message.get(k), str) for k in ("role", "content"))
+        if not fine:
+            raise KeelError(f"problem {key!r}: a prompt is a text, or messages that each have a role and a content")
+    return [dict(message) for message in prompt]
+
+
+def _template(tokenizer: Any, name: str) -> str | None:
+    own = getattr(tokenizer, "chat_template", None)
+    several = own if isinstance(own, Mapping) else {"default": own} if own else {}
+    if name == "none":
+        return None
+    if name == "auto":
+        return several.get("default", next(iter(several.values()), None))
+    known = {**TEMPLATES, **several}
+    if name not in known:
+        raise unknown("data.chat_template", name, [*known, "auto", "none"])
+    return known[name]
+
+
+def _own_bos(tokenizer: Any) -> int | None:
+    """The BOS token if the tokenizer puts it before a text by itself; a token it merely knows is not ours to add."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is None:
+        return None
+    return int(bos) if list(tokenizer.encode("a"))[:1] == [bos] else None

@@ -1,0 +1,178 @@
+"""Evaluate: how often a policy is right on held-out problems, with intervals that know problems from samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, variance
+from typing import Any
+
+from keel.errors import KeelError
+from keel.rollout.collect import Engine, collect
+from keel.rollout.sampling import SamplingParams
+from keel.tasks.base import Task
+from keel.tasks.judge import Judge
+from keel.types import Group, Problem
+
+Z95 = 1.959963984540054
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """What one evaluation found. `accuracy` is pass@1, the mean over problems of the share of right samples.
+
+    Intervals are 95 %: Wilson's with an effective sample size for shares (`wilson`), normal over the problems' means
+    for the reward.
+    """
+
+    task: str
+    problems: int
+    samples: int
+    accuracy: float
+    ci95: Interval
+    pass_at: Mapping[int, float]
+    pass_at_ci95: Mapping[int, Interval]
+    reward: float
+    reward_ci95: Interval
+    parsed_fraction: float
+    truncated_fraction: float
+    length_mean: float
+    greedy: bool = False
+    groups: tuple[Group, ...] = field(default=(), repr=False, compare=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """A line of eval.jsonl."""
+        return {
+            "task": self.task,
+            "problems": self.problems,
+            "samples": self.samples,
+            "accuracy": self.accuracy,
+            "ci95": list(self.ci95),
+            "pass_at": {str(k): v for k, v in self.pass_at.items()},
+            "pass_at_ci95": {str(k): list(v) for k, v in self.pass_at_ci95.items()},
+            "reward": self.reward,
+            "reward_ci95": list(self.reward_ci95),
+            "parsed_fraction": self.parsed_fraction,
+            "truncated_fraction": self.truncated_fraction,
+            "length_mean": self.length_mean,
+            "greedy": self.greedy,
+        }
+
+
+def evaluate(
+    engine: Engine,
+    task: Task,
+    problems: Sequence[Problem],
+    tokenizer: Any,
+    *,
+    k: Sequence[int] = (1,),
+    samples: int | None = None,
+    temperature: float = 1.0,
+    max_completion_length: int = 64,
+    seed: int = 0,
+    sampling: SamplingParams | None = None,
+    judge: Judge | None = None,
+    **collecting: Any,
+) -> EvalResult:
+    """Sample every problem `samples` times (default: the largest k) and judge by the task's own reward.
+
+    Temperature 0 is greedy, with one sample. `sampling` gives the filters and limits of training; temperature and
+    number of samples are this function's. Equal arguments and weights give equal results, and two evaluations of one
+    run share their noise, so that what differs between them is the policy. `collecting` goes to `collect`.
+    """
+    if not problems:
+        raise KeelError(f"there is nothing to evaluate: task {task.name!r} gave no problems")
+    greedy = temperature == 0
+    count = 1 if greedy else samples or max(k)
+    wanted = [n for n in sorted(set(k)) if not greedy or n == 1] or [1]
+    if wanted[0] < 1 or wanted[-1] > count:
+        raise KeelError(f"eval.k is {list(k)} with {count} samples a problem: each k must be from 1 to {count}")
+    base = sampling or SamplingParams(max_completion_length=max_completion_length)
+    params = SamplingParams(**{**vars(base), "temperature": temperature, "num_generations": count})
+    groups = collect(engine, task, problems, tokenizer, params, seed=seed, judge=judge or Judge.of(task), **collecting)
+    return summarise(task, groups, wanted, greedy=greedy)
+
+
+def evaluate_all(
+    engine: Engine, tasks: Mapping[str, Task], count: int, tokenizer: Any, *, held_out_seed: int = 0, **options: Any
+) -> dict[str, EvalResult]:
+    """`count` held-out problems of each task: the trained skill's accuracy, and with it what the others retain."""
+    return {
+        name: evaluate(engine, task, task.held_out(count, seed=held_out_seed), tokenizer, **options)
+        for name, task in tasks.items()
+    }
+
+
+def retention(before: Mapping[str, EvalResult], after: Mapping[str, EvalResult]) -> dict[str, dict[str, float]]:
+    """Accuracy before and after by task: what summary.json keeps."""
+    return {
+        name: {"before": before[name].accuracy, "after": result.accuracy}
+        for name, result in after.items()
+        if name in before
+    }
+
+
+def summarise(task: Task, groups: Sequence[Group], k: Sequence[int], *, greedy: bool = False) -> EvalResult:
+    """The figures of judged groups, all with the same number of samples."""
+    samples = len(groups[0].completions)
+    right = [sum(_is_right(task, group, i) for i in range(samples)) for group in groups]
+    shares = {n: [pass_at_k(samples, c, n) for c in right] for n in {1, *k}}
+    rewards = [fmean(r.total for r in group.rewards) for group in groups]
+    completions = [c for group in groups for c in group.completions]
+    return EvalResult(
+        task=task.name,
+        problems=len(groups),
+        samples=samples,
+        accuracy=fmean(shares[1]),
+        ci95=wilson(shares[1], samples),
+        pass_at={n: fmean(shares[n]) for n in k},
+        pass_at_ci95={n: wilson(shares[n], samples) for n in k},
+        reward=fmean(rewards),
+        reward_ci95=normal_interval(rewards),
+        parsed_fraction=fmean(r.parsed for group in groups for r in group.rewards),
+        truncated_fraction=fmean(c.stop_reason == "length" for c in completions),
+        length_mean=fmean(sum(c.action) for c in completions),
+        greedy=greedy,
+        groups=tuple(groups),
+    )
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """The chance that one of k draws without replacement out of `samples` is right: 1 - C(n-c, k) / C(n, k).
+
+    Unbiased for the chance with k fresh samples (Chen et al. 2021, arXiv 2107.03374).
+    """
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def wilson(shares: Sequence[float], samples: int = 1) -> Interval:
+    """Wilson's 95 % interval of a mean of shares, one share a problem, each out of `samples` samples.
+
+    Samples of one problem resemble each other, so the number of trials is the effective one, p(1-p) over the squared
+    standard error between problems (Dean and Pagano 2015), at least the number of problems and at most that of
+    samples. With one sample it is the ordinary interval; where all agree, it still has a width.
+    """
+    mean, count = fmean(shares), len(shares)
+    between = variance(shares) / count if count > 1 else 0.0
+    trials = mean * (1 - mean) / between if between > 0 else float(count)
+    trials = min(max(trials, float(count)), float(count * samples))
+    centre = (mean + Z95**2 / (2 * trials)) / (1 + Z95**2 / trials)
+    half = Z95 / (1 + Z95**2 / trials) * math.sqrt(mean * (1 - mean) / trials + Z95**2 / (4 * trials**2))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def normal_interval(means: Sequence[float]) -> Interval:
+    """Mean ± 1.96 standard errors between problems; unbounded with a single problem."""
+    mean = fmean(means)
+    half = Z95 * math.sqrt(variance(means) / len(means)) if len(means) > 1 else math.inf
+    return mean - half, mean + half
+
+
+def _is_right(task: Task, group: Group, index: int) -> bool:
+    """Whether a completion is right: its part `correct` where the task has one, else the gold answer's full reward."""
+    reward = group.rewards[index]
+    if "correct" in reward.parts:
+        return reward.parts["correct"] >= 1.0
+    return reward.total >= task.reward(group.problem, [task.gold(group.problem)]).total - 1e-9
