@@ -1,8 +1,261 @@
-"""Combinations."""
-from __future__ import annotations
-from keel.config.schema import Config
+"""Combinations that cannot work are refused before any model loads; those that may surprise become advice."""
 
-def check(config: Config) -> None: ...
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from keel.config.resolve import controller_params, kl_spec, loss_spec, mismatch_spec, scale_rewards
+from keel.config.schema import Config, TaskSpec
+from keel.errors import KeelError, unknown
+
+ENGINES = ("native", "vllm")
+
+
+def check(config: Config) -> None:
+    """Refuse what cannot work, one line each; nothing here loads a model."""
+    for part in (_users_parts, _loss, _kl, _controller, _reference, _model, _rollout, _optim, _tasks, _evaluation):
+        part(config)
+
+
+def _is_users_own(name: str) -> bool:
+    module, colon, attribute = name.partition(":")
+    return bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def import_part(spec: str, option: str) -> Any:
+    """The user's own part `module:attr` behind an option."""
+    module, _, attribute = spec.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise KeelError(f"cannot import {option}={spec}: {reason}; check the spelling and PYTHONPATH") from error
+
+
+def _users_parts(config: Config) -> None:
+    """Put a user's loss and controller beside the built-in ones, so that every room finds them by their name."""
+    from keel.kl import CONTROLLERS
+    from keel.losses import LOSSES
+    from keel.losses.policy import Recipe
+
+    loss, controller = config.loss.loss_type, config.kl.controller.name
+    if loss not in LOSSES and _is_users_own(loss):
+        found = import_part(loss, "loss.loss_type")
+        if not (isinstance(found, Recipe) or callable(found)):
+            raise KeelError(f"loss.loss_type={loss} is a {type(found).__name__}: give a policy loss or a Recipe")
+        LOSSES[loss] = found if isinstance(found, Recipe) else Recipe(found, "token_mean")
+    if controller not in CONTROLLERS and _is_users_own(controller):
+        CONTROLLERS[controller] = import_part(controller, "kl.controller.name")
+
+
+def _loss(config: Config) -> None:
+    from keel.losses import resolve_limits
+
+    resolve_limits(loss_spec(config))
+    mismatch_spec(config)
+    loss, group = config.loss, config.rollout.num_generations
+    if group < 2 and loss.baseline != "none":
+        raise KeelError(
+            f"rollout.num_generations is {group}: loss.baseline={loss.baseline} compares completions of a problem, "
+            "so give at least 2, or set loss.baseline=none"
+        )
+    if group < 2 and scale_rewards(config) == "group":
+        raise KeelError("loss.scale_rewards=group needs rollout.num_generations of at least 2: one has no deviation")
+    if loss.loss_type == "policy_gradient" and config.off_policy:
+        raise KeelError(
+            "loss.loss_type=policy_gradient has no ratio and is right for one update a batch only: set "
+            "loss.num_iterations=1 and optim.minibatches=1, or use grpo"
+        )
+    if loss.dynamic_sampling and loss.baseline == "none":
+        raise KeelError("loss.dynamic_sampling has no meaning with loss.baseline=none, where equal rewards still teach")
+
+
+def _kl(config: Config) -> None:
+    kl = config.kl
+    spec = kl_spec(config)
+    if kl.beta > 0 or kl.controller.name != "fixed":
+        spec.pairing(off_policy=config.off_policy)
+    else:
+        _names_only(spec)
+    if kl.placement != "loss" and kl.reduction == "loss":
+        raise KeelError(f"kl.reduction=loss has no meaning with kl.placement={kl.placement}: leave it out")
+    if kl.measure_every == 0:
+        for option, used in (
+            (f"kl.controller.name={kl.controller.name}", _steers(config)),
+            ("kl.budget", kl.budget is not None),
+            ("kl.collect_max", kl.collect_max is not None),
+            ("reference.kind=kl_triggered", config.reference.kind == "kl_triggered"),
+        ):
+            if used:
+                raise KeelError(f"{option} needs the measured KL, but kl.measure_every is 0: set it to 1")
+        if kl.beta > 0:
+            raise KeelError(
+                "kl.measure_every is 0 with kl.beta above 0: the reference pass is spent anyway, so measuring costs "
+                "nothing; set kl.measure_every=1, or kl.beta=0"
+            )
+
+
+def _names_only(spec: Any) -> None:
+    """At β = 0 no gradient is taken: the names have to exist, their pairing does not matter."""
+    from dataclasses import replace
+
+    replace(spec, allow_biased=True).pairing()
+
+
+def _steers(config: Config) -> bool:
+    return config.kl.controller.name not in ("fixed", "warmup", "linear", "cosine")
+
+
+def _controller(config: Config) -> None:
+    from keel.kl import build_controller
+
+    params = controller_params(config)
+    name = params.pop("name")
+    for key, value in config.kl.controller.params.items():
+        if isinstance(value, str) and key not in ("unit", "preset") and not _is_users_own(name):
+            raise KeelError(f"kl.controller.{key} is the text {value}: expected a number")
+    try:
+        build_controller(name, **params)
+    except KeelError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise KeelError(f"kl.controller does not take these values: {' '.join(str(error).split())}") from None
+
+
+def _reference(config: Config) -> None:
+    from keel.reference import check_reference
+
+    kind, params = config.reference.kind, config.reference.params
+    check_reference(kind, **params)
+    if kind == "adapter_off" and config.model.lora is None:
+        raise KeelError("reference.kind=adapter_off needs LoRA: set model.lora, or use reference.kind=frozen")
+    rules: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+        "alpha": (lambda v: 0 < v <= 1, "a number in (0, 1]"),
+        "every": (lambda v: isinstance(v, int) and v >= 1, "a whole number of steps, at least 1"),
+        "threshold": (lambda v: v > 0, "a positive number of nats per token"),
+        "offload": (lambda v: isinstance(v, bool), "true or false"),
+        "reset_optimizer": (lambda v: isinstance(v, bool), "true or false"),
+    }
+    for name, value in params.items() if not _is_users_own(kind) else ():
+        fine, expected = rules.get(name, (lambda v: True, ""))
+        flag = name in ("offload", "reset_optimizer")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if name in rules and not ((flag or number) and fine(value)):
+            raise KeelError(f"reference.{name} is {value!r}: expected {expected}")
+
+
+def _model(config: Config) -> None:
+    model = config.model
+    if model.quantization is not None and model.lora is None:
+        raise KeelError(
+            f"model.quantization={model.quantization} needs LoRA, quantized weights do not train: set model.lora"
+        )
+    if model.quantization is not None and config.optim.offload:
+        raise KeelError("optim.offload has no use with model.quantization: adapters are small; leave it out")
+    if model.quantization is not None and importlib.util.find_spec("bitsandbytes") is None:
+        raise KeelError(f"model.quantization={model.quantization} needs bitsandbytes: pip install bitsandbytes")
+
+
+def _rollout(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.temperature == 0:
+        raise KeelError(
+            "rollout.temperature is 0: greedy completions of a problem are all the same and teach nothing; "
+            "set it above 0 (1.0 is usual), or eval.temperature=0 for greedy evaluation"
+        )
+    if rollout.engine not in ENGINES and not _is_users_own(rollout.engine):
+        raise unknown("rollout.engine", rollout.engine, ENGINES)
+    if rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise KeelError("rollout.engine=vllm needs vLLM: pip install vllm, or use rollout.engine=native")
+    if config.optim.minibatches > rollout.prompts_per_step:
+        raise KeelError(
+            f"optim.minibatches is {config.optim.minibatches} but a step has {rollout.prompts_per_step} groups "
+            "(rollout.prompts_per_step): an update needs at least one"
+        )
+
+
+def _optim(config: Config) -> None:
+    optim = config.optim
+    if any(beta >= 1 for beta in optim.betas):
+        raise KeelError(f"optim.betas is {list(optim.betas)}: both must be below 1")
+    if optim.optimizer == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        raise KeelError("optim.optimizer=adamw8bit needs bitsandbytes: pip install bitsandbytes, or use adamw")
+    end = optim.decay_steps or config.run.max_steps
+    if optim.schedule != "constant" and optim.warmup_steps >= end:
+        raise KeelError(
+            f"optim.warmup_steps is {optim.warmup_steps} but the {optim.schedule} decay ends at step {end}: lower it"
+        )
+    if optim.schedule == "constant" and optim.decay_steps is not None:
+        raise KeelError("optim.decay_steps has no meaning with optim.schedule=constant: use linear or cosine")
+
+
+def task_specs(config: Config) -> Iterator[tuple[str, TaskSpec]]:
+    """Every task that the configuration names, with the option that names it."""
+    yield "task", config.task
+    for option, tasks in (("eval.tasks", config.eval.tasks), ("warmstart.task", _warmstart_tasks(config))):
+        for index, task in enumerate(tasks):
+            yield f"{option}[{index}]", TaskSpec(name=task) if isinstance(task, str) else task
+
+
+def _warmstart_tasks(config: Config) -> tuple[TaskSpec | str, ...]:
+    return config.warmstart.task if config.warmstart else ()
+
+
+def _tasks(config: Config) -> None:
+    from keel.tasks import check_task
+
+    for option, task in task_specs(config):
+        try:
+            check_task(task.name, task.params)
+        except KeelError as error:
+            raise KeelError(f"{option}: {error}") from None
+    for index, part in enumerate(config.rewards):
+        if _is_users_own(part.name) and not callable(import_part(part.name, f"rewards[{index}].name")):
+            raise KeelError(f"rewards[{index}].name={part.name} is not callable: give a function")
+    for spec in config.log.extra:
+        if not _is_users_own(spec):
+            raise KeelError(f"log.extra names {spec!r}: give module:attr")
+        import_part(spec, "log.extra")
+
+
+def _evaluation(config: Config) -> None:
+    temperature = config.rollout.temperature if config.eval.temperature is None else config.eval.temperature
+    if temperature == 0 and max(config.eval.k) > 1:
+        raise KeelError(
+            f"eval.k asks for pass@{max(config.eval.k)} but eval.temperature is 0, where all completions are the same: "
+            "set eval.k=[1], or a temperature above 0"
+        )
+
 
 def advice(config: Config) -> list[str]:
-    return []
+    """What is allowed and may surprise, one sentence each."""
+    from keel.kl import advise
+
+    kl, notes = config.kl, []
+    if kl.beta > 0 or _steers(config):
+        pairing = kl_spec(config).pairing(off_policy=config.off_policy)
+        if pairing.expected_gradient != "policy||ref":
+            notes.append(pairing.note)
+        if kl.placement == "reward" and scale_rewards(config) != "none":
+            notes.append(
+                f"kl.placement=reward with loss.scale_rewards={scale_rewards(config)}: the penalty is divided by the "
+                "rewards' deviation σ, so the effective coefficient is β/σ; set loss.scale_rewards=none or "
+                "kl.placement=advantage"
+            )
+    notes += advise(config.loss.loss_type, kl.beta)
+    if config.rollout.top_p < 1 or config.rollout.top_k > 0 or config.rollout.min_p > 0:
+        notes.append(
+            "top_p, top_k or min_p cut the sampled distribution: rollouts are not the policy's own samples, and KL "
+            "and ratios are biased by what is cut; training is meant for 1.0, 0 and 0.0"
+        )
+    if config.model.dropout or (config.model.lora is not None and config.model.lora.dropout > 0):
+        notes.append("dropout is on: policy and reference differ from the first step, so the KL does not start at 0")
+    if config.eval.every > config.run.max_steps or config.checkpoint.every > config.run.max_steps:
+        notes.append("eval.every or checkpoint.every is above run.max_steps: only the last step is evaluated or saved")
+    return notes
+
+
+__all__ = ["advice", "check", "import_part", "task_specs"]

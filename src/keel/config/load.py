@@ -14,7 +14,8 @@ from pydantic import BaseModel, ValidationError
 
 from keel.config import aliases, text
 from keel.config.checks import check
-from keel.config.schema import Config, Part
+from keel.config.fields import Part
+from keel.config.schema import Config
 from keel.errors import KeelError
 
 logger = logging.getLogger("keel")
@@ -41,8 +42,8 @@ def read_config(
     else:
         data = source if isinstance(source, Mapping) else text.read(Path(source))
     where = "the configuration" if isinstance(source, Mapping | Config) else str(source)
-    layers = [list(_settings(data, where)), [_override(item) for item in overrides]]
-    given = {name: value for layer in layers for name, value, _ in layer}
+    layers = [list(_settings(data, where)), [leaf for item in overrides for leaf in _override(item)]]
+    given = {aliases.normal(name): value for layer in layers for name, value, _ in layer}
     tree: dict[str, Any] = {}
     renamed: list[str] = []
     for layer in layers:
@@ -50,7 +51,8 @@ def read_config(
         renamed += notes
         for name, value, origin in native:
             _put(tree, name, value, origin)
-    config = validate(tree)
+    # a section whose options are all commented out is null in YAML: it has its defaults
+    config = validate({key: value for key, value in tree.items() if value is not None})
     check(config)
     return config, renamed
 
@@ -90,12 +92,19 @@ def _is_leaf(name: str) -> bool:
     return isinstance(found, type) and issubclass(found, Part) and name not in set(option_names())
 
 
-def _override(item: str) -> Setting:
+def _override(item: str) -> Iterator[Setting]:
+    """One override; a section given whole is merged option by option, a part given whole replaces the old one."""
     name, equals, value = item.partition("=")
     name = name.strip().lstrip("+")
     if not equals or not name:
         raise KeelError(f"cannot read the override {item!r}: write name=value, such as kl.beta=0.01")
-    return name, text.parse(value, f"the value of {name}"), "the command line"
+    parsed = text.parse(value, f"the value of {name}")
+    found = _find(aliases.normal(name))
+    if isinstance(parsed, dict) and parsed and found is not None and not issubclass(found, Part):
+        for key, inner in _walk(name + ".", parsed):
+            yield key, inner, "the command line"
+    else:
+        yield name, parsed, "the command line"
 
 
 def _put(tree: dict[str, Any], name: str, value: Any, origin: str) -> None:
@@ -172,7 +181,7 @@ def unknown_option(name: str, origin: str = "") -> KeelError:
     section = name.rpartition(".")[0]
     inside = [option for option in known if option.rpartition(".")[0] == section] if section else []
     near = near or difflib.get_close_matches(name, inside, n=1, cutoff=0.6)
-    near = near or difflib.get_close_matches(name, [*known, *aliases.names()], n=1, cutoff=0.6)
+    near = near or difflib.get_close_matches(name, [*known, *aliases.table()], n=1, cutoff=0.6)
     if not near:
         by_leaf = {option.rpartition(".")[2]: option for option in known}
         near = [by_leaf[hit] for hit in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.6)]
@@ -221,6 +230,11 @@ def _one_line(error: ValidationError) -> str:
         hint = f"did you mean {near[0]}? " if near else ""
         return f"{name} is {_show(value)}: {hint}it must be one of {', '.join(options)}"
     expected = _EXPECTED.get(item["type"])
+    if item["type"] in ("too_short", "too_long"):
+        length = context.get("min_length", context.get("max_length"))
+        expected = f"a list of {'at least' if item['type'] == 'too_short' else 'at most'} {length}"
+    elif item["type"] == "string_too_short":
+        expected = "a text that is not empty"
     if expected is None and item["type"] == "value_error":
         expected = "a number"
     if expected is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from keel.config.schema import Config
@@ -90,8 +91,11 @@ def resolved(config: Config) -> dict[str, Any]:
     if config.loss.scale_rewards is None:
         found["loss.scale_rewards"] = scale_rewards(config)
     if config.kl.gradient == "auto":
-        pairing = kl_spec(config).pairing(off_policy=config.off_policy)
-        found["kl.gradient"] = str(pairing.form) if pairing.placement == "loss" and pairing.level == "token" else "its own"
+        spec = replace(kl_spec(config), allow_biased=True)  # at β = 0 any pairing may stand
+        pairing = spec.pairing(off_policy=config.off_policy)
+        found["kl.gradient"] = (
+            str(pairing.form) if pairing.placement == "loss" and pairing.level == "token" else "its own"
+        )
     if config.kl.needs_exact and not config.kl.exact:
         found["kl.exact"] = True
     if config.reference.kind == "auto":

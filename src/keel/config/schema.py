@@ -6,46 +6,11 @@ parameters beside its name; `checks.py` holds them against the part's signature.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
+from pydantic import BeforeValidator, Field
 
-_FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
-
-
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads 1e-6 as a string: the text of a number is a number; a boolean is none."""
-    if isinstance(value, bool):
-        raise ValueError("a boolean is not a number")
-    return float(value) if isinstance(value, str) and _FLOAT.fullmatch(value.strip()) else value
-
-
-Int = Annotated[int, Strict()]
-Flag = Annotated[bool, Strict()]
-Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
-Count = Annotated[int, Strict(), Field(ge=0)]
-Positive = Annotated[int, Strict(), Field(ge=1)]
-Share = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
-NotNegative = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
-Above0 = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
-
-
-class Section(BaseModel):
-    """A section of the configuration: unknown keys are refused, nothing changes after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Part(BaseModel):
-    """A part named by string, with that part's own parameters beside its name."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """The part's own parameters, without its name and what the section itself declares."""
-        return dict(self.model_extra or {})
+from keel.config.fields import Above0, Count, Flag, Float, Int, NotNegative, Part, Positive, Section, Share, as_number
 
 
 class Run(Section):
@@ -193,7 +158,7 @@ class Budget(Section):
 
 def _budget(value: Any) -> Any:
     """A bare number is the largest mean KL in nats per token."""
-    value = _number(value) if not isinstance(value, dict) else value
+    value = as_number(value) if not isinstance(value, dict) else value
     return {"max": value} if isinstance(value, int | float) else value
 
 
@@ -208,7 +173,8 @@ class KL(Section):
         "token", description="A token answers for its own KL, or for that of the sequence."
     )
     reduction: Literal["token_mean", "loss"] = Field(
-        "token_mean", description="Mean over all action tokens, so β means the same under every loss; or the loss's own."
+        "token_mean",
+        description="Mean over all action tokens, so β means the same under every loss; or the loss's own.",
     )
     log_ratio_clamp: Above0 | None = Field(
         20.0, description="Log-ratios are held within ± this many nats; null for no limit."

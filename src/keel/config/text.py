@@ -36,7 +36,7 @@ Loader.add_implicit_resolver(
 def parse(text: str, where: str) -> Any:
     """The value of a YAML text; `where` names it in errors."""
     try:
-        return yaml.load(text, Loader)  # noqa: S506 - a subclass of the safe loader
+        return yaml.load(text, Loader)
     except KeelError as error:
         raise KeelError(f"{where}: {error}") from None
     except (yaml.YAMLError, ValueError) as error:
@@ -66,7 +66,9 @@ def read(path: Path) -> dict[str, Any]:
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise KeelError(f"{path} holds a {type(data).__name__}: a configuration is a mapping such as 'kl: {{beta: 0.01}}'")
+        raise KeelError(
+            f"{path} holds a {type(data).__name__}: a configuration is a mapping such as 'kl: {{beta: 0.01}}'"
+        )
     return data
 
 

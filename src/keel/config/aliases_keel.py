@@ -1,0 +1,39 @@
+"""Keel's own short names, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from keel.config.aliases import Alias, first_given
+from keel.errors import KeelError
+
+Given = Mapping[str, Any]
+Options = Mapping[str, Any]
+
+
+def _target_kl(value: Any, given: Given) -> Options:
+    """A target needs a controller that steers: PPO's step rule where none was named."""
+    name = first_given(given, "kl.controller.name", default="fixed")
+    if name in ("warmup", "linear", "cosine"):
+        raise KeelError(f"target_kl has no meaning with kl.controller.name={name}, which follows the step: use step")
+    return {**({"kl.controller.name": "step"} if name == "fixed" else {}), "kl.controller.target": value}
+
+
+def _kl_warmup(value: Any, given: Given) -> Options:
+    """Every controller warms up by `warmup_steps`, but `warmup` itself calls it `steps`."""
+    own = given.get("kl.controller.name") == "warmup"
+    return {"kl.controller.steps" if own else "kl.controller.warmup_steps": value}
+
+
+KEEL = [
+    *(Alias(name, "kl.beta") for name in ("kl_beta", "kl_coef", "kl_penalty", "beta")),
+    Alias("target_kl", "kl.controller.target", "also sets kl.controller.name=step where β would be fixed", _target_kl),
+    Alias("kl_warmup_steps", "kl.controller.warmup_steps", "", _kl_warmup),
+    Alias("reward_warmup_steps", "reward.warmup_steps"),
+    Alias("batch_size", "rollout.prompts_per_step", "problems a step, each with num_generations completions"),
+    Alias("num_generations", "rollout.num_generations"),
+    Alias("max_steps", "run.max_steps"),
+    Alias("datasets", "data.path"),
+    Alias("seed", "run.seed"),
+]

@@ -1,0 +1,222 @@
+"""TRL's GRPOConfig (1.16) as data: what each option becomes, and the few conversions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+from keel.config.aliases import Alias, Convert, choice, first_given, harmless, no, number, unless_null
+from keel.errors import KeelError
+
+Given = Mapping[str, Any]
+Options = Mapping[str, Any]
+
+
+def _per_device(value: Any, given: Given) -> Options:
+    """TRL counts completions: per device × accumulation steps (or steps a generation) in a batch of rollouts."""
+    number("per_device_train_batch_size", value, "give a whole number of completions")
+    group = first_given(given, "num_generations", "rollout.num_generations", default=8)
+    steps = first_given(given, "steps_per_generation", "gradient_accumulation_steps", default=1)
+    prompts, rest = divmod(int(value) * int(steps), int(group))
+    if rest or not prompts:
+        raise KeelError(
+            f"per_device_train_batch_size={value} × {steps} accumulated is {value * steps} completions, which is no "
+            f"multiple of num_generations={group}: set rollout.prompts_per_step"
+        )
+    return {"rollout.prompts_per_step": prompts}
+
+
+def _generation_batch(value: Any, given: Given) -> Options:
+    group = first_given(given, "num_generations", "rollout.num_generations", default=8)
+    prompts, rest = divmod(int(number("generation_batch_size", value, "give a whole number")), int(group))
+    if rest or not prompts:
+        raise KeelError(f"generation_batch_size={value} is no multiple of num_generations={group}")
+    return {"rollout.prompts_per_step": prompts}
+
+
+def _only_with_sync(target: str) -> Convert:
+    def convert(value: Any, given: Given) -> Options:
+        if given.get("sync_ref_model") is False:
+            return {}
+        return {**({} if "sync_ref_model" in given else {"reference.kind": "ema"}), target: value}
+
+    return convert
+
+
+def _output_dir(value: Any, given: Given) -> Options:
+    path = PurePath(str(value))
+    named = first_given(given, "run_name", "run.name")
+    return {"run.dir": str(path)} if named else {"run.dir": str(path.parent), "run.name": path.name or "default"}
+
+
+def _report_to(value: Any, given: Given) -> Options:
+    wanted = {value} if isinstance(value, str) else set(value or ["none"])
+    odd = wanted - {"tensorboard", "wandb", "none", "all"}
+    if odd:
+        raise KeelError(f"report_to={sorted(odd)[0]} has no counterpart: known: tensorboard, wandb, none")
+    wandb = {"log.wandb": {"project": "keel"}} if wanted & {"wandb", "all"} else {}
+    return {"log.tensorboard": bool(wanted & {"tensorboard", "all"}), **wandb}
+
+
+def _precision(dtype: str) -> Convert:
+    return lambda value, given: {"optim.precision": dtype} if value else {}
+
+
+def _vllm_mode(value: Any, given: Given) -> Options:
+    """token_truncate, token_mask, sequence_truncate, sequence_mask."""
+    level, _, kind = str(value).partition("_")
+    if level not in ("token", "sequence") or kind not in ("truncate", "mask"):
+        raise KeelError(
+            f"vllm_importance_sampling_mode={value} has no counterpart: use token or sequence, truncate or mask"
+        )
+    return {"loss.mismatch.kind": kind, "loss.mismatch.level": level}
+
+
+def _clip_min(value: Any, given: Given) -> Options:
+    return {} if value is None else {"loss.mismatch.kind": "icepop", "loss.mismatch.floor": value}
+
+
+def _min_p(value: Any, given: Given) -> Options:
+    return {"rollout.min_p": 0.0 if value is None else value}
+
+
+TRL = [
+    Alias("learning_rate", "optim.learning_rate"),
+    Alias("loss_type", "loss.loss_type", "TRL's default is dapo, Keel's is grpo; luspo and vespo have no counterpart"),
+    Alias("epsilon", "loss.epsilon"),
+    Alias("epsilon_high", "loss.epsilon_high"),
+    Alias("delta", "loss.delta"),
+    Alias("num_iterations", "loss.num_iterations"),
+    Alias("importance_sampling_level", "loss.importance_sampling_level"),
+    choice(
+        "scale_rewards",
+        "loss.scale_rewards",
+        {
+            **{name: {"loss.scale_rewards": name} for name in ("group", "batch", "none")},
+            True: {"loss.scale_rewards": "group"},
+            False: {"loss.scale_rewards": "none"},
+        },
+        "true is group, false is none",
+    ),
+    Alias("mask_truncated_completions", "loss.mask_truncated_completions"),
+    Alias("entropy_coef", "loss.entropy_coef"),
+    Alias("sapo_temperature_pos", "loss.sapo_temperature_pos"),
+    Alias("sapo_temperature_neg", "loss.sapo_temperature_neg"),
+    choice(
+        "use_bias_correction_kl",
+        "kl.gradient",
+        {True: {"kl.gradient": "rho"}, False: {"kl.gradient": "plain"}},
+        "true is ρ·k3, kl.gradient=rho; false is plain k3; Keel's auto has the gradient of the first",
+    ),
+    choice(
+        "sync_ref_model",
+        "reference.kind",
+        {True: {"reference.kind": "ema"}, False: {}},
+        "true is reference.kind=ema; works with LoRA too",
+    ),
+    Alias("ref_model_mixup_alpha", "reference.alpha", "with reference.kind=ema", _only_with_sync("reference.alpha")),
+    Alias("ref_model_sync_steps", "reference.every", "with reference.kind=ema", _only_with_sync("reference.every")),
+    Alias("temperature", "rollout.temperature"),
+    Alias("top_p", "rollout.top_p"),
+    Alias("top_k", "rollout.top_k"),
+    Alias("min_p", "rollout.min_p", "null is 0", _min_p),
+    Alias("max_completion_length", "rollout.max_completion_length", "TRL's default is 512, Keel's is 64"),
+    Alias("max_prompt_length", "data.max_prompt_length", "TRL cut the left end: set data.truncation=left for that"),
+    Alias("max_tool_calling_iterations", "rollout.max_turns", "null leaves Keel's", unless_null("rollout.max_turns")),
+    choice("use_vllm", "rollout.engine", {True: {"rollout.engine": "vllm"}, False: {"rollout.engine": "native"}}),
+    choice(
+        "vllm_importance_sampling_correction",
+        "loss.mismatch.kind",
+        {True: {}, False: {"loss.mismatch.kind": "none"}},
+        "true is Keel's default",
+    ),
+    Alias("vllm_importance_sampling_mode", "loss.mismatch", "kind and level, e.g. sequence_mask", _vllm_mode),
+    *(
+        Alias(name, "loss.mismatch.cap", "null leaves Keel's", unless_null("loss.mismatch.cap"))
+        for name in ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap")
+    ),
+    Alias("vllm_importance_sampling_clip_min", "loss.mismatch.floor", "with loss.mismatch.kind=icepop", _clip_min),
+    choice(
+        "multi_objective_aggregation",
+        "reward.aggregate",
+        {
+            "sum_then_normalize": {"reward.aggregate": "sum"},
+            "normalize_then_sum": {"reward.aggregate": "normalised_sum"},
+        },
+    ),
+    Alias("per_device_train_batch_size", "rollout.prompts_per_step", "completions × accumulation / group", _per_device),
+    harmless("gradient_accumulation_steps", "counted in rollout.prompts_per_step; microbatch_tokens cuts the batch"),
+    harmless("steps_per_generation", "counted in rollout.prompts_per_step"),
+    Alias("generation_batch_size", "rollout.prompts_per_step", "completions / num_generations", _generation_batch),
+    choice(
+        "lr_scheduler_type",
+        "optim.schedule",
+        {
+            **{name: {"optim.schedule": name} for name in ("constant", "linear", "cosine")},
+            "constant_with_warmup": {"optim.schedule": "constant"},
+        },
+    ),
+    Alias("warmup_steps", "optim.warmup_steps"),
+    Alias("weight_decay", "optim.weight_decay"),
+    Alias("max_grad_norm", "optim.max_grad_norm"),
+    choice(
+        "optim",
+        "optim.optimizer",
+        {name: {"optim.optimizer": "adamw"} for name in ("adamw_torch", "adamw_torch_fused")}
+        | {name: {"optim.optimizer": "adamw8bit"} for name in ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")},
+        "as a word; Keel's optim is a section",
+    ),
+    Alias("bf16", "optim.precision", "true is bfloat16", _precision("bfloat16")),
+    Alias("fp16", "optim.precision", "true is float16", _precision("float16")),
+    Alias("gradient_checkpointing", "model.gradient_checkpointing"),
+    Alias("torch_compile", "model.compile"),
+    Alias("trust_remote_code", "model.trust_remote_code"),
+    Alias("model_name_or_path", "model.name"),
+    Alias("dataset_name", "data.path"),
+    Alias("output_dir", "run.dir", "its last part is run.name, unless that is given", _output_dir),
+    Alias("run_name", "run.name"),
+    Alias("save_steps", "checkpoint.every"),
+    Alias("save_total_limit", "checkpoint.keep", "null leaves Keel's", unless_null("checkpoint.keep")),
+    Alias("eval_steps", "eval.every"),
+    Alias("report_to", "log", "tensorboard, wandb, none", _report_to),
+    harmless("disable_dropout", "dropout is off unless model.dropout=true", True),
+    harmless("remove_unused_columns", "columns are named in data.columns"),
+    harmless("logging_steps", "every step is logged"),
+    harmless("log_completions", "rollouts.jsonl holds the completions; log.rollouts_every sets how often"),
+    harmless("num_completions_to_print", "rollouts.jsonl holds the completions"),
+    harmless("shuffle_dataset", "problems are drawn by seed and step", True),
+    harmless("repetition_penalty", "the sampled distribution is the policy's own", 1.0),
+    harmless("top_entropy_quantile", "all tokens are trained", 1.0),
+    harmless("cast_lm_head_to_fp32", "log-probabilities are always computed in fp32"),
+    harmless("use_adaptive_entropy", "loss.entropy_coef is constant", False),
+    *no("set run.max_steps; Keel counts steps, not passes over the data", "num_train_epochs"),
+    *no("give each reward its weight in rewards: [{name, weight}]", "reward_weights"),
+    *no("completions a problem at evaluation are eval.k", "num_generations_eval"),
+    *no("the reference is part of the run; choose it with reference.kind", "ref_model"),
+    *no("mixed precision and loading are set by model.dtype and optim.precision", "model_init_kwargs"),
+    *no("use rollout.temperature, top_p, top_k, min_p and stop", "generation_kwargs"),
+    *no("set data.chat_template", "chat_template_kwargs"),
+    *no("loss.mismatch and kl.collect_max leave out what is off-policy", "off_policy_mask_threshold"),
+    *no("that loss is not built in: a loss of your own is loss.loss_type=module:attr", "vespo_k_pos", "vespo_k_neg"),
+    *no("that loss is not built in: a loss of your own is loss.loss_type=module:attr", "vespo_lambda_pos"),
+    *no("that loss is not built in: a loss of your own is loss.loss_type=module:attr", "vespo_lambda_neg"),
+    *no(
+        "loss.entropy_coef is constant", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"
+    ),
+    *no("mixture-of-experts balancing is not built in", "router_aux_loss_coef"),
+    *no(
+        "settings of the vLLM engine itself have no options here",
+        *("vllm_mode", "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_structured_outputs_regex"),
+        *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port"),
+        *("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size"),
+    ),
+    *no(
+        "the native engine does its own batching and caching",
+        *("cache_implementation", "use_transformers_paged", "use_transformers_continuous_batching"),
+        *("transformers_continuous_batching_config", "pad_to_multiple_of", "ds3_gather_for_generation"),
+    ),
+    *no("nothing is uploaded", "log_completions_hub_repo", "push_to_hub"),
+    *no("images are not supported", "log_multimodal"),
+    *no("rollouts.jsonl names the problem of every completion", "log_unique_prompts"),
+]

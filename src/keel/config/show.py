@@ -1,0 +1,92 @@
+"""The configuration as a page: YAML that loads to the same configuration, each option followed by its sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from keel.config import text
+from keel.config.aliases import Alias, tables
+from keel.config.fields import Part
+from keel.config.resolve import resolved
+from keel.config.schema import Config, plain
+
+COLUMN = 40  # where comments begin
+
+
+def show_config(config: Config, *, comments: bool = True) -> str:
+    """The resolved configuration as YAML; what `null` and `auto` stand for is said in the comment."""
+    return "\n".join(_lines(config, "", "", resolved(config), comments)) + "\n"
+
+
+def _lines(model: BaseModel, path: str, indent: str, stands_for: dict[str, Any], comments: bool) -> Iterator[str]:
+    for name, field in type(model).model_fields.items():
+        value, dotted = getattr(model, name), path + name
+        sentence = field.description or ""
+        if dotted in stands_for:
+            sentence += f" Here: {text.dump(stands_for[dotted])}."
+        if isinstance(value, BaseModel):
+            yield _line(f"{indent}{name}:", sentence, comments)
+            yield from _lines(value, dotted + ".", indent + "  ", stands_for, comments)
+        else:
+            yield _line(f"{indent}{name}: {text.dump(_data(value))}", sentence, comments)
+    if isinstance(model, Part):
+        for name, value in model.params.items():
+            yield _line(f"{indent}{text.dump(name)}: {text.dump(_data(value))}", _own(path), comments)
+
+
+def _own(path: str) -> str:
+    return f"A parameter of this {path.rstrip('.').rpartition('.')[2]}'s own."
+
+
+def _data(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return plain(value.model_dump())
+    return [_data(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def _line(setting: str, sentence: str, comments: bool) -> str:
+    return f"{setting:<{COLUMN}}  # {sentence}" if comments and sentence else setting
+
+
+MIGRATE_HEAD = """# Coming from TRL or verl
+
+Keel takes the options of other trainers under their own names, in a configuration and on the command line
+(`kl_coef: 0.01`, `kl_coef=0.01`, `--kl-coef 0.01`), and says what each became. A name without a counterpart is
+refused with the reason, so nothing is accepted and ignored. This page is generated from the table that loading uses:
+`python -m keel.config.show > docs/migrate.md`.
+
+Three defaults differ: Keel's `loss.loss_type` is `grpo` where TRL has `dapo`; `rollout.max_completion_length` is 64
+where TRL has 512; `kl.reduction` is `token_mean`, so that β means the same under every loss, where TRL and verl reduce
+the KL like the loss (`kl.reduction=loss`).
+"""
+
+
+def migrate_page() -> str:
+    """docs/migrate.md: every name with what it becomes."""
+    titles = {"Keel": "Short names", "TRL": "TRL (GRPOConfig, 1.16)", "verl": "verl (YAML, 0.9)"}
+    parts = [MIGRATE_HEAD]
+    for origin, aliases in tables():
+        rows = [_row(alias) for alias in aliases if alias.target]
+        parts.append(
+            f"## {titles[origin]}\n\n| name | becomes | note |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
+        )
+        rest = [alias for alias in aliases if not alias.target]
+        if rest:
+            rows = [_without(alias) for alias in rest]
+            parts.append("Without an option here:\n\n| name | | why |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+def _row(alias: Alias) -> str:
+    return f"| `{alias.name}` | `{alias.target}` | {alias.note} |"
+
+
+def _without(alias: Alias) -> str:
+    return f"| `{alias.name}` | {'refused' if alias.convert is None else 'not needed'} | {alias.note} |"
+
+
+if __name__ == "__main__":
+    print(migrate_page(), end="")
