@@ -18,7 +18,7 @@ from keel.reference import Reference
 from keel.rollout import Request, SamplingParams
 from keel.tasks import Task
 from keel.train.optim import Optimizer
-from keel.types import Completion, Group
+from keel.types import Completion, Group, Problem
 
 
 class Engine(Protocol):
@@ -37,7 +37,7 @@ class Engine(Protocol):
 class Collect(Protocol):
     """From problems to judged groups: the turn loop with engine, task, tokenizer and judge already bound."""
 
-    def __call__(self, problems: Sequence[Any], *, attempt: int, step: int) -> list[Group]: ...
+    def __call__(self, problems: Sequence[Problem], *, attempt: int, step: int) -> list[Group]: ...
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,9 @@ class State:
     tokens: int = 0
     wall_s: float = 0.0
     best: Mapping[str, float] | None = None
-    before: Mapping[str, Any] | None = None
+    before: tuple[Mapping[str, Any], ...] = ()
+    evaluated: tuple[Mapping[str, Any], ...] = ()
+    evaluated_at: int | None = None
     last_kl: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -136,6 +138,7 @@ class State:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> State:
         try:
-            return cls(**{**data, "kl": KLState.from_dict(data["kl"])})
+            plain = {**data, "before": tuple(data["before"]), "evaluated": tuple(data["evaluated"])}
+            return cls(**{**plain, "kl": KLState.from_dict(data["kl"])})
         except (TypeError, KeyError) as error:
             raise KeelError(f"the checkpoint's state does not fit this version of keel: {error}") from error

@@ -1,0 +1,262 @@
+"""From a checked configuration to objects: the only place that knows both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keel.config import Config, TaskSpec, controller_params, kl_spec, loss_spec, mismatch_spec
+from keel.config.resolve import scale_rewards
+from keel.errors import KeelError, unknown
+from keel.kl import build_controller
+from keel.models.head import body_of
+from keel.models.load import DTYPES, LoadedModel, import_attr, is_users_own, load_model
+from keel.models.probe import probe_packing
+from keel.reference import build_reference
+from keel.rollout import NativeEngine, SamplingParams
+from keel.rollout.collect import collect
+from keel.rollout.render import Renderer, fit
+from keel.tasks import Task, build_task
+from keel.tasks.judge import Judge
+from keel.tasks.mixture import mixture
+from keel.tasks.rewards import wrap
+from keel.train.optim import Optimizer, build_schedule
+from keel.train.sft import Encode, Examples, SFTOptions, file_examples, gold_examples
+from keel.train.state import Engine, KLOptions, Run, StepOptions
+
+RewardFunction = Callable[..., Any]
+
+
+def build_policy(config: Config, weights: Path | None = None) -> LoadedModel:
+    """The policy; `weights` is a checkpoint of this run, or its warm start, to take the place of the named model."""
+    model = config.model
+    lora: Mapping[str, Any] | None = model.lora.model_dump() if model.lora else None
+    name = model.name
+    if weights is not None and lora is not None:
+        lora = {**lora, "adapter": str(weights)}
+    elif weights is not None:
+        name = str(weights)
+    loaded = load_model(
+        name,
+        dtype=model.dtype,
+        attn_implementation=model.attn_implementation,
+        lora=lora,
+        device=None if model.device == "auto" else model.device,
+        dropout=model.dropout,
+        gradient_checkpointing=model.gradient_checkpointing,
+        trust_remote_code=model.trust_remote_code,
+        seed=config.run.seed,
+        **({"quantization": model.quantization} if model.quantization else {}),
+    )
+    if model.compile:
+        body_of(loaded.model).compile(dynamic=True)  # the part that scoring calls, past the model's own forward
+    return replace(loaded, name=model.name)
+
+
+def build_named_task(spec: TaskSpec | str) -> Task:
+    """One entry of `eval.tasks` or `warmstart.task`: a name, or a name with parameters."""
+    return build_task(spec) if isinstance(spec, str) else build_task(spec.name, **spec.params)
+
+
+def build_judge(config: Config, task: Task, reward: RewardFunction | None = None) -> Judge:
+    """The configured rewards; where none are configured, the task's own; or the function given in Python."""
+    options = {
+        "aggregate": config.reward.aggregate,
+        "timeout_s": config.reward.timeout_s,
+        "on_error": config.reward.on_error,
+    }
+    if reward is not None:
+        return Judge([wrap(reward)], **options)
+    given = "rewards" in config.model_fields_set
+    entries = [{"name": part.name, "weight": part.weight, **part.params} for part in config.rewards] if given else []
+    return Judge.of(task, entries, **options)
+
+
+def build_sampling(config: Config, **changes: Any) -> SamplingParams:
+    rollout = config.rollout
+    names = ("temperature", "top_p", "top_k", "min_p", "max_completion_length", "num_generations", "stop", "max_batch")
+    return SamplingParams(**{**{name: getattr(rollout, name) for name in names}, **changes})
+
+
+def build_engine(config: Config, loaded: LoadedModel) -> Engine:
+    """The sampler: the native one shares the policy's weights; a user's `module:attr` is given model and tokenizer."""
+    name = config.rollout.engine
+    if name == "native":
+        return NativeEngine(loaded.model, loaded.tokenizer)
+    if is_users_own(name):
+        return import_attr(name, "engine")(loaded.model, loaded.tokenizer)  # type: ignore[no-any-return]
+    if name == "vllm":
+        raise KeelError("rollout.engine=vllm is not available in this version: use rollout.engine=native")
+    raise unknown("rollout.engine", name, ["native", "module:attr"])
+
+
+def rendering(config: Config) -> dict[str, Any]:
+    """How prompts become tokens."""
+    data = config.data
+    return {
+        "chat_template": data.chat_template,
+        "system_prompt": data.system_prompt,
+        "max_prompt_length": data.max_prompt_length,
+        "truncation": data.truncation,
+    }
+
+
+@dataclass(frozen=True)
+class Built:
+    """A run with what stands around it."""
+
+    run: Run
+    judge: Judge
+    sampling: SamplingParams
+    notes: tuple[str, ...]
+
+
+def build_run(
+    config: Config, loaded: LoadedModel, *, task: Task | None = None, reward: RewardFunction | None = None
+) -> Built:
+    """Everything that a step needs; the reference is the policy as it is now."""
+    task = task or build_named_task(config.task)
+    judge = build_judge(config, task, reward)
+    sampling = build_sampling(config)
+    engine = build_engine(config, loaded)
+    probe = probe_packing(loaded.model)
+    half = autocast_dtype(config, loaded)
+    spec = kl_spec(config)
+    if spec.estimator == "exact_reverse" and config.kl.beta > 0:
+        raise KeelError("kl.estimator=exact_reverse is measured but not trained on: use exact, or k3 with gradient=plain")
+    shared = isinstance(engine, NativeEngine) and engine.model is loaded.model and half is None
+    run = Run(
+        policy=loaded,
+        task=task,
+        engine=engine,
+        collect=_collector(config, engine, task, loaded, sampling, judge),
+        reference=_reference(config, loaded),
+        optimizer=build_optimizer(config, loaded, half),
+        controller=build_controller(**controller_params(config)),
+        loss=loss_spec(config),
+        kl=KLOptions(
+            spec=spec,
+            pairing=spec.pairing(off_policy=config.off_policy or not shared),
+            exact=config.kl.needs_exact,
+            measure_every=config.kl.measure_every,
+            collect_max=config.kl.collect_max,
+        ),
+        options=_step_options(config, probe.ok, half),
+        mismatch=None if shared else mismatch_spec(config),
+    )
+    return Built(run, judge, sampling, () if probe.ok else (probe.reason,))
+
+
+def _reference(config: Config, loaded: LoadedModel) -> Any:
+    wanted = config.needs_reference or config.kl.collect_max is not None
+    return build_reference(config.reference.kind, loaded, **config.reference.params) if wanted else None
+
+
+def _collector(
+    config: Config, engine: Engine, task: Task, loaded: LoadedModel, sampling: SamplingParams, judge: Judge
+) -> Any:
+    def collected(problems: Sequence[Any], *, attempt: int, step: int, sampling: SamplingParams = sampling) -> Any:
+        return collect(
+            engine,
+            task,
+            problems,
+            loaded.tokenizer,
+            sampling,
+            seed=config.run.seed,
+            attempt=attempt,
+            step=step,
+            max_turns=config.rollout.max_turns,
+            judge=judge,
+            **rendering(config),
+        )
+
+    return collected
+
+
+def _step_options(config: Config, shared_prefix: bool, half: torch.dtype | None) -> StepOptions:
+    loss = config.loss
+    return StepOptions(
+        seed=config.run.seed,
+        prompts_per_step=config.rollout.prompts_per_step,
+        max_completion_length=config.rollout.max_completion_length,
+        temperature=config.rollout.temperature or 1.0,
+        microbatch_tokens=config.optim.microbatch_tokens,
+        shared_prefix=shared_prefix,
+        num_iterations=loss.num_iterations,
+        minibatches=config.optim.minibatches,
+        baseline=loss.baseline,
+        scale_rewards=scale_rewards(config),
+        reward_warmup_steps=config.reward.warmup_steps,
+        mask_truncated=loss.mask_truncated_completions,
+        resample_tries=loss.dynamic_sampling_rounds if loss.dynamic_sampling else 0,
+        autocast=half,
+    )
+
+
+def autocast_dtype(config: Config, loaded: LoadedModel) -> torch.dtype | None:
+    """The type of the mixed-precision passes, None where the weights' own is used."""
+    name = config.optim.precision
+    if name == "auto" or DTYPES[name] == loaded.dtype:
+        return None
+    if name == "float32":
+        raise KeelError(f"optim.precision=float32 needs model.dtype=float32: the weights are {loaded.dtype}")
+    return DTYPES[name]
+
+
+def build_optimizer(config: Config, loaded: LoadedModel, half: torch.dtype | None = None) -> Optimizer:
+    optim = config.optim
+    return Optimizer(
+        loaded.model,
+        name=optim.optimizer,
+        learning_rate=optim.learning_rate,
+        schedule=build_schedule(
+            optim.schedule,
+            warmup_steps=optim.warmup_steps,
+            total_steps=optim.decay_steps or config.run.max_steps,
+            final_ratio=optim.final_ratio,
+            updates_per_step=config.loss.num_iterations * optim.minibatches,
+        ),
+        weight_decay=optim.weight_decay,
+        betas=optim.betas,
+        eps=optim.eps,
+        max_grad_norm=optim.max_grad_norm,
+        offload=optim.offload,
+        scaler=half == torch.float16 and loaded.device.type == "cuda",
+    )
+
+
+def build_warmstart(config: Config, loaded: LoadedModel, task: Task | None = None) -> tuple[Examples, SFTOptions]:
+    """Examples and settings of the supervised start."""
+    start = config.warmstart
+    if start is None:
+        raise KeelError("the configuration has no warmstart section: add one, such as warmstart: {steps: 200}")
+    renderer = Renderer(
+        loaded.tokenizer, chat_template=config.data.chat_template, system_prompt=config.data.system_prompt
+    )
+
+    def encode(problem: Any) -> tuple[int, ...]:
+        return fit(renderer.prompt(problem), config.data.max_prompt_length, config.data.truncation, problem.key)
+
+    encoder: Encode = encode
+    shared = {"batch_size": start.batch_size, "seed": config.run.seed}
+    if start.path is not None:
+        examples = file_examples(start.path, encoder, loaded.tokenizer, **shared)
+    else:
+        named = [build_named_task(spec) for spec in start.task]
+        own = task or build_named_task(config.task)
+        source = mixture(named) if len(named) > 1 else named[0] if named else own
+        examples = gold_examples(source, encoder, loaded.tokenizer, **shared)
+    names = ("steps", "batch_size", "learning_rate", "schedule", "warmup_steps", "weight_decay", "max_grad_norm")
+    options = SFTOptions(
+        **{name: getattr(start, name) for name in names},
+        microbatch_tokens=config.optim.microbatch_tokens,
+        autocast=autocast_dtype(config, loaded),
+    )
+    return examples, options
+
+
+__all__ = ["Built", "build_optimizer", "build_policy", "build_run", "build_warmstart"]

@@ -1,0 +1,295 @@
+"""`keel.train(config, …)`: from a configuration to a finished run directory, in Python or from the command line."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keel.build import Built, build_named_task, build_policy, build_run, build_warmstart, rendering
+from keel.config import Config, load_config
+from keel.loggers import Fanout, RunDirectory, build_loggers
+from keel.models.load import LoadedModel
+from keel.tasks import Task
+from keel.train.checkpoint import clean, load_checkpoint, newest
+from keel.train.environment import environment
+from keel.train.evaluate import EvalResult, evaluate
+from keel.train.guards import GuardOptions
+from keel.train.loop import Cadence, Callback, Interrupt, Job, interruptible, train_loop
+from keel.train.state import State
+from keel.train.step import train_step
+from keel.train.summary import summarise
+from keel.train.warmstart import is_whole, warmstart, warmstart_folder
+
+logger = logging.getLogger("keel")
+Source = Config | Mapping[str, Any] | str | Path
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended. `exit_status` is 0, or 130/143 after Ctrl-C/SIGTERM; the run can then be resumed."""
+
+    summary: Mapping[str, Any]
+    directory: Path
+    steps: int
+    exit_status: int = 0
+
+    @property
+    def report(self) -> Path:
+        return self.directory / "report.html"
+
+
+def train(
+    config: Source,
+    task: Task | None = None,
+    reward: Callable[..., Any] | None = None,
+    callbacks: Sequence[Callback] = (),
+    *,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    dry_run: bool = False,
+) -> TrainResult:
+    """Train as `config` says (a Config, a mapping, or a YAML file's path) and return the run's summary.
+
+    `task` is an object of the shape of `keel.tasks.Task` and takes the place of the configured one; `reward` is a
+    function `f(problem, text) -> float | dict | Reward` that takes the place of the configured rewards. Each callback
+    is called as `callback(state, metrics)` after every step; one that returns True ends the run after that step.
+    """
+    checked = load_config(config, overrides)
+    if dry_run:
+        return _dry_run(checked, task, reward)
+    with interruptible() as interrupt, _directory(checked, resume) as (directory, resumed):
+        return _train(checked, directory, resumed, interrupt, task, reward, callbacks)
+
+
+def main(config: Source, *, resume: bool = False, dry_run: bool = False, overrides: Sequence[str] = ()) -> TrainResult:
+    """`keel train`: the same, with a last line that says where the run is or how to go on with it."""
+    return train(config, overrides=overrides, resume=resume, dry_run=dry_run)
+
+
+def _train(
+    config: Config,
+    directory: RunDirectory,
+    resumed: bool,
+    interrupt: Interrupt,
+    task: Task | None,
+    reward: Callable[..., Any] | None,
+    callbacks: Sequence[Callback],
+) -> TrainResult:
+    began = time.monotonic()
+    clean(directory.checkpoints)
+    checkpoint = newest(directory.checkpoints) if resumed else None
+    if resumed:
+        step = -1 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
+        directory.cut_after(step)
+    directory.write_text("config.yaml", _yaml(config))
+    directory.write_json("env.json", environment())
+    loggers = _loggers(config, directory, None if checkpoint is None else step)
+    try:
+        loaded = _policy(config, directory.path, checkpoint, loggers, task)
+        built = build_run(config, loaded, task=task, reward=reward)
+        for note in (*built.notes, *config.notes()):
+            loggers.event("note", step=0 if checkpoint is None else step, message=note)
+        job = _job(config, built, directory, loggers, callbacks)
+        if checkpoint is None:
+            state = State(kl=built.run.controller.init(), wall_s=time.monotonic() - began)
+        else:
+            state = load_checkpoint(checkpoint, built.run)
+            job.saved_at = state.step
+            loggers.event("resume", step=state.step, message=f"resumed from {checkpoint.name}")
+        state = train_loop(job, state, interrupt)
+        return _finish(config, built, job, state, interrupt)
+    finally:
+        loggers.close()
+
+
+def _finish(config: Config, built: Built, job: Job, state: State, interrupt: Interrupt) -> TrainResult:
+    directory = job.directory
+    if interrupt.signal is not None and state.step < config.run.max_steps:
+        name = signal.Signals(interrupt.signal).name
+        place = f"step {state.step}" if job.saved_at == state.step else "nothing yet"
+        message = f"{name}: stopped after step {state.step}, saved {place}; go on with: {resume_command(config)}"
+        job.loggers.event("interrupted", step=state.step, message=message)
+        return TrainResult({}, directory.path, state.step, interrupt.status)
+    findings: list[dict[str, Any]] = []
+    directory.write_json("findings.json", findings)
+    summary = summarise(built.run.task.name, state, findings)
+    directory.write_json("summary.json", summary)
+    directory.sync()
+    _report(directory.path, job.loggers)
+    return TrainResult(summary, directory.path, state.step)
+
+
+def resume_command(config: Config) -> str:
+    """What to type to go on with an interrupted run."""
+    return f"keel train {Path(config.run.dir) / config.run.name / 'config.yaml'} --resume"
+
+
+def _report(folder: Path, loggers: Fanout) -> None:
+    """A report that fails is said and no more: the run itself is complete."""
+    try:
+        from keel.report import write_report
+
+        write_report([folder], folder / "report.html")
+    except Exception as error:
+        loggers.event("report/failed", message=f"report.html could not be written: {type(error).__name__}: {error}")
+
+
+def _job(
+    config: Config, built: Built, directory: RunDirectory, loggers: Fanout, callbacks: Sequence[Callback]
+) -> Job:
+    guards, budget = config.guards, config.kl.budget
+    return Job(
+        run=built.run,
+        directory=directory,
+        loggers=loggers,
+        cadence=Cadence(
+            max_steps=config.run.max_steps,
+            eval_every=config.eval.every,
+            save_every=config.checkpoint.every,
+            keep=config.checkpoint.keep,
+            keep_best=config.checkpoint.best,
+            rollouts_every=config.log.rollouts_every,
+        ),
+        guards=GuardOptions(
+            guards.max_consecutive_nans,
+            None if budget is None else budget.max,
+            "per_token" if budget is None else budget.unit,
+            "stop" if budget is None else budget.action,
+        ),
+        evaluate=evaluator(config, built),
+        tracked=built.run.task.held_out(4),
+        failures=built.judge.drain,
+        callbacks=callbacks,
+        about={"name": config.run.name, "model": config.model.name},
+    )
+
+
+def evaluator(config: Config, built: Built) -> Callable[[], list[dict[str, Any]]]:
+    """Evaluates the trained task and, as retention, `eval.tasks`: fixed held-out problems under fixed noise."""
+    run = built.run
+    temperature = config.rollout.temperature if config.eval.temperature is None else config.eval.temperature
+    others = [build_named_task(spec) for spec in config.eval.tasks]
+    named = [(run.task, "trained"), *((task, "retention") for task in others if task != run.task)]
+
+    def records() -> list[dict[str, Any]]:
+        found = []
+        for task, split in named:
+            result = evaluate(
+                run.engine,
+                task,
+                task.held_out(config.eval.samples),
+                run.policy.tokenizer,
+                k=config.eval.k,
+                temperature=temperature,
+                seed=config.run.seed + 1,
+                sampling=built.sampling,
+                judge=built.judge if split == "trained" else None,
+                max_turns=config.rollout.max_turns if hasattr(task, "respond") else 1,
+                **rendering(config),
+            )
+            found.append(eval_record(result, split))
+        return found
+
+    return records
+
+
+def eval_record(result: EvalResult, split: str) -> dict[str, Any]:
+    """A line of eval.jsonl."""
+    plain = result.as_dict()
+    shown = {"pass@1": plain.pop("accuracy"), "ci95": plain.pop("ci95"), "pass@k": plain.pop("pass_at")}
+    return {"task": plain.pop("task"), "split": split, **shown, "n": plain.pop("problems"), **plain}
+
+
+def _policy(
+    config: Config, folder: Path, checkpoint: Path | None, loggers: Fanout, task: Task | None
+) -> LoadedModel:
+    """The checkpoint's weights, or the warm start's (made now if it is not there yet), or the named model's."""
+    if checkpoint is not None:
+        return build_policy(config, checkpoint)
+    if config.warmstart is None:
+        return build_policy(config)
+    made_by = {name: config.to_dict()[name] for name in ("model", "warmstart", "task", "data")}
+    place = warmstart_folder(folder, {**made_by, "seed": config.run.seed})
+    if is_whole(place):
+        loggers.event("warmstart", step=0, message="the warm start of this configuration is there: loaded")
+        return build_policy(config, place)
+    loaded, began = build_policy(config), time.monotonic()
+    every = max(1, config.warmstart.steps // 5)
+
+    def report(step: int, line: Mapping[str, float]) -> None:
+        if step % every == 0:
+            loggers.event("warmstart", step=0, message=f"supervised step {step}: loss {line['loss/total']:.3f}")
+
+    loss = warmstart(place, loaded, lambda model: build_warmstart(config, model, task), report)
+    spent = time.monotonic() - began
+    loggers.event("warmstart", step=0, message=f"done in {spent:.1f} s, loss {loss:.3f}: this is the reference")
+    return loaded
+
+
+def _loggers(config: Config, directory: RunDirectory, resumed_from: int | None) -> Fanout:
+    return build_loggers(
+        config.log.model_dump(),
+        directory,
+        total_steps=config.run.max_steps,
+        name=config.run.name,
+        config=config.to_dict(),
+        resumed_from=resumed_from,
+    )
+
+
+@contextmanager
+def _directory(config: Config, resume: bool) -> Iterator[tuple[RunDirectory, bool]]:
+    """The run directory, new or gone on with, as `--resume` and `run.if_exists` say."""
+    path = Path(config.run.dir) / config.run.name
+    there = (path / "config.yaml").exists()
+    resumed = resume or (config.run.if_exists == "resume" and there)
+    if resumed:
+        directory = RunDirectory.resume(path)
+    else:
+        directory = RunDirectory.create(path, overwrite=config.run.if_exists == "replace")
+    with directory:
+        yield directory, resumed
+
+
+def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | None) -> TrainResult:
+    """Build everything, take one step on one group, save and load nothing that stays."""
+    changes = {"rollout.prompts_per_step": 1, "optim.minibatches": 1, "eval.samples": 1}
+    overrides = [f"{name}={value}" for name, value in changes.items()]
+    if config.warmstart is not None:
+        overrides.append("warmstart.steps=1")
+    small = load_config(config, overrides)
+    folder = Path(tempfile.mkdtemp(prefix="keel-dry-run-"))
+    try:
+        with RunDirectory.create(folder) as directory:
+            loggers = Fanout(_Nothing())
+            loaded = _policy(small, directory.path, None, loggers, task)
+            built = build_run(small, loaded, task=task, reward=reward)
+            evaluator(small, built)
+            step = train_step(built.run, State(kl=built.run.controller.init()))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return TrainResult({"dry_run": True, "metrics": step.metrics}, folder, 1)
+
+
+class _Nothing:
+    """A logger for a run that leaves nothing behind."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **fields: None
+
+
+def _yaml(config: Config) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True))
+
+
+__all__ = ["TrainResult", "main", "train"]

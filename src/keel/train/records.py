@@ -1,0 +1,82 @@
+"""What is written down of rollouts: who said what, what it earned, where it left the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from keel.losses import advantages
+from keel.train.batch import StepBatch, pack_step, score_policy, score_reference
+from keel.train.measure import token_kl
+from keel.train.state import Run
+from keel.types import Group, Problem
+
+
+def rollout_records(batch: StepBatch, tokenizer: Any, *, groups: int, tracked: bool = False) -> list[dict[str, Any]]:
+    """The first `groups` groups, one record a completion; `kl` is log π − log p of each token, or null."""
+    kl = token_kl(batch)
+    given = batch.rows.advantages
+    found, row = [], 0
+    for number, group in enumerate(batch.groups[:groups]):
+        for completion, reward in zip(group.completions, group.rewards, strict=True):
+            length = len(completion.tokens)
+            per_token = None if kl is None else [round(value, 5) for value in kl[row, :length].tolist()]
+            found.append(
+                {
+                    "problem": group.problem.key,
+                    "group": number,
+                    "tracked": tracked,
+                    "prompt": _text(group.problem),
+                    "messages": _messages(group.problem),
+                    "completion": completion.text,
+                    "tokens": [tokenizer.decode([token]) for token in completion.tokens],
+                    "kl": per_token,
+                    "reward": reward.total,
+                    "parts": dict(reward.parts),
+                    "advantage": None if given is None else _advantage(given[row]),
+                    "stop_reason": completion.stop_reason,
+                }
+            )
+            row += 1
+    return found
+
+
+def tracked_records(run: Run, problems: Sequence[Problem], *, step: int) -> list[dict[str, Any]]:
+    """The same held-out problems at the start and at the end, under the same noise, so that both can be compared."""
+    groups = run.collect(problems, attempt=0, step=-1)
+    batch = pack_step([_first(group, 2) for group in groups], run)
+    with torch.no_grad():
+        if run.reference is not None:
+            batch = score_reference(batch, run)
+        batch = score_policy(batch, run)
+    rows = batch.rows
+    assert rows.rewards is not None and rows.group is not None
+    batch = batch.with_rows(advantages=advantages(rows.rewards, rows.group, scale="none"))
+    return rollout_records(batch, run.policy.tokenizer, groups=len(groups), tracked=True)
+
+
+def _first(group: Group, count: int) -> Group:
+    return replace(group, completions=group.completions[:count], rewards=group.rewards[:count])
+
+
+def _advantage(value: torch.Tensor) -> float:
+    """One number a completion; with KL in the advantage each token has its own and their mean is shown."""
+    return float(value.mean())
+
+
+def _messages(problem: Problem) -> list[dict[str, str]]:
+    if isinstance(problem.prompt, str):
+        return [{"role": "user", "content": problem.prompt}]
+    return [dict(message) for message in problem.prompt]
+
+
+def _text(problem: Problem) -> str:
+    return "\n".join(_contents(problem))
+
+
+def _contents(problem: Problem) -> Iterator[str]:
+    for message in _messages(problem):
+        yield message["content"]

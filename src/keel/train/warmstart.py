@@ -1,0 +1,46 @@
+"""The supervised start of a run, done once: its weights are kept in the run directory under a digest of what made them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from keel.models.load import LoadedModel
+from keel.train.checkpoint import save_weights
+from keel.train.sft import Examples, Report, SFTOptions, sft
+
+FOLDER = "warmstart"
+
+
+def warmstart_folder(run: Path, settings: Mapping[str, Any]) -> Path:
+    """Where the warm start of these settings lies, or will lie."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return run / FOLDER / digest
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a warm start was finished there: the folder gets its name last."""
+    return (folder / "warmstart.json").is_file()
+
+
+def warmstart(
+    folder: Path,
+    loaded: LoadedModel,
+    recipe: Callable[[LoadedModel], tuple[Examples, SFTOptions]],
+    report: Report | None = None,
+) -> float:
+    """Train the loaded model in place and keep its weights; returns the last loss."""
+    examples, options = recipe(loaded)
+    loss = sft(loaded, examples, options, report)
+    temporary = folder.parent / f".writing-{folder.name}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    save_weights(temporary, loaded.model, loaded.tokenizer)
+    (temporary / "warmstart.json").write_text(json.dumps({"loss": loss, "steps": options.steps}), encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+    return loss
