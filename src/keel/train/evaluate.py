@@ -151,7 +151,7 @@ def wilson(shares: Sequence[float], samples: int = 1) -> Interval:
     """Wilson's 95 % interval of a mean of shares, one share a problem, each out of `samples` samples.
 
     Samples of one problem resemble each other, so the number of trials is the effective one, p(1-p) over the squared
-    standard error between problems (Dean and Pagano 2015), at least the number of problems and at most that of
+    standard error between problems (recommended by Franco et al. 2019), at least the number of problems and at most that of
     samples. With one sample it is the ordinary interval; where all agree, it still has a width.
     """
     mean, count = fmean(shares), len(shares)
