@@ -15,11 +15,11 @@ from typing import Any
 
 from keel.build import Built, build_named_task, build_policy, build_run, build_warmstart, rendering
 from keel.config import Config, load_config
-from keel.environment import describe_environment
 from keel.loggers import Fanout, RunDirectory, build_loggers
 from keel.models.load import LoadedModel
 from keel.tasks import Task
 from keel.train.checkpoint import clean, load_checkpoint, newest
+from keel.train.environment import environment
 from keel.train.evaluate import EvalResult, evaluate
 from keel.train.guards import GuardOptions
 from keel.train.loop import Cadence, Callback, Interrupt, Job, interruptible, train_loop
@@ -90,7 +90,7 @@ def _train(
         step = -1 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
         directory.cut_after(step)
     directory.write_text("config.yaml", _yaml(config))
-    directory.write_json("env.json", describe_environment())
+    directory.write_json("env.json", environment())
     loggers = _loggers(config, directory, None if checkpoint is None else step)
     try:
         loaded = _policy(config, directory.path, checkpoint, loggers, task)

@@ -1,0 +1,57 @@
+"""What a run ran on: versions, device, threads, and the commit, for env.json and bug reports."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import keel
+
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "accelerate", "peft", "numpy", "pydantic", "rich", "typer")
+
+
+def environment() -> dict[str, Any]:
+    """Plain data; what cannot be found out is null."""
+    return {
+        "keel": keel.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in (*PACKAGES, "bitsandbytes", "vllm", "wandb", "tensorboard")},
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
+        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": _memory_gib(),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the source tree, where there is one."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=5
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (AttributeError, ValueError, OSError):
+        return None
