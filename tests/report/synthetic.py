@@ -109,7 +109,11 @@ def metrics_at(step: int, total: int, beta: float, noise: random.Random) -> dict
         "speed/tokens_per_s": noise.gauss(3100, 90),
         "memory/peak_gib": 0.7,
     }
-    for kind, value, error in (("k1", kl * (1 + noise.gauss(0, 0.3)), 3 * se), ("k3", kl, se), ("exact", kl * 1.02, se)):
+    for kind, value, error in (
+        ("k1", kl * (1 + noise.gauss(0, 0.3)), 3 * se),
+        ("k3", kl, se),
+        ("exact", kl * 1.02, se),
+    ):
         for name, entry in (("mean", value), ("se", error), ("min", 0.0), ("max", 9 * kl), ("p95", 3 * kl)):
             line[f"kl/policy_ref/{kind}/{name}"] = entry
     if step == total // 2:  # a skipped update still writes a complete line

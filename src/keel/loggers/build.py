@@ -15,7 +15,8 @@ from keel.loggers.rundir import RunDirectory
 from keel.loggers.tensorboard import TensorBoardLogger
 from keel.loggers.wandb import WandbLogger
 
-OPTIONS = ("console", "tensorboard", "wandb", "loggers")
+OPTIONS = ("console", "tensorboard", "wandb", "extra", "rollouts_every")
+CONSOLES = ("auto", "rich", "plain", "none")
 
 
 def build_loggers(
@@ -29,18 +30,23 @@ def build_loggers(
 ) -> Fanout:
     """JSONL always, and what `log` asks for.
 
-    `console` (default true), `tensorboard` (default false here), `wandb` (null, true, or a mapping of project, name,
-    id, entity, mode, group, tags), `loggers` (a list of `module:attr`, or mappings `{name: module:attr, ...}` whose
-    other keys are arguments). A TensorBoard that is not installed is recorded and left out, because it is on by
-    default; anything asked for by name must work.
+    `console` (auto, rich, plain or none), `tensorboard` (default false here), `wandb` (null, true, a project, or a
+    mapping of project, name, id, entity, mode, group, tags), `extra` (a list of `module:attr`, or mappings
+    `{name: module:attr, ...}` whose other keys are arguments); `rollouts_every` is for whoever calls `rollouts`.
+    A TensorBoard that is not installed is recorded and left out, because it is on by default; anything asked for by
+    name must work.
     """
     for option in log:
         if option not in OPTIONS:
             raise unknown("log option", option, OPTIONS)
     others: dict[str, Logger] = {}
     missing: list[str] = []
-    if log.get("console", True):
-        others["console"] = ConsoleLogger(total_steps, start_step=resumed_from or 0)
+    console = log.get("console", "auto")
+    if console not in CONSOLES:
+        raise unknown("log.console", console, CONSOLES)
+    if console != "none":
+        live = {"auto": None, "rich": True, "plain": False}[console]
+        others["console"] = ConsoleLogger(total_steps, start_step=resumed_from or 0, live=live)
     if log.get("tensorboard"):
         try:
             others["tensorboard"] = TensorBoardLogger(run.tensorboard, resumed_from)
@@ -48,7 +54,7 @@ def build_loggers(
             missing.append(str(error))
     if log.get("wandb"):
         others["wandb"] = _wandb(log["wandb"], run, name, config)
-    for spec in log.get("loggers") or ():
+    for spec in log.get("extra") or ():
         label, logger = user_logger(spec, run=run, total_steps=total_steps)
         others[label] = logger
     fanout = Fanout(JsonlLogger(run), others)
@@ -74,14 +80,14 @@ def user_logger(spec: Any, **offered: Any) -> tuple[str, Logger]:
     given = dict(spec) if isinstance(spec, Mapping) else {"name": spec}
     target = given.pop("name", None)
     if not isinstance(target, str) or target.count(":") != 1:
-        raise KeelError(f"log.loggers: {target!r} is not module:attr, such as my_logging:MyLogger")
+        raise KeelError(f"log.extra: {target!r} is not module:attr, such as my_logging:MyLogger")
     module, _, attribute = target.partition(":")
     try:
         made = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise KeelError(f"log.loggers: cannot import {target}: {error}") from error
+        raise KeelError(f"log.extra: cannot import {target}: {error}") from error
     if not callable(made):
-        raise KeelError(f"log.loggers: {target} is not a class or function that makes a logger")
+        raise KeelError(f"log.extra: {target} is not a class or function that makes a logger")
     takes = inspect.signature(made).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
         for option in given:
@@ -91,8 +97,8 @@ def user_logger(spec: Any, **offered: Any) -> tuple[str, Logger]:
     try:
         logger: Logger = made(**arguments)
     except TypeError as error:
-        raise KeelError(f"log.loggers: {target} could not be made: {error}") from error
+        raise KeelError(f"log.extra: {target} could not be made: {error}") from error
     lacking = [name for name in ("step", "rollouts", "evaluation", "event", "close") if not hasattr(logger, name)]
     if lacking:
-        raise KeelError(f"log.loggers: {target} has no {', '.join(lacking)}; derive it from keel.loggers.Quiet")
+        raise KeelError(f"log.extra: {target} has no {', '.join(lacking)}; derive it from keel.loggers.Quiet")
     return target, logger

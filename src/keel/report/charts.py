@@ -1,0 +1,212 @@
+"""Line charts as inline SVG: they need no network and no script, and scale with the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+Point = tuple[float, float | None]
+
+WIDTH, HEIGHT = 360, 190
+LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 22
+MAX_POINTS = 400
+COLOURS = 8
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve: a gap where y is None; `error` (same length) draws a band or, with `dots`, error bars."""
+
+    label: str
+    points: Sequence[Point]
+    colour: int = 0
+    error: Sequence[tuple[float, float] | None] = ()
+    dots: bool = False
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One chart: its title with the unit, what it tells, its curves, and the steps of notable events."""
+
+    title: str
+    unit: str
+    series: Sequence[Series]
+    hint: str = ""
+    marks: Sequence[float] = ()
+    from_zero: bool = False
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Data to pixels, linear or logarithmic."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def at(self, value: float) -> float:
+        """The pixel of a value."""
+        low, high = self.low, self.high
+        if self.log:
+            low, high, value = math.log10(low), math.log10(high), math.log10(max(value, self.low))
+        share = (value - low) / (high - low) if high > low else 0.5
+        return self.start + share * (self.end - self.start)
+
+
+def svg(panel: Panel) -> str:
+    """The chart; an empty string when no curve has a single number."""
+    drawn = [thin(series) for series in panel.series]
+    xs = [x for series in drawn for x, y in series.points if y is not None]
+    ys = [y for series in drawn for _, y in series.points if y is not None]
+    if not xs:
+        return ""
+    log = wants_log(ys)
+    bounds = [edge for series in drawn for pair in series.error if pair for edge in pair]
+    y = y_axis(ys if log else ys + bounds, log, panel.from_zero)
+    x = Axis(min(xs), max(xs), LEFT, WIDTH - RIGHT)
+    parts = [
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(panel.title, quote=True)}"'
+        f' data-x="{x.low:.10g},{x.high:.10g},{x.start},{x.end}"{" data-log" if log else ""}>'
+    ]
+    parts += grid(x, y)
+    parts += [
+        f'<line class="mark" x1="{x.at(step):.1f}" x2="{x.at(step):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+        for step in panel.marks
+        if x.low <= step <= x.high
+    ]
+    drawn.reverse()  # the first series is the most important one: on top
+    parts += [band(series, x, y) for series in drawn if series.error and not series.dots]
+    parts += [curve(series, x, y) for series in drawn]
+    parts.append(f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}" x1="-9" x2="-9"/></svg>')
+    return "".join(parts)
+
+
+def thin(series: Series) -> Series:
+    """At most about MAX_POINTS points: of every stretch the lowest and the highest stay, so no spike is lost."""
+    count = len(series.points)
+    if count <= MAX_POINTS:
+        return series
+    stretch = math.ceil(2 * count / MAX_POINTS)
+    kept: set[int] = {0, count - 1}
+    for start in range(0, count, stretch):
+        here = [(y, i) for i in range(start, min(count, start + stretch)) if (y := series.points[i][1]) is not None]
+        kept |= {min(here)[1], max(here)[1]} if here else {start}
+    chosen = sorted(kept)
+    error = [series.error[i] for i in chosen] if series.error else ()
+    points = [series.points[i] for i in chosen]
+    return Series(series.label, points, series.colour, error, series.dots, series.dashed)
+
+
+def wants_log(ys: Sequence[float]) -> bool:
+    """Only where a linear axis would flatten all but a few points: all positive, the largest 50 times the median."""
+    ordered = sorted(ys)
+    return len(ordered) > 4 and ordered[0] > 0 and ordered[-1] > 50 * ordered[len(ordered) // 2]
+
+
+def y_axis(values: Sequence[float], log: bool, from_zero: bool) -> Axis:
+    """A little room around the values; a flat line sits in the middle."""
+    low, high = min(values), max(values)
+    bottom, top = HEIGHT - BOTTOM, TOP
+    if log:
+        return Axis(low / 1.2, high * 1.2, bottom, top, log=True)
+    if from_zero:
+        low = min(low, 0.0)
+    room = (high - low) * 0.06 or abs(high) * 0.5 or 1.0
+    return Axis(low if from_zero and low == 0 else low - room, high + room, bottom, top)
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """At most `count` round numbers (1, 2 or 5 times a power of ten) between low and high."""
+    if not high > low:
+        return [low]
+    power = 10.0 ** (math.floor(math.log10(high - low)) - 1)
+    for factor in (1, 2, 5, 10, 20, 50, 100):
+        step = factor * power
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        if last - first < count:
+            break
+    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten between low and high, or the two ends where there is none."""
+    powers = [10.0**i for i in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
+    return powers[:: max(1, len(powers) // 4)] if len(powers) > 1 else [low, high]
+
+
+def tick_text(value: float) -> str:
+    """Short: 12k, 0.05, 2e-6."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size >= 1e6 or size < 1e-4:
+        return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+    if size >= 1e4:
+        return f"{value / 1000:g}k"
+    return f"{value:.4g}"
+
+
+def grid(x: Axis, y: Axis) -> list[str]:
+    """Horizontal lines with their numbers, and steps along the bottom."""
+    parts = []
+    for value in log_ticks(y.low, y.high) if y.log else ticks(y.low, y.high):
+        at = y.at(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 5}" y="{at + 3.5:.1f}" text-anchor="end">{tick_text(value)}</text>')
+    for value in ticks(x.low, x.high):
+        if value == int(value):  # there is no half step
+            at = x.at(value)
+            anchor = "end" if at > WIDTH - RIGHT - 12 else "middle"
+            parts.append(f'<text x="{at:.1f}" y="{HEIGHT - 7}" text-anchor="{anchor}">{tick_text(value)}</text>')
+    return parts
+
+
+def curve(series: Series, x: Axis, y: Axis) -> str:
+    """A line broken at gaps; a point that stands alone, or every point of an evaluation, as a dot."""
+    colour = series.colour % COLOURS
+    commands: list[str] = []
+    dots: list[str] = []
+    points = list(series.points)
+    for index, (step, value) in enumerate(points):
+        if value is None:
+            continue
+        at = f"{x.at(step):.1f} {y.at(value):.1f}"
+        before = index > 0 and points[index - 1][1] is not None
+        after = index + 1 < len(points) and points[index + 1][1] is not None
+        commands.append(f"{'L' if before else 'M'}{at}")
+        if series.dots or not (before or after):
+            dots.append(f'<circle class="d{colour}" cx="{x.at(step):.1f}" cy="{y.at(value):.1f}" r="2.6"/>')
+            bounds = series.error[index] if series.error else None
+            if bounds:
+                dots.append(
+                    f'<line class="c{colour}" x1="{x.at(step):.1f}" x2="{x.at(step):.1f}" '
+                    f'y1="{y.at(bounds[0]):.1f}" y2="{y.at(bounds[1]):.1f}"/>'
+                )
+    dash = ' stroke-dasharray="5 3"' if series.dashed else ""
+    return f'<path class="c{colour}" d="{"".join(commands)}"{dash}/>' + "".join(dots)
+
+
+def band(series: Series, x: Axis, y: Axis) -> str:
+    """The area between the error bounds, one polygon for every unbroken stretch."""
+    parts: list[str] = []
+    stretch: list[tuple[float, float, float]] = []
+
+    def close() -> None:
+        if len(stretch) > 1:
+            upper = [f"{x.at(step):.1f},{y.at(high):.1f}" for step, _, high in stretch]
+            lower = [f"{x.at(step):.1f},{y.at(low):.1f}" for step, low, _ in reversed(stretch)]
+            parts.append(f'<polygon class="b{series.colour % COLOURS}" points="{" ".join(upper + lower)}"/>')
+        stretch.clear()
+
+    for (step, value), bounds in zip(series.points, series.error, strict=True):
+        if value is None or bounds is None:
+            close()
+        else:
+            stretch.append((step, *bounds))
+    close()
+    return "".join(parts)

@@ -1,0 +1,164 @@
+"""Which metrics are drawn together, for one run or several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from keel.report.charts import Panel, Series
+from keel.report.read import Run, number
+
+# (title, unit, hint, [(metric, label)]): in this order on the page.
+PANELS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    ("Reward", "mean of a step", "", [("reward/mean", "mean"), ("reward/penalized", "after the KL in the reward")]),
+    ("KL penalty weight", "β", "", [("kl/beta", "β")]),
+    ("KL(policy‖reference) a sequence", "nats per sequence", "", [("kl/policy_ref/sequence/mean", "sequence")]),
+    ("Entropy", "nats per token", "falling fast: the policy stops exploring", [("entropy/mean", "entropy")]),
+    ("Gradient norm", "before clipping", "", [("grad/norm", "norm")]),
+    ("Completion length", "tokens", "", [("length/mean", "mean"), ("length/max", "longest")]),
+    (
+        "Clipped ratios",
+        "fraction of tokens",
+        "how much of the update the clip holds back",
+        [("ratio/clip_low_fraction", "low"), ("ratio/clip_high_fraction", "high")],
+    ),
+    (
+        "Groups without variance",
+        "fraction of groups",
+        "all completions earned the same: no policy gradient from them",
+        [("reward/zero_variance_fraction", "zero variance")],
+    ),
+    (
+        "Output",
+        "fraction of completions",
+        "",
+        [("parse/ok_fraction", "answer readable"), ("length/truncated_fraction", "cut at the length limit")],
+    ),
+    ("Loss", "", "", [("loss/policy", "policy term"), ("loss/kl", "β × KL term")]),
+    (
+        "KL(sampler‖policy)",
+        "nats per token",
+        "near 0 unless the engine and the trainer disagree",
+        [("kl/sampler_policy/k1/mean", "k1"), ("kl/sampler_policy/k3/mean", "k3")],
+    ),
+    (
+        "Time a step",
+        "seconds",
+        "",
+        [(f"time/{phase}_s", phase) for phase in ("rollout", "score", "update", "sync", "total")],
+    ),
+    ("Speed", "tokens per second", "", [("speed/tokens_per_s", "tokens/s")]),
+    ("Learning rate", "", "", [("optim/learning_rate", "learning rate")]),
+]
+
+KL_KINDS = ("k3", "k1", "exact")
+FROM_ZERO = {"Completion length", "Time a step", "Speed", "Gradient norm"}
+NOTABLE = ("guard", "rollback", "resume", "abort", "spike", "nan", "interrupt")
+
+
+def panels(runs: Sequence[Run]) -> list[Panel]:
+    """Every chart that has data, accuracy, reward, KL and β first; a colour a metric, or a run if there are several."""
+    drawn = [_from_metrics(runs, *spec) for spec in PANELS]
+    return [panel for panel in (_accuracy(runs), drawn[0], *_kl(runs), *drawn[1:]) if panel is not None]
+
+
+def marks(runs: Sequence[Run]) -> list[float]:
+    """The steps of events worth a line in every chart; of one run only, since several would be a thicket."""
+    if len(runs) != 1:
+        return []
+    found = {
+        step
+        for event in runs[0].events
+        if any(word in str(event.get("kind", "")) for word in NOTABLE)
+        and (step := number(event.get("step"))) is not None
+    }
+    return sorted(found)[:40]
+
+
+def _from_metrics(runs: Sequence[Run], title: str, unit: str, hint: str, names: list[tuple[str, str]]) -> Panel | None:
+    curves: list[Series] = []
+    for index, run in enumerate(runs):
+        for order, (metric, label) in enumerate(names):
+            if len(runs) > 1 and order and title == "Time a step":
+                continue
+            points = run.series("time/total_s" if len(runs) > 1 and title == "Time a step" else metric)
+            if any(y is not None for _, y in points):
+                shown = label if (len(names) > 1 and title != "Time a step") or len(runs) == 1 else ""
+                curves.append(_series(runs, index, order, shown, points))
+    if not curves:
+        return None
+    title = "Time a step, all phases" if len(runs) > 1 and title == "Time a step" else title
+    return Panel(title, unit, curves, hint, marks(runs), title in FROM_ZERO)
+
+
+def _series(
+    runs: Sequence[Run],
+    index: int,
+    order: int,
+    label: str,
+    points: list[tuple[float, float | None]],
+    error: Sequence[tuple[float, float] | None] = (),
+    dots: bool = False,
+) -> Series:
+    """One run: a colour a metric. Several: a colour a run, and dashes for a second metric."""
+    if len(runs) == 1:
+        return Series(label, points, order, error, dots)
+    return Series(
+        f"{runs[index].name} · {label}" if label else runs[index].name, points, index, error, dots, dashed=order > 0
+    )
+
+
+def _kl(runs: Sequence[Run]) -> list[Panel]:
+    """KL a token with its standard error: all estimators together for one run, a chart each for several."""
+    title, unit = "KL(policy‖reference)", "nats per token"
+    hint = "band: ± 1 standard error"
+    by_kind = {
+        kind: [curve for index in range(len(runs)) if (curve := _kl_curve(runs, index, kind)) is not None]
+        for kind in KL_KINDS
+    }
+    if len(runs) == 1:
+        curves = [curve for found in by_kind.values() for curve in found]
+        return [Panel(title, unit, curves, hint, marks(runs))] if curves else []
+    return [Panel(f"{title}, {kind}", unit, curves, hint) for kind, curves in by_kind.items() if curves]
+
+
+def _kl_curve(runs: Sequence[Run], index: int, kind: str) -> Series | None:
+    name = f"kl/policy_ref/{kind}"
+    lines = [line for line in runs[index].metrics if f"{name}/mean" in line]
+    points = [(number(line.get("step")) or 0.0, number(line[f"{name}/mean"])) for line in lines]
+    if not any(y is not None for _, y in points):
+        return None
+    errors = [number(line.get(f"{name}/se")) for line in lines]
+    bounds = [
+        None if y is None or error is None else (y - error, y + error)
+        for (_, y), error in zip(points, errors, strict=True)
+    ]
+    order = KL_KINDS.index(kind) if len(runs) == 1 else 0
+    return _series(runs, index, order, kind if len(runs) == 1 else "", points, bounds if any(bounds) else ())
+
+
+def _accuracy(runs: Sequence[Run]) -> Panel | None:
+    """pass@1 on held-out problems with its 95 % interval: the trained task, and for one run the retained skills."""
+    curves: list[Series] = []
+    for index, run in enumerate(runs):
+        tasks: dict[tuple[str, str], list[dict]] = {}
+        for line in run.evaluations:
+            split = "retention" if line.get("split") == "retention" else "trained"
+            if split == "trained" or len(runs) == 1:
+                tasks.setdefault((split, str(line.get("task"))), []).append(line)
+        for order, ((split, task), lines) in enumerate(sorted(tasks.items(), key=lambda item: item[0][0] != "trained")):
+            points = [(number(line.get("step")) or 0.0, number(line.get("pass@1"))) for line in lines]
+            bounds = [interval(line.get("ci95")) for line in lines] if split == "trained" else ()
+            label = task if split == "trained" else f"{task} (retention)"
+            curves.append(_series(runs, index, order, label, points, bounds, dots=True))
+    if not any(y is not None for curve in curves for _, y in curve.points):
+        return None
+    return Panel("Accuracy on held-out problems", "pass@1", curves, "bars: 95 % interval", marks(runs))
+
+
+def interval(value: object) -> tuple[float, float] | None:
+    """[low, high] as numbers, or None."""
+    if isinstance(value, list | tuple) and len(value) == 2:
+        low, high = number(value[0]), number(value[1])
+        if low is not None and high is not None:
+            return (low, high)
+    return None

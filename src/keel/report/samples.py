@@ -1,0 +1,139 @@
+"""Completions before and after, every token coloured by how far the policy has moved from its reference there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from keel.report.read import Record, Run, number
+
+PROBLEMS = 4
+EACH = 2
+
+
+def pick(rollouts: Sequence[Record]) -> list[tuple[list[Record], list[Record]]]:
+    """(first completions, last completions) of a few problems, those recorded furthest apart first.
+
+    Where no problem was recorded twice, the first and the last recorded problems stand beside each other.
+    """
+    by_problem: dict[str, dict[float, list[Record]]] = {}
+    for record in rollouts:
+        step = number(record.get("step"))
+        if step is not None:
+            by_problem.setdefault(str(record.get("problem")), {}).setdefault(step, []).append(record)
+    twice = [steps for steps in by_problem.values() if len(steps) > 1]
+    twice.sort(key=lambda steps: min(steps) - max(steps))
+    if twice:
+        return [(steps[min(steps)][:EACH], steps[max(steps)][:EACH]) for steps in twice[:PROBLEMS]]
+    groups = [records for steps in by_problem.values() for records in steps.values()]
+    groups.sort(key=lambda records: number(records[0].get("step")) or 0.0)
+    if not groups:
+        return []
+    last = groups[-PROBLEMS:]
+    if groups[0][0].get("step") == groups[-1][0].get("step"):
+        return [(group[:EACH], []) for group in groups[:PROBLEMS]]
+    return [(first[:EACH], after[:EACH]) for first, after in zip(groups[: len(last)], last, strict=True)]
+
+
+def section(run: Run) -> str:
+    """The samples of one run as HTML."""
+    pairs = pick(run.rollouts)
+    if not pairs:
+        return "<p class='muted'>No completions were recorded.</p>"
+    shown = [record for pair in pairs for side in pair for record in side]
+    top = scale(shown)
+    parts = [legend(top)]
+    for before, after in pairs:
+        same = bool(after) and before[0].get("problem") == after[0].get("problem")
+        if same or not after:
+            parts.append(f"<div class='problem'>{prompt(before[0])}<div class='pair'>")
+        else:
+            parts.append("<div class='problem'><div class='pair'>")
+        for side in (before, after):
+            if side:
+                own_prompt = "" if same or not after else prompt(side[0])
+                cards = "".join(completion(record, top) for record in side)
+                parts.append(f"<div><h4>Step {escape(str(side[0].get('step')))}</h4>{own_prompt}{cards}</div>")
+        parts.append("</div></div>")
+    return "".join(parts)
+
+
+def scale(records: Sequence[Record]) -> float:
+    """The KL that gets the full colour: the 99th percentile of what is shown, at least 0.05 nats."""
+    values = sorted(abs(v) for record in records for v in map(number, as_list(record.get("kl"))) if v is not None)
+    return max(0.05, values[int(0.99 * (len(values) - 1))]) if values else 0.05
+
+
+def as_list(value: Any) -> list[Any]:
+    """A list, or an empty one for anything else."""
+    return value if isinstance(value, list) else []
+
+
+def legend(top: float) -> str:
+    """What the colours mean."""
+    return (
+        "<p class='legend kl'><span class='ramp'></span>"
+        f"<span class='muted'>blue −{top:.2g} · none 0 · orange +{top:.2g} nats per token, policy against reference; "
+        "underlined: not sampled by the policy. Hover or tap a token for its number.</span></p>"
+    )
+
+
+def prompt(record: Record) -> str:
+    """The prompt as text, or its chat messages."""
+    text = record.get("prompt")
+    if not isinstance(text, str):
+        messages = [item for item in as_list(record.get("messages")) if isinstance(item, dict)]
+        text = "\n".join(f"{item.get('role', '?')}: {item.get('content', '')}" for item in messages)
+    return f"<pre class='prompt'>{escape(text)}</pre>"
+
+
+def completion(record: Record, top: float) -> str:
+    """One completion with its reward, parts, advantage and why it stopped."""
+    facts = [f"reward {brief(record.get('reward'))}"]
+    parts = record.get("parts")
+    if isinstance(parts, dict) and parts:
+        facts[0] += f" ({', '.join(f'{name} {brief(value)}' for name, value in parts.items())})"
+    if number(record.get("advantage")) is not None:
+        facts.append(f"advantage {number(record.get('advantage')):+.2f}")
+    if record.get("stop_reason"):
+        facts.append(f"stopped: {record['stop_reason']}")
+    known = [v for v in map(number, as_list(record.get("kl"))) if v is not None]
+    if known:
+        facts.append(f"KL {sum(known):.3g} nats over {len(known)} tokens")
+    said = escape(" · ".join(facts))
+    return f"<div class='completion'><pre>{tokens(record, top)}</pre><p class='muted'>{said}</p></div>"
+
+
+def brief(value: Any) -> str:
+    """A number in three digits, a dash where there is none."""
+    known = number(value)
+    return "–" if known is None else f"{known:.3g}"
+
+
+def tokens(record: Record, top: float) -> str:
+    """Spans a token; plain text where tokens and KL do not belong together."""
+    texts, kls = as_list(record.get("tokens")), as_list(record.get("kl"))
+    if not texts or len(texts) != len(kls):
+        return escape(str(record.get("completion", "")))
+    text = str(record.get("completion", ""))
+    return "".join(
+        span(readable(str(token), text), number(kl), kl is None, top) for token, kl in zip(texts, kls, strict=True)
+    )
+
+
+def readable(token: str, completion_text: str) -> str:
+    """Byte-level and SentencePiece marks as the space or line end they stand for, unless the text itself has them."""
+    for mark, meaning in (("Ġ", " "), ("Ċ", "\n"), ("▁", " ")):
+        if mark in token and mark not in completion_text:
+            token = token.replace(mark, meaning)
+    return token
+
+
+def span(token: str, kl: float | None, outside: bool, top: float) -> str:
+    """One token: its colour is a strength from 0 to 1 that the style sheet turns into light or dark shades."""
+    if kl is None:
+        return f"<span class='t x'>{escape(token)}</span>" if outside else f"<span class='t'>{escape(token)}</span>"
+    strength = min(1.0, abs(kl) / top)
+    sign = "p" if kl > 0 else "n"
+    return f"<span class='t {sign}' style='--a:{strength:.2f}' title='{kl:+.4f} nats'>{escape(token)}</span>"
