@@ -92,7 +92,11 @@ def _disagree(target: str, first: tuple[str, str], second: tuple[str, str]) -> K
 
 def _sentence(name: str, value: Any, became: Mapping[str, Any], alias: Alias) -> str:
     if not became:
-        why = alias.note if not alias.target else "what was given beside it leaves it without effect, or it is the default"
+        why = (
+            alias.note
+            if not alias.target
+            else "what was given beside it leaves it without effect, or it is the default"
+        )
         return f"{name}={text.dump(value)} changes nothing: {why}"
     return f"{name} became " + " ".join(f"{key}={text.dump(item)}" for key, item in became.items())
 

@@ -37,7 +37,7 @@ def _use_kl_in_reward(value: Any, given: Given) -> Options:
 
 def _when(switch: str, convert: Convert | None) -> Convert:
     """An option that verl reads only while `switch` is on."""
-    return lambda value, given: {} if given.get(switch) is False else convert(value, given)
+    return lambda value, given: {} if given.get(switch) is False or convert is None else convert(value, given)
 
 
 def _when_adaptive(target: str) -> Convert:

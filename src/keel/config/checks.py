@@ -11,7 +11,7 @@ from keel.config.resolve import controller_params, kl_spec, loss_spec, mismatch_
 from keel.config.schema import Config, TaskSpec
 from keel.errors import KeelError, unknown
 
-ENGINES = ("native", "vllm")
+ENGINES = ("native",)
 
 
 def check(config: Config) -> None:
@@ -166,10 +166,10 @@ def _rollout(config: Config) -> None:
             "rollout.temperature is 0: greedy completions of a problem are all the same and teach nothing; "
             "set it above 0 (1.0 is usual), or eval.temperature=0 for greedy evaluation"
         )
+    if rollout.engine == "vllm":
+        raise KeelError("rollout.engine=vllm is not available in this version: use rollout.engine=native")
     if rollout.engine not in ENGINES and not _is_users_own(rollout.engine):
         raise unknown("rollout.engine", rollout.engine, ENGINES)
-    if rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise KeelError("rollout.engine=vllm needs vLLM: pip install vllm, or use rollout.engine=native")
     if config.optim.minibatches > rollout.prompts_per_step:
         raise KeelError(
             f"optim.minibatches is {config.optim.minibatches} but a step has {rollout.prompts_per_step} groups "
@@ -213,12 +213,21 @@ def _tasks(config: Config) -> None:
         except KeelError as error:
             raise KeelError(f"{option}: {error}") from None
     for index, part in enumerate(config.rewards):
-        if _is_users_own(part.name) and not callable(import_part(part.name, f"rewards[{index}].name")):
-            raise KeelError(f"rewards[{index}].name={part.name} is not callable: give a function")
-    for spec in config.log.extra:
-        if not _is_users_own(spec):
-            raise KeelError(f"log.extra names {spec!r}: give module:attr")
-        import_part(spec, "log.extra")
+        _reward(f"rewards[{index}]", part.name, {key: v for key, v in part.params.items() if key != "label"})
+    for logger in config.log.extra:
+        name = logger if isinstance(logger, str) else logger.name
+        if not _is_users_own(name):
+            raise KeelError(f"log.extra names {name!r}: give module:attr")
+        import_part(name, "log.extra")
+
+
+def _reward(option: str, name: str, params: Mapping[str, Any]) -> None:
+    from keel.tasks.rewards import check_reward
+
+    try:
+        check_reward(name, params)
+    except KeelError as error:
+        raise KeelError(f"{option}: {error}") from None
 
 
 def _evaluation(config: Config) -> None:

@@ -48,7 +48,7 @@ def parse(text: str, where: str) -> Any:
 
 def read(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file."""
-    path = path.expanduser()
+    path = find(path.expanduser())
     if path.is_dir():
         inside = path / "config.yaml"
         if not inside.is_file():
@@ -70,6 +70,18 @@ def read(path: Path) -> dict[str, Any]:
             f"{path} holds a {type(data).__name__}: a configuration is a mapping such as 'kl: {{beta: 0.01}}'"
         )
     return data
+
+
+def find(path: Path) -> Path:
+    """The path itself, or the configuration of that name that comes with Keel: `default` is configs/default.yaml."""
+    if path.exists() or path.suffix or len(path.parts) != 1:
+        return path
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "configs", package.parents[1] / "configs"):  # installed, or in a clone
+        shipped = folder / f"{path.name}.yaml"
+        if shipped.is_file():
+            return shipped
+    return path
 
 
 def _neighbours(path: Path) -> str:
