@@ -50,7 +50,7 @@ def build_policy(config: Config, weights: Path | None = None) -> LoadedModel:
         gradient_checkpointing=model.gradient_checkpointing,
         trust_remote_code=model.trust_remote_code,
         seed=config.run.seed,
-        **({"quantization": model.quantization} if model.quantization else {}),
+        quantization=model.quantization,
     )
     if model.compile:
         body_of(loaded.model).compile(dynamic=True)  # the part that scoring calls, past the model's own forward
@@ -64,7 +64,7 @@ def build_named_task(spec: TaskSpec | str) -> Task:
 
 def build_judge(config: Config, task: Task, reward: RewardFunction | None = None) -> Judge:
     """The configured rewards; where none are configured, the task's own; or the function given in Python."""
-    options = {
+    options: dict[str, Any] = {
         "aggregate": config.reward.aggregate,
         "timeout_s": config.reward.timeout_s,
         "on_error": config.reward.on_error,
@@ -88,7 +88,8 @@ def build_engine(config: Config, loaded: LoadedModel) -> Engine:
     if name == "native":
         return NativeEngine(loaded.model, loaded.tokenizer)
     if is_users_own(name):
-        return import_attr(name, "engine")(loaded.model, loaded.tokenizer)  # type: ignore[no-any-return]
+        made: Engine = import_attr(name, "engine")(loaded.model, loaded.tokenizer)
+        return made
     if name == "vllm":
         raise KeelError("rollout.engine=vllm is not available in this version: use rollout.engine=native")
     raise unknown("rollout.engine", name, ["native", "module:attr"])
@@ -127,7 +128,9 @@ def build_run(
     half = autocast_dtype(config, loaded)
     spec = kl_spec(config)
     if spec.estimator == "exact_reverse" and config.kl.beta > 0:
-        raise KeelError("kl.estimator=exact_reverse is measured but not trained on: use exact, or k3 with gradient=plain")
+        raise KeelError(
+            "kl.estimator=exact_reverse is measured but not trained on: use exact, or k3 with gradient=plain"
+        )
     shared = isinstance(engine, NativeEngine) and engine.model is loaded.model and half is None
     run = Run(
         policy=loaded,
@@ -248,7 +251,7 @@ def build_warmstart(config: Config, loaded: LoadedModel, task: Task | None = Non
     else:
         named = [build_named_task(spec) for spec in start.task]
         own = task or build_named_task(config.task)
-        source = mixture(named) if len(named) > 1 else named[0] if named else own
+        source: Any = mixture(named) if len(named) > 1 else named[0] if named else own
         examples = gold_examples(source, encoder, loaded.tokenizer, **shared)
     names = ("steps", "batch_size", "learning_rate", "schedule", "warmup_steps", "weight_decay", "max_grad_norm")
     options = SFTOptions(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import logging
 import re
@@ -63,6 +64,7 @@ def load_model(
     gradient_checkpointing: bool = False,
     compile: bool = False,
     trust_remote_code: bool = False,
+    quantization: str | None = None,
     seed: int = 0,
 ) -> LoadedModel:
     """The model called `name`, with its tokenizer, checked before any compute is spent on it.
@@ -71,19 +73,23 @@ def load_model(
     `(model, tokenizer)`; it is given those of `dtype`, `attn_implementation` and `seed` that its signature names.
     `dtype: auto` is fp32 on the CPU and the checkpoint's own elsewhere. Every dropout is 0 unless `dropout`.
     A tokenizer without pad gets EOS as pad; one without EOS is an error, because no completion would ever end.
-    The model is in eval mode unless something was asked for that only works in train mode.
+    The model is in eval mode unless something was asked for that only works in train mode. `quantization` (4bit, 8bit)
+    is for the frozen base under LoRA (QLoRA, arXiv:2305.14314) and needs bitsandbytes.
     """
     settings = lora_settings(lora)
     check_adapter(settings)
     place = torch.device(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
     want = _dtype(dtype, place)
     source = _source(name)
-    options = {"dtype": want, "attn_implementation": attn_implementation, "seed": seed}
+    options: dict[str, Any] = {"dtype": want, "attn_implementation": attn_implementation, "seed": seed}
+    if quantization is not None:
+        options["quantization"] = _quantized(quantization, source, settings, place)
     model, tokenizer, notes = source(name, trust_remote_code=trust_remote_code, **options)
     notes += check_tokenizer(tokenizer, model, name)
     if not dropout:
         disable_dropout(model)
-    model = model.to(place) if want == "auto" else model.to(place, want)
+    if quantization is None:
+        model = model.to(place) if want == "auto" else model.to(place, want)
     if settings is not None:
         model = add_lora(model, settings, seed=seed)
         settings = settings_of(model, settings)
@@ -199,6 +205,27 @@ def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | str:
     return DTYPES[dtype]
 
 
+def _quantized(bits: str, source: Any, lora: LoraSettings | None, place: torch.device) -> dict[str, Any]:
+    """What `from_pretrained` needs for a base in 4 or 8 bits; refused where it cannot work."""
+    if bits not in ("4bit", "8bit"):
+        raise unknown("model.quantization", bits, ["4bit", "8bit"])
+    if lora is None:
+        raise KeelError(f"model.quantization={bits} freezes the base, so there is nothing to train: set model.lora too")
+    if source is not _from_transformers:
+        raise KeelError(f"model.quantization={bits} needs a transformers folder or hub name in model.name")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise KeelError(
+            f"model.quantization={bits} needs bitsandbytes, which is not installed: install it, or leave it out"
+        )
+    if place.type != "cuda":
+        raise KeelError(f"model.quantization={bits} needs a CUDA device: leave it out here")
+    from transformers import BitsAndBytesConfig
+
+    four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+    config = BitsAndBytesConfig(**(four if bits == "4bit" else {"load_in_8bit": True}))
+    return {"quantization_config": config, "device_map": {"": place}}
+
+
 Source = Callable[..., tuple[Any, Any, tuple[str, ...]]]
 
 
@@ -251,7 +278,13 @@ def _from_user(name: str, **options: Any) -> tuple[Any, Any, tuple[str, ...]]:
 
 
 def _from_transformers(
-    name: str, *, dtype: torch.dtype | str, attn_implementation: str, trust_remote_code: bool, **_: Any
+    name: str,
+    *,
+    dtype: torch.dtype | str,
+    attn_implementation: str,
+    trust_remote_code: bool,
+    quantization: Any = None,
+    **_: Any,
 ) -> tuple[Any, Any, tuple[str, ...]]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -261,6 +294,8 @@ def _from_transformers(
         config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
         common = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code}
+        if quantization is not None:
+            common |= quantization
         try:
             model = AutoModelForCausalLM.from_pretrained(where, attn_implementation=attn_implementation, **common)
             return model, tokenizer, ()

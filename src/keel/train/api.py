@@ -65,7 +65,7 @@ def train(
     checked = load_config(config, overrides)
     if dry_run:
         return _dry_run(checked, task, reward)
-    with interruptible() as interrupt, _directory(checked, resume) as (directory, resumed):
+    with interruptible() as interrupt, open_run(checked, resume=resume) as (directory, resumed):
         return _train(checked, directory, resumed, interrupt, task, reward, callbacks)
 
 
@@ -89,9 +89,9 @@ def _train(
     if resumed:
         step = -1 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
         directory.cut_after(step)
-    directory.write_text("config.yaml", _yaml(config))
+    directory.write_text("config.yaml", to_yaml(config))
     directory.write_json("env.json", environment())
-    loggers = _loggers(config, directory, None if checkpoint is None else step)
+    loggers = open_loggers(config, directory, None if checkpoint is None else step)
     try:
         loaded = _policy(config, directory.path, checkpoint, loggers, task)
         built = build_run(config, loaded, task=task, reward=reward)
@@ -123,16 +123,16 @@ def _finish(config: Config, built: Built, job: Job, state: State, interrupt: Int
     summary = summarise(built.run.task.name, state, findings)
     directory.write_json("summary.json", summary)
     directory.sync()
-    _report(directory.path, job.loggers)
+    write_report_of(directory.path, job.loggers)
     return TrainResult(summary, directory.path, state.step)
 
 
 def resume_command(config: Config) -> str:
     """What to type to go on with an interrupted run."""
-    return f"keel train {Path(config.run.dir) / config.run.name / 'config.yaml'} --resume"
+    return f"keel train --resume {Path(config.run.dir) / config.run.name}"
 
 
-def _report(folder: Path, loggers: Fanout) -> None:
+def write_report_of(folder: Path, loggers: Fanout) -> None:
     """A report that fails is said and no more: the run itself is complete."""
     try:
         from keel.report import write_report
@@ -142,9 +142,7 @@ def _report(folder: Path, loggers: Fanout) -> None:
         loggers.event("report/failed", message=f"report.html could not be written: {type(error).__name__}: {error}")
 
 
-def _job(
-    config: Config, built: Built, directory: RunDirectory, loggers: Fanout, callbacks: Sequence[Callback]
-) -> Job:
+def _job(config: Config, built: Built, directory: RunDirectory, loggers: Fanout, callbacks: Sequence[Callback]) -> Job:
     guards, budget = config.guards, config.kl.budget
     return Job(
         run=built.run,
@@ -208,9 +206,7 @@ def eval_record(result: EvalResult, split: str) -> dict[str, Any]:
     return {"task": plain.pop("task"), "split": split, **shown, "n": plain.pop("problems"), **plain}
 
 
-def _policy(
-    config: Config, folder: Path, checkpoint: Path | None, loggers: Fanout, task: Task | None
-) -> LoadedModel:
+def _policy(config: Config, folder: Path, checkpoint: Path | None, loggers: Fanout, task: Task | None) -> LoadedModel:
     """The checkpoint's weights, or the warm start's (made now if it is not there yet), or the named model's."""
     if checkpoint is not None:
         return build_policy(config, checkpoint)
@@ -234,11 +230,14 @@ def _policy(
     return loaded
 
 
-def _loggers(config: Config, directory: RunDirectory, resumed_from: int | None) -> Fanout:
+def open_loggers(
+    config: Config, directory: RunDirectory, resumed_from: int | None, total_steps: int | None = None
+) -> Fanout:
+    """JSONL always, and what `log` asks for."""
     return build_loggers(
         config.log.model_dump(),
         directory,
-        total_steps=config.run.max_steps,
+        total_steps=total_steps or config.run.max_steps,
         name=config.run.name,
         config=config.to_dict(),
         resumed_from=resumed_from,
@@ -246,7 +245,7 @@ def _loggers(config: Config, directory: RunDirectory, resumed_from: int | None) 
 
 
 @contextmanager
-def _directory(config: Config, resume: bool) -> Iterator[tuple[RunDirectory, bool]]:
+def open_run(config: Config, *, resume: bool) -> Iterator[tuple[RunDirectory, bool]]:
     """The run directory, new or gone on with, as `--resume` and `run.if_exists` say."""
     path = Path(config.run.dir) / config.run.name
     there = (path / "config.yaml").exists()
@@ -286,7 +285,8 @@ class _Nothing:
         return lambda *args, **fields: None
 
 
-def _yaml(config: Config) -> str:
+def to_yaml(config: Config) -> str:
+    """The whole configuration, so that the run directory alone is enough to do it again."""
     import yaml
 
     return str(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True))

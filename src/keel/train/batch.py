@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import groupby
+from itertools import groupby, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ class StepBatch:
 
         return Batch(**{f.name: cut(getattr(self.rows, f.name)) for f in fields(Batch)})  # type: ignore[arg-type]
 
-    def with_rows(self, **changes: Tensor | None) -> StepBatch:
+    def with_rows(self, **changes: Any) -> StepBatch:
         return replace(self, rows=replace(self.rows, **changes))
 
 
@@ -100,7 +101,7 @@ def _parts(groups: Sequence[Group], count: int) -> list[Sequence[Group]]:
     """As many neighbouring parts as asked for, as equal as they can be; fewer where there are fewer groups."""
     count = min(count, len(groups))
     edges = [round(i * len(groups) / count) for i in range(count + 1)]
-    return [groups[start:stop] for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+    return [groups[start:stop] for start, stop in pairwise(edges)]
 
 
 def _row_budget(groups: Sequence[Group], budget: int) -> int:
@@ -140,7 +141,7 @@ def keep_scores(batch: StepBatch, scores: Sequence[FullScores]) -> StepBatch:
     return replace(batch.with_rows(old_logp=stitch((s.logp for s in kept), batch.width)), scores=kept)
 
 
-def _detached(x: Tensor | None) -> Tensor | None:
+def _detached(x: Any) -> Any:
     return None if x is None else x.detach()
 
 

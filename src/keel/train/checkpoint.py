@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import keel
@@ -29,14 +28,6 @@ TRAINER = "trainer"
 STATE, OPTIMIZER, REFERENCE, RNG = "state.json", "optimizer.pt", "reference.pt", "rng.pt"
 _NAME = re.compile(r"step-(\d+)")
 _TEMPORARY = ".writing-"
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What a checkpoint gives back beside the weights."""
-
-    state: State
-    folder: Path
 
 
 def save_checkpoint(folder: Path, run: Run, state: State, *, about: Mapping[str, Any] | None = None) -> Path:
@@ -185,28 +176,20 @@ def clean(folder: Path, *, keep: int | None = None, best: int | None = None) -> 
 
 
 def rng_state() -> dict[str, Any]:
-    """Random streams of torch, CUDA, numpy and Python: the noise of sampling does not depend on them, dropout does."""
-    import random
-
-    kind, keys, position, gauss, cached = np.random.get_state()
+    """Random streams of torch, CUDA and Python: the noise of sampling does not depend on them, dropout does."""
     version, internal, following = random.getstate()
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "numpy": [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(gauss), float(cached)],
         "python": [int(version), list(internal), following],
     }
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Put back what `rng_state` gave."""
-    import random
-
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
-    kind, keys, position, gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, gauss, cached))
     version, internal, following = state["python"]
     random.setstate((version, tuple(internal), following))
 

@@ -13,7 +13,10 @@ import torch
 
 import keel
 
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "accelerate", "peft", "numpy", "pydantic", "rich", "typer")
+PACKAGES = (
+    *("torch", "transformers", "tokenizers", "safetensors", "accelerate", "peft", "numpy", "pydantic"),
+    *("rich", "typer", "tensorboard", "wandb", "bitsandbytes", "vllm"),
+)
 
 
 def environment() -> dict[str, Any]:
@@ -23,7 +26,7 @@ def environment() -> dict[str, Any]:
         "commit": _commit(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in (*PACKAGES, "bitsandbytes", "vllm", "wandb", "tensorboard")},
+        "packages": {name: _version(name) for name in PACKAGES},
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -40,7 +43,9 @@ def _version(name: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree, where there is one."""
+    """The commit of the source tree, where keel runs from one."""
+    if not (Path(__file__).parents[3] / "pyproject.toml").is_file():
+        return None
     try:
         done = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=5

@@ -127,5 +127,3 @@ def _mean(x: Tensor, mask: Tensor) -> float:
 def _stitched(parts: Sequence[Tensor | None], width: int) -> Tensor | None:
     there = [part for part in parts if part is not None]
     return stitch(there, width) if there else None
-
-

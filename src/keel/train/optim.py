@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -61,14 +62,15 @@ def _adamw(params: list[Any], device: torch.device, **settings: Any) -> torch.op
 
 def _adamw_8bit(params: list[Any], device: torch.device, **settings: Any) -> torch.optim.Optimizer:
     try:
-        import bitsandbytes
+        bitsandbytes: Any = importlib.import_module("bitsandbytes")
     except ImportError as error:
         raise KeelError(
-            "optim.optimizer=adamw8bit needs bitsandbytes, which is not installed: pip install bitsandbytes, or use adamw"
+            "optim.optimizer=adamw8bit needs bitsandbytes, which is not installed: install it, or use adamw"
         ) from error
     if device.type != "cuda":
         raise KeelError("optim.optimizer=adamw8bit needs a CUDA device: use optim.optimizer=adamw here")
-    return bitsandbytes.optim.AdamW8bit(params, **settings)  # type: ignore[no-any-return]
+    made: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(params, **settings)
+    return made
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": _adamw, "adamw8bit": _adamw_8bit}

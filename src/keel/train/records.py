@@ -53,7 +53,8 @@ def tracked_records(run: Run, problems: Sequence[Problem], *, step: int) -> list
             batch = score_reference(batch, run)
         batch = score_policy(batch, run)
     rows = batch.rows
-    assert rows.rewards is not None and rows.group is not None
+    assert rows.rewards is not None
+    assert rows.group is not None
     batch = batch.with_rows(advantages=advantages(rows.rewards, rows.group, scale="none"))
     return rollout_records(batch, run.policy.tokenizer, groups=len(groups), tracked=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -58,13 +59,11 @@ def sft(loaded: LoadedModel, examples: Examples, options: SFTOptions, report: Re
     )
     loss = 0.0
     for step in range(options.steps):
-        loss = sft_step(loaded, examples(step), optimizer, options, lambda line, step=step: _tell(report, step, line))
+        line = sft_step(loaded, examples(step), optimizer, options)
+        loss = line["loss/total"]
+        if report is not None:
+            report(step + 1, line)
     return loss
-
-
-def _tell(report: Report | None, step: int, line: Mapping[str, float]) -> None:
-    if report is not None:
-        report(step + 1, line)
 
 
 def sft_step(
@@ -72,9 +71,8 @@ def sft_step(
     groups: Sequence[Group],
     optimizer: Optimizer,
     options: SFTOptions,
-    report: Callable[[Mapping[str, float]], None] | None = None,
-) -> float:
-    """One update on one batch of examples; returns its loss."""
+) -> dict[str, float]:
+    """One update on one batch of examples; returns its metrics."""
     tokens = sum(sum(completion.action) for group in groups for completion in group.completions)
     total = 0.0
     for part in microbatches(groups, options.microbatch_tokens, shared_prefix=False):
@@ -86,10 +84,7 @@ def sft_step(
         loss = -masked_mean(logp, packed.action_mask) * share
         optimizer.backward(loss)
         total += loss.item()
-    line = values(optimizer.step(total))
-    if report is not None:
-        report({"loss/total": total, **line})
-    return total
+    return {"loss/total": total, **values(optimizer.step(total))}
 
 
 def as_example(prompt: Sequence[int], completion: str, tokenizer: Any, key: str = "") -> Group:
@@ -154,3 +149,8 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
         yield record
     if not found:
         raise KeelError(f"{path} holds no example: give one JSON object with prompt and completion a line")
+
+
+def main(config: Any) -> Any:
+    """`keel sft`: this as a job with a run directory of its own."""
+    return importlib.import_module("keel.train.supervise").supervise(config)

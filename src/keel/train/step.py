@@ -28,6 +28,7 @@ class Step(NamedTuple):
 
 def train_step(run: Run, state: State) -> Step:
     """Sample, collect, pack, score, shape, update, measure, steer: one update of the policy (or `num_iterations`)."""
+    # fmt: off
     clock = Clock()
     with clock("rollout"):
         groups = sample_groups(run, state)                              # rollouts with rewards and sample_logp
@@ -69,6 +70,7 @@ def train_step(run: Run, state: State) -> Step:
         run.engine.sync(run.policy.model, state.policy_version)
     line |= {"guard/rollbacks": float(state.rollbacks), **clock.metrics(tokens, run.policy.device)}
     return Step(state, line, batch)
+    # fmt: on
 
 
 def sample_groups(run: Run, state: State) -> list[Group]:
@@ -126,6 +128,7 @@ def reject(batch: StepBatch, run: Run) -> StepBatch:
     With `resample_tries` the groups without signal leave it too, so that they do not dilute its mean.
     """
     rows = batch.rows
+    assert rows.group is not None
     keep = torch.ones_like(rows.group, dtype=torch.bool)
     rejected = torch.zeros_like(keep)
     if run.kl.collect_max is not None and rows.old_logp is not None and rows.ref_logp is not None:
@@ -151,7 +154,8 @@ def penalize_rewards(batch: StepBatch, run: Run, beta: float) -> StepBatch:
 def with_advantages(batch: StepBatch, run: Run, step: int) -> StepBatch:
     """Rewards against their group's mean; the reward's warm-up scales them, after any division by the std."""
     options, rows = run.options, batch.rows
-    assert rows.rewards is not None and rows.group is not None
+    assert rows.rewards is not None
+    assert rows.group is not None
     advantage = advantages(rows.rewards, rows.group, baseline=options.baseline, scale=options.scale_rewards)
     if options.reward_warmup_steps:
         advantage = advantage * min(1.0, (step + 1) / options.reward_warmup_steps)

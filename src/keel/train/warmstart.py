@@ -1,4 +1,4 @@
-"""The supervised start of a run, done once: its weights are kept in the run directory under a digest of what made them."""
+"""The supervised start of a run, done once: its weights are kept under a digest of what made them."""
 
 from __future__ import annotations
 

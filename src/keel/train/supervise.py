@@ -1,0 +1,78 @@
+"""`keel sft`: the warm start as a job of its own, with a run directory and an evaluation."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from keel.build import build_policy, build_run, build_warmstart
+from keel.config import Config, load_config
+from keel.loggers import RunDirectory
+from keel.train.api import Source, TrainResult, evaluator, open_loggers, open_run, to_yaml, write_report_of
+from keel.train.checkpoint import save_weights
+from keel.train.environment import environment
+from keel.train.sft import sft
+from keel.train.state import State
+from keel.train.summary import summarise
+
+
+def supervise(config: Source) -> TrainResult:
+    """Behaviour cloning by the `warmstart` section; the model is in `checkpoints/step-N` of the run directory."""
+    checked = load_config(config)
+    with open_run(checked, resume=False) as (directory, _):
+        return _supervise(checked, directory)
+
+
+def _supervise(config: Config, directory: RunDirectory) -> TrainResult:
+    began = time.monotonic()
+    directory.write_text("config.yaml", to_yaml(config))
+    directory.write_json("env.json", environment())
+    loaded = build_policy(config)
+    examples, options = build_warmstart(config, loaded)
+    loggers = open_loggers(config, directory, None, total_steps=options.steps)
+    try:
+        # no KL here: nothing is sampled to measure it on, so no reference is built
+        built = build_run(load_config(config, ["kl.beta=0", "kl.measure_every=0"]), loaded)
+        evaluate = evaluator(config, built)
+        before = evaluate()
+        for record in before:
+            loggers.evaluation(0, record)
+
+        def report(step: int, line: Mapping[str, float]) -> None:
+            loggers.step(step, line)
+
+        sft(loaded, examples, options, report)
+        after = evaluate()
+        for record in after:
+            loggers.evaluation(options.steps, record)
+        place = _save(directory.checkpoints / f"step-{options.steps}", config, loaded)
+        loggers.event("checkpoint", step=options.steps, path=str(place.relative_to(directory.path)))
+        state = State(
+            kl=built.run.controller.init(),
+            step=options.steps,
+            before=tuple(before),
+            evaluated=tuple(after),
+            wall_s=time.monotonic() - began,
+        )
+        summary: dict[str, Any] = summarise(built.run.task.name, state)
+        directory.write_json("findings.json", [])
+        directory.write_json("summary.json", summary)
+        directory.sync()
+        write_report_of(directory.path, loggers)
+    finally:
+        loggers.close()
+    return TrainResult(summary, directory.path, options.steps)
+
+
+def _save(place: Path, config: Config, loaded: Any) -> Path:
+    temporary = place.parent / f".writing-{place.name}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    save_weights(temporary, loaded.model, loaded.tokenizer)
+    card = f"# {config.run.name}\n\n`{config.model.name}` after supervised fine-tuning with Keel (`keel sft`).\n"
+    (temporary / "README.md").write_text(card, encoding="utf-8")
+    temporary.rename(place)
+    return place
