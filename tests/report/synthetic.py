@@ -183,7 +183,7 @@ def evaluate(log: Fanout, step: int, share: float, noise: random.Random) -> dict
     """Write the evaluation lines of one step; (accuracy, interval) by task."""
     results: dict[str, tuple[float, list[float]]] = {}
     kept = {"add": (share, "trained"), "subtract": (0.62 - step / 3000, "retention"), "copy": (0.97, "retention"),
-            "reverse": (0.8 - step / 350, "retention")}  # fmt: skip
+            "reverse": (0.8 - 0.6 * (share - 0.36), "retention")}  # fmt: skip
     for task, (value, split) in kept.items():
         n = 200
         value = round(n * min(1.0, max(0.0, value + noise.gauss(0, 0.01)))) / n

@@ -88,7 +88,10 @@ def user_logger(spec: Any, **offered: Any) -> tuple[str, Logger]:
         raise KeelError(f"log.extra: cannot import {target}: {error}") from error
     if not callable(made):
         raise KeelError(f"log.extra: {target} is not a class or function that makes a logger")
-    takes = inspect.signature(made).parameters
+    try:
+        takes: Mapping[str, inspect.Parameter] = inspect.signature(made).parameters
+    except ValueError:  # built in, without a signature
+        takes = {}
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
         for option in given:
             if option not in takes:

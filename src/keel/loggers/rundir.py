@@ -58,7 +58,7 @@ class RunDirectory:
                 state = "a finished run" if _has_content(path / SUMMARY) else "an unfinished run"
                 raise KeelError(
                     f"{path} already holds {state} ({', '.join(kept)}): go on with it by --resume, "
-                    "choose another run.name, or discard it with run.overwrite=true"
+                    "choose another run.name, or discard it with run.if_exists=replace"
                 )
             if kept:
                 _remove(path)

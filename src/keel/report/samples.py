@@ -15,7 +15,7 @@ EACH = 2
 def pick(rollouts: Sequence[Record]) -> list[tuple[list[Record], list[Record]]]:
     """(first completions, last completions) of a few problems, those recorded furthest apart first.
 
-    Where no problem was recorded twice, the first and the last recorded problems stand beside each other.
+    Where no problem was recorded twice, those of the first and of the last recorded step stand beside each other.
     """
     by_problem: dict[str, dict[float, list[Record]]] = {}
     for record in rollouts:
@@ -30,10 +30,11 @@ def pick(rollouts: Sequence[Record]) -> list[tuple[list[Record], list[Record]]]:
     groups.sort(key=lambda records: number(records[0].get("step")) or 0.0)
     if not groups:
         return []
-    last = groups[-PROBLEMS:]
-    if groups[0][0].get("step") == groups[-1][0].get("step"):
-        return [(group[:EACH], []) for group in groups[:PROBLEMS]]
-    return [(first[:EACH], after[:EACH]) for first, after in zip(groups[: len(last)], last, strict=True)]
+    first = [records for records in groups if records[0]["step"] == groups[0][0]["step"]]
+    last = [records for records in groups if records[0]["step"] == groups[-1][0]["step"]]
+    if first == last:
+        return [(records[:EACH], []) for records in first[:PROBLEMS]]
+    return [(before[:EACH], after[:EACH]) for before, after in zip(first[:PROBLEMS], last, strict=False)]
 
 
 def section(run: Run) -> str:

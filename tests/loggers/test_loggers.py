@@ -1,0 +1,270 @@
+"""The loggers beside the run directory, and the fan-out that keeps a broken one from stopping a run."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.errors import KeelError
+from keel.loggers import ConsoleLogger, Fanout, JsonlLogger, Quiet, RunDirectory, build_loggers
+from keel.loggers.console import duration, evaluation_line, event_line, step_line
+from keel.loggers.tensorboard import TensorBoardLogger, flat_numbers
+
+METRICS = {
+    "reward/mean": 0.5,
+    "kl/policy_ref/k1/mean": 0.3,
+    "kl/policy_ref/k3/mean": 0.0213,
+    "kl/policy_ref/k3/se": 0.0012,
+    "kl/beta": 0.01,
+    "ratio/clip_low_fraction": 0.01,
+    "ratio/clip_high_fraction": 0.025,
+    "grad/norm": 1.234,
+    "length/mean": 9.5,
+    "speed/tokens_per_s": 3123.4,
+}
+EVALUATION = {"task": "add", "pass@1": 0.62, "pass@k": {"1": 0.62, "8": 0.8}, "ci95": [0.55, 0.69], "n": 64}
+
+
+class Broken(Quiet):
+    """Raises from the second step on."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.closed = False
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.steps:
+            raise RuntimeError("the server is gone")
+        self.steps.append(step)
+
+    def close(self) -> None:
+        self.closed = True
+        raise RuntimeError("gone for closing too")
+
+
+class Collect(Quiet):
+    """A user's logger that takes an argument of its own and the run."""
+
+    def __init__(self, run: RunDirectory, prefix: str = "p") -> None:
+        self.run, self.prefix, self.seen = run, prefix, []  # type: ignore[var-annotated]
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self.seen.append((kind, fields))
+
+
+def events(path: Path) -> list[dict]:
+    return [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def run(tmp_path):
+    with RunDirectory.create(tmp_path / "run") as directory:
+        yield directory
+
+
+def test_a_broken_logger_is_named_once_and_dropped(run):
+    broken, collect = Broken(), Collect(run)
+    log = Fanout(JsonlLogger(run), {"broken": broken, "collect": collect}, clock=lambda: 100.0)
+    for step in range(1, 5):
+        log.step(step, METRICS)
+    assert log.names == ["collect"]
+    log.close()
+    assert broken.steps == [1]
+    assert broken.closed
+    assert len((run.path / "metrics.jsonl").read_text().splitlines()) == 4
+    assert events(run.path) == [
+        {
+            "step": 2,
+            "kind": "logger/dropped",
+            "time": 100.0,
+            "logger": "broken",
+            "during": "step",
+            "error": "RuntimeError: the server is gone",
+        }
+    ]
+    assert [kind for kind, _ in collect.seen] == ["logger/dropped"]
+
+
+def test_the_keeper_must_not_fail_silently(run, monkeypatch):
+    log = Fanout(JsonlLogger(run))
+
+    def fail(*_: object) -> None:
+        raise KeelError("the disk is full")
+
+    monkeypatch.setattr(run, "append", fail)
+    with pytest.raises(KeelError, match="disk is full"):
+        log.step(1, METRICS)
+
+
+def test_events_get_the_last_step_and_the_time(run):
+    log = Fanout(JsonlLogger(run), clock=lambda: 7.0)
+    log.event("start")
+    log.step(3, METRICS)
+    log.event("guard/skipped", reason="nan")
+    log.event("rollback", step=2)
+    assert [(event["step"], event["kind"], event["time"]) for event in events(run.path)] == [
+        (0, "start", 7.0),
+        (3, "guard/skipped", 7.0),
+        (2, "rollback", 7.0),
+    ]
+
+
+def test_plain_lines_when_not_a_terminal():
+    ticks = iter([0.0, 0.0, 2.0, 4.0, 6.0])
+    stream = io.StringIO()
+    log = ConsoleLogger(10, stream=stream, clock=lambda: next(ticks))
+    log.event("start", step=0, time=1.0, message="with [brackets] and\nnew lines")
+    log.step(1, METRICS)
+    log.step(2, METRICS)
+    log.evaluation(2, EVALUATION)
+    log.close()
+    assert stream.getvalue().splitlines() == [
+        "· start: with [brackets] and new lines",
+        "step  1/10  reward 0.500  KL k3 0.0213 ± 0.0012  β 0.01  clipped 3.5%  grad 1.23  length 9.5  tok/s 3,123",
+        "step  2/10  reward 0.500  KL k3 0.0213 ± 0.0012  β 0.01  clipped 3.5%  grad 1.23  length 9.5  tok/s 3,123"
+        "  ETA 0s",
+        "eval at step 2: add pass@1 62.0% [55.0, 69.0], pass@8 80.0% (n 64)",
+    ]
+
+
+def test_the_eta_is_the_mean_time_of_the_steps_seen():
+    now = [0.0]
+    stream = io.StringIO()
+    log = ConsoleLogger(100, stream=stream, clock=lambda: now[0])
+    for step in (41, 42, 43):  # a resumed run: the steps before are not counted
+        now[0] += 2.0
+        log.step(step, {"reward/mean": 0.1})
+    assert stream.getvalue().splitlines()[-1].endswith("ETA 1m 54s")
+
+
+def test_the_live_panel_shows_the_figures():
+    stream = io.StringIO()
+    log = ConsoleLogger(10, stream=stream, live=True)
+    log.evaluation(0, EVALUATION)
+    log.step(1, METRICS)
+    log.step(2, METRICS)
+    log.close()
+    text = stream.getvalue()
+    for piece in ("step 2/10", "ETA", "reward 0.500", "0.0213 ± 0.0012", "β 0.01", "3,123", "eval add pass@1 62.0%"):
+        assert piece in text
+
+
+def test_lines_of_odd_records():
+    assert step_line(1, 5, {"reward/mean": math.nan}, None) == "step 1/5  reward nan"
+    assert step_line(1, 5, {"kl/policy_ref/k1/mean": -0.5}, 61.0) == "step 1/5  KL k1 -0.5000  ETA 1m 01s"
+    assert evaluation_line({}) == "task"
+    assert evaluation_line({"task": "t", "split": "retention", "pass@1": 1.0}) == "t (retention) pass@1 100.0%"
+    assert event_line("guard", {"step": 4, "time": 1.0, "norm": 12.34567}) == "· step 4 guard: norm=12.35"
+    assert [duration(value) for value in (0, 59.6, 3599, 7800)] == ["0s", "1m 00s", "59m 59s", "2h 10m"]
+
+
+def test_flat_numbers():
+    record = {"step": 3, **EVALUATION, "reward": math.nan, "ok": True}
+    assert flat_numbers(record) == {
+        "pass@1": 0.62, "pass@k/1": 0.62, "pass@k/8": 0.8, "ci95/low": 0.55, "ci95/high": 0.69, "n": 64.0,
+    }  # fmt: skip
+
+
+def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder))
+    reader.Reload()
+    return [(event.step, round(event.value, 4)) for event in reader.Scalars(tag)]
+
+
+def test_tensorboard_round_trip_and_resume(tmp_path):
+    pytest.importorskip("tensorboard")
+    log = TensorBoardLogger(tmp_path)
+    for step in range(1, 6):
+        log.step(step, {"reward/mean": step / 10})
+    log.evaluation(5, EVALUATION)
+    log.close()
+    assert scalars(tmp_path, "eval/add/pass@1") == [(5, 0.62)]
+    log = TensorBoardLogger(tmp_path, resumed_from=3)
+    log.step(4, {"reward/mean": 4.0})
+    log.close()
+    assert scalars(tmp_path, "reward/mean") == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 4.0)]
+
+
+def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    real = builtins.__import__
+
+    def fake(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.split(".")[0] == package or name == f"torch.utils.{package}":
+            raise ImportError(f"No module named {package!r}")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", fake)
+
+
+def test_missing_tensorboard_is_recorded_and_left_out(run, monkeypatch):
+    without(monkeypatch, "tensorboard")
+    log = build_loggers({"tensorboard": True, "console": "none"}, run, total_steps=5)
+    assert log.names == []
+    assert "keel-rl[tensorboard]" in events(run.path)[0]["message"]
+
+
+def test_missing_wandb_names_the_extra(run, monkeypatch):
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    without(monkeypatch, "wandb")
+    with pytest.raises(KeelError, match=r"pip install 'keel-rl\[wandb\]'"):
+        build_loggers({"wandb": {"project": "p"}, "console": "none"}, run, total_steps=5)
+
+
+def test_wandb_offline_keeps_its_id_over_a_resume(run, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    options = {"project": "keel-test", "mode": "offline"}
+    ids = []
+    for _ in range(2):
+        log = build_loggers({"wandb": options, "console": "none"}, run, total_steps=5, name="one", config={"a": 1})
+        assert log.names == ["wandb"]
+        log.step(1, {**METRICS, "grad/norm": math.nan})
+        log.evaluation(1, EVALUATION)
+        assert log.names == ["wandb"]
+        log.close()
+        ids.append(json.loads((run.path / "wandb.json").read_text())["id"])
+    assert ids[0] == ids[1]
+    assert list(run.path.glob(f"wandb/offline-run-*/run-{ids[0]}.wandb"))
+    assert not (run.path / "events.jsonl").exists()  # nothing was dropped
+
+
+def test_build_takes_a_users_logger_and_checks_its_arguments(run):
+    name = f"{__name__}:Collect"
+    log = build_loggers({"console": "none", "extra": [{"name": name, "prefix": "q"}]}, run, total_steps=5)
+    assert log.names == [name]
+    for spec, message in (
+        ("nothing", "is not module:attr"),
+        ("no_such_module:Logger", "cannot import"),
+        (f"{__name__}:METRICS", "not a class or function"),
+        ({"name": name, "prefx": 1}, "did you mean 'prefix'"),
+        ("builtins:dict", "has no step"),
+    ):
+        with pytest.raises(KeelError, match=message):
+            build_loggers({"console": "none", "extra": [spec]}, run, total_steps=5)
+
+
+def test_build_refuses_unknown_options(run):
+    with pytest.raises(KeelError, match="did you mean 'tensorboard'"):
+        build_loggers({"tensorbord": True}, run, total_steps=5)
+    with pytest.raises(KeelError, match="did you mean 'project'"):
+        build_loggers({"wandb": {"projct": "x"}, "console": "none"}, run, total_steps=5)
+    with pytest.raises(KeelError, match="did you mean 'plain'"):
+        build_loggers({"console": "plan"}, run, total_steps=5)
+
+
+def test_importing_the_loggers_loads_nothing_heavy():
+    import subprocess
+
+    code = "import keel.loggers, keel.report, sys; print([m for m in ('torch', 'rich', 'wandb') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

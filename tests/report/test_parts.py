@@ -1,0 +1,163 @@
+"""The pieces of a report by hand values: axes, thinning, verdicts, samples, reading a large file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from keel.report import read as reading
+from keel.report.charts import Axis, Panel, Series, log_ticks, svg, thin, tick_text, ticks, wants_log
+from keel.report.read import Run, read_run
+from keel.report.samples import pick, readable, scale, span
+from keel.report.sections import flatten, seconds, since
+from keel.report.verdict import Accuracy, accuracy, change_word, kl_figures, sentences, state
+
+RUN = Run(path=Path("r"), name="r")
+
+
+def test_ticks_are_round_and_inside():
+    assert ticks(0, 100) == [0, 50, 100]
+    assert ticks(1, 100) == [20, 40, 60, 80, 100]
+    assert ticks(0.13, 0.17) == [0.13, 0.14, 0.15, 0.16, 0.17]
+    assert ticks(-0.03, 0.02) == [-0.02, 0, 0.02]
+    assert ticks(3, 3) == [3]
+    assert log_ticks(0.5, 2000) == [1, 10, 100, 1000]
+    assert [tick_text(value) for value in (0, 0.05, 25000, 2e-6, 3e7)] == ["0", "0.05", "25k", "2e-6", "3e7"]
+
+
+def test_axis_maps_ends_to_ends():
+    axis = Axis(0, 10, 100, 0)
+    assert (axis.at(0), axis.at(10), axis.at(2.5)) == (100, 0, 75)
+    log = Axis(1, 100, 0, 50, log=True)
+    assert (log.at(1), log.at(10), log.at(100)) == (0, 25, 50)
+    assert Axis(3, 3, 0, 50).at(3) == 25
+
+
+def test_thinning_keeps_spikes_gaps_and_ends():
+    points: list[tuple[float, float | None]] = [(float(x), 0.0) for x in range(10_000)]
+    points[5_003] = (5003.0, 99.0)
+    series = thin(Series("a", points, error=[(0.0, 1.0)] * 10_000))
+    assert len(series.points) <= 500
+    assert (5003.0, 99.0) in series.points
+    assert (series.points[0], series.points[-1]) == (points[0], points[-1])
+    assert len(series.error) == len(series.points)
+
+
+def test_log_scale_only_where_a_linear_one_hides_the_rest():
+    assert wants_log([0.1] * 20 + [100.0])
+    assert not wants_log([0.1, 0.2, 0.3, 0.4, 0.5, 0.9])
+    assert not wants_log([0.0] * 20 + [100.0])
+    picture = svg(Panel("t", "", [Series("a", [(float(i), 0.1) for i in range(9)] + [(9.0, 100.0)])]))
+    assert "data-log" in picture
+
+
+def test_a_chart_without_a_number_is_not_drawn_and_one_point_is_a_dot():
+    assert svg(Panel("t", "", [Series("a", [(1.0, None)])])) == ""
+    assert svg(Panel("t", "", [Series("a", [(1.0, 5.0)])])).count("<circle") == 1
+
+
+def both(before: float, after: float, low: tuple[float, float], high: tuple[float, float]) -> Accuracy:
+    return Accuracy("s", before, after, low, high)
+
+
+def test_change_is_judged_by_the_intervals():
+    assert change_word(both(0.5, 0.4, (0.45, 0.55), (0.35, 0.45))) == "held"  # they touch
+    assert change_word(both(0.5, 0.3, (0.45, 0.55), (0.25, 0.35))) == "dropped"
+    assert change_word(both(0.3, 0.5, (0.25, 0.35), (0.45, 0.55))) == "improved"
+    assert change_word(Accuracy("s", 0.5, 0.46, None, None)) == "held"
+    assert change_word(Accuracy("s", 0.5, 0.44, None, None)) == "dropped"
+    assert change_word(Accuracy("s", 0.5, None, None, None)) == "not measured"
+
+
+def test_accuracy_falls_back_on_the_evaluations():
+    lines = [
+        {"step": step, "task": task, "pass@1": value, "ci95": [value - 0.1, value + 0.1], "split": split}
+        for step, task, value, split in (
+            (0, "add", 0.3, "trained"),
+            (0, "copy", 0.9, "retention"),
+            (9, "add", 0.7, "trained"),
+        )
+    ]
+    run = replace(RUN, evaluations=tuple(lines))
+    found = accuracy(run)
+    assert found is not None
+    assert (found.before, found.after, found.overlap) == (0.3, 0.7, False)
+    run = replace(RUN, evaluations=tuple(lines[:2]))
+    assert ("plain", "add: 30.0 % before training (95 % interval 20–40 %); not measured since.") in sentences(run)
+
+
+@pytest.mark.parametrize(
+    ("run", "kind"),
+    [
+        (RUN, "interrupted"),
+        (replace(RUN, running=True), "running"),
+        (replace(RUN, summary={}), "completed"),
+        (replace(RUN, summary={}, config={"run": {"max_steps": 5}}, metrics=({"step": 3},)), "stopped"),
+        (replace(RUN, events=({"kind": "abort"},)), "aborted"),
+        (replace(RUN, summary={"status": "aborted"}), "aborted"),
+    ],
+)
+def test_state(run, kind):
+    assert state(run)[0] == kind
+
+
+def test_kl_over_budget_is_said():
+    run = replace(RUN, summary={"kl": {"k3": {"mean": 0.25, "se": 0.01}}})
+    assert kl_figures(run) == {"k3": (0.25, 0.01)}
+    tone, words = next((tone, words) for tone, words in sentences(run) if words.startswith("KL"))
+    assert tone == "warn"
+    assert "0.25 ± 0.01 nats per token (k3)" in words
+    assert "more than 0.2 nats per token" in words
+
+
+def test_overlapping_intervals_are_not_called_a_gain():
+    summary = {
+        "task": "t",
+        "accuracy": {"before": 0.5, "after": 0.55, "ci95_before": [0.4, 0.6], "ci95_after": [0.45, 0.65]},
+    }
+    assert any("the change may be chance" in words for _, words in sentences(replace(RUN, summary=summary)))
+
+
+def test_samples_prefer_problems_seen_twice():
+    def record(step: int, problem: str) -> dict:
+        return {"step": step, "problem": problem}
+
+    pairs = pick([record(1, "a"), record(1, "b"), record(5, "b"), record(9, "c"), record(3, "b")])
+    assert pairs == [([record(1, "b")], [record(5, "b")])]
+    assert pick([record(1, "a"), record(9, "c")]) == [([record(1, "a")], [record(9, "c")])]
+    assert pick([record(1, "a")]) == [([record(1, "a")], [])]
+    assert pick([{"problem": "no step"}]) == []
+
+
+def test_token_spans():
+    assert span("a<b", 0.5, False, 1.0) == "<span class='t p' style='--a:0.50' title='+0.5000 nats'>a&lt;b</span>"
+    assert "class='t n'" in span("a", -3.0, False, 1.0)
+    assert "--a:1.00" in span("a", -3.0, False, 1.0)
+    assert span("tool", None, True, 1.0) == "<span class='t x'>tool</span>"
+    assert readable("Ġthe", "in the") == " the"
+    assert readable("Ġ", "a Ġ of its own") == "Ġ"
+    assert scale([{"kl": [0.001, None]}, {}]) == 0.05
+    assert scale([{"kl": [2.0] * 200}]) == 2.0
+
+
+def test_small_things():
+    assert flatten({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
+    assert seconds("1970-01-01T00:01:00+00:00") == 60.0
+    assert seconds("never") is None
+    assert since(3725.0, 0.0) == "+1:02:05"
+    assert since(65.0, 0.0) == "+1:05"
+
+
+def test_of_a_large_rollout_file_only_the_ends_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "ROLLOUT_BYTES", 1000)
+    lines = [json.dumps({"step": step, "completion": "x" * 50}) for step in range(500)]
+    (tmp_path / "rollouts.jsonl").write_text("\n".join(lines) + "\n")
+    run = read_run(tmp_path)
+    steps = [record["step"] for record in run.rollouts]
+    assert steps[0] == 0
+    assert steps[-1] == 499
+    assert 10 < len(steps) < 40
+    assert any("only its first and last" in note for note in run.missing)
