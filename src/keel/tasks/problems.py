@@ -40,12 +40,16 @@ def training_problems(draw: Draw, count: int, rng: random.Random) -> list[Proble
     the same completions twice.
     """
     found: dict[str, Problem] = {}
+    repeating = False
     while len(found) < count:
-        problem = _next(draw, rng, lambda identity, problem: not is_held_out(identity) and problem.key not in found)
+        seen = () if repeating else found
+        problem = _next(draw, rng, lambda identity, p, seen=seen: not is_held_out(identity) and p.key not in seen)
+        if problem is None and repeating:
+            raise KeelError("the task's range holds no training problem: widen low/high or digits")
         if problem is None:
-            problem = _next(draw, rng, lambda identity, _: not is_held_out(identity))
-            if problem is None:
-                raise KeelError("the task's range holds no training problem: widen low/high or digits")
+            repeating = True
+            continue
+        if problem.key in found:
             copies = sum(key.partition("#")[0] == problem.key for key in found)
             problem = replace(problem, key=f"{problem.key}#{copies}")
         found[problem.key] = problem
@@ -65,7 +69,7 @@ def held_out_problems(draw: Draw, count: int, rng: random.Random) -> list[Proble
     return list(found.values())
 
 
-def _next(draw: Draw, rng: random.Random, wanted: Callable[[str, Problem], bool]) -> Problem | None:
+def _next(draw: Draw, rng: random.Random, wanted: Callable[..., bool]) -> Problem | None:
     for _ in range(_PATIENCE):
         identity, problem = draw(rng)
         if wanted(identity, problem):

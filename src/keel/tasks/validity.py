@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from keel.errors import KeelError
 from keel.tasks.base import Task
 from keel.types import Problem
@@ -26,13 +28,31 @@ def check(task: Task, count: int = 32, seed: int = 0) -> None:
     prompts = {str(p.prompt) for p in train}
     _expect(not any(str(p.prompt) in prompts for p in held), task, "a held-out problem turns up in training")
     problems = train[:count] + held
-    full = [_total(task, p, task.gold(p)) for p in problems]
-    for problem, total in zip(problems, full, strict=True):
-        _expect(total >= max(full), task, f"the gold answer of {problem.key!r} earns {total}, others {max(full)}")
-        _expect(_total(task, problem, "") < total, task, f"an empty answer to {problem.key!r} earns the full reward")
-    others = [task.gold(p) for p in problems[1:]]
-    earned = [_total(task, p, text) for p, text in zip(problems, others, strict=False) if text != task.gold(p)]
-    _expect(not earned or min(earned) < max(full), task, "another problem's answer always earns the full reward")
+    for index, problem in enumerate(problems):
+        gold = task.gold(problem)
+        full = _total(task, problem, gold)
+        _expect(_correct(task, problem, gold), task, f"the gold answer of {problem.key!r} is not judged correct")
+        _expect(
+            _total(task, problem, "") < full, task, f"an empty answer to {problem.key!r} earns as much as the gold one"
+        )
+        for other in (task.gold(p) for p in problems[max(0, index - 2) : index + 3]):
+            beaten = _total(task, problem, other) <= full
+            _expect(beaten, task, f"another answer to {problem.key!r} earns more than the gold one")
+    crossed = [
+        _total(task, p, task.gold(q)) < _total(task, p, task.gold(p))
+        for p, q in pairwise(problems)
+        if not _same(task, p, q)
+    ]
+    _expect(not crossed or any(crossed), task, "the answer to another problem always earns the full reward")
+
+
+def _same(task: Task, first: Problem, second: Problem) -> bool:
+    return task.gold(first) == task.gold(second)
+
+
+def _correct(task: Task, problem: Problem, text: str) -> bool:
+    """By the part `correct`, where the task has one."""
+    return task.reward(problem, [text]).parts.get("correct", 1.0) >= 1.0
 
 
 def _total(task: Task, problem: Problem, text: str) -> float:

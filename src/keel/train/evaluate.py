@@ -53,7 +53,7 @@ class EvalResult:
             "pass_at": {str(k): v for k, v in self.pass_at.items()},
             "pass_at_ci95": {str(k): list(v) for k, v in self.pass_at_ci95.items()},
             "reward": self.reward,
-            "reward_ci95": list(self.reward_ci95),
+            "reward_ci95": list(self.reward_ci95) if self.problems > 1 else None,  # JSON has no infinity
             "parsed_fraction": self.parsed_fraction,
             "truncated_fraction": self.truncated_fraction,
             "length_mean": self.length_mean,

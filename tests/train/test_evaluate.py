@@ -1,0 +1,172 @@
+"""Figures of an evaluation by hand, against enumeration and simulation, and on the real engine."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import combinations
+from statistics import fmean
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keel.errors import KeelError
+from keel.models.tiny import tiny_model
+from keel.rollout import NativeEngine, SamplingParams
+from keel.tasks import arithmetic
+from keel.tasks.judge import Judge
+from keel.train.evaluate import evaluate, evaluate_all, normal_interval, pass_at_k, retention, summarise, wilson
+from keel.types import Completion, Group, Problem, Reward
+
+TASK = arithmetic()
+
+
+@given(st.integers(1, 8), st.data())
+def test_pass_at_k_is_the_share_of_draws_with_a_right_one(samples: int, data: st.DataObject) -> None:
+    right = data.draw(st.integers(0, samples))
+    k = data.draw(st.integers(1, samples))
+    draws = [any(i < right for i in some) for some in combinations(range(samples), k)]
+    assert pass_at_k(samples, right, k) == pytest.approx(fmean(draws))
+
+
+def test_wilson_with_one_sample_is_the_textbooks() -> None:
+    """8 of 10: 0.4902 to 0.9433."""
+    assert wilson([1.0] * 8 + [0.0] * 2) == pytest.approx((0.49016, 0.94331), abs=1e-5)
+    assert wilson([0.0] * 10) == pytest.approx((0.0, 0.27753), abs=1e-5)
+    assert wilson([1.0] * 10) == pytest.approx((0.72247, 1.0), abs=1e-5)
+
+
+def test_samples_count_as_much_as_they_differ_from_their_siblings() -> None:
+    """Copies of one sample add nothing; independent ones count in full."""
+    shares = [1.0] * 8 + [0.0] * 2
+    assert wilson(shares, samples=16) == pytest.approx(wilson(shares), abs=0.02)
+    low, high = wilson([0.5] * 10, samples=10)  # no spread between problems at all
+    plain_low, plain_high = wilson([1.0] * 5 + [0.0] * 5)
+    assert plain_low <= low < high <= plain_high
+
+
+@pytest.mark.parametrize("spread", ["problems alike", "problems differ"])
+def test_intervals_cover_about_as_often_as_they_say(spread: str) -> None:
+    """600 simulated evaluations of 40 problems, 4 samples each: at least 91 % contain the truth."""
+    rng = random.Random(0)
+    covered = 0
+    for _ in range(600):
+        chances = [0.5 if spread == "problems alike" else rng.choice((0.05, 0.95)) for _ in range(40)]
+        shares = [sum(rng.random() < c for _ in range(4)) / 4 for c in chances]
+        low, high = wilson(shares, 4)
+        covered += low <= 0.5 <= high
+    assert 0.91 <= covered / 600 <= 0.99
+
+
+@given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=12))
+def test_intervals_hold_their_mean_and_stay_in_bounds(shares: list[float]) -> None:
+    low, high = wilson(shares, 4)
+    assert 0 <= low <= fmean(shares) + 1e-12
+    assert fmean(shares) - 1e-12 <= high <= 1
+    assert low < high
+
+
+def test_normal_interval_by_hand() -> None:
+    assert normal_interval([0.0, 1.0]) == pytest.approx((0.5 - 1.96 * 0.5, 0.5 + 1.96 * 0.5), abs=1e-3)
+
+
+def group_of(*texts: str, answer: str = "7") -> Group:
+    completions = tuple(
+        Completion((1,) * max(1, len(t)), (True,) * max(1, len(t)), (0.0,), (0.0,), t, "eos" if t else "length")
+        for t in texts
+    )
+    problem = Problem(answer, "?", answer)
+    return Group(problem, (1,), completions, tuple(TASK.reward(problem, [t]) for t in texts))
+
+
+def test_summary_by_hand() -> None:
+    groups = [group_of("7", "7", "8", ""), group_of("8", "8", "8", "88"), group_of("7", "8", "8", "8")]
+    result = summarise(TASK, groups, [1, 2])
+    assert result.accuracy == pytest.approx((0.5 + 0 + 0.25) / 3)
+    assert result.pass_at == pytest.approx({1: 0.25, 2: (5 / 6 + 0 + 1 / 2) / 3})
+    assert result.reward == pytest.approx(0.25)
+    assert result.parsed_fraction == pytest.approx(11 / 12)
+    assert result.truncated_fraction == pytest.approx(1 / 12)
+    assert result.length_mean == pytest.approx(13 / 12)
+    assert (result.problems, result.samples) == (3, 4)
+    line = json.loads(json.dumps(result.as_dict(), allow_nan=False))
+    assert line["pass_at"]["2"] == pytest.approx(4 / 9)
+
+
+def test_one_problem_still_makes_a_line_of_json() -> None:
+    line = json.dumps(summarise(TASK, [group_of("7")], [1]).as_dict(), allow_nan=False)
+    assert json.loads(line)["reward_ci95"] is None
+
+
+def test_without_a_part_called_correct_the_gold_answers_reward_is_full() -> None:
+    class Partial:
+        name = "partial"
+
+        def gold(self, problem: Problem) -> str:
+            return "7"
+
+        def reward(self, problem: Problem, turns: Any) -> Reward:
+            return Reward(3.0 if turns[-1] == "7" else 2.9)
+
+    problem = Problem("p", "?", "7")
+    group = group_of("7", "8")
+    rewards = tuple(Partial().reward(problem, [c.text]) for c in group.completions)
+    judged = Group(problem, (1,), group.completions, rewards)
+    assert summarise(Partial(), [judged], [1]).accuracy == 0.5
+
+
+@pytest.fixture(scope="module")
+def engine() -> NativeEngine:
+    return NativeEngine(*tiny_model())
+
+
+def test_evaluation_is_deterministic_and_greedy_is_one_sample(engine: NativeEngine) -> None:
+    problems = TASK.held_out(6)
+    options: dict[str, Any] = {"k": (1, 4), "max_completion_length": 4}
+    first = evaluate(engine, TASK, problems, engine.tokenizer, **options)
+    assert evaluate(engine, TASK, problems, engine.tokenizer, **options) == first
+    assert evaluate(engine, TASK, problems[:3], engine.tokenizer, **options).groups == first.groups[:3]
+    other = evaluate(engine, TASK, problems, engine.tokenizer, seed=1, **options)
+    assert other.groups != first.groups
+    greedy = evaluate(engine, TASK, problems, engine.tokenizer, k=(1, 8), temperature=0, max_completion_length=4)
+    assert (greedy.samples, greedy.greedy, list(greedy.pass_at)) == (1, True, [1])
+
+
+def test_several_tasks_and_what_they_retain(engine: NativeEngine) -> None:
+    class Always:
+        """A task on which everything is right."""
+
+        name = "always"
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(TASK, name)
+
+        def reward(self, problem: Problem, turns: Any) -> Reward:
+            return Reward(1.0, {"correct": 1.0})
+
+    sampling = SamplingParams(max_completion_length=3, top_k=5)
+    results = evaluate_all(engine, {"add": TASK, "always": Always()}, 5, engine.tokenizer, sampling=sampling, k=(1,))
+    assert {name: r.accuracy for name, r in results.items()} == {"add": 0.0, "always": 1.0}
+    assert results["add"].length_mean <= 3
+    kept = retention(results, {"always": results["always"]})
+    assert kept == {"always": {"before": 1.0, "after": 1.0}}
+
+
+@pytest.mark.parametrize("options", [{"k": (1, 8), "samples": 4}, {"k": (0,)}])
+def test_impossible_k_is_refused(engine: NativeEngine, options: dict[str, Any]) -> None:
+    with pytest.raises(KeelError, match=r"eval\.k"):
+        evaluate(engine, TASK, TASK.held_out(2), engine.tokenizer, **options)
+
+
+def test_nothing_to_evaluate_is_refused(engine: NativeEngine) -> None:
+    with pytest.raises(KeelError, match="nothing to evaluate"):
+        evaluate(engine, TASK, [], engine.tokenizer)
+
+
+def test_a_judge_of_ones_own_is_used(engine: NativeEngine) -> None:
+    judge = Judge.of(TASK, [{"name": "task", "weight": 2.0}, {"name": "length", "scale": 1}])
+    result = evaluate(engine, TASK, TASK.held_out(2), engine.tokenizer, max_completion_length=3, judge=judge)
+    assert result.reward < 0
+    assert result.accuracy == 0
