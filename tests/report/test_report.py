@@ -106,7 +106,8 @@ def test_one_run_says_everything(runs):
     assert "output/truncated" in page.text
     assert "raise rollout.max_completion_length to 48" in page.text
     for title in ("Reward", "KL(policy‖reference)", "KL penalty weight", "Entropy", "Gradient norm",
-                  "Completion length", "Clipped ratios", "Groups without variance", "Time a step", "Timeline", "Configuration", "Versions",
+                  "Completion length", "Clipped ratios", "Groups without variance",
+                  "Time a step", "Timeline", "Configuration", "Versions",
                   "Accuracy on held-out problems"):  # fmt: skip
         assert title in page.text, title
     assert "learning_rate: 0.0005" in page.text
@@ -181,6 +182,16 @@ def test_a_running_run_and_a_torn_line(tmp_path):
         assert "the last line of metrics.jsonl is incomplete" in page.text
         assert "KL to the reference was not measured" in page.text
         assert "Accuracy on held-out problems has not been measured yet" in page.text
+
+
+def test_a_summary_that_the_run_has_gone_on_from_is_left_out(tmp_path):
+    make_run(tmp_path / "run", total=20)
+    with RunDirectory.resume(tmp_path / "run") as run:
+        JsonlLogger(run).step(21, {"reward/mean": 0.1})
+        run.write_text("config.yaml", "run: {max_steps: 40}\n")
+        _, page = read(write_report([run.path]))
+    assert "still running, 21 of 40 steps" in page.text
+    assert "summary.json speaks of step 20, the run stands at 21" in page.text
 
 
 @pytest.mark.parametrize("content", ["", "not: [yaml", "just text", "run: null\n"])

@@ -80,19 +80,20 @@ def read_run(path: Path) -> Run:
         raise KeelError(f"{path} does not hold a run: none of {', '.join(names)} is there")
     notes: list[str] = []
     config_text = _text(path / rundir.CONFIG, notes)
-    summary = _json(path / rundir.SUMMARY, notes)
+    metrics = _lines(path / rundir.METRICS, notes)
+    summary = _current(_json(path / rundir.SUMMARY, notes), metrics, notes)
     return Run(
         path=path,
         name=path.resolve().name,
         config_text=config_text,
         config=_yaml(config_text, notes),
         env=_mapping(_json(path / rundir.ENV, notes)),
-        metrics=_lines(path / rundir.METRICS, notes),
+        metrics=metrics,
         rollouts=_lines(path / rundir.ROLLOUTS, notes, limit=ROLLOUT_BYTES),
         evaluations=_lines(path / rundir.EVAL, notes),
         events=_lines(path / rundir.EVENTS, notes),
         findings=_findings(_json(path / rundir.FINDINGS, notes)),
-        summary=summary if isinstance(summary, dict) else None,
+        summary=summary,
         running=in_use(path / rundir.LOCK),
         missing=tuple(notes),
     )
@@ -133,6 +134,17 @@ def _yaml(text: str | None, notes: list[str]) -> Record:
 
 def _mapping(value: Any) -> Record:
     return dict(value) if isinstance(value, Mapping) else {}
+
+
+def _current(summary: Any, metrics: tuple[Record, ...], notes: list[str]) -> Record | None:
+    """The summary, unless the run has gone on from it since: then it speaks of another state than the curves."""
+    if not isinstance(summary, dict):
+        return None
+    said, done = number(summary.get("steps")), number(metrics[-1].get("step")) if metrics else None
+    if said is not None and done is not None and said != done:
+        notes.append(f"{rundir.SUMMARY} speaks of step {said:.0f}, the run stands at {done:.0f}: it was left out")
+        return None
+    return summary
 
 
 def _findings(value: Any) -> tuple[Record, ...] | None:
