@@ -238,6 +238,18 @@ def test_wandb_offline_keeps_its_id_over_a_resume(run, monkeypatch):
     assert not (run.path / "events.jsonl").exists()  # nothing was dropped
 
 
+def test_wandb_that_cannot_start_is_one_line(run, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+
+    def fail(**_: object) -> None:
+        raise wandb.errors.UsageError("no API key\nconfigured")
+
+    monkeypatch.setattr(wandb, "init", fail)
+    with pytest.raises(KeelError, match=r"no API key configured.*mode=offline") as caught:
+        build_loggers({"wandb": "project", "console": "none"}, run, total_steps=5)
+    assert "\n" not in str(caught.value)
+
+
 def test_build_takes_a_users_logger_and_checks_its_arguments(run):
     name = f"{__name__}:Collect"
     log = build_loggers({"console": "none", "extra": [{"name": name, "prefix": "q"}]}, run, total_steps=5)

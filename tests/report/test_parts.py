@@ -26,6 +26,7 @@ def test_ticks_are_round_and_inside():
     assert ticks(3, 3) == [3]
     assert log_ticks(0.5, 2000) == [1, 10, 100, 1000]
     assert [tick_text(value) for value in (0, 0.05, 25000, 2e-6, 3e7)] == ["0", "0.05", "25k", "2e-6", "3e7"]
+    assert [tick_text(value) for value in (4.4575, 1.5e-8, -2e6)] == ["4.4575", "1.5e-8", "-2e6"]
 
 
 def test_axis_maps_ends_to_ends():
@@ -111,6 +112,13 @@ def test_kl_over_budget_is_said():
     assert tone == "warn"
     assert "0.25 ± 0.01 nats per token (k3)" in words
     assert "more than 0.2 nats per token" in words
+
+
+def test_no_change_and_no_kl_are_said_plainly():
+    summary = {"task": "t", "accuracy": {"before": 0.5, "after": 0.5}, "kl": {"k3": {"mean": -0.0, "se": 0.0}}}
+    said = [words for _, words in sentences(replace(RUN, summary=summary))]
+    assert "t: 50.0 % on held-out problems, as before training." in said
+    assert "KL(policy‖reference) at the end: 0 ± 0 nats per token (k3)." in said
 
 
 def test_overlapping_intervals_are_not_called_a_gain():

@@ -42,18 +42,22 @@ class WandbLogger(Quiet):
             ) from error
         self.id = id or remembered_id(folder) or secrets.token_hex(4)
         write_atomic(folder / WANDB, json.dumps({"id": self.id, "project": project}) + "\n")
-        self._run = wandb.init(
-            project=project,
-            name=name,
-            id=self.id,
-            entity=entity,
-            group=group,
-            tags=tags,
-            resume="allow",
-            mode=mode,  # type: ignore[arg-type]
-            dir=str(folder),
-            config=dict(config or {}),
-        )
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=name,
+                id=self.id,
+                entity=entity,
+                group=group,
+                tags=tags,
+                resume="allow",
+                mode=mode,  # type: ignore[arg-type]
+                dir=str(folder),
+                config=dict(config or {}),
+            )
+        except Exception as error:  # not logged in, no network, a bad name: its own types differ by version
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise KeelError(f"log.wandb could not start ({reason}): log in, or set log.wandb.mode=offline") from error
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

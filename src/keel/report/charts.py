@@ -111,6 +111,8 @@ def wants_log(ys: Sequence[float]) -> bool:
 def y_axis(values: Sequence[float], log: bool, from_zero: bool) -> Axis:
     """A little room around the values; a flat line sits in the middle."""
     low, high = min(values), max(values)
+    if low == high == 0:
+        high = 1.0
     bottom, top = HEIGHT - BOTTOM, TOP
     if log:
         return Axis(low / 1.2, high * 1.2, bottom, top, log=True)
@@ -136,7 +138,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 def log_ticks(low: float, high: float) -> list[float]:
     """Powers of ten between low and high, or the two ends where there is none."""
     powers = [10.0**i for i in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
-    return powers[:: max(1, len(powers) // 4)] if len(powers) > 1 else [low, high]
+    return powers[:: max(1, len(powers) // 4)] if len(powers) > 1 else [float(f"{low:.2g}"), float(f"{high:.2g}")]
 
 
 def tick_text(value: float) -> str:
@@ -145,10 +147,11 @@ def tick_text(value: float) -> str:
         return "0"
     size = abs(value)
     if size >= 1e6 or size < 1e-4:
-        return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+        digits, _, power = f"{value:.5e}".partition("e")
+        return f"{float(digits):g}e{int(power)}"
     if size >= 1e4:
         return f"{value / 1000:g}k"
-    return f"{value:.4g}"
+    return f"{value:.6g}"
 
 
 def grid(x: Axis, y: Axis) -> list[str]:

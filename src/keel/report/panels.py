@@ -80,6 +80,8 @@ def _from_metrics(runs: Sequence[Run], title: str, unit: str, hint: str, names: 
         for order, (metric, label) in enumerate(names):
             if len(runs) > 1 and order and title == "Time a step":
                 continue
+            if metric == "reward/penalized" and run.series(metric) == run.series("reward/mean"):
+                continue
             points = run.series("time/total_s" if len(runs) > 1 and title == "Time a step" else metric)
             if any(y is not None for _, y in points):
                 shown = label if (len(names) > 1 and title != "Time a step") or len(runs) == 1 else ""

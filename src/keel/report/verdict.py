@@ -139,6 +139,9 @@ def _accuracy_words(run: Run) -> list[tuple[str, str]]:
             ("plain", f"{found.task}: {percent(found.after)} now{ci(found.ci_after)}; not measured before training.")
         ]
     change = 100 * (found.after - found.before)
+    if change == 0:
+        words = f"{found.task}: {percent(found.after)} on held-out problems, as before training{ci(found.ci_after)}."
+        return [("warn", words)]
     text = f"{found.task}: {percent(found.before)} → {percent(found.after)} on held-out problems ({change:+.1f} points"
     if found.overlap is None:
         return [("plain", text + "; no intervals, so it may be chance).")]
@@ -178,7 +181,7 @@ def _retention_words(run: Run) -> list[tuple[str, str]]:
     if lost:
         named = ", ".join(f"{row.task} {percent(row.before)} → {percent(row.after)}" for row in lost)
         return [("warn", f"Retention: {len(lost)} of {len(rows)} other skills dropped: {named}.")]
-    words = "The other skill" if len(rows) == 1 else f"All {len(rows)} other skills"
+    words = "the other skill" if len(rows) == 1 else f"the {len(rows)} other skills"
     return [("good", f"Retention: {words} held within {'its' if len(rows) == 1 else 'their'} intervals.")]
 
 
@@ -226,4 +229,4 @@ def ci(bounds: tuple[float, float] | None) -> str:
 
 def measured(mean: float, error: float | None) -> str:
     """`0.021 ± 0.002`."""
-    return f"{mean:.3g}" + ("" if error is None else f" ± {error:.2g}")
+    return f"{mean + 0.0:.3g}" + ("" if error is None else f" ± {error:.2g}")
