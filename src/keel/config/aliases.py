@@ -31,7 +31,12 @@ class Alias:
     def apply(self, value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """The options that this name and value stand for."""
         if self.convert is not None:
-            return self.convert(value, given)
+            try:
+                return self.convert(value, given)
+            except KeelError:
+                raise
+            except (TypeError, ValueError, ArithmeticError, AttributeError):
+                raise KeelError(f"{self.name} is {text.dump(value)}: that makes no {self.target or 'sense'}") from None
         if not self.target:
             raise KeelError(f"{self.name} has no counterpart: {self.note}")
         return {self.target: value}

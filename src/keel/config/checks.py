@@ -262,8 +262,6 @@ def advice(config: Config) -> list[str]:
         )
     if config.model.dropout or (config.model.lora is not None and config.model.lora.dropout > 0):
         notes.append("dropout is on: policy and reference differ from the first step, so the KL does not start at 0")
-    if config.eval.every > config.run.max_steps or config.checkpoint.every > config.run.max_steps:
-        notes.append("eval.every or checkpoint.every is above run.max_steps: only the last step is evaluated or saved")
     return notes
 
 

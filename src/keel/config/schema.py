@@ -1,7 +1,7 @@
 """Every option with its default, its range and a sentence that names its unit: the data that the rest reads.
 
 A section is a frozen model that refuses keys it does not know. Sections that name a part (`Part`) keep the part's own
-parameters beside its name; `checks.py` holds them against the part's signature. What goes into a step is in `sources.py`.
+parameters beside its name; `checks.py` holds them against the part's signature. What goes into a step: `sources.py`.
 """
 
 from __future__ import annotations

@@ -104,5 +104,7 @@ def dump(value: Any) -> str:
         return "[" + ", ".join(dump(item) for item in value) + "]"
     if isinstance(value, str):
         plain = yaml.safe_dump([value], default_flow_style=True, width=10**9, allow_unicode=True).strip()[1:-1]
-        return plain if parse(plain, "") == value else yaml.dump(value, default_style='"', width=10**9).strip()
+        if "\n" not in plain and parse(plain, "") == value:
+            return plain
+        return yaml.safe_dump(value, default_style='"', width=10**9).strip()
     return yaml.safe_dump(value, default_flow_style=True, width=10**9).removesuffix("...\n").strip()
