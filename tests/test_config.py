@@ -376,8 +376,15 @@ def test_shipped_configurations_load(path):
 def test_what_is_shown_loads_to_the_same(tmp_path):
     config = load_config(
         {"warmstart": {"task": ["arithmetic", {"name": "countdown"}], "steps": 3}},
-        ["rollout.stop=['#', 'a: b', \"\\n\", '']".replace(", ''", ""), "kl.budget=0.2", "log.wandb=true"]
-        + ["kl.controller.name=dual", "kl.controller.target=0.1", "model.lora.targets=[q, 'yes']", "run.name='007'"],
+        [
+            "rollout.stop=['#', 'a: b', \"\\n\"]",
+            "kl.budget=0.2",
+            "log.wandb=true",
+            "kl.controller.name=dual",
+            "kl.controller.target=0.1",
+            "model.lora.targets=[q, 'yes']",
+            "run.name='007'",
+        ],
     )
     for comments in (True, False):
         path = tmp_path / "shown.yaml"
@@ -396,9 +403,9 @@ VALUES = st.recursive(
 @settings(max_examples=200, deadline=None)
 @given(option=st.sampled_from([*option_names(), *table()]), value=VALUES)
 def test_any_value_anywhere_is_taken_or_refused_in_one_line(option, value):
+    message = ""
     try:
-        config = load_config({option: value})
+        assert show_config(load_config({option: value}))
     except KeelError as error:
-        assert "\n" not in str(error)
-    else:
-        assert isinstance(show_config(config), str)
+        message = str(error)
+    assert "\n" not in message
