@@ -17,6 +17,7 @@ from keel.models.tiny import tiny_model
 from keel.rollout import NativeEngine, SamplingParams
 from keel.tasks import arithmetic
 from keel.tasks.judge import Judge
+from keel.tasks.rewards import wrap
 from keel.train.evaluate import (
     EvalResult,
     evaluate,
@@ -179,8 +180,26 @@ def test_nothing_to_evaluate_is_refused(engine: NativeEngine) -> None:
         evaluate(engine, TASK, [], engine.tokenizer)
 
 
-def test_a_judge_of_ones_own_is_used(engine: NativeEngine) -> None:
-    judge = Judge.of(TASK, [{"name": "task", "weight": 2.0}, {"name": "length", "scale": 1}])
-    result = evaluate(engine, TASK, TASK.held_out(2), engine.tokenizer, max_completion_length=3, judge=judge)
-    assert result.reward < 0
-    assert result.accuracy == 0
+def test_a_judge_of_ones_own_pays_and_the_task_says_what_is_right(engine: NativeEngine) -> None:
+    """Half pay for the right answer is still the right answer, and pay for anything is none."""
+    problem = TASK.held_out(1)[0]
+    options: dict[str, Any] = {"max_completion_length": 3, "k": (1,), "samples": 4}
+    answers = {0: TASK.gold(problem), 1: "1", 2: "2", 3: "3"}
+
+    class Knows:
+        def generate(self, requests: Any, sampling: Any, **noise: int) -> list[list[Completion]]:
+            return [[Completion((1,), (True,), (0.0,), (0.0,), answers[i], "eos") for i in range(4)] for _ in requests]
+
+    half = Judge.of(TASK, [{"name": "exact", "weight": 0.5}])
+    result = evaluate(Knows(), TASK, [problem], engine.tokenizer, judge=half, **options)
+    assert (result.accuracy, result.reward) == (0.25, 0.125)
+    generous = Judge([wrap(lambda problem, text: 5.0, "generous")])
+    result = evaluate(Knows(), TASK, [problem], engine.tokenizer, judge=generous, **options)
+    assert (result.accuracy, result.reward) == (0.25, 5.0)
+
+
+def test_failures_under_evaluation_are_in_the_judges_record(engine: NativeEngine) -> None:
+    judge = Judge([wrap(lambda problem, text: None, "mine")], on_error="zero")
+    evaluate(engine, TASK, TASK.held_out(2), engine.tokenizer, max_completion_length=3, judge=judge)
+    assert [f.function for f in judge.drain()] == ["mine", "mine"]
+    assert judge.failures == []

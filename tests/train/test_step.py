@@ -1,0 +1,250 @@
+"""One step: what it computes, what it measures, and what it leaves alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from keel.build import build_policy, build_run
+from keel.train import step as step_module
+from keel.train.state import Run, State
+from keel.train.step import train_step
+from train.small import small_config
+
+ALWAYS = """reward/mean reward/std reward/penalized reward/part/letters reward/within_group_std
+reward/zero_variance_fraction loss/total loss/policy loss/kl loss/kl_share kl/policy_ref/sequence/mean
+kl/sampler_policy/k1/mean kl/sampler_policy/k3/mean kl/old_policy/k3/mean kl/beta kl/clamped_fraction
+kl/rejected_fraction logp/policy_mean logp/ref_mean logp/sampler_gap_max entropy/mean ratio/clip_low_fraction
+ratio/clip_high_fraction ratio/max ratio/ess grad/norm grad/clip_factor optim/learning_rate guard/skipped
+guard/rollbacks length/mean length/max length/truncated_fraction parse/ok_fraction time/rollout_s time/score_s
+time/update_s time/sync_s time/total_s speed/tokens_per_s memory/peak_gib""".split()
+STATISTICS = [f"kl/policy_ref/{k}/{s}" for k in ("k1", "k2", "k3") for s in ("mean", "se", "min", "max", "p95")]
+
+
+def make(*overrides: str) -> tuple[Run, State]:
+    config = small_config(*overrides)
+    run = build_run(config, build_policy(config)).run
+    return run, State(kl=run.controller.init())
+
+
+def weights(run: Run) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in run.policy.model.parameters() if p.requires_grad])
+
+
+def test_all_metrics_of_the_contract_are_there_and_kl_starts_at_zero() -> None:
+    run, state = make()
+    first = train_step(run, state)
+    second = train_step(run, first.state)
+    assert set(first.metrics) == {*ALWAYS, *STATISTICS}
+    assert first.metrics["kl/policy_ref/k3/max"] < 1e-9
+    assert second.metrics["kl/policy_ref/k3/mean"] > 1e-6
+    assert second.metrics["logp/sampler_gap_max"] < 1e-4
+    assert (second.state.step, second.state.policy_version) == (2, 2)
+
+
+def test_gradient_is_that_of_the_formula_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, state = make("kl.beta=0.5", "kl.estimator=k2", "optim.max_grad_norm=1e9")
+    state = train_step(run, state).state  # away from the reference
+    seen: dict[str, Any] = {}
+    inner = run.optimizer.step
+
+    def spy(loss: float = 0.0) -> Any:
+        seen["grad"] = torch.cat([p.grad.flatten().clone() for p in run.optimizer.parameters])
+        return inner(loss)
+
+    twin = build_policy(small_config()).model
+    twin.load_state_dict(run.policy.model.state_dict())
+    with run.reference.model() as held:  # type: ignore[union-attr]
+        reference = {k: v.clone() for k, v in held.state_dict().items()}
+    monkeypatch.setattr(run.optimizer, "step", spy)
+    batch = train_step(run, state).batch
+
+    frozen = build_policy(small_config()).model
+    frozen.load_state_dict(reference)
+    policy_terms, kl_sum, tokens = [], 0.0, 0
+    for group in batch.groups:
+        rewards = torch.tensor([r.total for r in group.rewards])
+        advantage = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        for completion, a in zip(group.completions, advantage, strict=True):
+            ids = torch.tensor([[*group.prompt_tokens, *completion.tokens]])
+            picked = ids[0, len(group.prompt_tokens) :, None]
+            logp = twin(ids).logits[0, len(group.prompt_tokens) - 1 : -1].log_softmax(-1).gather(-1, picked)
+            with torch.no_grad():
+                ref = frozen(ids).logits[0, len(group.prompt_tokens) - 1 : -1].log_softmax(-1).gather(-1, picked)
+            policy_terms.append(-(a * (logp - logp.detach()).exp()).mean())
+            kl_sum, tokens = kl_sum + 0.5 * (logp - ref).square().sum(), tokens + len(completion.tokens)
+    (torch.stack(policy_terms).mean() + 0.5 * kl_sum / tokens).backward()
+    expected = torch.cat([p.grad.flatten() for p in twin.parameters()])
+    assert torch.allclose(seen["grad"], expected, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("split", ["optim.microbatch_tokens=12", "optim.microbatch_tokens=30"])
+def test_microbatches_change_nothing(split: str) -> None:
+    whole, state = make()
+    parts, _ = make(split)
+    batch = train_step(parts, state).batch
+    train_step(whole, state)
+    assert len(batch.micros) > 1
+    assert torch.allclose(weights(whole), weights(parts), atol=1e-5)
+
+
+def test_without_penalty_and_measurement_no_reference_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, state = make("kl.beta=0", "kl.measure_every=0")
+
+    def spent(*_: Any) -> None:
+        raise AssertionError("a pass was spent")
+
+    monkeypatch.setattr(step_module, "score_reference", spent)
+    monkeypatch.setattr(step_module, "score_policy", spent)
+    metrics = train_step(run, state).metrics
+    assert run.reference is None
+    assert not any(name.startswith("kl/policy_ref") for name in metrics)
+
+
+def test_measured_only_now_and_then_at_beta_zero() -> None:
+    run, state = make("kl.beta=0", "kl.measure_every=2")
+    measured = []
+    for _ in range(4):
+        state, metrics, _ = train_step(run, state)
+        measured.append("kl/policy_ref/k3/mean" in metrics)
+    assert measured == [True, False, True, False]
+
+
+def test_a_non_finite_gradient_is_skipped_with_a_complete_line() -> None:
+    run, state = make("optim.schedule=linear", "run.max_steps=10")
+    state = train_step(run, state).state
+    before, rate = weights(run), run.optimizer.lr
+    hook = run.optimizer.parameters[0].register_hook(lambda grad: grad * math.nan)
+    moments = {k: v.clone() for k, v in run.optimizer.inner.state[run.optimizer.parameters[0]].items()}
+    bad = train_step(run, state)
+    hook.remove()
+    assert set(bad.metrics) == {*ALWAYS, *STATISTICS}
+    assert bad.metrics["guard/skipped"] == 1.0
+    assert torch.equal(before, weights(run))
+    assert run.optimizer.lr == rate
+    assert all(torch.equal(moments[k], v) for k, v in run.optimizer.inner.state[run.optimizer.parameters[0]].items())
+    assert bad.state.policy_version == state.policy_version
+    assert bad.state.consecutive_skips == 1
+    assert train_step(run, bad.state).state.consecutive_skips == 0
+
+
+def test_several_updates_a_batch_leave_the_sampler_behind() -> None:
+    run, state = make("loss.num_iterations=3", "kl.beta=0.1")
+    metrics = train_step(run, state).metrics
+    assert run.optimizer.updates == 3
+    assert metrics["kl/old_policy/k3/mean"] > 1e-6
+    assert metrics["ratio/ess"] < 1.0
+    assert metrics["kl/policy_ref/k3/max"] < 1e-9  # measured at the weights that sampled
+
+
+def test_minibatches_are_updates_of_their_own() -> None:
+    run, state = make("optim.minibatches=3")
+    metrics = train_step(run, state).metrics
+    assert run.optimizer.updates == 3
+    assert metrics["kl/policy_ref/k3/max"] < 1e-9
+    assert metrics["kl/old_policy/k3/mean"] > 0
+
+
+def test_rejected_completions_leave_the_policy_term_and_stay_in_the_kl_term() -> None:
+    run, state = make("kl.collect_max=1e-9", "kl.beta=1.0")
+    state = train_step(run, state).state
+    state, metrics, batch = train_step(run, state)
+    assert metrics["kl/rejected_fraction"] > 0
+    kept = batch.rows.policy_mask
+    assert kept is not None
+    assert not kept[batch.rejected].any()
+    assert metrics["loss/kl"] > 0
+
+
+def test_truncated_completions_can_be_left_out_of_the_policy_term() -> None:
+    run, state = make("loss.mask_truncated_completions=true", "rollout.max_completion_length=30")
+    batch = train_step(run, state).batch
+    cut = torch.tensor([completion.stop_reason == "length" for completion in batch.completions])
+    assert cut.any()
+    assert not batch.rows.policy_mask[cut].any()  # type: ignore[index]
+
+
+def test_reward_and_advantage_doors() -> None:
+    for placement in ("reward", "advantage"):
+        run, state = make(f"kl.placement={placement}", "kl.estimator=k1", "kl.beta=0.5", "loss.scale_rewards=none")
+        state = train_step(run, state).state
+        metrics = train_step(run, state).metrics
+        assert metrics["loss/kl"] == 0.0
+        moved = metrics["reward/penalized"] - metrics["reward/mean"]
+        expected = -0.5 * metrics["kl/policy_ref/sequence/mean"] if placement == "reward" else 0.0
+        assert moved == pytest.approx(expected, abs=1e-6)
+
+
+def test_exact_kl_is_measured_in_both_directions_and_close_to_the_sampled_one() -> None:
+    run, state = make("kl.exact=true", "rollout.prompts_per_step=16")
+    state = train_step(run, state).state
+    metrics = train_step(run, state).metrics
+    exact = metrics["kl/policy_ref/exact/mean"]
+    assert metrics["kl/ref_policy/exact/mean"] > 0
+    assert abs(exact - metrics["kl/policy_ref/k3/mean"]) < 5 * metrics["kl/policy_ref/k3/se"] + 1e-6
+
+
+def test_groups_without_signal_get_company_and_keep_their_kl() -> None:
+    run, state = make("loss.dynamic_sampling=true", "loss.dynamic_sampling_rounds=2")
+    inner = run.collect
+
+    def flat(problems: Any, *, attempt: int, step: int) -> Any:
+        groups = inner(problems, attempt=attempt, step=step)
+        return [replace(g, rewards=(g.rewards[0],) * len(g.rewards)) for g in groups]
+
+    run.collect = flat  # type: ignore[assignment]
+    batch = train_step(run, state).batch
+    assert len(batch.groups) == 9  # three, and three more in each of two rounds
+    assert not batch.rows.policy_mask.any()  # type: ignore[union-attr]
+    assert batch.rows.action_mask.any()
+
+
+def test_reward_warmup_scales_the_advantages() -> None:
+    plain, state = make()
+    slow, _ = make("reward.warmup_steps=4")
+    a, b = train_step(plain, state).batch, train_step(slow, state).batch
+    assert torch.allclose(a.rows.advantages / 4, b.rows.advantages)  # type: ignore[operator, arg-type]
+
+
+def test_a_snapshot_reference_moves_and_the_optimizer_forgets() -> None:
+    run, state = make("reference.kind=snapshot", "reference.every=2", "reference.reset_optimizer=true")
+    state = train_step(run, state).state
+    state = train_step(run, state).state
+    assert len(run.optimizer.inner.state) == 0
+    assert train_step(run, state).metrics["kl/policy_ref/k3/max"] < 1e-9
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("model.lora.r=2",),
+        ("optim.precision=bfloat16",),
+        ("model.gradient_checkpointing=true",),
+        ("optim.offload=true",),
+        ("loss.loss_type=dapo", "loss.entropy_coef=0.01"),
+        ("kl.estimator=exact", "kl.level=sequence"),
+        ("kl.controller.name=dual", "kl.controller.target=0.01"),
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_options_run_and_learn_something(overrides: tuple[str, ...]) -> None:
+    run, state = make(*overrides)
+    before = weights(run)
+    for _ in range(2):
+        state, metrics, _ = train_step(run, state)
+    assert metrics["guard/skipped"] == 0.0
+    assert not torch.equal(before, weights(run))
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_the_reward_rises() -> None:
+    run, state = make("kl.beta=0.001", "rollout.prompts_per_step=8", "optim.learning_rate=2e-2")
+    rewards = []
+    for _ in range(25):
+        state, metrics, _ = train_step(run, state)
+        rewards.append(metrics["reward/mean"])
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15
