@@ -213,6 +213,7 @@ def test_mistakes_in_a_file(tmp_path):
         (["model.quantization=4bit"], "needs LoRA"),
         (["task.name=arithmetik"], "did you mean 'arithmetic'?"),
         (["task.foo=1"], "task: "),
+        (["--datasets=rows.jsonl"], "makes its own problems"),
         (["rewards=[{name: exakt}]"], "rewards[0]: "),
         (["rewards=[]"], "rewards"),
         (["task.name=nowhere:task"], "cannot import"),

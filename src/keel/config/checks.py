@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -212,6 +213,7 @@ def _tasks(config: Config) -> None:
             check_task(task.name, task.params)
         except KeelError as error:
             raise KeelError(f"{option}: {error}") from None
+    _data(config)
     for index, part in enumerate(config.rewards):
         _reward(f"rewards[{index}]", part.name, {key: v for key, v in part.params.items() if key != "label"})
     for logger in config.log.extra:
@@ -219,6 +221,16 @@ def _tasks(config: Config) -> None:
         if not _is_users_own(name):
             raise KeelError(f"log.extra names {name!r}: give module:attr")
         import_part(name, "log.extra")
+
+
+def _data(config: Config) -> None:
+    """Data that the task would not read is refused: a task reads it by a parameter called `data`."""
+    from keel.tasks import TASKS
+
+    name = config.task.name
+    task = TASKS[name] if name in TASKS else import_part(name, "task.name")
+    if config.data.path is not None and callable(task) and "data" not in inspect.signature(task).parameters:
+        raise KeelError(f"data.path is given, but task {name} makes its own problems: leave it out, or choose a task")
 
 
 def _reward(option: str, name: str, params: Mapping[str, Any]) -> None:
