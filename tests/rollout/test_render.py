@@ -114,6 +114,14 @@ def test_what_is_said_over_turns_equals_the_whole_conversation() -> None:
     assert TOKENIZER.decode(joined) == TOKENIZER.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
 
 
+def test_what_a_template_writes_after_eos_is_kept() -> None:
+    """Many end a turn in EOS and a newline, of which the model samples only the first."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("+ eos_token", "+ eos_token + '\\n'")
+    reply = Renderer(tokenizer).reply(Problem("p", CHAT), "again", tokenizer.eos_token_id)
+    assert tokenizer.decode(reply) == "\n<|user|>again<eos>\n<|assistant|>"
+
+
 def test_a_turn_cut_by_a_stop_string_is_closed_by_the_reply() -> None:
     reply = Renderer(TOKENIZER).reply(Problem("p", CHAT), "again", TOKENIZER.encode("x")[0])
     assert TOKENIZER.decode(reply) == "<eos><|user|>again<eos><|assistant|>"

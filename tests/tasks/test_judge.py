@@ -207,6 +207,19 @@ def test_one_worker_serves_many_calls() -> None:
     assert threading.get_ident() not in seen
 
 
+def test_shuffled_rewards_are_the_same_in_sum_and_say_nothing_in_place() -> None:
+    judge = Judge.of(TASK, shuffle=1)
+    places = []
+    for sample in range(400):
+        episodes = [["7"], [str(sample + 8)], [str(sample + 9)], ["x"]]
+        rewards = judge.judge(PROBLEM, episodes)
+        assert rewards is not None
+        assert rewards == judge.judge(PROBLEM, episodes)
+        assert sum(r.total for r in rewards) == 1.0
+        places.append([r.total for r in rewards].index(1.0))
+    assert all(70 < places.count(i) < 130 for i in range(4))
+
+
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [

@@ -11,6 +11,8 @@ from keel.tasks.answers import last_number, last_tag
 from keel.tasks.problems import held_out_problems, stream, training_problems
 from keel.types import Problem, Reward
 
+RANGE = (0, 99)
+DIGITS = 4
 FORM_REWARD = 0.1  # what `format: answer_tag` pays for the tag alone
 
 
@@ -63,7 +65,10 @@ class Arithmetic:
 
     @property
     def name(self) -> str:
-        return f"arithmetic/{self.skill}"
+        """The skill, and its size where that is not the usual one: results are told apart by it."""
+        if SKILLS[self.skill].on_digits:
+            return f"arithmetic/{self.skill}" + (f"-{self.digits}" if self.digits != DIGITS else "")
+        return f"arithmetic/{self.skill}" + (f"-{self.low}..{self.high}" if (self.low, self.high) != RANGE else "")
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """Training problems of one step."""
@@ -150,7 +155,7 @@ def arithmetic(
         raise KeelError(f"arithmetic digits is {digits}: it must be between 1 and 18")
     if digits is not None:
         low, high = (10 ** (digits - 1) if digits > 1 else 0), 10**digits - 1
-    least, most = (0 if low is None else low), (99 if high is None else high)
+    least, most = (RANGE[0] if low is None else low), (RANGE[1] if high is None else high)
     if most < least:
         raise KeelError(f"arithmetic low is {least} and high is {most}: high must not be below low")
-    return Arithmetic(skill, least, most, 4 if digits is None else digits, format, style)
+    return Arithmetic(skill, least, most, DIGITS if digits is None else digits, format, style)

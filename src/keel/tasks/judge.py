@@ -6,12 +6,14 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 from keel.errors import KeelError, unknown
 from keel.tasks.base import Task
-from keel.tasks.rewards import AGGREGATES, RewardPart, as_reward, build_rewards, combine
+from keel.tasks.problems import stream
+from keel.tasks.rewards import AGGREGATES, RewardPart, as_reward, build_reward, build_rewards, combine
 from keel.types import Problem, Reward
 
 ON_ERROR = ("stop", "zero", "skip_group")
@@ -81,6 +83,7 @@ class Judge:
 
     `stop` raises a KeelError; `zero` gives the completion 0 in every part; `skip_group` leaves the group out, since a
     made-up 0 would count in the comparison with its siblings. The loop reads and empties the record with `drain`.
+    `shuffle` (a seed) deals the rewards of a group out at random among its completions: a control that must not learn.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Judge:
         timeout_s: float | None = 30.0,
         on_error: str = "stop",
         max_hung: int = 8,
+        shuffle: int | None = None,
     ) -> None:
         if on_error not in ON_ERROR:
             raise unknown("reward.on_error", on_error, ON_ERROR)
@@ -98,7 +102,7 @@ class Judge:
             raise unknown("reward.aggregate", aggregate, AGGREGATES)
         if not parts:
             raise KeelError("a judge needs at least one reward")
-        self.parts, self.aggregate, self.on_error = tuple(parts), aggregate, on_error
+        self.parts, self.aggregate, self.on_error, self.shuffle = tuple(parts), aggregate, on_error, shuffle
         self.guard = Guard(timeout_s, max_hung)
         self.failures: list[Failure] = []
         self.counts: Counter[str] = Counter()  # by function, over the whole run
@@ -123,10 +127,15 @@ class Judge:
             table.append(row or [Reward(0.0, parsed=False)] * len(self.parts))
         values = {p.name: [row[i].total for row in table] for i, p in enumerate(self.parts)}
         totals = combine(values, {p.name: p.weight for p in self.parts}, self.aggregate)
-        return tuple(
+        rewards = [
             Reward(total, self._named(row), all(reward.parsed for reward in row))
             for total, row in zip(totals, table, strict=True)
-        )
+        ]
+        if self.shuffle is not None:
+            stream("shuffle", self.shuffle, problem.key, *(turn for turns in episodes for turn in turns)).shuffle(
+                rewards
+            )
+        return tuple(rewards)
 
     def respond(self, task: Any, problem: Problem, sample: int, turns: Sequence[str]) -> str | None:
         """The environment's message, under the same limits; raises CallFailed once the failure is written down."""
@@ -142,8 +151,19 @@ class Judge:
 
     def drain(self) -> list[Failure]:
         """The failures since the last call."""
-        found, self.failures = self.failures, []
+        found = list(self.failures)
+        self.failures.clear()
         return found
+
+    def beside(self, task: Task) -> Judge:
+        """This judge with the task's own reward beside its parts at weight 0: whether an answer is right stays known
+        whatever is paid for it. Failures are written down in the same record.
+        """
+        if any(part.function == task.reward for part in self.parts):
+            return self
+        other = copy(self)
+        other.parts = (*self.parts, replace(build_reward("task", task), weight=0.0))
+        return other
 
     def _row(self, problem: Problem, sample: int, turns: Sequence[str]) -> list[Reward] | None:
         """The parts of one completion; None, with the failures written down, if any of them failed."""

@@ -76,11 +76,12 @@ def evaluate(
     judge: Judge | None = None,
     **collecting: Any,
 ) -> EvalResult:
-    """Sample every problem `samples` times (default: the largest k) and judge by the task's own reward.
+    """Sample every problem `samples` times (default: the largest k); right is what the task's own reward calls right.
 
     Temperature 0 is greedy, with one sample. `sampling` gives the filters and limits of training; temperature and
-    number of samples are this function's. Equal arguments and weights give equal results, and two evaluations of one
-    run share their noise, so that what differs between them is the policy. `collecting` goes to `collect`.
+    number of samples are this function's. `judge` (default: the task) gives the rewards, `collecting` goes to
+    `collect`. Equal arguments and weights give equal results, and two evaluations of one run share their noise, so
+    that what differs between them is the policy.
     """
     if not problems:
         raise KeelError(f"there is nothing to evaluate: task {task.name!r} gave no problems")
@@ -91,7 +92,8 @@ def evaluate(
         raise KeelError(f"eval.k is {list(k)} with {count} samples a problem: each k must be from 1 to {count}")
     base = sampling or SamplingParams(max_completion_length=max_completion_length)
     params = SamplingParams(**{**vars(base), "temperature": temperature, "num_generations": count})
-    groups = collect(engine, task, problems, tokenizer, params, seed=seed, judge=judge or Judge.of(task), **collecting)
+    judge = Judge.of(task) if judge is None else judge.beside(task)
+    groups = collect(engine, task, problems, tokenizer, params, seed=seed, judge=judge, **collecting)
     return summarise(task, groups, wanted, greedy=greedy)
 
 
@@ -150,9 +152,9 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 def wilson(shares: Sequence[float], samples: int = 1) -> Interval:
     """Wilson's 95 % interval of a mean of shares, one share a problem, each out of `samples` samples.
 
-    Samples of one problem resemble each other, so the number of trials is the effective one, p(1-p) over the squared
-    standard error between problems (recommended by Franco et al. 2019), at least the number of problems and at most that of
-    samples. With one sample it is the ordinary interval; where all agree, it still has a width.
+    Samples of one problem resemble each other, so the number of trials is the effective one (as Franco et al. 2019
+    recommend for clusters): p(1-p) over the squared standard error between problems, at least the number of problems
+    and at most that of samples. With one sample it is the ordinary interval; where all agree, it still has a width.
     """
     mean, count = fmean(shares), len(shares)
     between = variance(shares) / count if count > 1 else 0.0
@@ -171,8 +173,8 @@ def normal_interval(means: Sequence[float]) -> Interval:
 
 
 def _is_right(task: Task, group: Group, index: int) -> bool:
-    """Whether a completion is right: its part `correct` where the task has one, else the gold answer's full reward."""
+    """Whether a completion is right: its part `correct` where the task has one, else the gold answer's pay."""
     reward = group.rewards[index]
     if "correct" in reward.parts:
         return reward.parts["correct"] >= 1.0
-    return reward.total >= task.reward(group.problem, [task.gold(group.problem)]).total - 1e-9
+    return reward.parts.get("task", reward.total) >= task.reward(group.problem, [task.gold(group.problem)]).total - 1e-9
