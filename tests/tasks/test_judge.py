@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.errors import KeelError
-from keel.tasks import arithmetic
+from keel.tasks import arithmetic, countdown, mixture
 from keel.tasks.judge import Judge
 from keel.tasks.rewards import as_reward, build_reward, build_rewards, check_reward, combine, wrap
 from keel.types import Problem, Reward
@@ -195,6 +195,43 @@ def test_a_late_answer_is_nobody_elses() -> None:
     assert [r.total for r in judge.judge(PROBLEM, [["slow"], ["a"]]) or ()] == [0.0, 1.0]
     time.sleep(0.3)
     assert [r.total for r in judge.judge(PROBLEM, [["a"], ["a"]]) or ()] == [1.0, 1.0]
+
+
+def test_an_interrupted_call_leaves_no_answer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a reward runs, as in a notebook: the next call starts afresh."""
+    judge = judge_of(lambda problem, text: float(text))
+    judge.judge(PROBLEM, [["1"]])
+
+    def interrupted(timeout: float) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(judge.guard, "_done", type("Done", (), {"get": staticmethod(interrupted)}))
+    with pytest.raises(KeyboardInterrupt):
+        judge.judge(PROBLEM, [["2"]])
+    assert [r.total for r in judge.judge(PROBLEM, [["3"], ["4"]]) or ()] == [3.0, 4.0]
+    assert judge.guard.hung == 0
+
+
+def test_a_users_task_is_guarded_alone_and_in_a_mixture() -> None:
+    class Own:
+        name = "own"
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(TASK, name)
+
+        def reward(self, problem: Problem, turns: Sequence[str]) -> Any:
+            return HANG.wait(20)
+
+    own: Any = Own()
+    for task in (own, mixture([TASK, own], [0, 1])):
+        problem = task.sample(1, seed=0, step=0)[0]
+        with pytest.raises(KeelError, match="did not return"):
+            Judge.of(task, timeout_s=0.05).judge(problem, [["7"]])
+
+
+def test_our_own_rewards_fail_by_name_too() -> None:
+    with pytest.raises(KeelError, match="task on problem 'x'.*raised KeyError"):
+        Judge.of(countdown()).judge(Problem("x", "no info"), [["<answer>1</answer>"]])
 
 
 def test_one_worker_serves_many_calls() -> None:

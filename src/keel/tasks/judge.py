@@ -58,21 +58,23 @@ class Guard:
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """The function's value, or CallFailed."""
         if self.timeout_s is None:
-            return _outcome(*_attempt(function, args))
+            return call_here(function, *args)
         if self._jobs is None:
             self._jobs, self._done = queue.SimpleQueue(), queue.SimpleQueue()
             threading.Thread(target=_work, args=(self._jobs, self._done), name="keel-reward", daemon=True).start()
         self._jobs.put((function, args))
         try:
-            return _outcome(*self._done.get(timeout=self.timeout_s))
-        except queue.Empty:
-            self._jobs.put(None)  # should it ever return, the thread ends; its answer goes to a queue nobody reads
-            self._jobs = None
+            value, error = self._done.get(timeout=self.timeout_s)
+        except BaseException as stopped:  # time is up, or Ctrl-C: a later answer must not be taken for the next call's
+            self.close()
+            if not isinstance(stopped, queue.Empty):
+                raise
             self.hung += 1
             raise CallFailed("timeout", f"did not return within {self.timeout_s:g} s (reward.timeout_s)") from None
+        return _outcome(value, error)
 
     def close(self) -> None:
-        """Let the worker end."""
+        """Let the worker end, when it returns; whatever it still answers goes to a queue that nobody reads."""
         if self._jobs is not None:
             self._jobs.put(None)
             self._jobs = None
@@ -178,7 +180,7 @@ class Judge:
 
     def _call(self, part: RewardPart, problem: Problem, turns: Sequence[str]) -> Reward:
         args = (problem, tuple(turns))
-        value = part.function(*args) if part.trusted else self.guard.call(part.function, *args)
+        value = call_here(part.function, *args) if part.trusted else self.guard.call(part.function, *args)
         try:
             return as_reward(value)
         except ValueError as error:
@@ -202,6 +204,11 @@ class Judge:
             inner = {(k if part.name == "task" else f"{part.name}/{k}"): v for k, v in reward.parts.items()}
             named |= inner if part.name == "task" and inner else {part.name: reward.total, **inner}
         return named
+
+
+def call_here(function: Callable[..., Any], *args: Any) -> Any:
+    """The function's value, or CallFailed, without a thread or a time limit."""
+    return _outcome(*_attempt(function, args))
 
 
 def _work(jobs: queue.SimpleQueue[Any], done: queue.SimpleQueue[Any]) -> None:

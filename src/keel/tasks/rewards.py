@@ -89,8 +89,7 @@ def build_reward(name: str, task: Task, *, weight: float = 1.0, label: str | Non
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise KeelError(f"reward {name}: weight is {weight!r}, it must be a number")
     if name == TASK:
-        ours = type(task).__module__.startswith("keel.tasks.")
-        return RewardPart(label or TASK, task.reward, weight, trusted=ours)
+        return RewardPart(label or TASK, task.reward, weight, trusted=_is_ours(task))
     function = _function(name)
     return wrap(partial(function, **params) if params else function, label or name, weight, trusted=name in REWARDS)
 
@@ -151,6 +150,11 @@ def combine(parts: Mapping[str, Sequence[float]], weights: Mapping[str, float], 
         for name, values in parts.items()
     ]
     return [sum(row) for row in zip(*columns, strict=True)]
+
+
+def _is_ours(task: Task) -> bool:
+    """Whether a task, and every task in a mixture, is Keel's own."""
+    return type(task).__module__.startswith("keel.tasks.") and all(map(_is_ours, getattr(task, "tasks", ())))
 
 
 def _standardised(values: Sequence[float]) -> list[float]:
