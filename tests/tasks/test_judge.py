@@ -230,7 +230,7 @@ def test_a_users_task_is_guarded_alone_and_in_a_mixture() -> None:
 
 
 def test_our_own_rewards_fail_by_name_too() -> None:
-    with pytest.raises(KeelError, match="task on problem 'x'.*raised KeyError"):
+    with pytest.raises(KeelError, match=r"task on problem 'x'.*raised KeyError"):
         Judge.of(countdown()).judge(Problem("x", "no info"), [["<answer>1</answer>"]])
 
 
