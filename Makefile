@@ -18,8 +18,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 
-train: setup  ## train the one-file example under a KL leash (under two minutes on 2 cores)
-	$(BIN)/python examples/grpo_one_file.py --use-kl-penalty
+train: setup  ## warm start, GRPO under a KL leash, evaluation and report: configs/default.yaml (under 5 minutes)
+	$(BIN)/keel train configs/default.yaml run.if_exists=replace
 
 test: setup  ## run all tests
 	$(BIN)/python -m pytest
