@@ -4,7 +4,7 @@
     python examples/grpo_one_file.py --use-kl-penalty       # β = 0.01 against a frozen copy of the start
     python examples/grpo_one_file.py --test                 # quick self-tests
 
-The whole loop is here, on `keel.kl` and `keel.losses` alone: sample groups, reward, advantages, loss, step.
+The whole loop is here, on `keel.kl` and `keel.losses` and their types: sample groups, reward, advantages, loss, step.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def token_logps(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def compute_loss(logp: Tensor, batch: Batch, kl_coef: float, counts: Counts | None = None) -> tuple[Tensor, Info]:
-    """Clipped policy loss + kl_coef · KL(policy‖reference), the KL as k3 with a gradient that is its own."""
+    """Clipped policy loss + kl_coef · KL(policy‖reference), the KL as k3, pulled along ∇KL(policy‖reference)."""
     beta = kl_coef if batch.ref_logp is not None else 0.0
     out = objective(Scores(logp), batch, LossSpec(loss_type="grpo"), KLSpec(estimator="k3"), beta, counts)
     return out.loss, {"loss": out.metrics["loss/total"].value, "kl_penalty": out.metrics["loss/kl"].value}
@@ -195,12 +195,12 @@ def self_test() -> None:
     mask = torch.tensor([[True, True, False], [True, False, False]])
     assert masked_mean(torch.tensor([[1.0, 3.0, 99.0], [5.0, 99.0, 99.0]]), mask).item() == 3.0
     prompts, answers = sample_problems(16, generator)
-    rollouts = rollout(model, prompts, generator)
     gold = torch.cat([prompts, torch.tensor([encode(a.ljust(ANSWER, ".")) for a in answers])], dim=1)
     ends = torch.tensor([[True, True, len(a) == 3] for a in answers])
     assert reward(Rollouts(gold, ends), answers).tolist() == [1.0] * 16, "the right answer earns the reward"
     assert reward(Rollouts(gold, ends), answers[1:] + answers[:1]).sum() < 16, "a wrong one does not"
-    logp, reference = token_logps(model, rollouts.ids), frozen_reference(model)
+    rollouts, reference = rollout(model, prompts, generator), frozen_reference(model)
+    logp = token_logps(model, rollouts.ids)
     assert not any(p.requires_grad for p in reference.parameters()), "the reference is frozen"
     same = Batch(rollouts.action_mask, torch.zeros(16), ref_logp=token_logps(reference, rollouts.ids))
     assert compute_loss(logp, same, kl_coef=1.0)[1]["kl_penalty"] == 0.0, "KL to itself is 0"
@@ -231,8 +231,8 @@ def main() -> None:
     if args.test:
         self_test()
         return
-    if min(args.steps, args.prompts, args.group_size, args.microbatches) < 1:
-        parser.error("--steps, --prompts, --group-size and --microbatches must be at least 1")
+    if min(args.steps, args.prompts, args.group_size, args.microbatches) < 1 or args.kl_coef < 0:
+        parser.error("--steps, --prompts, --group-size, --microbatches must be at least 1, --kl-coef at least 0")
     torch.set_num_threads(1)  # the model is tiny: threads would only wait for each other
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)

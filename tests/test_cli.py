@@ -91,14 +91,32 @@ def test_plot_is_a_picture(tmp_path):
         (["verify", "--callable", "nowhere:f"], "cannot import 'nowhere'"),
         (["verify", "--plot", "/nonexistent/folder/x.png", "--formula", "logp"], "cannot write the plot"),
         (["verify", "--plot", "x.notaformat", "--formula", "logp"], "cannot write the plot"),
+        (["verify", "--plot", "noext", "--formula", "logp"], "end its name in .png"),
+        (["verify", "--callable", "exits:f"], "cannot import 'exits'"),
+        (["verify", "--formula", "1if logp else 2"], "cannot be parsed"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(arguments, says, tmp_path):
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n")
     done = run_keel(*arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert says in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_without_unicode_does_not_crash():
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "keel.cli", "verify", "--formula", "logp - ref"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_keel_alone_shows_its_help():
+    done = run_keel()
+    assert "verify" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert "error:" not in done.stderr
 
 
 def test_console_script_is_installed():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import sys
@@ -242,6 +243,9 @@ def _print_json(data: Any) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; what a user can cause is one line on stderr and exit status 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show ‖ gets a question mark, not a crash
     command = typer.main.get_command(app)
     try:
         result = command.main(args=argv, prog_name="keel", standalone_mode=False)
@@ -254,6 +258,8 @@ def main(argv: list[str] | None = None) -> int:
         # typer's own usage errors carry an exit code and a message; anything else is our bug and keeps its traceback
         if not hasattr(error, "format_message"):
             raise
+        if not error.format_message():  # `keel` alone: the help has been printed
+            return 2
         message = f"{error.format_message()} (see keel --help)"
     else:
         return result if isinstance(result, int) else 0

@@ -189,11 +189,11 @@ def cut(batch, rows):
 @given(
     st.integers(0, 10_000),
     st.sampled_from(sorted(LOSSES)),
-    st.sampled_from(["token_mean", "loss"]),
-    st.sampled_from(["token", "sequence"]),
+    st.sampled_from([("token_mean", "token"), ("loss", "token"), ("token_mean", "sequence")]),
     st.integers(1, 4),
 )
-def test_any_split_into_microbatches_is_the_same_update(seed, loss, reduction, level, at):
+def test_any_split_into_microbatches_is_the_same_update(seed, loss, how, at):
+    reduction, level = how
     scores, batch = make(seed)
     keep = torch.rand(5, generator=torch.Generator().manual_seed(seed)) < 0.7
     batch = replace(batch, policy_mask=with_policy_mask(batch.action_mask, keep))
@@ -303,7 +303,10 @@ def test_mistakes_are_one_line():
         (lambda: run(scores, replace(batch, ref_logp=None)), "needs ref_logp"),
         (lambda: run(replace(scores, exact_kl=None), batch, kl=KLSpec("exact")), "set kl.exact=true"),
         (lambda: run(replace(scores, entropy=None), batch, LossSpec(entropy_coef=0.1)), "needs the entropy"),
-        (lambda: run(scores, batch, kl=KLSpec("k1", "plain")), "pushes the policy away"),
+        (lambda: KLSpec("k1", "plain"), "regularises nothing"),
+        (lambda: KLSpec("k1", placement="lossy"), "unknown placement"),
+        (lambda: KLSpec("k3", placement="reward"), "estimator=k1"),
+        (lambda: run(scores, replace(batch, policy_mask=torch.ones_like(batch.action_mask))), "policy_mask holds"),
         (lambda: KLSpec(reduction="mean"), "unknown kl.reduction 'mean'"),
         (lambda: run(scores, batch, "dr_grpo", max_completion_length=None), "max_completion_length"),
         (lambda: with_policy_mask(batch.action_mask, torch.ones(5)), "keep must be boolean [B]"),

@@ -9,9 +9,10 @@ import torch
 
 from keel.errors import KeelError
 from keel.models.head import head_of
+from keel.models.load import context_length
 from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
-from keel.models.probe import context_length, local_windows, probe_packing
+from keel.models.probe import local_windows, probe_packing
 
 from .packing_cases import make_groups, make_model, naive_logp
 

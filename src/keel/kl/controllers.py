@@ -37,6 +37,9 @@ class KLState:
         if set(data) != known:
             odd = sorted(set(data) ^ known)
             raise KeelError(f"the controller's saved state does not fit: {', '.join(odd)} missing or unknown")
+        for name, value in data.items():
+            if not (isinstance(value, int | float) or (value is None and name in ("smoothed", "previous_error"))):
+                raise KeelError(f"the controller's saved state does not fit: {name} is {value!r}, not a number")
         return cls(**data)
 
 
@@ -93,7 +96,8 @@ class Steered:
 
     def update(self, state: KLState, kl: float | None) -> KLState:
         """The state for the next step, given the KL measured at this one (None when it was not measured)."""
-        if self.rule is not None and kl is not None and math.isfinite(kl):
+        warm = state.step >= self.warmup_steps  # before, β is small on purpose, and a rule would wind up against it
+        if self.rule is not None and warm and kl is not None and math.isfinite(kl):
             state = self.rule(state, kl)
         state = replace(state, step=state.step + 1)
         if self.schedule is not None:
@@ -124,24 +128,46 @@ def _can_multiply(beta: float, low: float) -> None:
         raise KeelError("kl.beta is 0 and this controller multiplies it, so it would stay 0: start above 0, or set low")
 
 
-def fixed(beta: float, unit: str = "per_token", warmup_steps: int = 0) -> Steered:
+def fixed(
+    beta: float, unit: str = "per_token", warmup_steps: int = 0, low: float = 0.0, high: float = math.inf
+) -> Steered:
     """β stays as it is, after an optional linear warm-up from 0."""
-    return Steered(beta, unit, warmup_steps)
+    return Steered(beta, unit, warmup_steps, (low, high))
 
 
-def warmup(beta: float, steps: int, unit: str = "per_token") -> Steered:
+def warmup(beta: float, steps: int, unit: str = "per_token", low: float = 0.0, high: float = math.inf) -> Steered:
     """β rises linearly from 0 to `beta` over `steps` steps, then stays."""
-    return Steered(beta, unit, int(_positive("steps", steps)))
+    return Steered(beta, unit, int(_positive("steps", steps)), (low, high))
 
 
-def linear(beta: float, end: float, steps: int, unit: str = "per_token", warmup_steps: int = 0) -> Steered:
+def linear(
+    beta: float,
+    end: float,
+    steps: int,
+    unit: str = "per_token",
+    warmup_steps: int = 0,
+    low: float = 0.0,
+    high: float = math.inf,
+) -> Steered:
     """β moves linearly from `beta` to `end` over `steps` steps, then stays."""
     _positive("steps", steps)
     _not_negative("end", end)
-    return Steered(beta, unit, warmup_steps, schedule=lambda step: beta + (end - beta) * min(1.0, step / steps))
+
+    def at(step: int) -> float:
+        return beta + (end - beta) * min(1.0, step / steps)
+
+    return Steered(beta, unit, warmup_steps, (low, high), schedule=at)
 
 
-def cosine(beta: float, end: float, steps: int, unit: str = "per_token", warmup_steps: int = 0) -> Steered:
+def cosine(
+    beta: float,
+    end: float,
+    steps: int,
+    unit: str = "per_token",
+    warmup_steps: int = 0,
+    low: float = 0.0,
+    high: float = math.inf,
+) -> Steered:
     """β moves from `beta` to `end` along half a cosine over `steps` steps, then stays."""
     _positive("steps", steps)
     _not_negative("end", end)
@@ -149,7 +175,7 @@ def cosine(beta: float, end: float, steps: int, unit: str = "per_token", warmup_
     def at(step: int) -> float:
         return end + (beta - end) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
 
-    return Steered(beta, unit, warmup_steps, schedule=at)
+    return Steered(beta, unit, warmup_steps, (low, high), schedule=at)
 
 
 # A multiplicative rule never comes back from 0 or from infinity: without bounds of its own it gets these.
@@ -296,4 +322,9 @@ def build_controller(name: str, beta: float, **parameters: Any) -> Controller:
     missing = [n for n, p in signature.items() if p.default is p.empty and n not in {"beta", *parameters}]
     if missing:
         raise KeelError(f"the {name} controller needs kl.controller.{missing[0]}")
+    for parameter, value in {"beta": beta, **parameters}.items():
+        text = parameter in ("unit", "preset")
+        if not isinstance(value, str if text else int | float) and not (value is None and parameter in ("low", "high")):
+            where = "kl.beta" if parameter == "beta" else f"kl.controller.{parameter}"
+            raise KeelError(f"{where} must be a {'name' if text else 'number'}, got {value!r}")
     return make(beta, **parameters)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from keel.errors import KeelError, unknown
-from keel.kl.estimators import ESTIMATORS
 from keel.kl.gradients import GradientForm, parse_gradient
 
 PLACEMENTS = ("loss", "reward", "advantage")
@@ -48,7 +47,6 @@ class Fact:
     value: str
     expected_gradient: str
     level: str = "token"
-    source: str = "2506.09477, 2510.01555"
 
 
 # estimator: {form: (expected gradient on-policy, off-policy)} in the loss, per token.
@@ -82,8 +80,9 @@ _LOSS: dict[str, dict[str, tuple[str, str]]] = {
         "sg_rho": ("total-variation", "total-variation"),
         "sg_rho*k2": (POLICY_REF, POLICY_REF),
     },
-    "exact": {"plain": (POLICY_REF, POLICY_REF)},
-    "exact_reverse": {"plain": (REF_POLICY, REF_POLICY)},
+    # a sum over the vocabulary at a given prefix: no token is drawn, so a weight changes nothing in expectation
+    "exact": dict.fromkeys(("plain", "rho", "sg_rho"), (POLICY_REF, POLICY_REF)),
+    "exact_reverse": dict.fromkeys(("plain", "rho", "sg_rho"), (REF_POLICY, REF_POLICY)),
 }
 
 # estimator: expected gradient in the reward or the advantage (detached; the policy term carries the ratio).
@@ -188,6 +187,8 @@ def check_pairing(
         form = parse_gradient(_auto(estimator)) if has_forms else GradientForm()
     else:
         form = parse_gradient(gradient)
+        if form.carrier == estimator:
+            form = GradientForm(form.weight)
         if placement != "loss" and gradient != "plain":
             raise KeelError(
                 f"kl.gradient={gradient} has no meaning with kl.placement={placement}, where the KL is detached: "
@@ -217,11 +218,6 @@ def check_pairing(
             "kl.allow_biased=true to run it all the same"
         )
     return Pairing(estimator, placement, level, form, verdict, f"{what}: expected gradient is {meaning}")
-
-
-def needs_exact(estimator: str) -> bool:
-    """Does this estimator need the full vocabulary?"""
-    return estimator not in ESTIMATORS
 
 
 @dataclass(frozen=True)

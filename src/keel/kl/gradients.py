@@ -20,7 +20,7 @@ from torch import Tensor
 
 from keel.errors import KeelError, unknown
 from keel.kl.estimators import ESTIMATORS, get_estimator
-from keel.kl.ratios import DEFAULT_CLAMP, importance_ratio, log_ratio
+from keel.kl.ratios import DEFAULT_CLAMP, at_least_fp32, importance_ratio, log_ratio, select
 
 WEIGHTS = ("rho", "sg_rho")
 
@@ -73,14 +73,38 @@ def weighted_estimate(
     `old_logp` is log μ, the samples' own policy. None means on-policy: μ is the policy itself, ρ is 1 and still
     carries gradient under `rho`. `ratio_cap` truncates ρ.
     """
+    value = get_estimator(estimator)(log_ratio(logp, ref_logp, mask, clamp).d)
+    return with_form(value, form, logp, ref_logp, old_logp, mask, clamp=clamp, ratio_cap=ratio_cap)
+
+
+def with_form(
+    value: Tensor,
+    form: GradientForm,
+    logp: Tensor,
+    ref_logp: Tensor | None = None,
+    old_logp: Tensor | None = None,
+    mask: Tensor | None = None,
+    *,
+    clamp: float | None = DEFAULT_CLAMP,
+    ratio_cap: float | None = None,
+) -> Tensor:
+    """Any per-token KL `[B, T]` (sampled, exact, top-k) in the given gradient form; see `weighted_estimate`.
+
+    A carrier needs `ref_logp`, because the carrying estimator is computed from the sampled tokens.
+    """
     if ratio_cap is not None and form.weight is None:
         raise KeelError(f"a ratio cap needs a weighted gradient form, got {str(form)!r}: use rho or sg_rho")
-    d = log_ratio(logp, ref_logp, mask, clamp).d
-    value = get_estimator(estimator)(d)
-    carrier = value if form.carrier is None else get_estimator(form.carrier)(d)
+    if value.shape != logp.shape:
+        raise KeelError(f"the KL has shape {tuple(value.shape)} but logp has {tuple(logp.shape)}: both must be [B, T]")
+    value = select(at_least_fp32(value), mask)
+    carrier = None
+    if form.carrier is not None:
+        if ref_logp is None:
+            raise KeelError(f"the gradient form {str(form)!r} needs ref_logp: {form.carrier} is computed from it")
+        carrier = get_estimator(form.carrier)(log_ratio(logp, ref_logp, mask, clamp).d)
     if form.weight is None:
-        return value if form.carrier is None else straight_through(value, carrier)
+        return value if carrier is None else straight_through(value, carrier)
     rho = importance_ratio(logp, logp.detach() if old_logp is None else old_logp, mask, cap=ratio_cap, clamp=clamp)
     if form.weight == "sg_rho":
         rho = rho.detach()
-    return rho * value if form.carrier is None else straight_through(rho * value, rho * carrier)
+    return rho * value if carrier is None else straight_through(rho * value, rho * carrier)

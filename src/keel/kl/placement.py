@@ -8,8 +8,8 @@ from torch import Tensor
 
 from keel.errors import KeelError, unknown
 from keel.kl.facts import LEVELS, Pairing
-from keel.kl.gradients import weighted_estimate
-from keel.kl.ratios import DEFAULT_CLAMP, at_least_fp32, check_mask, select
+from keel.kl.gradients import weighted_estimate, with_form
+from keel.kl.ratios import DEFAULT_CLAMP, check_mask, select
 from keel.kl.sequence import reward_to_go, sequence_estimate
 
 
@@ -92,7 +92,9 @@ def kl_loss(
         if exact_kl.shape != logp.shape:
             raise KeelError(f"exact_kl has shape {tuple(exact_kl.shape)} but logp has {tuple(logp.shape)}: both [B, T]")
         if pairing.level == "token":
-            return select(at_least_fp32(exact_kl), action_mask)
+            return with_form(
+                exact_kl, pairing.form, logp, ref_logp, old_logp, action_mask, clamp=clamp, ratio_cap=ratio_cap
+            )
     if pairing.level == "sequence":
         return sequence_estimate(
             pairing.estimator,
@@ -106,7 +108,6 @@ def kl_loss(
         )
     if ref_logp is None:
         raise KeelError(f"kl.estimator={pairing.estimator} needs ref_logp: score the batch with the reference first")
-    cap = ratio_cap if pairing.form.weight else None
     return weighted_estimate(
-        pairing.estimator, pairing.form, logp, ref_logp, old_logp, action_mask, clamp=clamp, ratio_cap=cap
+        pairing.estimator, pairing.form, logp, ref_logp, old_logp, action_mask, clamp=clamp, ratio_cap=ratio_cap
     )

@@ -25,6 +25,8 @@ from keel.kl.ratios import (
 
 def reward_to_go(values: Tensor, mask: Tensor | None = None) -> Tensor:
     """Σ_{j≥t} values_j along the last dimension, over the mask."""
+    if mask is not None:
+        check_mask(mask, values.shape)
     return select(values, mask).flip(-1).cumsum(-1).flip(-1)
 
 

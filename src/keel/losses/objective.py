@@ -37,6 +37,9 @@ class KLSpec:
     def __post_init__(self) -> None:
         if self.reduction not in KL_REDUCTIONS:
             raise unknown("kl.reduction", self.reduction, KL_REDUCTIONS)
+        if self.reduction == "loss" and self.level == "sequence":
+            raise KeelError("kl.reduction=loss has no meaning with kl.level=sequence, which is averaged over sequences")
+        self.pairing()  # what is refused is refused here, before anything is computed
 
     def pairing(self, *, off_policy: bool = False) -> Pairing:
         return check_pairing(
@@ -118,11 +121,17 @@ def objective(
         raise KeelError("the objective needs batch.advantages: compute them with keel.losses.advantages")
     policy_mask = batch.action_mask if batch.policy_mask is None else batch.policy_mask
     check_mask(policy_mask, scores.logp.shape, "policy_mask")
+    if bool((policy_mask & ~batch.action_mask).any()):
+        raise KeelError("policy_mask holds tokens that action_mask does not: only sampled tokens can be trained on")
+    if not (math.isfinite(beta) and beta >= 0):
+        raise KeelError(f"kl.beta must be finite and not negative, got {beta}")
     counts = counts or global_denominators(batch, max_completion_length)
 
     term = policy_term(loss, scores.logp, batch.old_logp, batch.advantages, policy_mask)
     per_token = term.loss
-    if mismatch is not None and batch.sample_logp is not None:
+    if mismatch is not None:
+        if batch.sample_logp is None:
+            raise KeelError("loss.mismatch needs batch.sample_logp, the engine's own log-probabilities")
         old = scores.logp if batch.old_logp is None else batch.old_logp
         per_token = per_token * mismatch_weights(old, batch.sample_logp, policy_mask, mismatch)
     policy_loss = get_reduction(get_recipe(loss.loss_type).reduction)(per_token, policy_mask, counts.policy)

@@ -11,6 +11,8 @@ from torch import Tensor
 from keel.errors import KeelError, unknown
 from keel.kl.ratios import clamp_through, finite_floor, importance_ratio, log_ratio, select
 
+SAPO_TEMPERATURES = (1.0, 1.05)
+
 
 @dataclass(frozen=True)
 class LossSpec:
@@ -22,8 +24,8 @@ class LossSpec:
     delta: float | None = None
     importance_sampling_level: str | None = None
     entropy_coef: float = 0.0
-    sapo_temperature_pos: float = 1.0
-    sapo_temperature_neg: float = 1.05
+    sapo_temperature_pos: float = SAPO_TEMPERATURES[0]
+    sapo_temperature_neg: float = SAPO_TEMPERATURES[1]
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,10 @@ def resolve_limits(spec: LossSpec) -> Limits:
                 raise KeelError(f"loss.{name} has no meaning with {spec.loss_type}, which does not clip: leave it out")
     elif not (low >= 0 and high >= 0):
         raise KeelError(f"loss.epsilon and epsilon_high must not be negative, got {low} and {high}")
+    if spec.loss_type != "sapo" and (spec.sapo_temperature_pos, spec.sapo_temperature_neg) != SAPO_TEMPERATURES:
+        raise KeelError(f"loss.sapo_temperature has no meaning with {spec.loss_type}: leave it out")
+    if min(spec.sapo_temperature_pos, spec.sapo_temperature_neg) <= 0:
+        raise KeelError("loss.sapo_temperature_pos and _neg must be positive: the paper uses 1.0 and 1.05")
     if spec.delta is not None:
         if recipe.term is not clipped:
             raise KeelError(f"loss.delta has no meaning with {spec.loss_type}: leave it out")

@@ -37,20 +37,25 @@ def count_denominators(mask: Tensor, max_completion_length: int | None = None) -
     return Denominators(local[0].item(), local[1].item(), local_tokens, ranks, max_completion_length)
 
 
+def _selected(values: Tensor, mask: Tensor) -> Tensor:
+    check_mask(mask, values.shape)
+    return select(values, mask)
+
+
 def sequence_mean(values: Tensor, mask: Tensor, by: Denominators) -> Tensor:
     """Mean over each sequence's tokens, then over sequences (DeepSeekMath): a long answer's token weighs less."""
-    per_sequence = select(values, mask).sum(-1) / mask.sum(-1).clamp_min(1)
+    per_sequence = _selected(values, mask).sum(-1) / mask.sum(-1).clamp_min(1)
     return per_sequence.sum() / max(by.sequences, 1.0)
 
 
 def token_mean(values: Tensor, mask: Tensor, by: Denominators) -> Tensor:
     """Mean over all tokens of the global batch (DAPO)."""
-    return select(values, mask).sum() / max(by.tokens, 1.0)
+    return _selected(values, mask).sum() / max(by.tokens, 1.0)
 
 
 def local_token_mean(values: Tensor, mask: Tensor, by: Denominators) -> Tensor:
     """Mean over this rank's tokens, averaged over ranks (BNPO)."""
-    return select(values, mask).sum() / (max(by.local_tokens, 1.0) * by.ranks)
+    return _selected(values, mask).sum() / (max(by.local_tokens, 1.0) * by.ranks)
 
 
 def constant(values: Tensor, mask: Tensor, by: Denominators) -> Tensor:
@@ -59,7 +64,7 @@ def constant(values: Tensor, mask: Tensor, by: Denominators) -> Tensor:
         raise KeelError(
             "the constant reduction (dr_grpo) needs max_completion_length: set rollout.max_completion_length"
         )
-    return select(values, mask).sum() / (max(by.sequences, 1.0) * by.max_completion_length)
+    return _selected(values, mask).sum() / (max(by.sequences, 1.0) * by.max_completion_length)
 
 
 Reduction = Callable[[Tensor, Tensor, Denominators], Tensor]

@@ -72,7 +72,11 @@ def causal_lm(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout off and no gradient inside; afterwards every module has its own mode back."""
+    """Dropout off and no gradient inside; afterwards every module has its own mode back.
+
+    `no_grad` rather than `inference_mode`: tensors that a model caches in its forward pass (rotary tables) may meet
+    autograd later. Evaluation mode also keeps gradient checkpointing, which would drop the cache, out of the way.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from keel.errors import KeelError
 from keel.models.head import causal_lm, config_numbers, evaluating, module_dtype
+from keel.models.load import context_length
 from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
 from keel.types import Completion, Group, Problem
@@ -40,7 +41,7 @@ class ProbeResult:
 def local_windows(model: nn.Module, longest: int | None = None) -> list[int]:
     """Lengths of local attention in the config that a sequence of `longest` tokens (default: the context) exceeds."""
     numbers = config_numbers(model)
-    limit = longest or context_length(model)
+    limit = longest or context_length(causal_lm(model))
     named = {
         int(value)
         for name, value in numbers.items()
@@ -48,15 +49,6 @@ def local_windows(model: nn.Module, longest: int | None = None) -> list[int]:
         and not any(part in name for part in ("layers", "pattern"))
     }
     return sorted(value for value in named if limit is None or value < limit)
-
-
-def context_length(model: nn.Module) -> int | None:
-    """The model's context in tokens, None where the config names none."""
-    numbers = config_numbers(model)
-    found = next(
-        (numbers[key] for key in ("max_position_embeddings", "n_positions", "max_seq_len") if key in numbers), 0
-    )
-    return int(found) or None
 
 
 def probe_packing(
@@ -123,7 +115,7 @@ def _random_groups(model: nn.Module, vocab_size: int | None, prompt: int) -> lis
     """Two ragged groups from a fixed seed; the first is longer than every window, within the context."""
     size = int(config_numbers(model).get("vocab_size", 0)) or 2
     size = min(size, vocab_size or size)
-    context = context_length(model)
+    context = context_length(causal_lm(model))
     if context is not None:
         prompt = max(1, min(prompt, context - _EXTRA))
     generator = torch.Generator().manual_seed(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -13,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from keel.errors import KeelError
+from keel.models.head import evaluating
+from keel.models.load import context_length, eos_ids
 from keel.rollout.decode import choose_decoder, plain_model
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel, row_key
 from keel.rollout.weights import WeightCopy
@@ -78,9 +79,9 @@ class NativeEngine:
         self._policy = model
         self._copy = WeightCopy(model, dtype=dtype, device=device, merge=merge) if copied else None
         self.tokenizer = tokenizer
-        self.eos_ids = _eos_ids(plain_model(model), tokenizer)
-        self.context = _context_length(plain_model(model))
-        with _inference(self.model):
+        self.eos_ids = frozenset(eos_ids(plain_model(model), tokenizer))
+        self.context = context_length(plain_model(model))
+        with evaluating(self.model):
             self._decoder, self.fallback_reason = choose_decoder(self.model)
         if self.fallback_reason:
             warnings.warn(
@@ -125,7 +126,7 @@ class NativeEngine:
         ]
         # prompts of like length together: less padding in a wave, and all rows of a group stay neighbours
         rows.sort(key=lambda row: (len(requests[row.request].tokens), row.request))
-        with _inference(self.model):
+        with evaluating(self.model):
             for wave in _waves(rows, sampling.max_batch or len(rows)):
                 self._run(wave, requests, sampling)
         finished: list[list[Completion]] = [[] for _ in requests]
@@ -271,32 +272,3 @@ def _waves(rows: list[_Row], size: int) -> Iterator[list[_Row]]:
 
 def _samples(request: Request, sampling: SamplingParams) -> Sequence[int]:
     return range(sampling.num_generations) if request.samples is None else request.samples
-
-
-def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Every token that ends an answer: the tokenizer's, and those the model's generation config adds."""
-    extra = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    listed = [] if extra is None else [extra] if isinstance(extra, int) else list(extra)
-    return frozenset((int(tokenizer.eos_token_id), *map(int, listed)))
-
-
-def _context_length(model: Any) -> int | None:
-    length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return int(length) if length else None
-
-
-@contextmanager
-def _inference(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients, each module's own mode restored afterwards.
-
-    `no_grad` rather than `inference_mode`: tensors that a model caches in its forward pass (rotary tables) may meet
-    autograd later. Evaluation mode also keeps gradient checkpointing, which would drop the cache, out of the way.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -7,7 +7,9 @@ import importlib
 import inspect
 import operator
 import sys
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -48,7 +50,9 @@ def parse_formula(text: str) -> Formula:
     if len(text) > MAX_LENGTH:
         raise KeelError(f"the formula is {len(text)} characters long: at most {MAX_LENGTH} are read")
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", SyntaxWarning)
+            tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
         raise KeelError(
@@ -73,8 +77,9 @@ def _check(node: ast.expr) -> None:
         _check_number(node)
     elif isinstance(node, ast.Name):
         if node.id not in NAMES:
-            kind = "function used without arguments" if node.id in FUNCTIONS else "name in the formula"
-            raise unknown(kind, node.id, NAMES)
+            if node.id in FUNCTIONS:
+                raise KeelError(f"the function {node.id!r} stands without arguments: write {node.id}(...)")
+            raise unknown("name in the formula", node.id, NAMES)
     elif isinstance(node, ast.UnaryOp) and type(node.op) in SIGNS:
         _check(node.operand)
     elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
@@ -136,8 +141,20 @@ def _walk(node: ast.expr, values: dict[str, Tensor]) -> Tensor:
     return FUNCTIONS[node.func.id][1](*(_walk(argument, values) for argument in node.args))
 
 
-def load_callable(name: str) -> Formula:
-    """A user's `module:function` of (logp, ref) or (logp, ref, old), wrapped so that what it returns is checked."""
+@dataclass(frozen=True)
+class UserCallable:
+    """A user's own function, and the dtype in which it answers float64 questions."""
+
+    formula: Formula
+    dtype: torch.dtype
+
+
+def load_callable(name: str) -> UserCallable:
+    """A user's `module:function` of (logp, ref) or (logp, ref, old), wrapped so that what it returns is checked.
+
+    A third parameter is taken for `old` only if it has no default or says so by its name: `clamp=10.0` is not ours
+    to fill.
+    """
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise KeelError(f"{name!r} is no callable: write module:function, as in my_trainer.kl:per_token_kl")
@@ -146,22 +163,17 @@ def load_callable(name: str) -> Formula:
         sys.path.insert(0, here)
     try:
         function = getattr(importlib.import_module(module_name), attribute, None)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise KeelError(f"cannot import {module_name!r} for {name!r}: {_one_line(error)}") from None
     if not callable(function):
         raise KeelError(f"{module_name!r} has no function {attribute!r}: check the name after the colon")
-    try:
-        inspect.signature(function).bind(None, None, None)
-        arguments = 3
-    except TypeError:
-        arguments = 2
-    except ValueError:  # built without a signature: assume the full one
-        arguments = 3
+    arguments = _arguments(function)
+    seen: list[torch.dtype] = []
 
     def formula(logp: Tensor, ref: Tensor, old: Tensor) -> Tensor:
         try:
             result = function(*(logp, ref, old)[:arguments])
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise KeelError(
                 f"{name} raised {_one_line(error)}: it is called with (logp, ref[, old]), each [B, T]"
             ) from None
@@ -172,10 +184,31 @@ def load_callable(name: str) -> Formula:
                 f"{name} returned shape {tuple(result.shape)} for inputs of {tuple(logp.shape)}: "
                 "return one value a token, before any mean or mask"
             )
-        return result
+        if not result.is_floating_point() or result.layout != torch.strided or result.device != logp.device:
+            raise KeelError(
+                f"{name} returned a {result.layout} tensor of {result.dtype} on {result.device}: "
+                "return an ordinary floating-point tensor on the device of its inputs"
+            )
+        seen.append(result.dtype)
+        return result.to(logp.dtype)
 
-    return formula
+    example = torch.full((1, 1), -1.0, dtype=torch.float64)
+    formula(example, example, example)
+    return UserCallable(formula, seen[0])
 
 
-def _one_line(error: Exception) -> str:
+def _arguments(function: Callable[..., object]) -> int:
+    """2 for (logp, ref), 3 where a third positional parameter is `old`."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:  # built without a signature: assume the full one
+        return 3
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < 3:
+        return 3 if any(p.kind is p.VAR_POSITIONAL for p in parameters) else 2
+    third = positional[2]
+    return 3 if third.default is third.empty or third.name.startswith("old") else 2
+
+
+def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]

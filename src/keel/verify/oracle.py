@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from keel.kl import exact_kl
+from keel.kl import exact_kl, shape_advantages, shape_rewards
 
 # A KL formula as the audit sees it: (logp, ref, old) -> values of the same shape.
 Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -37,6 +37,10 @@ class Bandit:
     def old_logp(self, sampling: str) -> Tensor:
         """log μ: the policy itself on-policy (detached), another distribution off-policy."""
         return (self.policy if sampling == ON else self.sampler).log_softmax(0).unsqueeze(-1)
+
+    def with_sampler_near(self, distance: float = 1e-7) -> Bandit:
+        """The same world with a sampler that has all but caught up with the policy."""
+        return replace(self, sampler=self.policy + distance * (self.sampler - self.policy))
 
 
 def random_bandits(count: int = 8, seed: int = 0) -> list[Bandit]:
@@ -102,16 +106,23 @@ def gradient_in_loss(formula: Formula, bandit: Bandit, sampling: str = ON) -> Te
     return _gradient((old.exp() * formula(logp, bandit.ref_logp, old)).sum(), theta)
 
 
-def gradient_in_reward(formula: Formula, bandit: Bandit, sampling: str = ON, *, ratio: bool = True) -> Tensor:
-    """Σ_y w(y) ρ(y) sg(f(y)) s(y): a detached penalty under the policy-gradient term, which carries the ratio ρ.
+def gradient_in_reward(
+    formula: Formula, bandit: Bandit, sampling: str = ON, *, door: str = "reward", ratio: bool = True
+) -> Tensor:
+    """Σ_y w(y) ρ(y) sg(f(y)) s(y): a penalty behind the reward's or the advantage's door, under the policy term.
 
-    On-policy ρ is 1. `ratio=False` is the plain −A·log π term, which has none.
+    The policy term −ρ·A carries the ratio; on-policy it is 1. `ratio=False` is the plain −A·log π term, which has none.
     """
     theta, logp = bandit.logp()
     old = bandit.old_logp(sampling)
     rho = (logp - old).exp().detach() if ratio else torch.ones_like(old)
-    penalty = formula(logp, bandit.ref_logp, old).detach()
-    return _gradient((old.exp() * rho * penalty * logp).sum(), theta)
+    penalty = formula(logp, bandit.ref_logp, old)
+    mask = torch.ones_like(penalty, dtype=torch.bool)
+    if door == "reward":
+        advantage = shape_rewards(torch.zeros_like(penalty[:, 0]), penalty, mask, 1.0).unsqueeze(-1)
+    else:
+        advantage = shape_advantages(torch.zeros_like(penalty[:, 0]), penalty, mask, 1.0)
+    return _gradient((old.exp() * rho * -advantage * logp).sum(), theta)
 
 
 def relative_error(measured: Tensor, target: Tensor) -> float:
@@ -130,6 +141,10 @@ class SequenceWorld:
     reference: Tensor
     sampler: Tensor
     steps: int
+
+    def with_sampler_near(self, distance: float = 1e-7) -> SequenceWorld:
+        """The same world with a sampler that has all but caught up with the policy."""
+        return replace(self, sampler=self.policy + distance * (self.sampler - self.policy))
 
     @property
     def vocabulary(self) -> int:
@@ -172,10 +187,28 @@ class GradientQuality:
     variance: float
 
 
-def sequence_gradient(
-    world: SequenceWorld, loss: SequenceLoss, sampling: str = ON
-) -> tuple[dict[str, Tensor], Tensor, float]:
-    """True ∇KL_seq in both directions, the estimator's expected gradient, and its total variance, by enumeration."""
+@dataclass(frozen=True)
+class Enumerated:
+    """Every sequence of a world: its log-probabilities under policy, reference and sampler, and its weight."""
+
+    theta: Tensor
+    logp: Tensor
+    ref: Tensor
+    old: Tensor | None
+    exact: Tensor
+    weights: Tensor
+
+    def divergences(self) -> dict[str, Tensor]:
+        """KL_seq in both directions, from its definition."""
+        total, ref_total = self.logp.sum(-1), self.ref.sum(-1)
+        return {
+            "policy||ref": (total.exp() * (total - ref_total)).sum(),
+            "ref||policy": (ref_total.exp() * (ref_total - total)).sum(),
+        }
+
+
+def enumerate_sequences(world: SequenceWorld, sampling: str) -> Enumerated:
+    """All that a sequence-level loss is given, with the policy's table as a leaf that takes gradient."""
     theta = world.policy.clone().requires_grad_()
     sequences = world.sequences()
     rows, index = world.rows(sequences), sequences.unsqueeze(-1)
@@ -184,20 +217,33 @@ def sequence_gradient(
         return table[rows].gather(-1, index).squeeze(-1)
 
     policy, reference = theta.log_softmax(-1), world.reference.log_softmax(-1)
-    logp, ref = chosen(policy), chosen(reference)
+    logp = chosen(policy)
     old = chosen(world.sampler.log_softmax(-1)) if sampling == OFF else None
     weights = (logp if old is None else old).sum(-1).exp().detach()
+    return Enumerated(theta, logp, chosen(reference), old, exact_kl(policy[rows], reference[rows]), weights)
 
-    total, ref_total = logp.sum(-1), ref.sum(-1)
-    divergences = {
-        "policy||ref": (total.exp() * (total - ref_total)).sum(),
-        "ref||policy": (ref_total.exp() * (ref_total - total)).sum(),
-    }
-    truths = {n: torch.autograd.grad(v, theta, retain_graph=True)[0].flatten() for n, v in divergences.items()}
-    values = loss(logp, ref, old, exact_kl(policy[rows], reference[rows]))
-    per_sequence = torch.stack([torch.autograd.grad(v, theta, retain_graph=True)[0].flatten() for v in values])
-    mean = (weights.unsqueeze(-1) * per_sequence).sum(0)
-    variance = (weights * (per_sequence - mean).square().sum(-1)).sum().item()
+
+def sequence_value(world: SequenceWorld, loss: SequenceLoss, sampling: str = ON) -> tuple[float, dict[str, float]]:
+    """The mean of a sequence-level value, and KL_seq in both directions."""
+    all_ = enumerate_sequences(world, sampling)
+    mean = (all_.weights * loss(all_.logp, all_.ref, all_.old, all_.exact)).sum().item()
+    return mean, {name: value.item() for name, value in all_.divergences().items()}
+
+
+def sequence_gradient(
+    world: SequenceWorld, loss: SequenceLoss, sampling: str = ON
+) -> tuple[dict[str, Tensor], Tensor, float]:
+    """True ∇KL_seq in both directions, the estimator's expected gradient, and its total variance, by enumeration."""
+    all_ = enumerate_sequences(world, sampling)
+
+    def gradient(value: Tensor) -> Tensor:
+        return torch.autograd.grad(value, all_.theta, retain_graph=True)[0].flatten()
+
+    truths = {name: gradient(value) for name, value in all_.divergences().items()}
+    values = loss(all_.logp, all_.ref, all_.old, all_.exact)
+    per_sequence = torch.stack([gradient(value) for value in values])
+    mean = (all_.weights.unsqueeze(-1) * per_sequence).sum(0)
+    variance = (all_.weights * (per_sequence - mean).square().sum(-1)).sum().item()
     return truths, mean, variance
 
 

@@ -78,8 +78,13 @@ def show_audit(report: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
+PLOTS = (".png", ".svg", ".pdf")
+
+
 def plot_estimators(path: Path) -> None:
     """Draw bias and standard deviation of k1, k2, k3 against the true KL (the Gaussian example)."""
+    if path.suffix not in PLOTS:
+        raise KeelError(f"cannot write the plot to {str(path)!r}: end its name in {', '.join(PLOTS)}")
     try:
         import matplotlib
     except ImportError:
@@ -105,7 +110,7 @@ def plot_estimators(path: Path) -> None:
     figure.tight_layout()
     try:
         figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        raise KeelError(f"cannot write the plot to {path}: {error}: choose a writable .png, .svg or .pdf") from None
+    except OSError as error:
+        raise KeelError(f"cannot write the plot to {path}: {error.strerror}: choose a writable folder") from None
     finally:
         plt.close(figure)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keel import kl
 from keel.kl.facts import POLICY_REF, REF_POLICY
-from keel.verify.check import EXACT, Check
+from keel.verify.check import EXACT, Check, close
 from keel.verify.oracle import OFF, ON, Bandit, kl_gradients, kl_values, random_bandits, relative_error
 
 # -- §1 the Gaussian example -------------------------------------------------------------------------------------
@@ -160,6 +160,14 @@ def _unbiased_topk_errors() -> tuple[float, float]:
     return max(values), max(gradients)
 
 
+def _root(function: Callable[[float], float], low: float, high: float) -> float:
+    """Bisection for a rising function."""
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if function(middle) < 0 else (low, middle)
+    return high
+
+
 def numerics() -> list[Check]:
     """Where fp32 goes wrong, and what Keel's forms do there."""
     tiny = torch.tensor(1e-6)
@@ -174,12 +182,21 @@ def numerics() -> list[Check]:
     gradient = torch.autograd.grad(masked.sum(), impossible)[0]
     finite = bool(masked.isfinite().all() and gradient.isfinite().all())
     explosion = kl.k3(torch.tensor(11.5)).item()
+    twelve = kl.k3(torch.tensor(12.0)).item()
+    edges = {name: math.log(torch.finfo(kind).max) for name, kind in (("fp32", torch.float32), ("fp16", torch.float16))}
+    dies_at = _root(lambda x: kl.k3(torch.tensor(x, dtype=torch.float64)).item() - 10.0, 0.0, 10.0)
     return [
         Check(
             "numerics", "naive e^d−1−d at d=1e-6, fp32", f"{naive:.1e}", "about −5e-8, negative", -6e-8 < naive < -4e-8
         ),
         Check("numerics", "expm1(d)−d at d=1e-6, fp32", f"{ours:.1e}", "5e-13, not negative", 0 <= ours < 1e-12),
         Check("numerics", "k3 at d=11.5", f"{explosion:.3g}", "1e5: the explosion", 9e4 < explosion < 1.1e5),
+        Check("numerics", "k3 at d=12", f"{twelve:.2g}", "1.6e5", close(twelve / 1e5, 1.6, 1)),
+        Check("numerics", "e^d overflows fp32 at", f"{edges['fp32']:.1f}", "88.7", close(edges["fp32"], 88.7, 1)),
+        Check("numerics", "e^d overflows fp16 at", f"{edges['fp16']:.1f}", "11.1", close(edges["fp16"], 11.1, 1)),
+        Check(
+            "numerics", "k3's output clamped at 10 is flat from", f"{dies_at:.3f}", "2.611", close(dies_at, 2.611, 3)
+        ),
         Check(
             "numerics",
             "k3's output clamped at 10: gradient at d=2.7",
