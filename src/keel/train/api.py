@@ -70,8 +70,27 @@ def train(
 
 
 def main(config: Source, *, resume: bool = False, dry_run: bool = False, overrides: Sequence[str] = ()) -> TrainResult:
-    """`keel train`: the same, with a last line that says where the run is or how to go on with it."""
-    return train(config, overrides=overrides, resume=resume, dry_run=dry_run)
+    """`keel train`: the same, with a last line that says how it went and where it is."""
+    result = train(config, overrides=overrides, resume=resume, dry_run=dry_run)
+    print(closing_line(result))
+    return result
+
+
+def closing_line(result: TrainResult) -> str:
+    """One line for a person: accuracy and KL of a finished run, or what else became of it."""
+    summary = result.summary
+    if summary.get("dry_run"):
+        metrics = summary["metrics"]
+        return f"dry run: built, and one step on one group in {metrics['time/total_s']:.2f} s; nothing was written"
+    if result.exit_status:
+        return f"stopped after step {result.steps}; go on with: keel train --resume {result.directory}"
+    parts = [f"{summary['task']}, {result.steps} steps in {summary['wall_s']:.0f} s"]
+    before, after = summary["accuracy"]["before"], summary["accuracy"]["after"]
+    if before is not None and after is not None:
+        parts.append(f"accuracy {100 * before:.1f}% → {100 * after:.1f}%")
+    if "k3" in summary["kl"]:
+        parts.append(f"KL(policy‖reference) {summary['kl']['k3']['mean']:.4f} nats per token (k3)")
+    return f"{'; '.join(parts)}; report: {result.report}"
 
 
 def _train(

@@ -137,12 +137,14 @@ def score_policy(batch: StepBatch, run: Run) -> StepBatch:
 
 def keep_scores(batch: StepBatch, scores: Sequence[FullScores]) -> StepBatch:
     """The rollout weights' scores of all microbatches: from now on `old_logp` is theirs."""
-    kept = tuple(replace(s, **{f.name: _detached(getattr(s, f.name)) for f in fields(s)}) for s in scores)
-    return replace(batch.with_rows(old_logp=stitch((s.logp for s in kept), batch.width)), scores=kept)
+    old_logp = stitch((s.logp for s in scores), batch.width)
+    return replace(batch.with_rows(old_logp=old_logp), scores=tuple(scores))
 
 
-def _detached(x: Any) -> Any:
-    return None if x is None else x.detach()
+def detached(scores: FullScores) -> FullScores:
+    """The same numbers without the graph behind them, to be looked at after the update."""
+    found: dict[str, Any] = {f.name: getattr(scores, f.name) for f in fields(scores)}
+    return replace(scores, **{name: None if x is None else x.detach() for name, x in found.items()})
 
 
 def score_micro(micro: Micro, batch: StepBatch, run: Run) -> FullScores:

@@ -12,7 +12,7 @@ from keel.kl import estimate, shape_advantages, shape_rewards
 from keel.losses import advantages, global_denominators, objective, with_policy_mask, zero_variance
 from keel.metrics import Mean, Metric, Metrics, Sum, merge, values
 from keel.models.logprobs import FullScores
-from keel.train.batch import StepBatch, keep_scores, pack_step, score_micro, score_policy, score_reference
+from keel.train.batch import StepBatch, detached, keep_scores, pack_step, score_micro, score_policy, score_reference
 from keel.train.measure import Clock, describe_groups, measure_old, measure_policy
 from keel.train.state import Run, State
 from keel.types import Group, Problem
@@ -54,7 +54,7 @@ def train_step(run: Run, state: State) -> Step:
                     )
                     run.optimizer.backward(out.loss)
                     info = merge(info, out.metrics)
-                    passes.append(scores)
+                    passes.append(detached(scores))
                 metrics = merge(metrics, per_update(info))
                 metrics = merge(metrics, run.optimizer.step(info["loss/total"].value))      # guarded
             batch = batch if batch.scores else keep_scores(batch, passes)
