@@ -34,12 +34,16 @@ Source = Config | Mapping[str, Any] | str | Path
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended. `exit_status` is 0, or 130/143 after Ctrl-C/SIGTERM; the run can then be resumed."""
+    """How a run ended. `exit_status` is 0, or 130/143 after Ctrl-C/SIGTERM; the run can then be resumed.
+
+    `best` is the checkpoint with the best evaluation of the trained task, where one was kept.
+    """
 
     summary: Mapping[str, Any]
     directory: Path
     steps: int
     exit_status: int = 0
+    best: Path | None = None
 
     @property
     def report(self) -> Path:
@@ -112,7 +116,7 @@ def _train(
     directory.write_json("env.json", environment())
     loggers = open_loggers(config, directory, None if checkpoint is None else step)
     try:
-        loaded = _policy(config, directory.path, checkpoint, loggers, task)
+        loaded = _policy(config, directory.path, checkpoint, loggers, task, interrupt)
         built = build_run(config, loaded, task=task, reward=reward)
         for note in (*built.notes, *config.notes()):
             loggers.event("note", step=0 if checkpoint is None else step, message=note)
@@ -143,7 +147,8 @@ def _finish(config: Config, built: Built, job: Job, state: State, interrupt: Int
     directory.write_json("summary.json", summary)
     directory.sync()
     write_report_of(directory.path, job.loggers)
-    return TrainResult(summary, directory.path, state.step)
+    best = None if state.best is None else directory.checkpoints / f"step-{int(state.best['step'])}"
+    return TrainResult(summary, directory.path, state.step, best=best if best and best.is_dir() else None)
 
 
 def resume_command(config: Config) -> str:
@@ -225,7 +230,14 @@ def eval_record(result: EvalResult, split: str) -> dict[str, Any]:
     return {"task": plain.pop("task"), "split": split, **shown, "n": plain.pop("problems"), **plain}
 
 
-def _policy(config: Config, folder: Path, checkpoint: Path | None, loggers: Fanout, task: Task | None) -> LoadedModel:
+def _policy(
+    config: Config,
+    folder: Path,
+    checkpoint: Path | None,
+    loggers: Fanout,
+    task: Task | None,
+    interrupt: Interrupt,
+) -> LoadedModel:
     """The checkpoint's weights, or the warm start's (made now if it is not there yet), or the named model's."""
     if checkpoint is not None:
         return build_policy(config, checkpoint)
@@ -240,6 +252,8 @@ def _policy(config: Config, folder: Path, checkpoint: Path | None, loggers: Fano
     every = max(1, config.warmstart.steps // 5)
 
     def report(step: int, line: Mapping[str, float]) -> None:
+        if interrupt.signal is not None:  # there is nothing to save yet
+            raise KeyboardInterrupt
         if step % every == 0:
             loggers.event("warmstart", step=0, message=f"supervised step {step}: loss {line['loss/total']:.3f}")
 
@@ -288,7 +302,7 @@ def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | Non
     try:
         with RunDirectory.create(folder) as directory:
             loggers = Fanout(_Nothing())
-            loaded = _policy(small, directory.path, None, loggers, task)
+            loaded = _policy(small, directory.path, None, loggers, task, Interrupt())
             built = build_run(small, loaded, task=task, reward=reward)
             evaluator(small, built)
             step = train_step(built.run, State(kl=built.run.controller.init()))

@@ -29,7 +29,6 @@ def summarise(task: str, state: State, findings: Sequence[Mapping[str, Any]] = (
         },
         "kl": final_kl(state.last_kl),
         "beta": state.beta,
-        "best": state.best,
         "wall_s": round(state.wall_s, 2),
         "findings": sorted({str(finding["code"]) for finding in findings}),
     }
