@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from keel.errors import KeelError
+from keel.models.checks import check_eos
 
 # GGUF's value types by number: struct formats of the fixed-size ones, then strings and arrays.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -36,7 +37,11 @@ def read_header(path: Path) -> GgufHeader:
     try:
         with path.open("rb") as file:
             return _parse(file)
-    except (struct.error, UnicodeDecodeError, KeyError, MemoryError, OverflowError) as error:
+    except KeelError as error:
+        raise KeelError(f"the GGUF file {path} {error}") from error
+    except OSError as error:
+        raise KeelError(f"cannot read the GGUF file {path}: {error.strerror}") from error
+    except (struct.error, LookupError, ValueError, TypeError, ArithmeticError, MemoryError, RecursionError) as error:
         raise KeelError(f"the GGUF file {path} is damaged or cut short in its header: get it again") from error
 
 
@@ -44,10 +49,6 @@ def check_gguf(path: Path) -> GgufHeader:
     """Refuse a file that is not GGUF or ends before its last tensor does, before any of it is loaded."""
     if not path.is_file():
         raise KeelError(f"no GGUF file at {path}: check model.name")
-    with path.open("rb") as file:
-        magic = file.read(4)
-    if magic != b"GGUF":
-        raise KeelError(f"{path} is not a GGUF file (it starts with {magic!r}): check model.name or get it again")
     header = read_header(path)
     size = path.stat().st_size
     if size < header.bytes_needed:
@@ -68,6 +69,7 @@ def load_gguf(path: Path, *, dtype: torch.dtype, attn_implementation: str = "sdp
     tokenizer = AutoTokenizer.from_pretrained(**where)
     _repair_digits(tokenizer, header.values.get("tokenizer.ggml.pre"))
     _name_special_tokens(tokenizer, header)
+    check_eos(tokenizer, path.name)
     limit = header.values.get(f"{header.values.get('general.architecture')}.context_length")
     if limit:
         tokenizer.model_max_length = int(limit)
@@ -139,10 +141,12 @@ def _without_strangers(tokenizer: Any, rows: int) -> Any:
 
 
 def _parse(file: BinaryIO) -> GgufHeader:
-    file.seek(4)
+    magic = file.read(4)
+    if magic != b"GGUF":
+        raise KeelError(f"is not a GGUF file (it starts with {magic!r}): check model.name or get it again")
     (version,) = _read(file, "I")
     if version not in (2, 3):
-        raise KeelError(f"the GGUF file is of version {version}: versions 2 and 3 can be read; convert it again")
+        raise KeelError(f"is of version {version}: versions 2 and 3 can be read; convert it again")
     tensors, pairs = _read(file, "QQ")
     values = {}
     for _ in range(pairs):
@@ -167,7 +171,12 @@ def _tensor_bytes(elements: int, kind: int) -> int:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     except ImportError:
         return 0  # without the package the file cannot be loaded anyway, and load_gguf says so
-    block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    try:
+        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    except (ValueError, KeyError) as error:
+        raise KeelError(
+            f"holds a tensor of type {kind}, which the installed gguf does not know: update gguf, or get another file"
+        ) from error
     return elements // block * size
 
 

@@ -16,8 +16,11 @@ import torch
 from torch import nn
 
 from keel.errors import KeelError, unknown
+from keel.models.checks import check_eos, check_tokenizer, context_length
 from keel.models.gguf import check_gguf, load_gguf
+from keel.models.head import body_of
 from keel.models.lora import LoraSettings, add_lora, check_adapter, lora_settings, settings_of
+from keel.models.probe import probe_packing
 from keel.models.tiny import tiny_model
 
 logger = logging.getLogger("keel")
@@ -38,7 +41,8 @@ class LoadedModel:
     """A policy ready to score and to train, and what the rest of the house has to know of it.
 
     `eos_ids` are all tokens that end a completion (the tokenizer's and the generation config's). `context_length`
-    is None where the config names no limit. `notes` say what was decided on the user's behalf.
+    is None where the config names no limit. `notes` say what was decided on the user's behalf. `shared_prefix` says
+    whether a row may hold several completions (`pack`'s argument of that name), `packing_note` why it may not.
     """
 
     model: nn.Module
@@ -51,6 +55,8 @@ class LoadedModel:
     dtype: torch.dtype
     lora: LoraSettings | None = None
     notes: tuple[str, ...] = ()
+    shared_prefix: bool = False
+    packing_note: str | None = None
 
 
 def load_model(
@@ -66,6 +72,8 @@ def load_model(
     trust_remote_code: bool = False,
     quantization: str | None = None,
     seed: int = 0,
+    probe: bool = True,
+    longest: int | None = None,
 ) -> LoadedModel:
     """The model called `name`, with its tokenizer, checked before any compute is spent on it.
 
@@ -75,6 +83,9 @@ def load_model(
     A tokenizer without pad gets EOS as pad; one without EOS is an error, because no completion would ever end.
     The model is in eval mode unless something was asked for that only works in train mode. `quantization` (4bit, 8bit)
     is for the frozen base under LoRA (QLoRA, arXiv:2305.14314) and needs bitsandbytes.
+    Whether the model computes shared-prefix rows rightly is tried out on it (`probe`, a few short forwards); `longest`
+    is the job's longest prompt plus completion, for windows of attention that it never exceeds (None: the context).
+    Without the probe nothing is known, so one row a completion is used.
     """
     settings = lora_settings(lora)
     check_adapter(settings)
@@ -89,7 +100,7 @@ def load_model(
     if not dropout:
         disable_dropout(model)
     if quantization is None:
-        model = model.to(place) if want == "auto" else model.to(place, want)
+        model = cast_parameters(model, want if isinstance(want, torch.dtype) else None, place)
     if settings is not None:
         model = add_lora(model, settings, seed=seed)
         settings = settings_of(model, settings)
@@ -97,8 +108,11 @@ def load_model(
         # The reentrant form drops gradients when the first input needs none, as with a frozen embedding under LoRA.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train(gradient_checkpointing or dropout or (settings is not None and settings.dropout > 0))
+    shared_prefix, packing_note = _packing(model, tokenizer, name, longest) if probe else (False, _unprobed(name))
+    if probe and packing_note is not None:
+        notes += (packing_note,)
     if compile:
-        model.compile(dynamic=True)
+        body_of(model).compile(dynamic=True)  # the part that scoring calls, past the model's own forward
     for note in notes:
         logger.warning(note)
     return LoadedModel(
@@ -112,7 +126,27 @@ def load_model(
         dtype=next(model.parameters()).dtype,
         lora=settings,
         notes=notes,
+        shared_prefix=shared_prefix,
+        packing_note=packing_note,
     )
+
+
+def cast_parameters(
+    model: nn.Module, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+) -> nn.Module:
+    """The same model with its weights in another dtype and everything on another device; None leaves either alone.
+
+    Buffers keep their dtype: `Module.to(dtype)` would round the rotary frequencies to half precision too, which turns
+    positions by a radian within a few hundred tokens.
+    """
+    with torch.no_grad():
+        for parameter in model.parameters():
+            kind = dtype if parameter.is_floating_point() else None
+            gradient, parameter.grad = parameter.grad, None
+            parameter.data = parameter.data.to(device=device, dtype=kind)
+            if gradient is not None:
+                parameter.grad = gradient.to(device=device, dtype=kind)
+    return model if device is None else model.to(device)
 
 
 def import_attr(spec: str, kind: str) -> Callable[..., Any]:
@@ -139,26 +173,6 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def check_tokenizer(tokenizer: Any, model: nn.Module, name: str) -> tuple[str, ...]:
-    """EOS is required, pad defaults to EOS, and the embedding has a row for every token."""
-    notes: tuple[str, ...] = ()
-    if tokenizer.eos_token_id is None:
-        raise KeelError(
-            f"the tokenizer of {name!r} has no EOS token, so no completion would end: "
-            "set eos_token in its tokenizer_config.json"
-        )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-        notes = (f"the tokenizer of {name!r} has no pad token: {tokenizer.eos_token!r} is used (padding is masked)",)
-    rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-    if len(tokenizer) > rows:
-        raise KeelError(
-            f"the tokenizer of {name!r} has {len(tokenizer)} tokens but the model embeds {rows}: "
-            "give the tokenizer that belongs to the model, or resize the model's embedding and save it"
-        )
-    return notes
-
-
 def disable_dropout(model: nn.Module) -> None:
     """Set every dropout to 0: modules, the numbers that attention reads at each call, and the config."""
     for module in model.modules():
@@ -177,17 +191,6 @@ def disable_dropout(model: nn.Module) -> None:
                 configs.append(value)
 
 
-def context_length(model: nn.Module) -> int | None:
-    """The longest sequence the config allows, if it names one."""
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for key in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
-        value = getattr(config, key, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return None
-
-
 def eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     """Every token that ends a completion: instruct models often list more in their generation config."""
     extra = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
@@ -203,6 +206,16 @@ def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | str:
     if dtype not in DTYPES:
         raise unknown("model.dtype", dtype, [*DTYPES, "auto"])
     return DTYPES[dtype]
+
+
+def _packing(model: nn.Module, tokenizer: Any, name: str, longest: int | None) -> tuple[bool, str | None]:
+    """Whether rows may be shared, and the one line that says why not."""
+    result = probe_packing(model, len(tokenizer), longest=longest)
+    return result.ok, None if result.ok else f"{name!r} is scored without shared prompts: {result.reason}"
+
+
+def _unprobed(name: str) -> str:
+    return f"{name!r} was loaded without the packing probe: one row a completion"
 
 
 def _quantized(bits: str, source: Any, lora: LoraSettings | None, place: torch.device) -> dict[str, Any]:
@@ -293,6 +306,7 @@ def _from_transformers(
         # The small files first: a wrong tokenizer should not cost the download of the weights.
         config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
+        check_eos(tokenizer, name)
         common = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code}
         if quantization is not None:
             common |= quantization
@@ -304,6 +318,8 @@ def _from_transformers(
                 raise
         model = AutoModelForCausalLM.from_pretrained(where, attn_implementation="eager", **common)
         return model, tokenizer, (f"{name!r} has no sdpa attention: attn_implementation=eager is used",)
+    except KeelError:
+        raise
     except Exception as error:  # what transformers raises here has no common base
         raise _cannot_load(name, error) from error
 

@@ -144,6 +144,11 @@ def check_groups(groups: Sequence[Group], context_length: int | None = None) -> 
             raise KeelError(f"{name} has an empty prompt: the first token needs at least one token before it (BOS)")
         if not group.completions:
             raise KeelError(f"{name} has a group with zero completions: give at least one, or leave the group out")
+        if group.rewards and len(group.rewards) != len(group.completions):
+            raise KeelError(
+                f"{name} has {len(group.completions)} completions with {len(group.rewards)} rewards: "
+                "give one reward a completion, or none before they are judged"
+            )
         for completion in group.completions:
             if len(completion.action) != len(completion.tokens):
                 raise KeelError(
@@ -178,15 +183,21 @@ def microbatches(groups: Sequence[Group], max_tokens: int, *, shared_prefix: boo
 
 def _split(group: Group, max_tokens: int, shared_prefix: bool) -> list[Group]:
     """The group itself if it fits, otherwise its completions cut into runs that do."""
-    runs: list[list[Completion]] = []
-    for completion in group.completions:
-        if runs and _area([replace(group, completions=(*runs[-1], completion))], shared_prefix) <= max_tokens:
-            runs[-1].append(completion)
+    runs: list[range] = []
+    for index in range(len(group.completions)):
+        longer = range(runs[-1].start, index + 1) if runs else range(0)
+        if runs and _area([_part(group, longer)], shared_prefix) <= max_tokens:
+            runs[-1] = longer
         else:
-            runs.append([completion])
-    if len(runs) <= 1:
-        return [group]
-    return [replace(group, completions=tuple(run)) for run in runs]
+            runs.append(range(index, index + 1))
+    return [group] if len(runs) <= 1 else [_part(group, run) for run in runs]
+
+
+def _part(group: Group, run: range) -> Group:
+    """A run of the group's completions, each with its own reward."""
+    return replace(
+        group, completions=group.completions[run.start : run.stop], rewards=group.rewards[run.start : run.stop]
+    )
 
 
 def _area(groups: Sequence[Group], shared_prefix: bool) -> int:

@@ -7,14 +7,16 @@ logits (one plain row, no mask of ours), through one row a completion, and throu
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from keel.errors import KeelError
-from keel.models.head import causal_lm, config_numbers, evaluating, module_dtype
-from keel.models.load import context_length
+from keel.models.checks import context_length
+from keel.models.head import causal_lm, config_numbers, evaluating, head_of, module_dtype
 from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
 from keel.types import Completion, Group, Problem
@@ -143,11 +145,27 @@ def _own_logp(model: nn.Module, groups: list[Group]) -> tuple[Tensor, float]:
     for group in groups:
         for completion in group.completions:
             row = torch.tensor([group.prompt_tokens + completion.tokens], device=device)
-            start = len(group.prompt_tokens)
-            logits = model(input_ids=row, use_cache=False).logits[0, start - 1 : -1].float()
+            count = len(completion.tokens)
+            with _head_sees_last(model, count + 1):
+                logits = model(input_ids=row, use_cache=False).logits[0, -count - 1 : -1].float()
             spreads.append(float(logits.std(dim=-1).mean()))
-            parts.append(torch.log_softmax(logits, dim=-1).gather(-1, row[0, start:, None]).squeeze(-1))
+            parts.append(torch.log_softmax(logits, dim=-1).gather(-1, row[0, -count:, None]).squeeze(-1))
     return torch.cat(parts), sum(spreads) / len(spreads)
+
+
+@contextmanager
+def _head_sees_last(model: nn.Module, count: int) -> Iterator[None]:
+    """Inside, the output embedding computes the last `count` positions only.
+
+    Logits of a whole row that is longer than a window of 4096 would take gigabytes. The head works on each position
+    by itself, so these are the same numbers; `logits_to_keep` does it too, but not every model takes it.
+    """
+    module = head_of(model).module
+    hook = module.register_forward_pre_hook(lambda _, inputs: (inputs[0][..., -count:, :], *inputs[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _scored(model: nn.Module, groups: list[Group], shared_prefix: bool) -> Tensor:

@@ -1,0 +1,45 @@
+"""What must hold of a model and its tokenizer before compute is spent on them, and how long its sequences may be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from keel.errors import KeelError
+
+
+def check_eos(tokenizer: Any, name: str) -> None:
+    """EOS is required: asked of the tokenizer alone, so that the weights need not be read for a refusal."""
+    if tokenizer.eos_token_id is None:
+        raise KeelError(
+            f"the tokenizer of {name!r} has no EOS token, so no completion would end: "
+            "set eos_token in its tokenizer_config.json"
+        )
+
+
+def check_tokenizer(tokenizer: Any, model: nn.Module, name: str) -> tuple[str, ...]:
+    """EOS is required, pad defaults to EOS, and the embedding has a row for every token."""
+    notes: tuple[str, ...] = ()
+    check_eos(tokenizer, name)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+        notes = (f"the tokenizer of {name!r} has no pad token: {tokenizer.eos_token!r} is used (padding is masked)",)
+    rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    if len(tokenizer) > rows:
+        raise KeelError(
+            f"the tokenizer of {name!r} has {len(tokenizer)} tokens but the model embeds {rows}: "
+            "give the tokenizer that belongs to the model, or resize the model's embedding and save it"
+        )
+    return notes
+
+
+def context_length(model: nn.Module) -> int | None:
+    """The longest sequence the config allows, if it names one."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for key in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+        value = getattr(config, key, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
