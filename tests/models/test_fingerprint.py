@@ -109,3 +109,53 @@ def test_an_optimizer_step_on_the_adapter_changes_it() -> None:
     model(input_ids=torch.tensor([[5, 6, 7]])).logits.square().sum().backward()
     optimizer.step()
     assert fingerprint(model) != before
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_flipped_signs_never_cancel(dtype: torch.dtype) -> None:
+    """A sum of wᵢxᵢ keeps its value when two top bits flip: any odd number times 2⁶³ is 2⁶³."""
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+    seen = {fingerprint_tensors([("x", x)])}
+    for step in (2, 4, 8):
+        for first in range(step):
+            changed = x.clone()
+            changed[:, first::step] *= -1
+            seen.add(fingerprint_tensors([("x", changed)]))
+    pairs = [(i, j) for i in range(16) for j in range(i)]
+    for i, j in pairs:
+        changed = x.clone()
+        changed[0, [i, j]] *= -1
+        seen.add(fingerprint_tensors([("x", changed)]))
+    assert len(seen) == 1 + 14 + len(pairs)
+
+
+def test_any_one_bit_and_any_pair_of_like_bits_changes_it() -> None:
+    words = torch.randint(-(2**62), 2**62, (6,), generator=torch.Generator().manual_seed(0))
+    seen = {fingerprint_tensors([("x", words)])}
+    for bit in range(64):
+        mask = 1 << bit if bit < 63 else -(1 << 63)
+        for places in ([0], [5], [0, 1], [2, 5]):
+            changed = words.clone()
+            changed[places] ^= mask
+            seen.add(fingerprint_tensors([("x", changed)]))
+    assert len(seen) == 1 + 64 * 4
+
+
+def test_buffers_of_the_state_count_and_derived_ones_do_not() -> None:
+    model = nn.BatchNorm1d(3)
+    model.register_buffer("derived", torch.ones(2), persistent=False)
+    before = fingerprint(model)
+    model.derived += 1
+    assert fingerprint(model) == before
+    model.running_mean += 1  # type: ignore[operator]
+    assert fingerprint(model) != before
+
+
+def test_merging_an_adapter_changes_it_and_switching_a_merged_one_off_too() -> None:
+    model: Any = load_model("tiny", device="cpu", lora=LORA).model  # B = 0: merging leaves the base as it is
+    seen = {fingerprint(model)}
+    model.merge_adapter()
+    seen.add(fingerprint(model))
+    with model.disable_adapter():
+        seen.add(fingerprint(model))
+    assert len(seen) == 3

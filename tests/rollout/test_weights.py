@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from keel.errors import KeelError
-from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.rollout import NativeEngine, Request, SamplingParams, weights
 
 from . import shapes
 
@@ -133,3 +135,140 @@ def test_an_adapter_added_later_is_taken_over() -> None:
     engine.sync(model)
     assert not engine.is_stale(model)
     assert_samples_from(engine, model)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.tensor([[1, 2, 3, 4, 5, 6]])).logits
+
+
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("kind", ["lora", "lora+head"])
+def test_a_policy_that_is_merged_or_off_is_copied_as_it_acts(kind: str, merge: bool) -> None:
+    model = policy(kind)
+    engine = NativeEngine(model, shapes.tokenizer(), copy=True, merge=merge)
+
+    def agree() -> None:
+        engine.sync(model)
+        assert not engine.is_stale(model)
+        torch.testing.assert_close(logits(engine.model), logits(model), atol=1e-4, rtol=1e-4)
+
+    before = logits(model)
+    model.merge_adapter()
+    assert engine.is_stale(model)
+    agree()
+    torch.testing.assert_close(logits(engine.model), before, atol=1e-3, rtol=1e-3)
+    model.unmerge_adapter()
+    assert engine.is_stale(model)
+    agree()
+    with model.disable_adapter():
+        assert engine.is_stale(model)
+        agree()
+        assert (logits(engine.model) - before).abs().max() > 0.1
+    assert engine.is_stale(model)
+    agree()
+    assert_samples_from(engine, model)
+
+
+def test_a_new_copy_of_a_policy_whose_adapters_are_off_is_off() -> None:
+    model = policy("lora")
+    with model.disable_adapter():
+        engine = NativeEngine(model, shapes.tokenizer(), merge=True)
+        torch.testing.assert_close(logits(engine.model), logits(model))
+
+
+def test_merged_and_switched_off_at_once_is_refused() -> None:
+    model = policy("lora")
+    engine = NativeEngine(model, shapes.tokenizer(), copy=True)
+    model.merge_adapter()
+    with model.disable_adapter(), pytest.raises(KeelError, match="unmerge_adapter"):
+        engine.sync(model)
+
+
+def test_another_scaling_is_taken_over() -> None:
+    model = policy("lora")
+    engine = NativeEngine(model, shapes.tokenizer(), copy=True)
+    for _, layer in model.named_modules():
+        if hasattr(layer, "lora_A"):
+            layer.scaling["default"] = 0.5
+    assert engine.is_stale(model)
+    engine.sync(model)
+    torch.testing.assert_close(logits(engine.model), logits(model))
+
+
+def tied(targets: list[str], **options: Any) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**shapes.GROUPED, "tie_word_embeddings": True})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made: Any = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=4, target_modules=targets, **options))
+    with torch.no_grad():
+        for key, parameter in made.named_parameters():
+            if "lora_" in key:
+                parameter.normal_(std=0.3)
+    return made
+
+
+@pytest.mark.parametrize("targets", [["lm_head", "q_proj"], ["embed_tokens"], ["q_proj"]])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_merging_into_tied_weights(targets: list[str]) -> None:
+    model = tied(targets)
+    engine = NativeEngine(model, shapes.tokenizer(), merge=True)
+    torch.testing.assert_close(logits(engine.model), logits(model), atol=1e-4, rtol=1e-4)
+    copied = engine.model
+    learn(model)
+    assert engine.is_stale(model)
+    engine.sync(model)
+    assert engine.model is copied
+    torch.testing.assert_close(logits(engine.model), logits(model), atol=1e-4, rtol=1e-4)
+    base = model.get_base_model()
+    inputs, outputs = base.get_input_embeddings(), base.get_output_embeddings()
+    assert getattr(inputs, "base_layer", inputs).weight is getattr(outputs, "base_layer", outputs).weight
+
+
+@pytest.mark.parametrize("options", [{"lora_bias": True}, {"use_dora": True}])
+def test_adapters_that_cannot_be_merged_are_refused_in_one_line(options: dict[str, Any]) -> None:
+    model = tied(["q_proj"], **options)
+    with pytest.raises(KeelError, match="merge=False") as caught:
+        NativeEngine(model, shapes.tokenizer(), merge=True)
+    assert "\n" not in str(caught.value)
+    engine = NativeEngine(model, shapes.tokenizer(), copy=True)
+    torch.testing.assert_close(logits(engine.model), logits(model))
+
+
+def test_a_merged_copy_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the adapter is not zero: before, a wrong merge and a right one are the same."""
+    model = policy("lora")
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key:
+                parameter.zero_()
+    monkeypatch.setattr(weights, "_merged_tensors", lambda name, module: module.get_base_layer().named_parameters())
+    engine = NativeEngine(model, shapes.tokenizer(), merge=True)
+    learn(model)
+    learn(model)
+    with pytest.raises(KeelError, match="off by"):
+        engine.sync(model)
+    assert engine.is_stale(model)
+
+
+def test_a_half_precision_copy_keeps_its_rotary_frequencies() -> None:
+    """Frequencies rounded to bf16 are off by most of a radian at position 512."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**shapes.GROUPED, "max_position_embeddings": 2048}))
+    engine = NativeEngine(model, shapes.tokenizer(), dtype=torch.bfloat16)
+    copied = engine.model.model.rotary_emb
+    assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
+    assert copied.inv_freq.dtype == torch.float32
+    assert torch.equal(copied.inv_freq, model.model.rotary_emb.inv_freq)
+    positions = torch.arange(1900, 2000)[None]
+    for mine, true in zip(copied(torch.ones(1), positions), model.model.rotary_emb(torch.ones(1), positions)):  # noqa: B905
+        assert torch.equal(mine, true)
+    engine.sync(model, 1)
+    assert not engine.is_stale(model)
+    assert engine.model.model.rotary_emb.inv_freq.dtype == torch.float32
+    ids = torch.randint(0, 256, (1, 1200), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        apart = torch.log_softmax(engine.model(input_ids=ids).logits.float(), -1)
+        apart = (apart - torch.log_softmax(model(input_ids=ids).logits, -1)).abs()[0]
+    assert apart[1000:].max() < 2 * apart[:200].max()

@@ -10,35 +10,51 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_ROW = 1 << 15  # 64-bit words a row; one weighted sum is kept for each row
-_BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}  # words hashed at a time: fits the cache of the one, fills the other
+GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+_ROW = 1 << 15  # 64-bit words a row; one sum is kept for each row
+_BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # words hashed at a time: fits the cache of the one, fills the other
+
+
+def shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64: torch's own is arithmetic."""
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser (Steele, Lea and Flood 2014): a bijection of 64 bits that passes BigCrush as a counter."""
+    x = shift(x, 30).bitwise_xor_(x).mul_(_MIX_1)
+    x = shift(x, 27).bitwise_xor_(x).mul_(_MIX_2)
+    return shift(x, 31).bitwise_xor_(x)
 
 
 def fingerprint(model: nn.Module, *, dtype: torch.dtype | None = None) -> str:
-    """A digest of every parameter in effect: equal weights give equal digests, a change to any element another one.
+    """A digest of every weight in effect: equal weights give equal digests, a change to any element another one.
 
-    Each row of 64-bit words x is reduced on its own device to Σ wᵢ xᵢ mod 2⁶⁴ with fixed odd wᵢ. An odd number is
-    invertible mod 2⁶⁴, so changing one word always changes the sum; changes to several cancel with probability
-    about 2⁻⁶⁴. The sums are hashed with names, shapes and dtypes. CPU and CUDA give the same digest.
+    Each row of 64-bit words x is reduced on its own device to Σ mix(xᵢ + i·golden) mod 2⁶⁴. The mixing is a bijection,
+    so changing one word always changes the sum; it is not linear, so changes to several words cancel only by accident,
+    with probability about 2⁻⁶⁴ (weights wᵢxᵢ would let pairs of flipped signs cancel always). The sums are hashed with
+    names, shapes and dtypes. CPU and CUDA give the same digest.
 
-    In effect means: of a peft model, the base weights with the active adapters and their scaling; idle adapters and
-    those switched off are left out, and the adapter's name does not matter, so that the same adapter under another
-    name has the same fingerprint.
+    In effect means: parameters and persistent buffers (the others are derived, and may differ between devices); of a
+    peft model, the base weights with the active adapters and their scaling. Idle adapters, those switched off and
+    those merged into the base are left out, and the adapter's name does not matter, so that the same adapter under
+    another name has the same fingerprint.
 
-    A copy in another dtype is compared through `dtype`: `fingerprint(copy) == fingerprint(policy, dtype=bfloat16)`.
+    A copy in another dtype is compared through `dtype`: `fingerprint(copy) == fingerprint(policy, dtype=bfloat16)`;
+    it casts parameters and leaves buffers as they are, as such a copy does.
     A merged copy has no A and B to compare, and merging rounds: who merges records `fingerprint(policy)` at the sync
     as the source, and is stale when the policy's fingerprint no longer equals it.
     """
-    return fingerprint_tensors(effective_weights(model), dtype=dtype, extra=_scalings(model))
+    cast = ((name, _cast(tensor, dtype)) for name, tensor in effective_weights(model))
+    return fingerprint_tensors(cast, extra=_adapter_facts(model))
 
 
-def fingerprint_tensors(
-    named: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None = None, extra: Iterable[str] = ()
-) -> str:
-    """The digest of named tensors, whatever their order; floating ones are cast to `dtype` first if it is given."""
-    parts = [(name, _cast(tensor.detach(), dtype)) for name, tensor in named]
+def fingerprint_tensors(named: Iterable[tuple[str, Tensor]], *, extra: Iterable[str] = ()) -> str:
+    """The digest of named tensors, whatever their order."""
     # All sums are queued before any is read, so that a GPU is waited for once.
-    sums = [(name, str(x.dtype), tuple(x.shape), _row_sums(x)) for name, x in parts]
+    sums = [(name, str(x.dtype), tuple(x.shape), _row_sums(x.detach())) for name, x in named]
     digest = hashlib.sha256()
     for name, kind, shape, rows in sorted(sums, key=lambda part: part[0]):
         digest.update(f"{name}|{kind}|{shape}|".encode())
@@ -49,16 +65,24 @@ def fingerprint_tensors(
 
 
 def effective_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The named parameters that the next forward pass would use, without adapters that are idle or switched off."""
+    """The named weights that the next forward pass would use, without adapters that are idle, off or merged."""
     idle, active = _adapter_keys(model)
-    for name, parameter in model.named_parameters():
+    for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
         pieces = name.split(".")
         if any(".".join(pieces[:end]) in idle for end in range(1, len(pieces) + 1)):
             continue
         owner = next((k for k in range(1, len(pieces) + 1) if ".".join(pieces[:k]) in active), None)
         if owner is not None:
             pieces[owner - 1] = "*"
-        yield _plain(".".join(pieces)), parameter
+        yield _plain(".".join(pieces)), tensor
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that belong to the model's state, as opposed to those computed from its config."""
+    for prefix, module in model.named_modules():
+        for leaf, buffer in module.named_buffers(recurse=False):
+            if leaf not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{leaf}" if prefix else leaf, buffer
 
 
 def _plain(name: str) -> str:
@@ -70,8 +94,8 @@ def _adapter_keys(model: nn.Module) -> tuple[set[str], set[str]]:
     """Name prefixes `layer.lora_A.<adapter>` of a peft model's idle and active adapters (empty for other models)."""
     idle: set[str] = set()
     active: set[str] = set()
-    for prefix, layer in _adapter_layers(model):
-        in_use = set() if layer.disable_adapters else set(layer.active_adapters)
+    for prefix, layer in adapter_layers(model):
+        in_use = set(_in_use(layer))
         for kind in (*layer.adapter_layer_names, *getattr(layer, "other_param_names", ())):
             holder = getattr(layer, kind, None)
             if isinstance(holder, nn.ModuleDict | nn.ParameterDict):
@@ -80,34 +104,39 @@ def _adapter_keys(model: nn.Module) -> tuple[set[str], set[str]]:
     return idle, active
 
 
-def _adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _in_use(layer: Any) -> list[str]:
+    """The adapters that a layer's forward adds; merged ones act through the base, and switching off unmerges them."""
+    merged = list(getattr(layer, "merged_adapters", ()))
+    if layer.disable_adapters:
+        return merged
+    return [] if merged else list(layer.active_adapters)
+
+
+def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The layers that carry adapters, without importing peft: they are the ones that name their adapter tensors."""
     for name, module in model.named_modules():
         if hasattr(module, "adapter_layer_names") and hasattr(module, "disable_adapters"):
             yield name, module
 
 
-def _scalings(model: nn.Module) -> Iterator[str]:
-    """α/r is part of the effective update sBA but is not a parameter."""
-    for name, layer in _adapter_layers(model):
-        if not layer.disable_adapters:
-            scaling = getattr(layer, "scaling", {})
-            yield from (
-                f"{_plain(name)}|scaling|{float(scaling[key])!r}" for key in layer.active_adapters if key in scaling
-            )
+def _adapter_facts(model: nn.Module) -> Iterator[str]:
+    """What takes effect and is no parameter: α/r in the update sBA, and that an update is merged into its base."""
+    for name, layer in adapter_layers(model):
+        scaling = getattr(layer, "scaling", {})
+        yield from (f"{_plain(name)}|scaling|{float(scaling[key])!r}" for key in _in_use(layer) if key in scaling)
+        if getattr(layer, "merged_adapters", ()):
+            yield f"{_plain(name)}|merged|{'off' if layer.disable_adapters else 'on'}"
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+    parameter = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+    return tensor.detach().to(dtype) if dtype is not None and parameter else tensor
 
 
 @lru_cache(maxsize=8)
-def _odd_weights(device: torch.device) -> Tensor:
-    """Fixed odd 64-bit numbers: Knuth's multiplicative sequence, passed through one xor-shift."""
-    index = torch.arange(1, _ROW + 1, dtype=torch.int64)
-    mixed = index * 6364136223846793005 + 1442695040888963407
-    mixed = (mixed ^ (mixed >> 29)) * 2862933555777941757
-    return (mixed | 1).to(device)
+def _places(device: torch.device) -> Tensor:
+    """i·golden for each place of a row: equal words at different places are mixed to different numbers."""
+    return torch.arange(1, _ROW + 1, dtype=torch.int64, device=device) * GOLDEN
 
 
 def _words(tensor: Tensor) -> Tensor:
@@ -125,15 +154,15 @@ def _words(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _row_sums(tensor: Tensor) -> Tensor:
-    """Σ wᵢ xᵢ mod 2⁶⁴ of each row of words, `[rows]`; the last row may be short."""
+    """Σ mix(xᵢ + i·golden) mod 2⁶⁴ of each row of words, `[rows]`; the last row may be short."""
     words = _words(tensor)
-    weights = _odd_weights(words.device)
+    places = _places(words.device)
     block = _BLOCK.get(words.device.type, 1 << 20)
     whole = words.numel() // _ROW * _ROW
     sums = [
-        (words[start : min(start + block, whole)].view(-1, _ROW) * weights).sum(1) for start in range(0, whole, block)
+        mix(words[start : min(start + block, whole)].view(-1, _ROW) + places).sum(1) for start in range(0, whole, block)
     ]
     tail = words[whole:]
     if tail.numel():
-        sums.append((tail * weights[: tail.numel()]).sum(0, keepdim=True))
+        sums.append(mix(tail + places[: tail.numel()]).sum(0, keepdim=True))
     return torch.cat(sums) if sums else words.new_zeros(0)
