@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from keel.errors import KeelError
 from keel.models import load_model
+from keel.models.head import body_of
+from keel.models.load import cast_parameters
+from keel.models.logprobs import score_tokens
+from keel.models.pack import pack
 from keel.models.tiny import tiny_model, tiny_tokenizer
+
+from .packing_cases import make_groups, naive_logp
 
 IDS = torch.tensor([[5, 40, 60, 7, 9]])
 
@@ -45,11 +60,125 @@ def gpt2(seed: int) -> tuple[nn.Module, Any]:
     return GPT2LMHeadModel(config), tiny_tokenizer()
 
 
+def mistral(seed: int) -> tuple[nn.Module, Any]:
+    """A window of 16 tokens, which transformers forgets under a 4-D mask."""
+    torch.manual_seed(seed)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = MistralConfig(
+        **shape, num_key_value_heads=2, vocab_size=130, max_position_embeddings=128, sliding_window=16
+    )
+    return MistralForCausalLM(config), tiny_tokenizer()
+
+
 def test_what_is_known_of_tiny() -> None:
     loaded = load_model("tiny", device="cpu")
     assert (loaded.context_length, loaded.eos_ids, loaded.pad_id) == (2048, (2,), 0)
     assert (loaded.dtype, loaded.device, loaded.notes) == (torch.float32, torch.device("cpu"), ())
     assert not loaded.model.training
+    assert (loaded.shared_prefix, loaded.packing_note) == (True, None)
+
+
+SLIDING = ("mistral", "local attention of 16")
+EAGER = ("tiny", "computes shared-prefix rows wrongly")
+
+
+@pytest.mark.parametrize(("name", "message"), [SLIDING, EAGER], ids=["window", "eager"])
+def test_a_model_that_packs_wrongly_is_found_out_at_load(
+    name: str, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"attn_implementation": "eager"} if name == "tiny" else {}
+    with caplog.at_level(logging.WARNING, logger="keel"):
+        loaded = load_model(name if name == "tiny" else f"{__name__}:{name}", device="cpu", **options)
+    assert not loaded.shared_prefix
+    assert loaded.packing_note is not None
+    assert message in loaded.packing_note
+    assert "\n" not in loaded.packing_note
+    assert loaded.notes[-1] == loaded.packing_note
+    assert [record.message for record in caplog.records].count(loaded.packing_note) == 1
+    groups = make_groups([(30, (5, 4))])
+    packed = pack(groups, loaded.pad_id, shared_prefix=loaded.shared_prefix)
+    with torch.no_grad():
+        found = score_tokens(loaded.model, packed).logp[packed.completion_mask]
+        assert (found - naive_logp(loaded.model, groups)).abs().max() < 1e-4
+
+
+def test_a_window_that_the_job_stays_within_packs() -> None:
+    assert load_model(f"{__name__}:mistral", device="cpu", longest=16).shared_prefix
+
+
+def test_without_the_probe_rows_are_not_shared() -> None:
+    loaded = load_model("tiny", device="cpu", probe=False)
+    assert (loaded.shared_prefix, loaded.notes) == (False, ())
+    assert "without the packing probe" in str(loaded.packing_note)
+
+
+def test_the_probe_of_tiny_is_quick() -> None:
+    def taken(probe: bool) -> float:
+        start = time.process_time()
+        load_model("tiny", device="cpu", probe=probe)
+        return time.process_time() - start
+
+    taken(True)
+    assert min(taken(True) for _ in range(3)) - min(taken(False) for _ in range(3)) < 0.5
+
+
+def floating_buffers(model: nn.Module) -> dict[str, torch.dtype]:
+    return {name: buffer.dtype for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+
+
+def test_half_precision_leaves_the_rotary_frequencies_alone(folder: Path) -> None:
+    exact = body_of(load_model("tiny", device="cpu").model)
+    for name in ("tiny", str(folder)):
+        loaded = load_model(name, device="cpu", dtype="bf16")
+        assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
+        assert set(floating_buffers(loaded.model).values()) == {torch.float32}
+        positions = torch.arange(2048)[None]
+        rotated = body_of(loaded.model).rotary_emb(torch.zeros(1), positions)  # type: ignore[operator]
+        expected = exact.rotary_emb(torch.zeros(1), positions)  # type: ignore[operator]
+        assert all(torch.equal(a, b) for a, b in zip(rotated, expected, strict=True))
+
+
+def test_half_precision_scores_stay_close_far_from_the_start() -> None:
+    """Weights that bf16 holds exactly, computed in fp32: what is left is the error of the positions."""
+    model, _ = tiny_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0 if parameter.ndim > 1 else 1.0).copy_(parameter.bfloat16())
+    groups = make_groups([(1500, (20,))])
+    expected = naive_logp(model, groups)
+    again = cast_parameters(cast_parameters(model, torch.bfloat16), torch.float32)
+    assert (naive_logp(again, groups) - expected).abs().max() == 0
+
+
+def test_casting_keeps_ties_gradients_and_whole_numbers() -> None:
+    model, _ = tiny_model()
+    model.register_buffer("steps", torch.arange(3))
+    model(input_ids=IDS).logits.sum().backward()
+    same = list(model.parameters())
+    assert cast_parameters(model, torch.bfloat16, "cpu") is model
+    assert all(a is b for a, b in zip(same, model.parameters(), strict=True))
+    assert model.lm_head.weight is model.model.embed_tokens.weight  # type: ignore[union-attr]
+    assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in model.parameters())
+    assert model.steps.dtype == torch.int64
+    moved = cast_parameters(model, None, "meta")
+    assert {tensor.device.type for tensor in (*moved.parameters(), *moved.buffers())} == {"meta"}
+    assert next(moved.parameters()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2}])
+def test_compile_reaches_the_part_that_scoring_calls(lora: Any) -> None:
+    model = load_model("tiny", device="cpu", compile=True, lora=lora).model
+    assert body_of(model)._compiled_call_impl is not None
+    assert body_of(load_model("tiny", device="cpu").model)._compiled_call_impl is None
+
+
+def test_without_eos_the_weights_are_not_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
+    with pytest.raises(KeelError, match="no EOS token"):
+        load_model(no_eos(folder, tmp_path), device="cpu")
 
 
 def test_a_folder_and_its_dtype(folder: Path) -> None:

@@ -65,7 +65,7 @@ def test_the_fallback_is_right_for_every_model(name: str) -> None:
     assert (found - expected).abs().max() < 1e-4
     coefficients = weights(len(expected))
     assert_same_gradients(
-        gradients(model, (found * coefficients).sum()), gradients(model, (expected * coefficients).sum()), 2e-5
+        gradients(model, (found * coefficients).sum()), gradients(model, (expected * coefficients).sum())
     )
 
 
@@ -74,6 +74,7 @@ def test_the_fallback_is_right_for_every_model(name: str) -> None:
 @pytest.mark.parametrize("general", [False, True], ids=["written-out", "checkpointed"])
 def test_entropy_and_exact_kl_equal_full_logits(name: str, temperature: float, general: bool) -> None:
     policy, reference = make_model(name), make_model(name, seed=1)
+    parameters = list(policy.parameters())
     groups = make_groups(RAGGED)
     packed = pack(groups, 0, shared_prefix=False)  # also right for Gemma
     with torch.no_grad():
@@ -102,16 +103,17 @@ def test_entropy_and_exact_kl_equal_full_logits(name: str, temperature: float, g
         "ref_policy_kl": (q.exp() * (q - p)).sum(-1),
     }
     for key, value in expected.items():
-        assert (getattr(scores, key)[mask] - value).abs().max() < 1e-5 * max(1.0, float(value.detach().abs().max())), (
-            key
-        )
+        assert (getattr(scores, key)[mask] - value).abs().max() < 1e-5, key
     assert not scores.ref_policy_kl.requires_grad
     assert not scores.ref_logp.requires_grad
-    mixed = [weights(len(p)), weights(len(p)).flip(0), weights(len(p)).square()]
-    keys = ["logp", "entropy", "exact_kl"]
-    found = sum((getattr(scores, key)[mask] * w).sum() for key, w in zip(keys, mixed, strict=True))
-    wanted = sum((expected[key] * w).sum() for key, w in zip(keys, mixed, strict=True))
-    assert_same_gradients(gradients(policy, found), gradients(policy, wanted), 2e-5)
+    for key, coefficients in zip(
+        ["logp", "entropy", "exact_kl"],
+        [weights(len(p)), weights(len(p)).flip(0), weights(len(p)).square()],
+        strict=True,
+    ):
+        found = torch.autograd.grad((getattr(scores, key)[mask] * coefficients).sum(), parameters, retain_graph=True)
+        wanted = torch.autograd.grad((expected[key] * coefficients).sum(), parameters, retain_graph=True)
+        assert_same_gradients(dict(enumerate(found)), dict(enumerate(wanted)), 1e-5)
     if hook is not None:
         hook.remove()
 
@@ -139,7 +141,7 @@ def test_kl_at_the_start_is_zero_with_zero_gradient() -> None:
     with torch.no_grad():
         ref_hidden = hidden_states(model, packed)
     scores = score_tokens(model, packed, exact_kl=True, ref_hidden=ref_hidden, ref_head=head_of(model))
-    assert scores.exact_kl.abs().max() < 1e-6
+    assert scores.exact_kl.abs().max() == 0
     assert all(g.abs().max() < 1e-5 for g in gradients(model, scores.exact_kl.sum()).values())
 
 
@@ -153,7 +155,7 @@ def test_peft_models(targets: list[str]) -> None:
     found = score_tokens(model, packed, chunk_tokens=16).logp[packed.completion_mask]
     expected = naive_logp(model, groups)
     assert (found - expected).abs().max() < 1e-4
-    assert_same_gradients(gradients(model, found.square().sum()), gradients(model, expected.square().sum()), 2e-5)
+    assert_same_gradients(gradients(model, found.square().sum()), gradients(model, expected.square().sum()))
     with model.disable_adapter():
         off = score_tokens(model, packed).logp[packed.completion_mask]
     assert (off - naive_logp(make_model("llama"), groups)).abs().max() < 1e-4

@@ -9,7 +9,7 @@ import torch
 
 from keel.errors import KeelError
 from keel.models.pack import microbatches, pack
-from keel.types import Completion, Group, Problem
+from keel.types import Completion, Group, Problem, Reward
 
 from .packing_cases import RAGGED, make_completion, make_groups
 
@@ -112,6 +112,17 @@ def test_a_large_group_is_split_and_repeats_its_prompt() -> None:
     assert all(g.prompt_tokens == group.prompt_tokens for part in parts for g in part)
 
 
+@pytest.mark.parametrize("shared_prefix", [True, False])
+def test_a_split_group_keeps_each_completion_with_its_reward(shared_prefix: bool) -> None:
+    (group,) = make_groups([(5, (4, 4, 4))])
+    judged = replace(group, rewards=tuple(Reward(float(i)) for i in range(3)))
+    parts = [g for part in microbatches([judged], 11, shared_prefix=shared_prefix) for g in part]
+    assert len(parts) > 1
+    assert [pair for g in parts for pair in zip(g.completions, g.rewards, strict=True)] == list(
+        zip(judged.completions, judged.rewards, strict=True)
+    )
+
+
 GOOD = make_groups([(4, (3,))])[0]
 
 
@@ -123,6 +134,7 @@ GOOD = make_groups([(4, (3,))])[0]
         ([replace(GOOD, prompt_tokens=())], "'p0' has an empty prompt"),
         ([replace(GOOD, completions=(make_completion(60, torch.Generator()),))], "needs 64 tokens .* context of 32"),
         ([replace(GOOD, completions=(replace(GOOD.completions[0], action=(True,)),))], "3 tokens with 1 action flags"),
+        ([replace(GOOD, rewards=(Reward(1.0), Reward(0.0)))], "'p0' has 1 completions with 2 rewards"),
     ],
 )
 def test_bad_input_is_one_line(groups: list[Group], message: str) -> None:

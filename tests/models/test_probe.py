@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from keel.errors import KeelError
+from keel.models.checks import context_length
 from keel.models.head import head_of
-from keel.models.load import context_length
 from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
 from keel.models.probe import local_windows, probe_packing
@@ -93,3 +93,13 @@ def test_a_head_that_changes_after_it_was_measured_is_caught() -> None:
     model.forward = shifted
     with pytest.raises(KeelError, match="off by"):
         probe_packing(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window"])
+def test_no_logits_of_the_prompt_are_computed(name: str) -> None:
+    """A probe past a window of thousands of tokens must not make [length, vocabulary] of them."""
+    model, counts = make_model(name), []
+    head_of(model)
+    head_of(model).module.register_forward_hook(lambda _, __, out: counts.append(out.numel() // out.shape[-1]))
+    probe_packing(model, max_length=100)
+    assert max(counts) <= 27  # the 27 tokens of the completions, a chunk; a row of the model's own has 9

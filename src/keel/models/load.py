@@ -139,13 +139,12 @@ def cast_parameters(
     Buffers keep their dtype: `Module.to(dtype)` would round the rotary frequencies to half precision too, which turns
     positions by a radian within a few hundred tokens.
     """
-    with torch.no_grad():
-        for parameter in model.parameters():
-            kind = dtype if parameter.is_floating_point() else None
+    for parameter in model.parameters():
+        if dtype is not None and parameter.is_floating_point():
             gradient, parameter.grad = parameter.grad, None
-            parameter.data = parameter.data.to(device=device, dtype=kind)
+            parameter.data = parameter.data.to(dtype)
             if gradient is not None:
-                parameter.grad = gradient.to(device=device, dtype=kind)
+                parameter.grad = gradient.to(dtype)
     return model if device is None else model.to(device)
 
 
