@@ -18,6 +18,7 @@ from keel.config import Config, load_config
 from keel.loggers import Fanout, RunDirectory, build_loggers
 from keel.models.load import LoadedModel
 from keel.tasks import Task
+from keel.tasks.judge import Judge
 from keel.train.checkpoint import clean, load_checkpoint, newest
 from keel.train.environment import environment
 from keel.train.evaluate import EvalResult, evaluate
@@ -195,7 +196,10 @@ def _job(config: Config, built: Built, directory: RunDirectory, loggers: Fanout,
 
 
 def evaluator(config: Config, built: Built) -> Callable[[], list[dict[str, Any]]]:
-    """Evaluates the trained task and, as retention, `eval.tasks`: fixed held-out problems under fixed noise."""
+    """Evaluates the trained task and, as retention, `eval.tasks`: fixed held-out problems under fixed noise.
+
+    Judged by each task's own reward, whatever the policy is trained on: accuracy is not what a shaped reward pays.
+    """
     run = built.run
     temperature = config.rollout.temperature if config.eval.temperature is None else config.eval.temperature
     others = [build_named_task(spec) for spec in config.eval.tasks]
@@ -213,7 +217,7 @@ def evaluator(config: Config, built: Built) -> Callable[[], list[dict[str, Any]]
                 temperature=temperature,
                 seed=config.run.seed + 1,
                 sampling=built.sampling,
-                judge=built.judge if split == "trained" else None,
+                judge=Judge.of(task, timeout_s=config.reward.timeout_s, on_error=config.reward.on_error),
                 max_turns=config.rollout.max_turns if hasattr(task, "respond") else 1,
                 **rendering(config),
             )
