@@ -143,8 +143,9 @@ def keep_scores(batch: StepBatch, scores: Sequence[FullScores]) -> StepBatch:
 
 def detached(scores: FullScores) -> FullScores:
     """The same numbers without the graph behind them, to be looked at after the update."""
-    found: dict[str, Any] = {f.name: getattr(scores, f.name) for f in fields(scores)}
-    return replace(scores, **{name: None if x is None else x.detach() for name, x in found.items()})
+    found = {f.name: getattr(scores, f.name) for f in fields(scores)}
+    plain: dict[str, Any] = {name: None if x is None else x.detach() for name, x in found.items()}
+    return FullScores(**plain)
 
 
 def score_micro(micro: Micro, batch: StepBatch, run: Run) -> FullScores:
