@@ -93,8 +93,9 @@ def closing_line(result: TrainResult) -> str:
     before, after = summary["accuracy"]["before"], summary["accuracy"]["after"]
     if before is not None and after is not None:
         parts.append(f"accuracy {100 * before:.1f}% → {100 * after:.1f}%")
-    if "k3" in summary["kl"]:
-        parts.append(f"KL(policy‖reference) {summary['kl']['k3']['mean']:.4f} nats per token (k3)")
+    name = next((name for name in ("exact", "k3") if name in summary["kl"]), None)
+    if name is not None:
+        parts.append(f"KL(policy‖reference) {summary['kl'][name]['mean']:.4f} nats per token ({name})")
     return f"{'; '.join(parts)}; report: {result.report}"
 
 
