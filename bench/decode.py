@@ -3,7 +3,8 @@
     python bench/decode.py --job 64x64      (8 prompts × 8; also: 64x1x64, 2x8x32, 2x8x32-long)
 
 All are measured in one run, in turns, so that their ratios hold on a machine whose speed changes; medians. On a
-machine that others use too, `--threads 1 --clock cpu` leaves out the time they take.
+machine that others use too, `--threads 1 --clock cpu` leaves out the time they take. The floor is the faster of the two
+ways to write a linear layer: rows `X Wᵀ` as transformers does, columns `W X` as the engine's own step does.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from keel.rollout import NativeEngine, Request, SamplingParams
@@ -52,18 +54,33 @@ def smollm2_shape() -> Any:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def matmul_floor(model: Any, rows: int, steps: int) -> Callable[[], None]:
+FLOORS = ("rows", "columns")
+
+
+def matmul_floor(model: Any, rows: int, steps: int, layout: str) -> Callable[[], None]:
     """The matrix products of `steps` decode steps as plain linear layers, and nothing else."""
     weights = [module.weight.detach() for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    inputs = {width: torch.randn(rows, width) for width in {weight.shape[1] for weight in weights}}
+    widths = {weight.shape[1] for weight in weights}
+    inputs = {width: torch.randn((rows, width) if layout == "rows" else (width, rows)) for width in widths}
+
+    def product(weight: Tensor) -> Tensor:
+        x = inputs[weight.shape[1]]
+        return F.linear(x, weight) if layout == "rows" else torch.mm(weight, x)
 
     def run() -> None:
         with torch.no_grad():
             for _ in range(steps):
                 for weight in weights:
-                    F.linear(inputs[weight.shape[1]], weight)
+                    product(weight)
 
     return run
+
+
+def summarise(times: dict[str, list[float]]) -> dict[str, float]:
+    """Medians; of the two floors the lower one, since that is what no engine can be below."""
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    floor = min(medians.pop(layout) for layout in FLOORS)
+    return {**medians, "floor": floor}
 
 
 def seconds(work: Callable[[], Any], clock: Callable[[], float]) -> float:
@@ -102,16 +119,16 @@ def main() -> None:
             max_new_tokens=new,
             pad_token_id=0,
         ),
-        "floor": matmul_floor(model, groups * samples, floor_steps),
+        **{layout: matmul_floor(model, groups * samples, floor_steps, layout) for layout in FLOORS},
     }
     times: dict[str, list[float]] = {name: [] for name in work}
     for turn in range(options.repeats + 1):
         for name, one in work.items():
-            taken = seconds(one, clock) * (new / floor_steps if name == "floor" else 1)
+            taken = seconds(one, clock) * (new / floor_steps if name in FLOORS else 1)
             if turn or not options.repeats:  # the first turn warms up
                 times[name].append(taken)
     tokens = groups * samples * new
-    median = {name: statistics.median(values) for name, values in times.items()}
+    median = summarise(times)
     for name, value in median.items():
         print(f"{name:>14} {value:8.2f} s {tokens / value:8.0f} tokens/s")
     result = {f"{name}_s": round(value, 3) for name, value in median.items()}

@@ -4,14 +4,18 @@
     python bench/step.py --job cpu-512             # the same with prompts of 512 tokens
     python bench/step.py --job cpu-37 --side keel  # one side only
 
-Each side runs in a process of its own, so that its peak memory is its own: one warm-up step, then the median of
-`--repeats`. Weights and AdamW are fp32 on both sides, completions are forced to full length, and neither recomputes
-activations (TRL's default gradient checkpointing is switched off, in TRL's favour). The last line is JSON.
+The sides take turns, `--repeats` of them, so that a machine whose speed changes changes both. A turn is a process of
+its own, so that its peak memory is its own: one warm-up step, then one that counts. Reported are medians over the
+turns, and as `ratio` the median of TRL's time over Keel's in the same turn. Weights and AdamW are fp32 on both sides,
+completions are forced to full length, and neither recomputes activations (TRL's default gradient checkpointing is
+switched off, in TRL's favour). Keel's side is the engine room's step (engine, reference, scoring, loss, optimizer)
+without the loop of `keel train` around it: no tasks, judge, records or checkpoints. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import resource
 import statistics
@@ -19,12 +23,17 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+from get_smollm2 import default_folder
+
 BETA, LEARNING_RATE = 0.04, 1e-6
+TRL_VERSION = "1.16.0"  # the wrapped methods are private: another version may time something else
 
 
 @dataclass(frozen=True)
@@ -106,9 +115,21 @@ def peak_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def length_reward(completions: list[Any], **_: Any) -> list[float]:
-    """Any reward that differs within a group: the time of a step does not depend on it."""
-    return [float(hash(str(completion)) % 7) for completion in completions]
+def checksum_reward(completions: list[Any], **_: Any) -> list[float]:
+    """Any reward that differs within a group and is the same in every process: the time does not depend on it."""
+    return [float(zlib.crc32(str(completion).encode()) % 7) for completion in completions]
+
+
+def check_trl() -> None:
+    """Refuse to compare with a TRL other than the one whose phases were read."""
+    try:
+        found = importlib.metadata.version("trl")
+    except importlib.metadata.PackageNotFoundError:
+        found = "none"
+    if found != TRL_VERSION:
+        raise SystemExit(
+            f"bench/step.py: TRL {TRL_VERSION} is compared with, {found} is installed: pip install trl=={TRL_VERSION}"
+        )
 
 
 def run_keel(model: str, job: Job, steps: int) -> list[dict[str, float]]:
@@ -146,7 +167,7 @@ def run_keel(model: str, job: Job, steps: int) -> list[dict[str, float]]:
 
     def update(packed: Any, ref_logp: Any, groups: list[Group]) -> None:
         texts = [completion.text for group in groups for completion in group.completions]
-        advantage = advantages(torch.tensor(length_reward(texts)), packed.group)
+        advantage = advantages(torch.tensor(checksum_reward(texts)), packed.group)
         scores = score_tokens(policy, packed, entropy=True)
         batch = Batch(packed.action_mask, advantage, ref_logp=ref_logp)
         optimizer.zero_grad()
@@ -158,7 +179,7 @@ def run_keel(model: str, job: Job, steps: int) -> list[dict[str, float]]:
     for step in range(steps):
         started = time.perf_counter()
         groups = clock.timed("rollout", rollout)(step)
-        packed = pack(groups, loaded.pad_id).to(loaded.device)
+        packed = pack(groups, loaded.pad_id, shared_prefix=loaded.shared_prefix).to(loaded.device)
         ref_logp = clock.timed("reference", refer)(packed)
         clock.timed("update", update)(packed, ref_logp, groups)
         results.append({**clock.take(), "total": time.perf_counter() - started})
@@ -210,7 +231,7 @@ def run_trl(model: str, job: Job, steps: int) -> list[dict[str, float]]:
         )
         trainer = GRPOTrainer(
             model=model,
-            reward_funcs=length_reward,
+            reward_funcs=checksum_reward,
             args=config,
             train_dataset=Dataset.from_dict({"prompt": make_prompts(tokenizer, job) * steps}),
             processing_class=tokenizer,
@@ -231,28 +252,35 @@ def run_trl(model: str, job: Job, steps: int) -> list[dict[str, float]]:
 SIDES: dict[str, Callable[[str, Job, int], list[dict[str, float]]]] = {"keel": run_keel, "trl": run_trl}
 
 
-def measure_here(side: str, model: str, job: Job, repeats: int) -> dict[str, float]:
-    """Run one side in this process: the median of each phase over the steps after the first."""
-    steps = SIDES[side](model, job, repeats + 1)[1:]
-    medians = {phase: statistics.median(step.get(phase, 0.0) for step in steps) for phase in steps[0]}
-    return {**medians, "peak_gib": peak_gib()}
+def measure_here(side: str, model: str, job: Job) -> dict[str, float]:
+    """One turn of a side in this process: the phases of the step after the warm-up."""
+    _, step = SIDES[side](model, job, 2)
+    return {**dict.fromkeys(("rollout", "reference", "update"), 0.0), **step, "peak_gib": peak_gib()}
 
 
 def measure_apart(side: str, options: argparse.Namespace) -> dict[str, float]:
-    """Run one side in a fresh process and read the JSON on its last line."""
+    """One turn of a side in a fresh process: the JSON on its last line."""
     command = [sys.executable, __file__, "--job", options.job, "--model", options.model, "--side", side]
-    command += ["--repeats", str(options.repeats), "--threads", str(options.threads), "--here"]
+    command += ["--threads", str(options.threads), "--here"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"bench/step.py: the {side} side failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def take_turns(sides: list[str], options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    """`--repeats` turns of each side, alternating, and every other round in the opposite order."""
+    turns: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+    for number in range(options.repeats):
+        for side in sides if number % 2 == 0 else reversed(sides):
+            turns[side].append(measure_apart(side, options))
+    return turns
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--job", choices=sorted(JOBS), default="cpu-37")
-    default = Path.home() / ".cache" / "keel" / "smollm2-135m-instruct"
-    parser.add_argument("--model", default=str(default), help="a folder (scripts/get_smollm2.py makes the default one)")
+    parser.add_argument("--model", default=str(default_folder()), help="a folder (default: scripts/get_smollm2.py's)")
     parser.add_argument("--side", choices=["both", *SIDES], default="both")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
@@ -267,25 +295,33 @@ def main() -> None:
         import torch
 
         torch.set_num_threads(options.threads)
-        print(json.dumps(measure_here(options.side, options.model, job, options.repeats)))
+        print(json.dumps(measure_here(options.side, options.model, job)))
         return
     sides = list(SIDES) if options.side == "both" else [options.side]
-    results = {side: measure_apart(side, options) for side in sides}
-    show(options.job, job, results)
+    if "trl" in sides:
+        check_trl()
+    show(options.job, job, take_turns(sides, options))
 
 
-def show(name: str, job: Job, results: dict[str, dict[str, float]]) -> None:
+def show(name: str, job: Job, turns: dict[str, list[dict[str, float]]]) -> None:
     """A table for a person, then one line of JSON."""
+    results = {
+        side: {key: statistics.median(turn[key] for turn in taken) for key in taken[0]} for side, taken in turns.items()
+    }
     print(f"{name}: {job.prompts} prompts of {job.prompt_tokens} × {job.group} completions × {job.new_tokens} tokens")
-    print(f"{'':>6} {'rollout':>9} {'reference':>10} {'update':>9} {'step':>9} {'tokens/s':>9} {'peak GiB':>9}")
+    print(f"{'':>10} {'rollout':>9} {'reference':>10} {'update':>9} {'step':>9} {'tokens/s':>9} {'peak GiB':>9}")
     for side, r in results.items():
+        label = f"trl {TRL_VERSION}" if side == "trl" else side
         phases = f"{r['rollout']:8.2f}s {r['reference']:9.2f}s {r['update']:8.2f}s {r['total']:8.2f}s"
-        print(f"{side:>6} {phases} {job.tokens / r['total']:9.1f} {r['peak_gib']:9.2f}")
+        print(f"{label:>10} {phases} {job.tokens / r['total']:9.1f} {r['peak_gib']:9.2f}")
     line: dict[str, Any] = {"job": name}
     for side, r in results.items():
         line |= {f"{side}_s": round(r["total"], 3), f"{side}_peak_gib": round(r["peak_gib"], 3)}
-    if len(results) == 2:
-        line["ratio"] = round(results["trl"]["total"] / results["keel"]["total"], 3)
+    if "trl" in turns:
+        line["trl_version"] = TRL_VERSION
+    if len(turns) == 2:
+        pairs = zip(turns["trl"], turns["keel"], strict=True)
+        line["ratio"] = round(statistics.median(trl["total"] / keel["total"] for trl, keel in pairs), 3)
     print(json.dumps(line))
 
 

@@ -39,8 +39,9 @@ def interleaved(weight: Tensor, heads: int) -> Tensor:
     return weight.reshape(heads, 2, rows // heads // 2, cols).transpose(1, 2).reshape(rows, cols)
 
 
-def write(path: Path) -> LlamaForCausalLM:
-    torch.manual_seed(0)
+def write(path: Path, seed: int = 0) -> LlamaForCausalLM:
+    """The model, once the file holds it."""
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(vocabulary()),
         hidden_size=WIDTH,
