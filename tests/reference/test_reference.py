@@ -16,8 +16,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from keel.errors import KeelError
 from keel.models import LoadedModel, fingerprint, load_model
+from keel.models.head import frozen_head
+from keel.models.logprobs import hidden_states, score_tokens
+from keel.models.pack import pack
 from keel.models.tiny import tiny_config, tiny_tokenizer
 from keel.reference import KINDS, build_reference, check_reference
+from keel.reference.held import Parked
+from keel.types import Completion, Group, Problem
 
 LORA = {"r": 3, "alpha": 5, "targets": ["q_proj", "down_proj"]}
 SMALL = f"{__name__}:small"
@@ -242,10 +247,19 @@ def test_a_reference_restores_itself_into_a_new_process(kind: str, setup: str, o
 
 @pytest.mark.parametrize(("kind", "setup"), cases())
 def test_a_wrong_fingerprint_is_refused(kind: str, setup: str, adapter: Path) -> None:
-    reference = build_reference(kind, load(setup, adapter), **PARAMS.get(kind, {}))
+    loaded = load(setup, adapter)
+    reference = build_reference(kind, loaded, **PARAMS.get(kind, {}))
     state = reference.state_dict()
     with pytest.raises(KeelError, match="fingerprint"):
         reference.load_state_dict({**state, "fingerprint": "0" * 32})
+    for step in (1, 2):
+        randomise(loaded.model, step)
+        reference.update(loaded.model, step, measured_kl=0.3)
+    now, mark = reference_logits(reference), reference.fingerprint()
+    with pytest.raises(KeelError, match="fingerprint"):
+        reference.load_state_dict({**state, "fingerprint": "0" * 32})
+    assert reference.fingerprint() == mark  # a refused state has changed nothing
+    assert torch.equal(reference_logits(reference), now)
 
 
 def test_another_base_model_is_refused() -> None:
@@ -367,3 +381,122 @@ def test_a_users_own_factory() -> None:
     assert build_reference(name, load_model(SMALL, device="cpu"), offload=True).kind == "frozen"
     with pytest.raises(KeelError, match="offload"):
         check_reference(name, offlod=True)
+
+
+def one_group() -> Group:
+    def completion(row: Tensor) -> Completion:
+        drawn = tuple(row[5:].tolist())
+        zeros = (0.0,) * len(drawn)
+        return Completion(drawn, (True,) * len(drawn), zeros, zeros, "", "length")
+
+    return Group(Problem("p", ""), tuple(tokens()[0, :5].tolist()), tuple(completion(row) for row in tokens()))
+
+
+def plain_logp(model: nn.Module, group: Group) -> Tensor:
+    """Log-probabilities of all words at each completion's tokens, by a plain forward each."""
+    rows = []
+    for completion in group.completions:
+        with torch.no_grad():
+            found = model(input_ids=torch.tensor([[*group.prompt_tokens, *completion.tokens]])).logits[0]
+        rows.append(found[len(group.prompt_tokens) - 1 : -1].log_softmax(-1))
+    return torch.stack(rows)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")
+@pytest.mark.parametrize("moves", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["adapter_off", "frozen", "ema", "snapshot", "kl_triggered"])
+def test_the_exact_kl_against_each_kind_with_an_adapter_on_the_head(kind: str, moves: int) -> None:
+    loaded = load_model(SMALL, device="cpu", lora={**LORA, "targets": ["q_proj", "lm_head"]})
+    params = {"ema": {"alpha": 0.25, "every": 1}, "snapshot": {"every": 1}}.get(kind, {})
+    reference = build_reference(kind, loaded, **params)
+    for step in range(1, moves + 1):
+        randomise(loaded.model, step)
+        reference.update(loaded.model, step, measured_kl=0.3)
+    group = one_group()
+    packed = pack([group], loaded.pad_id)
+    with reference.model() as model:
+        ref_hidden, ref_head = hidden_states(model, packed), frozen_head(model)
+        q = plain_logp(model, group)
+    scores = score_tokens(loaded.model, packed, exact_kl=True, ref_hidden=ref_hidden, ref_head=ref_head)
+    assert moves or scores.exact_kl.abs().max() < 1e-7
+    randomise(loaded.model, 9)
+    p = plain_logp(loaded.model, group)
+    scores = score_tokens(loaded.model, packed, exact_kl=True, ref_hidden=ref_hidden, ref_head=ref_head)
+    expected = (p.exp() * (p - q)).sum(-1)
+    assert expected.mean() > 1e-3
+    torch.testing.assert_close(scores.exact_kl, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_adapters_that_train_the_base_are_refused(bias: Any, tmp_path: Path) -> None:
+    """Their biases live in the base that policy and reference share: a "frozen" reference would move."""
+    base = load_model(f"{__name__}:gpt2", device="cpu")
+    config = LoraConfig(r=2, target_modules=["c_attn"], bias=bias, task_type="CAUSAL_LM", fan_in_fan_out=True)
+    loaded = replace(base, model=get_peft_model(base.model, config))
+    for kind in KINDS:
+        with pytest.raises(KeelError, match="bias='none'"):
+            build_reference(kind, loaded)
+    loaded.model.save_pretrained(tmp_path)  # type: ignore[operator]
+    with pytest.raises(KeelError, match="bias='none'"):
+        load_model(f"{__name__}:gpt2", device="cpu", lora={"adapter": str(tmp_path)})
+
+
+def test_a_device_too_full_for_a_visit_leaves_all_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.ones(2), torch.ones(3)]
+    parked = Parked(tensors)
+    resting = [tensor.data_ptr() for tensor in tensors]
+
+    def to(tensor: Tensor, device: torch.device) -> Tensor:
+        if len(tensor) == 3:
+            raise torch.OutOfMemoryError
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    with pytest.raises(torch.OutOfMemoryError), parked.visiting():
+        pass
+    assert [tensor.data_ptr() for tensor in tensors] == resting
+
+
+def test_a_switch_of_adapters_that_fails_leaves_the_policy_active(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load("continued", adapter)
+    model: Any = loaded.model
+    reference = build_reference("auto", loaded)
+    randomise(model, 2)
+    before, switch = logits(model), type(model).set_adapter
+
+    def fail(self: Any, name: str, **options: Any) -> None:
+        switch(self, name, **options)
+        if name == "reference":
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(type(model), "set_adapter", fail)
+    with pytest.raises(ZeroDivisionError):
+        reference_logits(reference)
+    assert list(model.active_adapters) == ["default"]
+    assert torch.equal(logits(model), before)
+
+
+def buffered(seed: int) -> tuple[nn.Module, Any]:
+    """A model with state that is no parameter."""
+    model, tokenizer = small(seed)
+    model.register_buffer("steps", torch.tensor(0))
+    model.register_buffer("running", torch.zeros(2))
+    return model, tokenizer
+
+
+def test_buffers_of_the_state_are_held_averaged_and_restored() -> None:
+    loaded = load_model(f"{__name__}:buffered", device="cpu")
+    model: Any = loaded.model
+    copied, average = build_reference("snapshot", loaded, every=1), build_reference("ema", loaded, every=1, alpha=0.5)
+    model.steps += 4
+    model.running += 4
+    for reference in (copied, average):
+        reference.update(model, 1)
+    assert copied.fingerprint() == fingerprint(model)
+    with average.model() as held:
+        assert (int(held.steps), held.running.tolist()) == (4, [2.0, 2.0])  # type: ignore[arg-type, operator, union-attr]
+    again = build_reference("ema", load_model(f"{__name__}:buffered", device="cpu"), every=1, alpha=0.5)
+    again.load_state_dict(average.state_dict())
+    assert again.fingerprint() == average.fingerprint()

@@ -148,6 +148,64 @@ def test_stop_strings_cut_the_text_and_keep_the_tokens() -> None:
     assert stopped
 
 
+def with_special_tokens() -> NativeEngine:
+    """Byte 259 is special too, and decoding leaves all of them out."""
+    tokenizer = shapes.tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") == 259
+    return NativeEngine(shapes.model("llama"), tokenizer)
+
+
+def test_a_special_token_is_a_stop_string() -> None:
+    engine = with_special_tokens()
+    sampling = SamplingParams(temperature=2.0, num_generations=8, max_completion_length=60, ignore_eos=True)
+    requests = requests_of()
+    free = [c for group in engine.generate(requests, sampling, seed=4) for c in group]
+    stop = replace(sampling, stop=("<|im_end|>", "never sampled"))
+    cut = [c for group in engine.generate(requests, stop, seed=4) for c in group]
+    stopped = 0
+    for c, d in zip(free, cut, strict=True):
+        if 259 not in c.tokens:
+            assert (c.tokens, c.text, c.stop_reason) == (d.tokens, d.text, d.stop_reason)
+            continue
+        stopped += 1
+        end = c.tokens.index(259) + 1
+        assert (d.tokens, d.stop_reason) == (c.tokens[:end], "stop")
+        assert d.text == engine.tokenizer.decode(list(c.tokens[: end - 1]), skip_special_tokens=True)
+    assert stopped > 2
+
+
+def test_stop_strings_around_special_tokens() -> None:
+    engine = with_special_tokens()
+    encode = engine.tokenizer.encode
+    tokens = encode("one<pad> two<|im_end|>\nthree")
+    assert engine._cut(tokens, ("<|im_end|>\n",)) == "one two"
+    assert engine._cut(tokens, ("o<|im_end|>",)) == "one tw"
+    assert engine._cut(tokens, ("three", "two<|im_end|>")) == "one "
+    assert engine._cut(tokens, ("e two",)) == "on"  # special tokens are no part of the text
+    assert engine._cut(tokens, ("<bos>", "four")) is None
+    assert engine._cut(encode("x" * 99 + "<|im_end|>"), ("<|im_end|>",)) == "x" * 99
+
+
+def test_the_same_noise_is_not_drawn_twice() -> None:
+    engine, model = engine_of("llama")
+    sampling = SamplingParams(num_generations=2, max_completion_length=4)
+    handle = model.register_forward_pre_hook(lambda *_: pytest.fail("computed"))
+    for requests in (
+        [Request("a", (1, 2), samples=(0, 0))],
+        [Request("a", (1, 2)), Request("a", (3, 4))],
+        [Request("a", (1, 2), samples=(1,), start=3), Request("a", (3, 4), samples=(1,), start=3)],
+    ):
+        with pytest.raises(KeelError, match="same noise") as caught:
+            engine.generate(requests, sampling)
+        assert "\n" not in str(caught.value)
+    handle.remove()
+    fine = [Request("a", (1, 2), samples=(0, 2)), Request("a", (1, 2), samples=(1,)), Request("a", (3,), start=3)]
+    assert [len(group) for group in engine.generate(fine, sampling)] == [2, 1, 2]
+    greedy = replace(sampling, temperature=0)
+    assert len(engine.generate([Request("a", (1, 2)), Request("a", (3, 4))], greedy)) == 2  # draws no noise
+
+
 def test_a_conversation_continues_from_its_tokens() -> None:
     """A second turn from the returned tokens goes on exactly where one long turn would."""
     engine, _ = engine_of("llama")

@@ -7,9 +7,14 @@ import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from keel.rollout import NativeEngine, Request, SamplingParams
-from keel.rollout.sampling import block_shape, draw, filter_logits, gumbel, row_key
+from keel.rollout.sampling import block_shape, draw, filter_threshold, gumbel, row_key
 
 from . import shapes
+
+
+def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The logits with -inf where a filter leaves the token out."""
+    return logits.masked_fill(logits < filter_threshold(logits, params), -torch.inf)
 
 
 @pytest.mark.parametrize("vocabulary", [50, 257, 3000])

@@ -38,9 +38,13 @@ class Head:
     def linear(self) -> tuple[Tensor, Tensor | None] | None:
         """Weight and bias if the module is a plain linear map; None for adapters, quantised weights and hooks."""
         module = self.module
-        if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
+        if type(module) is not nn.Linear or _hooked(module):
             return None
         return module.weight, module.bias
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -120,13 +124,15 @@ def frozen_head(model: nn.Module) -> Head:
     """The head as it is now, for a reference whose adapters are switched back before its head is applied.
 
     An adapter on the head (LoRA on `lm_head`) is computed into one weight by sending the identity through it; a head
-    without one is used as it stands, uncopied.
+    without one is used as it stands, uncopied. A hook on the head may be part of what it computes (an average of
+    adapters adds its update by one), so that it takes the first way too.
     """
     head = head_of(model)
     if head.linear() is not None:
         return head
     inner = getattr(head.module, "base_layer", getattr(head.module, "original_module", None))
-    if isinstance(inner, nn.Linear) and getattr(head.module, "disable_adapters", False):
+    off = getattr(head.module, "disable_adapters", False) and not getattr(head.module, "merged", False)
+    if off and isinstance(inner, nn.Linear) and not _hooked(head.module) and not _hooked(inner):
         return replace(head, module=inner)
     original: Any = head.module.weight
     vocabulary, width = original.shape

@@ -82,6 +82,7 @@ def add_lora(model: nn.Module, settings: LoraSettings, *, seed: int = 0) -> nn.M
             found = PeftConfig.from_pretrained(folder)
             if not isinstance(found, LoraConfig):
                 raise KeelError(f"the adapter at {settings.adapter!r} is {found.peft_type}, not LoRA: give a LoRA one")
+            check_bias(found, f"the adapter at {settings.adapter!r}")
             found.lora_dropout = settings.dropout
             found.inference_mode = False
             return PeftModel.from_pretrained(model, folder, config=found, is_trainable=True)
@@ -89,7 +90,14 @@ def add_lora(model: nn.Module, settings: LoraSettings, *, seed: int = 0) -> nn.M
         raise
     except (ValueError, RuntimeError, KeyError, OSError) as error:
         what = f"the adapter at {settings.adapter!r}" if settings.adapter else f"lora.targets={settings.targets!r}"
-        raise KeelError(f"{what} does not fit the model: {_first_line(error)}") from error
+        raise KeelError(f"{what} does not fit the model: {first_line(error)}") from error
+
+
+def check_bias(config: Any, what: str) -> None:
+    """Refuse LoRA that trains the base's biases: the base is shared, so that the reference would move with it."""
+    bias = getattr(config, "bias", "none")
+    if bias != "none":
+        raise KeelError(f"{what} has bias={bias!r}, which trains the base model itself: use LoRA with bias='none'")
 
 
 def settings_of(model: nn.Module, settings: LoraSettings) -> LoraSettings:
@@ -121,5 +129,6 @@ def adapter_is_zero(model: nn.Module) -> bool:
     return True
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message that says anything, or its type."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from keel.errors import KeelError
 from keel.models.fingerprint import effective_weights, fingerprint, fingerprint_tensors
-from keel.models.lora import adapter_is_zero, is_lora
-from keel.reference.held import Parked, evaluating, unwrap
+from keel.models.head import evaluating
+from keel.models.lora import adapter_is_zero, check_bias, is_lora
+from keel.reference.held import Parked, unwrap
 
 
 class HeldAdapter:
@@ -30,6 +31,7 @@ class HeldAdapter:
         if not is_lora(self._model):
             raise KeelError("this reference needs LoRA: set model.lora, or use reference.kind=frozen")
         self._policy_adapter: str = self._model.active_adapters[0]
+        check_bias(self._model.peft_config[self._policy_adapter], "the policy's adapter")
         self._offload = offload
         self._parked: Parked | None = None
         self._name: str | None = None
@@ -109,8 +111,8 @@ class HeldAdapter:
     def _switched(self, name: str) -> Iterator[None]:
         """The adapter `name` active; the one before and every requires_grad are put back, errors or not."""
         with _kept_flags(self._model):
-            self._model.set_adapter(name, inference_mode=True)
             try:
+                self._model.set_adapter(name, inference_mode=True)
                 yield
             finally:
                 self._model.set_adapter(self._policy_adapter)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from keel.errors import KeelError
-from keel.models.fingerprint import fingerprint
-from keel.reference.held import Parked, evaluating, unwrap
+from keel.models.fingerprint import fingerprint, persistent_buffers
+from keel.models.head import evaluating
+from keel.reference.held import Parked, unwrap
 
 
 class FullCopy:
@@ -24,7 +25,7 @@ class FullCopy:
     def __init__(self, policy: nn.Module, *, offload: bool = False) -> None:
         self._copy = copy.deepcopy(unwrap(policy)).eval().requires_grad_(False)
         self._copy.zero_grad(set_to_none=True)
-        self._parameters: dict[str, nn.Parameter] = dict(self._copy.named_parameters())
+        self._held = _state(self._copy)
         # A moving average below fp32 stalls: steps under half a unit in the last place round to nothing.
         self._masters: dict[str, Tensor] = {}
         self._parked = Parked(_movable(self._copy)) if offload else None
@@ -37,13 +38,16 @@ class FullCopy:
     @torch.no_grad()
     def assign(self, policy: nn.Module) -> None:
         for name, source in self._sources(policy):
-            self._parameters[name].copy_(source)
+            self._held[name].copy_(source)
         self._masters.clear()
 
     @torch.no_grad()
     def blend(self, policy: nn.Module, alpha: float) -> None:
         for name, source in self._sources(policy):
-            held = self._parameters[name]
+            held = self._held[name]
+            if not held.is_floating_point():
+                held.copy_(source)  # a counter has no average
+                continue
             if held.dtype in (torch.float32, torch.float64):
                 held.lerp_(source.to(held), alpha)
                 continue
@@ -51,18 +55,19 @@ class FullCopy:
             held.copy_(master.lerp_(source.to(master), alpha))
 
     def tensors(self) -> dict[str, Tensor]:
-        return {name: self._masters.get(name, held.detach()).clone() for name, held in self._parameters.items()}
+        return {name: self._masters.get(name, held.detach()).clone() for name, held in self._held.items()}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        if set(tensors) != set(self._parameters):
+        if set(tensors) != set(self._held):
             raise KeelError("the saved reference is of another model: its parameters have other names")
-        self._masters.clear()
-        for name, held in self._parameters.items():
+        for name, held in self._held.items():
             if tensors[name].shape != held.shape:
                 raise KeelError(
                     f"the saved reference is of another model: {name} has shape {tuple(tensors[name].shape)}"
                 )
+        self._masters.clear()
+        for name, held in self._held.items():
             held.copy_(tensors[name])
             if tensors[name].dtype != held.dtype:
                 self._masters[name] = tensors[name].to(held.device, copy=True)
@@ -71,10 +76,15 @@ class FullCopy:
         return fingerprint(self._copy)
 
     def _sources(self, policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        found = dict(unwrap(policy).named_parameters())
-        if set(found) != set(self._parameters):
+        found = _state(unwrap(policy))
+        if set(found) != set(self._held):
             raise KeelError("the reference is a copy of another model than this policy: build it from the same one")
-        yield from ((name, parameter.detach()) for name, parameter in found.items())
+        yield from ((name, tensor.detach()) for name, tensor in found.items())
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors that make the model what it is, by name: those its fingerprint is of."""
+    return {**dict(model.named_parameters()), **dict(persistent_buffers(model))}
 
 
 def _movable(model: nn.Module) -> list[Tensor]:

@@ -38,20 +38,6 @@ def unwrap(model: nn.Module) -> Any:
     return unwrap(inner) if isinstance(inner, nn.Module) else model
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[nn.Module]:
-    """Eval mode and no gradients, with every module's own mode put back after."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        with torch.no_grad():
-            yield model
-    finally:
-        for module in training:
-            module.training = True
-
-
 class Parked:
     """Tensors that rest on the CPU and visit the device only while they are used."""
 
@@ -67,10 +53,10 @@ class Parked:
 
     @contextmanager
     def visiting(self) -> Iterator[None]:
-        """The tensors on the device until the context is left."""
-        for tensor, resting in self.pairs:
-            tensor.data = resting.to(self.device)
+        """The tensors on the device until the context is left; a device too full for them leaves all at rest."""
         try:
+            for tensor, resting in self.pairs:
+                tensor.data = resting.to(self.device)
             yield
         finally:
             self.park()

@@ -79,15 +79,22 @@ class HeldReference:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["kind"] != self.kind:
             raise KeelError(f"the saved reference is {state['kind']!r} but reference.kind is {self.kind!r}: keep one")
-        self._held.load(state["weights"])
+        before = self._held.tensors()
+        try:
+            self._held.load(state["weights"])
+            self._check_restored(str(state["fingerprint"]))
+        except Exception:
+            self._held.load(before)  # a refused checkpoint leaves the reference as it was
+            raise
+        self.moves, self.moved_at = int(state["moves"]), state["moved_at"]
+
+    def _check_restored(self, expected: str) -> None:
         found = self.fingerprint()
-        if found != state["fingerprint"]:
+        if found != expected:
             raise KeelError(
-                f"the restored reference has fingerprint {found[:12]} but the checkpoint says "
-                f"{str(state['fingerprint'])[:12]}: "
+                f"the restored reference has fingerprint {found[:12]} but the checkpoint says {expected[:12]}: "
                 "its base model or its file has changed; resume with the model the run began with"
             )
-        self.moves, self.moved_at = int(state["moves"]), state["moved_at"]
 
     def fingerprint(self) -> str:
         return self._held.fingerprint()

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from keel.models.head import causal_lm
+from keel.models.lora import first_line
 from keel.rollout.cache import Prefix, SharedPrefixCache, shared_prefix_attention
 from keel.rollout.lean import LlamaStep, is_llama_shaped
 
@@ -25,11 +27,6 @@ class Decoder(Protocol):
     def step(self, tokens: Tensor) -> Tensor: ...
 
     def keep(self, live: list[int]) -> list[int]: ...
-
-
-def plain_model(model: nn.Module) -> Any:
-    """The transformers model inside a peft one (its layers still apply the active adapter), or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
 @contextmanager
@@ -56,7 +53,7 @@ class SharedPrefixDecoder:
 
     def __init__(self, model: nn.Module, *, lean: bool = False) -> None:
         self.model = model
-        self.inner = plain_model(model)
+        self.inner = causal_lm(model)
         self.lean = LlamaStep(self.inner) if lean else None
         self.device = next(model.parameters()).device
         self.cache: SharedPrefixCache
@@ -117,7 +114,7 @@ class RepeatedDecoder:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.inner = plain_model(model)
+        self.inner = causal_lm(model)
         self.device = next(model.parameters()).device
 
     def start(self, prompts: Sequence[Sequence[int]], prompt_of: Sequence[int], length: int) -> Tensor:
@@ -164,7 +161,7 @@ class RepeatedDecoder:
 
 def _probe(model: nn.Module, decoder: Decoder) -> float:
     """Largest difference of the decoder's logits from plain full forwards, relative to the logits' own spread."""
-    vocabulary = plain_model(model).config.get_text_config().vocab_size
+    vocabulary = causal_lm(model).config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocabulary, (10,), generator=generator).tolist()
     prompts, prompt_of = (tokens[:3], tokens[3:]), (0, 0, 1, 1)
@@ -188,7 +185,7 @@ def choose_decoder(model: nn.Module) -> tuple[Callable[[nn.Module], Decoder], st
     The cache's layer types tell of windows and recurrent states, which short inputs would not show; the probe finds
     everything else, since a model that computes attention in its own way gives other numbers without an error.
     """
-    inner = plain_model(model)
+    inner = causal_lm(model)
     half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)
     try:
         odd = {type(layer).__name__ for layer in DynamicCache(config=inner.config).layers} - {DynamicLayer.__name__}
@@ -211,4 +208,4 @@ def choose_decoder(model: nn.Module) -> tuple[Callable[[nn.Module], Decoder], st
 
 
 def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"{type(error).__name__}: {first_line(error)}"

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from keel.errors import KeelError
-from keel.models.head import evaluating
+from keel.models.head import causal_lm, evaluating
 from keel.models.load import context_length, eos_ids
-from keel.rollout.decode import choose_decoder, plain_model
+from keel.rollout.decode import choose_decoder
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel, row_key
 from keel.rollout.weights import WeightCopy
 from keel.types import Completion
@@ -79,8 +79,9 @@ class NativeEngine:
         self._policy = model
         self._copy = WeightCopy(model, dtype=dtype, device=device, merge=merge) if copied else None
         self.tokenizer = tokenizer
-        self.eos_ids = frozenset(eos_ids(plain_model(model), tokenizer))
-        self.context = context_length(plain_model(model))
+        self._special = _special_tokens(tokenizer)
+        self.eos_ids = frozenset(eos_ids(causal_lm(model), tokenizer))
+        self.context = context_length(causal_lm(model))
         with evaluating(self.model):
             self._decoder, self.fallback_reason = choose_decoder(self.model)
         if self.fallback_reason:
@@ -119,6 +120,8 @@ class NativeEngine:
         """Completions of each request, in order; what is wrong with a request is said before anything is computed."""
         for request in requests:
             self._check(request, sampling)
+        if not sampling.greedy:
+            _check_noise(requests, sampling)
         rows = [
             _Row(i, place, row_key(seed, attempt, step, request.key, sample), request.start, _limit(request, sampling))
             for i, request in enumerate(requests)
@@ -192,23 +195,45 @@ class NativeEngine:
             elif len(row.tokens) == row.limit:
                 row.stop_reason = "length"
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+    def _decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=not special))
 
     def _cut(self, tokens: list[int], stop: tuple[str, ...]) -> str | None:
         """The text before the first stop string, or None; looks at the last few tokens first, at all only on a hit.
 
         A stop string that the newest token completes lies within its own length in bytes of tokens, since a token
-        adds a byte at least; twice that and eight more leave room for special tokens, which add none.
+        adds a byte at least; twice that and eight more leave room for special tokens, which add none. A stop string
+        with a special token in it is searched where those are written out, any other where they are left out.
         """
+        cuts = [
+            text
+            for special in (False, True)
+            if (strings := [string for string in stop if self._has_special(string) == special])
+            and (text := self._cut_at(tokens, strings, special)) is not None
+        ]
+        return min(cuts, key=len) if cuts else None
+
+    def _cut_at(self, tokens: list[int], stop: list[str], special: bool) -> str | None:
         window = 2 * max(len(string.encode()) for string in stop) + 8
         if len(tokens) > window:
-            tail = self._decode(tokens[-window:])
+            tail = self._decode(tokens[-window:], special=special)
             if not any(string in tail for string in stop):
                 return None
-        text = self._decode(tokens)
+        text = self._decode(tokens, special=special)
         places = [text.find(string) for string in stop if string in text]
-        return text[: min(places)] if places else None
+        if not places:
+            return None
+        return self._without_special(tokens, text[: min(places)]) if special else text[: min(places)]
+
+    def _has_special(self, string: str) -> bool:
+        return any(token in string for token in self._special)
+
+    def _without_special(self, tokens: list[int], before: str) -> str:
+        """The text `before` a stop string, special tokens left out: that of its whole tokens, and what remains."""
+        count = len(tokens)
+        while count and len(self._decode(tokens[:count], special=True)) > len(before):
+            count -= 1
+        return self._decode(tokens[:count]) + before[len(self._decode(tokens[:count], special=True)) :]
 
     def _completion(self, row: _Row) -> Completion:
         return Completion(
@@ -219,6 +244,13 @@ class NativeEngine:
             text=self._decode(row.tokens) if row.text is None else row.text,
             stop_reason=row.stop_reason,
         )
+
+
+def _special_tokens(tokenizer: Any) -> frozenset[str]:
+    """The tokens that decoding leaves out."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    named = getattr(tokenizer, "all_special_tokens", ())
+    return frozenset(filter(None, (*named, *(str(token) for token in added.values() if token.special))))
 
 
 class _Noise:
@@ -248,6 +280,20 @@ class _Noise:
         self.keys, self.starts = self.keys[index], self.starts[index]
         if self.ahead is not None:
             self.ahead = self.ahead[:, index]
+
+
+def _check_noise(requests: Sequence[Request], sampling: SamplingParams) -> None:
+    """Refuse two completions of the same noise: they would look like two samples and be one."""
+    seen: set[tuple[str, int, int]] = set()
+    for request in requests:
+        for sample in _samples(request, sampling):
+            place = (request.key, sample, request.start)
+            if place in seen:
+                raise KeelError(
+                    f"problem {request.key!r} asks twice for sample {sample} at start {request.start}, which draws the "
+                    f"same noise again: give each request its own key, or other samples"
+                )
+            seen.add(place)
 
 
 def _limit(request: Request, sampling: SamplingParams) -> int:

@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from keel.errors import KeelError
+from keel.models.fingerprint import GOLDEN, mix, shift
 
-_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
-_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
-_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 _TOP_P_HEAD = 1024  # top-p looks at this many tokens first; sorting a whole vocabulary costs as much as the model
 
 
@@ -71,27 +69,15 @@ def row_key(seed: int, attempt: int, step: int, problem: str, sample: int) -> in
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64: torch's own is arithmetic."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser (Steele, Lea and Flood 2014): a bijection of 64 bits that passes BigCrush as a counter."""
-    x = (x ^ _shift(x, 30)) * _MIX_1
-    x = (x ^ _shift(x, 27)) * _MIX_2
-    return x ^ _shift(x, 31)
-
-
 def gumbel(keys: Tensor, positions: Tensor, width: int) -> Tensor:
     """Standard Gumbel noise `[*keys.shape, width]` of (row key, position, index), in float64.
 
     A pure function of its arguments: neither the batch a row sits in nor what was drawn before can move it. 53 bits,
     since 24 would cut tails off at 1e-7.
     """
-    stream = _mix(keys + _mix((positions + 1) * _GOLDEN))
-    index = torch.arange(1, width + 1, device=keys.device) * _GOLDEN
-    bits = _shift(_mix(stream.unsqueeze(-1) + index), 11)
+    stream = mix(keys + mix((positions + 1) * GOLDEN))
+    index = torch.arange(1, width + 1, device=keys.device) * GOLDEN
+    bits = shift(mix(stream.unsqueeze(-1) + index), 11)
     uniform = (bits.double() + 0.5) * 2.0**-53
     return -torch.log(-torch.log(uniform))
 
@@ -122,11 +108,6 @@ def filter_threshold(logits: Tensor, params: SamplingParams) -> Tensor:
     if params.min_p > 0:  # p >= min_p * max p, where the normaliser cancels
         threshold = threshold.maximum(logits.amax(-1, keepdim=True) + math.log(params.min_p))
     return threshold
-
-
-def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The logits with -inf where a filter leaves the token out."""
-    return logits.masked_fill(logits < filter_threshold(logits, params), -torch.inf)
 
 
 def _nucleus(logits: Tensor, top_p: float) -> Tensor:

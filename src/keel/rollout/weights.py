@@ -181,8 +181,8 @@ class WeightCopy:
             difference, allowed = _logits_apart(policy, self.model)
             if difference > allowed:
                 raise KeelError(
-                    f"the logits of the merged copy are off by {difference:.1g} of their spread: its adapters cannot be "
-                    f"merged; {_UNMERGED}"
+                    f"the logits of the merged copy are off by {difference:.1g} of their spread, so these adapters "
+                    f"cannot be merged: {_UNMERGED}"
                 )
             self._verified = not adapter_is_zero(policy)
 
