@@ -58,7 +58,7 @@ def shape_logits(raw: Tensor, scale: float, softcap: float | None) -> Tensor:
     return scaled if softcap is None else softcap * torch.tanh(scaled / softcap)
 
 
-def causal_lm(model: nn.Module) -> nn.Module:
+def causal_lm(model: nn.Module) -> Any:
     """The transformers model inside the wrappers of peft, torch.compile and data parallelism."""
     outer: Any = model
     while True:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from keel.errors import KeelError
 from keel.models.fingerprint import adapter_layers, fingerprint
 from keel.models.head import causal_lm, evaluating, module_dtype
+from keel.models.load import cast_parameters
 from keel.models.lora import adapter_is_zero, is_lora
 
 _UNMERGED = "build the engine with merge=False"
@@ -95,13 +96,6 @@ def _untie(model: Any) -> bool:
     return untied
 
 
-def _cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Cast floating parameters and no buffers: rotary frequencies in half precision lose whole turns at distance."""
-    for parameter in model.parameters():
-        if dtype is not None and parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
-
-
 def _take_adapter_state(twin: Any, policy: Any) -> None:
     """Which adapters are active, off, merged and how strong: all that acts in a layer and is no tensor.
 
@@ -136,9 +130,7 @@ class WeightCopy:
             twin = twin.merge_and_unload()
             if untied:
                 twin.config.tie_word_embeddings = False
-        twin = twin.to(device=self.device).eval()
-        _cast_parameters(twin, self.dtype)
-        return twin.requires_grad_(False)
+        return cast_parameters(twin, self.dtype, self.device).eval().requires_grad_(False)
 
     def _source(self, policy: nn.Module) -> dict[str, Tensor]:
         if self.merge:
@@ -204,7 +196,7 @@ def _check_not_merged_and_off(policy: nn.Module) -> None:
 
 def _logits_apart(policy: nn.Module, twin: nn.Module) -> tuple[float, float]:
     """Largest difference of two models' logits on a few tokens, relative to their spread, and what rounding allows."""
-    vocabulary = causal_lm(policy).config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+    vocabulary = causal_lm(policy).config.get_text_config().vocab_size
     ids = torch.randint(0, vocabulary, (1, 8), generator=torch.Generator().manual_seed(0))
     logits = []
     for model in (policy, twin):
