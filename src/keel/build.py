@@ -68,6 +68,7 @@ def build_judge(config: Config, task: Task, reward: RewardFunction | None = None
         "aggregate": config.reward.aggregate,
         "timeout_s": config.reward.timeout_s,
         "on_error": config.reward.on_error,
+        "shuffle": config.reward.shuffle,
     }
     if reward is not None:
         return Judge([wrap(reward)], **options)
