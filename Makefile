@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.keel-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-gpu lint verify clean
+.PHONY: help setup train test test-gpu soak lint verify clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -26,6 +26,9 @@ test: setup  ## run all tests
 
 test-gpu: setup  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest tests_gpu
+
+soak: setup  ## kill a run 20 times at random and compare it with one left alone (some minutes)
+	$(BIN)/python scripts/soak_resume.py --kills 20
 
 lint: setup  ## ruff, mypy and the rooms' import contracts
 	$(BIN)/ruff check .

@@ -1,0 +1,107 @@
+"""Kill a run of the default at random moments with SIGKILL, resume it each time, and compare it with a run left alone.
+
+    python scripts/soak_resume.py --kills 20        # `make soak`
+
+Every metric of every step, every rollout and every evaluation must be equal, but for times, speeds and memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+CHANGING = ("time/", "speed/", "memory/")
+
+
+def command(folder: Path, name: str, steps: int, resume: bool) -> list[str]:
+    """`keel train` on a shortened default with frequent checkpoints."""
+    base = [sys.executable, "-m", "keel.cli", "train"]
+    if resume:
+        return [*base, "--resume", str(folder / name)]
+    settings = [f"run.dir={folder}", f"run.name={name}", f"run.max_steps={steps}", "checkpoint.every=5"]
+    settings += ["warmstart.steps=40", "rollout.prompts_per_step=8", "eval.every=20", "eval.samples=16"]
+    return [*base, "configs/default.yaml", *settings, "log.console=plain", "log.tensorboard=false"]
+
+
+def steady(line: dict[str, Any]) -> dict[str, Any]:
+    """A record without what may differ between two exact runs."""
+    return {key: value for key, value in line.items() if not key.startswith(CHANGING) and key != "time"}
+
+
+def records(run: Path, name: str) -> list[dict[str, Any]]:
+    return [steady(json.loads(line)) for line in (run / name).read_text().splitlines()]
+
+
+def last_step(run: Path) -> int:
+    """The last complete line's step; a torn line is one that was being written."""
+    try:
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return 0
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["step"])
+        except ValueError:
+            continue
+    return 0
+
+
+def interrupted(folder: Path, steps: int, kills: int, rng: random.Random) -> int:
+    """Run to the end through `kills` kills; returns how many were dealt."""
+    run, dealt = folder / "killed", 0
+    while True:
+        started = run.exists() and (run / "config.yaml").exists()
+        process = subprocess.Popen(command(folder, "killed", steps, started), stderr=subprocess.PIPE, text=True)
+        begin = last_step(run)
+        target = begin + rng.randint(3, 9)
+        while process.poll() is None and not (dealt < kills and last_step(run) >= target):
+            time.sleep(0.02)
+        if process.poll() is None:
+            time.sleep(rng.random() * 0.3)  # anywhere in a step, a save or an evaluation
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            dealt += 1
+            print(f"kill {dealt}: at step {last_step(run)}", flush=True)
+            continue
+        if process.returncode:
+            raise SystemExit(
+                f"soak: the run ended with {process.returncode}: {(process.stderr or sys.stdin).read()[-500:]}"
+            )
+        return dealt
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        alone = subprocess.run(command(folder, "alone", options.steps, False), capture_output=True, text=True)
+        if alone.returncode:
+            raise SystemExit(f"soak: the run left alone failed: {alone.stderr[-500:]}")
+        dealt = interrupted(folder, options.steps, options.kills, random.Random(options.seed))
+        different = []
+        for name in ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl"):
+            one, other = records(folder / "alone", name), records(folder / "killed", name)
+            if one != other:
+                first = next(
+                    (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+                )
+                different.append(f"{name}: {len(one)} and {len(other)} lines, first difference at line {first + 1}")
+        if different or dealt < options.kills:
+            raise SystemExit(f"soak: {dealt} of {options.kills} kills; " + "; ".join(different or ["no difference"]))
+        print(f"{dealt} kills, every resume exact: {len(records(folder / 'alone', 'metrics.jsonl'))} steps compared")
+
+
+if __name__ == "__main__":
+    main()
