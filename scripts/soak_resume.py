@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 CHANGING = ("time/", "speed/", "memory/")
+COMPARED = ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl")
 
 
 def command(folder: Path, name: str, steps: int, resume: bool) -> list[str]:
@@ -78,6 +79,16 @@ def interrupted(folder: Path, steps: int, kills: int, rng: random.Random) -> int
         return dealt
 
 
+def difference(folder: Path, name: str) -> str | None:
+    """Where two runs part, with the fields that do; None if they are equal."""
+    one, other = records(folder / "alone", name), records(folder / "killed", name)
+    for number, (a, b) in enumerate(zip(one, other, strict=False), start=1):
+        if a != b:
+            fields = {key: (a.get(key), b.get(key)) for key in {*a, *b} if a.get(key) != b.get(key)}
+            return f"{name} differs first at line {number} of {len(one)}: {str(fields)[:600]}"
+    return None if len(one) == len(other) else f"{name} has {len(one)} and {len(other)} lines"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
@@ -90,14 +101,7 @@ def main() -> None:
         if alone.returncode:
             raise SystemExit(f"soak: the run left alone failed: {alone.stderr[-500:]}")
         dealt = interrupted(folder, options.steps, options.kills, random.Random(options.seed))
-        different = []
-        for name in ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl"):
-            one, other = records(folder / "alone", name), records(folder / "killed", name)
-            if one != other:
-                first = next(
-                    (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-                )
-                different.append(f"{name}: {len(one)} and {len(other)} lines, first difference at line {first + 1}")
+        different = [text for name in COMPARED if (text := difference(folder, name))]
         if different or dealt < options.kills:
             raise SystemExit(f"soak: {dealt} of {options.kills} kills; " + "; ".join(different or ["no difference"]))
         print(f"{dealt} kills, every resume exact: {len(records(folder / 'alone', 'metrics.jsonl'))} steps compared")

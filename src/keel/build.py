@@ -13,9 +13,7 @@ from keel.config import Config, TaskSpec, controller_params, kl_spec, loss_spec,
 from keel.config.resolve import scale_rewards
 from keel.errors import KeelError, unknown
 from keel.kl import build_controller
-from keel.models.head import body_of
 from keel.models.load import DTYPES, LoadedModel, import_attr, is_users_own, load_model
-from keel.models.probe import probe_packing
 from keel.reference import build_reference
 from keel.rollout import NativeEngine, SamplingParams
 from keel.rollout.collect import collect
@@ -51,9 +49,8 @@ def build_policy(config: Config, weights: Path | None = None) -> LoadedModel:
         trust_remote_code=model.trust_remote_code,
         seed=config.run.seed,
         quantization=model.quantization,
+        compile=model.compile,
     )
-    if model.compile:
-        body_of(loaded.model).compile(dynamic=True)  # the part that scoring calls, past the model's own forward
     return replace(loaded, name=model.name)
 
 
@@ -72,8 +69,7 @@ def build_judge(config: Config, task: Task, reward: RewardFunction | None = None
     }
     if reward is not None:
         return Judge([wrap(reward)], **options)
-    given = "rewards" in config.model_fields_set
-    entries = [{"name": part.name, "weight": part.weight, **part.params} for part in config.rewards] if given else []
+    entries = [{"name": part.name, "weight": part.weight, **part.params} for part in config.rewards]
     return Judge.of(task, entries, **options)
 
 
@@ -125,7 +121,6 @@ def build_run(
     judge = build_judge(config, task, reward)
     sampling = build_sampling(config)
     engine = build_engine(config, loaded)
-    probe = probe_packing(loaded.model)
     half = autocast_dtype(config, loaded)
     spec = kl_spec(config)
     if spec.estimator == "exact_reverse" and config.kl.beta > 0:
@@ -149,10 +144,10 @@ def build_run(
             measure_every=config.kl.measure_every,
             collect_max=config.kl.collect_max,
         ),
-        options=_step_options(config, probe.ok, half),
+        options=_step_options(config, loaded.shared_prefix, half),
         mismatch=None if shared else mismatch_spec(config),
     )
-    return Built(run, judge, sampling, () if probe.ok else (probe.reason,))
+    return Built(run, judge, sampling, () if loaded.packing_note is None else (loaded.packing_note,))
 
 
 def _reference(config: Config, loaded: LoadedModel) -> Any:

@@ -134,7 +134,8 @@ class Reward(Section):
         default=30.0, description="Seconds after which a reward counts as failed; null: never."
     )
     shuffle: int | None = Field(
-        None, description="Seed to deal rewards out at random in each group: a control that must not learn; null: off."
+        default=None,
+        description="Seed to deal rewards out at random in each group: a control that must not learn; null: off.",
     )
     on_error: Literal["stop", "zero", "skip_group"] = Field(
         default="stop", description="A reward that fails, by name: stop the run, count it as 0, or leave its group out."

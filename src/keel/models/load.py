@@ -24,6 +24,7 @@ from keel.models.probe import probe_packing
 from keel.models.tiny import tiny_model
 
 logger = logging.getLogger("keel")
+_ALIGNMENT = 64  # bytes, of torch's allocations on the CPU
 
 DTYPES = {
     "float32": torch.float32,
@@ -104,6 +105,7 @@ def load_model(
     if settings is not None:
         model = add_lora(model, settings, seed=seed)
         settings = settings_of(model, settings)
+    own_memory(model)
     if gradient_checkpointing:
         # The reentrant form drops gradients when the first input needs none, as with a frozen embedding under LoRA.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -129,6 +131,17 @@ def load_model(
         shared_prefix=shared_prefix,
         packing_note=packing_note,
     )
+
+
+def own_memory(model: nn.Module) -> None:
+    """Move weights that lie in a mapped file into torch's own memory, which is aligned.
+
+    Matrix products on some CPUs round by the alignment of their operands: a resumed run, whose weights come from a
+    file, would part from one left alone in the last bit.
+    """
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and parameter.data_ptr() % _ALIGNMENT:
+            parameter.data = parameter.data.clone()
 
 
 def cast_parameters(
