@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 BASE = {"prompt": 256, "group": 8, "completion": 32}
-SWEEPS = {"prompt": (32, 128, 256, 512, 1024), "group": (2, 4, 8, 16, 32), "completion": (16, 32, 64, 128)}
+SWEEPS = {"prompt": (32, 256, 512, 1024), "group": (2, 8, 16), "completion": (16, 32, 64)}
 PROMPTS = 2
 
 

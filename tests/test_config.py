@@ -185,7 +185,7 @@ def test_mistakes_in_a_file(tmp_path):
     [
         (["kl.beta=0.1", "kl.estimator=k1", "kl.gradient=plain"], "zero"),
         (["kl.beta=0.1", "kl.placement=reward"], "use estimator=k1"),
-        (["kl.beta=0.1", "kl.estimator=k2", "kl.gradient=rho", "loss.num_iterations=2"], "off-policy"),
+        (["kl.beta=0.1", "kl.estimator=k2", "kl.gradient=rho", "loss.num_iterations=2"], "no divergence's gradient"),
         (["kl.estimator=k9"], "unknown estimator"),
         (["kl.measure_every=0", "kl.beta=0.1"], "kl.measure_every is 0"),
         (["kl.measure_every=0", "kl.controller.name=step"], "needs the measured KL"),
@@ -195,7 +195,7 @@ def test_mistakes_in_a_file(tmp_path):
         (["kl.controller.name=step", "kl.controller.traget=1"], "did you mean 'target'?"),
         (["kl.controller.name=step", "kl.controller.target=soon"], "expected a number"),
         (["kl.controller.name=linear"], "needs kl.controller.end"),
-        (["kl.placement=advantage", "kl.reduction=loss"], "kl.reduction=loss has no meaning"),
+        (["kl.placement=advantage", "kl.estimator=k1", "kl.reduction=loss"], "kl.reduction=loss has no meaning"),
         (["reference.kind=adapter_off"], "needs LoRA"),
         (["reference.kind=ema", "reference.alhpa=1"], "did you mean 'alpha'?"),
         (["reference.kind=ema", "reference.alpha=2"], "reference.alpha is 2"),
@@ -410,3 +410,12 @@ def test_any_value_anywhere_is_taken_or_refused_in_one_line(option, value):
     except KeelError as error:
         message = str(error)
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["guards.max_rollbacks=9", "guards.grad_spike=3", "data.split=test", "kl.budget={max: 1, action: rollback}"],
+)
+def test_options_of_a_later_version_are_not_ignored(override: str) -> None:
+    with pytest.raises(KeelError, match="this version"):
+        load_config({}, [override])

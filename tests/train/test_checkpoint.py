@@ -152,3 +152,22 @@ def test_a_resting_reference_is_stored_once(tmp_path: Path) -> None:
     state = train_step(run, state).state
     second = save_checkpoint(tmp_path, run, state)
     assert (first / "trainer" / "reference.pt").samefile(second / "trainer" / "reference.pt")
+
+
+def test_weights_that_cannot_be_written_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors has an exception of its own for a full disk."""
+    from safetensors import SafetensorError
+
+    from keel.models import load_model
+    from keel.train.checkpoint import save_weights, writing
+
+    loaded = load_model("tiny")
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(type(loaded.model), "save_pretrained", full)
+    with pytest.raises(KeelError, match="No space left") as caught, writing(tmp_path / "place") as temporary:
+        save_weights(temporary, loaded.model, loaded.tokenizer)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -137,3 +138,34 @@ def test_a_run_that_is_there_is_refused_and_one_that_is_not_too(tmp_path: Path) 
     keel.train(BASE, overrides=once)
     with pytest.raises(KeelError, match="if_exists"):
         keel.train(BASE, overrides=once)
+
+
+def test_resuming_under_other_settings_is_refused(whole: Path, tmp_path: Path) -> None:
+    """Controller and optimizer go on from what was saved, so a new β would be recorded and not used."""
+    shutil.copytree(whole, tmp_path / whole.name)
+    with pytest.raises(KeelError, match=r"kl\.beta was .* and is 0\.5 now"):
+        keel.train(BASE, overrides=options(tmp_path, "kl.beta=0.5"), resume=True)
+    longer = [option.replace("max_steps=20", "max_steps=21") for option in options(tmp_path)]
+    keel.train(BASE, overrides=longer, resume=True)
+    assert len(lines(tmp_path / whole.name, "metrics.jsonl")) == 21
+
+
+@pytest.mark.parametrize("damage", ["removed", "damaged"])
+def test_a_run_without_its_checkpoints_does_not_begin_again(whole: Path, tmp_path: Path, damage: str) -> None:
+    run = tmp_path / whole.name
+    shutil.copytree(whole, run)
+    for folder in (run / "checkpoints").glob("step-*"):
+        if damage == "removed":
+            shutil.rmtree(folder)
+        else:
+            (folder / "trainer" / "state.json").write_text("{")
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(KeelError, match="checkpoint"):
+        keel.train(BASE, overrides=options(tmp_path), resume=True)
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_saved_configuration_does_not_delete_its_own_run(whole: Path) -> None:
+    with pytest.raises(KeelError):
+        keel.train(whole / "config.yaml")
+    assert (whole / "metrics.jsonl").exists()

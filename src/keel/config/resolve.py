@@ -42,7 +42,7 @@ def kl_spec(config: Config) -> KLSpec:
         reduction=kl.reduction,
         log_ratio_clamp=kl.log_ratio_clamp,
         ratio_cap=kl.ratio_cap,
-        allow_biased=kl.allow_biased,
+        allow_biased=kl.allow_biased or kl.beta == 0,  # no penalty: no gradient that could be wrong
     )
 
 

@@ -39,7 +39,7 @@ class ControllerSpec(Part):
 
 
 class Budget(Section):
-    """The KL that a run may spend: the mean may not pass `max`, nor the 95th percentile twice that."""
+    """The KL that a run may spend: the mean may not pass `max`."""
 
     max: Above0 = Field(description="Largest mean KL to the reference, in `unit`.")
     unit: Literal["per_token", "per_sequence"] = Field(
@@ -210,7 +210,7 @@ class Eval(Section):
 class Guards(Section):
     """What the loop does when numbers go wrong."""
 
-    max_consecutive_nans: Positive = Field(default=5, description="Skipped updates in a row before the run rolls back.")
+    max_consecutive_nans: Positive = Field(default=5, description="Skipped updates in a row before the run stops.")
     recovery_lr_factor: Annotated[Float, Field(gt=0, le=1)] = Field(
         default=0.5, description="Factor of the learning rate after a rollback."
     )

@@ -24,6 +24,7 @@ from keel.train.environment import environment
 from keel.train.evaluate import EvalResult, evaluate
 from keel.train.guards import GuardOptions
 from keel.train.loop import Cadence, Callback, Interrupt, Job, interruptible, train_loop
+from keel.train.resume import check_nothing_lost, check_same_run, to_yaml
 from keel.train.state import State
 from keel.train.step import train_step
 from keel.train.summary import summarise
@@ -112,6 +113,9 @@ def _train(
     clean(directory.checkpoints)
     checkpoint = newest(directory.checkpoints) if resumed else None
     if resumed:
+        check_same_run(directory.path, config)
+        if checkpoint is None:
+            check_nothing_lost(directory)
         step = -1 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
         directory.cut_after(step)
     directory.write_text("config.yaml", to_yaml(config))
@@ -170,6 +174,7 @@ def write_report_of(folder: Path, loggers: Fanout) -> None:
 
 def _job(config: Config, built: Built, directory: RunDirectory, loggers: Fanout, callbacks: Sequence[Callback]) -> Job:
     guards, budget = config.guards, config.kl.budget
+    judges: dict[str, Judge] = {}
     return Job(
         run=built.run,
         directory=directory,
@@ -188,27 +193,33 @@ def _job(config: Config, built: Built, directory: RunDirectory, loggers: Fanout,
             "per_token" if budget is None else budget.unit,
             "stop" if budget is None else budget.action,
         ),
-        evaluate=evaluator(config, built),
+        evaluate=evaluator(config, built, judges),
         tracked=built.run.task.held_out(4),
-        failures=built.judge.drain,
+        failures=lambda: [*built.judge.drain(), *(failure for judge in judges.values() for failure in judge.drain())],
         callbacks=callbacks,
         about={"name": config.run.name, "model": config.model.name},
     )
 
 
-def evaluator(config: Config, built: Built) -> Callable[[], list[dict[str, Any]]]:
+def evaluator(
+    config: Config, built: Built, judges: dict[str, Judge] | None = None
+) -> Callable[[], list[dict[str, Any]]]:
     """Evaluates the trained task and, as retention, `eval.tasks`: fixed held-out problems under fixed noise.
 
     Judged by each task's own reward, whatever the policy is trained on: accuracy is not what a shaped reward pays.
+    `judges` is filled with them, for whoever wants to know what failed.
     """
+    judges = {} if judges is None else judges
     run = built.run
     temperature = config.rollout.temperature if config.eval.temperature is None else config.eval.temperature
     others = [build_named_task(spec) for spec in config.eval.tasks]
     named = [(run.task, "trained"), *((task, "retention") for task in others if task != run.task)]
+    for number, (task, _) in enumerate(named):
+        judges[f"{number}"] = Judge.of(task, timeout_s=config.reward.timeout_s, on_error=config.reward.on_error)
 
     def records() -> list[dict[str, Any]]:
         found = []
-        for task, split in named:
+        for number, (task, split) in enumerate(named):
             result = evaluate(
                 run.engine,
                 task,
@@ -218,7 +229,7 @@ def evaluator(config: Config, built: Built) -> Callable[[], list[dict[str, Any]]
                 temperature=temperature,
                 seed=config.run.seed + 1,
                 sampling=built.sampling,
-                judge=Judge.of(task, timeout_s=config.reward.timeout_s, on_error=config.reward.on_error),
+                judge=judges[f"{number}"],
                 max_turns=config.rollout.max_turns if hasattr(task, "respond") else 1,
                 **rendering(config),
             )
@@ -321,13 +332,6 @@ class _Nothing:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **fields: None
-
-
-def to_yaml(config: Config) -> str:
-    """The whole configuration, so that the run directory alone is enough to do it again."""
-    import yaml
-
-    return str(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True))
 
 
 __all__ = ["TrainResult", "main", "train"]

@@ -11,11 +11,13 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 import keel
 from keel.errors import KeelError
@@ -46,7 +48,7 @@ def save_checkpoint(folder: Path, run: Run, state: State, *, about: Mapping[str,
             shutil.rmtree(place)
         temporary.rename(place)
         _flush_folder(folder)
-    except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError, safetensors as OSError
+    except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
         shutil.rmtree(temporary, ignore_errors=True)
         raise KeelError(
             f"cannot save the checkpoint {place}: {_reason(error)}; earlier checkpoints are intact: free some space "
@@ -65,10 +67,27 @@ def save_weights(folder: Path, model: Any, tokenizer: Any) -> None:
     noise.disable_progress_bar()  # it would tear the live display
     try:
         inner.save_pretrained(str(folder), **chosen)
+    except SafetensorError as error:  # a full disk has a type of its own there
+        raise OSError(str(error)) from error
     finally:
         if shown:
             noise.enable_progress_bar()
     tokenizer.save_pretrained(str(folder))
+
+
+@contextmanager
+def writing(place: Path) -> Iterator[Path]:
+    """A folder that becomes `place` once all is written; a failed write is one line and leaves nothing behind."""
+    temporary = place.parent / f"{_TEMPORARY}{place.name}"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        shutil.rmtree(place, ignore_errors=True)
+        temporary.rename(place)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise KeelError(f"cannot write {place}: {_reason(error)}; free some space and run it again") from error
 
 
 def _save_trainer(folder: Path, run: Run, state: State, previous: Path | None) -> None:

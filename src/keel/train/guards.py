@@ -24,7 +24,7 @@ def check_skips(state: State, options: GuardOptions) -> None:
     if state.consecutive_skips >= options.max_consecutive_nans:
         raise KeelError(
             f"{state.consecutive_skips} updates in a row were skipped up to step {state.step} because the loss or its "
-            "gradient was not finite: lower optim.learning_rate or use model.dtype=float32, then resume with --resume"
+            "gradient was not finite: start again with a lower optim.learning_rate or model.dtype=float32"
         )
 
 

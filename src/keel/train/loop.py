@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
+import torch
+
 from keel.errors import KeelError
 from keel.loggers import Fanout, RunDirectory
 from keel.train.checkpoint import clean, save_checkpoint
@@ -87,7 +89,7 @@ def interruptible() -> Iterator[Interrupt]:
 
 
 def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
-    """From `state` to the last step, or to the signal that asked to stop; every way out leaves a checkpoint."""
+    """From `state` to the last step, or to the signal that asked to stop; a failed evaluation is saved before."""
     cadence = job.cadence
     began, before = time.monotonic(), state.wall_s
     if state.step == 0 and state.evaluated_at is None:
@@ -95,15 +97,20 @@ def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
         state = replace(state, before=state.evaluated)
         _track(job, 0)
     while state.step < cadence.max_steps and interrupt.signal is None:
+        torch.manual_seed(step_seed(job.run.options.seed, state))  # for dropout: sampling has noise of its own
         step = train_step(job.run, state)
         state = replace(step.state, wall_s=before + time.monotonic() - began)
         _log(job, step, state)
         stop = [callback(state, step.metrics) for callback in job.callbacks]
         last = state.step == cadence.max_steps or any(stop)
-        if last or _due(state.step, cadence.eval_every):
-            state = _evaluate(job, state)
-        if last:
-            _track(job, state.step)
+        try:
+            if last or _due(state.step, cadence.eval_every):
+                state = _evaluate(job, state)
+            if last:
+                _track(job, state.step)
+        except Exception:  # whatever stops an evaluation must not cost the steps before it
+            save(job, state)
+            raise
         check_skips(state, job.guards)
         _budget(job, state, step.metrics)
         better = cadence.keep_best and state.best is not None and state.best["step"] == state.step
@@ -114,6 +121,11 @@ def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
     if interrupt.signal is not None and job.saved_at != state.step and state.step > 0:
         save(job, state)
     return state
+
+
+def step_seed(seed: int, state: State) -> int:
+    """A seed for one step, the same however the run got there."""
+    return (seed * 1_000_003 + state.attempt * 10_007 + state.step) % 2**63
 
 
 def save(job: Job, state: State) -> None:
@@ -169,4 +181,6 @@ def _budget(job: Job, state: State, metrics: Mapping[str, float]) -> None:
     job.loggers.event("kl/over-budget", step=state.step, message=message)
     if job.guards.budget_action != "warn":
         save(job, state)
-        raise KeelError(f"{message} at step {state.step}: raise kl.beta or the budget, then resume with --resume")
+        raise KeelError(
+            f"{message} at step {state.step}: resume with a larger kl.budget.max, or start anew with a larger kl.beta"
+        )

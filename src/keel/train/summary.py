@@ -10,10 +10,8 @@ from keel.train.state import State
 
 def summarise(task: str, state: State, findings: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """Accuracy before and after, what the other skills retained, and the KL as it was last measured."""
-    before = {record["task"]: record for record in state.before}
-    after = {record["task"]: record for record in state.evaluated}
-    first, last = before.get(task, {}), after.get(task, {})
-    retained = [name for name, record in after.items() if record.get("split") == "retention"]
+    first, last = _trained(state.before), _trained(state.evaluated)
+    before, after = _retention(state.before), _retention(state.evaluated)
     return {
         "task": task,
         "steps": state.step,
@@ -24,14 +22,22 @@ def summarise(task: str, state: State, findings: Sequence[Mapping[str, Any]] = (
             "ci95_after": last.get("ci95"),
         },
         "retention": {
-            name: {"before": before.get(name, {}).get("pass@1"), "after": after[name].get("pass@1")}
-            for name in retained
+            name: {"before": before.get(name, {}).get("pass@1"), "after": after[name].get("pass@1")} for name in after
         },
         "kl": final_kl(state.last_kl),
         "beta": state.beta,
         "wall_s": round(state.wall_s, 2),
         "findings": sorted({str(finding["code"]) for finding in findings}),
     }
+
+
+def _trained(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The trained task's record: by its split, because a retention task may have the same name."""
+    return next((record for record in records if record.get("split") == "trained"), {})
+
+
+def _retention(records: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    return {str(record["task"]): record for record in records if record.get("split") == "retention"}
 
 
 def final_kl(measured: Mapping[str, float]) -> dict[str, dict[str, float]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,9 +9,10 @@ from typing import Any
 
 from keel.build import build_policy, build_run, build_warmstart
 from keel.config import Config, load_config
+from keel.errors import KeelError
 from keel.loggers import RunDirectory
 from keel.train.api import Source, TrainResult, evaluator, open_loggers, open_run, to_yaml, write_report_of
-from keel.train.checkpoint import save_weights
+from keel.train.checkpoint import save_weights, writing
 from keel.train.environment import environment
 from keel.train.sft import sft
 from keel.train.state import State
@@ -22,6 +22,8 @@ from keel.train.summary import summarise
 def supervise(config: Source) -> TrainResult:
     """Behaviour cloning by the `warmstart` section; the model is in `checkpoints/step-N` of the run directory."""
     checked = load_config(config)
+    if checked.run.if_exists == "resume":
+        raise KeelError("keel sft cannot go on with a run: use run.if_exists=replace, or another run.name")
     with open_run(checked, resume=False) as (directory, _):
         return _supervise(checked, directory)
 
@@ -68,11 +70,8 @@ def _supervise(config: Config, directory: RunDirectory) -> TrainResult:
 
 
 def _save(place: Path, config: Config, loaded: Any) -> Path:
-    temporary = place.parent / f".writing-{place.name}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    save_weights(temporary, loaded.model, loaded.tokenizer)
     card = f"# {config.run.name}\n\n`{config.model.name}` after supervised fine-tuning with Keel (`keel sft`).\n"
-    (temporary / "README.md").write_text(card, encoding="utf-8")
-    temporary.rename(place)
+    with writing(place) as temporary:
+        save_weights(temporary, loaded.model, loaded.tokenizer)
+        (temporary / "README.md").write_text(card, encoding="utf-8")
     return place

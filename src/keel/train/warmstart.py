@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from keel.models.load import LoadedModel
-from keel.train.checkpoint import save_weights
+from keel.train.checkpoint import save_weights, writing
 from keel.train.sft import Examples, Report, SFTOptions, sft
 
 FOLDER = "warmstart"
@@ -36,11 +35,7 @@ def warmstart(
     """Train the loaded model in place and keep its weights; returns the last loss."""
     examples, options = recipe(loaded)
     loss = sft(loaded, examples, options, report)
-    temporary = folder.parent / f".writing-{folder.name}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    save_weights(temporary, loaded.model, loaded.tokenizer)
-    (temporary / "warmstart.json").write_text(json.dumps({"loss": loss, "steps": options.steps}), encoding="utf-8")
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.rename(folder)
+    with writing(folder) as temporary:
+        save_weights(temporary, loaded.model, loaded.tokenizer)
+        (temporary / "warmstart.json").write_text(json.dumps({"loss": loss, "steps": options.steps}), encoding="utf-8")
     return loss
