@@ -66,7 +66,7 @@ the KL like the loss (`kl.reduction=loss`).
 
 def migrate_page() -> str:
     """docs/migrate.md: every name with what it becomes."""
-    titles = {"Keel": "Short names", "TRL": "TRL (GRPOConfig, 1.16)", "verl": "verl (YAML, 0.9)"}
+    titles = {"Keel": "Short names", "TRL": "TRL (GRPOConfig, 1.16)", "verl": "verl (YAML)"}
     parts = [MIGRATE_HEAD]
     for origin, aliases in tables():
         rows = [_row(alias) for alias in aliases if alias.target]
