@@ -63,11 +63,12 @@ def interrupted(folder: Path, steps: int, kills: int, rng: random.Random) -> int
         started = run.exists() and (run / "config.yaml").exists()
         process = subprocess.Popen(command(folder, "killed", steps, started), stderr=subprocess.PIPE, text=True)
         begin = last_step(run)
-        target = begin + rng.randint(3, 9)
+        room = max(2, (steps - begin) // (kills - dealt + 2))  # leave steps for the kills still to come
+        target = begin + rng.randint(1, room)
         while process.poll() is None and not (dealt < kills and last_step(run) >= target):
             time.sleep(0.02)
         if process.poll() is None:
-            time.sleep(rng.random() * 0.3)  # anywhere in a step, a save or an evaluation
+            time.sleep(rng.random() * 0.15)  # anywhere in a step, a save or an evaluation
             process.send_signal(signal.SIGKILL)
             process.wait()
             dealt += 1
@@ -93,7 +94,7 @@ def difference(folder: Path, name: str) -> str | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=130)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
