@@ -1,8 +1,8 @@
-"""Kill a run of the default at random moments with SIGKILL, resume it each time, and compare it with a run left alone.
+"""Kill a shortened default at random steps with SIGKILL, resume it each time, and compare it with a run left alone.
 
     python scripts/soak_resume.py --kills 20        # `make soak`
 
-Every metric of every step, every rollout and every evaluation must be equal, but for times, speeds and memory.
+The skill is an easy one, so that rewards differ early; kills begin after the warm start. Every metric of every step, every rollout and every evaluation must be equal, but for times, speeds and memory.
 """
 
 from __future__ import annotations
