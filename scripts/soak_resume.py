@@ -2,7 +2,8 @@
 
     python scripts/soak_resume.py --kills 20        # `make soak`
 
-The skill is an easy one, so that rewards differ early; kills begin after the warm start. Every metric of every step, every rollout and every evaluation must be equal, but for times, speeds and memory.
+The skill is an easy one, so that rewards differ early; kills begin after the warm start. Every metric of every step,
+every rollout and every evaluation must be equal, but for times, speeds and memory.
 """
 
 from __future__ import annotations

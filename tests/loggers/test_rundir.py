@@ -253,7 +253,6 @@ def test_a_failed_whole_file_leaves_the_old_one(tmp_path, monkeypatch):
         assert not list(run.path.glob(".*.tmp"))
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_dev_full_refuses_like_a_full_disk(tmp_path):
     with RunDirectory.create(tmp_path / "run") as run:
         (run.path / "metrics.jsonl").symlink_to("/dev/full")
