@@ -1,0 +1,57 @@
+"""What the commands share: the application, the words of a configuration, output as data."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+import keel
+
+app = typer.Typer(
+    name="keel",
+    help="Train language models by GRPO under a KL term that is proven, measured, controlled and diagnosed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"keel {keel.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options that come before the command."""
+
+
+# Options under any name Keel knows are words like the configuration's path; `arguments.split` tells them apart.
+ANY_OPTION = {"ignore_unknown_options": True, "allow_interspersed_args": True}
+WORDS = typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="A YAML file, a run's folder, and options.")
+
+
+def configuration(words: list[str], *, resume: bool = False) -> Any:
+    """The configuration that the words name; what was renamed and what may surprise goes to stderr."""
+    from keel.config import arguments, read_config
+
+    sys.path.insert(0, "")  # module:attr of the folder one stands in, as with python -m
+    paths, overrides = arguments.split(words)
+    source, brought = arguments.choose(paths, resume=resume)
+    config, renamed = read_config(source, [*brought, *overrides])
+    for note in (*renamed, *config.notes()):
+        typer.echo(f"keel: note: {note}", err=True)
+    return config
+
+
+def print_json(data: Any) -> None:
+    typer.echo(json.dumps(data, ensure_ascii=False, allow_nan=False, indent=2))
