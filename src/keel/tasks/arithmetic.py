@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 from keel.errors import KeelError, unknown
 from keel.tasks.answers import last_number, last_tag
-from keel.tasks.problems import held_out_problems, stream, training_problems
+from keel.tasks.problems import choose_held_out, held_out_problems, is_held_out, stream, training_problems
 from keel.types import Problem, Reward
 
 RANGE = (0, 99)
 DIGITS = 4
+MOST_COUNTED = 100_000  # problems of a range that are counted out for `held_out`
 FORM_REWARD = 0.1  # what `format: answer_tag` pays for the tag alone
 
 
@@ -32,6 +34,13 @@ SKILLS: Mapping[str, Skill] = {
     "add": Skill(lambda a, b: str(int(a) + int(b)), "{}+{}=", "What is {} + {}?", commutes=True),
     "subtract": Skill(lambda a, b: str(int(a) - int(b)), "{}-{}=", "What is {} - {}?"),
     "multiply": Skill(lambda a, b: str(int(a) * int(b)), "{}*{}=", "What is {} × {}?", commutes=True),
+    "largest": Skill(
+        lambda *numbers: str(max(map(int, numbers))),
+        "largest {} {} {}=",
+        "Which is the largest of {}, {} and {}?",
+        operands=3,
+        commutes=True,
+    ),
     "max": Skill(lambda a, b: str(max(int(a), int(b))), "max {} {}=", "Which is larger, {} or {}?", commutes=True),
     "min": Skill(lambda a, b: str(min(int(a), int(b))), "min {} {}=", "Which is smaller, {} or {}?", commutes=True),
     "copy": Skill(lambda s: s, "copy {}=", "Repeat these digits: {}.", operands=1, on_digits=True),
@@ -62,6 +71,7 @@ class Arithmetic:
     digits: int
     format: str
     style: str
+    kept: frozenset[str] | None = None  # identities held out by number rather than by the usual share
 
     @property
     def name(self) -> str:
@@ -72,11 +82,13 @@ class Arithmetic:
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """Training problems of one step."""
-        return training_problems(self._draw, count, stream("arithmetic", self.skill, "train", seed, step))
+        rng = stream("arithmetic", self.skill, "train", seed, step)
+        return training_problems(self._draw, count, rng, self._is_held_out)
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
         """A fixed set that no training stream ever draws from."""
-        return held_out_problems(self._draw, count, stream("arithmetic", self.skill, "held-out", seed))
+        rng = stream("arithmetic", self.skill, "held-out", seed)
+        return held_out_problems(self._draw, count, rng, self._is_held_out)
 
     def gold(self, problem: Problem) -> str:
         """The answer in the form that was asked for."""
@@ -104,12 +116,34 @@ class Arithmetic:
             return runs[-1] if runs else None
         return last_number(text)
 
+    def _is_held_out(self, identity: str) -> bool:
+        return is_held_out(identity) if self.kept is None else identity in self.kept
+
+    def keeping(self, count: int) -> Arithmetic:
+        """The same task with exactly `count` problems of its range held out."""
+        skill, span = SKILLS[self.skill], self.high - self.low + 1
+        if (10**self.digits if skill.on_digits else span**skill.operands) > MOST_COUNTED:
+            raise KeelError(f"held_out by number needs a range of at most {MOST_COUNTED} problems: leave it out")
+        values = map(str, range(self.low, self.high + 1))
+        strings = (f"{number:0{self.digits}d}" for number in range(10**self.digits))
+        every = ([s] for s in strings) if skill.on_digits else map(list, product(values, repeat=skill.operands))
+        keys: dict[str, set[str]] = {}
+        for operands in every:
+            identity, problem = self._problem(operands)
+            keys.setdefault(identity, set()).add(problem.key)
+        return replace(self, kept=choose_held_out({identity: len(found) for identity, found in keys.items()}, count))
+
     def _draw(self, rng: random.Random) -> tuple[str, Problem]:
         skill = SKILLS[self.skill]
         if skill.on_digits:
             operands = ["".join(str(rng.randrange(10)) for _ in range(self.digits))]
         else:
             operands = [str(rng.randint(self.low, self.high)) for _ in range(skill.operands)]
+        return self._problem(operands)
+
+    def _problem(self, operands: list[str]) -> tuple[str, Problem]:
+        """The problem of these operands, and the identity it shares with those that give it away."""
+        skill = SKILLS[self.skill]
         if self.skill == "subtract" and self.low >= 0:  # no negative answers where there are no negative operands
             operands.sort(key=int, reverse=True)
         known_as = sorted(operands, key=int) if skill.commutes else operands
@@ -135,8 +169,12 @@ def arithmetic(
     digits: int | None = None,
     format: str = "plain",
     style: str = "signs",
+    held_out: int | None = None,
 ) -> Arithmetic:
     """The task `arithmetic`: `low`/`high` bound the operands (default 0 to 99), or `digits` gives their length.
+
+    `held_out` keeps that many problems of a small range for evaluation, such as 20 of the 81 sums of 1 to 9; by
+    default a tenth is kept.
 
     `copy`, `reverse` and `sort` work on strings of `digits` digits (default 4) and take no `low` or `high`.
     """
@@ -158,4 +196,9 @@ def arithmetic(
     least, most = (RANGE[0] if low is None else low), (RANGE[1] if high is None else high)
     if most < least:
         raise KeelError(f"arithmetic low is {least} and high is {most}: high must not be below low")
-    return Arithmetic(skill, least, most, DIGITS if digits is None else digits, format, style)
+    task = Arithmetic(skill, least, most, DIGITS if digits is None else digits, format, style)
+    if held_out is None:
+        return task
+    if isinstance(held_out, bool) or not isinstance(held_out, int):
+        raise KeelError(f"arithmetic held_out is {held_out!r}: give a whole number of problems")
+    return task.keeping(held_out)

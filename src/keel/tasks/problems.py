@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from keel.errors import KeelError
@@ -26,14 +26,35 @@ def is_held_out(identity: str, fraction: float = HELD_OUT_FRACTION) -> bool:
     A hash of the problem decides, not a seed or a range: whatever other run, warm start or mixture draws it, it is on
     the same side. `identity` should be equal for problems that give each other away, such as 3+4 and 4+3.
     """
-    digest = hashlib.blake2b(b"held-out\x1f" + identity.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") < fraction * 2**64
+    return _hash(identity) < fraction * 2**64
+
+
+def _hash(identity: str) -> int:
+    return int.from_bytes(hashlib.blake2b(b"held-out\x1f" + identity.encode(), digest_size=8).digest(), "little")
+
+
+def choose_held_out(sizes: Mapping[str, int], count: int) -> frozenset[str]:
+    """Identities with exactly `count` problems behind them (`sizes`: how many each stands for), by the same hash.
+
+    For ranges so small that a share of the hash says little. Identities stay whole, so that 3+4 never gives away 4+3.
+    """
+    chosen: list[str] = []
+    left = count
+    for identity in sorted(sizes, key=_hash):
+        if sizes[identity] <= left:
+            chosen.append(identity)
+            left -= sizes[identity]
+    total = sum(sizes.values())
+    if count < 1 or left or count >= total:
+        raise KeelError(f"held_out is {count}, but the range has {total} problems: give a number from 1 to {total - 1}")
+    return frozenset(chosen)
 
 
 Draw = Callable[[random.Random], tuple[str, Problem]]
+HeldOut = Callable[[str], bool]
 
 
-def training_problems(draw: Draw, count: int, rng: random.Random) -> list[Problem]:
+def training_problems(draw: Draw, count: int, rng: random.Random, held_out: HeldOut = is_held_out) -> list[Problem]:
     """`count` problems that are not held out, distinct as long as the range has more to give.
 
     A problem that has to come again gets another key, because noise is keyed by it: two groups with one key would be
@@ -43,7 +64,7 @@ def training_problems(draw: Draw, count: int, rng: random.Random) -> list[Proble
     repeating = False
     while len(found) < count:
         seen = () if repeating else found
-        problem = _next(draw, rng, lambda identity, p, seen=seen: not is_held_out(identity) and p.key not in seen)
+        problem = _next(draw, rng, lambda identity, p, seen=seen: not held_out(identity) and p.key not in seen)
         if problem is None and repeating:
             raise KeelError("the task's range holds no training problem: widen low/high or digits")
         if problem is None:
@@ -56,11 +77,11 @@ def training_problems(draw: Draw, count: int, rng: random.Random) -> list[Proble
     return list(found.values())
 
 
-def held_out_problems(draw: Draw, count: int, rng: random.Random) -> list[Problem]:
+def held_out_problems(draw: Draw, count: int, rng: random.Random, held_out: HeldOut = is_held_out) -> list[Problem]:
     """`count` distinct held-out problems, or all there are where the range has fewer."""
     found: dict[str, Problem] = {}
     while len(found) < count:
-        problem = _next(draw, rng, lambda identity, problem: is_held_out(identity) and problem.key not in found)
+        problem = _next(draw, rng, lambda identity, problem: held_out(identity) and problem.key not in found)
         if problem is None:
             break
         found[problem.key] = problem
