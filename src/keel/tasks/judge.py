@@ -5,13 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 from keel.errors import KeelError, unknown
 from keel.tasks.base import Task
+from keel.tasks.concurrent import Late, Loop, Outcome, run_threads
 from keel.tasks.problems import stream
 from keel.tasks.rewards import AGGREGATES, RewardPart, as_reward, build_reward, build_rewards, combine
 from keel.types import Problem, Reward
@@ -70,7 +71,7 @@ class Guard:
             if not isinstance(stopped, queue.Empty):
                 raise
             self.hung += 1
-            raise CallFailed("timeout", f"did not return within {self.timeout_s:g} s (reward.timeout_s)") from None
+            raise CallFailed("timeout", late(self.timeout_s)) from None
         return _outcome(value, error)
 
     def close(self) -> None:
@@ -106,6 +107,7 @@ class Judge:
             raise KeelError("a judge needs at least one reward")
         self.parts, self.aggregate, self.on_error, self.shuffle = tuple(parts), aggregate, on_error, shuffle
         self.guard = Guard(timeout_s, max_hung)
+        self.loop = Loop(timeout_s)
         self.failures: list[Failure] = []
         self.counts: Counter[str] = Counter()  # by function, over the whole run
 
@@ -122,8 +124,9 @@ class Judge:
         `failed` are episodes that broke before they could be judged; they earn 0.
         """
         table: list[list[Reward]] = []
+        called = {i: self._together(part, problem, episodes, failed) for i, part in enumerate(self.parts)}
         for sample, turns in enumerate(episodes):
-            row = None if sample in failed else self._row(problem, sample, turns)
+            row = None if sample in failed else self._row(problem, sample, turns, called)
             if row is None and self.on_error == "skip_group":
                 return None
             table.append(row or [Reward(0.0, parsed=False)] * len(self.parts))
@@ -167,24 +170,46 @@ class Judge:
         other.parts = (*self.parts, replace(build_reward("task", task), weight=0.0))
         return other
 
-    def _row(self, problem: Problem, sample: int, turns: Sequence[str]) -> list[Reward] | None:
+    def _together(
+        self, part: RewardPart, problem: Problem, episodes: Sequence[Sequence[str]], failed: Collection[int]
+    ) -> dict[int, Outcome]:
+        """The outcomes by completion of a part that judges many at a time; of any other part, none yet."""
+        waiting = [sample for sample in range(len(episodes)) if sample not in failed]
+        calls = [(part.function, (problem, tuple(episodes[sample]))) for sample in waiting]
+        if part.asynchronous:
+            return dict(zip(waiting, self.loop.run(calls), strict=True))
+        if part.at_once > 1:
+            return dict(zip(waiting, run_threads(calls, part.at_once, _attempt), strict=True))
+        return {}
+
+    def _row(
+        self, problem: Problem, sample: int, turns: Sequence[str], called: Mapping[int, Mapping[int, Outcome]]
+    ) -> list[Reward] | None:
         """The parts of one completion; None, with the failures written down, if any of them failed."""
         row = []
-        for part in self.parts:
+        for index, part in enumerate(self.parts):
             try:
-                row.append(self._call(part, problem, turns))
+                row.append(self._call(part, problem, turns, called[index].get(sample)))
             except CallFailed as failure:
                 self._record(part.name, problem, sample, failure)
                 return None
         return row
 
-    def _call(self, part: RewardPart, problem: Problem, turns: Sequence[str]) -> Reward:
+    def _call(self, part: RewardPart, problem: Problem, turns: Sequence[str], outcome: Outcome | None) -> Reward:
         args = (problem, tuple(turns))
-        value = call_here(part.function, *args) if part.trusted else self.guard.call(part.function, *args)
+        if outcome is not None:
+            value = self._outcome(*outcome)
+        else:
+            value = call_here(part.function, *args) if part.trusted else self.guard.call(part.function, *args)
         try:
             return as_reward(value)
         except ValueError as error:
             raise CallFailed("invalid", str(error)) from error
+
+    def _outcome(self, value: Any, error: BaseException | None) -> Any:
+        if isinstance(error, Late):
+            raise CallFailed("timeout", late(self.guard.timeout_s))
+        return _outcome(value, error)
 
     def _record(self, called: str, problem: Problem, sample: int, failed: CallFailed) -> None:
         failure = Failure(called, problem.key, sample, failed.kind, failed.cause)
@@ -192,9 +217,10 @@ class Judge:
         self.counts[called] += 1
         if self.on_error == "stop":
             raise KeelError(f"reward {failure}; mend it, or set reward.on_error to zero or skip_group") from failed
-        if self.guard.hung > self.guard.max_hung:
+        hung = self.guard.hung + self.loop.hung
+        if hung > self.guard.max_hung:
             raise KeelError(
-                f"reward {failure}; {self.guard.hung} calls hang in threads that cannot be ended: mend the function"
+                f"reward {failure}; {hung} calls hang in threads that cannot be ended: mend the function"
             ) from failed
 
     def _named(self, row: Sequence[Reward]) -> dict[str, float]:
@@ -204,6 +230,11 @@ class Judge:
             inner = {(k if part.name == "task" else f"{part.name}/{k}"): v for k, v in reward.parts.items()}
             named |= inner if part.name == "task" and inner else {part.name: reward.total, **inner}
         return named
+
+
+def late(timeout_s: float | None) -> str:
+    """What is said of a call that took too long."""
+    return f"did not return within {timeout_s:g} s (reward.timeout_s)"
 
 
 def call_here(function: Callable[..., Any], *args: Any) -> Any:
