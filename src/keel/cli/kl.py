@@ -1,0 +1,148 @@
+"""`keel kl`: how far one model has drifted from another."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from keel.cli.app import app, print_json
+from keel.errors import KeelError
+
+KL_HELP = """Measure the KL between two models on given prompts or on a task's held-out problems.
+
+The policy answers every prompt; both models score every token. Printed: every estimator, the exact KL over the
+vocabulary in both directions, per token and per sequence, with standard errors; the tokens and positions that drifted
+most; the completion that drifted most, in colour.
+
+POLICY and REFERENCE are a folder, a hub name, a .gguf file, a LoRA adapter (on --base, or on the base it names), a
+run's folder (its newest checkpoint), RUN@STEP, RUN@best or RUN@start. Without REFERENCE a run is compared with what it
+started from, an adapter with its base. A run brings its task, chat template and system prompt.
+
+Examples:
+
+  keel kl runs/default
+
+  keel kl runs/default@100 runs/default@200 --task arithmetic skill=sort --plot drift.png
+
+  keel kl ./my-model HuggingFaceTB/SmolLM2-135M-Instruct --prompts prompts.jsonl --samples 8 --max-tokens 256
+
+  keel kl ./my-adapter --base ./my-model --prompts prompts.txt --json
+"""
+
+
+@app.command(help=KL_HELP)
+def kl(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="POLICY [REFERENCE] [KEY=VALUE]...", help="The two models, and the task's parameters."),
+    ],
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Text, a prompt a line; or .jsonl with a `prompt` a line.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(metavar="NAME", help="Held-out problems of this task.")] = None,
+    count: Annotated[
+        int | None, typer.Option("--num-prompts", min=1, help="Prompts; of a file all, of a task 32 by default.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Completions a prompt.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion.")] = 128,
+    temperature: Annotated[float, typer.Option(help="Of sampling and of both distributions.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling noise.")] = 0,
+    base: Annotated[str | None, typer.Option(metavar="MODEL", help="Base model of an adapter.")] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="auto, none, or a template's name; by default the run's, or auto.")
+    ] = None,
+    system_prompt: Annotated[str | None, typer.Option(help="Put before every prompt; by default the run's.")] = None,
+    reverse_samples: Annotated[
+        bool, typer.Option(help="Sample from the reference too, for KL(reference‖policy) of sequences.")
+    ] = True,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the accelerator if there is one.")] = None,
+    microbatch_tokens: Annotated[int, typer.Option(min=1, help="Tokens scored at a time.")] = 8192,
+    max_batch: Annotated[int, typer.Option(min=1, help="Completions sampled at a time.")] = 64,
+    as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw positions, estimators, tokens.")] = None,
+) -> int:
+    from keel.config import arguments
+    from keel.report.picture import check_picture
+
+    sys.path.insert(0, "")  # module:attr of the folder one stands in, as with python -m
+    if plot is not None:
+        check_picture(plot)
+    if not temperature > 0:
+        raise KeelError(f"--temperature is {temperature:g}: KL compares distributions, and at 0 there is none; use 1")
+    names, params = arguments.split(words)
+    if len(names) not in (1, 2):
+        raise KeelError(f"keel kl takes POLICY and REFERENCE, not {len(names)} models: {' '.join(names)}")
+    given = _given_prompts(prompts, task, params)
+    from keel.drift import default_reference, load_pair, measure_drift, resolve
+
+    where: dict[str, Any] = {"base": base, "dtype": dtype, "device": device}
+    policy = resolve(names[0], **where)
+    reference = resolve(names[1], **where) if len(names) == 2 else default_reference(policy, **where)
+    if base is not None and policy.adapter is None and reference.adapter is None:
+        raise KeelError(f"--base {base} is for adapters, and neither {' nor '.join(names)} is one: leave it out")
+    data = policy.config.data
+    problems = _problems(given, policy, count)
+    drift = measure_drift(
+        *load_pair(policy, reference),
+        problems,
+        samples=samples,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        chat_template=data.chat_template if chat_template is None else chat_template,
+        system_prompt=data.system_prompt if system_prompt is None else system_prompt,
+        reverse_samples=reverse_samples,
+        microbatch_tokens=microbatch_tokens,
+        max_batch=max_batch,
+    )
+    if plot is not None:
+        from keel.drift.plot import plot_drift
+
+        plot_drift(drift, plot)
+    if as_json:
+        print_json(drift.as_dict())
+        return 0
+    from rich.console import Console
+
+    from keel.drift.show import show_drift
+
+    show_drift(drift, Console())
+    if plot is not None:
+        typer.echo(f"wrote {plot}")
+    return 0
+
+
+def _given_prompts(file: Path | None, task: str | None, params: list[str]) -> Any:
+    """Problems of the file, the task, or None where neither is named; refused before a model is loaded."""
+    if file is not None and task is not None:
+        raise KeelError("--prompts and --task exclude each other: give one")
+    if params and task is None:
+        raise KeelError(f"{params[0]} is a parameter of a task: name the task with --task")
+    if file is not None:
+        from keel.drift import read_prompts
+
+        return read_prompts(file)
+    if task is None:
+        return None
+    from keel.config import text
+    from keel.tasks import build_task
+
+    pairs = (item.partition("=") for item in params)
+    return build_task(task, **{key: text.parse(value, key) for key, _, value in pairs})
+
+
+def _problems(given: Any, policy: Any, count: int | None) -> Any:
+    """The prompts to measure on; a run's own task where nothing else is named."""
+    if isinstance(given, list):
+        return given[:count]
+    if given is None:
+        if not policy.run:
+            raise KeelError(f"there is nothing to ask {policy.name!r}: give --prompts FILE or --task NAME")
+        from keel.build import build_named_task
+
+        given = build_named_task(policy.config.task)
+    return given.held_out(32 if count is None else count)
