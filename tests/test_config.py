@@ -213,7 +213,11 @@ def test_mistakes_in_a_file(tmp_path):
         (["model.quantization=4bit"], "needs LoRA"),
         (["task.name=arithmetik"], "did you mean 'arithmetic'?"),
         (["task.foo=1"], "task: "),
-        (["--datasets=rows.jsonl"], "makes its own problems"),
+        (["--datasets=rows.jsonl", "task.name=countdown"], "makes its own problems"),
+        (["data.split=test"], "data.split is given, but task arithmetic makes its own problems"),
+        (["task.name=dataset"], "needs data.path"),
+        (["data.truncation=drop"], "needs data.max_prompt_length"),
+        (["data.path=a.jsonl", "task.data={path: b.jsonl}"], "both name data"),
         (["rewards=[{name: exakt}]"], "rewards[0]: "),
         (["rewards=[]"], "rewards"),
         (["task.name=nowhere:task"], "cannot import"),
@@ -414,7 +418,7 @@ def test_any_value_anywhere_is_taken_or_refused_in_one_line(option, value):
 
 @pytest.mark.parametrize(
     "override",
-    ["guards.max_rollbacks=9", "guards.grad_spike=3", "data.split=test", "kl.budget={max: 1, action: rollback}"],
+    ["guards.max_rollbacks=9", "guards.grad_spike=3", "kl.budget={max: 1, action: rollback}"],
 )
 def test_options_of_a_later_version_are_not_ignored(override: str) -> None:
     with pytest.raises(KeelError, match="this version"):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from keel.config import Config, TaskSpec, controller_params, kl_spec, loss_spec, mismatch_spec
+from keel.config.checks import DATA_OF_TASKS, takes_data
 from keel.config.resolve import scale_rewards
 from keel.errors import KeelError, unknown
 from keel.kl import build_controller
@@ -25,6 +26,7 @@ from keel.tasks.rewards import wrap
 from keel.train.optim import Optimizer, build_schedule
 from keel.train.sft import Encode, Examples, SFTOptions, file_examples, gold_examples
 from keel.train.state import Engine, KLOptions, Run, StepOptions
+from keel.types import Problem
 
 RewardFunction = Callable[..., Any]
 
@@ -54,9 +56,50 @@ def build_policy(config: Config, weights: Path | None = None) -> LoadedModel:
     return replace(loaded, name=model.name)
 
 
-def build_named_task(spec: TaskSpec | str) -> Task:
-    """One entry of `eval.tasks` or `warmstart.task`: a name, or a name with parameters."""
-    return build_task(spec) if isinstance(spec, str) else build_task(spec.name, **spec.params)
+def build_named_task(spec: TaskSpec | str, config: Config | None = None) -> Task:
+    """`task`, or one entry of `eval.tasks` or `warmstart.task`: a name, or a name with parameters.
+
+    A task that reads data, and has no `data` of its own beside its name, is given the configuration's `data` if it is
+    the run's task or another of that name.
+    """
+    name, params = (spec, {}) if isinstance(spec, str) else (spec.name, spec.params)
+    if config is not None and name == config.task.name and "data" not in params and takes_data(name):
+        data = config.data.model_dump()
+        params = {**params, "data": {option: data[option] for option in DATA_OF_TASKS}}
+    return build_task(name, **params)
+
+
+def fitting(config: Config, tokenizer: Any, problems: Sequence[Problem]) -> list[Problem]:
+    """The problems whose prompts are within `data.max_prompt_length`; all of them unless `data.truncation` is drop."""
+    return list(filter(_fits(config, tokenizer), problems)) if config.data.truncation == "drop" else list(problems)
+
+
+def _fits(config: Config, tokenizer: Any) -> Callable[[Problem], bool]:
+    renderer, limit = build_renderer(config, tokenizer), config.data.max_prompt_length
+    return lambda problem: limit is None or len(renderer.prompt(problem)) <= limit
+
+
+def _without_long_prompts(config: Config, tokenizer: Any, task: Task) -> tuple[Task, list[str]]:
+    """The task without prompts that are too long, and the sentence that counts them: `data.truncation: drop`."""
+    if config.data.truncation != "drop":
+        return task, []
+    keep = getattr(task, "keep", None)
+    if keep is None:
+        raise KeelError(
+            f"data.truncation=drop needs a task that reads data, which {task.name!r} is not: use left or error"
+        )
+    limit = config.data.max_prompt_length
+    try:
+        kept, left_out = keep(_fits(config, tokenizer))
+    except KeelError as error:
+        raise KeelError(f"{error}: raise data.max_prompt_length, which is {limit}") from None
+    said = f"{left_out} problems left out: their prompts are longer than data.max_prompt_length={limit}"
+    return kept, [said] if left_out else []
+
+
+def build_renderer(config: Config, tokenizer: Any) -> Renderer:
+    """How prompts become tokens; an unknown template is refused here."""
+    return Renderer(tokenizer, chat_template=config.data.chat_template, system_prompt=config.data.system_prompt)
 
 
 def build_judge(config: Config, task: Task, reward: RewardFunction | None = None) -> Judge:
@@ -117,7 +160,9 @@ def build_run(
     config: Config, loaded: LoadedModel, *, task: Task | None = None, reward: RewardFunction | None = None
 ) -> Built:
     """Everything that a step needs; the reference is the policy as it is now."""
-    task = task or build_named_task(config.task)
+    build_renderer(config, loaded.tokenizer)  # a template that is not there is found before anything is sampled
+    task = task or build_named_task(config.task, config)
+    task, dropped = _without_long_prompts(config, loaded.tokenizer, task)
     judge = build_judge(config, task, reward)
     sampling = build_sampling(config)
     engine = build_engine(config, loaded)
@@ -147,7 +192,8 @@ def build_run(
         options=_step_options(config, loaded.shared_prefix, half),
         mismatch=None if shared else mismatch_spec(config),
     )
-    return Built(run, judge, sampling, () if loaded.packing_note is None else (loaded.packing_note,))
+    packing = [] if loaded.packing_note is None else [loaded.packing_note]
+    return Built(run, judge, sampling, (*packing, *getattr(task, "notes", ()), *dropped))
 
 
 def _reference(config: Config, loaded: LoadedModel) -> Any:
@@ -233,9 +279,7 @@ def build_warmstart(config: Config, loaded: LoadedModel, task: Task | None = Non
     start = config.warmstart
     if start is None:
         raise KeelError("the configuration has no warmstart section: add one, such as warmstart: {steps: 200}")
-    renderer = Renderer(
-        loaded.tokenizer, chat_template=config.data.chat_template, system_prompt=config.data.system_prompt
-    )
+    renderer = build_renderer(config, loaded.tokenizer)
 
     def encode(problem: Any) -> tuple[int, ...]:
         return fit(renderer.prompt(problem), config.data.max_prompt_length, config.data.truncation, problem.key)
@@ -245,9 +289,13 @@ def build_warmstart(config: Config, loaded: LoadedModel, task: Task | None = Non
     if start.path is not None:
         examples = file_examples(start.path, encoder, loaded.tokenizer, **shared)
     else:
-        named = [build_named_task(spec) for spec in start.task]
-        own = task or build_named_task(config.task)
-        source: Any = mixture(named) if len(named) > 1 else named[0] if named else own
+        named = [build_named_task(spec, config) for spec in start.task]
+        own = task or build_named_task(config.task, config)
+        kept = [
+            _without_long_prompts(config, loaded.tokenizer, one)[0] if hasattr(one, "keep") else one
+            for one in named or [own]
+        ]
+        source: Any = mixture(kept) if len(kept) > 1 else kept[0]
         examples = gold_examples(source, encoder, loaded.tokenizer, **shared)
     names = ("steps", "batch_size", "learning_rate", "schedule", "warmup_steps", "weight_decay", "max_grad_norm")
     options = SFTOptions(

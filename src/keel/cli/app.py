@@ -46,7 +46,7 @@ def configuration(words: list[str], *, resume: bool = False) -> Any:
 
     sys.path.insert(0, "")  # module:attr of the folder one stands in, as with python -m
     paths, overrides = arguments.split(words)
-    source, brought = arguments.choose(paths, resume=resume)
+    source, brought = arguments.choose(paths, resume=resume, overrides=overrides)
     config, renamed = read_config(source, [*brought, *overrides])
     for note in (*renamed, *config.notes()):
         typer.echo(f"keel: note: {note}", err=True)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from keel.config import text
+from keel.config import aliases, text
 from keel.errors import KeelError
 
 _SETTING = re.compile(r"\+{0,2}[A-Za-z_][\w.\-]*=")
@@ -36,13 +36,21 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return paths, overrides
 
 
+def _names_data(override: str) -> bool:
+    name = aliases.normal(override.partition("=")[0])
+    alias = aliases.table().get(name)
+    return name == "data.path" or (alias is not None and alias.target == "data.path")
+
+
 def is_run(path: Path) -> bool:
     """Whether this is the folder of a run."""
     return path.is_dir() and (path / "config.yaml").is_file()
 
 
-def choose(paths: Sequence[str], *, resume: bool = False) -> tuple[str, list[str]]:
+def choose(paths: Sequence[str], *, resume: bool = False, overrides: Sequence[str] = ()) -> tuple[str, list[str]]:
     """(configuration, overrides that it brings): no path means the default; `--resume RUN` names a run's folder.
+
+    Where the overrides name data, no path means `own_data`: the default's warm start is about its own task.
 
     A run that is resumed by its folder keeps to that folder, wherever it was moved to.
     """
@@ -50,7 +58,7 @@ def choose(paths: Sequence[str], *, resume: bool = False) -> tuple[str, list[str
         extra = paths[1 + resume]
         raise KeelError(f"one configuration at a time, but {extra!r} is another: options are written name=value")
     if not paths:
-        return "default", []
+        return "own_data" if any(map(_names_data, overrides)) else "default", []
     run = Path(paths[-1]).expanduser()
     if not resume:
         return paths[0], []

@@ -13,6 +13,7 @@ from keel.config.schema import Config, TaskSpec
 from keel.errors import KeelError, unknown
 
 ENGINES = ("native",)
+DATA_OF_TASKS = ("path", "split", "columns", "on_broken")  # the rest of `data` says how prompts are rendered
 
 
 def check(config: Config) -> None:
@@ -24,11 +25,8 @@ def check(config: Config) -> None:
 
 def _not_yet(config: Config) -> None:
     """Options that a later version reads: set to something else than their default they would be ignored."""
-    guards, data = type(config.guards)(), type(config.data)()
-    later = {
-        **{f"guards.{n}": (getattr(config.guards, n), getattr(guards, n)) for n in _LATER_GUARDS},
-        **{f"data.{n}": (getattr(config.data, n), getattr(data, n)) for n in ("split", "columns")},
-    }
+    guards = type(config.guards)()
+    later = {f"guards.{n}": (getattr(config.guards, n), getattr(guards, n)) for n in _LATER_GUARDS}
     for name, (given, default) in later.items():
         if given != default:
             raise KeelError(f"{name} has no effect in this version: leave it out")
@@ -243,12 +241,26 @@ def _tasks(config: Config) -> None:
 
 def _data(config: Config) -> None:
     """Data that the task would not read is refused: a task reads it by a parameter called `data`."""
+    data, untouched, name = config.data, type(config.data)(), config.task.name
+    given = [n for n in DATA_OF_TASKS if getattr(data, n) != getattr(untouched, n)]
+    if given and not takes_data(name):
+        raise KeelError(
+            f"data.{given[0]} is given, but task {name} makes its own problems: leave it out, or set task.name=dataset"
+        )
+    if name == "dataset" and data.path is None and "data" not in config.task.params:
+        raise KeelError("task dataset needs data.path: a file, a folder or a hub name")
+    if given and "data" in config.task.params:
+        raise KeelError(f"data.{given[0]} and task.data both name data: keep one")
+    if data.truncation != "error" and data.max_prompt_length is None:
+        raise KeelError(f"data.truncation={data.truncation} needs data.max_prompt_length: give the limit in tokens")
+
+
+def takes_data(task: str) -> bool:
+    """Whether a task reads data: whether its factory has a parameter called `data`."""
     from keel.tasks import TASKS
 
-    name = config.task.name
-    task = TASKS[name] if name in TASKS else import_part(name, "task.name")
-    if config.data.path is not None and callable(task) and "data" not in inspect.signature(task).parameters:
-        raise KeelError(f"data.path is given, but task {name} makes its own problems: leave it out, or choose a task")
+    factory = TASKS[task] if task in TASKS else import_part(task, "task.name")
+    return callable(factory) and "data" in inspect.signature(factory).parameters
 
 
 def _reward(option: str, name: str, params: Mapping[str, Any]) -> None:
@@ -295,4 +307,4 @@ def advice(config: Config) -> list[str]:
     return notes
 
 
-__all__ = ["advice", "check", "import_part", "task_specs"]
+__all__ = ["advice", "check", "import_part", "takes_data", "task_specs"]

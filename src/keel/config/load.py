@@ -51,10 +51,21 @@ def read_config(
         renamed += notes
         for name, value, origin in native:
             _put(tree, name, value, origin)
+    renamed += _choose_task(tree)
     # a section whose options are all commented out is null in YAML: it has its defaults
     config = validate({key: value for key, value in tree.items() if value is not None})
     check(config)
     return config, renamed
+
+
+def _choose_task(tree: dict[str, Any]) -> list[str]:
+    """Data without a task are the task `dataset`; returns the sentence that says so."""
+    task, data = tree.get("task") or {}, tree.get("data")
+    path = data.get("path") if isinstance(data, dict) else None
+    if path is None or not isinstance(task, dict) or "name" in task:
+        return []
+    tree["task"] = {"name": "dataset", **task}
+    return [f"data.path={text.dump(path)} without a task: task.name=dataset, its rows are the problems"]
 
 
 def validate(tree: Mapping[str, Any]) -> Config:

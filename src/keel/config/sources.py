@@ -86,20 +86,28 @@ class Warmstart(Section):
 
 
 class Columns(Section):
-    """Which columns of the data are read."""
+    """Which columns of the data are read; a name with dots is a field inside a column, as reward_model.ground_truth."""
 
-    prompt: str = Field(default="question", description="Column that holds the prompt.")
-    answer: str = Field(default="answer", description="Column that holds the answer.")
+    prompt: str = Field(default="question", min_length=1, description="Column of the prompt, a text or chat messages.")
+    answer: str = Field(default="answer", min_length=1, description="Column of the answer, one kind of value in all.")
+    messages: str | None = Field(
+        default=None, description="Column of whole conversations, in place of prompt; their last turn is the answer."
+    )
+    system: str | None = Field(default=None, description="Column of each row's own system message; null for none.")
 
 
 class Data(Section):
     """Problems from a file or a hub, for tasks that read data."""
 
-    path: str | None = Field(
-        default=None, description="A file, a folder or a hub name; null where the task makes its own."
+    path: str | tuple[str, ...] | None = Field(
+        default=None,
+        description="A file (.jsonl, .json, .parquet, .csv), a folder, a hub name, or several; null: the task's own.",
     )
-    split: str = Field(default="train", description="Split to train on.")
+    split: str = Field(default="train", min_length=1, description="Split to train on, of a folder or a hub dataset.")
     columns: Columns = Field(default=Columns(), description="Columns of the data.")
+    on_broken: Literal["error", "skip"] = Field(
+        default="error", description="Rows that cannot be read: stop and name them, or leave them out and count them."
+    )
     system_prompt: str | None = Field(default=None, description="Text of a system message put before every prompt.")
     chat_template: str = Field(
         default="auto", description="auto (the tokenizer's, if any), none, or a template's name."
@@ -107,8 +115,9 @@ class Data(Section):
     max_prompt_length: Positive | None = Field(
         default=None, description="Longest prompt in tokens; null for the context."
     )
-    truncation: Literal["error", "left"] = Field(
-        default="error", description="A prompt that is too long: stop with an error, or cut its left end."
+    truncation: Literal["error", "left", "drop"] = Field(
+        default="error",
+        description="A prompt that is too long: stop with an error, cut its left end, or leave the problem out.",
     )
 
 

@@ -9,7 +9,7 @@ from keel.errors import KeelError, unknown
 from keel.types import Problem
 
 Messages = list[dict[str, str]]
-TRUNCATIONS = ("error", "left")
+TRUNCATIONS = ("error", "left", "drop")
 # A template for tokenizers that bring none; the markers are ordinary text to a tokenizer that does not know them.
 TEMPLATES = {
     "chatml": (
@@ -94,15 +94,19 @@ class Renderer:
 
 
 def fit(tokens: tuple[int, ...], limit: int | None, truncation: str, key: str) -> tuple[int, ...]:
-    """The prompt within `data.max_prompt_length`: refused if longer, or with `truncation: left` its end kept."""
+    """The prompt within `data.max_prompt_length`: refused if longer, or with `truncation: left` its end kept.
+
+    With `drop` such problems were left out before training; one that still comes, as of a task that makes its own
+    problems, is refused.
+    """
     if truncation not in TRUNCATIONS:
         raise unknown("data.truncation", truncation, TRUNCATIONS)
     if limit is None or len(tokens) <= limit:
         return tokens
-    if truncation == "error":
+    if truncation != "left":
         raise KeelError(
             f"problem {key!r} has a prompt of {len(tokens)} tokens, more than data.max_prompt_length {limit}: "
-            "raise it, or set data.truncation to left"
+            "raise it, or set data.truncation to left or drop"
         )
     return tokens[-limit:]
 

@@ -26,10 +26,11 @@ def is_held_out(identity: str, fraction: float = HELD_OUT_FRACTION) -> bool:
     A hash of the problem decides, not a seed or a range: whatever other run, warm start or mixture draws it, it is on
     the same side. `identity` should be equal for problems that give each other away, such as 3+4 and 4+3.
     """
-    return _hash(identity) < fraction * 2**64
+    return held_out_rank(identity) < fraction * 2**64
 
 
-def _hash(identity: str) -> int:
+def held_out_rank(identity: str) -> int:
+    """The hash that decides, below 2**64: what has the lowest is held out first."""
     return int.from_bytes(hashlib.blake2b(b"held-out\x1f" + identity.encode(), digest_size=8).digest(), "little")
 
 
@@ -40,7 +41,7 @@ def choose_held_out(sizes: Mapping[str, int], count: int) -> frozenset[str]:
     """
     chosen: list[str] = []
     left = count
-    for identity in sorted(sizes, key=_hash):
+    for identity in sorted(sizes, key=held_out_rank):
         if sizes[identity] <= left:
             chosen.append(identity)
             left -= sizes[identity]

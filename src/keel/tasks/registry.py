@@ -12,7 +12,10 @@ from keel.errors import KeelError, unknown
 from keel.tasks.arithmetic import arithmetic
 from keel.tasks.base import Task
 from keel.tasks.countdown import countdown
+from keel.tasks.dataset import dataset
+from keel.tasks.gsm8k import gsm8k
 from keel.tasks.mixture import Mixture, mixture
+from keel.tasks.reasoning_gym import check_reasoning_gym, reasoning_gym
 
 _USERS_OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _METHODS = ("sample", "held_out", "gold", "reward")
@@ -26,7 +29,16 @@ def mixture_of(tasks: Sequence[Mapping[str, Any]], weights: Sequence[float] | No
 
 
 # Any rather than Task: to mypy the protocol's name is writable, which a frozen dataclass's is not
-TASKS: dict[str, Callable[..., Any]] = {"arithmetic": arithmetic, "countdown": countdown, "mixture": mixture_of}
+TASKS: dict[str, Callable[..., Any]] = {
+    "arithmetic": arithmetic,
+    "countdown": countdown,
+    "dataset": dataset,
+    "gsm8k": gsm8k,
+    "mixture": mixture_of,
+    "reasoning_gym": reasoning_gym,
+}
+# Tasks whose parameters the signature alone does not tell.
+CHECKS: dict[str, Callable[[Mapping[str, Any]], None]] = {"reasoning_gym": check_reasoning_gym}
 
 
 def build_task(name: str, **params: Any) -> Task:
@@ -43,6 +55,8 @@ def build_task(name: str, **params: Any) -> Task:
 def check_task(name: str, params: Mapping[str, Any]) -> None:
     """Refuse an unknown task or parameter, with the nearest valid name; builds nothing."""
     check_params(f"task {name}", _factory(name), params)
+    if name in CHECKS:
+        CHECKS[name](params)
 
 
 def check_params(kind: str, factory: Callable[..., Any], params: Mapping[str, Any], given: Sequence[str] = ()) -> None:

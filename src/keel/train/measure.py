@@ -112,6 +112,7 @@ def describe_groups(batch: StepBatch) -> dict[str, float]:
         "length/mean": statistics.fmean(lengths),
         "length/max": float(max(lengths)),
         "length/truncated_fraction": statistics.fmean(cut),
+        "prompt/truncated_fraction": statistics.fmean("prompt_tokens_cut" in g.problem.info for g in batch.groups),
         "parse/ok_fraction": statistics.fmean(reward.parsed for reward in given),
     }
     parts = sorted({name for reward in given for name in reward.parts})
