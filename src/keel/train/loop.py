@@ -151,7 +151,7 @@ def _log(job: Job, step: Step, state: State) -> None:
     if step.metrics["guard/skipped"] > 0:
         job.loggers.event("guard/skipped", step=state.step, message="an update was skipped: its gradient is not finite")
     for failure in job.failures():
-        job.loggers.event("reward/failed", step=state.step, message=str(failure))
+        job.loggers.event("reward/failed", step=state.step, message=str(failure), function=failure.function)
 
 
 def _evaluate(job: Job, state: State) -> State:
@@ -160,7 +160,8 @@ def _evaluate(job: Job, state: State) -> State:
     for record in records:
         job.loggers.evaluation(state.step, record)
     for failure in job.failures():
-        job.loggers.event("reward/failed", step=state.step, message=f"in evaluation: {failure}")
+        message = f"in evaluation: {failure}"
+        job.loggers.event("reward/failed", step=state.step, message=message, function=failure.function)
     state = replace(state, evaluated=tuple(records), evaluated_at=state.step)
     value = float(records[0]["pass@1"]) if records else 0.0
     if state.step > 0 and records and (state.best is None or value > state.best["value"]):

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from keel.loggers.rundir import EVENTS
 from keel.train.state import State
 
 
-def summarise(task: str, state: State, findings: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """Accuracy before and after, what the other skills retained, and the KL as it was last measured."""
+def summarise(
+    task: str,
+    state: State,
+    findings: Sequence[Mapping[str, Any]] = (),
+    reward_failures: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """Accuracy before and after, what the other skills retained, and the KL as it was last measured.
+
+    `reward_failures` counts, by reward, the calls that gave none.
+    """
     first, last = _trained(state.before), _trained(state.evaluated)
     before, after = _retention(state.before), _retention(state.evaluated)
     return {
@@ -28,7 +40,16 @@ def summarise(task: str, state: State, findings: Sequence[Mapping[str, Any]] = (
         "beta": state.beta,
         "wall_s": round(state.wall_s, 2),
         "findings": sorted({str(finding["code"]) for finding in findings}),
+        "reward_failures": dict(reward_failures or {}),
     }
+
+
+def reward_failures(folder: Path) -> dict[str, int]:
+    """Failed calls by reward as the run's events tell them, which hold over interruptions too."""
+    path = folder / EVENTS
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    events = [json.loads(line) for line in lines if '"reward/failed"' in line]
+    return dict(Counter(str(event["function"]) for event in events if "function" in event))
 
 
 def _trained(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
