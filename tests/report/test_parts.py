@@ -11,7 +11,8 @@ import pytest
 from keel.report import read as reading
 from keel.report.charts import Axis, Panel, Series, log_ticks, svg, thin, tick_text, ticks, wants_log
 from keel.report.read import Run, read_run
-from keel.report.samples import pick, readable, scale, span
+from keel.report.rollouts import readable, scale
+from keel.report.samples import pick, span
 from keel.report.sections import flatten, seconds, since
 from keel.report.verdict import Accuracy, accuracy, change_word, kl_figures, sentences, state
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from typing import Any
 
 from keel.report.read import Record, Run, number
+from keel.report.rollouts import facts, message_text, messages_of, scale, tokens_of
 
 PROBLEMS = 4
 EACH = 2
@@ -60,17 +60,6 @@ def section(run: Run) -> str:
     return "".join(parts)
 
 
-def scale(records: Sequence[Record]) -> float:
-    """The KL that gets the full colour: the 99th percentile of what is shown, at least 0.05 nats."""
-    values = sorted(abs(v) for record in records for v in map(number, as_list(record.get("kl"))) if v is not None)
-    return max(0.05, values[int(0.99 * (len(values) - 1))]) if values else 0.05
-
-
-def as_list(value: Any) -> list[Any]:
-    """A list, or an empty one for anything else."""
-    return value if isinstance(value, list) else []
-
-
 def legend(top: float) -> str:
     """What the colours mean."""
     return (
@@ -82,53 +71,23 @@ def legend(top: float) -> str:
 
 def prompt(record: Record) -> str:
     """The prompt as text, or its chat messages."""
-    text = record.get("prompt")
-    if not isinstance(text, str):
-        messages = [item for item in as_list(record.get("messages")) if isinstance(item, dict)]
-        text = "\n".join(f"{item.get('role', '?')}: {item.get('content', '')}" for item in messages)
-    return f"<pre class='prompt'>{escape(text)}</pre>"
+    messages = messages_of(record)
+    said = [f"{m['role']}: {message_text(m)}" if m.get("role") else message_text(m) for m in messages]
+    return f"<pre class='prompt'>{escape(chr(10).join(said))}</pre>"
 
 
 def completion(record: Record, top: float) -> str:
     """One completion with its reward, parts, advantage and why it stopped."""
-    facts = [f"reward {brief(record.get('reward'))}"]
-    parts = record.get("parts")
-    if isinstance(parts, dict) and parts:
-        facts[0] += f" ({', '.join(f'{name} {brief(value)}' for name, value in parts.items())})"
-    if number(record.get("advantage")) is not None:
-        facts.append(f"advantage {number(record.get('advantage')):+.2f}")
-    if record.get("stop_reason"):
-        facts.append(f"stopped: {record['stop_reason']}")
-    known = [v for v in map(number, as_list(record.get("kl"))) if v is not None]
-    if known:
-        facts.append(f"KL {sum(known):.3g} nats over {len(known)} tokens")
-    said = escape(" · ".join(facts))
+    said = escape(" · ".join(facts(record)))
     return f"<div class='completion'><pre>{tokens(record, top)}</pre><p class='muted'>{said}</p></div>"
-
-
-def brief(value: Any) -> str:
-    """A number in three digits, a dash where there is none."""
-    known = number(value)
-    return "–" if known is None else f"{known:.3g}"
 
 
 def tokens(record: Record, top: float) -> str:
     """Spans a token; plain text where tokens and KL do not belong together."""
-    texts, kls = as_list(record.get("tokens")), as_list(record.get("kl"))
-    if not texts or len(texts) != len(kls):
+    found = tokens_of(record)
+    if not found or record.get("kl") is None:
         return escape(str(record.get("completion", "")))
-    text = str(record.get("completion", ""))
-    return "".join(
-        span(readable(str(token), text), number(kl), kl is None, top) for token, kl in zip(texts, kls, strict=True)
-    )
-
-
-def readable(token: str, completion_text: str) -> str:
-    """Byte-level and SentencePiece marks as the space or line end they stand for, unless the text itself has them."""
-    for mark, meaning in (("Ġ", " "), ("Ċ", "\n"), ("▁", " ")):
-        if mark in token and mark not in completion_text:
-            token = token.replace(mark, meaning)
-    return token
+    return "".join(span(token.text, token.kl, not token.sampled, top) for token in found)
 
 
 def span(token: str, kl: float | None, outside: bool, top: float) -> str:

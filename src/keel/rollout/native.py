@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -79,6 +79,7 @@ class NativeEngine:
         self._policy = model
         self._copy = WeightCopy(model, dtype=dtype, device=device, merge=merge) if copied else None
         self.tokenizer = tokenizer
+        self.on_finished: Callable[[int], None] | None = None  # told how many completions have just ended
         self._special = _special_tokens(tokenizer)
         self.eos_ids = frozenset(eos_ids(causal_lm(model), tokenizer))
         self.context = context_length(causal_lm(model))
@@ -171,6 +172,8 @@ class NativeEngine:
             self._record(rows, token, sample_logp, filtered_logp, sampling)
             live = [i for i, row in enumerate(rows) if not row.stop_reason]
             if len(live) < len(rows):
+                if self.on_finished is not None:
+                    self.on_finished(len(rows) - len(live))
                 if not live:
                     return
                 order = decoder.keep(live)

@@ -13,22 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.build import Built, build_named_task, build_policy, build_run, build_warmstart, rendering
+from keel.build import Built, build_named_task, build_policy, build_run, build_warmstart
 from keel.config import Config, load_config
 from keel.loggers import Fanout, RunDirectory, build_loggers
 from keel.models.load import LoadedModel
 from keel.tasks import Task
 from keel.tasks.judge import Judge
+from keel.tasks.rewards import probe_rewards
 from keel.train.checkpoint import clean, load_checkpoint, newest
 from keel.train.environment import environment
-from keel.train.evaluate import EvalResult, evaluate
+from keel.train.evaluation import configured_tasks, entries, eval_record, evaluate_entry
 from keel.train.guards import GuardOptions
 from keel.train.loop import Cadence, Callback, Interrupt, Job, interruptible, train_loop
 from keel.train.resume import check_nothing_lost, check_same_run, to_yaml
 from keel.train.state import State
 from keel.train.step import train_step
-from keel.train.summary import summarise
-from keel.train.warmstart import is_whole, warmstart, warmstart_folder
+from keel.train.summary import reward_failures, summarise
+from keel.train.warmstart import is_whole, warmstart, warmstart_place
 
 logger = logging.getLogger("keel")
 Source = Config | Mapping[str, Any] | str | Path
@@ -69,6 +70,7 @@ def train(
     is called as `callback(state, metrics)` after every step; one that returns True ends the run after that step.
     """
     checked = load_config(config, overrides)
+    task = task or build_named_task(checked.task, checked)  # bad data is found before anything is written or loaded
     if dry_run:
         return _dry_run(checked, task, reward)
     with interruptible() as interrupt, open_run(checked, resume=resume) as (directory, resumed):
@@ -149,7 +151,7 @@ def _finish(config: Config, built: Built, job: Job, state: State, interrupt: Int
         return TrainResult({}, directory.path, state.step, interrupt.status)
     findings: list[dict[str, Any]] = []
     directory.write_json("findings.json", findings)
-    summary = summarise(built.run.task.name, state, findings)
+    summary = summarise(built.run.task.name, state, findings, reward_failures(directory.path))
     directory.write_json("summary.json", summary)
     directory.sync()
     write_report_of(directory.path, job.loggers)
@@ -206,44 +208,20 @@ def evaluator(
 ) -> Callable[[], list[dict[str, Any]]]:
     """Evaluates the trained task and, as retention, `eval.tasks`: fixed held-out problems under fixed noise.
 
-    Judged by each task's own reward, whatever the policy is trained on: accuracy is not what a shaped reward pays.
-    `judges` is filled with them, for whoever wants to know what failed.
+    `judges` is filled with those who judge them, for whoever wants to know what failed.
     """
-    judges = {} if judges is None else judges
-    run = built.run
-    temperature = config.rollout.temperature if config.eval.temperature is None else config.eval.temperature
-    others = [build_named_task(spec) for spec in config.eval.tasks]
-    named = [(run.task, "trained"), *((task, "retention") for task in others if task != run.task)]
-    for number, (task, _) in enumerate(named):
-        judges[f"{number}"] = Judge.of(task, timeout_s=config.reward.timeout_s, on_error=config.reward.on_error)
+    run, chosen = built.run, entries(config, configured_tasks(config, built.run.task))
+    if judges is not None:
+        judges.update({f"{number}": entry.judge for number, entry in enumerate(chosen)})
 
     def records() -> list[dict[str, Any]]:
-        found = []
-        for number, (task, split) in enumerate(named):
-            result = evaluate(
-                run.engine,
-                task,
-                task.held_out(config.eval.samples),
-                run.policy.tokenizer,
-                k=config.eval.k,
-                temperature=temperature,
-                seed=config.run.seed + 1,
-                sampling=built.sampling,
-                judge=judges[f"{number}"],
-                max_turns=config.rollout.max_turns if hasattr(task, "respond") else 1,
-                **rendering(config),
-            )
-            found.append(eval_record(result, split))
-        return found
+        options: dict[str, Any] = {"sampling": built.sampling}
+        return [
+            eval_record(evaluate_entry(config, run.engine, run.policy.tokenizer, entry, **options), entry.split)
+            for entry in chosen
+        ]
 
     return records
-
-
-def eval_record(result: EvalResult, split: str) -> dict[str, Any]:
-    """A line of eval.jsonl."""
-    plain = result.as_dict()
-    shown = {"pass@1": plain.pop("accuracy"), "ci95": plain.pop("ci95"), "pass@k": plain.pop("pass_at")}
-    return {"task": plain.pop("task"), "split": split, **shown, "n": plain.pop("problems"), **plain}
 
 
 def _policy(
@@ -259,8 +237,7 @@ def _policy(
         return build_policy(config, checkpoint)
     if config.warmstart is None:
         return build_policy(config)
-    made_by = {name: config.to_dict()[name] for name in ("model", "warmstart", "task", "data")}
-    place = warmstart_folder(folder, {**made_by, "seed": config.run.seed})
+    place = warmstart_place(folder, config)
     if is_whole(place):
         loggers.event("warmstart", step=0, message="the warm start of this configuration is there: loaded")
         return build_policy(config, place)

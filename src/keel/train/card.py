@@ -54,11 +54,11 @@ def model_card(run: Run, state: State, about: Mapping[str, Any]) -> str:
         kl=f"β = {state.beta:g}, {spec.estimator} in the {spec.placement}" if state.beta else "none (β = 0)",
         measured="not measured" if measured is None else f"{measured:.5f} nats per token (k3)",
         reference="none" if run.reference is None else run.reference.kind,
-        code=_adapter_code(about) if lora else _MODEL_CODE,
+        code=_adapter_code(about) if lora else MODEL_CODE,
     )
 
 
-_MODEL_CODE = """from transformers import AutoModelForCausalLM, AutoTokenizer
+MODEL_CODE = """from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")"""

@@ -59,20 +59,28 @@ def save_checkpoint(folder: Path, run: Run, state: State, *, about: Mapping[str,
 
 def save_weights(folder: Path, model: Any, tokenizer: Any) -> None:
     """In the ordinary format: a transformers folder, or the trained adapter alone in peft's."""
-    from transformers.utils import logging as noise
-
     inner = unwrap(model)
     chosen = {"selected_adapters": [inner.active_adapters[0]]} if is_lora(inner) else {}
-    shown = noise.is_progress_bar_enabled()
-    noise.disable_progress_bar()  # it would tear the live display
     try:
-        inner.save_pretrained(str(folder), **chosen)
+        with without_bars():
+            inner.save_pretrained(str(folder), **chosen)
     except SafetensorError as error:  # a full disk has a type of its own there
         raise OSError(str(error)) from error
+    tokenizer.save_pretrained(str(folder))
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """No progress bars of transformers' own: they would tear the live display."""
+    from transformers.utils import logging as noise
+
+    shown = noise.is_progress_bar_enabled()
+    noise.disable_progress_bar()
+    try:
+        yield
     finally:
         if shown:
             noise.enable_progress_bar()
-    tokenizer.save_pretrained(str(folder))
 
 
 @contextmanager

@@ -24,7 +24,8 @@ class EvalResult:
     """What one evaluation found. `accuracy` is pass@1, the mean over problems of the share of right samples.
 
     Intervals are 95 %: Wilson's with an effective sample size for shares (`wilson`), normal over the problems' means
-    for the reward.
+    for the reward. `extra` holds what the task itself adds (`extra_metrics`), `shares` each problem's share of right
+    samples.
     """
 
     task: str
@@ -40,6 +41,8 @@ class EvalResult:
     truncated_fraction: float
     length_mean: float
     greedy: bool = False
+    extra: Mapping[str, float] = field(default_factory=dict)
+    shares: tuple[float, ...] = field(default=(), repr=False)
     groups: tuple[Group, ...] = field(default=(), repr=False, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
@@ -58,6 +61,7 @@ class EvalResult:
             "truncated_fraction": self.truncated_fraction,
             "length_mean": self.length_mean,
             "greedy": self.greedy,
+            **({"extra": dict(self.extra)} if self.extra else {}),
         }
 
 
@@ -137,8 +141,55 @@ def summarise(task: Task, groups: Sequence[Group], k: Sequence[int], *, greedy: 
         truncated_fraction=fmean(c.stop_reason == "length" for c in completions),
         length_mean=fmean(sum(c.action) for c in completions),
         greedy=greedy,
+        extra=extra_metrics(task, groups),
+        shares=tuple(shares[1]),
         groups=tuple(groups),
     )
+
+
+def extra_metrics(task: Task, groups: Sequence[Group]) -> dict[str, float]:
+    """What a task's optional `extra_metrics(groups)` says of judged groups, as finite numbers by name."""
+    method = getattr(task, "extra_metrics", None)
+    if method is None:
+        return {}
+    found = method(groups)
+    if not isinstance(found, Mapping):
+        kind = type(found).__name__
+        raise KeelError(f"extra_metrics of task {task.name!r} returned a {kind}: it must be a mapping of numbers")
+    for name, value in found.items():
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise KeelError(f"extra_metrics of task {task.name!r} gave {name}={value!r}: it must be a finite number")
+    return {str(name): float(value) for name, value in found.items()}
+
+
+def paired_difference(before: EvalResult, after: EvalResult) -> tuple[float, Interval]:
+    """(pass@1 after − before, its 95 % interval), over the problems that both were given.
+
+    Both answer the same problems under the same noise, so what they share cancels.
+    """
+    first, second = _shares(before), _shares(after)
+    common = [key for key in second if key in first]
+    if not common:
+        raise KeelError(f"the two evaluations of {after.task!r} have no problem in common: give them the same task")
+    differences = [second[key] - first[key] for key in common]
+    return fmean(differences), paired_interval(differences)
+
+
+def paired_interval(differences: Sequence[float]) -> Interval:
+    """The adjusted Wald interval of a mean of paired differences in [−1, 1], 95 %.
+
+    m ± 1.96·√((s − m²)/(n+2)) with m = Σdᵢ/(n+2) and s = (Σdᵢ² + 2)/(n+2): two problems are added, one gained and one
+    lost. Where no problem changed, the interval then still has a width. Bonett and Price 2012 for right or wrong
+    answers (doi 10.3102/1076998611411915); with shares of several samples it is on the wide side.
+    """
+    count = len(differences) + 2
+    middle = sum(differences) / count
+    half = Z95 * math.sqrt(((sum(d * d for d in differences) + 2) / count - middle**2) / count)
+    return max(-1.0, middle - half), min(1.0, middle + half)
+
+
+def _shares(result: EvalResult) -> dict[str, float]:
+    return {group.problem.key: share for group, share in zip(result.groups, result.shares, strict=True)}
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:

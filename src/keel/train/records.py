@@ -16,7 +16,11 @@ from keel.types import Group, Problem
 
 
 def rollout_records(batch: StepBatch, tokenizer: Any, *, groups: int, tracked: bool = False) -> list[dict[str, Any]]:
-    """The first `groups` groups, one record a completion; `kl` is log π − log p of each token, or null."""
+    """The first `groups` groups, one record a completion.
+
+    `tokens`, `action` and `kl` belong together: a token's text, whether the policy sampled it (tool output and later
+    user turns are not), and log π − log p there; `kl` is null where it was not measured.
+    """
     kl = token_kl(batch)
     given = batch.rows.advantages
     found, row = [], 0
@@ -33,6 +37,7 @@ def rollout_records(batch: StepBatch, tokenizer: Any, *, groups: int, tracked: b
                     "messages": _messages(group.problem),
                     "completion": completion.text,
                     "tokens": [tokenizer.decode([token]) for token in completion.tokens],
+                    "action": list(completion.action),
                     "kl": per_token,
                     "reward": reward.total,
                     "parts": dict(reward.parts),

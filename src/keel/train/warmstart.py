@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ from keel.train.sft import Examples, Report, SFTOptions, sft
 FOLDER = "warmstart"
 
 
-def warmstart_folder(run: Path, settings: Mapping[str, Any]) -> Path:
-    """Where the warm start of these settings lies, or will lie."""
+def warmstart_place(run: Path, config: Any) -> Path:
+    """Where the warm start of this configuration lies in the run's folder, or will lie: under all that makes it."""
+    made_by = {name: config.to_dict()[name] for name in ("model", "warmstart", "task", "data")}
+    settings = {**made_by, "seed": config.run.seed}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
     return run / FOLDER / digest
 

@@ -1,0 +1,134 @@
+"""`keel eval`: how often a model is right, and what it kept of its baseline."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from keel.cli.app import ANY_OPTION, app, print_json
+from keel.errors import KeelError
+
+EVAL_HELP = """Evaluate a model, a run's checkpoint or a configuration's model on held-out problems.
+
+Prints pass@1 and pass@k with 95 % intervals, the share of answers that could be read and of completions that were cut
+off. A run and a configuration bring their tasks (task and eval.tasks) and settings; a model needs --task. Answers are
+judged by each task's own reward. A baseline gets the same problems and the same noise, so that differences are paired.
+
+Examples:
+
+  keel eval runs/default --checkpoint best
+
+  keel eval runs/default --baseline runs/default@start --plot retention.png
+
+  keel eval HuggingFaceTB/SmolLM2-135M-Instruct --task arithmetic --task countdown --samples 200 --k 1,8
+
+  keel eval ./my-model --task arithmetic:skill=sort,digits=4 --temperature 0 --json
+"""
+
+
+@app.command(help=EVAL_HELP, context_settings=ANY_OPTION)
+def eval(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL|RUN|CONFIG [KEY=VALUE]...", help="What to evaluate, and options of its own."),
+    ],
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Of a run: best, start, warmstart or a step; the newest by default.")
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[:KEY=VALUE,...]", help="Task to evaluate instead of the configured ones; repeat."),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL|RUN[@WHEN]", help="Compare with this; WHEN is start, warmstart, best or a step."),
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Held-out problems a task (eval.samples).")] = None,
+    k: Annotated[str | None, typer.Option(metavar="K[,K]...", help="pass@k, such as 1,8 (eval.k).")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy, with one sample a problem.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest completion (rollout.max_completion_length).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling noise; run.seed + 1 by default.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Also write the data to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw bars with their intervals.")] = None,
+) -> int:
+    from keel.config import arguments
+    from keel.loggers.files import write_atomic
+    from keel.report.picture import check_picture
+
+    sys.path.insert(0, "")  # module:attr of the folder one stands in, as with python -m
+    if plot is not None:
+        check_picture(plot)
+    if out is not None and not out.parent.is_dir():
+        raise KeelError(f"cannot write {out}: there is no folder {out.parent}")
+    paths, given = arguments.split(words)
+    if len(paths) != 1:
+        raise KeelError(f"keel eval takes one model, run or configuration, not {len(paths)}: {' '.join(paths)}")
+    _check_tasks(given, task)
+    chosen = {"eval.samples": samples, "eval.temperature": temperature, "rollout.max_completion_length": max_tokens}
+    own = [*given, *(f"{name}={value}" for name, value in chosen.items() if value is not None)]
+    if k is not None:
+        own.append(f"eval.k=[{k}]")
+    data = _evaluate(paths[0], own, checkpoint, task or [], baseline, seed)
+    if out is not None:
+        write_atomic(out, json.dumps(data, ensure_ascii=False, allow_nan=False, indent=2) + "\n")
+    if plot is not None:
+        from keel.report.evaluation import plot_evaluation
+
+        plot_evaluation(data, plot)
+    if as_json:
+        print_json(data)
+        return 0
+    from rich.console import Console
+
+    from keel.report.evaluation import show_evaluation
+
+    show_evaluation(data, Console())
+    for path in filter(None, (out, plot)):
+        typer.echo(f"wrote {path}")
+    return 0
+
+
+def _evaluate(
+    word: str, own: list[str], checkpoint: str | None, tasks: list[str], baseline: str | None, seed: int | None
+) -> dict[str, Any]:
+    from keel.train.evaluation import run_evaluation
+    from keel.train.subject import find_subject
+
+    subject = find_subject(word, own, checkpoint)
+    # the baseline's model is its own, so what the user says of the model does not hold for it; where it runs does
+    place = [item for item in own if item.startswith(("model.device=", "model.dtype=", "model.trust_remote_code="))]
+    other = None if baseline is None else find_subject(baseline, place)
+    with _bar() as watch:
+        return run_evaluation(subject, tasks=tasks, baseline=other, seed=seed, watch=watch)
+
+
+def _check_tasks(given: list[str], task: list[str] | None) -> None:
+    """Tasks come from one place, so that none is accepted and ignored."""
+    from keel.train.subject import names_tasks
+
+    clash = next((item for item in given if names_tasks([item])), None)
+    if clash is not None and task:
+        raise KeelError(f"--task {task[0]} and {clash} both name tasks: give them in one way")
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
+    """A progress bar on stderr while completions are sampled, gone when they are done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+
+        def watch(label: str, total: int) -> Callable[[int], None]:
+            number = progress.add_task(label, total=total)
+            return lambda done: progress.advance(number, done)
+
+        yield watch

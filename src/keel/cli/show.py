@@ -1,0 +1,56 @@
+"""`keel show`: the rollouts of a step, in the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from keel.cli.app import app, print_json
+from keel.errors import KeelError
+
+SHOW_HELP = """Show the rollouts that a run recorded at a step: prompts, completions, KL, rewards, advantages.
+
+Tokens that the policy sampled are coloured by their KL to the reference (orange: likelier than under the reference,
+blue: less likely); what tools and users said between turns is set apart as context, which is not trained on.
+
+Examples:
+
+  keel show runs/default
+
+  keel show runs/default --step 50 --worst --limit 3
+
+  keel show runs/default --step 50 --problem 'sort/0/49/3' --json
+"""
+
+
+@app.command(help=SHOW_HELP)
+def show(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    step: Annotated[int | None, typer.Option(help="Step to show; by default the last that has rollouts.")] = None,
+    problem: Annotated[str | None, typer.Option(metavar="KEY", help="Only this problem's completions.")] = None,
+    group: Annotated[int | None, typer.Option(help="Only this group's completions.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="Most completions to show.")] = 16,
+    no_color: Annotated[bool, typer.Option("--no-color", help="Plain text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the records as data.")] = False,
+) -> int:
+    from keel.report.rollouts import read_step
+
+    if best and worst:
+        raise KeelError("--best and --worst exclude each other: give one")
+    found, records = read_step(run, step)
+    from keel.report.terminal import choose, show_rollouts
+
+    order = "best" if best else "worst" if worst else None
+    chosen = choose(records, problem=problem, group=group, order=order, limit=limit)
+    if as_json:
+        print_json(chosen)
+        return 0
+    from rich.console import Console
+
+    console = Console(no_color=True if no_color else None, highlight=False)
+    show_rollouts(str(run), found, chosen, console, recorded=len(records))
+    return 0

@@ -1,0 +1,142 @@
+"""`keel eval`: a model on several tasks at once, beside a baseline on the same problems under the same noise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keel.build import build_engine, build_named_task, build_sampling, fitting, rendering
+from keel.config import Config, text
+from keel.errors import KeelError
+from keel.rollout.collect import Engine
+from keel.rollout.sampling import SamplingParams
+from keel.tasks import Task, build_task
+from keel.tasks.judge import Judge
+from keel.train.evaluate import EvalResult, evaluate, paired_difference
+from keel.train.subject import Subject
+
+# Told what is sampled and how many completions that will be; returns what is told of those that end.
+Watch = Callable[[str, int], Callable[[int], None]]
+METHOD = "adjusted Wald over the problems' paired differences (Bonett and Price 2012)"
+_WITH_PARAMS = re.compile(r"(?P<name>.+?):(?P<params>[A-Za-z_]\w*=.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A task to evaluate, what it stands for (trained, retention, given), and who judges it."""
+
+    task: Task
+    split: str
+    judge: Judge
+
+
+def entries(config: Config, tasks: Iterable[tuple[Task, str]]) -> list[Entry]:
+    """Each task judged by its own reward, whatever the policy is trained on: accuracy is not what shaping pays."""
+    options: dict[str, Any] = {"timeout_s": config.reward.timeout_s, "on_error": config.reward.on_error}
+    return [Entry(task, split, Judge.of(task, **options)) for task, split in tasks]
+
+
+def configured_tasks(config: Config, task: Task | None = None) -> list[tuple[Task, str]]:
+    """The trained task and, as retention, `eval.tasks`."""
+    trained = build_named_task(config.task, config) if task is None else task
+    others = [build_named_task(spec, config) for spec in config.eval.tasks]
+    return [(trained, "trained"), *((other, "retention") for other in others if other != trained)]
+
+
+def task_of_word(word: str) -> Task:
+    """The task of `NAME`, or of `NAME:key=value,key=value` with its parameters; a name may be `module:attr`."""
+    match = _WITH_PARAMS.fullmatch(word)
+    if match is None:
+        return build_task(word)
+    pairs = (item.partition("=") for item in re.split(r",(?=[A-Za-z_]\w*=)", match["params"]))
+    params = {key: text.parse(value, f"the value of {key} in {word!r}") for key, _, value in pairs}
+    return build_task(match["name"], **params)
+
+
+def evaluate_entry(
+    config: Config,
+    engine: Engine,
+    tokenizer: Any,
+    entry: Entry,
+    *,
+    sampling: SamplingParams | None = None,
+    seed: int | None = None,
+) -> EvalResult:
+    """One task as the configuration says: fixed held-out problems under fixed noise (`seed`, default run.seed + 1)."""
+    chosen = config.eval.temperature
+    return evaluate(
+        engine,
+        entry.task,
+        fitting(config, tokenizer, entry.task.held_out(config.eval.samples)),
+        tokenizer,
+        k=config.eval.k,
+        temperature=config.rollout.temperature if chosen is None else chosen,
+        seed=config.run.seed + 1 if seed is None else seed,
+        sampling=sampling or build_sampling(config),
+        judge=entry.judge,
+        max_turns=config.rollout.max_turns if hasattr(entry.task, "respond") else 1,
+        **rendering(config),
+    )
+
+
+def eval_record(result: EvalResult, split: str) -> dict[str, Any]:
+    """A line of eval.jsonl."""
+    plain = result.as_dict()
+    shown = {"pass@1": plain.pop("accuracy"), "ci95": plain.pop("ci95"), "pass@k": plain.pop("pass_at")}
+    return {"task": plain.pop("task"), "split": split, **shown, "n": plain.pop("problems"), **plain}
+
+
+def run_evaluation(
+    subject: Subject,
+    *,
+    tasks: Sequence[str] = (),
+    baseline: Subject | None = None,
+    seed: int | None = None,
+    watch: Watch | None = None,
+) -> dict[str, Any]:
+    """The figures of a model, as data; with a baseline also its figures and the paired differences.
+
+    `tasks` are words such as `arithmetic:skill=sort,digits=4`; without any, the configuration's own are evaluated.
+    The baseline is sampled, rendered and judged by the subject's configuration: only the weights differ.
+    """
+    config = subject.config
+    if not tasks and not subject.has_tasks:
+        raise KeelError(f"{subject.name} is a model and names no task: say what to evaluate, such as --task arithmetic")
+    named = [(task_of_word(word), "given") for word in tasks] if tasks else configured_tasks(config)
+    chosen = entries(config, named)
+    after = _evaluated(subject, config, chosen, seed, watch)
+    before = None if baseline is None else _evaluated(baseline, config, chosen, seed, watch)
+    records = []
+    for number, (entry, result) in enumerate(zip(chosen, after, strict=True)):
+        record = eval_record(result, entry.split)
+        if before is not None:
+            mean, interval = paired_difference(before[number], result)
+            record["baseline"] = eval_record(before[number], entry.split)
+            record["difference"] = {"pass@1": mean, "ci95": list(interval), "method": METHOD}
+        records.append(record)
+    return {
+        "model": subject.name,
+        "baseline": None if baseline is None else baseline.name,
+        "seed": config.run.seed + 1 if seed is None else seed,
+        "temperature": config.rollout.temperature if config.eval.temperature is None else config.eval.temperature,
+        "max_completion_length": config.rollout.max_completion_length,
+        "tasks": records,
+    }
+
+
+def _evaluated(
+    subject: Subject, config: Config, chosen: Sequence[Entry], seed: int | None, watch: Watch | None
+) -> list[EvalResult]:
+    """All tasks on one model, which is let go before the next one is loaded."""
+    loaded = subject.load()
+    engine = build_engine(config, loaded)
+    found = []
+    for entry in chosen:
+        if watch is not None:
+            told = watch(f"{subject.name}: {entry.task.name}", config.eval.samples * max(config.eval.k))
+            if hasattr(engine, "on_finished"):
+                engine.on_finished = told
+        found.append(evaluate_entry(config, engine, loaded.tokenizer, entry, seed=seed))
+    return found
