@@ -99,8 +99,8 @@ def test_one_run_says_everything(runs):
     assert f"add: {before} → {after} on held-out problems" in page.text
     assert "The intervals do not overlap: a gain beyond chance" in page.text
     assert "completed, 40 of 40 steps, in 3.2 minutes" in page.text
-    k3 = summary["kl"]["k3"]
-    assert f"{k3['mean']:.3g} ± {k3['se']:.2g} nats per token (k3)" in page.text
+    exact = summary["kl"]["exact"]
+    assert f"{exact['mean']:.3g} ± {exact['se']:.2g} nats per token (exact)" in page.text
     assert f"{summary['kl']['sequence']['mean']:.3g} ± 0.02 nats per sequence" in page.text
     assert "Retention: 1 of 3 other skills dropped: reverse" in page.text
     assert "output/truncated" in page.text
@@ -168,7 +168,7 @@ def test_a_partial_run_says_what_is_missing_and_how_far_it_got(runs):
     assert "summary.json is not there" in page.text
     assert "findings.json is not there" in page.text
     assert "Findings: not judged yet" in page.text
-    assert "nats per token (k3)" in page.text
+    assert "nats per token (exact)" in page.text
 
 
 def test_a_running_run_and_a_torn_line(tmp_path):

@@ -8,7 +8,18 @@ from html import escape
 from typing import Any
 
 from keel.report.read import Record, Run, number
-from keel.report.verdict import accuracy, change_word, ci, kl_figures, measured, percent, retention, span, state
+from keel.report.verdict import (
+    accuracy,
+    change_word,
+    ci,
+    kl_figures,
+    measured,
+    per_token_kl,
+    percent,
+    retention,
+    span,
+    state,
+)
 
 EVENTS_SHOWN = 300
 
@@ -58,6 +69,7 @@ def comparison(runs: Sequence[Run]) -> str:
     rows = []
     for index, run in enumerate(runs):
         found, kl = accuracy(run), kl_figures(run)
+        per_token = per_token_kl(kl)
         kept = [row for row in retention(run) if row.before is not None and row.after is not None]
         worst = min(kept, key=lambda row: (row.after or 0) - (row.before or 0), default=None)
         beta = number((run.summary or {}).get("beta"))
@@ -75,7 +87,7 @@ def comparison(runs: Sequence[Run]) -> str:
                 percent(found.before) if found else "–",
                 f"{percent(found.after)}<br><small>{span(found.ci_after)}</small>" if found else "–",
                 change,
-                measured(*kl["k3"]) if "k3" in kl else "–",
+                "–" if per_token is None else f"{measured(*per_token[1:])}<br><small>{per_token[0]}</small>",
                 measured(*kl["sequence"]) if "sequence" in kl else "–",
                 "–" if beta is None else f"{beta:g}",
                 "–"
@@ -85,7 +97,7 @@ def comparison(runs: Sequence[Run]) -> str:
                 escape(", ".join(codes)) or "–",
             ]
         )
-    head = ["run", "state", "steps", "before", "after (95 %)", "points", "KL k3 / token", "KL / sequence", "β"]
+    head = ["run", "state", "steps", "before", "after (95 %)", "points", "KL / token", "KL / sequence", "β"]
     return table([*head, "worst retention", "minutes", "findings"], rows, "numbers wide")
 
 
@@ -206,8 +218,10 @@ def headline(run: Run) -> list[tuple[str, str, str]]:
         cards.append(("accuracy", f"{100 * found.before:.1f} → {100 * found.after:.1f} %", f"{found.task}, held out"))
     elif found and found.before is not None:
         cards.append(("accuracy before", percent(found.before), found.task + ci(found.ci_before)))
-    if "k3" in kl:
-        cards.append(("KL per token", measured(*kl["k3"]), "nats, k3 ± se"))
+    per_token = per_token_kl(kl)
+    if per_token is not None:
+        kind, *figure = per_token
+        cards.append(("KL per token", measured(*figure), f"nats, {kind} ± se"))
     if "sequence" in kl:
         cards.append(("KL per sequence", measured(*kl["sequence"]), "nats"))
     reward = run.last("reward/mean")

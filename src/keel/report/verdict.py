@@ -111,6 +111,11 @@ def kl_figures(run: Run) -> dict[str, tuple[float, float | None]]:
     return figures
 
 
+def per_token_kl(figures: Mapping[str, tuple[float, float | None]]) -> tuple[str, float, float | None] | None:
+    """The best figure there is, with its name: exact where measured, as k3's mean may hang on a few tokens."""
+    return next(((kind, *figures[kind]) for kind in ("exact", "k3", "k1", "k2") if kind in figures), None)
+
+
 def sentences(run: Run) -> list[tuple[str, str]]:
     """The verdict, a (tone, sentence) at a time; tone is good, warn, bad or plain."""
     return [_progress(run), *_accuracy_words(run), *_kl_words(run), *_retention_words(run), _finding_words(run)]
@@ -154,7 +159,7 @@ def _accuracy_words(run: Run) -> list[tuple[str, str]]:
 
 def _kl_words(run: Run) -> list[tuple[str, str]]:
     figures = kl_figures(run)
-    per_token = next(((kind, *figures[kind]) for kind in ("k3", "exact", "k1", "k2") if kind in figures), None)
+    per_token = per_token_kl(figures)
     if per_token is None:
         return [("plain", "KL to the reference was not measured.")]
     kind, mean, error = per_token
