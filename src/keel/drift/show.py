@@ -25,8 +25,8 @@ _FULL = 0.05  # nats: the least log-ratio that gets the full colour
 def show_drift(drift: Drift, console: Console) -> None:
     """Print the whole measurement."""
     forward, reverse = drift.policy_ref, drift.ref_policy
-    console.print(f"[bold]policy[/]     {drift.policy} ({drift.dtype[0]})", highlight=False)
-    console.print(f"[bold]reference[/]  {drift.reference} ({drift.dtype[1]})", highlight=False)
+    console.print(Text.assemble(("policy     ", "bold"), f"{drift.policy} ({drift.dtype[0]})"))
+    console.print(Text.assemble(("reference  ", "bold"), f"{drift.reference} ({drift.dtype[1]})"))
     console.print(
         f"{drift.prompts} prompts × {drift.samples} completions of up to {drift.max_tokens} tokens at temperature "
         f"{drift.temperature:g}, seed {drift.seed}; nats, ± one standard error over {UNITS[drift.clustered_by]}",

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from keel.config import Config, text
+from keel.config.arguments import is_run
 from keel.errors import KeelError
 from keel.models.load import LoadedModel, load_model
-from keel.train.subject import Subject, find_subject
+from keel.train.subject import MOMENTS, Subject, find_subject
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,9 @@ def resolve(name: str, *, base: str | None = None, dtype: str = "auto", device: 
     folder (its newest checkpoint), `RUN@N` (the checkpoint of step N), `RUN@best`, `RUN@start` (what training started
     from, which is its reference); or a checkpoint inside a run. `dtype` and `device` of a run are its own unless given.
     """
+    run, at, moment = name.rpartition("@")
+    if at and (moment in MOMENTS or moment.isdigit()) and not is_run(Path(run).expanduser()):
+        raise KeelError(f"no run at {run!r}: {name} needs the folder of a run, one with a config.yaml")
     return _source(find_subject(name, _overrides(name, base, dtype, device)))
 
 
