@@ -27,7 +27,8 @@ FULL = 1.0 - 1e-9
 # Where a dataset has no answer that is the only one, these of its metadata hold one that is right.
 _EXAMPLES = ("example_answer", "possible_answer", "example_correct_answer")
 # Names that may stand in an answer which the library hands to sympy's parser, and that parser to Python.
-_FUNCTIONS = frozenset("sin cos tan cot sec csc asin acos atan sinh cosh tanh exp log ln sqrt pi Abs abs".split())
+_TRIGONOMETRY = ("sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh")
+_FUNCTIONS = frozenset((*_TRIGONOMETRY, "exp", "log", "ln", "sqrt", "pi", "Abs", "abs"))
 _SMALL_POWER = r"(\*\*|\^)\s*(-?\d{1,2}|\w|\(\s*-?\d{1,2}\s*(/\s*\d{1,2}\s*)?\))(?![\w.])(?!\s*(\*\*|\^))"
 
 
@@ -62,8 +63,8 @@ class ReasoningGym:
         """The library's answer in its tag; of a dataset with several right answers, the one it gives as an example."""
         if problem.answer is None:
             raise KeelError(
-                f"{self.name} has no gold answer, since many are right: it can be trained on by its reward, but neither "
-                "warm-started nor checked"
+                f"{self.name} has no gold answer, since many are right: it can be trained on by its reward, but "
+                "neither warm-started nor checked"
             )
         return f"<answer>{problem.answer}</answer>"
 

@@ -71,6 +71,8 @@ def train(
     """
     checked = load_config(config, overrides)
     task = task or build_named_task(checked.task, checked)  # bad data is found before anything is written or loaded
+    if reward is None:
+        probe_rewards([{"name": part.name, **part.params} for part in checked.rewards])
     if dry_run:
         return _dry_run(checked, task, reward)
     with interruptible() as interrupt, open_run(checked, resume=resume) as (directory, resumed):

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from keel.errors import KeelError
+from keel.tasks.maths import need_math_verify
 
 _KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "int": ("a whole number", lambda v: isinstance(v, int) and not isinstance(v, bool)),
@@ -132,12 +133,11 @@ def _tags(name: str, params: Mapping[str, Any]) -> None:
     tags = params.get("tags", ("answer",))
     fine = isinstance(tags, Sequence) and not isinstance(tags, str) and len(tags) > 0
     if not fine or not all(isinstance(tag, str) and re.fullmatch(r"[^<>/\s]+", tag) for tag in tags):
-        raise KeelError(
-            f"reward {name}: tags is {tags!r}, it must be a list of names such as [think, answer]"
-        )
+        raise KeelError(f"reward {name}: tags is {tags!r}, it must be a list of names such as [think, answer]")
 
 
 CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
+    "math": lambda params: need_math_verify("reward math"),
     "format": _format,
     "tag_count": _tag_count,
     "regex": _regex,

@@ -1,0 +1,150 @@
+"""`keel check-task`: prove that a task and its rewards are sound, and show three worked examples."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from keel.cli.app import ANY_OPTION, app, print_json
+from keel.errors import KeelError
+
+CHECK_TASK_HELP = """Prove that a task is sound before a model is trained on it, and show three worked examples.
+
+Gold answers earn the full reward, wrong and empty ones less; rewards are finite; problems are the same under the same
+seed and none that is held out is trained on; prompts and answers survive the tokenizer. With a configuration, its
+rewards are checked as well. Exit status 0: all proven; 1: a check failed, by name; 2: it could not be run.
+
+NAME is a task, your module:attr, a YAML file or a run's folder. Parameters of the task are written key=value, options
+of other sections with their section, such as data.path=mine.jsonl.
+
+Examples:
+
+  keel check-task arithmetic skill=sort digits=6
+
+  keel check-task reasoning_gym dataset=chain_sum max_terms=4
+
+  keel check-task mytasks:riddles --model Qwen/Qwen2.5-0.5B-Instruct
+
+  keel check-task configs/default.yaml rewards='[{name: exact}, {name: length, weight: 0.1}]'
+"""
+
+
+@app.command(name="check-task", help=CHECK_TASK_HELP, context_settings=ANY_OPTION)
+def check_task(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A task, module:attr, a YAML file or a run's folder.")],
+    words: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Parameters and options.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model whose tokenizer is used; by default tiny.")] = None,
+    samples: Annotated[int, typer.Option(min=2, help="Problems drawn a step, and held out.")] = 32,
+    as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
+) -> int:
+    sys.path.insert(0, "")  # module:attr of the folder one stands in, as with python -m
+    config, from_file = _configuration(name, words or [])
+    if model is not None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
+
+    from keel.build import build_judge, build_named_task, build_renderer
+    from keel.models.tokenizer import load_tokenizer
+    from keel.tasks.rewards import probe_rewards
+    from keel.verify.task import examples, prove
+
+    task = build_named_task(config.task, config)
+    configured = [part.name for part in config.rewards] != ["task"]
+    if configured:
+        probe_rewards([{"name": part.name, **part.params} for part in config.rewards])
+    judge = build_judge(config, task) if configured else None
+    tokenizer = load_tokenizer(config.model.name, trust_remote_code=config.model.trust_remote_code)
+    renderer = build_renderer(config, tokenizer)
+    strict = model is not None or from_file
+    found = list(prove(task, renderer=renderer, strict=strict, judge=judge, count=samples, seed=config.run.seed))
+    worked: list[dict[str, Any]] = []
+    try:
+        worked = examples(task, judge, seed=config.run.seed)
+    except Exception:
+        if all(check.ok for check in found):  # a broken task cannot show its examples, and the checks say why
+            raise
+    ok = all(check.ok for check in found)
+    if as_json:
+        checks = [asdict(check) for check in found]
+        print_json({"task": task.name, "ok": ok, "checks": checks, "examples": worked})
+    else:
+        _show(task.name, found, worked)
+    return 0 if ok else 1
+
+
+def _configuration(name: str, words: list[str]) -> tuple[Any, bool]:
+    """The configuration of a file or a run, or one made for a task's name; and whether it is somebody's own."""
+    from keel.config import arguments, read_config
+
+    paths, overrides = arguments.split(words)
+    if paths:
+        raise KeelError(
+            f"keel check-task takes one NAME, but {paths[0]!r} is another: parameters are written key=value"
+        )
+    path = Path(name).expanduser()
+    if path.suffix in (".yaml", ".yml") or arguments.is_run(path):
+        config, renamed = read_config(path, overrides)
+    else:
+        config, renamed = read_config({"task": {"name": name}}, [_of_task(word) for word in overrides])
+        path = Path()
+    for note in renamed:
+        typer.echo(f"keel: note: {note}", err=True)
+    return config, path != Path()
+
+
+def _of_task(word: str) -> str:
+    """A word without a section is a parameter of the task."""
+    from keel.config.schema import Config
+
+    key = word.lstrip("+").partition("=")[0]
+    return word if key.partition(".")[0] in Config.model_fields else f"task.{word}"
+
+
+def _show(name: str, found: list[Any], worked: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title=f"checks of {escape(name)}", title_justify="left", title_style="bold")
+    table.add_column("", width=1)
+    table.add_column("check", no_wrap=True)
+    table.add_column("found", overflow="fold")
+    for check in found:
+        mark = "[green]✓[/]" if check.ok else "[bold red]✗[/]"
+        table.add_row(mark, check.name, escape(check.detail))
+    console.print(table)
+    for number, example in enumerate(worked, start=1):
+        console.print(_example(number, example))
+    failed = [check.name for check in found if not check.ok]
+    if failed:
+        console.print(f"[bold red]{len(failed)} of {len(found)} checks fail: {', '.join(failed)}[/]")
+    else:
+        console.print(f"[green]all {len(found)} checks hold[/]")
+
+
+def _example(number: int, example: dict[str, Any]) -> Any:
+    from rich.markup import escape
+    from rich.panel import Panel
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    prompt = example["prompt"]
+    messages = [{"role": "prompt", "content": prompt}] if isinstance(prompt, str) else prompt
+    for message in messages:
+        table.add_row(message["role"], escape(_short(message["content"])))
+    for what, style in (("gold", "green"), ("wrong", "red")):
+        paid = example[what]
+        parts = ", ".join(f"{part} {value:g}" for part, value in paid["parts"].items())
+        table.add_row(f"[{style}]{what}[/]", escape(_short(paid["text"])))
+        table.add_row("", f"[{style}]earns {paid['total']:g}[/]" + (f" ({escape(parts)})" if parts else ""))
+    return Panel(table, title=f"example {number}: {escape(example['key'])}", title_align="left")
+
+
+def _short(text: str, most: int = 600) -> str:
+    return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"

@@ -1,0 +1,26 @@
+"""A model's tokenizer alone, for what needs no weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from keel.errors import KeelError
+from keel.models.load import first_line, is_users_own, load_model
+from keel.models.tiny import tiny_tokenizer
+
+
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of the model called `name`; a GGUF file and a user's loader give it with the model only."""
+    if name == "tiny":
+        return tiny_tokenizer()
+    if name.endswith(".gguf") or is_users_own(name):
+        return load_model(name, probe=False, device="cpu").tokenizer
+    from transformers import AutoTokenizer
+
+    path = Path(name).expanduser()
+    try:
+        return AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name, trust_remote_code=trust_remote_code)
+    except Exception as error:  # what transformers raises here has no common base
+        where = f"the folder {name}" if path.exists() else f"{name!r} (no such folder here, so a hub name)"
+        raise KeelError(f"cannot load a tokenizer from {where}: {first_line(error).rstrip('.')}") from error
