@@ -79,7 +79,7 @@ def translate(
                 raise _disagree(target, shown[target], (name, text.dump(value)))
             result[target] = (target, setting, origin)
             shown[target] = (name, text.dump(value))
-        if alias is not None:
+        if alias is not None and became != {name: value}:
             notes.append(_sentence(name, value, became, alias))
     return list(result.values()), notes
 

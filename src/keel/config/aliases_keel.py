@@ -26,6 +26,11 @@ def _kl_warmup(value: Any, given: Given) -> Options:
     return {"kl.controller.steps" if own else "kl.controller.warmup_steps": value}
 
 
+def _datasets(value: Any, given: Given) -> Options:
+    several = [part.strip() for part in value.split(";") if part.strip()] if isinstance(value, str) else value
+    return {"data.path": several[0] if isinstance(several, list) and len(several) == 1 else several}
+
+
 KEEL = [
     *(Alias(name, "kl.beta") for name in ("kl_beta", "kl_coef", "kl_penalty", "beta")),
     Alias("target_kl", "kl.controller.target", "also sets kl.controller.name=step where β would be fixed", _target_kl),
@@ -34,6 +39,6 @@ KEEL = [
     Alias("batch_size", "rollout.prompts_per_step", "problems a step, each with num_generations completions"),
     Alias("num_generations", "rollout.num_generations"),
     Alias("max_steps", "run.max_steps"),
-    Alias("datasets", "data.path"),
+    Alias("datasets", "data.path", "several are joined by semicolons", _datasets),
     Alias("seed", "run.seed"),
 ]

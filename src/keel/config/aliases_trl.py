@@ -63,6 +63,17 @@ def _precision(dtype: str) -> Convert:
     return lambda value, given: {"optim.precision": dtype} if value else {}
 
 
+def _dataset_name(value: Any, given: Given) -> Options:
+    config = given.get("dataset_config")
+    return {"data.path": value if config is None else f"{value},{config}"}
+
+
+def _dataset_config(value: Any, given: Given) -> Options:
+    if value is not None and given.get("dataset_name") is None:
+        raise KeelError(f"dataset_config={value} needs a dataset_name: set data.path=NAME,{value}")
+    return {}
+
+
 def _vllm_mode(value: Any, given: Given) -> Options:
     """token_truncate, token_mask, sequence_truncate, sequence_mask."""
     level, _, kind = str(value).partition("_")
@@ -173,7 +184,11 @@ TRL = [
     Alias("torch_compile", "model.compile"),
     Alias("trust_remote_code", "model.trust_remote_code"),
     Alias("model_name_or_path", "model.name"),
-    Alias("dataset_name", "data.path"),
+    Alias("dataset_name", "data.path", 'with a dataset_config as "name,config"', _dataset_name),
+    Alias("dataset_config", "data.path", "the part of data.path behind the comma", _dataset_config),
+    Alias("dataset_train_split", "data.split"),
+    Alias("dataset_test_split", "task.eval_split"),
+    harmless("dataset_streaming", "data are read whole", False),
     Alias("output_dir", "run.dir", "its last part is run.name, unless that is given", _output_dir),
     Alias("run_name", "run.name"),
     Alias("save_steps", "checkpoint.every"),

@@ -63,6 +63,13 @@ _penalty_type = choice(
 ).convert
 
 
+def _truncation(value: Any, given: Given) -> Options:
+    """verl drops too long prompts first, so that its rule for them never acts."""
+    if value in ("right", "middle"):
+        raise KeelError(f"data.truncation={value} has no counterpart: use left, drop or error")
+    return {"data.truncation": "drop" if given.get("data.filter_overlong_prompts") is True else value}
+
+
 def _minibatches(value: Any, given: Given) -> Options:
     batch = first_given(given, "data.train_batch_size", "rollout.prompts_per_step", default=16)
     parts, rest = divmod(int(batch), int(number(A + "ppo_mini_batch_size", value, "give a whole number")))
@@ -159,7 +166,22 @@ VERL = [
     Alias("algorithm.filter_groups.enable", "loss.dynamic_sampling"),
     Alias("algorithm.filter_groups.max_num_gen_batches", "loss.dynamic_sampling_rounds"),
     Alias("data.train_batch_size", "rollout.prompts_per_step"),
-    Alias("data.train_files", "data.path"),
+    Alias("data.train_files", "data.path", "verl's parquet layout is read as it is"),
+    Alias("data.val_files", "task.eval_path", "null holds a tenth of the problems out", unless_null("task.eval_path")),
+    Alias("data.truncation", "data.truncation", "drop where data.filter_overlong_prompts is true", _truncation),
+    choice(
+        "data.filter_overlong_prompts",
+        "data.truncation",
+        {True: {"data.truncation": "drop"}, False: {}},
+        "too long prompts are left out and counted",
+    ),
+    harmless("data.filter_overlong_prompts_workers", "prompts are measured in one process"),
+    harmless("data.reward_fn_key", "a reward sees every column in problem.info"),
+    harmless("data.return_raw_chat", "rollouts.jsonl holds the messages"),
+    harmless("data.val_batch_size", "eval.samples problems are evaluated at a time"),
+    harmless("data.dataloader_num_workers", "data are read once, whole"),
+    harmless("data.train_max_samples", "all rows are used", -1),
+    harmless("data.val_max_samples", "set eval.samples", -1),
     Alias("data.max_response_length", "rollout.max_completion_length"),
     Alias("data.prompt_key", "data.columns.prompt"),
     harmless("data.shuffle", "problems are drawn by seed and step", True),
@@ -238,5 +260,4 @@ VERL = [
     harmless("trainer.critic_warmup", "there is no critic", 0),
     *no("set run.max_steps; Keel counts steps, not passes over the data", "trainer.total_epochs"),
     *no("rewards are named in rewards: [{name: module:attr, weight: 1.0}]", "custom_reward_function.path"),
-    *no("evaluation draws on the task's held-out problems, eval.tasks adds others", "data.val_files"),
 ]

@@ -128,7 +128,7 @@ def dataset(
     answer: str | None = None,
     tag: str | None = None,
     held_out: int | float = HELD_OUT_FRACTION,
-    eval_path: str | None = None,
+    eval_path: str | Sequence[str] | None = None,
     eval_split: str | None = None,
 ) -> Dataset:
     """The task `dataset`: problems of `data` (`data.path`, `split`, `columns`, `on_broken`).
@@ -140,25 +140,29 @@ def dataset(
     source = source_of(data)
     if answer is not None and answer not in COMPARISONS:
         raise unknown("task.answer", answer, COMPARISONS)
-    loaded = load_problems(source)
-    train, held, notes = split(source, loaded, held_out, eval_path, eval_split)
-    compare, said = _comparison(loaded, answer, (*train, *held))
+    train, held, notes = split(source, held_out, eval_path, eval_split)
+    compare, said = _comparison(stem(source), answer, (*train, *held))
     marking = Answers(compare, tag)
     return Dataset(f"dataset/{stem(source)}", train, held, marking, (*notes, *said))
 
 
 def split(
-    source: Source, loaded: Loaded, held_out: int | float, eval_path: str | None, eval_split: str | None
+    source: Source,
+    held_out: int | float,
+    eval_path: str | Sequence[str] | None,
+    eval_split: str | None,
+    read: Callable[[Source], Loaded] = load_problems,
 ) -> tuple[tuple[Problem, ...], tuple[Problem, ...], tuple[str, ...]]:
     """Training problems, held-out problems and notes; what is evaluated on is never trained on."""
     is_number = isinstance(held_out, int | float) and not isinstance(held_out, bool)
     if not is_number or held_out < 0 or (held_out > 1 and held_out != int(held_out)):
         raise KeelError(f"task.held_out is {held_out!r}: give a share below 1, or a whole number of problems")
+    loaded = read(source)
     if eval_path is not None or eval_split is not None:
         other = replace(source, path=eval_path or source.path, split=eval_split or source.split)
         if other == source:
             raise KeelError("task.eval_path and task.eval_split name the training data: leave them out, or name others")
-        evaluated = load_problems(other)
+        evaluated = read(other)
         held = tuple(replace(p, key=f"eval/{p.key}") for p in evaluated.problems)
         prompts = {_identity(p) for p in held}
         train = tuple(p for p in loaded.problems if _identity(p) not in prompts)
@@ -199,7 +203,7 @@ def _identity(problem: Problem) -> str:
     return " ".join(said.split())
 
 
-def _comparison(loaded: Loaded, answer: str | None, problems: Sequence[Problem]) -> tuple[str, list[str]]:
+def _comparison(name: str, answer: str | None, problems: Sequence[Problem]) -> tuple[str, list[str]]:
     """How answers are compared, checked against what the data hold, and a note where that was chosen here."""
     not_a_number = next((p for p in problems if not all(map(last_number, accepted(p)))), None)
     if answer == "numeric" and not_a_number is not None:
@@ -216,7 +220,7 @@ def _comparison(loaded: Loaded, answer: str | None, problems: Sequence[Problem])
     why = (
         "they are all numbers: the last number of a completion counts" if bare else "the whole completion has to be it"
     )
-    return compare, [f"{loaded.source}: answers are compared as task.answer={compare}, {why}"]
+    return compare, [f"{name}: answers are compared as task.answer={compare}, {why}"]
 
 
 def stem(source: Source) -> str:

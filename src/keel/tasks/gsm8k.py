@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from keel.errors import KeelError
 from keel.tasks.answers import last_number, plain_number
 from keel.tasks.dataset import Dataset, split
-from keel.tasks.layouts import Loaded, load_problems, source_of
+from keel.tasks.layouts import Loaded, Source, load_problems, source_of
 from keel.tasks.maths import has_math_verify, math_equal
 from keel.tasks.problems import HELD_OUT_FRACTION
 from keel.tasks.rows import Broken, settle
@@ -36,16 +36,16 @@ class Worked:
         number = last_number(given)
         right: bool | None = None if number is None else number == problem.answer
         if not right and self.math_verify:
-            right = math_equal(str(problem.answer), given)
+            right = math_equal(str(problem.answer), given) or right
         correct = float(bool(right))
         return Reward(correct, {"correct": correct}, parsed=right is not None)
 
 
 def gsm8k(
     data: Mapping[str, Any] | None = None,
-    instruction: str = INSTRUCTION,
+    instruction: str | None = INSTRUCTION,
     held_out: int | float = HELD_OUT_FRACTION,
-    eval_path: str | None = None,
+    eval_path: str | Sequence[str] | None = None,
     eval_split: str | None = None,
 ) -> Dataset:
     """The task `gsm8k`: `data.path` is a local copy; without one, the hub's `openai/gsm8k` with its test split.
@@ -57,16 +57,15 @@ def gsm8k(
     if source.path is None:
         source = replace(source, path=HUB)
         eval_split = eval_split or (None if eval_path else "test")
-    loaded = load_problems(source)
-    train, held, notes = split(source, loaded, held_out, eval_path, eval_split)
-    sides = [_asked(Loaded(loaded.source, side), instruction, source.on_broken) for side in (train, held)]
+    sides = split(source, held_out, eval_path, eval_split, read=_solutions)
+    train, held = (tuple(_asked(p, instruction) for p in side) for side in sides[:2])
     how = "by math-verify" if has_math_verify() else "as numbers (math-verify is not installed)"
-    notes = (*notes, *(note for side in sides for note in side.notes), f"gsm8k: answers are compared {how}")
-    return Dataset("gsm8k", sides[0].problems, sides[1].problems, Worked(has_math_verify()), notes)
+    return Dataset("gsm8k", train, held, Worked(has_math_verify()), (*sides[2], f"gsm8k: answers are compared {how}"))
 
 
-def _asked(loaded: Loaded, instruction: str | None, on_broken: str) -> Loaded:
-    """The rows as GSM8K problems: the question as a chat message, the number behind `####` as the answer."""
+def _solutions(source: Source) -> Loaded:
+    """The rows with the number behind `####` as the answer and what stands before it as the solution."""
+    loaded = load_problems(source)
     problems, broken = [], []
     for problem in loaded.problems:
         solution, mark, final = str(problem.answer).rpartition(MARK)
@@ -75,14 +74,16 @@ def _asked(loaded: Loaded, instruction: str | None, on_broken: str) -> Loaded:
             broken.append(Broken(problem.key, f"the answer does not end with {MARK} and a number"))
             continue
         info = {**problem.info, "solution": _CALCULATOR.sub("", solution).strip()}
-        problems.append(replace(problem, prompt=_chat(problem, instruction), answer=number, info=info))
-    note = settle(loaded.source, broken, on_broken)
+        problems.append(replace(problem, answer=number, info=info))
+    note = settle(loaded.source, broken, source.on_broken)
     if not problems:
         raise KeelError(f"{loaded.source} has no answer that ends with {MARK} and a number: use the task dataset")
-    return Loaded(loaded.source, tuple(problems), (note,) if note else ())
+    return Loaded(loaded.source, tuple(problems), (*loaded.notes, *([note] if note else [])))
 
 
-def _chat(problem: Problem, instruction: str | None) -> list[dict[str, str]]:
+def _asked(problem: Problem, instruction: str | None) -> Problem:
+    """The question as a chat message."""
     if not isinstance(problem.prompt, str):
         raise KeelError(f"{problem.key}: the task gsm8k reads questions as text: use the task dataset for messages")
-    return [{"role": "user", "content": f"{problem.prompt}\n{instruction}" if instruction else problem.prompt}]
+    words = f"{problem.prompt}\n{instruction}" if instruction else problem.prompt
+    return replace(problem, prompt=[{"role": "user", "content": words}])
