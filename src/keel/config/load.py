@@ -50,7 +50,7 @@ def read_config(
         native, notes = aliases.translate(layer, given, is_option)
         renamed += notes
         for name, value, origin in native:
-            _put(tree, name, value, origin)
+            put(tree, name, value, origin)
     renamed += _choose_task(tree)
     # a section whose options are all commented out is null in YAML: it has its defaults
     config = validate({key: value for key, value in tree.items() if value is not None})
@@ -81,17 +81,18 @@ def validate(tree: Mapping[str, Any]) -> Config:
 
 def _settings(data: Mapping[str, Any], where: str) -> Iterator[Setting]:
     """The leaves of a mapping as dotted settings; a part with parameters of its own keeps them as they are."""
-    for key, value in _walk("", data):
+    for key, value in leaves("", data):
         yield key, value, where
 
 
-def _walk(prefix: str, data: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+def leaves(prefix: str, data: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Every option of nested mappings by its dotted name."""
     for key, value in data.items():
         if not isinstance(key, str):
             raise KeelError(f"the key {key!r} {'in ' + prefix.rstrip('.') if prefix else ''} must be a word")
         name = prefix + key
         if isinstance(value, Mapping) and value and not _is_leaf(name):
-            yield from _walk(name + ".", value)
+            yield from leaves(name + ".", value)
         else:
             yield name, value
 
@@ -112,13 +113,13 @@ def _override(item: str) -> Iterator[Setting]:
     parsed = text.parse(value, f"the value of {name}")
     found = _find(aliases.normal(name))
     if isinstance(parsed, dict) and parsed and found is not None and not issubclass(found, Part):
-        for key, inner in _walk(name + ".", parsed):
+        for key, inner in leaves(name + ".", parsed):
             yield key, inner, "the command line"
     else:
         yield name, parsed, "the command line"
 
 
-def _put(tree: dict[str, Any], name: str, value: Any, origin: str) -> None:
+def put(tree: dict[str, Any], name: str, value: Any, origin: str) -> None:
     """Set a dotted name in nested dicts; a null section can be opened again by an option inside it."""
     *path, leaf = name.split(".")
     node = tree

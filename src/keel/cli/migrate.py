@@ -1,0 +1,87 @@
+"""`keel migrate`: from TRL's or verl's configuration to Keel's."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from keel.cli.app import app, print_json
+
+if TYPE_CHECKING:
+    from keel.config.migrate import Became, Migration
+
+MIGRATE_HELP = """Turn a configuration of TRL or verl into one of Keel's.
+
+The configuration goes to stdout (or to --out), the account of every option to stderr: what it became, what the peer
+does where its file is silent, and what has no counterpart. Reads YAML, JSON, a Python file with GRPOConfig(...) (which
+is not executed), and a shell script with key=value words. Exit status 1 if Keel would refuse the result as it is.
+
+Examples:
+
+  keel migrate grpo_config.yaml > configs/mine.yaml
+
+  keel migrate train_grpo.py --out configs/mine.yaml
+
+  keel migrate run_verl.sh --json
+"""
+
+
+@app.command(help=MIGRATE_HELP)
+def migrate(
+    file: Annotated[Path, typer.Argument(help="A configuration of TRL or verl: .yaml, .json, .py or .sh.")],
+    out: Annotated[Path | None, typer.Option(help="File to write; an existing one is refused.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the account as data.")] = False,
+) -> int:
+    from keel.config.migrate import migrate as migrated
+    from keel.errors import KeelError
+
+    result = migrated(file)
+    if out is not None and out.exists():
+        raise KeelError(f"{out} exists already: give another --out, or remove it")
+    page = f"# keel train {out or 'FILE'}\n# From {file.name}, a configuration of {result.origin}.\n{result.yaml()}"
+    if out is not None:
+        try:
+            out.write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise KeelError(f"cannot write {out}: {error.strerror or error}") from None
+    if as_json:
+        rows = [asdict(row) for row in result.rows]
+        print_json({"origin": result.origin, "config": result.tree, "options": rows, "refused": result.refused})
+    elif out is None:
+        typer.echo(page, nl=False)
+    if not as_json:
+        _account(result, str(out) if out else None)
+    return 0 if result.refused is None else 1
+
+
+def _account(result: Migration, out: str | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(stderr=True)
+    table = Table(title=f"{result.origin} → Keel", title_justify="left")
+    for column in ("option", "value", "became", "note"):
+        table.add_column(column, overflow="fold")
+    for row in result.rows:
+        table.add_row(*_cells(row), style="dim" if row.silent else None)
+    console.print(table)
+    lost = [row for row in result.without if not row.silent]
+    mapped = sum(not row.silent for row in result.rows) - len(lost)
+    console.print(f"{mapped} options mapped, {len(lost)} without a counterpart" + (f"; wrote {out}" if out else ""))
+    if result.refused is not None:
+        console.print(f"Keel refuses the result as it is: {result.refused}", style="bold red", markup=False)
+
+
+def _cells(row: Became) -> tuple[str, str, str, str]:
+    from rich.markup import escape
+
+    from keel.config import text
+
+    became = " ".join(f"{name}={text.dump(value)}" for name, value in row.options.items())
+    said = became or ("[red]no counterpart[/red]" if row.reason else "nothing to set")
+    name = f"({row.name})" if row.silent else row.name
+    note = row.reason or row.note
+    return escape(name), escape(text.dump(row.value)), escape(became) if became else said, escape(note)
