@@ -79,7 +79,7 @@ def _fits(config: Config, tokenizer: Any) -> Callable[[Problem], bool]:
     return lambda problem: limit is None or len(renderer.prompt(problem)) <= limit
 
 
-def _without_long_prompts(config: Config, tokenizer: Any, task: Task) -> tuple[Task, list[str]]:
+def without_long_prompts(config: Config, tokenizer: Any, task: Task) -> tuple[Task, list[str]]:
     """The task without prompts that are too long, and the sentence that counts them: `data.truncation: drop`."""
     if config.data.truncation != "drop":
         return task, []
@@ -162,7 +162,7 @@ def build_run(
     """Everything that a step needs; the reference is the policy as it is now."""
     build_renderer(config, loaded.tokenizer)  # a template that is not there is found before anything is sampled
     task = task or build_named_task(config.task, config)
-    task, dropped = _without_long_prompts(config, loaded.tokenizer, task)
+    task, dropped = without_long_prompts(config, loaded.tokenizer, task)
     judge = build_judge(config, task, reward)
     sampling = build_sampling(config)
     engine = build_engine(config, loaded)
@@ -292,7 +292,7 @@ def build_warmstart(config: Config, loaded: LoadedModel, task: Task | None = Non
         named = [build_named_task(spec, config) for spec in start.task]
         own = task or build_named_task(config.task, config)
         kept = [
-            _without_long_prompts(config, loaded.tokenizer, one)[0] if hasattr(one, "keep") else one
+            without_long_prompts(config, loaded.tokenizer, one)[0] if hasattr(one, "keep") else one
             for one in named or [own]
         ]
         source: Any = mixture(kept) if len(kept) > 1 else kept[0]

@@ -73,8 +73,8 @@ def eval(
     _check_tasks(given, task)
     chosen = {"eval.samples": samples, "eval.temperature": temperature, "rollout.max_completion_length": max_tokens}
     own = [*given, *(f"{name}={value}" for name, value in chosen.items() if value is not None)]
-    if k is not None:
-        own.append(f"eval.k=[{k}]")
+    if k is not None or temperature == 0:
+        own.append(f"eval.k=[{k or 1}]")
     data = _evaluate(paths[0], own, checkpoint, task or [], baseline, seed)
     if out is not None:
         write_atomic(out, json.dumps(data, ensure_ascii=False, allow_nan=False, indent=2) + "\n")
@@ -125,7 +125,8 @@ def _bar() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
 
         def watch(label: str, total: int) -> Callable[[int], None]:
             number = progress.add_task(label, total=total)

@@ -340,4 +340,9 @@ def _cannot_load(name: str, error: Exception) -> KeelError:
     where = (
         f"the folder {name}" if Path(name).expanduser().exists() else f"{name!r} (no such folder here, so a hub name)"
     )
+    if "trust_remote_code" in str(error):
+        return KeelError(
+            f"cannot load a model from {where}: it brings Python code of its own, which is not run unless you say so: "
+            "read that code, then set model.trust_remote_code=true"
+        )
     return KeelError(f"cannot load a model from {where}: {first_line(error).rstrip('.')}; check model.name")

@@ -20,6 +20,7 @@ from keel.report.rollouts import Token, facts, message_text, messages_of, scale,
 _ABOVE, _BELOW, _GROUND = (214, 96, 18), (37, 99, 195), (28, 30, 36)  # orange, blue, and what they fade into
 _CONTEXT = Style(dim=True, italic=True)
 _MOST = 5
+_NOTHING = 0.05  # of the full colour: below it a token has none, so that the text stays as the terminal has it
 
 
 def choose(
@@ -51,8 +52,8 @@ def choose(
 def show_rollouts(run: str, step: int, records: Sequence[Record], console: Console, *, recorded: int) -> None:
     """Print completions under their prompts; `recorded` is how many this step has."""
     top = scale(records)
-    few = f"{len(records)} of {recorded} recorded completions" if len(records) < recorded else f"{recorded} completions"
-    console.print(Rule(f"[bold]{escape(run)}[/], step {step}: {few}", align="left"))
+    few = f"{len(records)} of {recorded} recorded" if len(records) < recorded else f"all {recorded}"
+    console.print(Rule(f"[bold]{escape(run)}[/], step {step}: {few} completion(s)", align="left"))
     console.print(_legend(records, top))
     previous: Any = None
     for record in records:
@@ -75,7 +76,7 @@ def _legend(records: Sequence[Record], top: float) -> Text:
         text.append("KL was not measured at this step.   ")
     if any(not token.sampled for record in records for token in tokens_of(record)):
         text.append("italic", _CONTEXT)
-        text.append(": not sampled by the policy, so not trained")
+        text.append(": context, not trained on")
     return text
 
 
@@ -83,7 +84,7 @@ def _prompt(record: Record) -> Panel:
     held = " · held out" if record.get("tracked") else ""
     title = f"[bold]problem {escape(str(record.get('problem')))}[/] · group {record.get('group')}{held}"
     body = Text("\n").join(
-        Text(f"{message['role']}: ", style="bold cyan") + Text(message_text(message))
+        Text.assemble((f"{message['role']}: ", "bold cyan"), message_text(message))
         if message.get("role")
         else Text(message_text(message))
         for message in messages_of(record)
@@ -102,6 +103,9 @@ def _completion(record: Record, top: float) -> Table:
             words = Text()
             for token in turn:
                 words.append(_shown(token), _style(token, top))
+            if not sampled:  # line ends around a message are the template's
+                words = words[len(words.plain) - len(words.plain.lstrip("\n")) :]
+                words.rstrip()
             table.add_row(Text("policy", "bold green") if sampled else Text("context", "dim"), words)
     else:
         table.add_row(Text("policy", "bold green"), Text(str(record.get("completion", ""))))
@@ -132,7 +136,7 @@ def _figures(record: Record) -> Text:
 def _style(token: Token, top: float) -> Style:
     if not token.sampled:
         return _CONTEXT
-    if token.kl is None:
+    if token.kl is None or abs(token.kl) < _NOTHING * top:
         return Style()
     return Style(bgcolor=_colour(token.kl, top), color="#f2f2f2")
 

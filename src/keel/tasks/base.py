@@ -13,7 +13,9 @@ class Task(Protocol):
     """Everything training and evaluation ask of a task. A user's `module:attr` returns an object of this shape.
 
     A task with several turns has one method more, `respond(problem, turns) -> str | None`: the environment's message
-    after the model's turns so far, or None to end the episode.
+    after the model's turns so far, or None to end the episode. A task may also have
+    `extra_metrics(groups: Sequence[Group]) -> Mapping[str, float]`: figures of its own over the judged groups of an
+    evaluation, such as how often a move was legal; they stand beside pass@1 in eval.jsonl and `keel eval`.
     """
 
     name: str

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from keel.build import build_engine, build_named_task, build_sampling, fitting, rendering
-from keel.config import Config, text
-from keel.errors import KeelError
+from keel.build import build_engine, build_named_task, build_sampling, fitting, rendering, without_long_prompts
+from keel.config import Config, TaskSpec, text
+from keel.errors import KeelError, unknown
 from keel.rollout.collect import Engine
 from keel.rollout.sampling import SamplingParams
-from keel.tasks import Task, build_task
+from keel.tasks import Task
 from keel.tasks.judge import Judge
+from keel.tasks.registry import TASKS
 from keel.train.evaluate import EvalResult, evaluate, paired_difference
 from keel.train.subject import Subject
 
@@ -45,14 +46,24 @@ def configured_tasks(config: Config, task: Task | None = None) -> list[tuple[Tas
     return [(trained, "trained"), *((other, "retention") for other in others if other != trained)]
 
 
-def task_of_word(word: str) -> Task:
+def spec_of_word(word: str) -> TaskSpec:
     """The task of `NAME`, or of `NAME:key=value,key=value` with its parameters; a name may be `module:attr`."""
     match = _WITH_PARAMS.fullmatch(word)
     if match is None:
-        return build_task(word)
+        return TaskSpec(name=word)
     pairs = (item.partition("=") for item in re.split(r",(?=[A-Za-z_]\w*=)", match["params"]))
     params = {key: text.parse(value, f"the value of {key} in {word!r}") for key, _, value in pairs}
-    return build_task(match["name"], **params)
+    return TaskSpec.model_validate({"name": match["name"], **params})
+
+
+def _given(subject: Subject, words: Sequence[str]) -> list[tuple[Task, str]]:
+    """The tasks of words; those of a bare model read what its `data` options name."""
+    specs = [spec_of_word(word) for word in words]
+    for spec in specs:
+        if spec.name not in TASKS and ":" not in spec.name:
+            raise unknown("task", spec.name, TASKS)
+    homes = [subject.config if subject.has_tasks else subject.config.model_copy(update={"task": s}) for s in specs]
+    return [(build_named_task(spec, home), "given") for spec, home in zip(specs, homes, strict=True)]
 
 
 def evaluate_entry(
@@ -65,14 +76,13 @@ def evaluate_entry(
     seed: int | None = None,
 ) -> EvalResult:
     """One task as the configuration says: fixed held-out problems under fixed noise (`seed`, default run.seed + 1)."""
-    chosen = config.eval.temperature
     return evaluate(
         engine,
         entry.task,
         fitting(config, tokenizer, entry.task.held_out(config.eval.samples)),
         tokenizer,
         k=config.eval.k,
-        temperature=config.rollout.temperature if chosen is None else chosen,
+        temperature=_temperature(config),
         seed=config.run.seed + 1 if seed is None else seed,
         sampling=sampling or build_sampling(config),
         judge=entry.judge,
@@ -104,8 +114,7 @@ def run_evaluation(
     config = subject.config
     if not tasks and not subject.has_tasks:
         raise KeelError(f"{subject.name} is a model and names no task: say what to evaluate, such as --task arithmetic")
-    named = [(task_of_word(word), "given") for word in tasks] if tasks else configured_tasks(config)
-    chosen = entries(config, named)
+    chosen = entries(config, _given(subject, tasks) if tasks else configured_tasks(config))
     after = _evaluated(subject, config, chosen, seed, watch)
     before = None if baseline is None else _evaluated(baseline, config, chosen, seed, watch)
     records = []
@@ -120,10 +129,18 @@ def run_evaluation(
         "model": subject.name,
         "baseline": None if baseline is None else baseline.name,
         "seed": config.run.seed + 1 if seed is None else seed,
-        "temperature": config.rollout.temperature if config.eval.temperature is None else config.eval.temperature,
+        "temperature": _temperature(config),
         "max_completion_length": config.rollout.max_completion_length,
         "tasks": records,
     }
+
+
+def _temperature(config: Config) -> float:
+    return config.rollout.temperature if config.eval.temperature is None else config.eval.temperature
+
+
+def _samples(config: Config) -> int:
+    return max(config.eval.k) if _temperature(config) > 0 else 1
 
 
 def _evaluated(
@@ -134,8 +151,10 @@ def _evaluated(
     engine = build_engine(config, loaded)
     found = []
     for entry in chosen:
+        if entry.split == "trained":
+            entry = replace(entry, task=without_long_prompts(config, loaded.tokenizer, entry.task)[0])
         if watch is not None:
-            told = watch(f"{subject.name}: {entry.task.name}", config.eval.samples * max(config.eval.k))
+            told = watch(f"{subject.name}: {entry.task.name}", config.eval.samples * _samples(config))
             if hasattr(engine, "on_finished"):
                 engine.on_finished = told
         found.append(evaluate_entry(config, engine, loaded.tokenizer, entry, seed=seed))

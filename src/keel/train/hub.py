@@ -13,6 +13,7 @@ from typing import Any
 
 from keel.errors import KeelError
 from keel.models.load import first_line
+from keel.train.card import MODEL_CODE, is_hub_name
 from keel.train.checkpoint import TRAINER, save_weights
 from keel.train.subject import Subject, find_subject, model_folder
 
@@ -145,7 +146,7 @@ def _check_repo(repo: str) -> None:
 def _adapter_notes(folder: Path) -> tuple[str, ...]:
     """An adapter is worth as much as its base can be found."""
     base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if base and _REPO.fullmatch(base) and "/" in base and not Path(base).exists():
+    if base and is_hub_name(base):
         return ()
     named = f"its base {base!r} is not a name on a hub" if base else "it does not name its base"
     return (f"the adapter was pushed alone and {named}: use --merged for weights that others can load",)
@@ -159,8 +160,6 @@ def _public_card(card: str, repo: str) -> str:
 
 def _card_of_whole(card: str) -> str:
     """An adapter's card, once its update is part of the weights."""
-    from keel.train.card import MODEL_CODE
-
     card = card.replace("library_name: peft", "library_name: transformers", 1)
     return re.sub(r"```python\n.*?\n```", f"```python\n{MODEL_CODE}\n```", card, count=1, flags=re.DOTALL)
 

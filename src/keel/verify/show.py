@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from keel.errors import KeelError
+from keel.report.picture import picture
 from keel.verify.check import Check
 from keel.verify.values import gaussian_moments
 
@@ -78,39 +78,22 @@ def show_audit(report: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-PLOTS = (".png", ".svg", ".pdf")
-
-
 def plot_estimators(path: Path) -> None:
     """Draw bias and standard deviation of k1, k2, k3 against the true KL (the Gaussian example)."""
-    if path.suffix not in PLOTS:
-        raise KeelError(f"cannot write the plot to {str(path)!r}: end its name in {', '.join(PLOTS)}")
-    try:
-        import matplotlib
-    except ImportError:
-        raise KeelError("--plot needs matplotlib: pip install 'keel-rl[plot]'") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     shifts = [10 ** (-2 + 2.2 * i / 60) for i in range(61)]
     true = [m * m / 2 for m in shifts]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
-    styles = {"k1": "-", "k2": "--", "k3": "-."}
-    for name, style in styles.items():
-        moments = [gaussian_moments(name, m) for m in shifts]
-        left.plot(true, [abs(bias) for bias, _ in moments], style, label=name, linewidth=2)
-        right.plot(true, [std for _, std in moments], style, label=name, linewidth=2)
-    left.set(title="bias: only k2 has any", ylabel="|bias| / true KL", ylim=(-0.02, 0.6))
-    right.set(title="spread: k1's is large where KL is small", ylabel="standard deviation / true KL", yscale="log")
-    for axis in (left, right):
-        axis.set(xlabel="true KL (nats)", xscale="log")
-        axis.grid(alpha=0.3)
-        axis.legend()
-    figure.suptitle("KL estimators on samples of N(0,1), against N(m,1)")
-    figure.tight_layout()
-    try:
-        figure.savefig(path, dpi=130)
-    except OSError as error:
-        raise KeelError(f"cannot write the plot to {path}: {error.strerror}: choose a writable folder") from None
-    finally:
-        plt.close(figure)
+    with picture(path) as plt:
+        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
+        styles = {"k1": "-", "k2": "--", "k3": "-."}
+        for name, style in styles.items():
+            moments = [gaussian_moments(name, m) for m in shifts]
+            left.plot(true, [abs(bias) for bias, _ in moments], style, label=name, linewidth=2)
+            right.plot(true, [std for _, std in moments], style, label=name, linewidth=2)
+        left.set(title="bias: only k2 has any", ylabel="|bias| / true KL", ylim=(-0.02, 0.6))
+        right.set(title="spread: k1's is large where KL is small", ylabel="standard deviation / true KL", yscale="log")
+        for axis in (left, right):
+            axis.set(xlabel="true KL (nats)", xscale="log")
+            axis.grid(alpha=0.3)
+            axis.legend()
+        figure.suptitle("KL estimators on samples of N(0,1), against N(m,1)")
+        figure.tight_layout()

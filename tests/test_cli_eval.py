@@ -1,0 +1,184 @@
+"""keel eval as a user types it: against the run's own evaluation, and against a baseline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from keel.cli import main
+from keel.config import load_config
+from keel.errors import KeelError
+from keel.train.api import train
+from keel.train.evaluation import spec_of_word
+from keel.train.subject import find_subject, saved_steps
+from train.small import BASE
+
+OTHERS = [{"name": "arithmetic", "skill": "copy", "digits": 2}, {"name": "arithmetic", "skill": "max", "high": 9}]
+SETTINGS = [
+    "run.max_steps=2",
+    "run.seed=3",
+    "checkpoint.every=1",
+    "warmstart.steps=2",
+    "warmstart.batch_size=4",
+    f"eval.tasks={json.dumps(OTHERS)}",
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluated")
+    return train(load_config(BASE, [*SETTINGS, f"run.dir={folder}"])).directory
+
+
+def evaluated(capsys: Any, *arguments: object) -> dict[str, Any]:
+    assert main(["eval", *map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def lines_of(run: Path, step: int) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "step"} for line in lines if line["step"] == step]
+
+
+def test_a_checkpoint_is_evaluated_as_the_run_evaluated_it(run: Path, capsys: Any) -> None:
+    assert evaluated(capsys, run)["tasks"] == lines_of(run, 2)
+    assert evaluated(capsys, f"{run}@2")["tasks"] == lines_of(run, 2)
+    assert evaluated(capsys, run, "--checkpoint", "start")["tasks"] == lines_of(run, 0)
+    assert evaluated(capsys, f"{run}@warmstart")["tasks"] == lines_of(run, 0)
+    assert evaluated(capsys, run / "checkpoints" / "step-2")["tasks"] == lines_of(run, 2)
+
+
+def test_the_baseline_is_the_other_end_of_the_run(run: Path, capsys: Any) -> None:
+    data = evaluated(capsys, run, "--baseline", f"{run}@start")
+    assert [record.pop("baseline") for record in data["tasks"]] == lines_of(run, 0)
+    for record in data["tasks"]:
+        difference = record.pop("difference")
+        before = next(line for line in lines_of(run, 0) if line["task"] == record["task"])
+        assert difference["pass@1"] == pytest.approx(record["pass@1"] - before["pass@1"])
+        low, high = difference["ci95"]
+        assert -1 <= low <= difference["pass@1"] <= high <= 1
+        assert "Bonett" in difference["method"]
+    assert data["tasks"] == lines_of(run, 2)
+    assert data["baseline"] == f"{run}@start"
+
+
+def test_a_model_against_itself_does_not_differ(run: Path, capsys: Any) -> None:
+    model = run / "checkpoints" / "step-2"
+    options = ("--task", "arithmetic:skill=copy,digits=2", "--samples", 4, "--k", "1,3", "--max-tokens", 4)
+    data = evaluated(capsys, model, *options, "--baseline", model)
+    [record] = data["tasks"]
+    assert record["difference"]["pass@1"] == 0
+    assert record["difference"]["ci95"][0] == -record["difference"]["ci95"][1]
+    assert (record["n"], record["samples"], list(record["pass@k"])) == (4, 3, ["1", "3"])
+    assert data["max_completion_length"] == 4
+
+
+def test_noise_temperature_and_what_is_given_by_name(run: Path, capsys: Any) -> None:
+    shared = ("--task", "arithmetic:skill=add,low=0,high=9", "--samples", 3, "rollout.max_completion_length=4")
+    first = evaluated(capsys, "tiny", *shared, "--seed", 1)
+    assert evaluated(capsys, "tiny", *shared)["tasks"] == first["tasks"]  # run.seed + 1
+    greedy = evaluated(capsys, "tiny", *shared, "--temperature", 0)
+    assert (greedy["temperature"], greedy["tasks"][0]["greedy"], greedy["tasks"][0]["samples"]) == (0, True, 1)
+    same = evaluated(capsys, "tiny", "task.name=arithmetic", "task.high=9", "task.low=0", *shared[2:])
+    assert same["tasks"][0]["length_mean"] == first["tasks"][0]["length_mean"]
+
+
+def test_tables_files_and_a_picture(run: Path, capsys: Any, tmp_path: Path) -> None:
+    out, plot = tmp_path / "eval.json", tmp_path / "eval.png"
+    assert main(["eval", str(run), "--baseline", f"{run}@start", "--out", str(out), "--plot", str(plot)]) == 0
+    shown = capsys.readouterr()
+    for word in ("pass@1", "pass@2", "parsed", "truncated", "before", "after", "difference", "letters", "trained"):
+        assert word in shown.out
+    assert json.loads(out.read_text())["tasks"][0]["task"] == "letters"
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "Loading weights" not in shown.err
+
+
+def test_figures_of_a_tasks_own(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """`extra_metrics` reaches the data and the table."""
+    (tmp_path / "task_with_figures.py").write_text(
+        "from train.small import Letters\n"
+        "class Counting(Letters):\n"
+        "    def extra_metrics(self, groups):\n"
+        "        return {'groups': len(groups), 'longest': max(len(c.text) for g in groups for c in g.completions)}\n"
+        "class Wrong(Letters):\n"
+        "    def extra_metrics(self, groups):\n"
+        "        return {'share': float('nan')}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    options = ["eval", "train.small:small_model", "--samples", "3", "--k", "1", "--max-tokens", "5", "--task"]
+    assert main([*options, "task_with_figures:Counting", "--json"]) == 0
+    extra = json.loads(capsys.readouterr().out)["tasks"][0]["extra"]
+    assert extra["groups"] == 3
+    assert 0 < extra["longest"] <= 5
+    assert main([*options, "task_with_figures:Counting"]) == 0
+    assert "longest" in capsys.readouterr().out
+    assert main([*options, "task_with_figures:Wrong"]) == 2
+    assert "share=nan" in capsys.readouterr().err
+
+
+def test_words_of_tasks() -> None:
+    plain, with_params, own = map(
+        spec_of_word, ("arithmetic", "arithmetic:skill=sort,digits=4", "my.task:make:a=[1,2]")
+    )
+    assert (plain.name, plain.params) == ("arithmetic", {})
+    assert (with_params.name, with_params.params) == ("arithmetic", {"skill": "sort", "digits": 4})
+    assert (own.name, own.params) == ("my.task:make", {"a": [1, 2]})
+    assert spec_of_word("my.task:make").name == "my.task:make"
+
+
+def test_the_best_checkpoint_and_those_that_are_not_there(run: Path, tmp_path: Path) -> None:
+    assert [path.name for path in saved_steps(run)] == ["step-1", "step-2"]
+    best = json.loads((run / "checkpoints/step-2/trainer/state.json").read_text())["state"]["best"]["step"]
+    assert find_subject(f"{run}@best").weights == run / "checkpoints" / f"step-{best}"
+    with pytest.raises(KeelError, match="no checkpoint of step 7: there are 1, 2"):
+        find_subject(str(run), checkpoint="7")
+    with pytest.raises(KeelError, match="warmstart"):
+        find_subject(f"{run}@begin")
+    empty = tmp_path / "empty"
+    (empty / "checkpoints").mkdir(parents=True)
+    (empty / "config.yaml").write_text("run: {name: empty}\n")
+    with pytest.raises(KeelError, match="no whole checkpoint yet"):
+        find_subject(str(empty))
+    with pytest.raises(KeelError, match="had no warm start"):
+        find_subject(f"{empty}@warmstart")
+    assert find_subject(f"{empty}@start").weights is None
+
+
+def test_a_configuration_brings_model_and_tasks(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({**BASE, "run": {"name": "x", "seed": 3}}))
+    [record] = evaluated(capsys, path, "--samples", 2)["tasks"]
+    assert (record["task"], record["split"], record["n"]) == ("letters", "trained", 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["tiny"], "--task arithmetic"),
+        (["tiny", "--task", "arithmetik"], "did you mean 'arithmetic'"),
+        (["tiny", "--task", "arithmetic:skil=add"], "did you mean 'skill'"),
+        (["tiny", "--task", "arithmetic", "task.skill=sort"], "give them in one way"),
+        (["tiny", "--task", "arithmetic", "--k", "0"], "eval.k"),
+        (["tiny", "--task", "arithmetic", "--samples", "0"], "eval.samples"),
+        (["tiny", "--task", "arithmetic", "--checkpoint", "best"], "needs the folder of a run"),
+        (["tiny", "--task", "arithmetic", "--plot", "x.jpeg"], "end its name in .png"),
+        (["tiny", "--task", "arithmetic", "--plot", "no/where/x.png"], "no folder"),
+        (["tiny", "--task", "arithmetic", "--out", "no/where/x.json"], "no folder"),
+        (["tiny", "tiny"], "takes one model"),
+        (["tiny", "--task", "arithmetic", "--nope", "1"], "unknown option nope"),
+        (["./nowhere", "--task", "arithmetic"], "no model folder"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(
+    arguments: list[str], says: str, capsys: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["eval", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert len(error.strip().splitlines()) == 1
