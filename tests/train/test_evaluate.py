@@ -23,6 +23,8 @@ from keel.train.evaluate import (
     evaluate,
     evaluate_all,
     normal_interval,
+    paired_difference,
+    paired_interval,
     pass_at_k,
     retention,
     summarise,
@@ -203,3 +205,46 @@ def test_failures_under_evaluation_are_in_the_judges_record(engine: NativeEngine
     evaluate(engine, TASK, TASK.held_out(2), engine.tokenizer, max_completion_length=3, judge=judge)
     assert [f.function for f in judge.drain()] == ["mine", "mine"]
     assert judge.failures == []
+
+
+def judged(texts_by_key: dict[str, tuple[str, ...]]) -> EvalResult:
+    """An evaluation whose problems are all answered by 7."""
+    groups = []
+    for key, texts in texts_by_key.items():
+        group = group_of(*texts)
+        groups.append(Group(Problem(key, "?", "7"), (1,), group.completions, group.rewards))
+    return summarise(TASK, groups, [1])
+
+
+def test_the_paired_difference_by_hand() -> None:
+    """Shares 0.5, 0, 1 before and 1, 0.5, 1 after: d = 0.5, 0.5, 0; n+2 = 5, m = 0.2, s = 2.5/5, ±1.96·√(0.46/5)."""
+    before = judged({"a": ("7", "8"), "b": ("8", "8"), "c": ("7", "7"), "only before": ("7", "7")})
+    after = judged({"c": ("7", "7"), "a": ("7", "7"), "b": ("8", "7"), "only after": ("8", "8")})
+    mean, interval = paired_difference(before, after)
+    assert mean == pytest.approx(1 / 3)
+    assert interval == pytest.approx((0.2 - 0.594482, 0.2 + 0.594482), abs=1e-5)
+    mirrored, other = paired_difference(after, before)
+    assert mirrored == -mean
+    assert other == pytest.approx((-interval[1], -interval[0]))
+    with pytest.raises(KeelError, match="no problem in common"):
+        paired_difference(before, judged({"z": ("7", "7")}))
+
+
+def test_the_paired_interval_is_bonett_and_prices() -> None:
+    """20 problems, 5 gained and 1 lost: p12 = 6/22, p21 = 2/22."""
+    gained, lost = 6 / 22, 2 / 22
+    half = 1.959964 * ((gained + lost - (gained - lost) ** 2) / 22) ** 0.5
+    assert paired_interval([1.0] * 5 + [-1.0] + [0.0] * 14) == pytest.approx((4 / 22 - half, 4 / 22 + half), abs=1e-6)
+
+
+@pytest.mark.parametrize("change", [0.01, 0.3])
+def test_paired_intervals_cover_about_as_often_as_they_say(change: float) -> None:
+    """600 simulated pairs of 60 problems, few or many of which change: at least 91 % contain the true difference."""
+    rng = random.Random(1)
+    covered = 0
+    for _ in range(600):
+        draws = [rng.random() for _ in range(60)]
+        differences = [1.0 if d < change else -1.0 if d < 1.5 * change else 0.0 for d in draws]
+        low, high = paired_interval(differences)
+        covered += low <= change / 2 <= high
+    assert covered / 600 >= 0.91

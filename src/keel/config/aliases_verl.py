@@ -259,5 +259,14 @@ VERL = [
     harmless("trainer.nnodes", "one machine", 1),
     harmless("trainer.critic_warmup", "there is no critic", 0),
     *no("set run.max_steps; Keel counts steps, not passes over the data", "trainer.total_epochs"),
+    *no(
+        "settings of the engines themselves have no options here",
+        *(R + name for name in ("gpu_memory_utilization", "tensor_model_parallel_size", "enforce_eager")),
+        *(R + name for name in ("free_cache_engine", "max_num_batched_tokens", "max_num_seqs", "load_format")),
+        *(R + name for name in ("log_prob_micro_batch_size_per_gpu", "enable_chunked_prefill", "dtype", "mode")),
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+    ),
+    *no("Keel trains on one device", "trainer.n_gpus_per_node", A + "fsdp_config.param_offload", A + "strategy"),
+    *no("a run is evaluated before it trains, always", "trainer.val_before_train"),
     *no("rewards are named in rewards: [{name: module:attr, weight: 1.0}]", "custom_reward_function.path"),
 ]

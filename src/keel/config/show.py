@@ -53,7 +53,10 @@ def _line(setting: str, sentence: str, comments: bool) -> str:
 
 MIGRATE_HEAD = """# Coming from TRL or verl
 
-Keel takes the options of other trainers under their own names, in a configuration and on the command line
+`keel migrate FILE` turns a configuration of TRL or verl (YAML, JSON, a Python file with `GRPOConfig(…)`, a shell script of
+overrides) into Keel's, fills in what the peer does where its file is silent, and lists what has no counterpart.
+
+Keel also takes the options of other trainers under their own names, in a configuration and on the command line
 (`kl_coef: 0.01`, `kl_coef=0.01`, `--kl-coef 0.01`), and says what each became. A name without a counterpart is
 refused with the reason, so nothing is accepted and ignored. This page is generated from the table that loading uses:
 `python -m keel.config.show > docs/migrate.md`.

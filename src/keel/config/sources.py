@@ -125,7 +125,7 @@ class RewardPart(Part):
     """One reward and its own parameters."""
 
     name: str = Field(
-        default="task", min_length=1, description="task (its own), exact, numeric, format, length, module:attr."
+        default="task", min_length=1, description="task (its own), a name in docs/rewards.md, or module:attr."
     )
     weight: Float = Field(default=1.0, description="Factor of this reward in the sum.")
 

@@ -220,8 +220,7 @@ def headline(run: Run) -> list[tuple[str, str, str]]:
         cards.append(("accuracy before", percent(found.before), found.task + ci(found.ci_before)))
     per_token = per_token_kl(kl)
     if per_token is not None:
-        kind, *figure = per_token
-        cards.append(("KL per token", measured(*figure), f"nats, {kind} ± se"))
+        cards.append(("KL per token", measured(*per_token[1:]), f"nats, {per_token[0]} ± se"))
     if "sequence" in kl:
         cards.append(("KL per sequence", measured(*kl["sequence"]), "nats"))
     reward = run.last("reward/mean")

@@ -30,7 +30,7 @@ class Loop:
         """All calls together, each with its own time limit; their outcomes in order."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="keel-reward-loop", daemon=True).start()
+            threading.Thread(target=_serve, args=(self._loop,), name="keel-reward-loop", daemon=True).start()
         whole = asyncio.run_coroutine_threadsafe(_all(calls, self.timeout_s), self._loop)
         try:
             # Half as long again is for those that clean up after themselves when their time is over.
@@ -56,6 +56,16 @@ def run_threads(calls: Sequence[Call], at_once: int, attempt: Callable[..., Outc
         return []
     with concurrent.futures.ThreadPoolExecutor(min(at_once, len(calls)), "keel-judge") as pool:
         return list(pool.map(lambda call: attempt(*call), calls))
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped, then let go of what it still holds."""
+    loop.run_forever()
+    left = asyncio.all_tasks(loop)
+    for task in left:
+        task.cancel()
+    loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+    loop.close()
 
 
 async def _all(calls: Sequence[Call], timeout_s: float | None) -> list[Outcome]:

@@ -16,6 +16,8 @@ _SECONDS = 5
 # Towers of powers, long exponents and large factorials: numbers that no memory holds, and no signal interrupts in time
 _GIANT = re.compile(r"(?:\*\*|\^)[\s{(]*-?\d+[\s})]*(?:\*\*|\^)|(?:\*\*|\^)[\s{(]*-?\d{5,}|\d{5,}[\s})]*!")
 
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+
 
 def has_math_verify() -> bool:
     """Whether math-verify can be imported; nothing is loaded to find out."""
@@ -43,8 +45,13 @@ def math_equal(answer: str, text: str) -> bool | None:
 
 @lru_cache(maxsize=4096)
 def _gold(answer: str) -> tuple[Any, ...]:
-    """A gold answer is written bare in most data (`\\frac12`), where the parser looks for dollar signs."""
-    return tuple(_parsed(answer) or _parsed(f"${answer}$"))
+    """A gold answer is written bare in most data (`\\frac12`, `2x+2`), where the parser looks for dollar signs.
+
+    Bare, it would read the last number alone (2 of `2x+2`), which is right for `1,000` and for `72 apples` only.
+    """
+    is_text = plain_number(answer) is not None or "$" in answer or "\\boxed" in answer or _WORD.search(answer)
+    forms = (answer, f"${answer}$") if is_text else (f"${answer}$", answer)
+    return tuple(next(filter(None, map(_parsed, forms)), ()))
 
 
 def _parsed(text: str) -> list[Any]:
