@@ -53,8 +53,8 @@ def _line(setting: str, sentence: str, comments: bool) -> str:
 
 MIGRATE_HEAD = """# Coming from TRL or verl
 
-`keel migrate FILE` turns a configuration of TRL or verl (YAML, JSON, a Python file with `GRPOConfig(…)`, a shell script of
-overrides) into Keel's, fills in what the peer does where its file is silent, and lists what has no counterpart.
+`keel migrate FILE` turns a configuration of TRL or verl (YAML, JSON, a Python file with `GRPOConfig(…)`, a shell script
+of overrides) into Keel's, fills in what the peer does where its file is silent, and lists what has no counterpart.
 
 Keel also takes the options of other trainers under their own names, in a configuration and on the command line
 (`kl_coef: 0.01`, `kl_coef=0.01`, `--kl-coef 0.01`), and says what each became. A name without a counterpart is
