@@ -16,7 +16,7 @@ _SECONDS = 5
 # Towers of powers, long exponents and large factorials: numbers that no memory holds, and no signal interrupts in time
 _GIANT = re.compile(r"(?:\*\*|\^)[\s{(]*-?\d+[\s})]*(?:\*\*|\^)|(?:\*\*|\^)[\s{(]*-?\d{5,}|\d{5,}[\s})]*!")
 
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")  # of a sentence, where `\\frac` is none
 
 
 def has_math_verify() -> bool:
@@ -45,20 +45,25 @@ def math_equal(answer: str, text: str) -> bool | None:
 
 @lru_cache(maxsize=4096)
 def _gold(answer: str) -> tuple[Any, ...]:
-    """A gold answer is written bare in most data (`\\frac12`, `2x+2`), where the parser looks for dollar signs.
-
-    Bare, it would read the last number alone (2 of `2x+2`), which is right for `1,000` and for `72 apples` only.
-    """
-    is_text = plain_number(answer) is not None or "$" in answer or "\\boxed" in answer or _WORD.search(answer)
-    forms = (answer, f"${answer}$") if is_text else (f"${answer}$", answer)
-    return tuple(next(filter(None, map(_parsed, forms)), ()))
+    return tuple(_parsed(answer) or _parsed(f"${answer}$"))
 
 
 def _parsed(text: str) -> list[Any]:
+    """The mathematics of a text, by math-verify.
+
+    A lone formula is mostly written bare (`\\frac12`, `2x+2`), where the parser looks for dollar signs and would else
+    read its last number alone.
+    """
     from math_verify import parse
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # a text without mathematics is no warning here
-    return list(parse(text, parsing_timeout=_limit()))
+    forms = (f"${text.strip()}$", text) if _is_formula(text) else (text,)
+    return next((found for form in forms if (found := list(parse(form, parsing_timeout=_limit())))), [])
+
+
+def _is_formula(text: str) -> bool:
+    marked = "$" in text or "\\boxed" in text or "\n" in text.strip()
+    return not (marked or len(text) > 200 or plain_number(text) is not None or _WORD.search(text))
 
 
 def _limit() -> int | None:
