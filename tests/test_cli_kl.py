@@ -121,6 +121,9 @@ MISTAKES = [
     (["./a", "./b", "--prompts", "prompts.txt", "--plot", "drift.doc"], "end its name in"),
     (["./a", "./b", "--prompts", "prompts.txt", "--chat-template", "chatlm"], "did you mean 'chatml'"),
     (["./a", "./b", "--prompts", "prompts.txt", "--dtype", "float8"], "float8"),
+    (["./a", "./b", "--prompts", "prompts.txt", "--device", "cpuu"], "unknown model.device 'cpuu'"),
+    (["./a", "./b", "--prompts", "prompts.txt", "--device", "cuda:99"], "model.device is cuda:99"),
+    (["./a", "./b", "--prompts", "prompts.txt", "--temperature", "inf"], "--temperature is inf"),
     (["./a", "./b", "--prompts", "prompts.txt", "--samples", "0"], "samples"),
     (["nowhere@start", "./b", "--prompts", "prompts.txt"], "no run at 'nowhere'"),
 ]

@@ -71,12 +71,14 @@ def kl(
     sys.path.insert(0, "")  # module:attr of the folder one stands in, as with python -m
     if plot is not None:
         check_picture(plot)
-    if not temperature > 0:
+    if not 0 < temperature < float("inf"):
         raise KeelError(f"--temperature is {temperature:g}: KL compares distributions, and at 0 there is none; use 1")
     names, params = arguments.split(words)
     if len(names) not in (1, 2):
         raise KeelError(f"keel kl takes POLICY and REFERENCE, not {len(names)} models: {' '.join(names)}")
     given = _given_prompts(prompts, task, params)
+    from rich.console import Console
+
     from keel.drift import default_reference, load_pair, measure_drift, resolve
 
     where: dict[str, Any] = {"base": base, "dtype": dtype, "device": device}
@@ -86,19 +88,22 @@ def kl(
         raise KeelError(f"--base {base} is for adapters, and neither {' nor '.join(names)} is one: leave it out")
     data = policy.config.data
     problems = _problems(given, policy, count)
-    drift = measure_drift(
-        *load_pair(policy, reference),
-        problems,
-        samples=samples,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        chat_template=data.chat_template if chat_template is None else chat_template,
-        system_prompt=data.system_prompt if system_prompt is None else system_prompt,
-        reverse_samples=reverse_samples,
-        microbatch_tokens=microbatch_tokens,
-        max_batch=max_batch,
-    )
+    with Console(stderr=True).status("loading both models") as status:
+        pair = load_pair(policy, reference)
+        status.update(f"sampling and scoring {len(problems)} prompts")
+        drift = measure_drift(
+            *pair,
+            problems,
+            samples=samples,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            chat_template=data.chat_template if chat_template is None else chat_template,
+            system_prompt=data.system_prompt if system_prompt is None else system_prompt,
+            reverse_samples=reverse_samples,
+            microbatch_tokens=microbatch_tokens,
+            max_batch=max_batch,
+        )
     if plot is not None:
         from keel.drift.plot import plot_drift
 
@@ -106,8 +111,6 @@ def kl(
     if as_json:
         print_json(drift.as_dict())
         return 0
-    from rich.console import Console
-
     from keel.drift.show import show_drift
 
     show_drift(drift, Console())
@@ -144,5 +147,5 @@ def _problems(given: Any, policy: Any, count: int | None) -> Any:
             raise KeelError(f"there is nothing to ask {policy.name!r}: give --prompts FILE or --task NAME")
         from keel.build import build_named_task
 
-        given = build_named_task(policy.config.task)
+        given = build_named_task(policy.config.task, policy.config)
     return given.held_out(32 if count is None else count)

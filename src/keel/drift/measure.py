@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keel.drift.score import Scored, check_same_vocabulary, render, sample, score
+from keel.drift.score import Scored, check_comparable, render, sample, score
 from keel.drift.sides import Side, load_pair
 from keel.drift.sources import resolve
 from keel.errors import KeelError
@@ -150,13 +150,13 @@ def measure_drift(
     >>> drift.policy_ref.per_token["exact"].mean, drift.policy_ref.per_sequence["exact"].se
     """
     problems = _problems(prompts)
-    if not temperature > 0:
+    if not 0 < temperature < float("inf"):
         raise KeelError(f"temperature is {temperature}: KL compares distributions, and at 0 there is none; use 1")
     sampling = SamplingParams(
         temperature=temperature, max_completion_length=max_tokens, num_generations=samples, max_batch=max_batch
     )
     first, second = _sides(policy, reference)
-    check_same_vocabulary(first, second)
+    check_comparable(first, second)
     rendered = render(first, second, problems, max_tokens, chat_template=chat_template, system_prompt=system_prompt)
 
     def direction(sampler: Side, other: Side, attempt: int) -> Direction:

@@ -35,11 +35,14 @@ class Scored:
     entropy: Tensor
 
 
-def check_same_vocabulary(first: Side, second: Side) -> None:
-    """KL compares probabilities of the same tokens: refuse two models whose tokens differ."""
+def check_comparable(first: Side, second: Side) -> None:
+    """KL compares probabilities of the same tokens: refuse two models whose tokens differ, or that lie apart."""
     if first.loaded is second.loaded:
         return
     names = f"{first.name!r} and {second.name!r}"
+    if first.loaded.device != second.loaded.device:
+        places = f"{first.loaded.device} and {second.loaded.device}"
+        raise KeelError(f"{names} are on {places}: put both on one device with --device")
     mine, theirs = (side.loaded.tokenizer.get_vocab() for side in (first, second))
     if mine != theirs:
         differ = min((t for t in {*mine, *theirs} if mine.get(t) != theirs.get(t)), key=str)
@@ -94,11 +97,10 @@ def score(sampler: Side, other: Side, groups: Sequence[Group], *, temperature: f
             heads.append(frozen_head(model))
     parts = []
     for part in microbatches(groups, microbatch_tokens, shared_prefix=shared):
-        packed = pack(part, loaded.pad_id, shared_prefix=shared)
+        here = pack(part, loaded.pad_id, shared_prefix=shared).to(loaded.device)
         with other.model() as model:
-            theirs = hidden_states(model, packed.to(other.loaded.device)).to(loaded.device)
+            theirs = hidden_states(model, here)
         with sampler.model() as model:
-            here = packed.to(loaded.device)
             scores = score_hidden(
                 hidden_states(model, here),
                 heads[0],
@@ -112,6 +114,6 @@ def score(sampler: Side, other: Side, groups: Sequence[Group], *, temperature: f
             )
         found = (scores.logp, scores.ref_logp, scores.exact_kl, scores.ref_policy_kl, scores.entropy)
         assert all(x is not None for x in found)
-        parts.append([packed.tokens, packed.action_mask, *(x.cpu().double() for x in found if x is not None)])
+        parts.append([here.tokens.cpu(), here.action_mask.cpu(), *(x.cpu().double() for x in found if x is not None)])
     width = max(part[0].shape[1] for part in parts)
     return Scored(*(stitch(column, width) for column in zip(*parts, strict=True)))

@@ -11,11 +11,11 @@ from rich.text import Text
 from keel.drift.measure import EXACT, Direction, Drift, Estimate, Sample
 
 NOTES = {
-    "k1": "unbiased; widest spread",
+    "k1": "unbiased; either sign",
     "k2": "biased",
     "k3": "unbiased; never negative",
     "abs": "no KL: mean |log-ratio|",
-    EXACT: "over the vocabulary; its sum is the Rao-Blackwell estimate",
+    EXACT: "its sum is the Rao-Blackwell estimate",
 }
 UNITS = {"prompt": "prompts", "completion": "completions", "token": "tokens, taken as independent"}
 TOKENS = 10
@@ -36,6 +36,9 @@ def show_drift(drift: Drift, console: Console) -> None:
     console.print(_estimates(f"{there}, samples from the policy", forward, back))
     if reverse is not None:
         console.print(_estimates(f"{back}, samples from the reference", reverse, there))
+    if not any(token.log_ratio for token in forward.tokens):
+        console.print("Both models give every sampled token the same probability.")
+        return
     console.print(_tokens(forward))
     console.print(_bands(forward))
     console.print(_largest(forward.largest))
@@ -58,10 +61,10 @@ def _estimates(title: str, direction: Direction, back: str) -> Table:
 def _caption(direction: Direction) -> str:
     parts = [
         f"{direction.sampled_tokens} tokens in {direction.completions} completions",
-        f"entropy {direction.entropy:.3g} nats per token",
+        f"entropy {direction.entropy:.3g} per token",
     ]
     if direction.truncated:
-        parts.append(f"{100 * direction.truncated:.0f}% cut off at the limit, so that their sums are of a part")
+        parts.append(f"{100 * direction.truncated:.0f}% of them cut off at the limit")
     if direction.clamped:
         parts.append(f"{direction.clamped} log-ratios held at ±20 nats")
     return "; ".join(parts)

@@ -90,7 +90,7 @@ def load_model(
     """
     settings = lora_settings(lora)
     check_adapter(settings)
-    place = torch.device(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = _device(device)
     want = _dtype(dtype, place)
     source = _source(name)
     options: dict[str, Any] = {"dtype": want, "attn_implementation": attn_implementation, "seed": seed}
@@ -208,6 +208,19 @@ def eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     extra = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     listed = [] if extra is None else list(extra) if isinstance(extra, list | tuple) else [extra]
     return tuple(dict.fromkeys(int(token) for token in (tokenizer.eos_token_id, *listed)))
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    """The device asked for, or the accelerator if there is one; a device that is not there is refused."""
+    try:
+        place = torch.device(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise KeelError(f"unknown model.device {device!r}: use cpu, cuda or cuda:N, or auto") from None
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise KeelError(
+            f"model.device is {place} and {torch.cuda.device_count()} CUDA devices are there: use cpu, or auto"
+        )
+    return place
 
 
 def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | str:
