@@ -121,7 +121,7 @@ def _upload(folder: Path, repo: str, private: bool, api: Any, notes: tuple[str, 
     from huggingface_hub import CommitOperationAdd, HfApi
 
     hub = HfApi() if api is None else api
-    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.relative_to(folder).parts[0] != TRAINER)
+    paths = sorted(p for p in folder.rglob("*") if p.is_file() and not _stays(p.relative_to(folder).parts))
     operations = []
     for path in paths:
         name = path.relative_to(folder).as_posix()
@@ -136,6 +136,11 @@ def _upload(folder: Path, repo: str, private: bool, api: Any, notes: tuple[str, 
     if CARD not in names:
         notes += ("the folder has no README.md, so the model has no card",)
     return Pushed(str(url), names, notes)
+
+
+def _stays(parts: tuple[str, ...]) -> bool:
+    """What resuming needs, and what tools keep for themselves (a pulled folder has a .cache)."""
+    return parts[0] == TRAINER or any(part.startswith(".") for part in parts)
 
 
 def _check_repo(repo: str) -> None:
