@@ -14,6 +14,7 @@ from keel.tasks.rewards import as_reward
 from keel.types import Problem, Reward
 
 STEPS = 4  # training steps that are drawn
+NONSENSE = ("", "no", "<answer>", "\x00\n∞" * 3, "I do not know. " * 40)
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,8 @@ def _disjoint(drawn: _Drawn) -> str:
 
 
 def _finite(drawn: _Drawn) -> str:
-    texts = ("", "no", "<answer>", "\x00\n∞" * 3)
     for problem in drawn.problems[:8]:
-        for text in texts:
+        for text in NONSENSE:
             drawn.reward(problem, text)
     for problem in drawn.problems:
         with suppress(KeelError):  # a task without gold answers is found by the next check
@@ -159,10 +159,11 @@ def _beaten(drawn: _Drawn) -> str:
     problems = drawn.problems
     for index, problem in enumerate(problems):
         full = drawn.gold(problem)
-        for other in problems[max(0, index - 2) : index + 3]:
-            fine = drawn.reward(problem, drawn.task.gold(other)).total <= full
-            expect(fine, f"another answer to {problem.key!r} earns more than the gold one")
-    return "no neighbouring problem's answer earns more"
+        others = [drawn.task.gold(other) for other in problems[max(0, index - 2) : index + 3]]
+        for text in (*others, *(NONSENSE if index < 8 else ())):
+            fine = drawn.reward(problem, text).total <= full
+            expect(fine, f"another answer to {problem.key!r} earns more than the gold one: {text[:40]!r}")
+    return "neither another problem's answer nor nonsense, short or long, earns more"
 
 
 def _wrong(drawn: _Drawn) -> str:

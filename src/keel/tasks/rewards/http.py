@@ -8,9 +8,10 @@ import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from http.client import HTTPException
 from string import Template
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.parse import urlsplit, urlunsplit
 from urllib.request import Request, getproxies, proxy_bypass, urlopen
 
@@ -136,11 +137,11 @@ def _ask(
                 raise JudgeFailed(f"{shown(url)} {cause}") from error
         except json.JSONDecodeError as error:
             raise JudgeFailed(f"{shown(url)} did not answer in JSON: {error}") from error
-        except (OSError, URLError) as error:
+        except (OSError, HTTPException) as error:
             cause = f"cannot be reached: {_why(error)}"
         if attempt < retries:
             time.sleep(min(backoff_s * 2**attempt, _LONGEST_PAUSE))
-    raise JudgeFailed(f"{shown(url)} {cause} ({retries + 1} tries)")
+    raise JudgeFailed(f"{shown(url)} {cause}" + (f" ({retries + 1} tries)" if retries else ""))
 
 
 def _answer(request: Request, timeout_s: float) -> Any:
