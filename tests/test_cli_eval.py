@@ -15,6 +15,7 @@ from keel.errors import KeelError
 from keel.train.api import train
 from keel.train.evaluation import spec_of_word
 from keel.train.subject import find_subject, saved_steps
+from keel.train.supervise import supervise
 from train.small import BASE
 
 OTHERS = [{"name": "arithmetic", "skill": "copy", "digits": 2}, {"name": "arithmetic", "skill": "max", "high": 9}]
@@ -50,6 +51,36 @@ def test_a_checkpoint_is_evaluated_as_the_run_evaluated_it(run: Path, capsys: An
     assert evaluated(capsys, run, "--checkpoint", "start")["tasks"] == lines_of(run, 0)
     assert evaluated(capsys, f"{run}@warmstart")["tasks"] == lines_of(run, 0)
     assert evaluated(capsys, run / "checkpoints" / "step-2")["tasks"] == lines_of(run, 2)
+
+
+def test_what_keel_sft_leaves_is_evaluated_too(tmp_path: Path, capsys: Any) -> None:
+    run = supervise(load_config(BASE, [*SETTINGS, f"run.dir={tmp_path}"])).directory
+    data = evaluated(capsys, run, "--baseline", f"{run}@start")
+    for record in data["tasks"]:
+        record.pop("difference")
+    assert [record.pop("baseline") for record in data["tasks"]] == lines_of(run, 0)
+    assert data["tasks"] == lines_of(run, 2)
+    with pytest.raises(KeelError, match="kept no best checkpoint"):
+        find_subject(f"{run}@best")
+
+
+def test_an_adapters_checkpoint_is_its_base_with_the_adapter(tmp_path: Path, capsys: Any) -> None:
+    settings = ["run.max_steps=1", "model.lora.r=2", "optim.learning_rate=0.3", f"run.dir={tmp_path}"]
+    run = train(load_config(BASE, settings)).directory
+    assert evaluated(capsys, run)["tasks"] == lines_of(run, 1)
+    assert evaluated(capsys, f"{run}@start")["tasks"] == lines_of(run, 0)
+    assert lines_of(run, 0) != lines_of(run, 1)
+
+
+def test_an_adapter_by_itself_names_its_base_or_is_told(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
+    subject = find_subject(str(tmp_path))
+    assert (subject.config.model.name, subject.config.model.lora.adapter) == ("owner/base", str(tmp_path))
+    assert not subject.has_tasks
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(KeelError, match=r"add model\.name=BASE"):
+        find_subject(str(tmp_path))
+    assert find_subject(str(tmp_path), ["model.name=tiny"]).config.model.name == "tiny"
 
 
 def test_the_baseline_is_the_other_end_of_the_run(run: Path, capsys: Any) -> None:

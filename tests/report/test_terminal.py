@@ -17,7 +17,7 @@ from keel.report.rollouts import message_text, messages_of, read_step, tokens_of
 from keel.report.terminal import choose, show_rollouts
 from keel.train.api import train
 from report.synthetic import make_run
-from train.small import small_config
+from train.small import Letters, small_config
 
 
 def record(**changes: Any) -> dict[str, Any]:
@@ -131,6 +131,26 @@ def test_the_step_that_is_asked_for(tmp_path: Path) -> None:
     (run / "rollouts.jsonl").unlink()
     with pytest.raises(KeelError, match=r"log\.rollouts_every"):
         read_step(run)
+
+
+def test_what_a_task_replies_is_recorded_as_context(tmp_path: Path, capsys: Any) -> None:
+    class Replying(Letters):
+        def respond(self, problem: Any, turns: Any) -> str | None:
+            return "go on" if len(turns) == 1 else None
+
+    settings = ["run.max_steps=1", "rollout.max_turns=2", "rollout.max_completion_length=24", f"run.dir={tmp_path}"]
+    run = train(small_config(*settings, "rollout.stop=[a,e,i,o,s]"), task=Replying()).directory
+    both = [r for r in read_step(run, 1)[1] if not all(r["action"])]
+    assert both
+    for each in both:
+        turns = turns_of(tokens_of(each))
+        assert [sampled for sampled, _ in turns] == [True, False, True]
+        assert "".join(token.text for token in turns[1][1]) == "go on"
+        assert all(token.kl is None for token in turns[1][1])
+        assert all(token.kl is not None for token in turns[2][1])
+    capsys.readouterr()
+    assert main(["show", str(run), "--problem", both[0]["problem"], "--no-color"]) == 0
+    assert "context go on" in capsys.readouterr().out
 
 
 def test_the_command_on_a_real_run(tmp_path: Path, capsys: Any) -> None:

@@ -21,7 +21,9 @@ def show_evaluation(data: Data, console: Console) -> None:
     records = data["tasks"]
     ks = sorted({int(k) for record in records for k in record["pass@k"]} - {1})
     greedy = " (greedy)" if all(record["greedy"] for record in records) else ""
-    table = _table(f"{data['model']}, temperature {data['temperature']:g}{greedy}: right answers, % [95 % interval]")
+    table = _table(
+        f"{data['model']}, temperature {data['temperature']:g}{greedy}: right answers, % [95 % interval]", console
+    )
     table.add_column("problems\n× samples", justify="right")
     for k in (1, *ks):
         table.add_column(f"pass@{k}", justify="right", no_wrap=True)
@@ -34,7 +36,7 @@ def show_evaluation(data: Data, console: Console) -> None:
             *shares,
         )
     console.print(table)
-    table = _table("completions")
+    table = _table("completions", console)
     for name in ("reward", "parsed", "truncated", "mean tokens"):
         table.add_column(name, justify="right")
     for record in records:
@@ -51,8 +53,10 @@ def show_evaluation(data: Data, console: Console) -> None:
         _show_retention(data, console)
 
 
-def _table(title: str) -> Table:
-    table = Table(title=escape(title), title_justify="left", title_style="bold", expand=False, box=SIMPLE_HEAD)
+def _table(title: str, console: Console) -> Table:
+    """A table under a title that may be wider than it."""
+    console.print(title, style="bold", markup=False, highlight=False)
+    table = Table(box=SIMPLE_HEAD)
     table.add_column("task", overflow="fold")
     return table
 
@@ -63,7 +67,7 @@ def _show_extra(records: Sequence[Data], console: Console) -> None:
     if not rows:
         return
     beside = any("baseline" in record for record in records)
-    table = _table("figures of the tasks' own")
+    table = _table("figures of the tasks' own", console)
     table.add_column("figure")
     for name in ("before", "after") if beside else ("value",):
         table.add_column(name, justify="right")
@@ -75,7 +79,7 @@ def _show_extra(records: Sequence[Data], console: Console) -> None:
 
 
 def _show_retention(data: Data, console: Console) -> None:
-    table = _table(f"pass@1 before ({data['baseline']}) and after, %, with the 95 % interval of the paired difference")
+    table = _table(f"pass@1 before ({data['baseline']}) and after, % [95 % interval of the paired difference]", console)
     for name in ("before", "after", "difference"):
         table.add_column(name, justify="right", no_wrap=True)
     for record in data["tasks"]:

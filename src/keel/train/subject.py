@@ -13,7 +13,7 @@ from keel.config import Config, load_config, text
 from keel.config.arguments import is_run
 from keel.errors import KeelError
 from keel.models.load import LoadedModel
-from keel.train.checkpoint import read_record, step_of, without_bars
+from keel.train.checkpoint import TRAINER, read_record, step_of, without_bars
 from keel.train.warmstart import is_whole, warmstart_place
 
 MOMENTS = ("best", "start", "warmstart")
@@ -75,7 +75,7 @@ def saved_steps(run: Path) -> list[Path]:
         for path in (run / "checkpoints").glob("step-*")
         if path.name.removeprefix("step-").isdigit()
         and ((path / "config.json").is_file() or (path / "adapter_config.json").is_file())
-        and (read_record(path) is not None or not (path / "trainer").exists())
+        and (read_record(path) is not None or not (path / TRAINER).exists())
     ]
     return sorted(found, key=step_of)
 
@@ -121,7 +121,8 @@ def _of_run(run: Path, overrides: Sequence[str], moment: str | None) -> Subject:
         place = checkpoint_of(run, moment)
         return Subject(f"{run}@{step_of(place)}", config, place)
     name, as_run = f"{run}@{moment}", load_config(run / "config.yaml")
-    if as_run.warmstart is None:
+    supervised = any(not (path / TRAINER).exists() for path in saved_steps(run))  # by keel sft, which had none itself
+    if as_run.warmstart is None or supervised:
         if moment == "warmstart":
             raise KeelError(f"{run} had no warm start: {run}@start is the model it began with")
         return Subject(name, config)
