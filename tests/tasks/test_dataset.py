@@ -270,15 +270,3 @@ def test_bad_data_leaves_no_run_behind(tmp_path: Path) -> None:
     with pytest.raises(KeelError, match=r"mine\.jsonl:1: not JSON"):
         keel.train(settings)
     assert not (tmp_path / "runs").exists()
-
-
-def test_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
-    blocks = [block.partition("\n```")[0] for block in page.split("```python\n")[1:]]
-    assert len(blocks) == 4
-    names: dict[str, Any] = {}
-    for block in blocks:
-        exec(block, names)
-    assert Path("runs/mine/report.html").is_file()
-    assert not Path("runs/broken").exists()
