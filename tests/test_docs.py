@@ -1,7 +1,7 @@
 """The documents' own code is run: Python, configurations and commands, in an empty folder, as a reader would.
 
-Training is shortened (`SHORT`) and models that a reader fetches are replaced by the tiny one; nothing else is changed. A
-block that cannot run here is preceded by `<!-- not run: reason -->`.
+Training is shortened (`SHORT`) and models that a reader fetches are replaced by the tiny one; nothing else is changed.
+A block that cannot run here is preceded by `<!-- not run: reason -->`.
 """
 
 import re
@@ -98,7 +98,7 @@ def reader(tmp_path, monkeypatch):
             tree[section][option] = value
         tree["optim"]["minibatches"] = min(tree["optim"]["minibatches"], 2)
         tree["model"]["name"] = STANDS_IN.get(tree["model"]["name"], tree["model"]["name"])
-        tree["run"]["if_exists"] = "replace" if not tree["run"]["if_exists"] == "resume" else "resume"
+        tree["run"]["if_exists"] = "resume" if tree["run"]["if_exists"] == "resume" else "replace"
         return keel.config.load_config(tree)
 
     monkeypatch.setattr(api, "load_config", shortened)
