@@ -64,7 +64,7 @@ def _caption(direction: Direction) -> str:
         f"entropy {direction.entropy:.3g} per token",
     ]
     if direction.truncated:
-        parts.append(f"{100 * direction.truncated:.0f}% of them cut off at the limit")
+        parts.append(f"{100 * direction.truncated:.2g}% of them cut off at the limit")
     if direction.clamped:
         parts.append(f"{direction.clamped} log-ratios held at ±20 nats")
     return "; ".join(parts)
