@@ -51,8 +51,8 @@ def regex(
     Of several places the last counts. A group is the answer if the texts are equal, spaces around them aside, or the
     numbers are.
     """
-    whole = re.fullmatch(pattern, text, re.DOTALL)
-    found = whole if full else next(reversed(list(re.finditer(pattern, text, re.DOTALL))), None)
+    places = [re.fullmatch(pattern, text, re.DOTALL)] if full else list(re.finditer(pattern, text, re.DOTALL))
+    found = places[-1] if places else None
     if group is None:
         return float(found is not None)
     given = found.group(group) if found else None
