@@ -193,3 +193,9 @@ def test_what_cannot_be_run_is_one_line_and_status_2(
     assert says in error
     assert len([line for line in error.splitlines() if "error" in line]) == 1
     assert "Traceback" not in error
+
+
+def test_a_reward_that_takes_every_answer_is_found_where_it_was_not_planted(capsys: pytest.CaptureFixture[str]) -> None:
+    """This dataset's scoring compares the truth of texts, and "False" is as true as "True"."""
+    status, report = run(capsys, "reasoning_gym", "dataset=game_of_life_halting")
+    assert (status, failed(report)) == (1, ["wrong earns less"])

@@ -36,6 +36,7 @@ def gym(dataset: str, **params: Any) -> Any:
         {"dataset": "n_queens"},
         {"dataset": "polynomial_multiplication"},
         {"dataset": "list_functions"},
+        {"dataset": "power_function"},  # its configuration has nothing to validate
     ],
     ids=lambda spec: spec["dataset"],
 )
@@ -145,6 +146,16 @@ def test_a_completion_is_never_run(dataset: str, tmp_path: Any) -> None:
     reward = task.reward(problem, [f"<answer>{EVIL.format(path=str(target))}</answer>"])
     assert reward.parts["correct"] == 0.0
     assert not target.exists()
+
+
+def test_scoring_leaves_the_output_to_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """The library tells stdout of moves that it cannot make; `--json` is read from there."""
+    task = gym("tower_of_hanoi")
+    first, second = task.sample(16, seed=0, step=0)[:1], task.sample(16, seed=0, step=1)
+    for problem in second:
+        task.reward(first[0], [task.gold(problem)])
+    task.reward(first[0], ["<answer>Move disk 9 from Peg 9 to Peg 7</answer>"])
+    assert capsys.readouterr().out == ""
 
 
 def test_a_list_is_still_read_as_the_library_reads_it() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +59,42 @@ def test_a_judge_that_is_down_stops_the_run_before_it_begins(tmp_path: Path) -> 
     with pytest.raises(KeelError, match=f"the judge at {url} is down"):
         run(tmp_path, f"rewards=[{{name: http, url: '{url}'}}]", "reward.on_error=zero")
     assert not (tmp_path / "small").exists()
+
+
+class Tires(BaseHTTPRequestHandler):
+    """A judge that answers twelve times, then says that it is unavailable."""
+
+    answered = 0
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        Tires.answered += 1
+        text = b'{"score": 1}' if Tires.answered <= 12 else b""
+        self.send_response(200 if text else 503)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+@pytest.mark.parametrize(("on_error", "steps"), [("zero", 2), ("stop", None)])
+def test_a_judge_that_fails_later_is_handled_as_asked(
+    on_error: str, steps: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tires, "answered", 0)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Tires)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}/judge"
+    options = (f"rewards=[{{name: http, url: '{url}', retries: 0}}]", f"reward.on_error={on_error}")
+    try:
+        if steps is None:
+            with pytest.raises(KeelError, match=f"{url} answered with status 503"):
+                run(tmp_path, *options)
+            return
+        summary, lines = run(tmp_path, *options)
+        assert len(lines) == steps
+        assert 0 < summary["reward_failures"]["http"] <= Tires.answered - 12
+    finally:
+        server.shutdown()
+        server.server_close()
