@@ -228,6 +228,12 @@ def build_optimizer(config: Config, loaded: LoadedModel, half: torch.dtype | Non
     )
 
 
+def warmstart_settings(config: Config) -> dict[str, Any]:
+    """What a warm start's weights depend on."""
+    plain = config.to_dict()
+    return {**{name: plain[name] for name in ("model", "warmstart", "task", "data")}, "seed": config.run.seed}
+
+
 def build_warmstart(config: Config, loaded: LoadedModel, task: Task | None = None) -> tuple[Examples, SFTOptions]:
     """Examples and settings of the supervised start."""
     start = config.warmstart
@@ -258,4 +264,4 @@ def build_warmstart(config: Config, loaded: LoadedModel, task: Task | None = Non
     return examples, options
 
 
-__all__ = ["Built", "build_optimizer", "build_policy", "build_run", "build_warmstart"]
+__all__ = ["Built", "build_optimizer", "build_policy", "build_run", "build_warmstart", "warmstart_settings"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.build import Built, build_named_task, build_policy, build_run, build_warmstart, rendering
+from keel.build import Built, build_named_task, build_policy, build_run, build_warmstart, rendering, warmstart_settings
 from keel.config import Config, load_config
 from keel.loggers import Fanout, RunDirectory, build_loggers
 from keel.models.load import LoadedModel
@@ -259,8 +259,7 @@ def _policy(
         return build_policy(config, checkpoint)
     if config.warmstart is None:
         return build_policy(config)
-    made_by = {name: config.to_dict()[name] for name in ("model", "warmstart", "task", "data")}
-    place = warmstart_folder(folder, {**made_by, "seed": config.run.seed})
+    place = warmstart_folder(folder, warmstart_settings(config))
     if is_whole(place):
         loggers.event("warmstart", step=0, message="the warm start of this configuration is there: loaded")
         return build_policy(config, place)
