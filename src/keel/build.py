@@ -14,6 +14,7 @@ from keel.config.resolve import scale_rewards
 from keel.errors import KeelError, unknown
 from keel.kl import build_controller
 from keel.models.load import DTYPES, LoadedModel, import_attr, is_users_own, load_model
+from keel.models.scorer import build_scorer
 from keel.reference import build_reference
 from keel.rollout import NativeEngine, SamplingParams
 from keel.rollout.collect import collect
@@ -127,7 +128,8 @@ def build_run(
         raise KeelError(
             "kl.estimator=exact_reverse is measured but not trained on: use exact, or k3 with gradient=plain"
         )
-    shared = isinstance(engine, NativeEngine) and engine.model is loaded.model and half is None
+    scorer = build_scorer(config.model.scorer)
+    shared = isinstance(engine, NativeEngine) and engine.model is loaded.model and half is None and scorer is None
     run = Run(
         policy=loaded,
         task=task,
@@ -144,8 +146,9 @@ def build_run(
             measure_every=config.kl.measure_every,
             collect_max=config.kl.collect_max,
         ),
-        options=_step_options(config, loaded.shared_prefix, half),
+        options=_step_options(config, loaded.shared_prefix and scorer is None, half),
         mismatch=None if shared else mismatch_spec(config),
+        scorer=scorer,
     )
     return Built(run, judge, sampling, () if loaded.packing_note is None else (loaded.packing_note,))
 
@@ -229,8 +232,9 @@ def build_optimizer(config: Config, loaded: LoadedModel, half: torch.dtype | Non
 
 
 def warmstart_settings(config: Config) -> dict[str, Any]:
-    """What a warm start's weights depend on."""
+    """What a warm start's weights depend on; it is scored by Keel's own pass whatever scorer the run has."""
     plain = config.to_dict()
+    plain["model"].pop("scorer")
     return {**{name: plain[name] for name in ("model", "warmstart", "task", "data")}, "seed": config.run.seed}
 
 

@@ -175,6 +175,15 @@ def _reference(config: Config) -> None:
 
 def _model(config: Config) -> None:
     model = config.model
+    if model.scorer != "native":
+        from keel.models.scorer import build_scorer
+
+        build_scorer(model.scorer)
+        if config.kl.needs_exact:
+            raise KeelError(
+                "the exact KL reads hidden states, which model.scorer does not give: use model.scorer=native, or "
+                "kl.exact=false and a sampled estimator such as k3"
+            )
     if model.quantization is not None and model.lora is None:
         raise KeelError(
             f"model.quantization={model.quantization} needs LoRA, quantized weights do not train: set model.lora"

@@ -14,6 +14,7 @@ from keel.errors import KeelError
 from keel.kl import Controller, KLState, Pairing
 from keel.losses import KLSpec, LossSpec, MismatchSpec
 from keel.models.load import LoadedModel
+from keel.models.scorer import Scorer
 from keel.reference import Reference
 from keel.rollout import Request, SamplingParams
 from keel.tasks import Task
@@ -77,7 +78,7 @@ class StepOptions:
 
 @dataclass
 class Run:
-    """Everything that a step works with. `reference` is None where no KL is wanted."""
+    """Everything that a step works with. `reference` is None where no KL is wanted, `scorer` for Keel's own pass."""
 
     policy: LoadedModel
     task: Task
@@ -90,6 +91,7 @@ class Run:
     kl: KLOptions
     options: StepOptions
     mismatch: MismatchSpec | None = None
+    scorer: Scorer | None = None
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Mixed precision for the body of a model; scores are fp32 either way."""
