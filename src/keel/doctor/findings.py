@@ -270,6 +270,13 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "Mean KL is under `kl_not_learning` and the reward's gain is within `flat_reward` standard errors.",
     ),
     (
+        "kl/scale",
+        "warning",
+        "The KL term points the right way with another size than kl.beta says.",
+        "Preflight sums the term's gradient over the vocabulary: cosine over `kl_gradient_cosine`, size not 1. A note "
+        "where a penalty in the reward is divided by the rewards' deviation.",
+    ),
+    (
         "kl/unneeded",
         "note",
         "A KL penalty where the recipe means to have none.",
