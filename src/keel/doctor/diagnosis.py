@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from keel.doctor.findings import Finding, ranked
+from keel.doctor.findings import Finding, found, ranked
+from keel.doctor.thresholds import Thresholds
 
 
 @dataclass(frozen=True)
@@ -50,3 +51,19 @@ class Diagnosis:
             "notes": list(self.notes),
             "raised_thresholds": list(self.raised_thresholds),
         }
+
+
+def with_raised(diagnosis: Diagnosis, thresholds: Thresholds) -> Diagnosis:
+    """Ranked, and with a note for every alarm that was made less sensitive, so that no report can hide it."""
+    notes = [
+        found(
+            "doctor/threshold-raised",
+            sentence,
+            "a threshold was overridden",
+            "judge the run by the shipped value too: leave the override out",
+        )
+        for sentence in thresholds.raised
+    ]
+    return replace(
+        diagnosis, findings=tuple(ranked([*diagnosis.findings, *notes])), raised_thresholds=thresholds.raised
+    )

@@ -117,7 +117,7 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "error",
         "The sampler does not run the trainer's weights: they are never, or not completely, synced.",
         "Preflight changes the weights and syncs: the engine does not change with them. In a log: the gap between "
-        "sampler and trainer grows with the steps to over `sampler_gap_stale`.",
+        "sampler and trainer has grown `sampler_gap_growth` times and is over `sampler_kl_warning`.",
     ),
     (
         "sampler/precision",
@@ -147,8 +147,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "reward/cliff",
         "error",
         "Failing costs far more than anything else can earn, so a rare success or failure rules the update.",
-        "The lowest reward lies more than `reward_cliff` times the spread of all others below them, most "
-        "completions get it, and it is negative.",
+        "The lowest reward is negative, over `cliff_share` of the completions get it, most cannot be read, and the "
+        "next one is `cliff_gap` and `reward_cliff` times the spread of all others above it.",
     ),
     (
         "output/truncated",
@@ -185,8 +185,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "optim/lr-too-high",
         "error",
         "An update moves the policy further than the clipping was made for.",
-        "KL after a single update is over `kl_per_update`, or the KL jumps in the first updates while gradients are "
-        "clipped.",
+        "One of the first updates at the full learning rate moves the KL by more than `kl_per_update`; in preflight, "
+        "the one update that is tried.",
     ),
     (
         "kl/at-start",
@@ -198,7 +198,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "kl/explosion",
         "error",
         "KL has left every useful range; with k3 a single token can contribute e^d.",
-        "A step's KL is over `kl_explosion`, or over `kl_growth` times its running median and over the budget.",
+        "A step's KL is over `kl_explosion`, or over `kl_growth` times its running median and five times "
+        "`kl_over_budget`. A warning if it came back.",
     ),
     (
         "optim/non-finite",
@@ -236,7 +237,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "optim/spike",
         "warning",
         "A gradient norm far above its running median.",
-        "grad/norm is over `grad_spike` times the median of the steps before it, or the loop's guard said so.",
+        "grad/norm is over `grad_spike` times the median of the steps before it. A note unless more than `spike_share` "
+        "of the steps do that or gradients are not clipped.",
     ),
     (
         "eval/train-gap",
@@ -261,7 +263,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "reward/weak",
         "warning",
         "Rewards differ so little within a group that the update is mostly noise.",
-        "The mean within-group std of the reward is under `reward_spread`.",
+        "The mean within-group std of the reward is under `reward_spread` and the reward has not grown by more than "
+        "`flat_reward` standard errors.",
     ),
     (
         "kl/not-learning",
@@ -281,6 +284,12 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "note",
         "A KL penalty where the recipe means to have none.",
         "kl.beta > 0 with loss.loss_type=dr_grpo and rewards that are rules.",
+    ),
+    (
+        "doctor/threshold-raised",
+        "note",
+        "An alarm is less sensitive than shipped: what it would have said may be missing here.",
+        "A threshold was overridden, in the configuration's doctor section or by --threshold, to the quiet side.",
     ),
 )
 

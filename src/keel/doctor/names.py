@@ -78,6 +78,27 @@ SHORT: dict[str, str] = {
     "skipped": "guard/skipped",
 }
 
+# GRPOConfig's option: Keel's.
+TRL_OPTIONS: dict[str, str] = {
+    "beta": "kl.beta",
+    "loss_type": "loss.loss_type",
+    "scale_rewards": "loss.scale_rewards",
+    "num_iterations": "loss.num_iterations",
+    "steps_per_generation": "optim.minibatches",
+    "learning_rate": "optim.learning_rate",
+    "max_grad_norm": "optim.max_grad_norm",
+    "num_generations": "rollout.num_generations",
+    "max_completion_length": "rollout.max_completion_length",
+    "temperature": "rollout.temperature",
+    "top_p": "rollout.top_p",
+    "top_k": "rollout.top_k",
+    "min_p": "rollout.min_p",
+    "max_steps": "run.max_steps",
+    "model_init_kwargs": "model.init",
+    "sync_ref_model": "reference.moves",
+    "disable_dropout": "model.disable_dropout",
+}
+
 _ROOMS = ("kl", "reward", "loss", "logp", "entropy", "ratio", "grad", "optim", "guard", "length", "parse", "prompt")
 _KEEL = re.compile(rf"^({'|'.join(_ROOMS)})/")
 _REWARD_PART = re.compile(r"^rewards/(.+)/mean$")
@@ -93,6 +114,13 @@ def canonical(name: str) -> str | None:
     if part is not None:
         return f"reward/part/{part[1]}"
     return bare if _KEEL.match(bare) else None
+
+
+def option_name(dotted: str, source: str) -> str:
+    """What the user of that trainer has to change: TRL's own option where there is one, Keel's otherwise."""
+    if source == "TRL":
+        return next((theirs for theirs, ours in TRL_OPTIONS.items() if ours == dotted), dotted)
+    return dotted
 
 
 def from_map(name: str) -> str:

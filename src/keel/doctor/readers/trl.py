@@ -7,33 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from keel.doctor.history import History, series_of
-from keel.doctor.names import renamed
+from keel.doctor.names import TRL_OPTIONS, renamed
 from keel.doctor.readers.keel_run import vocabulary_of
 from keel.doctor.readers.training_args import read_training_args
 from keel.errors import KeelError
 
 STATE = "trainer_state.json"
-
-# GRPOConfig's option: Keel's.
-OPTIONS = {
-    "beta": "kl.beta",
-    "loss_type": "loss.loss_type",
-    "scale_rewards": "loss.scale_rewards",
-    "num_iterations": "loss.num_iterations",
-    "steps_per_generation": "optim.minibatches",
-    "learning_rate": "optim.learning_rate",
-    "max_grad_norm": "optim.max_grad_norm",
-    "num_generations": "rollout.num_generations",
-    "max_completion_length": "rollout.max_completion_length",
-    "temperature": "rollout.temperature",
-    "top_p": "rollout.top_p",
-    "top_k": "rollout.top_k",
-    "min_p": "rollout.min_p",
-    "max_steps": "run.max_steps",
-    "model_init_kwargs": "model.init",
-    "sync_ref_model": "reference.moves",
-    "disable_dropout": "model.disable_dropout",
-}
 
 
 def state_files(path: Path) -> list[Path]:
@@ -84,7 +63,7 @@ def _options(folder: Path) -> tuple[dict[str, Any], Path | None]:
         if not given:
             continue
         found: dict[str, Any] = {}
-        for theirs, ours in OPTIONS.items():
+        for theirs, ours in TRL_OPTIONS.items():
             if theirs in given and given[theirs] is not None:
                 section, name = ours.split(".")
                 found.setdefault(section, {})[name] = given[theirs]

@@ -1,0 +1,37 @@
+"""Checks on a run's history: pure functions of what was recorded and the thresholds."""
+
+from __future__ import annotations
+
+from keel.doctor.checks import evaluation, kl, optim, output, reward, sampler
+from keel.doctor.checks.base import Check, Unchecked
+from keel.doctor.diagnosis import Diagnosis, with_raised
+from keel.doctor.findings import Finding
+from keel.doctor.history import History
+from keel.doctor.thresholds import Thresholds, load_thresholds
+
+CHECKS: tuple[Check, ...] = (
+    *reward.CHECKS,
+    *output.CHECKS,
+    *kl.CHECKS,
+    *sampler.CHECKS,
+    *optim.CHECKS,
+    *evaluation.CHECKS,
+)
+
+
+def check_history(history: History, thresholds: Thresholds | None = None) -> Diagnosis:
+    """All checks on one history: findings worst first, and what could not be decided with the reason."""
+    limits = load_thresholds() if thresholds is None else thresholds
+    findings: list[Finding] = []
+    unchecked: list[str] = []
+    for check in CHECKS:
+        for answer in check(history, limits):
+            if isinstance(answer, Unchecked):
+                unchecked.append(f"{answer.code}: {answer.why}")
+            else:
+                findings.append(answer)
+    diagnosis = Diagnosis(tuple(findings), unchecked=tuple(unchecked), notes=(*history.notes, *history.missing))
+    return with_raised(diagnosis, limits)
+
+
+__all__ = ["CHECKS", "check_history"]
