@@ -62,15 +62,15 @@ def measure_term(policy: Tensor, reference: Tensor, kl: KLOptions, *, off_policy
 
 
 def spread_factor(reference: Tensor, direction: Tensor) -> float:
-    """The factor of a displacement of logits at which the mean KL is `TARGET_KL`, by bisection; 1 if it is beyond."""
+    """The factor of a displacement of logits at which the mean KL is `TARGET_KL`, by bisection; 1 if there is none."""
 
     def apart(factor: float) -> float:
         moved = (reference + factor * direction).log_softmax(-1)
         return exact_kl(moved, reference.log_softmax(-1)).mean().item()
 
-    if not 0.0 < apart(1.0) < TARGET_KL:
+    if not bool(direction.any()):
         return 1.0
-    low, high = 1.0, 2.0
+    low, high = 0.0, 1.0
     while apart(high) < TARGET_KL and high < 2.0**20:
         low, high = high, 2.0 * high
     for _ in range(20):
@@ -118,6 +118,25 @@ def _enumerated(logp: Tensor, ref_logp: Tensor, old: Tensor, kl: KLOptions) -> T
         ratio_cap=spec.ratio_cap,
     )
     return values.reshape(logp.shape)
+
+
+def sampled_values(policy: Tensor, reference: Tensor, kl: KLOptions, draws: int = 64) -> dict[str, float]:
+    """Means and standard errors of the estimators on tokens drawn from the policy at each state, and the exact KL.
+
+    A state's draws share its distribution, so that states are the units of the standard error of mean minus exact.
+    """
+    logp, ref_logp = policy.double().log_softmax(-1), reference.double().log_softmax(-1)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.multinomial(logp.exp().cpu().float(), draws, replacement=True, generator=generator).to(logp.device)
+    exact = exact_kl(logp, ref_logp)
+    found = {"exact": exact.mean().item()}
+    names = {"k1", "k2", "k3", *(() if kl.spec.estimator.startswith("exact") else (kl.spec.estimator,))}
+    for name in sorted(names):
+        values = estimate(name, logp.gather(-1, tokens), ref_logp.gather(-1, tokens), clamp=kl.spec.log_ratio_clamp)
+        error = values.mean(-1) - exact
+        found[f"{name}_mean"] = values.mean().item()
+        found[f"{name}_se"] = (error.std(correction=min(1, len(error) - 1)) / len(error) ** 0.5).item()
+    return found
 
 
 def target_gradients(logits: Tensor, ref_logp: Tensor) -> dict[str, Tensor]:

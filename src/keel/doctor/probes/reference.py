@@ -19,6 +19,8 @@ from keel.doctor.thresholds import Thresholds
 from keel.kl import k3
 from keel.models.fingerprint import effective_weights, fingerprint
 from keel.models.head import evaluating
+from keel.models.load import import_attr, is_users_own
+from keel.models.lora import adapter_is_zero
 from keel.reference import KINDS, Reference, build_reference
 
 STILL = ("frozen", "adapter_off")
@@ -103,8 +105,8 @@ class Difference:
         return self.compared > 0 and not self.differing
 
 
-def compare_weights(policy: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> Difference:
-    """The weights in effect by name. An adapter that one of them lacks (LoRA switched off) is not compared."""
+def compare_weights(policy: Mapping[str, Tensor], held: Mapping[str, Tensor], *, fresh: bool = True) -> Difference:
+    """The weights in effect by name. A `fresh` adapter changes nothing yet, so that it may be missing."""
     common = [name for name in policy if name in held]
     differing, largest = [], 0.0
     for name in common:
@@ -114,7 +116,9 @@ def compare_weights(policy: Mapping[str, Tensor], held: Mapping[str, Tensor]) ->
         differing.append(name)
         if mine.shape == theirs.shape:
             largest = max(largest, (mine.float() - theirs.to(mine.device).float()).abs().max().item())
-    missing = [name for name in (*policy, *held) if (name in policy) != (name in held) and not _adapter(name)]
+    missing = [
+        name for name in (*policy, *held) if (name in policy) != (name in held) and not (fresh and _adapter(name))
+    ]
     return Difference(
         sum(tensor.numel() for name, tensor in policy.items() if not _adapter(name)),
         sum(tensor.numel() for name, tensor in held.items() if not _adapter(name)),
@@ -154,8 +158,9 @@ def _ref_logp(bench: Bench) -> Tensor:
 def _at_start(bench: Bench, thresholds: Thresholds, figures: dict[str, float]) -> list[Finding]:
     assert bench.run.reference is not None
     mine = dict(effective_weights(bench.policy.model))
+    fresh = bench.policy.lora is None or adapter_is_zero(bench.policy.model)
     with bench.run.reference.model() as held:
-        difference = compare_weights(mine, dict(effective_weights(held)))
+        difference = compare_weights(mine, dict(effective_weights(held)), fresh=fresh)
         training = held.training
     logp, ref, again = bench.logp(), _ref_logp(bench), _ref_logp(bench)
     with evaluating(bench.policy.model):
@@ -269,11 +274,21 @@ def held_fingerprint(bench: Bench) -> str:
         return fingerprint(held)
 
 
+def shares_trained_weights(bench: Bench) -> bool:
+    """Whether the reference's pass uses a tensor that training changes."""
+    assert bench.run.reference is not None
+    trained = {p.data_ptr() for p in bench.run.optimizer.parameters}
+    with bench.run.reference.model() as held:
+        return any(tensor.data_ptr() in trained for _, tensor in effective_weights(held))
+
+
 def _follows(bench: Bench, figures: Mapping[str, float]) -> Finding:
     evidence = (
         f"noise on the policy's trainable weights moved its log-probabilities by {figures['policy_moved']:.3g} nats "
         f"and the reference's by {figures['reference_moved']:.3g}; KL between them is {figures['kl_perturbed']:.3g}"
     )
+    if not shares_trained_weights(bench):
+        return _moving(bench, "scoring with it changed its weights", figures)
     if bench.policy.lora is not None:
         return found(
             "reference/adapter-on",
@@ -308,9 +323,9 @@ def _updates(bench: Bench, figures: dict[str, float], ref: Tensor, before: str) 
     """Call `update` as the loop would and look at the weights at every doubling of the steps."""
     reference = bench.run.reference
     assert reference is not None
-    kind, params = _kind(bench), _parameters(bench)
-    waits = int(params.get("every", 0))
-    last = max(waits, 1) if kind in KINDS and kind not in STILL else min(bench.config.run.max_steps, MOST_UPDATES)
+    kind, every = _kind(bench), _parameters(bench).get("every")
+    due = kind in ("ema", "snapshot", "kl_triggered") and (every is not None or kind == "kl_triggered")
+    last = (int(every) if every else 1) if due else min(bench.config.run.max_steps, MOST_UPDATES)
     said = changed = False
     step = 0
     for step in range(1, last + 1):
@@ -324,12 +339,12 @@ def _updates(bench: Bench, figures: dict[str, float], ref: Tensor, before: str) 
     figures["reference_moved"] = largest_gap(ref, _ref_logp(bench), bench.mask)
     if changed and (kind in STILL or not said):
         return [_moving(bench, f"update() at step {step} changed its weights and returned {said}", figures)]
-    if not changed and (said or (kind in KINDS and kind not in STILL)):
+    if not changed and (said or due):
         return [
             found(
                 "reference/moving",
                 f"update() was called up to step {step} and returned {said}; the weights are those of the start",
-                f"reference.kind={kind} is meant to move after {last} steps and did not",
+                f"a reference of kind {kind!r} is meant to move after {last} steps and did not",
                 "check reference.every, reference.threshold, or the update() of your own reference",
             )
         ]
@@ -338,10 +353,9 @@ def _updates(bench: Bench, figures: dict[str, float], ref: Tensor, before: str) 
 
 def _parameters(bench: Bench) -> dict[str, Any]:
     """The reference's parameters, its factory's defaults included."""
-    factory: Callable[..., Reference] | None = KINDS.get(_kind(bench))
-    given = bench.config.reference.params
-    if factory is None:
-        return dict(given)
+    kind, given = bench.config.reference.kind, bench.config.reference.params
+    own = is_users_own(kind)
+    factory: Callable[..., Reference] = import_attr(kind, "reference") if own else KINDS[_kind(bench)]
     defaults = inspect.signature(factory).parameters
     return {**{name: p.default for name, p in defaults.items() if p.default is not p.empty}, **given}
 

@@ -140,10 +140,8 @@ def _judged(bench: Bench, figures: dict[str, float], thresholds: Thresholds) -> 
         )
     if kl <= limit:
         return ()
-    if not math.isfinite(kl):
-        fitting = rate / 100
-    else:
-        fitting = rate * math.sqrt(limit / kl) / 2  # KL grows with the square of the step; half for safety
+    # KL grows with the square of the step; half for safety.
+    fitting = rate * math.sqrt(limit / kl) / 2 if math.isfinite(kl) else rate / 100
     return (
         found(
             "optim/lr-too-high",
