@@ -23,6 +23,7 @@ from keel.tasks import Task, build_task
 from keel.tasks.judge import Judge
 from keel.tasks.mixture import mixture
 from keel.tasks.rewards import wrap
+from keel.train.guards import GuardOptions
 from keel.train.optim import Optimizer, build_schedule
 from keel.train.sft import Encode, Examples, SFTOptions, file_examples, gold_examples
 from keel.train.state import Engine, KLOptions, Run, StepOptions
@@ -148,6 +149,7 @@ def build_run(
         ),
         options=_step_options(config, loaded.shared_prefix and scorer is None, half),
         mismatch=None if shared else mismatch_spec(config),
+        guards=guard_options(config),
         scorer=scorer,
     )
     return Built(run, judge, sampling, () if loaded.packing_note is None else (loaded.packing_note,))
@@ -197,6 +199,13 @@ def _step_options(config: Config, shared_prefix: bool, half: torch.dtype | None)
         resample_tries=loss.dynamic_sampling_rounds if loss.dynamic_sampling else 0,
         autocast=half,
     )
+
+
+def guard_options(config: Config) -> GuardOptions:
+    """The guards' limits, the KL budget among them."""
+    budget = config.kl.budget
+    spent = {} if budget is None else {"budget": budget.max, "budget_unit": budget.unit, "budget_action": budget.action}
+    return GuardOptions(**{**config.guards.model_dump(), **spent})
 
 
 def autocast_dtype(config: Config, loaded: LoadedModel) -> torch.dtype | None:

@@ -19,24 +19,24 @@ def check(config: Config) -> None:
     """Refuse what cannot work, one line each; nothing here loads a model."""
     for part in (_users_parts, _loss, _kl, _controller, _reference, _model, _rollout, _optim, _tasks, _evaluation):
         part(config)
+    _doctor(config)
     _not_yet(config)
 
 
 def _not_yet(config: Config) -> None:
     """Options that a later version reads: set to something else than their default they would be ignored."""
-    guards, data = type(config.guards)(), type(config.data)()
-    later = {
-        **{f"guards.{n}": (getattr(config.guards, n), getattr(guards, n)) for n in _LATER_GUARDS},
-        **{f"data.{n}": (getattr(config.data, n), getattr(data, n)) for n in ("split", "columns")},
-    }
+    data = type(config.data)()
+    later = {f"data.{n}": (getattr(config.data, n), getattr(data, n)) for n in ("split", "columns")}
     for name, (given, default) in later.items():
         if given != default:
             raise KeelError(f"{name} has no effect in this version: leave it out")
-    if config.kl.budget is not None and config.kl.budget.action == "rollback":
-        raise KeelError("kl.budget.action=rollback is not in this version: use stop or warn")
 
 
-_LATER_GUARDS = ("recovery_lr_factor", "max_rollbacks", "grad_spike")
+def _doctor(config: Config) -> None:
+    """Thresholds by name, each a number."""
+    from keel.doctor.thresholds import load_thresholds
+
+    load_thresholds(config.doctor.thresholds.params)
 
 
 def _is_users_own(name: str) -> bool:

@@ -11,7 +11,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 
 import keel
 from keel.errors import KeelError
+from keel.loggers.files import write_atomic
 from keel.models.lora import is_lora
 from keel.reference.held import unwrap
 from keel.train.card import model_card
@@ -59,20 +60,28 @@ def save_checkpoint(folder: Path, run: Run, state: State, *, about: Mapping[str,
 
 def save_weights(folder: Path, model: Any, tokenizer: Any) -> None:
     """In the ordinary format: a transformers folder, or the trained adapter alone in peft's."""
-    from transformers.utils import logging as noise
-
     inner = unwrap(model)
     chosen = {"selected_adapters": [inner.active_adapters[0]]} if is_lora(inner) else {}
+    with quiet_transformers():
+        try:
+            inner.save_pretrained(str(folder), **chosen)
+        except SafetensorError as error:  # a full disk has a type of its own there
+            raise OSError(str(error)) from error
+    tokenizer.save_pretrained(str(folder))
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bar: it would tear the live display."""
+    from transformers.utils import logging as noise
+
     shown = noise.is_progress_bar_enabled()
-    noise.disable_progress_bar()  # it would tear the live display
+    noise.disable_progress_bar()
     try:
-        inner.save_pretrained(str(folder), **chosen)
-    except SafetensorError as error:  # a full disk has a type of its own there
-        raise OSError(str(error)) from error
+        yield
     finally:
         if shown:
             noise.enable_progress_bar()
-    tokenizer.save_pretrained(str(folder))
 
 
 @contextmanager
@@ -143,8 +152,63 @@ def load_checkpoint(folder: Path, run: Run) -> State:
         run.reference.load_state_dict(held)
     set_rng_state(torch.load(trainer / RNG, map_location="cpu", weights_only=True))
     state = State.from_dict(record["state"])
+    run.optimizer.factor = state.lr_factor
     run.engine.sync(run.policy.model, state.policy_version)
     return state
+
+
+def restore_weights(folder: Path, model: Any) -> None:
+    """The checkpoint's weights into a model that is in use, in place: optimizer, engine and reference keep theirs.
+
+    The full model is read into main memory first, by its own class, so that names and tied weights come out as they
+    were saved.
+    """
+    inner = unwrap(model)
+    if is_lora(inner):
+        from peft import load_peft_weights, set_peft_model_state_dict
+
+        saved = load_peft_weights(str(folder), device="cpu")
+        set_peft_model_state_dict(inner, saved, adapter_name=inner.active_adapters[0])
+        return
+    with quiet_transformers():
+        fresh = type(inner).from_pretrained(str(folder), dtype=next(inner.parameters()).dtype)
+    inner.load_state_dict(fresh.state_dict())
+
+
+def rewrite_state(folder: Path, state: State) -> None:
+    """Exchange the state of a checkpoint, atomically, and leave the rest as it is."""
+    record = read_record(folder)
+    if record is None:
+        raise KeelError(f"the checkpoint {folder} is damaged: resume from an earlier one by moving it away")
+    write_atomic(folder / TRAINER / STATE, json.dumps({**record, "state": state.to_dict()}, indent=1))
+
+
+def saved_state(folder: Path) -> State | None:
+    """The state of a whole checkpoint, or None."""
+    record = read_record(folder)
+    return None if record is None else State.from_dict(record["state"])
+
+
+def last_good(folder: Path, confirmed: int) -> Path | None:
+    """The newest checkpoint whose step was fine, and whose weights the step after it found fine; or the start."""
+    for path in reversed(checkpoints(folder)):
+        state = saved_state(path)
+        if state is not None and (state.step == 0 or (state.good and state.step <= confirmed)):
+            return path
+    return None
+
+
+def drop_after(folder: Path, step: int) -> None:
+    """Remove the checkpoints past `step`, damaged ones too."""
+    for path in folder.glob("step-*"):
+        if _NAME.fullmatch(path.name) and step_of(path) > step:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    doomed = path.parent / f"{_TEMPORARY}old-{path.name}"
+    path.rename(doomed)  # half a removal is no longer called step-N
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -175,10 +239,10 @@ def read_record(path: Path) -> dict[str, Any] | None:
     return record if whole else None
 
 
-def clean(folder: Path, *, keep: int | None = None, best: int | None = None) -> list[Path]:
-    """Remove leftovers of a kill while saving and, with `keep`, all but the last `keep` checkpoints and the best one.
+def clean(folder: Path, *, keep: int | None = None, also: Collection[int | None] = ()) -> list[Path]:
+    """Remove leftovers of a kill while saving and, with `keep`, all but the last `keep` checkpoints and `also`.
 
-    Only whole checkpoints count, so the last good one is never among those removed.
+    Only whole checkpoints count, so the last whole one is never among those removed.
     """
     for leftover in folder.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -186,10 +250,8 @@ def clean(folder: Path, *, keep: int | None = None, best: int | None = None) -> 
         return []
     removed = []
     for path in checkpoints(folder)[: -max(1, keep)]:
-        if step_of(path) != best:
-            doomed = folder / f"{_TEMPORARY}old-{path.name}"
-            path.rename(doomed)  # half a removal is no longer called step-N
-            shutil.rmtree(doomed, ignore_errors=True)
+        if step_of(path) not in also:
+            _remove(path)
             removed.append(path)
     return removed
 
