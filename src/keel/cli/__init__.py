@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from keel.cli import look, train, verify
+from keel.cli import doctor, look, train, verify
 from keel.cli.app import app
 from keel.errors import KeelError
 
@@ -38,4 +38,4 @@ def main(argv: list[str] | None = None) -> int:
     return 2
 
 
-__all__ = ["app", "look", "main", "train", "verify"]
+__all__ = ["app", "doctor", "look", "main", "train", "verify"]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from keel.doctor.findings import Finding, found, ranked
 from keel.doctor.thresholds import Thresholds
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")  # colours of a terminal
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Diagnosis:
             "findings": [asdict(finding) for finding in ranked(self.findings)],
             "hypotheses": [asdict(hypothesis) for hypothesis in self.hypotheses],
             "unchecked": list(self.unchecked),
-            "notes": list(self.notes),
+            "notes": [_ESCAPES.sub("", line) for line in self.notes],
             "raised_thresholds": list(self.raised_thresholds),
         }
 

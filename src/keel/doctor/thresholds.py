@@ -64,12 +64,16 @@ def load_thresholds(overrides: Mapping[str, Any] | Sequence[str] = ()) -> Thresh
     """The shipped thresholds under overrides, a mapping name → value or words `name=value`."""
     shipped = shipped_thresholds()
     table = dict(shipped)
-    pairs = overrides.items() if isinstance(overrides, Mapping) else [_pair(word) for word in overrides]
-    for name, value in pairs:
+    for name, value in words(overrides).items():
         if name not in shipped:
             raise unknown("threshold", name, shipped)
         table[name] = replace(shipped[name], value=_number(name, value))
     return Thresholds(table, shipped)
+
+
+def words(overrides: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
+    """A mapping as it is, words `name=value` as one."""
+    return dict(overrides) if isinstance(overrides, Mapping) else dict(_pair(word) for word in overrides)
 
 
 def _pair(word: str) -> tuple[str, str]:

@@ -80,7 +80,7 @@ def read_run(path: Path) -> Run:
         raise KeelError(f"{path} does not hold a run: none of {', '.join(names)} is there")
     notes: list[str] = []
     config_text = _text(path / rundir.CONFIG, notes)
-    metrics = _lines(path / rundir.METRICS, notes)
+    metrics = read_lines(path / rundir.METRICS, notes)
     summary = _current(_json(path / rundir.SUMMARY, notes), metrics, notes)
     return Run(
         path=path,
@@ -89,9 +89,9 @@ def read_run(path: Path) -> Run:
         config=_yaml(config_text, notes),
         env=_mapping(_json(path / rundir.ENV, notes)),
         metrics=metrics,
-        rollouts=_lines(path / rundir.ROLLOUTS, notes, limit=ROLLOUT_BYTES),
-        evaluations=_lines(path / rundir.EVAL, notes),
-        events=_lines(path / rundir.EVENTS, notes),
+        rollouts=read_lines(path / rundir.ROLLOUTS, notes, limit=ROLLOUT_BYTES),
+        evaluations=read_lines(path / rundir.EVAL, notes),
+        events=read_lines(path / rundir.EVENTS, notes),
         findings=_findings(_json(path / rundir.FINDINGS, notes)),
         summary=summary,
         running=in_use(path / rundir.LOCK),
@@ -156,7 +156,7 @@ def _findings(value: Any) -> tuple[Record, ...] | None:
     return tuple(item if isinstance(item, dict) else {"code": str(item)} for item in value)
 
 
-def _lines(path: Path, notes: list[str], limit: int | None = None) -> tuple[Record, ...]:
+def read_lines(path: Path, notes: list[str], limit: int | None = None) -> tuple[Record, ...]:
     """The records of a file of JSON lines; a torn last line is left out and said, since a running run may have one."""
     try:
         size = path.stat().st_size

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 from keel.doctor.checks import evaluation, kl, optim, output, reward, sampler
 from keel.doctor.checks.base import Check, Unchecked
 from keel.doctor.diagnosis import Diagnosis, with_raised
-from keel.doctor.findings import Finding
+from keel.doctor.findings import Finding, ranked
 from keel.doctor.history import History
 from keel.doctor.thresholds import Thresholds, load_thresholds
 
@@ -30,8 +33,19 @@ def check_history(history: History, thresholds: Thresholds | None = None) -> Dia
                 unchecked.append(f"{answer.code}: {answer.why}")
             else:
                 findings.append(answer)
-    diagnosis = Diagnosis(tuple(findings), unchecked=tuple(unchecked), notes=(*history.notes, *history.missing))
+    diagnosis = Diagnosis(one_a_code(findings), unchecked=tuple(unchecked), notes=(*history.notes, *history.missing))
     return with_raised(diagnosis, limits)
+
+
+def one_a_code(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Findings under one code become one: the gravest speaks, and the others' evidence is added to it."""
+    kept: dict[str, Finding] = {}
+    for finding in ranked(findings):
+        first = kept.get(finding.code)
+        kept[finding.code] = (
+            finding if first is None else replace(first, evidence=f"{first.evidence}; {finding.evidence}")
+        )
+    return tuple(kept.values())
 
 
 __all__ = ["CHECKS", "check_history"]

@@ -55,6 +55,14 @@ def reward_trend(history: History) -> Trend | None:
     return Trend(statistics.fmean(first), statistics.fmean(last), errors)
 
 
+def no_trend(code: str, history: History) -> Unchecked:
+    """Why there is no trend."""
+    rewards = history.get("reward/mean")
+    return (
+        not_recorded(code, "the reward") if rewards is None else Unchecked(code, "fewer than six steps have a reward")
+    )
+
+
 def rose(history: History, thresholds: Thresholds) -> bool:
     """Whether the reward has grown by more than noise."""
     trend = reward_trend(history)

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import math
 
-from keel.doctor.checks.base import RECENT, Answers, Unchecked, not_recorded, opt, reward_trend, running_median, solved
+from keel.doctor.checks.base import (
+    RECENT,
+    Answers,
+    Unchecked,
+    no_trend,
+    not_recorded,
+    opt,
+    reward_trend,
+    running_median,
+    solved,
+)
 from keel.doctor.findings import found
 from keel.doctor.history import History
 from keel.doctor.thresholds import Thresholds
@@ -115,8 +125,11 @@ def over_budget(history: History, thresholds: Thresholds) -> Answers:
 def not_learning(history: History, thresholds: Thresholds) -> Answers:
     """Hardly any KL and a flat reward over enough steps."""
     trend, least = reward_trend(history), int(thresholds["steps_to_judge"])
-    if history.kl is None or trend is None:
-        yield not_recorded("kl/not-learning", f"{KL} or the reward")
+    if history.kl is None:
+        yield not_recorded("kl/not-learning", KL)
+        return
+    if trend is None:
+        yield no_trend("kl/not-learning", history)
         return
     name, series = history.kl
     if len(series) < least:

@@ -68,19 +68,20 @@ def non_finite(history: History, thresholds: Thresholds) -> Answers:
     if not watched and skipped is None:
         yield not_recorded("optim/non-finite", "loss, gradient norm or skipped updates")
         return
-    bad = {step for series in watched for step in series.bad_steps}
+    kept = {step for series in watched for step in series.bad_steps}
     if skipped is not None:
-        bad |= {int(step) for step, value in zip(skipped.steps, skipped.values, strict=True) if value > 0}
-    bad |= {int(e.get("step") or 0) for e in history.events if "skipped" in str(e.get("kind"))}
+        kept |= {int(step) for step, value in zip(skipped.steps, skipped.values, strict=True) if value > 0}
+    undone = [event for event in history.events if event.get("kind") == "guard/skipped"]  # also of abandoned attempts
+    bad = kept | {int(event.get("step") or 0) for event in undone}
     if not bad:
         return
     steps = max(len(series) for series in (*watched, *([skipped] if skipped is not None else [])))
-    share = len(bad) / max(steps, 1)
-    lasting = share > thresholds["skipped_share"] or max(bad) >= history.steps
+    lasting = bool(kept) and (len(kept) > thresholds["skipped_share"] * steps or max(kept) >= history.steps)
     shown = ", ".join(map(str, sorted(bad)[:5])) + (" …" if len(bad) > 5 else "")
     yield found(
         "optim/non-finite",
-        f"{len(bad)} of {steps} steps had a loss or gradient that is not finite (steps {shown})",
+        f"{len(bad)} steps had a loss or gradient that is not finite (steps {shown}), {len(kept)} of them among the "
+        f"{steps} that count",
         "a reward that is NaN, log-probabilities of −inf, an overflow in half precision, or an explosion before it",
         f"model.dtype=float32 to rule out precision, a lower {opt(history, 'optim.learning_rate')}; the kept batch of "
         "a skipped step shows which number was first",
@@ -137,21 +138,13 @@ def all_clipped(history: History, thresholds: Thresholds) -> Answers:
 
 
 def guards(history: History, thresholds: Thresholds) -> Answers:
-    """What the loop's guards did."""
-    told = [e for e in history.events if str(e.get("kind")) in ("stop", "rollback", "guard/stop", "guard/rollback")]
-    rollbacks = history.get("guard/rollbacks")
-    count = int(max(rollbacks.finite.values)) if rollbacks is not None else 0
-    if not told and not count:
+    """What the loop's guards did, in their own words."""
+    if not any(event.get("kind") in ("stop", "rollback") for event in history.events):
         return
-    stopped = [e for e in told if "rollback" not in str(e.get("kind"))]
-    shown = "; ".join(f"step {e.get('step')}: {e.get('message', e.get('kind'))}" for e in told[:3])
-    yield found(
-        "guard/rolled-back",
-        f"{max(count, len(told) - len(stopped))} rollbacks" + (", then a stop" if stopped else "") + f" ({shown})",
-        "a guard found the run in trouble; the finding above this one, or the events, say which",
-        "start with the learning rate that the run ended with; cure the cause before raising guards.max_rollbacks",
-        severity="error" if stopped else None,
-    )
+    from keel.train.guards import guard_findings
+
+    for finding in guard_findings(history.events):
+        yield found(**finding)
 
 
 CHECKS = (lr_too_high, non_finite, all_clipped, spike, guards)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
-from keel.doctor.checks.base import RECENT, Answers, Unchecked, not_recorded, opt, reward_trend, rose, solved
+from keel.doctor.checks.base import RECENT, Answers, Unchecked, no_trend, not_recorded, opt, reward_trend, rose, solved
 from keel.doctor.findings import found
 from keel.doctor.history import History, Record, Series
 from keel.doctor.thresholds import Thresholds
@@ -68,8 +68,12 @@ def weak(history: History, thresholds: Thresholds) -> Answers:
     spread, name = history.get("reward/within_group_std"), "within-group std"
     if spread is None:  # the spread of a whole batch is at least that of its groups
         spread, name = history.get("reward/std"), "std over the batch (the groups' own is at most that)"
-    if spread is None or reward_trend(history) is None:
+    trend = reward_trend(history)
+    if spread is None:
         yield not_recorded("reward/weak", "the spread of the rewards")
+        return
+    if trend is None:
+        yield no_trend("reward/weak", history)
         return
     least = int(thresholds["steps_to_judge"])
     if len(spread) < least:
@@ -78,9 +82,7 @@ def weak(history: History, thresholds: Thresholds) -> Answers:
     silent = history.get("reward/zero_variance_fraction")
     if silent is not None and silent.tail(RECENT).mean > thresholds["zero_variance_groups"]:
         return  # that is reward/constant
-    trend = reward_trend(history)
     if spread.mean < thresholds["reward_spread"] and not rose(history, thresholds) and not solved(history):
-        assert trend is not None
         yield found(
             "reward/weak",
             f"{name} is {spread.mean:.3g} on average over {spread.span}, and {trend.words}",

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from keel.doctor.history import History, Record, series_of
+from keel.doctor.history import KL_NAMES, History, Record, series_of
 from keel.loggers import rundir
-from keel.report.read import Run, number, read_run
+from keel.report.read import Run, number, read_lines, read_run
 
 
 def is_keel_run(path: Path) -> bool:
@@ -24,6 +24,7 @@ def read_keel_run(path: Path) -> History:
     notes = [f"read {len(lines)} steps of Keel's run {path}{'; it is still running' if run.running else ''}"]
     if again:
         notes.append(f"{again} step lines belong to attempts that were rolled back: the later attempt is judged")
+    notes += _abandoned(path)
     return History(
         source="keel",
         path=path,
@@ -50,6 +51,18 @@ def _last_attempt(lines: Iterable[Record]) -> tuple[list[Record], int]:
             dropped += 1
         kept.append(line)
     return kept, dropped
+
+
+def _abandoned(path: Path) -> list[str]:
+    """A line on every attempt that a rollback set aside: its steps, and the KL it had reached."""
+    said = []
+    for place in sorted((path / "abandoned").glob(f"attempt-*/{rundir.METRICS}")):
+        series = series_of(read_lines(place, []))
+        kl = next((series[name] for name in KL_NAMES if name in series and len(series[name].finite)), None)
+        steps = series.get("reward/mean") or kl
+        reached = f"; KL had reached {kl.top()[1]:.3g} nats per token" if kl is not None else ""
+        said.append(f"{place.parent.name} was abandoned after {steps.span if steps else 'no step'}{reached}")
+    return said
 
 
 def _vocabulary(run: Run) -> int | None:
