@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class Bench:
     batch: StepBatch
     failures: tuple[Failure, ...] = ()
     notes: tuple[str, ...] = ()
+    found: dict[str, Any] = field(default_factory=dict)  # what one probe measured and a later one reads
 
     @property
     def run(self) -> Run:

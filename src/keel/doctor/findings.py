@@ -52,6 +52,12 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "A reward of a collected completion, or a reward metric of a step, is not a finite number.",
     ),
     (
+        "reward/failed",
+        "error",
+        "A reward raises, returns something that is no number, or does not return.",
+        "Preflight judges one batch; a call of a reward or of the environment gave no value.",
+    ),
+    (
         "mask/attention",
         "error",
         "The training pass cannot see the prompt or a tool's output: a loss mask serves as the attention mask.",
@@ -68,6 +74,24 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "error",
         "Position ids do not count the real tokens, as under left padding without corrected positions.",
         "Preflight scores a completion alone and beside a longer one; the log-probabilities differ with the padding.",
+    ),
+    (
+        "scoring/shifted",
+        "error",
+        "Log-probabilities are taken from the logits of a neighbouring place.",
+        "Preflight compares them with the model's own forward: they equal those one place before or after.",
+    ),
+    (
+        "scoring/temperature",
+        "error",
+        "Training's log-probabilities are not taken at the sampling temperature.",
+        "Preflight compares them with the model's own forward: the gap closes at another temperature.",
+    ),
+    (
+        "scoring/mismatch",
+        "error",
+        "Training's log-probabilities are not the model's, and no known cause explains it.",
+        "Preflight compares them with the model's own forward: over `scoring_gap` (16 bits: `scoring_gap_half`).",
     ),
     (
         "scoring/nondeterministic",
@@ -120,6 +144,19 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "sampler and trainer has grown `sampler_gap_growth` times and is over `sampler_kl_warning`.",
     ),
     (
+        "sampler/mismatch",
+        "error",
+        "What the sampler reports or draws is not the policy's, and no known cause explains it.",
+        "Preflight recomputes the reported log-probabilities, and tests the drawn tokens against the policy's "
+        "distribution.",
+    ),
+    (
+        "sampler/noise",
+        "error",
+        "The engine's noise is not keyed by seed, step and sample: steps or completions repeat each other.",
+        "Preflight samples the same problems at the same and at another step. A note if equal seeds do not repeat.",
+    ),
+    (
         "sampler/precision",
         "warning",
         "Sampler and trainer run the same weights in different precision or kernels, and it shows.",
@@ -141,7 +178,15 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "output/random-weights",
         "error",
         "The model writes noise: its weights are random or were not loaded.",
-        "Mean entropy is over `entropy_uniform_share` of ln(vocabulary), that of drawing tokens blindly.",
+        "Mean entropy is over `entropy_uniform_share` of ln(vocabulary), that of drawing tokens blindly. Preflight: "
+        "gold answers also surprise the model as much as blind guessing, or that and most output cannot be read.",
+    ),
+    (
+        "reward/gold",
+        "error",
+        "The gold answer earns less than what the model writes.",
+        "Preflight judges the gold answers of its problems by the configured rewards. A warning if they beat some "
+        "of them.",
     ),
     (
         "reward/cliff",
@@ -161,6 +206,12 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "warning",
         "Prompts are cut at the limit: the question may be gone before the model sees it.",
         "The share of prompts at the limit is over `truncated_prompts`.",
+    ),
+    (
+        "prompt/double-bos",
+        "warning",
+        "Prompts begin with the BOS token twice, which the model has never seen.",
+        "Preflight looks at the first two tokens of its prompts.",
     ),
     (
         "output/unparseable",
@@ -248,6 +299,12 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "while held-out accuracy falls below its interval.",
     ),
     (
+        "eval/leak",
+        "warning",
+        "Held-out problems are trained on: evaluation measures memory.",
+        "Preflight looks for held-out prompts among the training problems of the first steps.",
+    ),
+    (
         "retention/dropping",
         "warning",
         "A skill that is not trained is being forgotten.",
@@ -265,6 +322,12 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "Rewards differ so little within a group that the update is mostly noise.",
         "The mean within-group std of the reward is under `reward_spread` and the reward has not grown by more than "
         "`flat_reward` standard errors.",
+    ),
+    (
+        "reward/fickle",
+        "warning",
+        "The same completion earns another reward the next time it is judged.",
+        "Preflight judges its batch twice, the second time in the other order.",
     ),
     (
         "kl/not-learning",
