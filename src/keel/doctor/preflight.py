@@ -10,6 +10,7 @@ from keel.config import Config
 from keel.doctor.bench import build_bench
 from keel.doctor.diagnosis import Diagnosis
 from keel.doctor.findings import ranked
+from keel.doctor.hypotheses import preflight_figures, weigh
 from keel.doctor.probes import PROBES, Outcome
 from keel.doctor.thresholds import Thresholds, load_thresholds
 from keel.models.load import first_line
@@ -42,8 +43,10 @@ def preflight(
         outcomes.append(outcome)
         if on_probe is not None:
             on_probe(outcome, time.monotonic() - began)
+    findings = tuple(ranked(finding for outcome in outcomes for finding in outcome.findings))
     return Diagnosis(
-        findings=tuple(ranked(finding for outcome in outcomes for finding in outcome.findings)),
+        findings=findings,
+        hypotheses=weigh(findings, preflight_figures(outcomes), limits),
         unchecked=tuple(line for outcome in outcomes for line in outcome.unchecked),
         notes=(*bench.notes, *(line for outcome in outcomes for line in outcome.lines)),
         raised_thresholds=limits.raised,

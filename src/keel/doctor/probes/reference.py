@@ -123,7 +123,7 @@ def compare_weights(policy: Mapping[str, Tensor], held: Mapping[str, Tensor], *,
         sum(tensor.numel() for name, tensor in policy.items() if not _adapter(name)),
         sum(tensor.numel() for name, tensor in held.items() if not _adapter(name)),
         len(common),
-        (*differing, *missing),
+        (*differing, *sorted(missing)),
         largest,
         (_dtype(policy), _dtype(held)),
     )

@@ -13,7 +13,7 @@ NEAR = 0.95  # of the limit
 
 
 def probe_truncation(bench: Bench, thresholds: Thresholds) -> Outcome:
-    """Shares of the batch at the limits, and which limit it is."""
+    """Shares of the batch at the limits; that completions are cut is a finding of the collection."""
     limit = bench.config.rollout.max_completion_length
     completions = [c for group in bench.groups for c in group.completions]
     lengths = [len(c.tokens) for c in completions]
@@ -32,12 +32,7 @@ def probe_truncation(bench: Bench, thresholds: Thresholds) -> Outcome:
         f"{figures['prompts_cut']:.0%} cut, longest {max(prompts)}"
         + (f" of {longest_prompt}" if longest_prompt is not None else ""),
     )
-    return Outcome(
-        "truncation",
-        (*_cut_outputs(figures, limit, thresholds), *_cut_prompts(figures, bench, thresholds)),
-        figures,
-        lines,
-    )
+    return Outcome("truncation", _cut_prompts(figures, bench, thresholds), figures, lines)
 
 
 def _prompt_limit(bench: Bench) -> int | None:
@@ -46,22 +41,6 @@ def _prompt_limit(bench: Bench) -> int | None:
         return bench.config.data.max_prompt_length
     context = bench.policy.context_length
     return None if context is None else context - bench.config.rollout.max_completion_length
-
-
-def _cut_outputs(figures: dict[str, float], limit: int, thresholds: Thresholds) -> tuple[Finding, ...]:
-    share = figures["completions_cut"]
-    if share <= thresholds["truncated_completions"]:
-        return ()
-    return (
-        found(
-            "output/truncated",
-            f"{share:.0%} of the completions end at {limit} tokens without an end token",
-            "the limit is shorter than what the model needs to finish, or the model does not end its answers",
-            f"raise rollout.max_completion_length (now {limit}); if the model never ends, teach it by a warmstart; "
-            "loss.mask_truncated_completions=true leaves torsos out of the policy term",
-            severity="error" if share > thresholds["truncated_completions_error"] else "warning",
-        ),
-    )
 
 
 def _cut_prompts(figures: dict[str, float], bench: Bench, thresholds: Thresholds) -> tuple[Finding, ...]:
