@@ -10,6 +10,7 @@ from keel.doctor.checks.base import Check, Unchecked
 from keel.doctor.diagnosis import Diagnosis, with_raised
 from keel.doctor.findings import Finding, ranked
 from keel.doctor.history import History
+from keel.doctor.hypotheses import history_figures, weigh
 from keel.doctor.thresholds import Thresholds, load_thresholds
 
 CHECKS: tuple[Check, ...] = (
@@ -33,7 +34,13 @@ def check_history(history: History, thresholds: Thresholds | None = None) -> Dia
                 unchecked.append(f"{answer.code}: {answer.why}")
             else:
                 findings.append(answer)
-    diagnosis = Diagnosis(one_a_code(findings), unchecked=tuple(unchecked), notes=(*history.notes, *history.missing))
+    kept = one_a_code(findings)
+    diagnosis = Diagnosis(
+        kept,
+        hypotheses=weigh(kept, history_figures(history), limits),
+        unchecked=tuple(unchecked),
+        notes=(*history.notes, *history.missing),
+    )
     return with_raised(diagnosis, limits)
 
 
