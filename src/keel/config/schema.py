@@ -277,7 +277,7 @@ class DoctorThresholds(Part):
 class Doctor(Section):
     """What `keel doctor` and the findings of a run go by."""
 
-    thresholds: DoctorThresholds = Field(
+    thresholds: Annotated[DoctorThresholds, BeforeValidator(lambda value: value or {})] = Field(
         default=DoctorThresholds(), description="Thresholds that differ from the shipped ones, name: value."
     )
 
