@@ -94,6 +94,12 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "Preflight compares them with the model's own forward: over `scoring_gap` (16 bits: `scoring_gap_half`).",
     ),
     (
+        "scoring/gradient",
+        "error",
+        "Training's log-probabilities have the right values and the wrong gradient: weights are left out.",
+        "Preflight differentiates them and the model's own forward by every trainable weight.",
+    ),
+    (
         "scoring/nondeterministic",
         "warning",
         "Two scoring passes over the same tokens disagree although no dropout is on.",
@@ -233,17 +239,17 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "`advantage_amplification`.",
     ),
     (
+        "kl/at-start",
+        "error",
+        "Policy and reference differ before anything was trained.",
+        "KL(policy‖reference) before the first update is over `kl_at_start`.",
+    ),
+    (
         "optim/lr-too-high",
         "error",
         "An update moves the policy further than the clipping was made for.",
         "One of the first updates at the full learning rate moves the KL by more than `kl_per_update`; in preflight, "
         "the one update that is tried.",
-    ),
-    (
-        "kl/at-start",
-        "error",
-        "Policy and reference differ before anything was trained.",
-        "KL(policy‖reference) before the first update is over `kl_at_start`.",
     ),
     (
         "kl/explosion",

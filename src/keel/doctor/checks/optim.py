@@ -22,6 +22,9 @@ def lr_too_high(history: History, thresholds: Thresholds) -> Answers:
         yield not_recorded(code, "KL(policy‖reference)")
         return
     name, series = history.kl
+    if series.finite.steps[0] <= 1 and abs(series.finite.values[0]) > thresholds["kl_at_start"]:
+        yield Unchecked(code, "KL is not 0 at the start, so its changes do not measure the updates")
+        return
     until = _full_rate(history) + 5
     moves = [
         (after - before, int(step))

@@ -15,9 +15,13 @@ from typing import Any
 class _Inert:
     """Stands in for every class and function of the file; keeps arguments and state, does nothing."""
 
-    def __init__(self, *args: Any, **fields: Any) -> None:
-        self.args = args
-        self.state: Any = {}
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any, **fields: Any) -> _Inert:  # a pickle may make objects without calling __init__
+        made = super().__new__(cls)
+        made.args, made.state = args, {}
+        return made
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
