@@ -83,6 +83,28 @@ def adapter_still_on(loaded: LoadedModel) -> Held:
     return Held(loaded.model)
 
 
+class Off(Held):
+    """The base with the adapter switched off."""
+
+    @contextmanager
+    def model(self) -> Iterator[nn.Module]:
+        held: Any = self.held
+        flags = [(parameter, parameter.requires_grad) for parameter in held.parameters()]
+        with evaluating(held), held.disable_adapter():
+            yield held
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+
+
+def adapter_switched_off(loaded: LoadedModel) -> Held:
+    """Right for a fresh adapter; of one with a past it is not where the policy started."""
+    return Off(loaded.model)
+
+
+def left_on_another_device(loaded: LoadedModel) -> Held:
+    return Held(_copy(loaded).to("meta"))
+
+
 def shared_weights(loaded: LoadedModel) -> Held:
     """Full weights: the very tensors of the policy."""
     return Held(loaded.model)
@@ -162,6 +184,16 @@ def dropout_in_the_reference(loaded: LoadedModel) -> Held:
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.3
     return Trains(model)
+
+
+def dropout_model() -> tuple[Any, Any]:
+    """A loader whose model has dropout in its attention, as GPT-2's config asks for."""
+    from doctor.schooled import schooled_model
+
+    model, tokenizer = schooled_model()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.3
+    return model, tokenizer
 
 
 class _Scaled(nn.Module):
