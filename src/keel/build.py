@@ -241,10 +241,22 @@ def build_optimizer(config: Config, loaded: LoadedModel, half: torch.dtype | Non
 
 
 def warmstart_settings(config: Config) -> dict[str, Any]:
-    """What a warm start's weights depend on; it is scored by Keel's own pass whatever scorer the run has."""
+    """What a warm start's weights depend on; it is scored by Keel's own pass whatever scorer the run has.
+
+    Files that are named count by size and time of change: a hash of a whole model would cost more than it saves.
+    """
     plain = config.to_dict()
     plain["model"].pop("scorer")
-    return {**{name: plain[name] for name in ("model", "warmstart", "task", "data")}, "seed": config.run.seed}
+    named = (config.model.name, config.data.path, config.warmstart.path if config.warmstart else None)
+    settings = {name: plain[name] for name in ("model", "warmstart", "task", "data")}
+    return {**settings, "seed": config.run.seed, "files": [_file_stamps(Path(name)) for name in named if name]}
+
+
+def _file_stamps(path: Path) -> list[tuple[str, int, int]]:
+    """(name, size, time of change) of a file or of every file of a folder; nothing for a name that is neither."""
+    path = path.expanduser()
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
 
 
 def build_warmstart(config: Config, loaded: LoadedModel, task: Task | None = None) -> tuple[Examples, SFTOptions]:

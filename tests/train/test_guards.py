@@ -183,9 +183,9 @@ def test_updates_that_keep_failing_end_the_run_cleanly_where_it_was_good(tmp_pat
     result = train(tmp_path, *more, "run.max_steps=9")
     assert (result.exit_status, result.steps) == (1, 3)
     assert "3 updates in a row" in result.stopped
-    finding = json.loads((result.directory / "findings.json").read_text())[0]
-    assert (finding["code"], finding["severity"]) == ("optim/non-finite", "error")
-    assert result.summary["findings"] == ["optim/non-finite"]
+    found = {f["code"]: f["severity"] for f in json.loads((result.directory / "findings.json").read_text())}
+    assert found["optim/non-finite"] == "error"
+    assert "optim/non-finite" in result.summary["findings"]
     assert "stop" in kinds(result.directory)
 
 
@@ -202,7 +202,7 @@ def test_a_kl_budget_that_stops_ends_within_the_budget(tmp_path: Path, unit: str
     assert all(line[f"kl/policy_ref/{name}/mean"] <= limit and not line["guard/over_budget"] for line in lines)
     abandoned = read(result.directory / "abandoned" / "attempt-0" / "metrics.jsonl")
     assert abandoned[-1]["guard/over_budget"] == 1.0
-    assert result.summary["findings"] == ["kl/over-budget"]
+    assert "kl/over-budget" in result.summary["findings"]
     assert json.loads((result.directory / "summary.json").read_text())["accuracy"]["after"] is not None
 
 

