@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
 from keel.doctor import CODES, Diagnosis, Finding, found, ranked
+from keel.doctor.show import doctor_page
 from keel.errors import KeelError
 
 CONTRACT = [
@@ -87,3 +89,10 @@ def test_a_diagnosis_is_healthy_with_notes_only():
     }
     assert data["notes"] == ["green"]
     assert isinstance(note, Finding)
+
+
+def test_the_page_is_generated_from_the_tables():
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    assert page == doctor_page(), "run: python -m keel.doctor.show > docs/doctor.md"
+    for code in CODES:
+        assert f"| `{code}` |" in page
