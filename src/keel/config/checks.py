@@ -57,7 +57,7 @@ def import_part(spec: str, option: str) -> Any:
 def _users_parts(config: Config) -> None:
     """Put a user's loss, estimator and controller beside the built-in ones: every room finds them by their name."""
     from keel.kl import CONTROLLERS
-    from keel.kl.estimators import ESTIMATORS
+    from keel.kl.facts import OWN_FACTS
     from keel.losses import LOSSES
     from keel.losses.policy import Recipe
 
@@ -68,11 +68,10 @@ def _users_parts(config: Config) -> None:
             raise KeelError(f"loss.loss_type={loss} is a {type(found).__name__}: give a policy loss or a Recipe")
         LOSSES[loss] = found if isinstance(found, Recipe) else Recipe(found, "token_mean")
     estimator = config.kl.estimator
-    if estimator not in ESTIMATORS and _is_users_own(estimator):
-        own = import_part(estimator, "kl.estimator")
-        if not callable(own):
-            raise KeelError(f"kl.estimator={estimator} is a {type(own).__name__}: give a function of d = log p − log π")
-        ESTIMATORS[estimator] = own
+    if estimator not in OWN_FACTS and _is_users_own(estimator):
+        from keel.verify.own import register_estimator
+
+        register_estimator(estimator, import_part(estimator, "kl.estimator"))
     if controller not in CONTROLLERS and _is_users_own(controller):
         CONTROLLERS[controller] = import_part(controller, "kl.controller.name")
 
