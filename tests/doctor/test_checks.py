@@ -116,6 +116,20 @@ def test_an_explosion_that_came_back_is_a_warning():
     assert (finding.code, finding.severity) == ("kl/explosion", "warning")
 
 
+def told(message: str, steps: range) -> History:
+    return healthy(events=tuple({"kind": "reward/failed", "step": step, "message": message} for step in steps))
+
+
+def test_rewards_that_fail_are_named_by_what_they_gave():
+    nan = check_history(told("exact on problem p1, sample 0: returned nan", range(3, 5))).findings
+    assert [(f.code, f.severity) for f in nan] == [("reward/non-finite", "error")]
+    once = check_history(told("exact on p1 sample 0: raised KeyError: 'nan'", range(3, 4))).findings
+    assert [(f.code, f.severity) for f in once] == [("reward/failed", "warning")]
+    often = check_history(told("exact on p1 sample 0: raised KeyError: 'a'", range(3, 40))).findings
+    assert [(f.code, f.severity) for f in often] == [("reward/failed", "error")]
+    assert "KeyError" in often[0].evidence
+
+
 def test_a_solved_task_may_have_constant_rewards():
     history = altered("reward/zero_variance_fraction", lambda step, was: 1.0 if step > 40 else was)
     (finding,) = check_history(history).findings

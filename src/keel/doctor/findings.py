@@ -55,7 +55,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "reward/failed",
         "error",
         "A reward raises, returns something that is no number, or does not return.",
-        "Preflight judges one batch; a call of a reward or of the environment gave no value.",
+        "Preflight judges one batch; a call of a reward or of the environment gave no value. In a run: events say "
+        "so; a warning if they are of at most `skipped_share` of the steps.",
     ),
     (
         "mask/attention",

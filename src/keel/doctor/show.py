@@ -26,8 +26,8 @@ keel doctor log.csv --map step=it,kl=my_kl   # a CSV or JSONL file
 
 | option | what it does |
 | --- | --- |
-| `--json` | prints `findings` (a list of objects with `code`, `severity`, `evidence`, `cause`, `advice`), `hypotheses`, \
-`unchecked`, `notes` and `raised_thresholds` |
+| `--json` | prints `findings` (a list of objects with `code`, `severity`, `evidence`, `cause`, `advice`), \
+`hypotheses`, `unchecked`, `notes` and `raised_thresholds` |
 | `--map kl=COLUMN,…` | names the columns of a table, or the tags of a TensorBoard folder |
 | `--threshold NAME=VALUE` | another value for a threshold, shown in the output if it makes an alarm less sensitive |
 | `--write` | keeps the findings in `findings.json` of a Keel run; nothing is written otherwise |
@@ -43,8 +43,8 @@ tells them apart by experiment.
 
 ## The preflight
 
-`keel doctor CONFIG` builds the real model, task, engine and reference and runs one experiment after another on one small
-batch, each for one cause.
+`keel doctor CONFIG` builds the real model, task, engine and reference and runs one experiment after another on one
+small batch, each for one cause.
 
 {probes}
 

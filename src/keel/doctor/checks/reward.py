@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 
 from keel.doctor.checks.base import RECENT, Answers, Unchecked, no_trend, not_recorded, opt, reward_trend, rose, solved
@@ -18,12 +19,12 @@ def non_finite(history: History, thresholds: Thresholds) -> Answers:
     series = history.series.get("reward/mean")
     bad = set(series.bad_steps) if series is not None else set()
     single = [record for record in _trained(history) if not _number(record.get("reward"))]
-    failed = [event for event in history.events if str(event.get("kind")) == "reward/failed"]
+    told = [event for event in _failures(history) if _no_number(event)]
     if series is None and not history.rollouts:
         yield not_recorded("reward/non-finite", "the reward")
-    if bad or single:
-        steps = sorted(bad | {int(record.get("step") or 0) for record in single})
-        said = f"; the judge said: {failed[0].get('message')}" if failed else ""
+    if bad or single or told:
+        steps = sorted(bad | {int(record.get("step") or 0) for record in (*single, *told)})
+        said = f"; the judge said {len(told)} times: {told[0].get('message')}" if told else ""
         yield found(
             "reward/non-finite",
             f"reward is not a finite number at {_steps(steps)}{said}",
@@ -31,6 +32,30 @@ def non_finite(history: History, thresholds: Thresholds) -> Answers:
             "return a finite number for every completion, malformed and empty ones included; for Keel, "
             "reward.on_error says what a failing reward earns",
         )
+
+
+def failed(history: History, thresholds: Thresholds) -> Answers:
+    """Calls of a reward that gave no value, beside those that gave no number."""
+    told = [event for event in _failures(history) if not _no_number(event)]
+    if told:
+        steps = sorted({int(event.get("step") or 0) for event in told})
+        many = len(steps) > thresholds["skipped_share"] * max(history.steps, 1)
+        yield found(
+            "reward/failed",
+            f"{len(told)} calls of a reward failed at {_steps(steps)}; the first: {told[0].get('message')}",
+            "the function raises, returns something else, or does not return within reward.timeout_s",
+            "mend the function: what fails is paid as reward.on_error says, whatever the completion was worth",
+            severity="error" if many else "warning",
+        )
+
+
+def _failures(history: History) -> list[Record]:
+    return [event for event in history.events if event.get("kind") == "reward/failed"]
+
+
+def _no_number(event: Record) -> bool:
+    """Whether the judge's message is about NaN or an infinity."""
+    return re.search(r"(?:returned|is) [+-]?(?:nan|inf)\b", str(event.get("message"))) is not None
 
 
 def constant(history: History, thresholds: Thresholds) -> Answers:
@@ -167,4 +192,4 @@ def _steps(steps: list[int]) -> str:
     return f"step{'s' if len(steps) > 1 else ''} {shown}" + (f" and {len(steps) - 5} more" if len(steps) > 5 else "")
 
 
-CHECKS = (non_finite, cliff, constant, amplified, weak)
+CHECKS = (non_finite, failed, cliff, constant, amplified, weak)
