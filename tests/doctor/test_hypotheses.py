@@ -27,7 +27,7 @@ def test_without_figures_nothing_can_be_said() -> None:
     table = weighed()
     assert list(table) == NAMES
     assert {hypothesis.verdict for hypothesis in table.values()} == {"not testable here"}
-    assert all(hypothesis.action.startswith("run keel doctor") for hypothesis in table.values())
+    assert all(hypothesis.action != "none" for hypothesis in table.values())
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.codes], ids=lambda row: row.name)

@@ -57,6 +57,7 @@ ROWS: tuple[Row, ...] = (
         "amplifies H03 (the KL term has to hold against it) and noise of H05",
         "set loss.scale_rewards=none and run again before anything else is changed",
         "leave loss.scale_rewards as it is",
+        to_test="needs rewards that differ within a group: see H05",
     ),
     Row(
         "H02",
@@ -80,6 +81,7 @@ ROWS: tuple[Row, ...] = (
         "amplified by H01: fix that first, then test this alone",
         "set kl.estimator=k3 with kl.gradient=auto and reference.kind=auto",
         "leave the formula; turn kl.beta if the share of the gradient is wrong",
+        to_test="set kl.measure_every=1, so that there is a reference, and run keel doctor on the configuration",
     ),
     Row(
         "H04",
@@ -197,6 +199,7 @@ ROWS: tuple[Row, ...] = (
         "from E03 (the lone survivor of a group); is H01; leads to E05",
         "set loss.scale_rewards=none",
         "none",
+        to_test="needs rewards that differ within a group: see H05",
     ),
     Row(
         "E05",
@@ -213,13 +216,11 @@ ROWS: tuple[Row, ...] = (
         "explosion chain: KL explosion",
         "high",
         ("kl/explosion", "kl/at-start", "optim/non-finite", "kl/over-budget"),
-        (
-            ("kl/policy_ref/k3/max", "largest KL of a step {:.3g} nats per token"),
-            ("reference/kl_at_start", "KL at step 0 is {:.2g} nats per token"),
-        ),
+        (("kl/policy_ref/k3/max", "largest KL of a step {:.3g} nats per token"),),
         "from E05, or alone from dropout or a wrong reference (H03)",
         "cure the first confirmed link above; raising the alarm cures nothing",
         "none",
+        to_test="one update cannot show it: run keel doctor on the run",
     ),
 )
 

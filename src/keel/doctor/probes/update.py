@@ -22,6 +22,8 @@ from keel.train.optim import Optimizer
 from keel.train.step import penalize_advantages, penalize_rewards, with_advantages
 
 FACTORS = (0.5, 1.0, 2.0)
+LOWER = tuple(2.0**-k for k in range(2, 13))
+SAFETY = 4.0  # an advised learning rate takes a quarter of the KL that an update may take
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,6 @@ def probe_update(bench: Bench, thresholds: Thresholds) -> Outcome:
     gradients = [None if p.grad is None else p.grad.clone() for p in bench.run.optimizer.parameters]
     before = policy_states(bench)
     taken = {factor: _step(bench, gradients, loss, before, factor) for factor in FACTORS}
-    bench.run.optimizer.inner.zero_grad(set_to_none=True)
     one = taken[1.0]
     figures = {
         "loss": loss,
@@ -51,7 +52,13 @@ def probe_update(bench: Bench, thresholds: Thresholds) -> Outcome:
         "kl_after_double": taken[2.0].kl,
         "real_rewards": float(given),
     }
-    findings = _judged(bench, figures, thresholds)
+    if one.kl > thresholds["kl_per_update"] or not math.isfinite(one.kl):
+        wanted = thresholds["kl_per_update"] / SAFETY
+        figures["fitting_rate"] = figures["learning_rate"] * next(
+            (f for f in LOWER if _step(bench, gradients, loss, before, f).kl <= wanted), LOWER[-1]
+        )
+    bench.run.optimizer.inner.zero_grad(set_to_none=True)
+    findings = _judged(figures, thresholds)
     line = (
         f"one update at optim.learning_rate={figures['learning_rate']:g}: loss {loss:.3g}, gradient norm "
         f"{one.norm:.3g}, KL to the policy before it {one.kl:.2g} nats per token ({taken[0.5].kl:.2g} at half the "
@@ -126,7 +133,7 @@ def undone(optimizer: Optimizer) -> Iterator[None]:
                 parameter.copy_(before)
 
 
-def _judged(bench: Bench, figures: dict[str, float], thresholds: Thresholds) -> tuple[Finding, ...]:
+def _judged(figures: dict[str, float], thresholds: Thresholds) -> tuple[Finding, ...]:
     rate, limit, kl = figures["learning_rate"], thresholds["kl_per_update"], figures["kl_after"]
     if not (math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"])):
         return (
@@ -140,8 +147,6 @@ def _judged(bench: Bench, figures: dict[str, float], thresholds: Thresholds) -> 
         )
     if kl <= limit:
         return ()
-    # KL grows with the square of the step; half for safety.
-    fitting = rate * math.sqrt(limit / kl) / 2 if math.isfinite(kl) else rate / 100
     return (
         found(
             "optim/lr-too-high",
@@ -149,7 +154,7 @@ def _judged(bench: Bench, figures: dict[str, float], thresholds: Thresholds) -> 
             f"(over {limit:g}); half the rate {figures['kl_after_half']:.3g}, double {figures['kl_after_double']:.3g}",
             "the step is longer than the region in which the advantages were measured; gradient clipping does not "
             "shorten it, because Adam divides by the gradient's own size",
-            f"set optim.learning_rate={_one_digit(fitting):g}, and optim.warmup_steps=10 or more",
+            f"set optim.learning_rate={_one_digit(figures['fitting_rate']):g}, and optim.warmup_steps=10 or more",
         ),
     )
 
