@@ -31,8 +31,11 @@ from keel.train.state import Engine, KLOptions, Run, StepOptions
 RewardFunction = Callable[..., Any]
 
 
-def build_policy(config: Config, weights: Path | None = None) -> LoadedModel:
-    """The policy; `weights` is a checkpoint of this run, or its warm start, to take the place of the named model."""
+def build_policy(config: Config, weights: Path | None = None, *, probe: bool = True) -> LoadedModel:
+    """The policy; `weights` is a checkpoint of this run, or its warm start, to take the place of the named model.
+
+    Without `probe` a model whose padded rows disagree with its own logits is not refused, so that it can be examined.
+    """
     model = config.model
     lora: Mapping[str, Any] | None = model.lora.model_dump() if model.lora else None
     name = model.name
@@ -52,6 +55,7 @@ def build_policy(config: Config, weights: Path | None = None) -> LoadedModel:
         seed=config.run.seed,
         quantization=model.quantization,
         compile=model.compile,
+        probe=probe,
     )
     return replace(loaded, name=model.name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -42,9 +43,9 @@ def fresh_model(seed: int = 0, width: int = 24) -> tuple[Any, Any]:
 
 
 @cache
-def _taught(steps: int, batch: int = 32) -> tuple[Any, Any]:
+def taught(steps: int, batch: int = 32, make: Callable[[], tuple[Any, Any]] = fresh_model) -> tuple[Any, Any]:
     """Supervised on the gold answers, long enough to write a digit and stop, too short to be always right."""
-    model, tokenizer = fresh_model()
+    model, tokenizer = make()
     parameters = {key: value for key, value in TASK.items() if key != "name"}
     task = build_task(str(TASK["name"]), **parameters)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -70,14 +71,14 @@ def _taught(steps: int, batch: int = 32) -> tuple[Any, Any]:
 
 def schooled_model() -> tuple[Any, Any]:
     """A loader `doctor.schooled:schooled_model`; every call gives the same weights in a copy of its own."""
-    model, tokenizer = _taught(90)
+    model, tokenizer = taught(90)
     return copy.deepcopy(model), tokenizer
 
 
 def nearness(problem: Problem, text: str) -> Reward:
     """1 for the answer, up to a half for a number near it, 0 for what is no number: rewards differ in most groups."""
     given = text.strip()
-    if not given.isdigit():
+    if not given.isdecimal():
         return Reward(0.0, parsed=False)
     return Reward(1.0 if given == problem.answer else 0.5 * max(0.0, 1 - abs(int(given) - int(problem.answer)) / 9))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from keel.build import Built, build_policy, build_run, build_warmstart, warmstart_settings
 from keel.config import Config
+from keel.errors import KeelError
 from keel.models.head import causal_lm, evaluating
 from keel.models.load import LoadedModel
 from keel.models.pack import right_pad
@@ -194,11 +195,13 @@ class _Enough(Exception):
 def _policy(config: Config, task: Task | None, limit_s: float) -> tuple[LoadedModel, tuple[str, ...]]:
     """The policy as step 0 sees it: after the run's own warm start where that is there, else after a timed one."""
     if config.warmstart is None:
-        return build_policy(config), ()
+        return _loaded(config)
     place = warmstart_folder(Path(config.run.dir) / config.run.name, warmstart_settings(config))
     if is_whole(place):
-        return build_policy(config, place), (f"the warm start of this configuration was found in {place} and used",)
-    loaded, began, done = build_policy(config), time.monotonic(), 0
+        loaded, notes = _loaded(config, place)
+        return loaded, (*notes, f"the warm start of this configuration was found in {place} and used")
+    loaded, notes = _loaded(config)
+    began, done = time.monotonic(), 0
     examples, options = build_warmstart(config, loaded, task)
 
     def report(step: int, line: Mapping[str, float]) -> None:
@@ -210,8 +213,17 @@ def _policy(config: Config, task: Task | None, limit_s: float) -> tuple[LoadedMo
     try:
         sft(loaded, examples, options, report)
     except _Enough:
-        return loaded, (f"the warm start was cut after {done} of {options.steps} steps ({limit_s:g} s)",)
-    return loaded, (f"the warm start ran its {done} steps in {time.monotonic() - began:.0f} s",)
+        return loaded, (*notes, f"the warm start was cut after {done} of {options.steps} steps ({limit_s:g} s)")
+    return loaded, (*notes, f"the warm start ran its {done} steps in {time.monotonic() - began:.0f} s")
+
+
+def _loaded(config: Config, weights: Path | None = None) -> tuple[LoadedModel, tuple[str, ...]]:
+    """The policy; one that training would refuse because its scores do not repeat is loaded all the same, and said."""
+    try:
+        return build_policy(config, weights), ()
+    except KeelError as refusal:
+        loaded = build_policy(config, weights, probe=False)  # raises again unless the probe was the reason
+        return loaded, (f"training would refuse this model: {refusal}",)
 
 
 __all__ = ["Bench", "build_bench"]

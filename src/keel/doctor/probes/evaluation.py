@@ -15,7 +15,7 @@ from keel.rollout import Request, SamplingParams
 from keel.train.evaluate import evaluate
 from keel.types import Completion
 
-_ENOUGH = 16  # prompts on either side before their common beginnings are compared
+_ENOUGH = 6  # prompts on either side before their common beginnings are compared
 _COMPARED = ("top_p", "top_k", "min_p", "max_completion_length", "stop")
 
 

@@ -212,7 +212,7 @@ def foreign(bench: Bench) -> Tensor:
         drawn = batch_draws(bench)
         silent = (drawn.reported == 0) & (drawn.logp(unfiltered(bench.sampling)) < -0.05)
         # an engine that reports zeros everywhere gives no log-probabilities at all: that is another fault
-        silent &= ~silent.float().mean().gt(0.9)
+        silent &= ~(drawn.reported == 0).float().mean().gt(0.9)
         runs = improbable_runs(drawn, bench.sampling)
         runs &= ~runs.float().mean().gt(0.6)  # most of it: the sampler as a whole is another policy
         bench.found["foreign"] = silent | runs

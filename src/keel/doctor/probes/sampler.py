@@ -47,14 +47,17 @@ def probe_sampler(bench: Bench, thresholds: Thresholds) -> Outcome:
         figures = {"gap_max": _worst(gap), "gap_mean": float(gap.abs().mean()), "kl_sampler": float(gap.mean())}
         if not _close(bench, gap, thresholds):
             findings.append(_reported(bench, given, gap, thresholds))
+    repeated = _noise(bench)
+    findings += repeated
     more = _more(bench)
     chance = uniform_p_value(tail_masses(more, bench.sampling))
     figures |= {"draws": float(len(more)), "draws_chance": chance}
-    if chance < _ALARM:
+    if any(finding.severity == "error" for finding in repeated):
+        unchecked.append("sampler/filter: draws that repeat each other tell nothing of their distribution")
+    elif chance < _ALARM:
         findings.append(_drawn(more, bench.sampling, chance))
     elif bench.sampling.filtered:
         findings.append(_configured(bench, more, thresholds))
-    findings += _noise(bench)
     lines = (
         f"sampler: {len(given)} log-probabilities within {figures.get('gap_max', 0.0):.2g} nats of the policy's; "
         f"{len(more)} drawn tokens are the policy's with chance {chance:.2g}",
@@ -81,7 +84,8 @@ def _more(bench: Bench) -> Draws:
     """The bench's tokens and enough further ones to tell two distributions apart."""
     groups: list[Group] = []
     kept = foreign(bench)
-    count = max(8, bench.sampling.num_generations)
+    length = max(1, int(bench.mask.sum()) // len(bench.mask))
+    count = min(64, max(8, -(-_WANTED // (4 * length))))
     wide = replace(bench.sampling, num_generations=count)
     total, rounds = 0, 0
     while total < _WANTED and rounds < 6:

@@ -17,6 +17,7 @@ from keel.doctor.probes.draws import best_temperature
 from keel.doctor.probes.masks import is_blind
 from keel.doctor.probes.outcome import Outcome
 from keel.doctor.thresholds import Thresholds
+from keel.train.batch import score_micro
 from keel.types import Group
 
 _NO_DROPOUT = "set model.dropout=false model.lora.dropout=0; a loader or scorer of your own must leave model.eval() on"
@@ -35,19 +36,25 @@ def probe_scoring(bench: Bench, thresholds: Thresholds) -> Outcome:
     figures["witness_apart"] = unsteady
     if not unsteady <= thresholds["scoring_difference"]:
         return Outcome("scoring", (_unsteady(bench, unsteady, thresholds),), figures)
-    gap = Gap(bench, first, witness, exists, thresholds)
-    figures |= {"gap_max": gap.worst(first), "gap_mean": gap.mean(first)}
-    lines = (f"scoring: largest difference from the model's own forward {gap.worst(first):.2g} nats",)
+    gap = Gap(bench, bench.logp, first, witness, exists, thresholds)
     if not gap.broken(first):
-        return Outcome("scoring", (), figures, lines)
+        gap = replace(gap, way=lambda: _in_company(bench), scored=_in_company(bench))
+    figures |= {"gap_max": gap.worst(gap.scored), "gap_mean": gap.mean(gap.scored)}
+    lines = (f"scoring: largest difference from the model's own forward {figures['gap_max']:.2g} nats",)
+    if not gap.broken(gap.scored):
+        return Outcome("scoring", tuple(_gradient(bench, figures)), figures, lines)
     return Outcome("scoring", tuple(_explained(gap)), figures, lines)
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Scores beside the witness, and how far apart they may be: rounding of the type that computes them."""
+    """Scores beside the witness, and how far apart they may be: rounding of the type that computes them.
+
+    `way` makes the scores once more, in the same company.
+    """
 
     bench: Bench
+    way: Callable[[], Tensor]
     scored: Tensor
     witness: Tensor
     exists: Tensor
@@ -156,7 +163,7 @@ def _explained(gap: Gap) -> Iterator[Finding]:
     if is_blind(bench):
         return  # the masks probe has named it, and it explains the gap
     with _mode(bench.policy.model, training=False):
-        calm = bench.logp()
+        calm = gap.way()
     if not gap.broken(calm):
         yield found(
             "scoring/dropout",
@@ -206,7 +213,7 @@ def _explained(gap: Gap) -> Iterator[Finding]:
         )
         return
     half = _half_gap(bench, gap)
-    if gap.mean(scored) <= 4 * half:
+    if gap.mean(scored) <= 3 * half:
         yield found(
             "sampler/precision",
             f"{size}; the same forward in bfloat16 is off by {half:.3g} on average",
@@ -223,6 +230,69 @@ def _explained(gap: Gap) -> Iterator[Finding]:
         "compare model.scorer with scorer native: logits[:, :-1] / temperature, log_softmax in fp32, gather "
         "tokens[:, 1:]",
     )
+
+
+def _gradient_error(bench: Bench) -> tuple[float, float]:
+    """∂Σlogp/∂θ by training's pass against the model's own forward, on one completion: how far off, and its size."""
+    weights = [p for p in bench.policy.model.parameters() if p.requires_grad]
+    group = max(bench.groups, key=lambda group: len(group.completions[0].tokens))
+    single = replace(group, completions=group.completions[:1], rewards=group.rewards[:1])
+    batch = bench.pack([single])
+    scored = score_micro(batch.micros[0], batch, bench.run).logp.sum()
+    ids = torch.tensor([[*group.prompt_tokens, *group.completions[0].tokens]], device=bench.policy.device)
+    logits = bench.policy.model(input_ids=ids, use_cache=False).logits[0, len(group.prompt_tokens) - 1 : -1].float()
+    logp = (logits / bench.temperature).log_softmax(-1)
+    own = logp.gather(-1, ids[0, len(group.prompt_tokens) :, None]).sum()
+    wanted = _flat(own, weights)
+    given = _flat(scored, weights) if scored.requires_grad else torch.zeros_like(wanted)
+    error = float((given - wanted).norm() / wanted.norm().clamp_min(1e-30))
+    return error, float(given.norm() / wanted.norm().clamp_min(1e-30))
+
+
+def _gradient(bench: Bench, figures: dict[str, float]) -> Iterator[Finding]:
+    """The gradient in the mode of training; where it is off, whether evaluation mode mends it."""
+    error, size = _gradient_error(bench)
+    figures["gradient_error"] = error
+    limit = 0.3 if in_half(bench) else 0.01
+    if not error > limit:
+        return
+    with _mode(bench.policy.model, training=False):
+        calm, _ = _gradient_error(bench)
+    if calm <= limit:
+        active = [name for name, module in bench.policy.model.named_modules() if _drops(module)]
+        yield found(
+            "scoring/dropout",
+            f"the gradient of log-probabilities is off by {error:.3g} of its size in training mode, by {calm:.1g} in "
+            f"evaluation mode; active dropout layers: {', '.join(active[:3]) or 'none known to torch'}",
+            "dropout is on in the policy's pass: the first update makes policy and reference differ by it",
+            _NO_DROPOUT,
+        )
+    else:
+        yield found(
+            "scoring/gradient",
+            f"the gradient of training's log-probabilities is {size:.3g} times the size of the model's own and off by "
+            f"{error:.3g} of it, although their values agree",
+            "model.scorer detaches a part of what it computes, or runs without gradient",
+            "return log-probabilities that autograd can follow back to every trainable weight",
+        )
+
+
+def _flat(value: Tensor, weights: Sequence[nn.Parameter]) -> Tensor:
+    found_gradients = torch.autograd.grad(value, weights, allow_unused=True)
+    parts = zip(found_gradients, weights, strict=True)
+    return torch.cat([(torch.zeros_like(w) if g is None else g).flatten().float() for g, w in parts])
+
+
+def _in_company(bench: Bench) -> Tensor:
+    """The bench's completions scored beside a longer row, so that all of them are padded."""
+    group = bench.groups[0]
+    prompt = (group.prompt_tokens * 2)[: _room(bench) - len(group.completions[0].tokens)]
+    longer = replace(group, prompt_tokens=prompt, completions=group.completions[:1], rewards=group.rewards[:1])
+    return bench.logp(bench.pack([*bench.groups, longer]))[:-1, : bench.batch.width]
+
+
+def _room(bench: Bench) -> int:
+    return bench.policy.context_length or 1 << 30
 
 
 def _alone(bench: Bench) -> Tensor:
@@ -282,7 +352,9 @@ def _witness_at(bench: Bench, positions: Callable[[int, int], Tensor]) -> Tensor
         for group, completion in _pairs(bench.groups):
             tokens = torch.tensor([[*group.prompt_tokens, *completion.tokens]], device=bench.policy.device)
             places = positions(len(group.prompt_tokens), len(completion.tokens)).to(tokens.device)[None]
-            logits = model(input_ids=tokens, position_ids=places, use_cache=False).logits[0].float()
+            seen = torch.ones_like(tokens)  # given, so that positions that begin anew are not read as a new text
+            out = model(input_ids=tokens, attention_mask=seen, position_ids=places, use_cache=False)
+            logits = out.logits[0].float()
             logp = (logits / bench.temperature).log_softmax(-1)[len(group.prompt_tokens) - 1 : -1]
             own = torch.tensor(completion.tokens, device=tokens.device)[:, None]
             picked = logp.gather(-1, own).squeeze(-1)

@@ -12,7 +12,7 @@ from keel.doctor.probes.draws import Draws, draws, unfiltered
 from keel.doctor.probes.outcome import Outcome
 from keel.doctor.thresholds import Thresholds
 
-STRONG = 0.3  # relative noise on the weights: far more than an update, so that the draws tell too
+STRONG = 1.0  # relative noise on the weights: another policy altogether, so that a few draws tell too
 
 
 def probe_sync(bench: Bench, thresholds: Thresholds) -> Outcome:
