@@ -96,7 +96,8 @@ def watch(state: State, metrics: Mapping[str, float], batch: StepBatch, options:
     norm = metrics["grad/norm"]
     broken = over_budget(metrics, options) is not None
     known = options.budget is None or budget_metric(metrics, options.budget_unit) is not None
-    fine = metrics["guard/skipped"] == 0.0 and not broken and known
+    within = known and (not broken or options.budget_action == "warn")
+    fine = metrics["guard/skipped"] == 0.0 and within
     totals = {reward.total for group in batch.groups for reward in group.rewards}
     silent = batch.rows.advantages is not None and not bool(batch.rows.advantages.any())
     return replace(

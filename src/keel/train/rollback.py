@@ -124,6 +124,8 @@ def _carry_out(directory: RunDirectory, plan: Rollback) -> None:
     place = directory.checkpoints / f"step-{plan.to}"
     state = saved_state(place)
     if state is not None:
+        if state.best is not None and not (directory.checkpoints / f"step-{int(state.best['step'])}").is_dir():
+            state = replace(state, best=None)  # removed since, when a later one was better
         state = replace(state, attempt=plan.attempt, rollbacks=plan.rollbacks, lr_factor=plan.lr_factor)
         rewrite_state(place, replace(state, consecutive_skips=0, over_budget=False, confirmed=plan.to))
     directory.sync()

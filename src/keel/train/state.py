@@ -132,8 +132,8 @@ class State:
 
     @property
     def good(self) -> bool:
-        """Whether no guard had anything against the last step."""
-        return self.consecutive_skips == 0 and not self.over_budget
+        """Whether the last update was made; a broken budget is answered before anything is saved."""
+        return self.consecutive_skips == 0
 
     @property
     def beta(self) -> float:
