@@ -110,6 +110,12 @@ def test_the_figures_and_steps_are_in_the_evidence():
     assert "11.5" in finding.cause  # e^11.5 = 1e5
 
 
+def test_a_small_kl_to_a_reference_that_moves_is_no_standstill():
+    diagnosis = check_history(configured(FAULTS["kl/not-learning"], reference__kind="ema"))
+    assert diagnosis.findings == ()
+    assert any(line.startswith("kl/not-learning: the reference moves") for line in diagnosis.unchecked)
+
+
 def test_an_explosion_that_came_back_is_a_warning():
     history = altered(KL, lambda step, was: 50.0 if step == 30 else was)
     (finding,) = check_history(history).findings

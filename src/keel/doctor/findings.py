@@ -328,7 +328,7 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "warning",
         "Rewards differ so little within a group that the update is mostly noise.",
         "The mean within-group std of the reward is under `reward_spread` and the reward has not grown by more than "
-        "`flat_reward` standard errors.",
+        "`flat_reward` standard errors, over at least `steps_to_judge` steps.",
     ),
     (
         "reward/fickle",
@@ -340,7 +340,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "kl/not-learning",
         "warning",
         "The policy stays where it started and the reward is flat.",
-        "Mean KL is under `kl_not_learning` and the reward's gain is within `flat_reward` standard errors.",
+        "Mean KL to a reference that stays is under `kl_not_learning` and the reward's gain is within `flat_reward` "
+        "standard errors, over at least `steps_to_judge` steps.",
     ),
     (
         "kl/scale",

@@ -21,6 +21,7 @@ from keel.doctor.thresholds import Thresholds
 from keel.errors import KeelError
 
 KL = "KL(policy‖reference)"
+MOVING = ("ema", "snapshot", "kl_triggered")
 
 
 def at_start(history: History, thresholds: Thresholds) -> Answers:
@@ -134,6 +135,9 @@ def not_learning(history: History, thresholds: Thresholds) -> Answers:
     name, series = history.kl
     if len(series) < least:
         yield Unchecked("kl/not-learning", f"{len(series)} steps are too few to call a reward flat: {least} are needed")
+        return
+    if history.option("reference.kind") in MOVING or history.option("reference.moves"):
+        yield Unchecked("kl/not-learning", "the reference moves with the policy, so a small KL is no standstill")
         return
     now = series.tail(RECENT)
     if now.mean < thresholds["kl_not_learning"] and abs(trend.errors) <= thresholds["flat_reward"]:
