@@ -150,7 +150,7 @@ def test_without_a_reference_the_probe_says_so() -> None:
 
 
 def test_an_unproven_estimator_is_refused_until_it_is_allowed() -> None:
-    with pytest.raises(KeelError, match="not a proven pairing"):
+    with pytest.raises(KeelError, match="allow_biased"):
         schooled_config("kl.estimator=doctor.faults_reference:reversed_k3")
     with pytest.raises(KeelError, match="cannot import"):
         schooled_config("kl.estimator=doctor.faults_reference:no_such_thing")

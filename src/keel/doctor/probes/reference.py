@@ -22,6 +22,7 @@ from keel.models.head import evaluating
 from keel.models.load import import_attr, is_users_own
 from keel.models.lora import adapter_is_zero
 from keel.reference import KINDS, Reference, build_reference
+from keel.train.batch import score_micro, stitch
 
 STILL = ("frozen", "adapter_off")
 MOST_UPDATES = 512
@@ -155,6 +156,12 @@ def _ref_logp(bench: Bench) -> Tensor:
     return ref
 
 
+def _training_logp(bench: Bench) -> Tensor:
+    """The policy's log-probabilities by the very pass that trains, its graph included."""
+    batch = bench.batch
+    return stitch((score_micro(micro, batch, bench.run).logp for micro in batch.micros), batch.width)
+
+
 def _at_start(bench: Bench, thresholds: Thresholds, figures: dict[str, float]) -> list[Finding]:
     assert bench.run.reference is not None
     mine = dict(effective_weights(bench.policy.model))
@@ -162,7 +169,7 @@ def _at_start(bench: Bench, thresholds: Thresholds, figures: dict[str, float]) -
     with bench.run.reference.model() as held:
         difference = compare_weights(mine, dict(effective_weights(held)), fresh=fresh)
         training = held.training
-    logp, ref, again = bench.logp(), _ref_logp(bench), _ref_logp(bench)
+    logp, ref, again = _training_logp(bench), _ref_logp(bench), _ref_logp(bench)
     with evaluating(bench.policy.model):
         still = bench.logp()
     mask = bench.mask
