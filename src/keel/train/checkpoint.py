@@ -23,6 +23,7 @@ import keel
 from keel.errors import KeelError
 from keel.loggers.files import write_atomic
 from keel.models.lora import is_lora
+from keel.reference import Reference
 from keel.reference.held import unwrap
 from keel.train.card import model_card
 from keel.train.state import Run, State
@@ -104,7 +105,7 @@ def _save_trainer(folder: Path, run: Run, state: State, previous: Path | None) -
     torch.save(rng_state(), folder / RNG)
     reference = None
     if run.reference is not None:
-        held = run.reference.state_dict()
+        held = _held(run.reference)
         reference = {"kind": held["kind"], "fingerprint": held["fingerprint"]}
         _save_reference(folder / REFERENCE, held, previous)
     record = {"keel": keel.__version__, "state": state.to_dict(), "reference": reference}
@@ -116,6 +117,14 @@ def _save_trainer(folder: Path, run: Run, state: State, previous: Path | None) -
     (folder / STATE).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
+def _held(reference: Reference) -> dict[str, Any]:
+    """A reference's state; a user's own, which may hold anything, lies below the three entries that are read here."""
+    state = reference.state_dict()
+    if {"kind", "fingerprint", "moves"} <= state.keys():
+        return state
+    return {"kind": reference.kind, "fingerprint": reference.fingerprint(), "moves": None, "own": state}
+
+
 def _save_reference(path: Path, held: Mapping[str, Any], previous: Path | None) -> None:
     """A reference that has not moved since the last checkpoint is the same file: a hard link instead of a copy."""
     if previous is not None and (before := read_record(previous)) is not None:
@@ -123,7 +132,7 @@ def _save_reference(path: Path, held: Mapping[str, Any], previous: Path | None) 
         old = previous / TRAINER / REFERENCE
         if same and old.is_file():
             moved = torch.load(old, map_location="cpu", weights_only=True, mmap=True)["moves"]
-            if moved == held["moves"]:
+            if moved is not None and moved == held["moves"]:
                 try:
                     os.link(old, path)
                     return
@@ -149,7 +158,7 @@ def load_checkpoint(folder: Path, run: Run) -> State:
                 f"the reference in {folder} has fingerprint {held['fingerprint'][:12]} but the checkpoint says "
                 f"{record['reference']['fingerprint'][:12]}: the file was exchanged; use the one that was saved"
             )
-        run.reference.load_state_dict(held)
+        run.reference.load_state_dict(held.get("own", held))
     set_rng_state(torch.load(trainer / RNG, map_location="cpu", weights_only=True))
     state = State.from_dict(record["state"])
     run.optimizer.factor = state.lr_factor
