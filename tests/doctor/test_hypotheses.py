@@ -72,6 +72,7 @@ def test_the_figures_of_a_history() -> None:
         "kl/policy_ref/k3/mean": Series.of([(1, 0.1), (2, 3.0), (3, 0.2)]),
         "entropy/mean": Series.of([(1, math.log(100.0)), (2, 1.0)]),
         "reward/within_group_std": Series.of([(1, 0.2), (2, 0.4)]),
+        "parse/ok_fraction": Series.of([(1, 0.0), (2, 0.0), (3, 0.03), (4, 0.9)]),
     }
     scores = tuple({"split": "trained", "pass@1": value} for value in (0.2, 0.5))
     figures = history_figures(History("keel", Path("run"), series, evaluations=scores, vocabulary=10_000))
@@ -79,3 +80,10 @@ def test_the_figures_of_a_history() -> None:
     assert figures["entropy/share"] == pytest.approx(0.5)
     assert figures["reward/within_group_std"] == pytest.approx(0.3)
     assert figures["eval/gain"] == pytest.approx(0.3)
+    assert figures["parse/first_steps"] == pytest.approx(0.01)
+    assert "kl/configured" not in figures
+
+
+def test_output_that_could_not_be_read_at_first_confirms_its_link_of_the_chain() -> None:
+    assert weighed(parse__first_steps=0.01)["E02"].verdict == "confirmed"
+    assert weighed(parse__first_steps=0.9)["E02"].verdict == "ruled out"

