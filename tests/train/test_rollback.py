@@ -139,6 +139,18 @@ def test_kill_9_in_the_middle_of_a_rollback_changes_nothing(tmp_path: Path, reco
     assert [event["step"] for event in events(run, "guard/skipped")] == [7, 8, 9, 10, 11]
 
 
+def test_kill_9_with_adapters_a_moving_reference_and_a_controller(tmp_path: Path) -> None:
+    """The same with all that has a state of its own: LoRA, an EMA reference, a PID controller, a schedule."""
+    reference = {"reference.kind": "ema", "reference.every": "2", "reference.alpha": "0.3"}
+    controller = {"kl.controller.name": "pid", "kl.controller.target": "0.001", "optim.schedule": "cosine"}
+    settings = {**NANS, "model.lora.r": "2", **reference, **controller, "run.max_steps": "14"}
+    whole = keel.train(BASE, overrides=words(tmp_path / "whole", settings))
+    run = killed_then_resumed(tmp_path / "killed", settings)
+    assert_same(run, whole.directory)
+    assert len(events(run, "rollback")) == 1
+    assert len({line["kl/beta"] for line in lines(run, "metrics.jsonl")}) > 5
+
+
 class Killed(BaseException):
     pass
 

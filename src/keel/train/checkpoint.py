@@ -181,7 +181,13 @@ def restore_weights(folder: Path, model: Any) -> None:
         return
     with quiet_transformers():
         fresh = type(inner).from_pretrained(str(folder), dtype=next(inner.parameters()).dtype)
-    inner.load_state_dict(fresh.state_dict())
+    try:
+        inner.load_state_dict(fresh.state_dict())
+    except RuntimeError as error:
+        raise KeelError(
+            f"the checkpoint {folder} does not fit the model that wrote it ({_reason(error)}): the loader has to return "
+            "a model that save_pretrained saves whole"
+        ) from error
 
 
 def rewrite_state(folder: Path, state: State) -> None:
