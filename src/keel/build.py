@@ -15,6 +15,7 @@ from keel.config.resolve import scale_rewards
 from keel.errors import KeelError, unknown
 from keel.kl import build_controller
 from keel.models.load import DTYPES, LoadedModel, import_attr, is_users_own, load_model
+from keel.models.scorer import build_scorer
 from keel.reference import build_reference
 from keel.rollout import NativeEngine, SamplingParams
 from keel.rollout.collect import collect
@@ -23,6 +24,7 @@ from keel.tasks import Task, build_task
 from keel.tasks.judge import Judge
 from keel.tasks.mixture import mixture
 from keel.tasks.rewards import wrap
+from keel.train.guards import GuardOptions
 from keel.train.optim import Optimizer, build_schedule
 from keel.train.sft import Encode, Examples, SFTOptions, file_examples, gold_examples
 from keel.train.state import Engine, KLOptions, Run, StepOptions
@@ -31,8 +33,11 @@ from keel.types import Problem
 RewardFunction = Callable[..., Any]
 
 
-def build_policy(config: Config, weights: Path | None = None) -> LoadedModel:
-    """The policy; `weights` is a checkpoint of this run, or its warm start, to take the place of the named model."""
+def build_policy(config: Config, weights: Path | None = None, *, probe: bool = True) -> LoadedModel:
+    """The policy; `weights` is a checkpoint of this run, or its warm start, to take the place of the named model.
+
+    Without `probe` a model whose padded rows disagree with its own logits is not refused, so that it can be examined.
+    """
     model = config.model
     lora: Mapping[str, Any] | None = model.lora.model_dump() if model.lora else None
     name = model.name
@@ -52,6 +57,7 @@ def build_policy(config: Config, weights: Path | None = None) -> LoadedModel:
         seed=config.run.seed,
         quantization=model.quantization,
         compile=model.compile,
+        probe=probe,
     )
     return replace(loaded, name=model.name)
 
@@ -172,7 +178,8 @@ def build_run(
         raise KeelError(
             "kl.estimator=exact_reverse is measured but not trained on: use exact, or k3 with gradient=plain"
         )
-    shared = isinstance(engine, NativeEngine) and engine.model is loaded.model and half is None
+    scorer = build_scorer(config.model.scorer)
+    shared = isinstance(engine, NativeEngine) and engine.model is loaded.model and half is None and scorer is None
     run = Run(
         policy=loaded,
         task=task,
@@ -189,8 +196,10 @@ def build_run(
             measure_every=config.kl.measure_every,
             collect_max=config.kl.collect_max,
         ),
-        options=_step_options(config, loaded.shared_prefix, half),
+        options=_step_options(config, loaded.shared_prefix and scorer is None, half),
         mismatch=None if shared else mismatch_spec(config),
+        guards=guard_options(config),
+        scorer=scorer,
     )
     packing = [] if loaded.packing_note is None else [loaded.packing_note]
     return Built(run, judge, sampling, (*packing, *getattr(task, "notes", ()), *dropped))
@@ -240,6 +249,13 @@ def _step_options(config: Config, shared_prefix: bool, half: torch.dtype | None)
         resample_tries=loss.dynamic_sampling_rounds if loss.dynamic_sampling else 0,
         autocast=half,
     )
+
+
+def guard_options(config: Config) -> GuardOptions:
+    """The guards' limits, the KL budget among them."""
+    budget = config.kl.budget
+    spent = {} if budget is None else {"budget": budget.max, "budget_unit": budget.unit, "budget_action": budget.action}
+    return GuardOptions(**{**config.guards.model_dump(), **spent})
 
 
 def autocast_dtype(config: Config, loaded: LoadedModel) -> torch.dtype | None:

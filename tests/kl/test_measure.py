@@ -19,7 +19,7 @@ REF = torch.tensor([[-2.0, -1.5, 0.0], [-33.0, math.nan, 0.0]])  # d = −1, ½ 
 
 def test_names():
     names = {f"kl/policy_ref/{k}/{s}" for k in ("k1", "k2", "k3") for s in STATISTICS}
-    names |= {"kl/policy_ref/sequence/mean", "kl/clamped_fraction"}
+    names |= {f"kl/policy_ref/sequence/{s}" for s in ("mean", "se", "p95")} | {"kl/clamped_fraction"}
     assert set(measure_kl(LOGP, REF, MASK)) == names
     exact = measure_kl(LOGP, REF, MASK, exact_kl=torch.ones(2, 3))
     assert set(exact) == names | {f"kl/policy_ref/exact/{s}" for s in STATISTICS}
@@ -34,7 +34,10 @@ def test_values_by_hand():
         assert got[f"kl/policy_ref/{name}/min"] == pytest.approx(values.min(), rel=1e-6)
         assert got[f"kl/policy_ref/{name}/max"] == pytest.approx(values.max(), rel=1e-6)
         assert got[f"kl/policy_ref/{name}/p95"] == pytest.approx(np.quantile(values, 0.95), rel=1e-6)
-    assert got["kl/policy_ref/sequence/mean"] == pytest.approx((0.5 + 20) / 2)
+    sums = np.array([0.5, 20.0])
+    assert got["kl/policy_ref/sequence/mean"] == pytest.approx(sums.mean())
+    assert got["kl/policy_ref/sequence/se"] == pytest.approx(sums.std(ddof=1) / math.sqrt(2))
+    assert got["kl/policy_ref/sequence/p95"] == pytest.approx(np.quantile(sums, 0.95))
     assert got["kl/clamped_fraction"] == pytest.approx(1 / 3)
 
 

@@ -205,6 +205,16 @@ def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setattr(builtins, "__import__", fake)
 
 
+def test_tensorboard_hides_what_a_rollback_gave_up(tmp_path):
+    log = TensorBoardLogger(tmp_path)
+    for step in range(1, 7):
+        log.step(step, {"reward/mean": 1.0})
+    log.event("rollback", step=6, to=3, message="back")
+    log.step(4, {"reward/mean": 2.0})
+    log.close()
+    assert scalars(tmp_path, "reward/mean") == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
+
+
 def test_missing_tensorboard_is_recorded_and_left_out(run, monkeypatch):
     without(monkeypatch, "tensorboard")
     log = build_loggers({"tensorboard": True, "console": "none"}, run, total_steps=5)

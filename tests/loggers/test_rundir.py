@@ -143,6 +143,30 @@ def test_resume_cuts_lines_past_the_checkpoint_and_counts_them(tmp_path):
         assert (path / "metrics.jsonl").read_bytes() == b""
 
 
+def test_what_a_rollback_gives_up_moves_aside_and_its_events_stay(tmp_path):
+    path = tmp_path / "run"
+    with RunDirectory.create(path) as run:
+        log = JsonlLogger(run)
+        for step in range(1, 7):
+            log.step(step, {"reward/mean": step / 10})
+            log.event("guard/skipped", step=step, time=1.0)
+        before = (path / "metrics.jsonl").read_bytes()
+        for _ in range(2):  # the second time, as after a kill, changes nothing
+            place = run.set_aside(4, attempt=0)
+            assert (path / "metrics.jsonl").read_bytes() + (place / "metrics.jsonl").read_bytes() == before
+        assert not (place / "eval.jsonl").exists()
+        log.event("rollback", step=6, time=2.0)
+        log.step(5, {"reward/mean": 0.55})
+        log.event("checkpoint", step=5, time=3.0)
+        assert [line["step"] for line in lines(path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    with RunDirectory.resume(path) as run:
+        dropped = run.cut_after(4)
+    assert (dropped["metrics.jsonl"], dropped["events.jsonl"]) == (1, 1)
+    assert [line["kind"] for line in lines(path / "events.jsonl")] == ["guard/skipped"] * 6 + ["rollback"]
+    with RunDirectory.create(path, overwrite=True):
+        assert not (path / "abandoned").exists()
+
+
 def test_kill_9_of_a_real_writer_leaves_whole_lines_and_a_free_lock(tmp_path):
     path = tmp_path / "run"
     for trial in range(3):

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from keel.loggers import RunDirectory
+from keel.loggers.jsonl import JsonlLogger
+from keel.report import html
 from keel.report import read as reading
 from keel.report.charts import Axis, Panel, Series, log_ticks, svg, thin, tick_text, ticks, wants_log
+from keel.report.panels import panels
 from keel.report.read import Run, read_run
 from keel.report.rollouts import readable, scale
 from keel.report.samples import pick, span
@@ -170,3 +174,44 @@ def test_of_a_large_rollout_file_only_the_ends_are_read(tmp_path, monkeypatch):
     assert steps[-1] == 499
     assert 10 < len(steps) < 40
     assert any("only its first and last" in note for note in run.missing)
+
+
+def test_guards_rollbacks_and_abandoned_attempts_are_told(tmp_path):
+    """A run that went back from step 6 to step 3: what it gave up is dashed, checkpoints are ticks, words say why."""
+    with RunDirectory.create(tmp_path / "run") as run:
+        log = JsonlLogger(run)
+        for step in range(1, 7):
+            log.step(step, {"reward/mean": 0.1 * step, "grad/norm": 1.0, "kl/policy_ref/k3/mean": 0.01 * step})
+        log.event("checkpoint", step=3, time=1.0)
+        log.event("guard/skipped", step=6, time=2.0, message="an update was skipped: the loss/policy is not finite")
+        run.set_aside(3, 0)
+        message = "1 updates in a row were skipped up to step 6: back to checkpoint step-3"
+        log.event("rollback", step=6, time=3.0, to=3, message=message)
+        for step in range(4, 9):
+            log.step(step, {"reward/mean": 0.2 * step, "grad/norm": 1.0, "kl/policy_ref/k3/mean": 0.02})
+    found = read_run(tmp_path / "run")
+    assert [(name, [line["step"] for line in lines]) for name, lines in found.abandoned] == [("attempt 0", [4, 5, 6])]
+    drawn = {panel.title: panel for panel in panels([found])}
+    for title in ("Reward", "Gradient norm", "KL(policy‖reference)"):
+        last = drawn[title].series[-1]
+        assert (last.label, last.dashed, [x for x, _ in last.points]) == ("abandoned attempt 0", True, [4, 5, 6])
+        assert drawn[title].saves == [3]
+        assert drawn[title].marks == [6]
+    assert 'class="save"' in svg(drawn["Reward"])
+    words = [text for _, text in sentences(found)]
+    assert "Guards: 1 step with a skipped update, 1 rollback." in words
+    assert f"At step 6: {message}." in words
+    page = html.page([found])
+    for text in ("Dashed: attempts that a rollback gave up.", "Ticks at the bottom: checkpoints.", "rollback"):
+        assert text in page
+    assert [panel.title for panel in panels([found, found])]  # several runs: no attempts, no ticks
+    assert not any(panel.saves for panel in panels([found, found]))
+
+
+def test_a_stop_is_said_where_it_ended_the_run():
+    events = ({"kind": "stop", "step": 9, "message": "too far: back to checkpoint step-6, the run stops"},)
+    config = {"run": {"max_steps": 20}}
+    stopped = Run(Path("x"), "x", metrics=({"step": 6},), events=events, config=config, summary={"steps": 6})
+    assert ("bad", "Stopped by a guard: too far: back to checkpoint step-6, the run stops.") in sentences(stopped)
+    gone_on = Run(Path("x"), "x", metrics=({"step": 20},), events=events, config=config, summary={"steps": 20})
+    assert not any("Stopped by a guard" in text for _, text in sentences(gone_on))

@@ -94,7 +94,7 @@ def test_keep_never_removes_the_last_good_one_nor_the_best(tmp_path: Path) -> No
     for _ in range(5):
         state = train_step(run, state).state
         save_checkpoint(tmp_path, run, state)
-    clean(tmp_path, keep=1, best=2)
+    clean(tmp_path, keep=1, also=(2, None))
     assert [step_of(path) for path in checkpoints(tmp_path)] == [2, 5]
     (tmp_path / "step-5" / "trainer" / "optimizer.pt").write_bytes(b"torn")
     clean(tmp_path, keep=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from keel.errors import KeelError
 from keel.train import sft as module
 from keel.train.optim import Optimizer, build_schedule
 from keel.train.sft import SFTOptions, as_example, sft, sft_step
+from keel.train.warmstart import warmstart_place
 from train.small import BASE, small_config
 
 
@@ -57,9 +59,12 @@ def test_examples_of_a_file_come_all_once_an_epoch(tmp_path: Path) -> None:
 
 
 def test_the_warm_start_is_made_once_and_is_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    overrides = [f"run.dir={tmp_path}", "warmstart.steps=3", "run.max_steps=1", "run.if_exists=replace"]
+    overrides = [f"run.dir={tmp_path}", "warmstart.steps=3", "run.max_steps=1"]
     first = keel.train(BASE, overrides=overrides)
     assert first.summary["kl"]["k3"]["mean"] < 1e-9
+    for path in first.directory.iterdir():  # as if it had been killed right after its warm start
+        if path.name not in ("warmstart", "config.yaml"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def again(*_: object) -> None:
         raise AssertionError("the warm start was repeated")
@@ -68,7 +73,19 @@ def test_the_warm_start_is_made_once_and_is_the_reference(tmp_path: Path, monkey
     second = keel.train(BASE, overrides=overrides)
     assert second.summary["accuracy"] == first.summary["accuracy"]
     with pytest.raises(AssertionError, match="repeated"):
-        keel.train(BASE, overrides=[*overrides, "warmstart.learning_rate=0.5"])
+        keel.train(BASE, overrides=[*overrides, "run.if_exists=replace"])
+
+
+def test_a_warm_start_is_another_one_when_its_file_has_changed(tmp_path: Path) -> None:
+    examples = tmp_path / "examples.jsonl"
+    examples.write_text('{"prompt": "a", "completion": "b"}\n')
+    config = small_config(f"warmstart.path={examples}", "warmstart.steps=1")
+    place = warmstart_place(tmp_path, config)
+    assert warmstart_place(tmp_path, config) == place
+    examples.write_text('{"prompt": "a", "completion": "bc"}\n')
+    assert warmstart_place(tmp_path, config) != place
+    other = small_config(f"warmstart.path={examples}", "warmstart.steps=2")
+    assert warmstart_place(tmp_path, other) != place
 
 
 def test_keel_sft_leaves_a_run_with_a_model(tmp_path: Path) -> None:

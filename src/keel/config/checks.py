@@ -20,21 +20,14 @@ def check(config: Config) -> None:
     """Refuse what cannot work, one line each; nothing here loads a model."""
     for part in (_users_parts, _loss, _kl, _controller, _reference, _model, _rollout, _optim, _tasks, _evaluation):
         part(config)
-    _not_yet(config)
+    _doctor(config)
 
 
-def _not_yet(config: Config) -> None:
-    """Options that a later version reads: set to something else than their default they would be ignored."""
-    guards = type(config.guards)()
-    later = {f"guards.{n}": (getattr(config.guards, n), getattr(guards, n)) for n in _LATER_GUARDS}
-    for name, (given, default) in later.items():
-        if given != default:
-            raise KeelError(f"{name} has no effect in this version: leave it out")
-    if config.kl.budget is not None and config.kl.budget.action == "rollback":
-        raise KeelError("kl.budget.action=rollback is not in this version: use stop or warn")
+def _doctor(config: Config) -> None:
+    """Thresholds by name, each a number."""
+    from keel.doctor.thresholds import load_thresholds
 
-
-_LATER_GUARDS = ("recovery_lr_factor", "max_rollbacks", "grad_spike")
+    load_thresholds(config.doctor.thresholds.params)
 
 
 def _is_users_own(name: str) -> bool:
@@ -53,8 +46,9 @@ def import_part(spec: str, option: str) -> Any:
 
 
 def _users_parts(config: Config) -> None:
-    """Put a user's loss and controller beside the built-in ones, so that every room finds them by their name."""
+    """Put a user's loss, estimator and controller beside the built-in ones: every room finds them by their name."""
     from keel.kl import CONTROLLERS
+    from keel.kl.facts import OWN_FACTS
     from keel.losses import LOSSES
     from keel.losses.policy import Recipe
 
@@ -64,6 +58,11 @@ def _users_parts(config: Config) -> None:
         if not (isinstance(found, Recipe) or callable(found)):
             raise KeelError(f"loss.loss_type={loss} is a {type(found).__name__}: give a policy loss or a Recipe")
         LOSSES[loss] = found if isinstance(found, Recipe) else Recipe(found, "token_mean")
+    estimator = config.kl.estimator
+    if estimator not in OWN_FACTS and _is_users_own(estimator):
+        from keel.verify.own import register_estimator
+
+        register_estimator(estimator, import_part(estimator, "kl.estimator"))
     if controller not in CONTROLLERS and _is_users_own(controller):
         CONTROLLERS[controller] = import_part(controller, "kl.controller.name")
 
@@ -166,6 +165,15 @@ def _reference(config: Config) -> None:
 
 def _model(config: Config) -> None:
     model = config.model
+    if model.scorer != "native":
+        from keel.models.scorer import build_scorer
+
+        build_scorer(model.scorer)
+        if config.kl.needs_exact:
+            raise KeelError(
+                "the exact KL reads hidden states, which model.scorer does not give: use model.scorer=native, or "
+                "kl.exact=false and a sampled estimator such as k3"
+            )
     if model.quantization is not None and model.lora is None:
         raise KeelError(
             f"model.quantization={model.quantization} needs LoRA, quantized weights do not train: set model.lora"

@@ -39,7 +39,7 @@ class ControllerSpec(Part):
 
 
 class Budget(Section):
-    """The KL that a run may spend: the mean may not pass `max`."""
+    """The KL that a run may spend: its mean may not pass `max`, its 95th percentile not twice that."""
 
     max: Above0 = Field(description="Largest mean KL to the reference, in `unit`.")
     unit: Literal["per_token", "per_sequence"] = Field(
@@ -61,7 +61,7 @@ class KL(Section):
         default=0.0, description="Coefficient of the KL penalty; 0 means none, KL is still measured."
     )
     estimator: str = Field(
-        default="k3", description="Estimator of the penalty: k1, k2, k3, abs, exact or exact_reverse."
+        default="k3", description="Estimator of the penalty: k1, k2, k3, abs, exact, exact_reverse, or module:attr."
     )
     gradient: str = Field(default="auto", description="Gradient form; auto picks one that is right for this pairing.")
     placement: Literal["loss", "reward", "advantage"] = Field(default="loss", description="Where the penalty enters.")
@@ -210,13 +210,20 @@ class Eval(Section):
 class Guards(Section):
     """What the loop does when numbers go wrong."""
 
-    max_consecutive_nans: Positive = Field(default=5, description="Skipped updates in a row before the run stops.")
+    max_consecutive_nans: Positive = Field(default=5, description="Skipped updates in a row that call for on_nans.")
+    on_nans: Literal["rollback", "stop"] = Field(
+        default="rollback", description="Back to the last good checkpoint after them, or a clean stop there."
+    )
     recovery_lr_factor: Annotated[Float, Field(gt=0, le=1)] = Field(
-        default=0.5, description="Factor of the learning rate after a rollback."
+        default=0.5, description="Factor of the learning rate after each rollback; they multiply."
     )
     max_rollbacks: Count = Field(default=3, description="Rollbacks before the run stops.")
     grad_spike: Annotated[Float, Field(gt=1)] = Field(
         default=10.0, description="A gradient norm above this many running medians is a spike."
+    )
+    on_spike: Literal["warn", "skip"] = Field(default="warn", description="Say so, or also skip that update.")
+    constant_steps: Count = Field(
+        default=10, description="Steps in a row with one and the same reward before it is said; 0 is never."
     )
 
 
@@ -263,6 +270,18 @@ class Log(Section):
     extra: tuple[LoggerSpec | str, ...] = Field(default=(), description="Further loggers, module:attr or {name, …}.")
 
 
+class DoctorThresholds(Part):
+    """Alarm thresholds by name, those of docs/doctor.md; an alarm made less sensitive is shown in the report."""
+
+
+class Doctor(Section):
+    """What `keel doctor` and the findings of a run go by."""
+
+    thresholds: Annotated[DoctorThresholds, BeforeValidator(lambda value: value or {})] = Field(
+        default=DoctorThresholds(), description="Thresholds that differ from the shipped ones, name: value."
+    )
+
+
 class Checkpoint(Section):
     """Checkpoints, from which a run resumes exactly."""
 
@@ -294,6 +313,7 @@ class Config(Section):
     guards: Guards = Field(default=Guards(), description="What the loop does when numbers go wrong.")
     log: Log = Field(default=Log(), description="Where metrics go besides metrics.jsonl, which is always written.")
     checkpoint: Checkpoint = Field(default=Checkpoint(), description="Checkpoints, from which a run resumes exactly.")
+    doctor: Doctor = Field(default=Doctor(), description="What the findings of a run go by.")
 
     @property
     def off_policy(self) -> bool:

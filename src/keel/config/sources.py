@@ -50,6 +50,9 @@ class Model(Section):
     gradient_checkpointing: Flag = Field(
         default=False, description="Recompute activations: less memory, about 30 % slower."
     )
+    scorer: str = Field(
+        default="native", description="What turns tokens into log-probabilities: native, or a user's module:attr."
+    )
     compile: Flag = Field(default=False, description="Compile the model with torch.compile.")
     trust_remote_code: Flag = Field(default=False, description="Run Python code that comes with the model.")
 

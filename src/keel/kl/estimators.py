@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from keel.errors import unknown
-from keel.kl.ratios import DEFAULT_CLAMP, at_least_fp32, check_mask, log_ratio, select
+from keel.kl.ratios import DEFAULT_CLAMP, at_least_fp32, check_mask, finite_floor, log_ratio, select
 
 Estimator = Callable[[Tensor], Tensor]
 
@@ -38,6 +38,8 @@ def absolute(d: Tensor) -> Tensor:
 
 
 ESTIMATORS: dict[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
+# Users' own of (logp, ref_logp, old_logp), each `[B, T]`; those of d alone stand above.
+OWN: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
 
 
 def get_estimator(name: str) -> Estimator:
@@ -53,9 +55,19 @@ def estimate(
     ref_logp: Tensor,
     mask: Tensor | None = None,
     clamp: float | None = DEFAULT_CLAMP,
+    *,
+    old_logp: Tensor | None = None,
 ) -> Tensor:
-    """The named estimator per token `[B, T]`, in nats, zero outside the mask, with its plain autograd gradient."""
-    return get_estimator(name)(log_ratio(logp, ref_logp, mask, clamp).d)
+    """The named estimator per token `[B, T]`, in nats, zero outside the mask, with its plain autograd gradient.
+
+    A user's own of three log-probabilities sees the clamped log-ratio as its distance between the first two.
+    """
+    d = log_ratio(logp, ref_logp, mask, clamp).d
+    if name not in OWN:
+        return get_estimator(name)(d)
+    logp = finite_floor(select(logp, mask))
+    old = logp.detach() if old_logp is None else finite_floor(select(old_logp, mask))
+    return select(OWN[name](logp, logp + d, old), mask)
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from keel.errors import KeelError, unknown
+from keel.kl.estimators import ESTIMATORS, OWN
 from keel.kl.gradients import GradientForm, parse_gradient
 
 PLACEMENTS = ("loss", "reward", "advantage")
@@ -126,12 +127,13 @@ def _rows() -> tuple[Fact, ...]:
 
 
 FACTS: tuple[Fact, ...] = _rows()
+OWN_FACTS: dict[str, tuple[Fact, ...]] = {}  # rows of users' own estimators, as an audit found them
 
 
 def find_fact(estimator: str, placement: str, sampling: str, gradient: str, level: str = "token") -> Fact | None:
     """The row of that pairing, or None where no row says anything (a user's own form)."""
     wanted = (estimator, placement, sampling, gradient, level)
-    for fact in FACTS:
+    for fact in (*FACTS, *OWN_FACTS.get(estimator, ())):
         if (fact.estimator, fact.placement, fact.sampling, fact.gradient, fact.level) == wanted:
             return fact
     return None
@@ -150,8 +152,13 @@ class Pairing:
 
 
 def _auto(estimator: str) -> str:
-    """sg(ρ)·k2's gradient ρ·u·s is right on- and off-policy, grows like d rather than e^d, and needs no second form."""
-    return "plain" if estimator.startswith("exact") else "sg_rho" if estimator == "k2" else "sg_rho*k2"
+    """sg(ρ)·k2's gradient ρ·u·s is right on- and off-policy, grows like d rather than e^d, and needs no second form.
+
+    A user's own estimator keeps the gradient that it was written with.
+    """
+    if estimator.startswith("exact") or estimator not in _LOSS:
+        return "plain"
+    return "sg_rho" if estimator == "k2" else "sg_rho*k2"
 
 
 def _advice(placement: str, level: str) -> str:
@@ -174,12 +181,15 @@ def check_pairing(
     `off_policy` is true when a batch serves several updates or the sampler lags. `allow_biased` lets a researcher
     through; the note then still says what the pairing does.
     """
-    if estimator not in _LOSS:
+    own = estimator not in _LOSS
+    if own and estimator not in ESTIMATORS and estimator not in OWN:
         raise unknown("estimator", estimator, _LOSS)
     if placement not in PLACEMENTS:
         raise unknown("placement", placement, PLACEMENTS)
     if level not in LEVELS:
         raise unknown("level", level, LEVELS)
+    if own and level == "sequence" and placement == "loss":
+        raise KeelError(f"kl.level=sequence has no form for kl.estimator={estimator}: use kl.level=token")
     if placement == "reward":
         level = "sequence"  # a reward is one number a completion: its penalty is the sum over all tokens
     if gradient == "auto":

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from keel.errors import KeelError, unknown
-from keel.kl.estimators import ESTIMATORS, get_estimator
+from keel.kl.estimators import ESTIMATORS, estimate, get_estimator
 from keel.kl.ratios import DEFAULT_CLAMP, at_least_fp32, importance_ratio, log_ratio, select
 
 WEIGHTS = ("rho", "sg_rho")
@@ -73,7 +73,7 @@ def weighted_estimate(
     `old_logp` is log μ, the samples' own policy. None means on-policy: μ is the policy itself, ρ is 1 and still
     carries gradient under `rho`. `ratio_cap` truncates ρ.
     """
-    value = get_estimator(estimator)(log_ratio(logp, ref_logp, mask, clamp).d)
+    value = estimate(estimator, logp, ref_logp, mask, clamp, old_logp=old_logp)
     return with_form(value, form, logp, ref_logp, old_logp, mask, clamp=clamp, ratio_cap=ratio_cap)
 
 

@@ -38,6 +38,15 @@ def token_statistics(values: Tensor, action_mask: Tensor) -> dict[str, float]:
     }
 
 
+def sequence_statistics(values: Tensor, action_mask: Tensor) -> dict[str, float]:
+    """mean, se, p95 over completions of the sum of per-token values `[B, T]`; a single completion has no spread."""
+    sums = select(values.detach().double(), action_mask).sum(-1)[action_mask.any(-1)]
+    if sums.numel() == 0:
+        return dict.fromkeys(("mean", "se", "p95"), 0.0)
+    se = sums.std(correction=min(1, sums.numel() - 1)) / sums.numel() ** 0.5
+    return {"mean": sums.mean().item(), "se": se.item(), "p95": torch.quantile(sums, 0.95).item()}
+
+
 def _p95(values: Tensor) -> float:
     """torch.quantile refuses more than 2²⁴ values; kthvalue does not."""
     return values.kthvalue(max(1, int(0.95 * values.numel()))).values.item()
@@ -52,7 +61,7 @@ def measure_kl(
     clamp: float | None = DEFAULT_CLAMP,
     pair: str = "policy_ref",
 ) -> dict[str, float]:
-    """The metrics `kl/<pair>/<k1|k2|k3|exact>/<mean|se|min|max|p95>`, the sequence mean, and the clamped fraction.
+    """The metrics `kl/<pair>/<k1|k2|k3|exact>/<mean|se|min|max|p95>`, `…/sequence/<mean|se|p95>`, the clamped fraction.
 
     Samples are from the pair's first name, whose log-probabilities come first.
     """
@@ -64,7 +73,7 @@ def measure_kl(
     if exact_kl is not None:
         for statistic, value in token_statistics(exact_kl, action_mask).items():
             metrics[f"kl/{pair}/exact/{statistic}"] = value
-    rows = action_mask.any(-1)
-    metrics[f"kl/{pair}/sequence/mean"] = -ratio.d.sum(-1)[rows].double().mean().item() if rows.any() else 0.0
+    for statistic, value in sequence_statistics(-ratio.d, action_mask).items():
+        metrics[f"kl/{pair}/sequence/{statistic}"] = value
     metrics["kl/clamped_fraction"] = (ratio.clamped & action_mask).sum().item() / max(1, int(action_mask.sum()))
     return metrics

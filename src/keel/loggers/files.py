@@ -6,7 +6,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -135,32 +135,49 @@ class LineFile:
             self._handle = -1
 
 
-def keep_lines(path: Path, step: int) -> int:
-    """Drop the lines past `step` (and unreadable ones) from a file of JSON lines, atomically; returns how many."""
-    if not path.exists():
-        return 0
+def keep_lines(path: Path, step: int, history: Collection[str] = ()) -> int:
+    """Drop the lines past `step` (and unreadable ones) from a file of JSON lines, atomically; returns how many.
+
+    Lines up to the last one whose `kind` is in `history` tell of what was given up since, and stay whatever their step.
+    """
     kept: list[bytes] = []
-    dropped = 0
-    with one_line_errors(f"cannot read {path}"):
-        lines = path.read_bytes().split(b"\n")
-    for line in lines:
-        if not line:
-            continue
-        if _within(line, step):
+    lines = _lines(path)
+    told = max((index for index, line in enumerate(lines) if history and _kind(line) in history), default=-1)
+    for index, line in enumerate(lines):
+        if index <= told or _within(line, step):
             kept.append(line + b"\n")
-        else:
-            dropped += 1
-    if dropped:
+    if len(kept) < len(lines):
         write_atomic(path, b"".join(kept))
-    return dropped
+    return len(lines) - len(kept)
 
 
-def _within(line: bytes, step: int) -> bool:
+def lines_past(path: Path, step: int) -> bytes:
+    """The lines that `keep_lines` would drop, as they stand in the file."""
+    return b"".join(line + b"\n" for line in _lines(path) if not _within(line, step))
+
+
+def _lines(path: Path) -> list[bytes]:
+    if not path.exists():
+        return []
+    with one_line_errors(f"cannot read {path}"):
+        return [line for line in path.read_bytes().split(b"\n") if line]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
     except ValueError:
-        return False
-    if not isinstance(record, dict):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _kind(line: bytes) -> Any:
+    return (_record(line) or {}).get("kind")
+
+
+def _within(line: bytes, step: int) -> bool:
+    record = _record(line)
+    if record is None:
         return False
     at = record.get("step")
     return not isinstance(at, int | float) or at <= step

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from keel.errors import KeelError
-from keel.loggers.files import LineFile, encode, keep_lines, one_line_errors, write_atomic
+from keel.loggers.files import LineFile, encode, keep_lines, lines_past, one_line_errors, write_atomic
 from keel.loggers.lock import RunLock
 
 CONFIG = "config.yaml"
@@ -26,11 +26,18 @@ SUMMARY = "summary.json"
 REPORT = "report.html"
 LOCK = ".lock"
 WANDB = "wandb.json"
+WARMSTART = "warmstart"
+SKIPPED = "skipped"
+ABANDONED = "abandoned"
+ROLLBACK = "rollback.json"
 
 LINE_FILES = (METRICS, ROLLOUTS, EVAL, EVENTS)
 # What only a run that got somewhere has: a run that died while loading its model may simply be started again.
 _WORTH_KEEPING = (METRICS, ROLLOUTS, EVAL, CHECKPOINTS, FINDINGS, SUMMARY)
-_OURS = (CONFIG, ENV, *LINE_FILES, TENSORBOARD, CHECKPOINTS, FINDINGS, SUMMARY, REPORT, WANDB, "wandb")
+_WRITTEN = (CONFIG, ENV, *LINE_FILES, TENSORBOARD, CHECKPOINTS, FINDINGS, SUMMARY, REPORT, WANDB, "wandb")
+_OURS = (*_WRITTEN, WARMSTART, SKIPPED, ABANDONED, ROLLBACK)
+# Events after which the run stands at an earlier step: what came before them is told, never cut.
+HISTORY = ("rollback", "stop")
 
 
 class RunDirectory:
@@ -109,12 +116,31 @@ class RunDirectory:
         for name in LINE_FILES:
             if name in self._lines:
                 self._lines.pop(name).close()
-            dropped[name] = keep_lines(self.path / name, step)
+            dropped[name] = keep_lines(self.path / name, step, HISTORY if name == EVENTS else ())
         return dropped
+
+    def set_aside(self, step: int, attempt: int) -> Path:
+        """Move metrics, rollouts and evaluations past `step` to `abandoned/attempt-K/`; events stay where they are.
+
+        Every copy is on the disk before the first line is cut, and what is cut already is not copied again: it may be
+        killed at any moment and done once more.
+        """
+        place = self.path / ABANDONED / f"attempt-{attempt}"
+        _make_folder(place)
+        moved = (METRICS, ROLLOUTS, EVAL)
+        for name in moved:
+            if past := lines_past(self.path / name, step):
+                write_atomic(place / name, past)
+        for name in moved:
+            if name in self._lines:
+                self._lines.pop(name).close()
+            keep_lines(self.path / name, step)
+        return place
 
     def write_text(self, name: str, text: str) -> Path:
         """A whole text file, atomically."""
         path = self.path / name
+        _make_folder(path.parent)
         write_atomic(path, text)
         return path
 
@@ -134,6 +160,12 @@ class RunDirectory:
             return json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise KeelError(f"{path} is not JSON: {error}") from error
+
+    def read_lines(self, name: str) -> list[dict[str, Any]]:
+        """The records of one of the line files."""
+        path = self.path / name
+        with one_line_errors(f"cannot read {path}"):
+            return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
     def sync(self) -> None:
         """All lines to the disk itself: call it before a checkpoint, so that the checkpoint never outlives them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from keel.loggers.base import Quiet
 
 
 class TensorBoardLogger(Quiet):
-    """Scalars under the contract's metric names; a resumed run hides what it logged past its checkpoint."""
+    """Scalars under the contract's metric names; a resume or a rollback hides what was logged past the checkpoint."""
 
     def __init__(self, folder: Path, resumed_from: int | None = None) -> None:
         try:
@@ -21,8 +21,10 @@ class TensorBoardLogger(Quiet):
             raise KeelError(
                 "log.tensorboard needs tensorboard: pip install 'keel-rl[tensorboard]', or set log.tensorboard=false"
             ) from error
-        purge = None if resumed_from is None else resumed_from + 1
-        self._writer = SummaryWriter(log_dir=str(folder), purge_step=purge)
+        self._open: Callable[[int | None], SummaryWriter] = lambda step: SummaryWriter(
+            log_dir=str(folder), purge_step=None if step is None else step + 1
+        )
+        self._writer = self._open(resumed_from)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """One scalar a metric."""
@@ -40,6 +42,9 @@ class TensorBoardLogger(Quiet):
         """As text, so that the timeline stands beside the curves."""
         shown = ", ".join(f"{name}={value}" for name, value in fields.items() if name not in ("step", "time"))
         self._writer.add_text("events", f"{kind}: {shown}" if shown else kind, int(fields.get("step") or 0))
+        if kind == "rollback":  # what follows has the steps of what went before
+            self._writer.close()
+            self._writer = self._open(int(fields["to"]))
 
     def close(self) -> None:
         """Flush and close the event file."""

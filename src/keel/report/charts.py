@@ -29,7 +29,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart: its title with the unit, what it tells, its curves, and the steps of notable events."""
+    """One chart: its title with the unit, what it tells, its curves, the steps of notable events and of checkpoints."""
 
     title: str
     unit: str
@@ -37,6 +37,7 @@ class Panel:
     hint: str = ""
     marks: Sequence[float] = ()
     from_zero: bool = False
+    saves: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,12 @@ def svg(panel: Panel) -> str:
     parts += [
         f'<line class="mark" x1="{x.at(step):.1f}" x2="{x.at(step):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
         for step in panel.marks
+        if x.low <= step <= x.high
+    ]
+    parts += [
+        f'<line class="save" x1="{x.at(step):.1f}" x2="{x.at(step):.1f}" y1="{HEIGHT - BOTTOM - 5}"'
+        f' y2="{HEIGHT - BOTTOM}"/>'
+        for step in panel.saves
         if x.low <= step <= x.high
     ]
     drawn.reverse()  # the first series is the most important one: on top

@@ -131,7 +131,11 @@ def curves(drawn: Sequence[tuple[Panel, str]], several: bool = False) -> str:
             f"{picture}<div class='legend'>{keys}</div><output></output></figure>"
         )
     marked = any(panel.marks for panel, _ in drawn)
-    note = "<p class='muted'>Dotted lines: guards, rollbacks and resumes of the timeline.</p>" if marked else ""
+    told = ["Dotted lines: guards, rollbacks and resumes of the timeline."] if marked else []
+    told += ["Ticks at the bottom: checkpoints."] if any(panel.saves for panel, _ in drawn) else []
+    given_up = any(series.label.startswith("abandoned") for panel, _ in drawn for series in panel.series)
+    told += ["Dashed: attempts that a rollback gave up."] if given_up else []
+    note = f"<p class='muted'>{' '.join(told)}</p>" if told else ""
     return f"{note}<div class='charts'>{''.join(parts)}</div>"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from keel.report.charts import Panel, Series
-from keel.report.read import Run, number
+from keel.report.read import Run, curve_of, number
 
 # (title, unit, hint, [(metric, label)]): in this order on the page.
 PANELS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
@@ -52,7 +52,9 @@ PANELS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 
 KL_KINDS = ("k3", "k1", "exact")
 FROM_ZERO = {"Completion length", "Time a step", "Speed", "Gradient norm"}
-NOTABLE = ("guard", "rollback", "resume", "abort", "spike", "nan", "interrupt")
+NOTABLE = ("guard", "rollback", "stop", "resume", "abort", "spike", "nan", "interrupt", "over-budget")
+# Where an attempt that was given up is drawn beside what became of the run: dashed, the first metric of the chart only.
+TOLD_TWICE = {"Reward", "Gradient norm", "Learning rate", "KL(policy‖reference) a sequence"}
 
 
 def panels(runs: Sequence[Run]) -> list[Panel]:
@@ -88,8 +90,28 @@ def _from_metrics(runs: Sequence[Run], title: str, unit: str, hint: str, names: 
                 curves.append(_series(runs, index, order, shown, points))
     if not curves:
         return None
+    if title in TOLD_TWICE:
+        curves += _abandoned(runs, names[0][0])
     title = "Time a step, all phases" if len(runs) > 1 and title == "Time a step" else title
-    return Panel(title, unit, curves, hint, marks(runs), title in FROM_ZERO)
+    return Panel(title, unit, curves, hint, marks(runs), title in FROM_ZERO, saves(runs))
+
+
+def _abandoned(runs: Sequence[Run], metric: str) -> list[Series]:
+    """The attempts of a single run that a rollback gave up, from colours that the chart has not used."""
+    given_up = runs[0].abandoned if len(runs) == 1 else ()
+    curves = [(name, curve_of(lines, metric)) for name, lines in given_up]
+    return [
+        Series(f"abandoned {name}", points, 4 + order, dashed=True)
+        for order, (name, points) in enumerate(curves)
+        if any(y is not None for _, y in points)
+    ]
+
+
+def saves(runs: Sequence[Run]) -> list[float]:
+    """The steps at which checkpoints were saved, of one run only."""
+    events = runs[0].events if len(runs) == 1 else ()
+    kept = {number(event.get("step")) for event in events if event.get("kind") == "checkpoint"}
+    return sorted(step for step in kept if step is not None)
 
 
 def _series(
@@ -119,7 +141,9 @@ def _kl(runs: Sequence[Run]) -> list[Panel]:
     }
     if len(runs) == 1:
         curves = [curve for found in by_kind.values() for curve in found]
-        return [Panel(title, unit, curves, hint, marks(runs))] if curves else []
+        kind = next((kind for kind in KL_KINDS if by_kind[kind]), "k3")
+        curves += _abandoned(runs, f"kl/policy_ref/{kind}/mean")
+        return [Panel(title, unit, curves, hint, marks(runs), saves=saves(runs))] if curves else []
     return [Panel(f"{title}, {kind}", unit, curves, hint) for kind, curves in by_kind.items() if curves]
 
 
@@ -154,7 +178,9 @@ def _accuracy(runs: Sequence[Run]) -> Panel | None:
             curves.append(_series(runs, index, order, label, points, bounds, dots=True))
     if not any(y is not None for curve in curves for _, y in curve.points):
         return None
-    return Panel("Accuracy on held-out problems", "pass@1", curves, "bars: 95 % interval", marks(runs))
+    return Panel(
+        "Accuracy on held-out problems", "pass@1", curves, "bars: 95 % interval", marks(runs), saves=saves(runs)
+    )
 
 
 def interval(value: object) -> tuple[float, float] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ class Run:
     rollouts: tuple[Record, ...] = ()
     evaluations: tuple[Record, ...] = ()
     events: tuple[Record, ...] = ()
+    abandoned: tuple[tuple[str, tuple[Record, ...]], ...] = ()
     findings: tuple[Record, ...] | None = None
     summary: Record | None = None
     running: bool = False
@@ -39,7 +40,7 @@ class Run:
 
     def series(self, metric: str) -> list[tuple[float, float | None]]:
         """(step, value) of every line that has this metric; None where it was not finite."""
-        return [(number(line.get("step")) or 0.0, number(line[metric])) for line in self.metrics if metric in line]
+        return curve_of(self.metrics, metric)
 
     def last(self, metric: str) -> float | None:
         """The last finite value of a metric."""
@@ -64,6 +65,11 @@ class Run:
         return int(max(steps, default=0))
 
 
+def curve_of(lines: Sequence[Record], metric: str) -> list[tuple[float, float | None]]:
+    """(step, value) of every line that has this metric; None where it was not finite."""
+    return [(number(line.get("step")) or 0.0, number(line[metric])) for line in lines if metric in line]
+
+
 def number(value: Any) -> float | None:
     """A finite number, or None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -80,7 +86,7 @@ def read_run(path: Path) -> Run:
         raise KeelError(f"{path} does not hold a run: none of {', '.join(names)} is there")
     notes: list[str] = []
     config_text = _text(path / rundir.CONFIG, notes)
-    metrics = _lines(path / rundir.METRICS, notes)
+    metrics = read_lines(path / rundir.METRICS, notes)
     summary = _current(_json(path / rundir.SUMMARY, notes), metrics, notes)
     return Run(
         path=path,
@@ -89,14 +95,22 @@ def read_run(path: Path) -> Run:
         config=_yaml(config_text, notes),
         env=_mapping(_json(path / rundir.ENV, notes)),
         metrics=metrics,
-        rollouts=_lines(path / rundir.ROLLOUTS, notes, limit=ROLLOUT_BYTES),
-        evaluations=_lines(path / rundir.EVAL, notes),
-        events=_lines(path / rundir.EVENTS, notes),
+        rollouts=read_lines(path / rundir.ROLLOUTS, notes, limit=ROLLOUT_BYTES),
+        evaluations=read_lines(path / rundir.EVAL, notes),
+        events=read_lines(path / rundir.EVENTS, notes),
+        abandoned=_abandoned(path / rundir.ABANDONED),
         findings=_findings(_json(path / rundir.FINDINGS, notes)),
         summary=summary,
         running=in_use(path / rundir.LOCK),
         missing=tuple(notes),
     )
+
+
+def _abandoned(folder: Path) -> tuple[tuple[str, tuple[Record, ...]], ...]:
+    """(`attempt 0`, its metrics) of every attempt that a rollback gave up, in order."""
+    found = [place for place in folder.glob("attempt-*") if place.name.removeprefix("attempt-").isdigit()]
+    found.sort(key=lambda place: int(place.name.removeprefix("attempt-")))
+    return tuple((place.name.replace("-", " "), read_lines(place / rundir.METRICS, [])) for place in found)
 
 
 def _text(path: Path, notes: list[str]) -> str | None:
@@ -156,7 +170,7 @@ def _findings(value: Any) -> tuple[Record, ...] | None:
     return tuple(item if isinstance(item, dict) else {"code": str(item)} for item in value)
 
 
-def _lines(path: Path, notes: list[str], limit: int | None = None) -> tuple[Record, ...]:
+def read_lines(path: Path, notes: list[str], limit: int | None = None) -> tuple[Record, ...]:
     """The records of a file of JSON lines; a torn last line is left out and said, since a running run may have one."""
     try:
         size = path.stat().st_size

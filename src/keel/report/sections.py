@@ -160,7 +160,9 @@ def timeline(run: Run) -> str:
         rest = {name: value for name, value in event.items() if name not in ("step", "kind", "time", "message")}
         words = [str(event["message"])] if event.get("message") else []
         words += [text_of(rest)] if rest else []
-        grave = any(word in kind for word in ("abort", "guard", "rollback", "dropped", "nan", "error"))
+        grave = any(
+            word in kind for word in ("abort", "guard", "rollback", "stop", "over-budget", "dropped", "nan", "error")
+        )
         step = event.get("step")
         rows.append(
             [

@@ -118,7 +118,14 @@ def per_token_kl(figures: Mapping[str, tuple[float, float | None]]) -> tuple[str
 
 def sentences(run: Run) -> list[tuple[str, str]]:
     """The verdict, a (tone, sentence) at a time; tone is good, warn, bad or plain."""
-    return [_progress(run), *_accuracy_words(run), *_kl_words(run), *_retention_words(run), _finding_words(run)]
+    return [
+        _progress(run),
+        *_guard_words(run),
+        *_accuracy_words(run),
+        *_kl_words(run),
+        *_retention_words(run),
+        _finding_words(run),
+    ]
 
 
 def _progress(run: Run) -> tuple[str, str]:
@@ -126,6 +133,21 @@ def _progress(run: Run) -> tuple[str, str]:
     tone = {"completed": "good", "aborted": "bad", "interrupted": "warn", "stopped": "warn"}.get(kind, "plain")
     wall = number((run.summary or {}).get("wall_s"))
     return tone, f"The run is {words}" + (f", in {wall / 60:.1f} minutes." if wall is not None else ".")
+
+
+def _guard_words(run: Run) -> list[tuple[str, str]]:
+    """What the guards did: skipped updates, rollbacks and, where it ended the run, the stop; nothing if nothing."""
+    counted = {kind: [e for e in run.events if e.get("kind") == kind] for kind in ("guard/skipped", "rollback", "stop")}
+    skipped, rollbacks, stops = counted.values()
+    words = []
+    if skipped:
+        words.append(f"{len(skipped)} step{'s' * (len(skipped) > 1)} with a skipped update")
+    if rollbacks:
+        words.append(f"{len(rollbacks)} rollback{'s' * (len(rollbacks) > 1)}")
+    said = [("warn", f"Guards: {', '.join(words)}.")] if words else []
+    said += [("warn", f"At step {event.get('step')}: {event.get('message')}.") for event in rollbacks]
+    ended = stops and run.summary is not None and state(run)[0] == "stopped"
+    return said + ([("bad", f"Stopped by a guard: {stops[-1].get('message')}.")] if ended else [])
 
 
 def _accuracy_words(run: Run) -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ from typing import Any
 from keel.build import Built, build_named_task, build_policy, build_run, build_warmstart
 from keel.config import Config, load_config
 from keel.loggers import Fanout, RunDirectory, build_loggers
+from keel.loggers.rundir import EVENTS
 from keel.models.load import LoadedModel
 from keel.tasks import Task
 from keel.tasks.judge import Judge
@@ -23,9 +24,10 @@ from keel.tasks.rewards import probe_rewards
 from keel.train.checkpoint import clean, load_checkpoint, newest
 from keel.train.environment import environment
 from keel.train.evaluation import configured_tasks, entries, eval_record, evaluate_entry
-from keel.train.guards import GuardOptions
+from keel.train.guards import guard_findings
 from keel.train.loop import Cadence, Callback, Interrupt, Job, interruptible, train_loop
 from keel.train.resume import check_nothing_lost, check_same_run, to_yaml
+from keel.train.rollback import finish_rollback
 from keel.train.state import State
 from keel.train.step import train_step
 from keel.train.summary import reward_failures, summarise
@@ -37,7 +39,8 @@ Source = Config | Mapping[str, Any] | str | Path
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended. `exit_status` is 0, or 130/143 after Ctrl-C/SIGTERM; the run can then be resumed.
+    """How a run ended. `exit_status` is 0; 130/143 after Ctrl-C/SIGTERM, and the run can then be resumed; 1 when a
+    guard ended it, for the reason in `stopped`: its last checkpoint is then the last good one.
 
     `best` is the checkpoint with the best evaluation of the trained task, where one was kept.
     """
@@ -47,6 +50,7 @@ class TrainResult:
     steps: int
     exit_status: int = 0
     best: Path | None = None
+    stopped: str | None = None
 
     @property
     def report(self) -> Path:
@@ -92,6 +96,10 @@ def closing_line(result: TrainResult) -> str:
     if summary.get("dry_run"):
         metrics = summary["metrics"]
         return f"dry run: built, and one step on one group in {metrics['time/total_s']:.2f} s; nothing was written"
+    if result.stopped is not None:
+        return (
+            f"stopped by a guard: {result.stopped}; the model is that of step {result.steps}; report: {result.report}"
+        )
     if result.exit_status:
         return f"stopped after step {result.steps}; go on with: keel train --resume {result.directory}"
     parts = [f"{summary['task']}, {result.steps} steps in {summary['wall_s']:.0f} s"]
@@ -118,6 +126,8 @@ def _train(
     checkpoint = newest(directory.checkpoints) if resumed else None
     if resumed:
         check_same_run(directory.path, config)
+        if finish_rollback(directory):
+            checkpoint = newest(directory.checkpoints)
         if checkpoint is None:
             check_nothing_lost(directory)
         step = -1 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
@@ -151,19 +161,35 @@ def _finish(config: Config, built: Built, job: Job, state: State, interrupt: Int
         message = f"{name}: stopped after step {state.step}, saved {place}; go on with: {resume_command(config)}"
         job.loggers.event("interrupted", step=state.step, message=message)
         return TrainResult({}, directory.path, state.step, interrupt.status)
-    findings: list[dict[str, Any]] = []
+    directory.sync()
+    findings = findings_of(directory, job.loggers)
     directory.write_json("findings.json", findings)
     summary = summarise(built.run.task.name, state, findings, reward_failures(directory.path))
     directory.write_json("summary.json", summary)
     directory.sync()
     write_report_of(directory.path, job.loggers)
     best = None if state.best is None else directory.checkpoints / f"step-{int(state.best['step'])}"
-    return TrainResult(summary, directory.path, state.step, best=best if best and best.is_dir() else None)
+    kept = best if best is not None and best.is_dir() else None
+    return TrainResult(summary, directory.path, state.step, int(job.stopped is not None), kept, job.stopped)
 
 
 def resume_command(config: Config) -> str:
     """What to type to go on with an interrupted run."""
     return f"keel train --resume {Path(config.run.dir) / config.run.name}"
+
+
+def findings_of(directory: RunDirectory, loggers: Fanout) -> list[dict[str, Any]]:
+    """What the doctor says of the finished run, and what the guards have to add; a doctor that fails is said."""
+    guards = guard_findings(directory.read_lines(EVENTS))
+    try:
+        from keel.doctor.examine import examine
+
+        judged = [dict(finding) for finding in examine(directory.path).as_dict()["findings"]]
+    except Exception as error:
+        loggers.event("doctor/failed", message=f"the run could not be judged: {type(error).__name__}: {error}")
+        return guards
+    known = {finding["code"] for finding in judged}
+    return [*(finding for finding in guards if finding["code"] not in known), *judged]
 
 
 def write_report_of(folder: Path, loggers: Fanout) -> None:
@@ -177,7 +203,6 @@ def write_report_of(folder: Path, loggers: Fanout) -> None:
 
 
 def _job(config: Config, built: Built, directory: RunDirectory, loggers: Fanout, callbacks: Sequence[Callback]) -> Job:
-    guards, budget = config.guards, config.kl.budget
     judges: dict[str, Judge] = {}
     return Job(
         run=built.run,
@@ -190,12 +215,6 @@ def _job(config: Config, built: Built, directory: RunDirectory, loggers: Fanout,
             keep=config.checkpoint.keep,
             keep_best=config.checkpoint.best,
             rollouts_every=config.log.rollouts_every,
-        ),
-        guards=GuardOptions(
-            guards.max_consecutive_nans,
-            None if budget is None else budget.max,
-            "per_token" if budget is None else budget.unit,
-            "stop" if budget is None else budget.action,
         ),
         evaluate=evaluator(config, built, judges),
         tracked=built.run.task.held_out(4),

@@ -14,6 +14,7 @@ from torch.nn import functional
 from keel.models.head import Head, frozen_head
 from keel.models.logprobs import FullScores, hidden_states, score_hidden, score_tokens
 from keel.models.pack import PackedBatch, microbatches, pack, right_pad
+from keel.models.scorer import score_with
 from keel.train.state import Run
 from keel.types import Batch, Completion, Group
 
@@ -121,6 +122,10 @@ def score_reference(batch: StepBatch, run: Run) -> StepBatch:
     logps, micros, head = [], [], None
     with run.reference.model() as held, torch.no_grad(), run.autocast():
         for micro in batch.micros:
+            if run.scorer is not None:
+                logps.append(score_with(run.scorer, held, micro.packed, temperature=run.options.temperature).logp)
+                micros.append(micro)
+                continue
             hidden = hidden_states(held, micro.packed)
             head = head or frozen_head(held)
             logps.append(score_hidden(hidden, head, micro.packed, temperature=run.options.temperature).logp)
@@ -152,6 +157,8 @@ def score_micro(micro: Micro, batch: StepBatch, run: Run) -> FullScores:
     """The policy's scores of one microbatch: log-probability, entropy, exact KL where the reference was kept."""
     exact = micro.ref_hidden is not None
     with run.autocast():
+        if run.scorer is not None:
+            return score_with(run.scorer, run.policy.model, micro.packed, temperature=run.options.temperature)
         return score_tokens(
             run.policy.model,
             micro.packed,

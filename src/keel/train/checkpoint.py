@@ -11,7 +11,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from safetensors import SafetensorError
 
 import keel
 from keel.errors import KeelError
+from keel.loggers.files import write_atomic
 from keel.models.lora import is_lora
+from keel.reference import Reference
 from keel.reference.held import unwrap
 from keel.train.card import model_card
 from keel.train.state import Run, State
@@ -103,7 +105,7 @@ def _save_trainer(folder: Path, run: Run, state: State, previous: Path | None) -
     torch.save(rng_state(), folder / RNG)
     reference = None
     if run.reference is not None:
-        held = run.reference.state_dict()
+        held = _held(run.reference)
         reference = {"kind": held["kind"], "fingerprint": held["fingerprint"]}
         _save_reference(folder / REFERENCE, held, previous)
     record = {"keel": keel.__version__, "state": state.to_dict(), "reference": reference}
@@ -115,6 +117,14 @@ def _save_trainer(folder: Path, run: Run, state: State, previous: Path | None) -
     (folder / STATE).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
+def _held(reference: Reference) -> dict[str, Any]:
+    """A reference's state; a user's own, which may hold anything, lies below the three entries that are read here."""
+    state = reference.state_dict()
+    if {"kind", "fingerprint", "moves"} <= state.keys():
+        return state
+    return {"kind": reference.kind, "fingerprint": reference.fingerprint(), "moves": None, "own": state}
+
+
 def _save_reference(path: Path, held: Mapping[str, Any], previous: Path | None) -> None:
     """A reference that has not moved since the last checkpoint is the same file: a hard link instead of a copy."""
     if previous is not None and (before := read_record(previous)) is not None:
@@ -122,7 +132,7 @@ def _save_reference(path: Path, held: Mapping[str, Any], previous: Path | None) 
         old = previous / TRAINER / REFERENCE
         if same and old.is_file():
             moved = torch.load(old, map_location="cpu", weights_only=True, mmap=True)["moves"]
-            if moved == held["moves"]:
+            if moved is not None and moved == held["moves"]:
                 try:
                     os.link(old, path)
                     return
@@ -148,11 +158,72 @@ def load_checkpoint(folder: Path, run: Run) -> State:
                 f"the reference in {folder} has fingerprint {held['fingerprint'][:12]} but the checkpoint says "
                 f"{record['reference']['fingerprint'][:12]}: the file was exchanged; use the one that was saved"
             )
-        run.reference.load_state_dict(held)
+        run.reference.load_state_dict(held.get("own", held))
     set_rng_state(torch.load(trainer / RNG, map_location="cpu", weights_only=True))
     state = State.from_dict(record["state"])
+    run.optimizer.factor = state.lr_factor
     run.engine.sync(run.policy.model, state.policy_version)
     return state
+
+
+def restore_weights(folder: Path, model: Any) -> None:
+    """The checkpoint's weights into a model that is in use, in place: optimizer, engine and reference keep theirs.
+
+    The full model is read into main memory first, by its own class, so that names and tied weights come out as they
+    were saved.
+    """
+    inner = unwrap(model)
+    if is_lora(inner):
+        from peft import load_peft_weights, set_peft_model_state_dict
+
+        saved = load_peft_weights(str(folder), device="cpu")
+        set_peft_model_state_dict(inner, saved, adapter_name=inner.active_adapters[0])
+        return
+    with without_bars():
+        fresh = type(inner).from_pretrained(str(folder), dtype=next(inner.parameters()).dtype)
+    try:
+        inner.load_state_dict(fresh.state_dict())
+    except RuntimeError as error:
+        raise KeelError(
+            f"the checkpoint {folder} does not fit the model that wrote it ({_reason(error)}): the loader has to "
+            "return a model that save_pretrained saves whole"
+        ) from error
+
+
+def rewrite_state(folder: Path, state: State) -> None:
+    """Exchange the state of a checkpoint, atomically, and leave the rest as it is."""
+    record = read_record(folder)
+    if record is None:
+        raise KeelError(f"the checkpoint {folder} is damaged: resume from an earlier one by moving it away")
+    write_atomic(folder / TRAINER / STATE, json.dumps({**record, "state": state.to_dict()}, indent=1))
+
+
+def saved_state(folder: Path) -> State | None:
+    """The state of a whole checkpoint, or None."""
+    record = read_record(folder)
+    return None if record is None else State.from_dict(record["state"])
+
+
+def last_good(folder: Path, confirmed: int) -> Path | None:
+    """The newest checkpoint whose step was fine, and whose weights the step after it found fine; or the start."""
+    for path in reversed(checkpoints(folder)):
+        state = saved_state(path)
+        if state is not None and (state.step == 0 or (state.good and state.step <= confirmed)):
+            return path
+    return None
+
+
+def drop_after(folder: Path, step: int) -> None:
+    """Remove the checkpoints past `step`, damaged ones too."""
+    for path in folder.glob("step-*"):
+        if _NAME.fullmatch(path.name) and step_of(path) > step:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    doomed = path.parent / f"{_TEMPORARY}old-{path.name}"
+    path.rename(doomed)  # half a removal is no longer called step-N
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -183,10 +254,10 @@ def read_record(path: Path) -> dict[str, Any] | None:
     return record if whole else None
 
 
-def clean(folder: Path, *, keep: int | None = None, best: int | None = None) -> list[Path]:
-    """Remove leftovers of a kill while saving and, with `keep`, all but the last `keep` checkpoints and the best one.
+def clean(folder: Path, *, keep: int | None = None, also: Collection[int | None] = ()) -> list[Path]:
+    """Remove leftovers of a kill while saving and, with `keep`, all but the last `keep` checkpoints and `also`.
 
-    Only whole checkpoints count, so the last good one is never among those removed.
+    Only whole checkpoints count, so the last whole one is never among those removed.
     """
     for leftover in folder.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -194,10 +265,8 @@ def clean(folder: Path, *, keep: int | None = None, best: int | None = None) -> 
         return []
     removed = []
     for path in checkpoints(folder)[: -max(1, keep)]:
-        if step_of(path) != best:
-            doomed = folder / f"{_TEMPORARY}old-{path.name}"
-            path.rename(doomed)  # half a removal is no longer called step-N
-            shutil.rmtree(doomed, ignore_errors=True)
+        if step_of(path) not in also:
+            _remove(path)
             removed.append(path)
     return removed
 

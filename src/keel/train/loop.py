@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,17 +14,19 @@ from typing import Any
 
 import torch
 
-from keel.errors import KeelError
 from keel.loggers import Fanout, RunDirectory
-from keel.train.checkpoint import clean, save_checkpoint
-from keel.train.guards import GuardOptions, check_skips, over_budget
+from keel.loggers.rundir import SKIPPED
+from keel.train.checkpoint import clean, last_good, rewrite_state, save_checkpoint, step_of
+from keel.train.guards import Trouble, find_trouble, first_nonfinite, skipped_record, stretches
 from keel.train.records import rollout_records, tracked_records
+from keel.train.rollback import roll_back, stop_at_last_good
 from keel.train.state import Run, State
 from keel.train.step import Step, train_step
 from keel.types import Problem
 
 Record = dict[str, Any]
 Callback = Callable[[State, Mapping[str, float]], bool | None]
+SKIPPED_KEPT = 20  # batches kept for inspection, at most
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,13 @@ class Job:
     directory: RunDirectory
     loggers: Fanout
     cadence: Cadence
-    guards: GuardOptions
     evaluate: Callable[[], list[Record]]
     tracked: Sequence[Problem] = ()
     failures: Callable[[], Sequence[Any]] = list
     callbacks: Sequence[Callback] = ()
     about: Mapping[str, Any] | None = None
     saved_at: int | None = None
+    stopped: str | None = None
 
 
 class Interrupt:
@@ -89,19 +92,31 @@ def interruptible() -> Iterator[Interrupt]:
 
 
 def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
-    """From `state` to the last step, or to the signal that asked to stop; a failed evaluation is saved before."""
-    cadence = job.cadence
+    """From `state` to the last step, to a guard's stop, or to a signal; a failed evaluation is saved before."""
+    cadence, guards = job.cadence, job.run.guards
     began, before = time.monotonic(), state.wall_s
     if state.step == 0 and state.evaluated_at is None:
         state = _evaluate(job, state)
         state = replace(state, before=state.evaluated)
         _track(job, 0)
+        if guards.may_roll_back:
+            save(job, state)
     while state.step < cadence.max_steps and interrupt.signal is None:
         torch.manual_seed(step_seed(job.run.options.seed, state))  # for dropout: sampling has noise of its own
         step = train_step(job.run, state)
-        state = replace(step.state, wall_s=before + time.monotonic() - began)
-        _log(job, step, state)
+        earlier, state = state, replace(step.state, wall_s=before + time.monotonic() - began)
+        _log(job, step, earlier, state)
         stop = [callback(state, step.metrics) for callback in job.callbacks]
+        trouble = find_trouble(state, step.metrics, guards)
+        if trouble is not None and trouble.code == "kl/over-budget" and not earlier.over_budget:
+            job.loggers.event(trouble.code, step=state.step, message=trouble.message)
+        if trouble is not None and trouble.action != "warn":
+            if trouble.action == "rollback" and state.rollbacks < guards.max_rollbacks and not any(stop):
+                went_back = roll_back(job.directory, job.loggers, job.run, state, trouble)
+                if went_back is not None:
+                    state = job_at(job, went_back)
+                    continue
+            return _stop(job, state, trouble)
         last = state.step == cadence.max_steps or any(stop)
         try:
             if last or _due(state.step, cadence.eval_every):
@@ -111,8 +126,6 @@ def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
         except Exception:  # whatever stops an evaluation must not cost the steps before it
             save(job, state)
             raise
-        check_skips(state, job.guards)
-        _budget(job, state, step.metrics)
         better = cadence.keep_best and state.best is not None and state.best["step"] == state.step
         if last or better or _due(state.step, cadence.save_every):
             save(job, state)
@@ -120,6 +133,30 @@ def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
             break
     if interrupt.signal is not None and job.saved_at != state.step and state.step > 0:
         save(job, state)
+    return state
+
+
+def job_at(job: Job, state: State) -> State:
+    """The job after the run was taken back to a checkpoint."""
+    job.saved_at = state.step
+    return state
+
+
+def _stop(job: Job, state: State, trouble: Trouble) -> State:
+    """A clean end at the last good checkpoint (or, where there is none, where the run stands), evaluated there."""
+    wall = state.wall_s
+    went_back = stop_at_last_good(job.directory, job.loggers, job.run, state, trouble)
+    job.stopped = trouble.message
+    state = replace(state if went_back is None else job_at(job, went_back), wall_s=wall)
+    if state.evaluated_at != state.step:
+        state = _evaluate(job, state)
+        _track(job, state.step)
+    place = job.directory.checkpoints / f"step-{state.step}"
+    if went_back is None:
+        save(job, state)
+    else:
+        job.directory.sync()
+        rewrite_state(place, state)
     return state
 
 
@@ -133,7 +170,9 @@ def save(job: Job, state: State) -> None:
     job.directory.sync()
     place = save_checkpoint(job.directory.checkpoints, job.run, state, about=job.about)
     best = int(state.best["step"]) if state.best and job.cadence.keep_best else None
-    clean(job.directory.checkpoints, keep=job.cadence.keep, best=best)
+    done = state.step >= job.cadence.max_steps
+    good = None if done else last_good(job.directory.checkpoints, state.confirmed)
+    clean(job.directory.checkpoints, keep=job.cadence.keep, also=(best, None if good is None else step_of(good)))
     job.saved_at = state.step
     job.loggers.event("checkpoint", step=state.step, path=str(place.relative_to(job.directory.path)))
 
@@ -142,16 +181,35 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _log(job: Job, step: Step, state: State) -> None:
+def _log(job: Job, step: Step, before: State, state: State) -> None:
     """A complete line a step, skipped or not; a few rollouts; what went wrong in the rewards."""
     job.loggers.step(state.step, step.metrics)
     if _due(state.step - 1, job.cadence.rollouts_every) or state.step == job.cadence.max_steps:
         records = rollout_records(step.batch, job.run.policy.tokenizer, groups=job.cadence.rollout_groups)
         job.loggers.rollouts(state.step, records)
+    if step.metrics["guard/spike"] > 0:
+        norm, median = step.metrics["grad/norm"], statistics.median(before.norms)
+        message = f"the gradient norm {norm:.4g} is {norm / max(median, 1e-300):.3g} × the running median {median:.4g}"
+        job.loggers.event("guard/spike", step=state.step, message=message)
     if step.metrics["guard/skipped"] > 0:
-        job.loggers.event("guard/skipped", step=state.step, message="an update was skipped: its gradient is not finite")
+        _keep_skipped(job, step, state)
+    for kind, message in stretches(state, job.run.guards):
+        job.loggers.event(kind, step=state.step, message=message)
     for failure in job.failures():
         job.loggers.event("reward/failed", step=state.step, message=str(failure), function=failure.function)
+
+
+def _keep_skipped(job: Job, step: Step, state: State) -> None:
+    """Say what was not finite first, and keep the batch; of a long stretch only the first ones."""
+    cause = first_nonfinite(step.batch, step.metrics, job.run.optimizer.nonfinite)
+    reason = "the gradient was a spike" if cause is None else f"the {cause} is not finite"
+    fields: Record = {"message": f"an update was skipped: {reason}", "nonfinite": cause}
+    name = f"{SKIPPED}/step-{state.step}{f'.attempt-{state.attempt}' if state.attempt else ''}.json"
+    there = job.directory.path / SKIPPED
+    if (job.directory.path / name).exists() or len(list(there.glob("*.json"))) < SKIPPED_KEPT:
+        job.directory.write_json(name, {"step": state.step, **skipped_record(step.batch, step.metrics, cause)})
+        fields["batch"] = name
+    job.loggers.event("guard/skipped", step=state.step, **fields)
 
 
 def _evaluate(job: Job, state: State) -> State:
@@ -173,15 +231,3 @@ def _track(job: Job, step: int) -> None:
     if job.tracked:
         job.loggers.rollouts(step, tracked_records(job.run, job.tracked, step=step))
         job.failures()
-
-
-def _budget(job: Job, state: State, metrics: Mapping[str, float]) -> None:
-    message = over_budget(metrics, job.guards)
-    if message is None:
-        return
-    job.loggers.event("kl/over-budget", step=state.step, message=message)
-    if job.guards.budget_action != "warn":
-        save(job, state)
-        raise KeelError(
-            f"{message} at step {state.step}: resume with a larger kl.budget.max, or start anew with a larger kl.beta"
-        )

@@ -79,8 +79,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": _adamw, 
 class Optimizer:
     """A torch optimizer with its schedule and its guard. One call of `step` is one update, or none.
 
-    A non-finite loss or gradient norm skips optimizer and schedule together: `clip_grad_norm_` does not sanitise
-    gradients, and one NaN in the moments is there for good. `offload` parks the moments in main memory between
+    A non-finite loss or gradient norm skips optimizer and schedule together: clipping does not sanitise gradients,
+    and one NaN in the moments is there for good. `offload` parks the moments in main memory between
     updates.
     """
 
@@ -100,7 +100,8 @@ class Optimizer:
     ) -> None:
         if name not in OPTIMIZERS:
             raise unknown("optim.optimizer", name, OPTIMIZERS)
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = list(self._names)
         if not self.parameters:
             raise KeelError("the model has no parameter to train: every one is frozen")
         self._make = OPTIMIZERS[name]
@@ -109,7 +110,8 @@ class Optimizer:
         self.device = self.parameters[0].device
         self.learning_rate, self.schedule = learning_rate, schedule or build_schedule("constant")
         self.max_grad_norm, self.offload = max_grad_norm, offload
-        self.updates = 0
+        self.updates, self.factor = 0, 1.0
+        self.nonfinite: str | None = None
         self.scaler = torch.amp.GradScaler(self.device.type) if scaler else None
         self.reset()
 
@@ -119,15 +121,19 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next update."""
-        return self.learning_rate * self.schedule(self.updates)
+        """The learning rate of the next update; `factor` is what rollbacks have left of it."""
+        return self.learning_rate * self.schedule(self.updates) * self.factor
 
     def backward(self, loss: Tensor) -> None:
         """Add the loss's gradient, scaled where fp16 needs it."""
         (self.scaler.scale(loss) if self.scaler else loss).backward()
 
-    def step(self, loss: float = 0.0) -> dict[str, Metric]:
-        """One guarded update from the gradients that have been added up since the last one; `loss` is their loss."""
+    def step(self, loss: float = 0.0, *, spike: float | None = None, skip_spike: bool = False) -> dict[str, Metric]:
+        """One guarded update from the gradients that have been added up since the last one; `loss` is their loss.
+
+        A norm above `spike` is marked, and with `skip_spike` skipped like one that is not finite. `nonfinite` is then
+        the first parameter whose gradient was not.
+        """
         lr = self.lr
         for group in self.inner.param_groups:
             group["lr"] = lr
@@ -135,11 +141,18 @@ class Optimizer:
             self._move_state(self.device)
         if self.scaler:
             self.scaler.unscale_(self.inner)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm or math.inf))
-        fine = math.isfinite(norm) and math.isfinite(loss)
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        total = torch.nn.utils.get_total_norm(gradients)
+        norm = float(total)
+        finite = math.isfinite(norm) and math.isfinite(loss)
+        high = finite and spike is not None and norm > spike
+        fine = finite and not (high and skip_spike)
         if fine:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm or math.inf, total)
             self.inner.step()
             self.updates += 1
+        elif not finite:
+            self.nonfinite = self.nonfinite or self._first_nonfinite()
         if self.scaler:
             self.scaler.update()
         self.inner.zero_grad(set_to_none=True)
@@ -151,7 +164,13 @@ class Optimizer:
             "grad/clip_factor": Mean(clip, 1.0),
             "optim/learning_rate": Mean(lr, 1.0),
             "guard/skipped": Mean(float(not fine), 1.0),
+            "guard/spike": Mean(float(high), 1.0),
         }
+
+    def _first_nonfinite(self) -> str | None:
+        bad = (p for p in self.parameters if p.grad is not None and not bool(p.grad.isfinite().all()))
+        found = next(bad, None)
+        return None if found is None else self._names[found]
 
     def _move_state(self, device: torch.device) -> None:
         for state in self.inner.state.values():

@@ -13,7 +13,17 @@ from keel.errors import KeelError
 from keel.loggers import RunDirectory
 
 # What may change between a run and its resumption without making it another run.
-FREE_TO_CHANGE = ("run.", "log.", "eval.", "checkpoint.", "guards.", "kl.budget", "reward.timeout_s", "reward.on_error")
+FREE_TO_CHANGE = (
+    "run.",
+    "log.",
+    "eval.",
+    "checkpoint.",
+    "guards.",
+    "doctor.",
+    "kl.budget",
+    "reward.timeout_s",
+    "reward.on_error",
+)
 
 
 def check_same_run(folder: Path, config: Config) -> None:

@@ -14,9 +14,11 @@ from keel.errors import KeelError
 from keel.kl import Controller, KLState, Pairing
 from keel.losses import KLSpec, LossSpec, MismatchSpec
 from keel.models.load import LoadedModel
+from keel.models.scorer import Scorer
 from keel.reference import Reference
 from keel.rollout import Request, SamplingParams
 from keel.tasks import Task
+from keel.train.guards import GuardOptions
 from keel.train.optim import Optimizer
 from keel.types import Completion, Group, Problem
 
@@ -77,7 +79,7 @@ class StepOptions:
 
 @dataclass
 class Run:
-    """Everything that a step works with. `reference` is None where no KL is wanted."""
+    """Everything that a step works with. `reference` is None where no KL is wanted, `scorer` for Keel's own pass."""
 
     policy: LoadedModel
     task: Task
@@ -90,6 +92,8 @@ class Run:
     kl: KLOptions
     options: StepOptions
     mismatch: MismatchSpec | None = None
+    guards: GuardOptions = field(default_factory=GuardOptions)
+    scorer: Scorer | None = None
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Mixed precision for the body of a model; scores are fp32 either way."""
@@ -100,7 +104,11 @@ class Run:
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands, after `step` finished steps. All of it is plain data and goes into the checkpoint."""
+    """Where a run stands, after `step` finished steps. All of it is plain data and goes into the checkpoint.
+
+    `confirmed` is the last step whose weights were seen to be fine, by the step after it; `lr_factor` is what
+    rollbacks have left of the learning rate; `norms` are the last gradient norms.
+    """
 
     kl: KLState
     step: int = 0
@@ -115,6 +123,17 @@ class State:
     evaluated: tuple[Mapping[str, Any], ...] = ()
     evaluated_at: int | None = None
     last_kl: Mapping[str, float] = field(default_factory=dict)
+    confirmed: int = 0
+    lr_factor: float = 1.0
+    over_budget: bool = False
+    norms: tuple[float, ...] = ()
+    constant_rewards: int = 0
+    zero_advantages: int = 0
+
+    @property
+    def good(self) -> bool:
+        """Whether the last update was made; a broken budget is answered before anything is saved."""
+        return self.consecutive_skips == 0
 
     @property
     def beta(self) -> float:
@@ -138,7 +157,8 @@ class State:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> State:
         try:
-            plain = {**data, "before": tuple(data["before"]), "evaluated": tuple(data["evaluated"])}
+            lists = ("before", "evaluated", "norms")
+            plain = {**data, **{name: tuple(data[name]) for name in lists if name in data}}
             return cls(**{**plain, "kl": KLState.from_dict(data["kl"])})
         except (TypeError, KeyError) as error:
             raise KeelError(f"the checkpoint's state does not fit this version of keel: {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +13,7 @@ from keel.losses import advantages, global_denominators, objective, with_policy_
 from keel.metrics import Mean, Metric, Metrics, Sum, merge, values
 from keel.models.logprobs import FullScores
 from keel.train.batch import StepBatch, detached, keep_scores, pack_step, score_micro, score_policy, score_reference
+from keel.train.guards import over_budget, spike_limit, watch
 from keel.train.measure import Clock, describe_groups, measure_old, measure_policy
 from keel.train.state import Run, State
 from keel.types import Group, Problem
@@ -40,6 +41,8 @@ def train_step(run: Run, state: State) -> Step:
     batch = with_advantages(batch, run, state.step)
     batch = penalize_advantages(batch, run, state.beta)                 # door 2: KL in the advantage
     metrics: Metrics = {}
+    guard: dict[str, Any] = {"spike": spike_limit(state.norms, run.guards), "skip_spike": run.guards.on_spike == "skip"}
+    run.optimizer.nonfinite = None
     with clock("update"):
         for _ in range(run.options.num_iterations):
             passes: list[FullScores] = []
@@ -56,15 +59,17 @@ def train_step(run: Run, state: State) -> Step:
                     info = merge(info, out.metrics)
                     passes.append(detached(scores))
                 metrics = merge(metrics, per_update(info))
-                metrics = merge(metrics, run.optimizer.step(info["loss/total"].value))      # guarded
+                metrics = merge(metrics, run.optimizer.step(info["loss/total"].value, **guard))     # guarded
             batch = batch if batch.scores else keep_scores(batch, passes)
     line = {**values(metrics), **describe_groups(batch), **measure_policy(batch, run), "kl/beta": state.beta}
     line |= measure_old(batch, [scores.logp for scores in passes])
+    line["guard/over_budget"] = float(over_budget(line, run.guards) is not None)
     updated = line["guard/skipped"] < 1.0
     tokens = int(batch.rows.action_mask.sum())
     last_kl = {name: value for name, value in line.items() if name.startswith("kl/policy_ref/")}
     kl = run.controller.update(state.kl, controlled_kl(line, run.controller.unit))
     state = state.next(kl=kl, updated=updated, tokens=tokens, last_kl=last_kl)
+    state = watch(state, line, batch, run.guards)
     with clock("sync"):
         move_reference(run, state, line)
         run.engine.sync(run.policy.model, state.policy_version)
@@ -80,20 +85,25 @@ def sample_groups(run: Run, state: State) -> list[Group]:
     have a signal or the tries are spent.
     """
     options = run.options
-    wanted = options.prompts_per_step
-    problems = run.task.sample(wanted, seed=options.seed, step=state.step)
+    wanted, seed = options.prompts_per_step, problem_seed(options.seed, state.attempt)
+    problems = run.task.sample(wanted, seed=seed, step=state.step)
     groups = run.collect(problems, attempt=state.attempt, step=state.step)
     seen = {group.problem.key for group in groups}
-    for attempt in range(1, options.resample_tries + 1):
+    for further in range(1, options.resample_tries + 1):
         missing = wanted - sum(has_signal(group) for group in groups)
         if missing <= 0:
             break
-        more = run.task.sample(missing, seed=options.seed + 1_000_003 * attempt, step=state.step)
+        more = run.task.sample(missing, seed=seed + 1_000_003 * further, step=state.step)
         fresh: list[Problem] = [problem for problem in more if problem.key not in seen]
         seen |= {problem.key for problem in fresh}
         if fresh:
             groups += run.collect(fresh, attempt=state.attempt, step=state.step)
     return groups
+
+
+def problem_seed(seed: int, attempt: int) -> int:
+    """The seed of the problems: another one after a rollback, so that the batch that broke the run does not return."""
+    return seed + 15_485_863 * attempt
 
 
 def has_signal(group: Group) -> bool:

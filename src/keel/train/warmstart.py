@@ -16,11 +16,29 @@ FOLDER = "warmstart"
 
 
 def warmstart_place(run: Path, config: Any) -> Path:
-    """Where the warm start of this configuration lies in the run's folder, or will lie: under all that makes it."""
-    made_by = {name: config.to_dict()[name] for name in ("model", "warmstart", "task", "data")}
-    settings = {**made_by, "seed": config.run.seed}
+    """Where the warm start of this configuration lies in the run's folder, or will lie: under all that makes it.
+
+    It is scored by Keel's own pass whatever scorer the run has. Files that are named count by size and time of change:
+    a hash of a whole model would cost more than it saves.
+    """
+    plain = config.to_dict()
+    plain["model"].pop("scorer")
+    named = [plain["model"]["name"], *_several(plain["data"]["path"]), *_several(plain["warmstart"]["path"])]
+    made_by = {name: plain[name] for name in ("model", "warmstart", "task", "data")}
+    settings = {**made_by, "seed": config.run.seed, "files": [_file_stamps(Path(name)) for name in named]}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
     return run / FOLDER / digest
+
+
+def _several(path: Any) -> list[str]:
+    return [] if path is None else [path] if isinstance(path, str) else list(path)
+
+
+def _file_stamps(path: Path) -> list[tuple[str, int, int]]:
+    """(name, size, time of change) of a file or of every file of a folder; nothing for a name that is neither."""
+    path = path.expanduser()
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
 
 
 def is_whole(folder: Path) -> bool:

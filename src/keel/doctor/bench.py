@@ -1,0 +1,229 @@
+"""The bench of the preflight: the real parts of a configuration and one small batch to try them on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keel.build import Built, build_policy, build_run, build_warmstart
+from keel.config import Config
+from keel.errors import KeelError
+from keel.models.head import causal_lm, evaluating
+from keel.models.load import LoadedModel
+from keel.models.pack import right_pad
+from keel.rollout.sampling import SamplingParams
+from keel.tasks import Task
+from keel.tasks.judge import Failure
+from keel.train.batch import StepBatch, pack_step, score_micro, score_reference, stitch
+from keel.train.sft import sft
+from keel.train.state import Run
+from keel.train.warmstart import is_whole, warmstart_place
+from keel.types import Group, Problem, Scores
+
+WARMSTART_S = 45.0
+RELATIVE_NOISE = 0.05
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Policy, task, engine and reference as training would build them, and one judged batch.
+
+    `failures` are calls of rewards that gave no reward; `notes` say what was decided so that the bench stays quick.
+    """
+
+    config: Config
+    built: Built
+    batch: StepBatch
+    failures: tuple[Failure, ...] = ()
+    notes: tuple[str, ...] = ()
+    found: dict[str, Any] = field(default_factory=dict)  # what one probe measured and a later one reads
+
+    @property
+    def run(self) -> Run:
+        return self.built.run
+
+    @property
+    def policy(self) -> LoadedModel:
+        return self.built.run.policy
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return self.batch.groups
+
+    @property
+    def mask(self) -> Tensor:
+        """`[B, T]`: the tokens that are trained on."""
+        return self.batch.rows.action_mask
+
+    @property
+    def temperature(self) -> float:
+        """The temperature of sampling and so of scoring."""
+        return self.run.options.temperature
+
+    @property
+    def multi_turn(self) -> bool:
+        return any(not all(c.action) for group in self.groups for c in group.completions)
+
+    def collect(
+        self, problems: Sequence[Problem] | None = None, *, step: int = 0, sampling: SamplingParams | None = None
+    ) -> list[Group]:
+        """Sample the bench's problems (or others) once more; equal steps draw equal noise."""
+        chosen = [group.problem for group in self.groups] if problems is None else problems
+        params = self.sampling if sampling is None else sampling
+        return self.run.collect(chosen, attempt=0, step=step, sampling=params)  # type: ignore[call-arg]
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The run's own sampling, with as many completions a problem as the bench has."""
+        return replace(self.built.sampling, num_generations=len(self.groups[0].completions))
+
+    def pack(self, groups: Sequence[Group]) -> StepBatch:
+        """Groups as training packs them."""
+        return pack_step(groups, self.run)
+
+    def scores(self, batch: StepBatch | None = None) -> Scores:
+        """One pass of the policy by training's own functions, without gradient, `[B, T]`."""
+        batch = self.batch if batch is None else batch
+        with torch.no_grad():
+            parts = [score_micro(micro, batch, self.run) for micro in batch.micros]
+        entropy = [part.entropy for part in parts if part.entropy is not None]
+        exact = [part.exact_kl for part in parts if part.exact_kl is not None]
+        return Scores(
+            stitch((part.logp for part in parts), batch.width),
+            stitch(entropy, batch.width) if entropy else None,
+            stitch(exact, batch.width) if exact else None,
+        )
+
+    def logp(self, batch: StepBatch | None = None) -> Tensor:
+        """Training's log-probabilities of every token `[B, T]`, zero outside the completions."""
+        return self.scores(batch).logp
+
+    def ref_logp(self, batch: StepBatch | None = None) -> Tensor | None:
+        """The reference's log-probabilities `[B, T]`; None where the run has no reference."""
+        if self.run.reference is None:
+            return None
+        return score_reference(self.batch if batch is None else batch, self.run).rows.ref_logp
+
+    def logits(self, groups: Sequence[Group] | None = None) -> Tensor:
+        """The policy's own logits `[B, T, V]` in fp32, at temperature 1: the independent witness.
+
+        One completion at a time, in evaluation mode, without padding, packing or a scorer, by the model's own forward.
+        """
+        rows = []
+        with evaluating(self.policy.model):
+            for group in self.groups if groups is None else groups:
+                for completion in group.completions:
+                    ids = torch.tensor([[*group.prompt_tokens, *completion.tokens]], device=self.policy.device)
+                    out = self.policy.model(input_ids=ids, use_cache=False).logits[0].float()
+                    rows.append(out[len(group.prompt_tokens) - 1 : -1])
+        width = max(len(row) for row in rows)
+        return torch.stack([torch.nn.functional.pad(row, (0, 0, 0, width - len(row))) for row in rows])
+
+    def tokens(self, groups: Sequence[Group] | None = None) -> Tensor:
+        """The completions' tokens `[B, T]`, 0 where there are none."""
+        chosen = self.groups if groups is None else groups
+        return right_pad((c.tokens for g in chosen for c in g.completions), 0).to(self.policy.device)
+
+    def witness(self, groups: Sequence[Group] | None = None, *, temperature: float | None = None) -> Tensor:
+        """Log-probabilities `[B, T]` from `logits`, at the sampling temperature unless another is given."""
+        logits = self.logits(groups) / (self.temperature if temperature is None else temperature)
+        return logits.log_softmax(-1).gather(-1, self.tokens(groups).unsqueeze(-1)).squeeze(-1)
+
+    @contextmanager
+    def perturbed(self, relative: float = RELATIVE_NOISE, seed: int = 0) -> Iterator[None]:
+        """Seeded noise on every trainable weight, of `relative` its RMS (zeros, as LoRA's B: of `relative` itself).
+
+        Afterwards every weight has the very bits it had.
+        """
+        trainable = [p for p in self.policy.model.parameters() if p.requires_grad]
+        kept = [p.detach().clone() for p in trainable]
+        generator = torch.Generator().manual_seed(seed)
+        try:
+            with torch.no_grad():
+                for parameter in trainable:
+                    size = float(parameter.float().square().mean().sqrt()) or 1.0
+                    noise = torch.randn(parameter.shape, generator=generator) * (relative * size)
+                    parameter.add_(noise.to(parameter))
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, before in zip(trainable, kept, strict=True):
+                    parameter.copy_(before)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model can choose from."""
+        return int(causal_lm(self.policy.model).get_output_embeddings().weight.shape[0])
+
+
+def build_bench(
+    config: Config,
+    *,
+    task: Task | None = None,
+    reward: Callable[..., Any] | None = None,
+    problems: int = 4,
+    generations: int = 4,
+    warmstart_s: float = WARMSTART_S,
+) -> Bench:
+    """Build the parts, sample and judge `problems` × `generations` completions through the real engine and judge.
+
+    A reward that fails counts as 0 here, whatever `reward.on_error` says, so that the rest can still be looked at.
+    """
+    lenient = config.model_copy(update={"reward": config.reward.model_copy(update={"on_error": "zero"})})
+    loaded, notes = _policy(lenient, task, warmstart_s)
+    built = build_run(lenient, loaded, task=task, reward=reward)
+    built.run.engine.sync(loaded.model, 0)
+    count = min(generations, config.rollout.num_generations) if config.rollout.num_generations > 1 else generations
+    sampling = replace(built.sampling, num_generations=max(count, 2))
+    drawn = built.run.task.sample(problems, seed=config.run.seed, step=0)
+    groups = built.run.collect(drawn, attempt=0, step=0, sampling=sampling)  # type: ignore[call-arg]
+    batch = pack_step(groups, built.run)
+    return Bench(config, built, batch, tuple(built.judge.drain()), (*notes, *built.notes))
+
+
+class _Enough(Exception):
+    """Ends a warm start that has used its time."""
+
+
+def _policy(config: Config, task: Task | None, limit_s: float) -> tuple[LoadedModel, tuple[str, ...]]:
+    """The policy as step 0 sees it: after the run's own warm start where that is there, else after a timed one."""
+    if config.warmstart is None:
+        return _loaded(config)
+    place = warmstart_place(Path(config.run.dir) / config.run.name, config)
+    if is_whole(place):
+        loaded, notes = _loaded(config, place)
+        return loaded, (*notes, f"the warm start of this configuration was found in {place} and used")
+    loaded, notes = _loaded(config)
+    began, done = time.monotonic(), 0
+    examples, options = build_warmstart(config, loaded, task)
+
+    def report(step: int, line: Mapping[str, float]) -> None:
+        nonlocal done
+        done = step
+        if time.monotonic() - began > limit_s and step < options.steps:
+            raise _Enough
+
+    try:
+        sft(loaded, examples, options, report)
+    except _Enough:
+        return loaded, (*notes, f"the warm start was cut after {done} of {options.steps} steps ({limit_s:g} s)")
+    return loaded, (*notes, f"the warm start ran its {done} steps in {time.monotonic() - began:.0f} s")
+
+
+def _loaded(config: Config, weights: Path | None = None) -> tuple[LoadedModel, tuple[str, ...]]:
+    """The policy; one that training would refuse because its scores do not repeat is loaded all the same, and said."""
+    try:
+        return build_policy(config, weights), ()
+    except KeelError as refusal:
+        loaded = build_policy(config, weights, probe=False)  # raises again unless the probe was the reason
+        return loaded, (f"training would refuse this model: {refusal}",)
+
+
+__all__ = ["Bench", "build_bench"]

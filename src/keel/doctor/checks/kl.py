@@ -1,0 +1,209 @@
+"""KL against the reference: at the start, exploding, over budget, asleep, or of no use."""
+
+from __future__ import annotations
+
+import math
+
+from keel.doctor.checks.base import (
+    RECENT,
+    Answers,
+    Unchecked,
+    no_trend,
+    not_recorded,
+    opt,
+    reward_trend,
+    running_median,
+    solved,
+)
+from keel.doctor.findings import found
+from keel.doctor.history import History
+from keel.doctor.thresholds import Thresholds
+from keel.errors import KeelError
+
+KL = "KL(policy‖reference)"
+MOVING = ("ema", "snapshot", "kl_triggered")
+
+
+def at_start(history: History, thresholds: Thresholds) -> Answers:
+    """KL before the first update must be 0."""
+    if history.kl is None:
+        yield not_recorded("kl/at-start", KL)
+        return
+    name, series = history.kl
+    step, value = series.finite.steps[0], abs(series.finite.values[0])
+    if step > 1:
+        yield Unchecked("kl/at-start", f"{KL} was first recorded at step {step:.0f}, after updates")
+    elif value > thresholds["kl_at_start"]:
+        yield found(
+            "kl/at-start",
+            f"{name} is {value:.4g} nats per token at step {step:.0f}, before any update could move the policy",
+            "policy and reference are scored differently or are different models: dropout on in one pass only, a "
+            "reference from another checkpoint, wrong positions under padding, or sums compared with means",
+            f"{_dropout_advice(history)}, and run keel doctor on the configuration: its preflight tells these apart",
+        )
+
+
+def _dropout_advice(history: History) -> str:
+    if history.source == "TRL":
+        return "set disable_dropout=True"
+    dropout = history.option("model.lora.dropout")
+    return f"set model.lora.dropout=0 (it is {dropout})" if dropout else "check that no dropout is on"
+
+
+def explosion(history: History, thresholds: Thresholds) -> Answers:
+    """A KL out of every useful range, or far above its own running median."""
+    if history.kl is None:
+        yield not_recorded("kl/explosion", KL)
+        return
+    name, series = history.kl
+    step, peak = series.top()
+    floor, limit = 5 * thresholds["kl_over_budget"], thresholds["kl_explosion"]
+    jumps = [
+        (int(series.steps[index]), value, median)
+        for index, value in enumerate(series.values)
+        if (median := running_median(series, index)) is not None
+        and value > max(floor, thresholds["kl_growth"] * median)
+    ]
+    if peak <= limit and not jumps:
+        return
+    evidence = f"{name} reached {peak:.4g} nats per token at step {step}"
+    if jumps:
+        at, value, median = jumps[0]
+        evidence += f"; at step {at} it was {value:.3g} against a running median of {median:.3g}"
+    norms = history.get("grad/norm")
+    if norms is not None:
+        evidence += f"; the largest gradient norm is {norms.top()[1]:.3g}"
+    now = series.tail(RECENT).mean
+    back = now <= thresholds["kl_over_budget"]
+    if back:
+        evidence += f"; it is back at {now:.3g}"
+    token = f"; one token at d = {math.log(peak):.1f} nats contributes e^d = {peak:.2g} to k3" if peak > 10 else ""
+    yield found(
+        "kl/explosion",
+        evidence,
+        f"the policy has left the reference's support{token}: too large updates, a reward that pays for noise, or a KL "
+        "gradient that itself grows like e^d",
+        _explosion_advice(history),
+        severity="warning" if back else None,
+    )
+
+
+def _explosion_advice(history: History) -> str:
+    lr = opt(history, "optim.learning_rate")
+    if history.option("loss.loss_type") == "dr_grpo":
+        return f"{opt(history, 'kl.beta')}=0 as dr_grpo with a rule-based reward is meant, and a tenth of {lr}"
+    if history.source == "keel":
+        how = "kl.gradient=auto (it grows like d, not e^d)" if history.option("kl.gradient") != "auto" else ""
+        budget = "kl.budget={max: 0.2, action: rollback}" if history.option("kl.budget") is None else ""
+        return ", ".join(filter(None, (f"a tenth of {lr}", how, budget))) + "; then keel doctor on the configuration"
+    return f"a tenth of {lr}; and look at the reward's spread and at sampler and mask before raising the KL's alarm"
+
+
+def over_budget(history: History, thresholds: Thresholds) -> Answers:
+    """Mean KL of the last steps against the budget: the run's own where it has one per token."""
+    if history.kl is None:
+        yield not_recorded("kl/over-budget", KL)
+        return
+    name, series = history.kl
+    limit, whose = thresholds["kl_over_budget"], "the threshold kl_over_budget"
+    own = history.option("kl.budget.max")
+    if isinstance(own, int | float) and history.option("kl.budget.unit") != "per_sequence":
+        limit, whose = float(own), "kl.budget.max of the configuration"
+    now = series.tail(RECENT)
+    if not limit < now.mean <= thresholds["kl_explosion"]:
+        return
+    beta = history.get("kl/beta")
+    with_beta = f" at β = {beta.tail(1).mean:.3g}" if beta is not None else ""
+    yield found(
+        "kl/over-budget",
+        f"{name} is {now.mean:.3g} nats per token over {now.span}{with_beta}; {whose} is {limit:g}",
+        "the penalty is too weak for the pull of the reward, or the updates are too large",
+        f"a larger {opt(history, 'kl.beta')}, or a controller with a target (kl.controller={{name: ziegler, "
+        f"target: 0.05}}), or a smaller {opt(history, 'optim.learning_rate')}",
+    )
+
+
+def not_learning(history: History, thresholds: Thresholds) -> Answers:
+    """Hardly any KL and a flat reward over enough steps."""
+    trend, least = reward_trend(history), int(thresholds["steps_to_judge"])
+    if history.kl is None:
+        yield not_recorded("kl/not-learning", KL)
+        return
+    if trend is None:
+        yield no_trend("kl/not-learning", history)
+        return
+    name, series = history.kl
+    if len(series) < least:
+        yield Unchecked("kl/not-learning", f"{len(series)} steps are too few to call a reward flat: {least} are needed")
+        return
+    if history.option("reference.kind") in MOVING or history.option("reference.moves"):
+        yield Unchecked("kl/not-learning", "the reference moves with the policy, so a small KL is no standstill")
+        return
+    now = series.tail(RECENT)
+    if now.mean < thresholds["kl_not_learning"] and abs(trend.errors) <= thresholds["flat_reward"]:
+        if solved(history):
+            return
+        yield found(
+            "kl/not-learning",
+            f"{name} is {now.mean:.3g} nats per token over {now.span}, and {trend.words}",
+            "updates are too small, the penalty too strong, or no group's rewards differ",
+            f"a {opt(history, 'optim.learning_rate')} ten times as large, or a smaller {opt(history, 'kl.beta')}; see "
+            "reward/zero_variance_fraction first",
+        )
+
+
+def unneeded(history: History, thresholds: Thresholds) -> Answers:
+    """A penalty that the recipe means to be without."""
+    loss_type, beta = history.option("loss.loss_type"), history.option("kl.beta")
+    if not isinstance(loss_type, str) or not isinstance(beta, int | float):
+        yield Unchecked("kl/unneeded", "the loss type and β are not in the log")
+        return
+    if loss_type == "dr_grpo" and beta > 0:
+        from keel.kl.facts import PAPERS
+
+        yield found(
+            "kl/unneeded",
+            f"{opt(history, 'kl.beta')} is {beta:g} with loss_type dr_grpo ({PAPERS['dr_grpo'].paper})",
+            "a reward that is a rule stays right however far the policy drifts, so the recipe runs at β = 0",
+            f"try {opt(history, 'kl.beta')}=0, unless what is not trained must be retained",
+        )
+
+
+def pairing(history: History, thresholds: Thresholds) -> Answers:
+    """What the configured estimator's gradient is, by the table of proven pairings."""
+    kl = history.option("kl")
+    if history.source == "TRL" and history.option("kl.beta") is not None:
+        return  # k3 in the loss with or without its weight: a KL's gradient either way
+    if history.source != "keel" or not isinstance(kl, dict):
+        for code in ("kl/no-gradient", "kl/reversed"):
+            yield Unchecked(code, "the KL term's estimator and placement are not in the log")
+        return
+    if not kl.get("beta") and (history.option("kl.controller.name") or "fixed") == "fixed":
+        return
+    from keel.kl.facts import check_pairing
+
+    several = (history.option("loss.num_iterations") or 1) > 1 or (history.option("optim.minibatches") or 1) > 1
+    try:
+        proven = check_pairing(
+            str(kl.get("estimator", "k3")),
+            str(kl.get("placement", "loss")),
+            str(kl.get("gradient", "auto")),
+            level=str(kl.get("level", "token")),
+            off_policy=several,
+            allow_biased=True,
+        )
+    except KeelError as error:
+        for code in ("kl/no-gradient", "kl/reversed"):
+            yield Unchecked(code, str(error))
+        return
+    named = {"zero": "kl/no-gradient", "away": "kl/reversed", "wrong": "kl/reversed"}.get(proven.expected_gradient)
+    if named is not None:
+        yield found(
+            named,
+            f"{proven.note}; β is {kl.get('beta')}",
+            "this pairing of estimator, placement and gradient is no KL penalty, whatever β is",
+            "kl.gradient=auto with kl.placement=loss, or kl.estimator=k1 with kl.placement=reward",
+        )
+
+
+CHECKS = (at_start, explosion, over_budget, not_learning, unneeded, pairing)

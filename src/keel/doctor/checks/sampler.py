@@ -1,0 +1,71 @@
+"""The sampler against the trainer, as far as a log can tell: a gap that grows is stale weights, another is not."""
+
+from __future__ import annotations
+
+from keel.doctor.checks.base import RECENT, Answers, Unchecked, not_recorded
+from keel.doctor.findings import found
+from keel.doctor.history import History, Series
+from keel.doctor.thresholds import Thresholds
+
+
+def sampler(history: History, thresholds: Thresholds) -> Answers:
+    """KL(sampler‖policy) or the log-probability gap: its size now, and against the first steps."""
+    codes = ("sampler/stale", "sampler/temperature", "sampler/filter", "sampler/precision")
+    kl, gap = history.get("kl/sampler_policy/k3/mean"), history.get("logp/sampler_gap_max")
+    size = kl or _half_square(history.get("logp/sampler_gap_mean"))
+    if size is None and gap is None:
+        for code in codes:
+            yield not_recorded(code, "the sampler's log-probabilities beside the trainer's")
+        return
+    if size is None:
+        for code in codes:
+            yield Unchecked(code, "only the largest gap of a token was recorded, which one rare token decides")
+        return
+    first, now = size.finite.head(3), size.tail(RECENT)
+    if now.mean <= thresholds["sampler_kl_warning"]:
+        return
+    worst = f"; the largest gap of a token is {gap.top()[1]:.3g} nats (step {gap.top()[0]})" if gap is not None else ""
+    grew = now.mean > thresholds["sampler_gap_growth"] * max(first.mean, 1e-6)
+    evidence = (
+        f"KL(sampler‖policy) is {now.mean:.3g} nats per token over {now.span} and was {first.mean:.3g} over "
+        f"{first.span}{worst}"
+    )
+    if grew and len(size) > 3:
+        yield found(
+            "sampler/stale",
+            evidence,
+            "the gap grows as the policy moves: the sampler keeps weights that the trainer has left",
+            "sync the engine after every update, adapters included; keel doctor on the configuration shows whether a "
+            "sync reaches it",
+        )
+        return
+    code, cause = _constant_cause(history)
+    yield found(
+        code,
+        evidence,
+        f"the gap is there from the first step, so it is not the weights: {cause}",
+        "take log-probabilities at the sampling temperature and before any filter, in the trainer's precision; "
+        "loss.mismatch={kind: truncate, cap: 2} holds what remains",
+        severity="error" if now.mean > thresholds["sampler_kl_error"] else "warning",
+    )
+
+
+def _constant_cause(history: History) -> tuple[str, str]:
+    """The likeliest of the causes that a log cannot tell apart, by the options."""
+    top_p, top_k, min_p = (history.option(f"rollout.{name}") for name in ("top_p", "top_k", "min_p"))
+    if (top_p or 1) < 1 or (top_k or 0) > 0 or (min_p or 0) > 0:
+        return "sampler/filter", f"top_p={top_p}, top_k={top_k}, min_p={min_p} change the sampler's probabilities"
+    temperature = history.option("rollout.temperature")
+    if isinstance(temperature, int | float) and temperature != 1:
+        return "sampler/temperature", f"temperature {temperature:g} may be applied on one side only"
+    return "sampler/precision", "another precision, other kernels, or another temperature or filter"
+
+
+def _half_square(difference: Series | None) -> Series | None:
+    """k2 of a mean gap: what a log of TRL's allows."""
+    if difference is None:
+        return None
+    return Series.of((s, v * v / 2) for s, v in zip(difference.steps, difference.values, strict=True))
+
+
+CHECKS = (sampler,)

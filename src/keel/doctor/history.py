@@ -1,0 +1,131 @@
+"""A run's past as data: whoever wrote it, under Keel's names."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Record = Mapping[str, Any]
+KL_NAMES = ("kl/policy_ref/exact/mean", "kl/policy_ref/k3/mean", "kl/policy_ref/k2/mean", "kl/policy_ref/k1/mean")
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over steps; what was not finite is NaN."""
+
+    steps: tuple[float, ...]
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[float, Any]]) -> Series:
+        """From (step, value) pairs; anything that is no finite number becomes NaN."""
+        kept = [(float(step), _finite(value)) for step, value in pairs]
+        return cls(tuple(step for step, _ in kept), tuple(value for _, value in kept))
+
+    @property
+    def finite(self) -> Series:
+        """Only the finite ones."""
+        return Series.of((s, v) for s, v in zip(self.steps, self.values, strict=True) if math.isfinite(v))
+
+    @property
+    def bad_steps(self) -> tuple[int, ...]:
+        """Steps at which the value was not finite."""
+        return tuple(int(s) for s, v in zip(self.steps, self.values, strict=True) if not math.isfinite(v))
+
+    def head(self, count: int) -> Series:
+        """The first values."""
+        return Series(self.steps[:count], self.values[:count])
+
+    def tail(self, count: int) -> Series:
+        """The last values."""
+        return Series(self.steps[-count:], self.values[-count:])
+
+    @property
+    def mean(self) -> float:
+        """Of the finite values; NaN where there is none."""
+        kept = [value for value in self.values if math.isfinite(value)]
+        return statistics.fmean(kept) if kept else math.nan
+
+    @property
+    def span(self) -> str:
+        """`steps 51–60`, for evidence."""
+        if not self.steps:
+            return "no step"
+        first, last = int(self.steps[0]), int(self.steps[-1])
+        return f"step {first}" if first == last else f"steps {first}–{last}"
+
+    def top(self) -> tuple[int, float]:
+        """(step, value) of the largest finite value."""
+        finite = self.finite
+        value = max(finite.values)
+        return int(finite.steps[finite.values.index(value)]), value
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+def _finite(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return math.nan
+    return float(value)
+
+
+@dataclass(frozen=True)
+class History:
+    """What was recorded of a run. `config` is Keel's configuration, or as much of a peer's as has a Keel name."""
+
+    source: str  # "keel", "TRL", "TensorBoard", "table"
+    path: Path
+    series: Mapping[str, Series] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    events: tuple[Record, ...] = ()
+    evaluations: tuple[Record, ...] = ()
+    rollouts: tuple[Record, ...] = ()
+    vocabulary: int | None = None
+    running: bool = False
+    missing: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def get(self, name: str) -> Series | None:
+        """A metric that was recorded at least once with a finite value, or None."""
+        series = self.series.get(name)
+        return series if series is not None and len(series.finite) else None
+
+    @property
+    def kl(self) -> tuple[str, Series] | None:
+        """(name, series) of the best measurement of KL(policy‖reference) per token: exact before k3."""
+        for name in KL_NAMES:
+            series = self.get(name)
+            if series is not None:
+                return name.removesuffix("/mean"), series
+        return None
+
+    @property
+    def steps(self) -> int:
+        """The last step that was recorded."""
+        return int(max((series.steps[-1] for series in self.series.values() if series.steps), default=0))
+
+    def option(self, dotted: str) -> Any:
+        """A value of the configuration, None where it is not known."""
+        value: Any = self.config
+        for part in dotted.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return None
+            value = value[part]
+        return value
+
+
+def series_of(lines: Iterable[Record], step: str = "step") -> dict[str, Series]:
+    """Lines of metrics, each with its step, as one series a name; a null is a value that was not finite."""
+    pairs: dict[str, list[tuple[float, Any]]] = {}
+    for number, line in enumerate(lines, start=1):
+        at = _finite(line.get(step))
+        at = float(number) if math.isnan(at) else at
+        for name, value in line.items():
+            if name != step and (value is None or (isinstance(value, int | float) and not isinstance(value, bool))):
+                pairs.setdefault(name, []).append((at, value))
+    return {name: Series.of(sorted(kept, key=lambda pair: pair[0])) for name, kept in pairs.items()}

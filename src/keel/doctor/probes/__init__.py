@@ -1,0 +1,32 @@
+"""The experiments of the preflight, in the order in which they run: what breaks others comes first."""
+
+from __future__ import annotations
+
+from keel.doctor.probes.advantage import probe_advantage
+from keel.doctor.probes.collection import probe_collection
+from keel.doctor.probes.evaluation import probe_evaluation
+from keel.doctor.probes.kl_term import probe_kl_term
+from keel.doctor.probes.masks import probe_masks
+from keel.doctor.probes.outcome import Outcome, Probe
+from keel.doctor.probes.reference import probe_reference
+from keel.doctor.probes.sampler import probe_sampler
+from keel.doctor.probes.scoring import probe_scoring
+from keel.doctor.probes.sync import probe_sync
+from keel.doctor.probes.truncation import probe_truncation
+from keel.doctor.probes.update import probe_update
+
+PROBES: list[tuple[str, Probe]] = [
+    ("collection", probe_collection),
+    ("masks", probe_masks),
+    ("scoring", probe_scoring),
+    ("sampler", probe_sampler),
+    ("weight sync", probe_sync),
+    ("reference", probe_reference),
+    ("advantage", probe_advantage),
+    ("kl_term", probe_kl_term),
+    ("update", probe_update),
+    ("truncation", probe_truncation),
+    ("evaluation", probe_evaluation),
+]
+
+__all__ = ["PROBES", "Outcome", "Probe"]

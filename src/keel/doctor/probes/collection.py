@@ -1,0 +1,307 @@
+"""Collection: does the model write anything that the task can read, and do the rewards tell completions apart?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+from typing import Any
+
+import torch
+
+from keel.doctor.bench import Bench
+from keel.doctor.findings import Finding, found
+from keel.doctor.probes.outcome import Outcome
+from keel.doctor.thresholds import Thresholds
+from keel.rollout.render import Renderer
+from keel.types import Group, Reward
+
+_SAME = 1e-9
+
+
+def probe_collection(bench: Bench, thresholds: Thresholds) -> Outcome:
+    """Parse rate, end rate, entropy against uniform, spread and cliffs of the rewards, on the bench's batch."""
+    rewards = [reward for group in bench.groups for reward in group.rewards]
+    totals = [reward.total for reward in rewards]
+    ended = [completion.stop_reason != "length" for completion in bench.batch.completions]
+    spreads = [pstdev(reward.total for reward in group.rewards) for group in bench.groups]
+    entropy, gold = _entropy(bench), _gold_logp(bench)
+    uniform = math.log(bench.vocabulary)
+    figures = {
+        "parse_rate": fmean(reward.parsed for reward in rewards),
+        "end_rate": fmean(ended),
+        "entropy_share": entropy / uniform,
+        "gold_share": -gold / uniform,
+        "reward_mean": fmean(totals),
+        "within_group_std": fmean(spreads),
+        "zero_variance": fmean(spread <= _SAME for spread in spreads),
+    }
+    earned = _gold_rewards(bench)
+    findings = [
+        *_failed(bench),
+        *_random(figures, bench.vocabulary, thresholds),
+        *_cliff(totals, rewards, earned, thresholds),
+        *_truncated(figures, bench, thresholds),
+        *_unparseable(figures, len(rewards), thresholds),
+        *_gold(totals, earned),
+        *_constant(bench, figures, thresholds),
+        *_fickle(bench),
+        *_prompts(bench),
+    ]
+    lines = (
+        f"collection: {len(rewards)} completions, {100 * figures['parse_rate']:.0f} % parse, "
+        f"{100 * figures['end_rate']:.0f} % end by themselves, reward {figures['reward_mean']:.3g} ± "
+        f"{figures['within_group_std']:.3g} within groups, entropy {100 * figures['entropy_share']:.0f} % of uniform",
+        *(f"  {completion.text!r} → {reward.total:g}" for completion, reward in _examples(bench.groups)),
+    )
+    return Outcome("collection", tuple(findings), figures, lines)
+
+
+def _examples(groups: Sequence[Group]) -> list[tuple[Any, Reward]]:
+    return [(group.completions[0], group.rewards[0]) for group in groups[:2]]
+
+
+def _entropy(bench: Bench) -> float:
+    """Mean entropy in nats per token at temperature 1: a high temperature is no sign of random weights."""
+    logp = bench.logits().log_softmax(-1)
+    exists = torch.arange(logp.shape[1], device=logp.device) < torch.tensor(
+        [len(c.tokens) for c in bench.batch.completions], device=logp.device
+    ).unsqueeze(1)
+    return float(-(logp.exp() * logp).sum(-1)[exists].mean())
+
+
+def _gold_logp(bench: Bench) -> float:
+    """Mean log-probability per token of the gold answers: what any trained model finds likelier than blind guessing."""
+    return float(torch.cat(_gold_scores(bench)).mean())
+
+
+def _gold_scores(bench: Bench) -> list[torch.Tensor]:
+    tokenizer = bench.policy.tokenizer
+    found_logp = []
+    for group in bench.groups:
+        ids = tuple(tokenizer(bench.run.task.gold(group.problem), add_special_tokens=False)["input_ids"])
+        if not ids:
+            continue
+        one = group.completions[0]
+        told = type(one)(ids, (True,) * len(ids), (0.0,) * len(ids), (0.0,) * len(ids), "", "eos")
+        single = Group(group.problem, group.prompt_tokens, (told,))
+        found_logp.append(bench.witness([single], temperature=1.0)[0])
+    return found_logp or [torch.zeros(1)]
+
+
+def _gold_rewards(bench: Bench) -> list[float]:
+    """What the gold answers earn by the configured rewards; empty where a group has to be compared as a whole."""
+    if bench.config.reward.aggregate != "sum" or bench.config.reward.shuffle is not None:
+        return []
+    earned = []
+    for group in bench.groups:
+        judged = bench.built.judge.judge(group.problem, [[bench.run.task.gold(group.problem)]])
+        if judged:
+            earned.append(judged[0].total)
+    bench.built.judge.drain()
+    return earned
+
+
+def _failed(bench: Bench) -> list[Finding]:
+    if not bench.failures:
+        return []
+    first = bench.failures[0]
+    count = f"{len(bench.failures)} of {len(bench.batch.completions)} completions"
+    if first.kind == "invalid" and any(word in first.cause.lower() for word in ("nan", "inf", "finite")):
+        return [
+            found(
+                "reward/non-finite",
+                f"{count} got no finite reward; the first: {first}",
+                "the reward divides by zero, takes the logarithm of 0, or passes a NaN on",
+                "mend the reward function; reward.on_error=zero would hide it",
+            )
+        ]
+    return [
+        found(
+            "reward/failed",
+            f"{count} could not be judged; the first: {first}",
+            f"the reward {first.function} raises, returns something that is no number, or does not return",
+            "mend the reward function, or raise reward.timeout_s if it is slow",
+        )
+    ]
+
+
+def _random(figures: dict[str, float], vocabulary: int, thresholds: Thresholds) -> list[Finding]:
+    """Random weights are no better than blind guessing on the gold answers, and write nothing that can be read.
+
+    A trained model of high entropy still finds a gold answer far likelier than guessing does.
+    """
+    limit = thresholds["entropy_uniform_share"]
+    if not (figures["gold_share"] > limit and (figures["entropy_share"] > limit or figures["parse_rate"] < 0.5)):
+        return []
+    return [
+        found(
+            "output/random-weights",
+            f"entropy is {100 * figures['entropy_share']:.0f} % of ln({vocabulary}), and gold answers have "
+            f"{figures['gold_share']:.2f} times the surprise of blind guessing; {100 * figures['parse_rate']:.0f} % of "
+            "the completions parse",
+            "the weights are random or were not loaded: the model writes noise",
+            "load a trained checkpoint in model.name, or give the run a warmstart",
+        )
+    ]
+
+
+def _cliff(
+    totals: Sequence[float], rewards: Sequence[Reward], gold: Sequence[float], thresholds: Thresholds
+) -> list[Finding]:
+    """Nearly everything earns one negative value whose size rivals what a right answer earns."""
+    lowest = min(totals)
+    share = fmean(total <= lowest + _SAME for total in totals)
+    best = max([*gold, *totals, 0.0])
+    scale = best if best > 0 else abs(lowest)
+    fails = fmean(not r.parsed for r in rewards if r.total <= lowest + _SAME)
+    if lowest >= 0 or share < 0.75 or -lowest < thresholds["reward_cliff_penalty"] * scale:
+        return []
+    return [
+        found(
+            "reward/cliff",
+            f"{100 * share:.0f} % of the completions earn {lowest:g} ({100 * fails:.0f} % of those do not parse), "
+            f"a right answer {best:g}",
+            "failing costs about as much as success earns, so that one lucky completion rules the update of its group",
+            "pay malformed output little less than a wrong answer (−0.3 or 0), in graded steps; set "
+            "reward.warmup_steps=100",
+        )
+    ]
+
+
+def _truncated(figures: dict[str, float], bench: Bench, thresholds: Thresholds) -> list[Finding]:
+    share = 1 - figures["end_rate"]
+    if share <= thresholds["truncated_completions"]:
+        return []
+    limit = bench.config.rollout.max_completion_length
+    return [
+        found(
+            "output/truncated",
+            f"{100 * share:.0f} % of the completions were cut at rollout.max_completion_length={limit}",
+            "the limit is too short for the answers, or the model never writes its end token",
+            f"raise rollout.max_completion_length above {limit}, or check the model's end token and rollout.stop",
+            severity="error" if share > thresholds["truncated_completions_error"] else "warning",
+        )
+    ]
+
+
+def _unparseable(figures: dict[str, float], count: int, thresholds: Thresholds) -> list[Finding]:
+    rate = figures["parse_rate"]
+    if rate >= thresholds["parse_rate_warning"]:
+        return []
+    return [
+        found(
+            "output/unparseable",
+            f"{100 * rate:.0f} % of {count} completions have a form that the task can read",
+            "the model does not know the form that is asked for",
+            "ask for the form in the prompt (data.system_prompt), start with a warmstart, or reward the form by itself",
+            severity="error" if rate < thresholds["parse_rate"] else "warning",
+        )
+    ]
+
+
+def _gold(totals: Sequence[float], gold: Sequence[float]) -> list[Finding]:
+    """The gold answer must not earn less than what the model writes."""
+    if not gold or fmean(gold) >= fmean(totals) - _SAME:
+        return []
+    return [
+        found(
+            "reward/gold",
+            f"gold answers earn {fmean(gold):.3g} on average, the model's completions {fmean(totals):.3g}",
+            "the reward pays for something else than the answer, or its sign is reversed",
+            "check the reward with task.gold(problem); it must earn the most",
+            severity="error" if fmean(gold) <= min(totals) + _SAME else "warning",
+        )
+    ]
+
+
+def _constant(bench: Bench, figures: dict[str, float], thresholds: Thresholds) -> list[Finding]:
+    """Groups without spread; where all of the bench's are, further ones are asked before it is said."""
+    groups: Sequence[Group] = bench.groups
+    if figures["zero_variance"] > thresholds["zero_variance_groups"] and not bench.failures:
+        more = bench.run.task.sample(8, seed=bench.config.run.seed, step=1)
+        groups = [*groups, *bench.collect(more, step=1, sampling=bench.built.sampling)]
+    spreads = [pstdev(reward.total for reward in group.rewards) for group in groups]
+    flat = fmean(spread <= _SAME for spread in spreads)
+    if flat > thresholds["zero_variance_groups"]:
+        values = sorted({round(reward.total, 6) for group in groups for reward in group.rewards})
+        return [
+            found(
+                "reward/constant",
+                f"in {100 * flat:.0f} % of {len(groups)} groups all completions earn the same (seen: {values[:4]})",
+                "without a spread there is no advantage and no policy gradient",
+                "choose problems that the model solves now and then, reward partial success, or raise "
+                "rollout.num_generations",
+            )
+        ]
+    if fmean(spreads) < thresholds["reward_spread"]:
+        return [
+            found(
+                "reward/weak",
+                f"the mean standard deviation within groups is {fmean(spreads):.3g} on {len(groups)} groups",
+                "rewards of a problem hardly differ, so that the update is mostly noise",
+                "reward partial success, choose harder or easier problems, or raise rollout.num_generations",
+            )
+        ]
+    return []
+
+
+def _fickle(bench: Bench) -> list[Finding]:
+    """The same completions, judged again and in the other order, must earn the same."""
+    if bench.failures or bench.multi_turn or bench.config.reward.shuffle is not None:
+        return []
+    worst = 0.0
+    for group in bench.groups:
+        turns = [[completion.text] for completion in group.completions]
+        first = bench.built.judge.judge(group.problem, turns)
+        again = bench.built.judge.judge(group.problem, turns[::-1])
+        if first and again:
+            worst = max(worst, *(abs(a.total - b.total) for a, b in zip(first, again[::-1], strict=True)))
+    bench.built.judge.drain()
+    if worst <= _SAME:
+        return []
+    return [
+        found(
+            "reward/fickle",
+            f"the same completions, judged twice, earn rewards that differ by up to {worst:.3g}",
+            "the reward is random, or depends on the order of completions or on what it judged before",
+            "make the reward a function of the problem and the text alone",
+        )
+    ]
+
+
+def _prompts(bench: Bench) -> list[Finding]:
+    """BOS at most once at the head of a prompt; a problem that is held out is not trained on."""
+    findings = []
+    bos = getattr(bench.policy.tokenizer, "bos_token_id", None)
+    doubled = [group for group in bench.groups if bos is not None and group.prompt_tokens[:2] == (bos, bos)]
+    if doubled:
+        findings.append(
+            found(
+                "prompt/double-bos",
+                f"{len(doubled)} of {len(bench.groups)} prompts begin with the BOS token twice",
+                "the chat template writes BOS and the tokenizer or the task adds another",
+                "take BOS out of the task's prompt or out of the chat template (data.chat_template)",
+            )
+        )
+    task, seed = bench.run.task, bench.config.run.seed
+    trained = {str(p.prompt) for step in range(4) for p in task.sample(32, seed=seed, step=step)}
+    shared = [problem for problem in task.held_out(32) if str(problem.prompt) in trained]
+    if shared:
+        findings.append(
+            found(
+                "eval/leak",
+                f"{len(shared)} of 32 held-out problems turn up in the first 128 training problems, such as "
+                f"{shared[0].key!r}",
+                "task.sample returns problems that task.held_out keeps for evaluation",
+                "keep the two apart, as keel.tasks.Task asks",
+            )
+        )
+    return findings
+
+
+def rendered(bench: Bench, problems: Sequence[Any]) -> list[tuple[int, ...]]:
+    """The tokens of prompts as training renders them."""
+    data = bench.config.data
+    renderer = Renderer(bench.policy.tokenizer, chat_template=data.chat_template, system_prompt=data.system_prompt)
+    return [renderer.prompt(problem) for problem in problems]

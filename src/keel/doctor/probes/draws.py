@@ -1,0 +1,173 @@
+"""Tokens that were drawn, beside the policy's own logits: which way of sampling explains them, and what was reported.
+
+Two questions with two answers: do the *reported* log-probabilities belong to the policy, and do the *drawn* tokens?
+The second is a test without any assumption: with F the policy's distribution, the randomised tail mass of each drawn
+token is uniform on (0, 1), token by token, if and only if the token was drawn from F (Rosenblatt's transform).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from keel.doctor.bench import Bench
+from keel.rollout.sampling import SamplingParams, filter_threshold
+from keel.types import Group
+
+_TEMPERATURES = tuple(2.0 ** (i / 8) for i in range(-24, 25))
+_NUCLEI = (0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
+_TOPS = (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100)
+_SMALLEST = (0.01, 0.02, 0.05, 0.1, 0.2)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """N action tokens: the policy's logits `[N, V]` (fp64, temperature 1), what was drawn, what was reported."""
+
+    logits: Tensor
+    tokens: Tensor  # [N]
+    reported: Tensor  # [N]: the engine's sample_logp; NaN where it gave none
+    row: Tensor  # [N]: number of the completion
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def where(self, keep: Tensor) -> Draws:
+        """Some of them."""
+        return Draws(self.logits[keep], self.tokens[keep], self.reported[keep], self.row[keep])
+
+    def distribution(self, params: SamplingParams) -> Tensor:
+        """Log-probabilities `[N, V]` under these sampling parameters, filters included."""
+        logits = self.logits / (params.temperature or 1.0)
+        if params.filtered:
+            logits = logits.masked_fill(logits < filter_threshold(logits, params) - 1e-9, -torch.inf)
+        return logits.log_softmax(-1)
+
+    def logp(self, params: SamplingParams) -> Tensor:
+        """Log-probability `[N]` of what was drawn, under these sampling parameters."""
+        return self.distribution(params).gather(-1, self.tokens[:, None]).squeeze(-1)
+
+
+def draws(bench: Bench, groups: Sequence[Group], limit: int = 4000) -> Draws:
+    """The action tokens of groups, with the logits of the weights as they are now."""
+    logits = bench.logits(groups)
+    completions = [c for group in groups for c in group.completions]
+    places = [
+        (b, t) for b, c in enumerate(completions) for t, action in enumerate(c.action) if action and t < len(c.tokens)
+    ][: min(limit, max(64, int(2e8) // logits.shape[-1]))]
+    rows, columns = torch.tensor([p[0] for p in places]), torch.tensor([p[1] for p in places])
+    return Draws(
+        logits=logits[rows, columns].double(),
+        tokens=torch.tensor([completions[b].tokens[t] for b, t in places], device=logits.device),
+        reported=torch.tensor([completions[b].sample_logp[t] for b, t in places], dtype=torch.float64).to(
+            logits.device
+        ),
+        row=rows.to(logits.device),
+    )
+
+
+def unfiltered(params: SamplingParams) -> SamplingParams:
+    """The same temperature without top-p, top-k and min-p: what `sample_logp` is meant to be."""
+    return replace(params, top_p=1.0, top_k=0, min_p=0.0)
+
+
+def filters(params: SamplingParams) -> Iterable[tuple[str, SamplingParams]]:
+    """Filters that an engine may have on, with or without saying so; the configured ones first."""
+    plain = unfiltered(params)
+    if params.filtered:
+        yield f"top_p {params.top_p:g}, top_k {params.top_k}, min_p {params.min_p:g} (as configured)", params
+    for value in _NUCLEI:
+        yield f"top_p {value:g}", replace(plain, top_p=value)
+    for number in _TOPS:
+        yield f"top_k {number}", replace(plain, top_k=number)
+    for value in _SMALLEST:
+        yield f"min_p {value:g}", replace(plain, min_p=value)
+
+
+def best_temperature(params: SamplingParams, cost: Callable[[SamplingParams], float]) -> float:
+    """The temperature with the lowest cost, by a grid in logarithms that is refined three times."""
+    grid, step = list(_TEMPERATURES), 2.0 ** (1 / 8)
+    best = min(grid, key=lambda t: cost(replace(params, temperature=t)))
+    for _ in range(3):
+        step = step ** (1 / 8)
+        grid = [best * step**i for i in range(-8, 9)]
+        best = min(grid, key=lambda t: cost(replace(params, temperature=t)))
+    return best
+
+
+def tail_masses(drawn: Draws, params: SamplingParams, seed: int = 0) -> Tensor:
+    """Randomised tail mass `[N]` of each drawn token: uniform on (0, 1) if the tokens came from this distribution."""
+    logp = drawn.distribution(params)
+    own = logp.gather(-1, drawn.tokens[:, None])
+    p = logp.exp()
+    below = torch.where(logp < own - 1e-9, p, 0.0).sum(-1)
+    same = torch.where((logp - own).abs() <= 1e-9, p, 0.0).sum(-1)
+    coin = torch.rand(len(drawn), generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(p.device)
+    return torch.where(torch.isfinite(own.squeeze(-1)), below + coin * same, 0.0)
+
+
+def uniform_p_value(masses: Tensor) -> float:
+    """The chance of tail masses like these if they are uniform: Kolmogorov-Smirnov, and empty or full lower tails."""
+    n = len(masses)
+    if n == 0:
+        return 1.0
+    ordered = masses.sort().values.cpu()
+    steps = torch.arange(1, n + 1, dtype=torch.float64) / n
+    distance = float(torch.maximum(steps - ordered, ordered - steps + 1 / n).max())
+    found = [_kolmogorov(math.sqrt(n) * distance)]
+    for edge in (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4):
+        count = int((ordered < edge).sum())
+        found.append(2 * min(_binomial(count, n, edge), _binomial(n - count, n, 1 - edge)))
+    return min(1.0, len(found) * min(found))
+
+
+def _kolmogorov(x: float) -> float:
+    if x < 0.2:
+        return 1.0
+    return min(1.0, max(0.0, 2 * sum((-1) ** (k - 1) * math.exp(-2 * k * k * x * x) for k in range(1, 30))))
+
+
+def _binomial(count: int, n: int, p: float) -> float:
+    """P(X ≤ count) of n tries with chance p."""
+    logs = [
+        math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) + k * math.log(p) + (n - k) * math.log1p(-p)
+        for k in range(count + 1)
+    ]
+    top = max(logs)
+    return min(1.0, math.exp(top) * sum(math.exp(x - top) for x in logs))
+
+
+def improbable_runs(drawn: Draws, params: SamplingParams, chance: float = 1e-9) -> Tensor:
+    """`[N]` bool: tokens in runs that the policy would not have drawn, as tool output is.
+
+    −Σ ln(tail mass) over a window of n tokens is at most Gamma(n)-distributed if they were drawn; a window is called
+    improbable where that chance is below `chance`, whatever the model's entropy.
+    """
+    masses = tail_masses(drawn, params).clamp_min(1e-300)
+    surprise = -masses.log().cpu()
+    rows = drawn.row.cpu()
+    flagged = torch.zeros(len(drawn), dtype=torch.bool)
+    for width in (3, 4, 6, 8, 12, 16):
+        if len(drawn) < width:
+            break
+        windows = surprise.unfold(0, width, 1).sum(-1)
+        alone = rows.unfold(0, width, 1)
+        within = alone[:, 0] == alone[:, -1]
+        for start in ((windows > _gamma_edge(width, chance)) & within).nonzero().squeeze(-1).tolist():
+            inside = torch.arange(start, start + width)
+            flagged[inside[surprise[inside] > 2.0]] = True
+    return flagged.to(drawn.tokens.device)
+
+
+def _gamma_edge(shape: int, chance: float) -> float:
+    """x with P(Gamma(shape) > x) = chance, by bisection of the Poisson sum."""
+    low, high = 0.0, 400.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        tail = sum(math.exp(-middle + k * math.log(middle) - math.lgamma(k + 1)) for k in range(shape))
+        low, high = (middle, high) if tail > chance else (low, middle)
+    return high

@@ -1,0 +1,24 @@
+"""What a probe is and what it hands back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from keel.doctor.bench import Bench
+from keel.doctor.findings import Finding
+from keel.doctor.thresholds import Thresholds
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One probe's findings, the figures that it measured, lines to show, and what it could not test (and why)."""
+
+    name: str
+    findings: tuple[Finding, ...] = ()
+    figures: Mapping[str, float] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
+
+
+Probe = Callable[[Bench, Thresholds], Outcome]

@@ -1,0 +1,261 @@
+"""The sampler against the policy: what it reports, what it draws, and what explains the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from keel.doctor.bench import Bench
+from keel.doctor.findings import Finding, found
+from keel.doctor.probes.draws import (
+    Draws,
+    best_temperature,
+    draws,
+    filters,
+    tail_masses,
+    unfiltered,
+    uniform_p_value,
+)
+from keel.doctor.probes.masks import batch_draws, foreign
+from keel.doctor.probes.outcome import Outcome
+from keel.doctor.probes.scoring import in_half
+from keel.doctor.thresholds import Thresholds
+from keel.rollout.sampling import SamplingParams
+from keel.types import Group
+
+_ALARM = 1e-6  # chance of the draws under the policy below which another distribution is looked for
+_FITS = 1e-3  # chance above which a distribution explains the draws
+_WANTED = 1500  # tokens
+_DRAWN_AT = 1_000_003  # a step that no run reaches: other noise than training's first steps
+
+
+def probe_sampler(bench: Bench, thresholds: Thresholds) -> Outcome:
+    """The gap between the engine's log-probabilities and the policy's, and whether its tokens are the policy's."""
+    drawn = batch_draws(bench).where(~foreign(bench))
+    given = drawn.where(~drawn.reported.isnan())
+    plain = unfiltered(bench.sampling)
+    figures: dict[str, float] = {}
+    findings: list[Finding] = []
+    unchecked: list[str] = []
+    if not len(given):
+        unchecked.append("sampler/*: the engine reports no log-probabilities")
+    else:
+        gap = given.reported - given.logp(plain)
+        figures = {"gap_max": _worst(gap), "gap_mean": float(gap.abs().mean()), "kl_sampler": float(gap.mean())}
+        if not _close(bench, gap, thresholds):
+            findings.append(_reported(bench, given, gap, thresholds))
+    repeated = _noise(bench)
+    findings += repeated
+    more = _more(bench)
+    chance = uniform_p_value(tail_masses(more, bench.sampling))
+    figures |= {"draws": float(len(more)), "draws_chance": chance}
+    if any(finding.severity == "error" for finding in repeated):
+        unchecked.append("sampler/filter: draws that repeat each other tell nothing of their distribution")
+    elif chance < _ALARM:
+        findings.append(_drawn(more, bench.sampling, chance))
+    elif bench.sampling.filtered:
+        findings.append(_configured(bench, more, thresholds))
+    lines = (
+        f"sampler: {len(given)} log-probabilities within {figures.get('gap_max', 0.0):.2g} nats of the policy's; "
+        f"{len(more)} drawn tokens are the policy's with chance {chance:.2g}",
+    )
+    return Outcome("sampler", _one_a_code(findings), figures, lines, tuple(unchecked))
+
+
+def _close(bench: Bench, gap: Tensor, thresholds: Thresholds) -> bool:
+    if in_half(bench):
+        return float(gap.abs().mean()) <= thresholds["scoring_gap_half"]
+    return _worst(gap) <= thresholds["scoring_gap"]
+
+
+def _worst(gap: Tensor) -> float:
+    return float(gap.abs().nan_to_num(torch.inf).max()) if len(gap) else 0.0
+
+
+def _one_a_code(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """What is reported and what is drawn often have one cause: it is named once."""
+    return tuple({finding.code: finding for finding in reversed(findings)}.values())[::-1]
+
+
+def _more(bench: Bench) -> Draws:
+    """The bench's tokens and enough further ones to tell two distributions apart."""
+    groups: list[Group] = []
+    kept = foreign(bench)
+    length = max(1, int(bench.mask.sum()) // len(bench.mask))
+    count = min(64, max(8, -(-_WANTED // (4 * length))))
+    wide = replace(bench.sampling, num_generations=count)
+    total, rounds = 0, 0
+    while total < _WANTED and rounds < 6:
+        step = _DRAWN_AT + rounds
+        problems = bench.run.task.sample(4, seed=bench.config.run.seed, step=step)
+        groups += bench.collect(problems, step=step, sampling=wide)
+        total = sum(sum(c.action) for group in groups for c in group.completions)
+        rounds += 1
+    fresh = draws(bench, groups)
+    if not bool(kept.any()):
+        return fresh
+    known = set(batch_draws(bench).tokens[kept].tolist())  # leave out what looks like the foreign text
+    return fresh.where(torch.tensor([int(t) not in known for t in fresh.tokens], device=fresh.tokens.device))
+
+
+def _reported(bench: Bench, given: Draws, gap: Tensor, thresholds: Thresholds) -> Finding:
+    """Recompute the reported log-probabilities under each hypothesis; the first that closes the gap is the cause."""
+    plain = unfiltered(bench.sampling)
+    size = (
+        f"the engine's log-probabilities are off by up to {_worst(gap):.3g} nats ({float(gap.abs().mean()):.3g} mean)"
+    )
+    limit = max(0.02 * float(gap.abs().mean()), 1e-4)
+
+    def residual(params: SamplingParams) -> float:
+        return float((given.reported - given.logp(params)).abs().nan_to_num(torch.inf).mean())
+
+    for temperature in (1.0, best_temperature(plain, residual)):
+        if residual(replace(plain, temperature=temperature)) <= limit:
+            return found(
+                "sampler/temperature",
+                f"{size}; it closes at temperature {temperature:.3g}, rollout.temperature is {plain.temperature:g}",
+                "the engine reports log-probabilities that are not at the sampling temperature",
+                "let the engine return log_softmax(logits / temperature) of the drawn token (vLLM: "
+                "logprobs_mode=processed_logprobs)",
+            )
+    for name, params in filters(bench.sampling):
+        if residual(params) <= limit:
+            return found(
+                "sampler/filter",
+                f"{size}; the gap closes under {name}",
+                "the engine reports log-probabilities after filtering, the trainer computes them before",
+                "let sample_logp be the unfiltered one, and set rollout.top_p=1 rollout.top_k=0 rollout.min_p=0",
+            )
+    half = _half(bench, given)
+    if float(gap.abs().mean()) <= 4 * half:
+        kl = float((gap.exp() - 1 - gap).mean())
+        worth = kl > thresholds["sampler_kl_warning"]
+        return found(
+            "sampler/precision",
+            f"{size}, KL about {kl:.2g} nats per token; bfloat16 alone gives a gap of {half:.3g} on average",
+            "sampler and trainer run the same weights in different precision or kernels",
+            "run the engine in the trainer's type, or keep loss.mismatch on",
+            severity="warning" if worth else "note",
+        )
+    return found(
+        "sampler/mismatch",
+        size + _pattern(given, plain),
+        "what the engine reports is not the policy's log-probability of the drawn token: neither temperature, filters "
+        "nor precision explains it",
+        "check the engine's log-probabilities (natural logarithm, the drawn token's own, not shifted, the "
+        "trainer's weights)",
+    )
+
+
+def _pattern(given: Draws, plain: SamplingParams) -> str:
+    """What the reported numbers look like, in words."""
+    true = given.logp(plain)
+    if bool((given.reported == 0).all()):
+        return "; all of them are 0"
+    factor = float((given.reported * true).sum() / true.square().sum().clamp_min(1e-12))
+    if float((given.reported - factor * true).abs().mean()) <= 0.01 * float(true.abs().mean()):
+        return f"; they are {factor:.3g} times the right ones"
+    for shift, where in ((1, "next"), (-1, "previous")):
+        neighbour = true.roll(-shift)
+        same = given.row == given.row.roll(-shift)
+        if bool(same.any()) and float((given.reported - neighbour)[same].abs().mean()) <= 1e-3:
+            return f"; they are those of the {where} token"
+    return ""
+
+
+def _half(bench: Bench, given: Draws) -> float:
+    """The mean gap that bfloat16 alone makes on the bench's tokens."""
+    with torch.autocast(bench.policy.device.type, dtype=torch.bfloat16):
+        rounded = bench.witness()
+    difference = (rounded - bench.witness())[bench.mask]
+    return float(difference.abs().mean())
+
+
+def _drawn(more: Draws, sampling: SamplingParams, chance: float) -> Finding:
+    """Which distribution the tokens were drawn from: the likeliest of the hypotheses that the test lets stand."""
+    size = f"{len(more)} drawn tokens come from the policy's distribution with chance {chance:.1g}"
+
+    def unlikelihood(params: SamplingParams) -> float:
+        return -float(more.logp(params).nan_to_num(neginf=-1e9).sum())
+
+    plain = unfiltered(sampling)
+    fitted = best_temperature(plain, unlikelihood)
+    candidates = [
+        ("sampler/temperature", f"temperature {fitted:.3g}", replace(plain, temperature=fitted)),
+        *(("sampler/filter", name, params) for name, params in filters(plain)),
+    ]
+    code, name, best = min(candidates, key=lambda entry: unlikelihood(entry[2]))
+    share = uniform_p_value(tail_masses(more, best))
+    if share > _FITS or (unlikelihood(best) < unlikelihood(sampling) and code == "sampler/filter"):
+        told = f"rollout says temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}"
+        return found(
+            code,
+            f"{size}; {name} explains them (chance {share:.2g}), while {told}",
+            "the engine samples otherwise than it is told, so that the samples are not the policy's",
+            "pass rollout.temperature, top_p, top_k and min_p on to the engine as they are",
+        )
+    return found(
+        "sampler/mismatch",
+        f"{size}; no temperature and no filter explains them",
+        "the engine does not sample from this policy: other weights, another prompt, or its own way of drawing",
+        "check the engine's weights and the tokens it is given (Request.tokens, never encoded again)",
+    )
+
+
+def _configured(bench: Bench, more: Draws, thresholds: Thresholds) -> Finding:
+    """Filters that the configuration itself asks for: the samples are not the policy's own."""
+    sampling = bench.sampling
+    lost = more.logp(sampling) - more.logp(unfiltered(sampling))
+    kl = float(lost[torch.isfinite(lost)].mean())
+    return found(
+        "sampler/filter",
+        f"rollout.top_p={sampling.top_p:g}, top_k={sampling.top_k}, min_p={sampling.min_p:g} cut off "
+        f"{100 * (1 - float((-lost).exp().mean())):.1f} % of the probability on average: KL(sampler‖policy) is "
+        f"{kl:.3g} nats per token",
+        "completions come from the filtered distribution, ratios and KL are of the unfiltered policy",
+        "set rollout.top_p=1 rollout.top_k=0 rollout.min_p=0 for training",
+        severity="error" if kl > thresholds["sampler_kl_error"] else "warning",
+    )
+
+
+def _noise(bench: Bench) -> list[Finding]:
+    """Equal seeds must draw alike, other steps and other completions must not."""
+    problems = [group.problem for group in bench.groups]
+    same, other = bench.collect(problems), bench.collect(problems, step=_DRAWN_AT)
+    drawn = [[c.tokens for c in group.completions] for group in bench.groups]
+    again = [[c.tokens for c in group.completions] for group in same]
+    later = [[c.tokens for c in group.completions] for group in other]
+    logp = bench.scores().logp[bench.mask]
+    certain = float(-logp.mean()) * bench.batch.width < 0.5  # a model this sure may well repeat itself
+    if later == drawn and not certain:
+        return [
+            found(
+                "sampler/noise",
+                f"all {sum(map(len, drawn))} completions of two different steps are the same tokens",
+                "the engine ignores seed and step: every step draws the same noise",
+                "key the engine's noise by seed, attempt, step, problem and sample",
+            )
+        ]
+    if all(len(set(group)) == 1 for group in drawn) and not certain:
+        return [
+            found(
+                "sampler/noise",
+                f"the completions of each of {len(drawn)} groups are copies of each other",
+                "the engine ignores the sample's number, or decodes greedily",
+                "draw each completion of a group with noise of its own at rollout.temperature",
+            )
+        ]
+    if again != drawn:
+        return [
+            found(
+                "sampler/noise",
+                "the same seed, step and problems gave other tokens a second time",
+                "the engine's noise or its kernels depend on more than the seed",
+                "nothing has to change for training; a run cannot be repeated or resumed exactly",
+                severity="note",
+            )
+        ]
+    return []

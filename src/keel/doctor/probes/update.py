@@ -1,0 +1,165 @@
+"""One update, forward and back: is all of it finite, and how far does a single step take the policy."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keel.doctor.bench import Bench
+from keel.doctor.findings import Finding, found
+from keel.doctor.probes.outcome import Outcome
+from keel.doctor.probes.states import mean_kl, policy_states
+from keel.doctor.thresholds import Thresholds
+from keel.losses import global_denominators, objective
+from keel.train.batch import StepBatch, score_micro, score_policy, score_reference
+from keel.train.optim import Optimizer
+from keel.train.step import penalize_advantages, penalize_rewards, with_advantages
+
+FACTORS = (0.5, 1.0, 2.0)
+LOWER = tuple(2.0**-k for k in range(2, 13))
+SAFETY = 4.0  # an advised learning rate takes a quarter of the KL that an update may take
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What one update did: its loss and gradient norm before clipping, and KL(new‖old) on the visited states."""
+
+    loss: float
+    norm: float
+    kl: float
+
+
+def probe_update(bench: Bench, thresholds: Thresholds) -> Outcome:
+    """A real update at the configured peak learning rate, at half and at double of it; all of it is undone."""
+    batch, given = _with_signal(_scored(bench), bench)
+    loss = _backward(bench, batch)
+    gradients = [None if p.grad is None else p.grad.clone() for p in bench.run.optimizer.parameters]
+    before = policy_states(bench)
+    taken = {factor: _step(bench, gradients, loss, before, factor) for factor in FACTORS}
+    one = taken[1.0]
+    figures = {
+        "loss": loss,
+        "grad_norm": one.norm,
+        "learning_rate": bench.run.optimizer.learning_rate,
+        "kl_after": one.kl,
+        "kl_after_half": taken[0.5].kl,
+        "kl_after_double": taken[2.0].kl,
+        "real_rewards": float(given),
+    }
+    if one.kl > thresholds["kl_per_update"] or not math.isfinite(one.kl):
+        wanted = thresholds["kl_per_update"] / SAFETY
+        figures["fitting_rate"] = figures["learning_rate"] * next(
+            (f for f in LOWER if _step(bench, gradients, loss, before, f).kl <= wanted), LOWER[-1]
+        )
+    bench.run.optimizer.inner.zero_grad(set_to_none=True)
+    findings = _judged(figures, thresholds)
+    line = (
+        f"one update at optim.learning_rate={figures['learning_rate']:g}: loss {loss:.3g}, gradient norm "
+        f"{one.norm:.3g}, KL to the policy before it {one.kl:.2g} nats per token ({taken[0.5].kl:.2g} at half the "
+        f"rate, {taken[2.0].kl:.2g} at double)" + ("" if given else "; signs drawn at random stood in for advantages")
+    )
+    return Outcome("update", findings, figures, (line,))
+
+
+def _scored(bench: Bench) -> StepBatch:
+    """The batch as the loop has it before its first update."""
+    run, beta = bench.run, bench.config.kl.beta
+    batch = score_policy(bench.batch if run.reference is None else score_reference(bench.batch, run), run)
+    batch = penalize_rewards(batch, run, beta)
+    return penalize_advantages(with_advantages(batch, run, run.options.reward_warmup_steps), run, beta)
+
+
+def _with_signal(batch: StepBatch, bench: Bench) -> tuple[StepBatch, bool]:
+    """Rewards that do not differ say nothing about the learning rate: seeded signs take the advantages' place."""
+    advantage = batch.rows.advantages
+    assert advantage is not None
+    if bool((advantage != 0).any()):
+        return batch, True
+    generator = torch.Generator().manual_seed(bench.config.run.seed)
+    signs = torch.randint(0, 2, advantage.shape[:1], generator=generator).mul(2).sub(1).to(advantage)
+    return batch.with_rows(advantages=signs), False
+
+
+def _backward(bench: Bench, batch: StepBatch) -> float:
+    """The loss of the whole batch as one update, its gradient left on the weights."""
+    run = bench.run
+    counts = global_denominators(batch.rows, run.options.max_completion_length)
+    total = 0.0
+    for micro in batch.micros:
+        scores = score_micro(micro, batch, run)
+        out = objective(
+            scores,
+            batch.view(micro),
+            run.loss,
+            run.kl.spec,
+            bench.config.kl.beta if batch.rows.ref_logp is not None else 0.0,
+            counts,
+            pairing=run.kl.pairing,
+            mismatch=run.mismatch,
+        )
+        out.loss.backward()
+        total += out.loss.item()
+    return total
+
+
+def _step(bench: Bench, gradients: list[Tensor | None], loss: float, before: Tensor, factor: float) -> Taken:
+    optimizer = bench.run.optimizer
+    with undone(optimizer):
+        for parameter, gradient in zip(optimizer.parameters, gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.clone()
+        optimizer.schedule = lambda update: factor
+        norm = optimizer.step(loss)["grad/norm"].value
+        return Taken(loss, norm, mean_kl(policy_states(bench), before))
+
+
+@contextmanager
+def undone(optimizer: Optimizer) -> Iterator[None]:
+    """Whatever happens to weights, moments and schedule inside: afterwards they have the very bits they had."""
+    weights = [parameter.detach().clone() for parameter in optimizer.parameters]
+    state, schedule = copy.deepcopy(optimizer.state_dict()), optimizer.schedule
+    try:
+        yield
+    finally:
+        optimizer.schedule = schedule
+        optimizer.load_state_dict(state)
+        with torch.no_grad():
+            for parameter, before in zip(optimizer.parameters, weights, strict=True):
+                parameter.copy_(before)
+
+
+def _judged(figures: dict[str, float], thresholds: Thresholds) -> tuple[Finding, ...]:
+    rate, limit, kl = figures["learning_rate"], thresholds["kl_per_update"], figures["kl_after"]
+    if not (math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"])):
+        return (
+            found(
+                "optim/non-finite",
+                f"the first update has loss {figures['loss']:g} and gradient norm {figures['grad_norm']:g}",
+                "a reward, an advantage or a log-probability in the batch is not finite",
+                "look for findings on rewards and scoring; on half precision set model.dtype=float32 or "
+                "optim.precision=bfloat16",
+            ),
+        )
+    if kl <= limit:
+        return ()
+    return (
+        found(
+            "optim/lr-too-high",
+            f"one update at optim.learning_rate={rate:g} takes the policy {kl:.3g} nats per token from where it was "
+            f"(over {limit:g}); half the rate {figures['kl_after_half']:.3g}, double {figures['kl_after_double']:.3g}",
+            "the step is longer than the region in which the advantages were measured; gradient clipping does not "
+            "shorten it, because Adam divides by the gradient's own size",
+            f"set optim.learning_rate={_one_digit(figures['fitting_rate']):g}, and optim.warmup_steps=10 or more",
+        ),
+    )
+
+
+def _one_digit(value: float) -> float:
+    """Rounded down to one digit: 3.7e-4 is 3e-4."""
+    size = 10.0 ** math.floor(math.log10(value))
+    return math.floor(value / size) * size

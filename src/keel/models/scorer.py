@@ -1,0 +1,115 @@
+"""Scorers: how a batch of tokens becomes log-probabilities where the user's own code is to do it.
+
+`model.scorer: module:attr` names a function
+
+    scorer(model, rows: ScoreRows, *, temperature: float) -> Tensor [B, T] | Scores
+
+which is called for the policy (with gradient) and for the reference (without), in place of Keel's own pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keel.errors import KeelError
+from keel.models.head import at_least_fp32
+from keel.models.load import import_attr, is_users_own
+from keel.models.logprobs import FullScores
+from keel.models.pack import PackedBatch
+from keel.types import Scores
+
+
+@dataclass(frozen=True)
+class ScoreRows:
+    """One row a completion: its prompt, then its tokens, padded on the right to L; completions are up to T long.
+
+    `attention_mask` is true on every real token: prompt, sampled tokens, tool output. `action_mask` says which tokens
+    of the completion the policy sampled, and is for the loss alone.
+    """
+
+    tokens: Tensor  # [B, L]
+    attention_mask: Tensor  # [B, L]: 1 on real tokens
+    position_ids: Tensor  # [B, L]
+    prompt_lengths: Tensor  # [B]
+    completion_mask: Tensor  # [B, T] bool: tokens that exist
+    action_mask: Tensor  # [B, T] bool: tokens that the policy sampled
+
+    def completion(self, next_token: Tensor) -> Tensor:
+        """The completions' part `[B, T]` of values `[B, L − 1]` whose entry i belongs to token i + 1; 0 elsewhere."""
+        rows, width = self.tokens.shape
+        if next_token.shape != (rows, width - 1):
+            raise KeelError(f"expected values of shape {(rows, width - 1)}, got {tuple(next_token.shape)}")
+        places = self.prompt_lengths[:, None] - 1 + torch.arange(self.action_mask.shape[1], device=self.tokens.device)
+        picked = next_token.gather(1, places.clamp(0, width - 2))
+        return torch.where(self.completion_mask, picked, picked.new_zeros(()))
+
+
+Scorer = Callable[..., Tensor | Scores]
+
+
+def score_rows(packed: PackedBatch) -> ScoreRows:
+    """The rows of a batch that was packed without shared prompts, with the last token that packing leaves out."""
+    if packed.shared_prefix:
+        raise KeelError("a scorer of your own reads one row a completion: pack with shared_prefix=False")
+    rows, length = packed.input_ids.shape
+    counts = packed.completion_mask.sum(1)
+    real = (packed.prefix >= 0).sum(1)
+    prompts = torch.where(counts > 0, real - counts + 1, real)
+    tokens = torch.cat((packed.input_ids, packed.input_ids.new_zeros(rows, 1)), dim=1)
+    tokens[:, -1] = packed.input_ids[:, -1]
+    if packed.tokens.shape[1]:
+        last = packed.tokens.gather(1, (counts - 1).clamp_min(0)[:, None])
+        ends = (prompts + counts - 1)[:, None]
+        tokens = torch.where(counts[:, None] > 0, tokens.scatter(1, ends, last), tokens)
+    places = torch.arange(length + 1, device=tokens.device).expand(rows, -1)
+    return ScoreRows(
+        tokens=tokens,
+        attention_mask=(places < (prompts + counts)[:, None]).long(),
+        position_ids=places.contiguous(),
+        prompt_lengths=prompts,
+        completion_mask=packed.completion_mask,
+        action_mask=packed.action_mask,
+    )
+
+
+def build_scorer(name: str) -> Scorer | None:
+    """The user's scorer; None for `native`, Keel's own pass."""
+    if name == "native":
+        return None
+    if not is_users_own(name):
+        raise KeelError(f"model.scorer is {name!r}: it must be native or a scorer module:attr")
+    scorer: Scorer = import_attr(name, "scorer")
+    try:
+        inspect.signature(scorer).bind(None, None, temperature=1.0)
+    except TypeError as error:
+        raise KeelError(f"scorer {name!r} cannot be called as scorer(model, rows, temperature=…): {error}") from None
+    return scorer
+
+
+def score_with(scorer: Scorer, model: nn.Module, packed: PackedBatch, *, temperature: float) -> FullScores:
+    """What a user's scorer says, checked: `[B, T]`, fp32 at least, zero outside the completions."""
+    found: Any = scorer(model, score_rows(packed), temperature=temperature)
+    scores = found if isinstance(found, Scores) else Scores(found)
+    checked: dict[str, Tensor | None] = {"logp": scores.logp, "entropy": scores.entropy}
+    for name, value in checked.items():
+        if value is None and name == "entropy":
+            continue
+        if not isinstance(value, Tensor) or value.shape != packed.action_mask.shape:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise KeelError(
+                f"the scorer returned {name} of {shape}: give {tuple(packed.action_mask.shape)}, one value a token of "
+                "the completion (rows.completion picks them)"
+            )
+        wide = at_least_fp32(value)
+        checked[name] = torch.where(packed.completion_mask, wide, wide.new_zeros(()))
+    assert checked["logp"] is not None
+    return FullScores(logp=checked["logp"], entropy=checked["entropy"])
+
+
+__all__ = ["ScoreRows", "Scorer", "build_scorer", "score_rows", "score_with"]

@@ -1,0 +1,50 @@
+"""Healthy configurations that differ in seed, loss, weights, placement, estimator, controller and reference.
+
+None of them may raise an error or a warning: an alarm that cries at healthy runs is not listened to.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from doctor.schooled import schooled_config
+from keel.doctor.preflight import preflight
+
+LORA = "model.lora={r: 4}"
+EXACT = ["rewards=[{name: task}]"]
+
+HEALTHY: dict[str, list[str]] = {
+    "as it comes": [],
+    "another seed": ["run.seed=1"],
+    "a third seed, right or wrong only": ["run.seed=5", *EXACT],
+    "LoRA": [LORA],
+    "LoRA and the exact KL": [LORA, "kl.estimator=exact"],
+    "no penalty, measured": ["kl.beta=0"],
+    "no reference at all": ["kl.beta=0", "kl.measure_every=0"],
+    "dr_grpo without a penalty": ["loss.loss_type=dr_grpo", "kl.beta=0"],
+    "dapo": ["loss.loss_type=dapo", "run.seed=2"],
+    "gspo": ["loss.loss_type=gspo"],
+    "cispo, leave-one-out": ["loss.loss_type=cispo", "loss.baseline=leave_one_out"],
+    "bnpo with k2 in the loss": ["loss.loss_type=bnpo", "kl.estimator=k2"],
+    "k3 with its own gradient": ["kl.estimator=k3", "kl.gradient=plain"],
+    "k1 in the reward, no division": ["kl.placement=reward", "kl.estimator=k1", "loss.scale_rewards=none"],
+    "k1 in the advantage": ["kl.placement=advantage", "kl.estimator=k1", "run.seed=3"],
+    "exact, for the sequence": ["kl.estimator=exact", "kl.level=sequence"],
+    "several updates a batch": ["loss.num_iterations=2", "optim.minibatches=2"],
+    "a dual controller": ["kl.controller={name: dual, target: 0.05}", "run.seed=4"],
+    "an average as the reference": ["reference={kind: ema, every: 4, alpha: 0.5}"],
+    "snapshots under LoRA": [LORA, "reference={kind: snapshot, every: 3}"],
+    "a reference that waits for KL": ["reference={kind: kl_triggered, threshold: 0.05}"],
+    "a reference of one's own": ["reference.kind=doctor.faults_reference:right_reference"],
+    "another temperature": ["rollout.temperature=0.7"],
+    "warm-ups and a schedule": ["optim.warmup_steps=5", "optim.schedule=cosine", "reward.warmup_steps=10"],
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_no_alarm_on_a_healthy_configuration(name: str) -> None:
+    diagnosis = preflight(schooled_config(*HEALTHY[name]))
+    assert diagnosis.healthy, [finding for finding in diagnosis.findings if finding.severity != "note"]
+    assert diagnosis.exit_status == 0
+    assert not [line for line in diagnosis.unchecked if "Error" in line]
+    assert "confirmed" not in {hypothesis.verdict for hypothesis in diagnosis.hypotheses}

@@ -1,0 +1,108 @@
+"""A user's own estimator is audited before it trains: sound ones pass, the others are refused by what they do."""
+
+import pytest
+import torch
+
+from keel.build import build_policy, build_run
+from keel.config import load_config
+from keel.errors import KeelError
+from keel.kl import estimate, find_fact
+from keel.train.state import State
+from keel.train.step import train_step
+
+HERE = __name__
+
+
+def own_k2(logp, ref_logp):
+    return (logp - ref_logp) ** 2 / 2
+
+
+def own_k2_of_ratio(d):
+    return d * d / 2
+
+
+def own_weighted(logp, ref_logp, old_logp):
+    return (logp - old_logp).exp().detach() * (logp - ref_logp) ** 2 / 2
+
+
+def own_k1(logp, ref_logp):
+    return logp - ref_logp
+
+
+def own_k3(logp, ref_logp):
+    return torch.expm1(ref_logp - logp) - (ref_logp - logp)
+
+
+def reversed_k3(logp, ref_logp):
+    return torch.expm1(logp - ref_logp) - (logp - ref_logp)
+
+
+def without_gradient(logp, ref_logp):
+    return ((logp - ref_logp) ** 2 / 2).detach()
+
+
+def one_number(logp, ref_logp):
+    return (logp - ref_logp).mean()
+
+
+def config(estimator: str, *more: str):
+    small = ["rollout.prompts_per_step=2", "rollout.num_generations=2", "rollout.max_completion_length=4"]
+    return load_config({}, ["kl.beta=0.05", f"kl.estimator={HERE}:{estimator}", *small, *more])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("own_k2", ("policy||ref", "near policy||ref")),
+        ("own_k2_of_ratio", ("policy||ref", "near policy||ref")),
+        ("own_weighted", ("policy||ref", "policy||ref")),
+        ("own_k3", ("ref||policy", "near ref||policy")),
+    ],
+)
+def test_what_is_sound_trains_without_a_permit(estimator, expected):
+    config(estimator)
+    name = f"{HERE}:{estimator}"
+    rows = [find_fact(name, "loss", sampling, "plain") for sampling in ("on", "off")]
+    assert tuple(row.expected_gradient for row in rows) == expected
+
+
+@pytest.mark.parametrize(
+    ("estimator", "words"),
+    [
+        ("own_k1", "is zero"),
+        ("without_gradient", "is zero"),
+        ("reversed_k3", "no divergence"),
+        ("one_number", "one value a token"),
+    ],
+)
+def test_what_is_not_is_refused_by_what_it_does(estimator, words):
+    with pytest.raises(KeelError, match=words):
+        config(estimator)
+
+
+def test_a_permit_lets_it_through_and_the_reward_takes_k1():
+    config("reversed_k3", "kl.allow_biased=true")
+    config("own_k1", "kl.placement=reward")
+    with pytest.raises(KeelError, match="no divergence"):
+        config("own_k2", "kl.placement=reward")
+    with pytest.raises(KeelError, match=r"level=sequence has no form"):
+        config("own_k2", "kl.level=sequence")
+
+
+def test_values_and_steps_are_those_of_the_formula():
+    settings = [config("own_k2"), load_config(config("own_k2"), ["kl.estimator=k2", "kl.gradient=plain"])]
+    torch.manual_seed(0)
+    logp, ref = -torch.rand(3, 4), -torch.rand(3, 4)
+    mask = torch.tensor([[True, True, False, False]] * 3)
+    torch.testing.assert_close(estimate(f"{HERE}:own_k2", logp, ref, mask), estimate("k2", logp, ref, mask))
+    lines = []
+    for setting in settings:
+        loaded = build_policy(setting)
+        run = build_run(setting, loaded).run
+        with torch.no_grad():
+            for parameter in loaded.model.parameters():
+                parameter.mul_(1.05)  # away from the reference, so that the term is not zero
+        lines.append(train_step(run, State(kl=run.controller.init())).metrics)
+    assert lines[0]["loss/kl"] > 0
+    for name in ("loss/kl", "loss/total", "grad/norm"):
+        assert lines[0][name] == pytest.approx(lines[1][name], rel=1e-5), name
