@@ -21,7 +21,7 @@ from keel.models.pack import right_pad
 from keel.rollout.sampling import SamplingParams
 from keel.tasks import Task
 from keel.tasks.judge import Failure
-from keel.train.batch import StepBatch, pack_step, score_micro, score_reference, stitch
+from keel.train.batch import StepBatch, detached, pack_step, score_micro, score_reference, stitch
 from keel.train.sft import sft
 from keel.train.state import Run
 from keel.train.warmstart import is_whole, warmstart_folder
@@ -89,10 +89,9 @@ class Bench:
         return pack_step(groups, self.run)
 
     def scores(self, batch: StepBatch | None = None) -> Scores:
-        """One pass of the policy by training's own functions, without gradient, `[B, T]`."""
+        """One pass of the policy by training's own functions, as training calls them, then detached; each `[B, T]`."""
         batch = self.batch if batch is None else batch
-        with torch.no_grad():
-            parts = [score_micro(micro, batch, self.run) for micro in batch.micros]
+        parts = [detached(score_micro(micro, batch, self.run)) for micro in batch.micros]
         entropy = [part.entropy for part in parts if part.entropy is not None]
         exact = [part.exact_kl for part in parts if part.exact_kl is not None]
         return Scores(

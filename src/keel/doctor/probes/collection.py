@@ -177,12 +177,20 @@ def _truncated(figures: dict[str, float], bench: Bench, thresholds: Thresholds) 
     return [
         found(
             "output/truncated",
-            f"{100 * share:.0f} % of the completions were cut at rollout.max_completion_length={limit}",
+            f"{100 * share:.0f} % of the completions were cut at max_completion_length={limit}{_mislabelled(bench)}",
             "the limit is too short for the answers, or the model never writes its end token",
             f"raise rollout.max_completion_length above {limit}, or check the model's end token and rollout.stop",
             severity="error" if share > thresholds["truncated_completions_error"] else "warning",
         )
     ]
+
+
+def _mislabelled(bench: Bench) -> str:
+    """Completions that the engine calls cut although they end with an end token."""
+    ends = set(bench.policy.eos_ids)
+    cut = [c for c in bench.batch.completions if c.stop_reason == "length"]
+    wrong = sum(bool(c.tokens) and c.tokens[-1] in ends for c in cut)
+    return f"; {wrong} of {len(cut)} end with an end token all the same" if wrong else ""
 
 
 def _unparseable(figures: dict[str, float], count: int, thresholds: Thresholds) -> list[Finding]:

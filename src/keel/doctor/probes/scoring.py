@@ -25,14 +25,19 @@ _NO_DROPOUT = "set model.dropout=false model.lora.dropout=0; a loader or scorer 
 
 def probe_scoring(bench: Bench, thresholds: Thresholds) -> Outcome:
     """Two passes against each other, then one pass against the model's own unpadded forward."""
-    first, second = bench.logp(), bench.logp()
     exists = _exists(bench)
+    passes: list[Tensor] = []
+    for way in (bench.witness, bench.logp, bench.logp):  # the model's own first: Keel's pass refuses such a model
+        passes.append(way())
+        broken = int((~torch.isfinite(passes[-1][exists])).sum())
+        if broken:
+            return Outcome("scoring", (_not_finite(bench, broken, int(exists.sum())),))
+    witness, first, second = passes
     apart = _largest(first - second, exists)
     figures = {"passes_apart": apart}
     if not apart <= thresholds["scoring_difference"]:
         return Outcome("scoring", (_unsteady(bench, apart, thresholds),), figures)
-    witness, again = bench.witness(), bench.witness()
-    unsteady = _largest(witness - again, exists)
+    unsteady = _largest(witness - bench.witness(), exists)
     figures["witness_apart"] = unsteady
     if not unsteady <= thresholds["scoring_difference"]:
         return Outcome("scoring", (_unsteady(bench, unsteady, thresholds),), figures)
@@ -96,6 +101,17 @@ def _largest(difference: Tensor, where: Tensor) -> float:
 def _average(difference: Tensor, where: Tensor) -> float:
     values = difference[where].abs()
     return float(values.nan_to_num(torch.inf).mean()) if len(values) else 0.0
+
+
+def _not_finite(bench: Bench, broken: int, total: int) -> Finding:
+    weights = [name for name, p in bench.policy.model.named_parameters() if not bool(torch.isfinite(p).all())]
+    cause = f"the weights themselves are not finite: {', '.join(weights[:3])}" if weights else "a pass overflows"
+    return found(
+        "scoring/non-finite",
+        f"{broken} of {total} log-probabilities are NaN or infinite before any update",
+        cause,
+        "load whole weights in model.name" if weights else "use model.dtype=float32 or bfloat16, or mend model.scorer",
+    )
 
 
 def _unsteady(bench: Bench, apart: float, thresholds: Thresholds) -> Finding:
