@@ -113,7 +113,7 @@ def over_budget(history: History, thresholds: Thresholds) -> Answers:
     if thresholds["kl_over_budget"] < now.mean <= limit:
         yield found(
             "kl/over-budget",
-            f"{name} is {now.mean:.3g} nats per token over {now.span}: over the usual {thresholds['kl_over_budget']:g}, "
+            f"{name} is {now.mean:.3g} nats per token over {now.span}: over {thresholds['kl_over_budget']:g}, "
             f"within kl.budget.max={limit:g} of the configuration",
             "the configuration allows this distance",
             "nothing, if it is meant",
