@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -110,20 +111,27 @@ class Bench:
             return None
         return score_reference(self.batch if batch is None else batch, self.run).rows.ref_logp
 
-    def logits(self, groups: Sequence[Group] | None = None) -> Tensor:
+    def logits(self, groups: Sequence[Group] | None = None, *, at_once: int = 1) -> Tensor:
         """The policy's own logits `[B, T, V]` in fp32, at temperature 1: the independent witness.
 
-        One completion at a time, in evaluation mode, without padding, packing or a scorer, by the model's own forward.
+        In evaluation mode, without padding, packing or a scorer, by the model's own forward; `at_once` rows of equal
+        length go together where there are many.
         """
-        rows = []
+        chosen = self.groups if groups is None else groups
+        pairs = [(group.prompt_tokens, c.tokens) for group in chosen for c in group.completions]
+        order = sorted(range(len(pairs)), key=lambda i: len(pairs[i][0]) + len(pairs[i][1]))
+        width = max(len(tokens) for _, tokens in pairs)
+        rows: list[Tensor] = [torch.empty(0)] * len(pairs)
         with evaluating(self.policy.model):
-            for group in self.groups if groups is None else groups:
-                for completion in group.completions:
-                    ids = torch.tensor([[*group.prompt_tokens, *completion.tokens]], device=self.policy.device)
-                    out = self.policy.model(input_ids=ids, use_cache=False).logits[0].float()
-                    rows.append(out[len(group.prompt_tokens) - 1 : -1])
-        width = max(len(row) for row in rows)
-        return torch.stack([torch.nn.functional.pad(row, (0, 0, 0, width - len(row))) for row in rows])
+            for _, alike in groupby(order, key=lambda i: len(pairs[i][0]) + len(pairs[i][1])):
+                members = list(alike)
+                for part in (members[i : i + at_once] for i in range(0, len(members), at_once)):
+                    ids = torch.tensor([[*pairs[i][0], *pairs[i][1]] for i in part], device=self.policy.device)
+                    out = self.policy.model(input_ids=ids, use_cache=False).logits.float()
+                    for i, row in zip(part, out, strict=True):
+                        own = row[len(pairs[i][0]) - 1 : -1]
+                        rows[i] = torch.nn.functional.pad(own, (0, 0, 0, width - len(own)))
+        return torch.stack(rows)
 
     def tokens(self, groups: Sequence[Group] | None = None) -> Tensor:
         """The completions' tokens `[B, T]`, 0 where there are none."""

@@ -54,7 +54,7 @@ class Draws:
 
 def draws(bench: Bench, groups: Sequence[Group], limit: int = 4000) -> Draws:
     """The action tokens of groups, with the logits of the weights as they are now."""
-    logits = bench.logits(groups)
+    logits = bench.logits(groups, at_once=32)
     completions = [c for group in groups for c in group.completions]
     places = [
         (b, t) for b, c in enumerate(completions) for t, action in enumerate(c.action) if action and t < len(c.tokens)
