@@ -63,11 +63,11 @@ def _examples(groups: Sequence[Group]) -> list[tuple[Any, Reward]]:
 
 def _entropy(bench: Bench) -> float:
     """Mean entropy in nats per token at temperature 1: a high temperature is no sign of random weights."""
-    logp = bench.logits().log_softmax(-1)
-    exists = torch.arange(logp.shape[1], device=logp.device) < torch.tensor(
-        [len(c.tokens) for c in bench.batch.completions], device=logp.device
-    ).unsqueeze(1)
-    return float(-(logp.exp() * logp).sum(-1)[exists].mean())
+    total, count = 0.0, 0
+    for _, logits in bench.each_logits():
+        logp = logits.log_softmax(-1)
+        total, count = total - float((logp.exp() * logp).sum()), count + len(logp)
+    return total / max(count, 1)
 
 
 def _gold_logp(bench: Bench) -> float:
