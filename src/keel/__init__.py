@@ -7,7 +7,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_PARTS = ("kl", "losses", "models", "reference", "rollout", "tasks", "train", "verify")
+_PARTS = ("doctor", "kl", "losses", "models", "reference", "rollout", "tasks", "train", "verify")
 
 
 def __getattr__(name: str) -> Any:

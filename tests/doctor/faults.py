@@ -175,6 +175,20 @@ def always_dropping() -> tuple[Any, Any]:
     return model, tokenizer
 
 
+def dropping_in_training() -> tuple[Any, Any]:
+    """Sound as long as nobody puts it into training mode."""
+    model, tokenizer = schooled_model()
+    model.model.layers[0].mlp = Leaky(model.model.layers[0].mlp, only_training=True)
+    return model.eval(), tokenizer
+
+
+def not_finite() -> tuple[Any, Any]:
+    model, tokenizer = schooled_model()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
+    return model, tokenizer
+
+
 class Stubborn(nn.Module):
     """A layer that stays in training mode whatever it is told, and drops there."""
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from keel.models.head import evaluating
 from keel.models.load import LoadedModel
+from keel.models.scorer import ScoreRows
 from keel.types import Problem, Reward
 
 
@@ -211,6 +212,15 @@ def reference_at_another_temperature(loaded: LoadedModel) -> Held:
     model: Any = _copy(loaded)
     model.set_output_embeddings(_Scaled(model.get_output_embeddings(), 2.0))
     return Held(model)
+
+
+def sums_in_one_pass(model: Any, rows: ScoreRows, *, temperature: float) -> Tensor:
+    """A scorer: the completion's mean with gradient (the policy's pass), its sum without (the reference's)."""
+    logits = model(rows.tokens, attention_mask=rows.attention_mask, position_ids=rows.position_ids).logits
+    logp = (logits[:, :-1].float() / temperature).log_softmax(-1)
+    each = rows.completion(logp.gather(-1, rows.tokens[:, 1:, None]).squeeze(-1))
+    total = each.sum(-1, keepdim=True).expand_as(each)
+    return total / rows.completion_mask.sum(-1, keepdim=True) if torch.is_grad_enabled() else total
 
 
 # -- estimators, as functions of d = log p − log π -----------------------------------------------------------------

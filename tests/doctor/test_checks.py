@@ -161,6 +161,13 @@ def test_a_budget_of_the_configuration_takes_the_place_of_the_threshold():
     assert "kl.budget.max" in finding.evidence
 
 
+def test_a_wide_budget_does_not_hide_the_distance():
+    wide = altered(KL, lambda step, was: min(0.3, 0.01 * (step - 1)), configured(kl__budget={"max": 0.5}))
+    (finding,) = check_history(wide).findings
+    assert (finding.code, finding.severity) == ("kl/over-budget", "note")
+    assert "kl.budget.max=0.5" in finding.evidence
+
+
 def test_a_stop_is_an_error_under_its_own_code():
     stop = {"kind": "stop", "step": 30, "code": "kl/over-budget", "message": "kl is 0.5 at step 30"}
     (finding,) = check_history(healthy(events=(stop,))).findings

@@ -35,6 +35,11 @@ FAULTS = {
     "dropout that is always on": ("scoring/dropout", [f"model.name={HERE}:always_dropping"]),
     "a layer stuck in training mode": ("scoring/dropout", [f"model.name={HERE}:stubbornly_dropping"]),
     "the model's own dropout": ("scoring/dropout", ["model.dropout=true", f"model.name={HERE}:with_dropout"]),
+    "a scorer in training mode": (
+        "scoring/dropout",
+        [f"model.name={HERE}:dropping_in_training", scorer("in_training_mode")],
+    ),
+    "weights that are not finite": ("scoring/non-finite", [f"model.name={HERE}:not_finite"]),
     "dropout of LoRA": ("scoring/dropout", ["model.lora={r: 4, dropout: 0.2, adapter: null}"]),
     "the loss mask as attention mask": ("mask/attention", [scorer("loss_mask_as_attention")]),
     "the same without positions to tell": ("mask/attention", [GPT2, scorer("loss_mask_as_attention")]),

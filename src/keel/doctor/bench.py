@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from keel.models.pack import right_pad
 from keel.rollout.sampling import SamplingParams
 from keel.tasks import Task
 from keel.tasks.judge import Failure
-from keel.train.batch import StepBatch, pack_step, score_micro, score_reference, stitch
+from keel.train.batch import StepBatch, detached, pack_step, score_micro, score_reference, stitch
 from keel.train.sft import sft
 from keel.train.state import Run
 from keel.train.warmstart import is_whole, warmstart_place
@@ -89,10 +90,9 @@ class Bench:
         return pack_step(groups, self.run)
 
     def scores(self, batch: StepBatch | None = None) -> Scores:
-        """One pass of the policy by training's own functions, without gradient, `[B, T]`."""
+        """One pass of the policy by training's own functions, as training calls them, then detached; each `[B, T]`."""
         batch = self.batch if batch is None else batch
-        with torch.no_grad():
-            parts = [score_micro(micro, batch, self.run) for micro in batch.micros]
+        parts = [detached(score_micro(micro, batch, self.run)) for micro in batch.micros]
         entropy = [part.entropy for part in parts if part.entropy is not None]
         exact = [part.exact_kl for part in parts if part.exact_kl is not None]
         return Scores(
@@ -111,20 +111,30 @@ class Bench:
             return None
         return score_reference(self.batch if batch is None else batch, self.run).rows.ref_logp
 
-    def logits(self, groups: Sequence[Group] | None = None) -> Tensor:
-        """The policy's own logits `[B, T, V]` in fp32, at temperature 1: the independent witness.
+    def each_logits(self, groups: Sequence[Group] | None = None, *, at_once: int = 1) -> Iterator[tuple[int, Tensor]]:
+        """Number of a completion and the policy's own logits `[t, V]` for it, fp32, temperature 1: the witness.
 
-        One completion at a time, in evaluation mode, without padding, packing or a scorer, by the model's own forward.
+        In evaluation mode, without padding, packing or a scorer, by the model's own forward; `at_once` rows of equal
+        length go together where there are many. One at a time, since a batch of them need not fit into memory.
         """
-        rows = []
-        with evaluating(self.policy.model):
-            for group in self.groups if groups is None else groups:
-                for completion in group.completions:
-                    ids = torch.tensor([[*group.prompt_tokens, *completion.tokens]], device=self.policy.device)
-                    out = self.policy.model(input_ids=ids, use_cache=False).logits[0].float()
-                    rows.append(out[len(group.prompt_tokens) - 1 : -1])
-        width = max(len(row) for row in rows)
-        return torch.stack([torch.nn.functional.pad(row, (0, 0, 0, width - len(row))) for row in rows])
+        chosen = self.groups if groups is None else groups
+        pairs = [(group.prompt_tokens, c.tokens) for group in chosen for c in group.completions]
+        order = sorted(range(len(pairs)), key=lambda i: len(pairs[i][0]) + len(pairs[i][1]))
+        for _, alike in groupby(order, key=lambda i: len(pairs[i][0]) + len(pairs[i][1])):
+            members = list(alike)
+            for part in (members[i : i + at_once] for i in range(0, len(members), at_once)):
+                ids = torch.tensor([[*pairs[i][0], *pairs[i][1]] for i in part], device=self.policy.device)
+                with evaluating(self.policy.model):
+                    out = self.policy.model(input_ids=ids, use_cache=False).logits
+                for i, row in zip(part, out, strict=True):
+                    yield i, row[len(pairs[i][0]) - 1 : -1].float()
+
+    def logits(self, groups: Sequence[Group] | None = None) -> Tensor:
+        """The witness's logits of all completions, `[B, T, V]`, 0 where there is no token."""
+        found = dict(self.each_logits(groups))
+        width = max(len(row) for row in found.values())
+        padded = {i: torch.nn.functional.pad(row, (0, 0, 0, width - len(row))) for i, row in found.items()}
+        return torch.stack([padded[i] for i in range(len(padded))])
 
     def tokens(self, groups: Sequence[Group] | None = None) -> Tensor:
         """The completions' tokens `[B, T]`, 0 where there are none."""
@@ -132,9 +142,13 @@ class Bench:
         return right_pad((c.tokens for g in chosen for c in g.completions), 0).to(self.policy.device)
 
     def witness(self, groups: Sequence[Group] | None = None, *, temperature: float | None = None) -> Tensor:
-        """Log-probabilities `[B, T]` from `logits`, at the sampling temperature unless another is given."""
-        logits = self.logits(groups) / (self.temperature if temperature is None else temperature)
-        return logits.log_softmax(-1).gather(-1, self.tokens(groups).unsqueeze(-1)).squeeze(-1)
+        """The witness's log-probabilities `[B, T]`, at the sampling temperature unless another is given."""
+        tokens = self.tokens(groups)
+        scored = torch.zeros(tokens.shape, device=tokens.device)
+        for i, row in self.each_logits(groups):
+            logp = (row / (self.temperature if temperature is None else temperature)).log_softmax(-1)
+            scored[i, : len(row)] = logp.gather(-1, tokens[i, : len(row), None]).squeeze(-1)
+        return scored
 
     @contextmanager
     def perturbed(self, relative: float = RELATIVE_NOISE, seed: int = 0) -> Iterator[None]:

@@ -37,24 +37,24 @@ def _findings(diagnosis: Diagnosis) -> Table:
     table.add_column("evidence, likely cause, and → what to change", overflow="fold")
     for finding in ranked(diagnosis.findings):
         what = Text.assemble(finding.evidence, "\n", (finding.cause, "dim"), "\n", (f"→ {finding.advice}", "bold"))
-        table.add_row(Text(f"{finding.code}\n{finding.severity}", style=TONES[finding.severity]), what)
-        table.add_section()
+        table.add_row(
+            Text(f"{finding.code}\n{finding.severity}", style=TONES[finding.severity]), what, end_section=True
+        )
     return table
 
 
 def _hypotheses(diagnosis: Diagnosis) -> Table:
     table = Table(title="Hypotheses", title_justify="left", title_style="bold", box=box.ROUNDED)
-    for column in ("hypothesis", "verdict", "the figure that decides", "priority", "interacts with", "next"):
-        table.add_column(column, overflow="fold")
+    table.add_column("hypothesis", overflow="fold", max_width=26)
+    table.add_column("the figure that decides, what it interacts with, and → what to do next", overflow="fold")
     for item in diagnosis.hypotheses:
-        table.add_row(
-            Text(f"{item.name} {item.title}"),
-            Text(item.verdict, style=VERDICTS.get(item.verdict, "dim")),
-            Text(item.figure),
-            Text(item.priority),
-            Text(item.interacts),
-            Text(item.action),
+        name = Text.assemble(
+            f"{item.name} {item.title}\n",
+            (item.verdict, VERDICTS.get(item.verdict, "dim")),
+            f"\n{item.priority} priority",
         )
+        what = Text.assemble(item.figure, "\n", (item.interacts, "dim"), "\n", (f"→ {item.action}", "bold"))
+        table.add_row(name, what, end_section=True)
     return table
 
 

@@ -65,6 +65,12 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "Preflight changes a prompt (or tool) token; the completion's log-probabilities must change, and do not.",
     ),
     (
+        "scoring/non-finite",
+        "error",
+        "Log-probabilities are NaN or infinite before anything was trained.",
+        "Preflight scores one batch.",
+    ),
+    (
         "scoring/dropout",
         "error",
         "The policy is scored with dropout on: the same tokens get other log-probabilities each time.",

@@ -8,7 +8,7 @@ from typing import Any
 
 from keel.config import Config
 from keel.doctor.bench import build_bench
-from keel.doctor.diagnosis import Diagnosis
+from keel.doctor.diagnosis import Diagnosis, with_raised
 from keel.doctor.findings import ranked
 from keel.doctor.hypotheses import preflight_figures, weigh
 from keel.doctor.probes import PROBES, Outcome
@@ -44,13 +44,13 @@ def preflight(
         if on_probe is not None:
             on_probe(outcome, time.monotonic() - began)
     findings = tuple(ranked(finding for outcome in outcomes for finding in outcome.findings))
-    return Diagnosis(
+    diagnosis = Diagnosis(
         findings=findings,
         hypotheses=weigh(findings, preflight_figures(outcomes), limits),
         unchecked=tuple(line for outcome in outcomes for line in outcome.unchecked),
         notes=(*bench.notes, *(line for outcome in outcomes for line in outcome.lines)),
-        raised_thresholds=limits.raised,
     )
+    return with_raised(diagnosis, limits)
 
 
 __all__ = ["preflight"]

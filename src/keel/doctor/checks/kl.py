@@ -110,6 +110,15 @@ def over_budget(history: History, thresholds: Thresholds) -> Answers:
     if isinstance(own, int | float) and history.option("kl.budget.unit") != "per_sequence":
         limit, whose = float(own), "kl.budget.max of the configuration"
     now = series.tail(RECENT)
+    if thresholds["kl_over_budget"] < now.mean <= limit:
+        yield found(
+            "kl/over-budget",
+            f"{name} is {now.mean:.3g} nats per token over {now.span}: over {thresholds['kl_over_budget']:g}, "
+            f"within kl.budget.max={limit:g} of the configuration",
+            "the configuration allows this distance",
+            "nothing, if it is meant",
+            severity="note",
+        )
     if not limit < now.mean <= thresholds["kl_explosion"]:
         return
     beta = history.get("kl/beta")

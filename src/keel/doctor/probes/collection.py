@@ -63,11 +63,11 @@ def _examples(groups: Sequence[Group]) -> list[tuple[Any, Reward]]:
 
 def _entropy(bench: Bench) -> float:
     """Mean entropy in nats per token at temperature 1: a high temperature is no sign of random weights."""
-    logp = bench.logits().log_softmax(-1)
-    exists = torch.arange(logp.shape[1], device=logp.device) < torch.tensor(
-        [len(c.tokens) for c in bench.batch.completions], device=logp.device
-    ).unsqueeze(1)
-    return float(-(logp.exp() * logp).sum(-1)[exists].mean())
+    total, count = 0.0, 0
+    for _, logits in bench.each_logits():
+        logp = logits.log_softmax(-1)
+        total, count = total - float((logp.exp() * logp).sum()), count + len(logp)
+    return total / max(count, 1)
 
 
 def _gold_logp(bench: Bench) -> float:
@@ -177,12 +177,20 @@ def _truncated(figures: dict[str, float], bench: Bench, thresholds: Thresholds) 
     return [
         found(
             "output/truncated",
-            f"{100 * share:.0f} % of the completions were cut at rollout.max_completion_length={limit}",
+            f"{100 * share:.0f} % of the completions were cut at max_completion_length={limit}{_mislabelled(bench)}",
             "the limit is too short for the answers, or the model never writes its end token",
             f"raise rollout.max_completion_length above {limit}, or check the model's end token and rollout.stop",
             severity="error" if share > thresholds["truncated_completions_error"] else "warning",
         )
     ]
+
+
+def _mislabelled(bench: Bench) -> str:
+    """Completions that the engine calls cut although they end with an end token."""
+    ends = set(bench.policy.eos_ids)
+    cut = [c for c in bench.batch.completions if c.stop_reason == "length"]
+    wrong = sum(bool(c.tokens) and c.tokens[-1] in ends for c in cut)
+    return f"; {wrong} of {len(cut)} end with an end token all the same" if wrong else ""
 
 
 def _unparseable(figures: dict[str, float], count: int, thresholds: Thresholds) -> list[Finding]:

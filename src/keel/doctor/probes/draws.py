@@ -21,6 +21,8 @@ from keel.types import Group
 _TEMPERATURES = tuple(2.0 ** (i / 8) for i in range(-24, 25))
 _NUCLEI = (0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
 _TOPS = (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100)
+_MOST_TOKENS = 4000
+_MOST_NUMBERS = 50_000_000  # tokens × vocabulary held at once
 _SMALLEST = (0.01, 0.02, 0.05, 0.1, 0.2)
 
 
@@ -52,21 +54,25 @@ class Draws:
         return self.distribution(params).gather(-1, self.tokens[:, None]).squeeze(-1)
 
 
-def draws(bench: Bench, groups: Sequence[Group], limit: int = 4000) -> Draws:
-    """The action tokens of groups, with the logits of the weights as they are now."""
-    logits = bench.logits(groups)
+def draws(bench: Bench, groups: Sequence[Group]) -> Draws:
+    """The action tokens of groups (as many as fit), with the logits of the weights as they are now."""
     completions = [c for group in groups for c in group.completions]
-    places = [
-        (b, t) for b, c in enumerate(completions) for t, action in enumerate(c.action) if action and t < len(c.tokens)
-    ][: min(limit, max(64, int(2e8) // logits.shape[-1]))]
-    rows, columns = torch.tensor([p[0] for p in places]), torch.tensor([p[1] for p in places])
+    limit = min(_MOST_TOKENS, max(64, _MOST_NUMBERS // bench.vocabulary))
+    kept: list[tuple[int, Tensor, Tensor]] = []
+    for b, logits in bench.each_logits(groups, at_once=32):
+        if limit <= 0:
+            break
+        places = torch.tensor([t for t, action in enumerate(completions[b].action) if action][:limit], dtype=torch.long)
+        limit -= len(places)
+        kept.append((b, places, logits[places.to(logits.device)].double()))
+    kept.sort(key=lambda entry: entry[0])
+    device = bench.policy.device
+    drawn = [(completions[b].tokens[t], completions[b].sample_logp[t], b) for b, places, _ in kept for t in places]
     return Draws(
-        logits=logits[rows, columns].double(),
-        tokens=torch.tensor([completions[b].tokens[t] for b, t in places], device=logits.device),
-        reported=torch.tensor([completions[b].sample_logp[t] for b, t in places], dtype=torch.float64).to(
-            logits.device
-        ),
-        row=rows.to(logits.device),
+        logits=torch.cat([logits for _, _, logits in kept]),
+        tokens=torch.tensor([token for token, _, _ in drawn], dtype=torch.long, device=device),
+        reported=torch.tensor([logp for _, logp, _ in drawn], dtype=torch.float64, device=device),
+        row=torch.tensor([b for _, _, b in drawn], dtype=torch.long, device=device),
     )
 
 

@@ -19,9 +19,9 @@ from keel.doctor.probes.draws import (
     unfiltered,
     uniform_p_value,
 )
+from keel.doctor.probes.gap import in_half
 from keel.doctor.probes.masks import batch_draws, foreign
 from keel.doctor.probes.outcome import Outcome
-from keel.doctor.probes.scoring import in_half
 from keel.doctor.thresholds import Thresholds
 from keel.rollout.sampling import SamplingParams
 from keel.types import Group

@@ -1,0 +1,160 @@
+"""Scores beside the witness, and the ways in which they can be made once more to explain a gap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from keel.doctor.bench import Bench
+from keel.doctor.probes.draws import best_temperature
+from keel.doctor.probes.modes import in_mode
+from keel.doctor.thresholds import Thresholds
+from keel.types import Group
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Scores beside the witness, and how far apart they may be: rounding of the type that computes them.
+
+    `way` makes the scores once more, in the same company.
+    """
+
+    bench: Bench
+    way: Callable[[], Tensor]
+    scored: Tensor
+    witness: Tensor
+    exists: Tensor
+    thresholds: Thresholds
+
+    def worst(self, scored: Tensor) -> float:
+        return largest(scored - self.witness, self.exists)
+
+    def mean(self, scored: Tensor) -> float:
+        return average(scored - self.witness, self.exists)
+
+    def broken(self, scored: Tensor) -> bool:
+        """Whether these scores are further from the witness than rounding explains."""
+        return not close(self.bench, scored - self.witness, self.exists, self.thresholds)
+
+
+def close(bench: Bench, difference: Tensor, exists: Tensor, thresholds: Thresholds) -> bool:
+    """Within rounding: the largest difference in fp32, the mean one where a pass runs in half precision."""
+    if in_half(bench):
+        return average(difference, exists) <= thresholds["scoring_gap_half"]
+    return largest(difference, exists) <= thresholds["scoring_gap"]
+
+
+def in_half(bench: Bench) -> bool:
+    """Whether training's passes run in 16 bits."""
+    return bench.run.options.autocast is not None or bench.policy.dtype != torch.float32
+
+
+def largest(difference: Tensor, where: Tensor) -> float:
+    values = difference[where].abs()
+    return float(values.nan_to_num(torch.inf).max()) if len(values) else 0.0
+
+
+def average(difference: Tensor, where: Tensor) -> float:
+    values = difference[where].abs()
+    return float(values.nan_to_num(torch.inf).mean()) if len(values) else 0.0
+
+
+def in_company(bench: Bench) -> Tensor:
+    """The bench's completions scored beside a longer row, so that all of them are padded."""
+    group = bench.groups[0]
+    prompt = (group.prompt_tokens * 2)[: _room(bench) - len(group.completions[0].tokens)]
+    longer = replace(group, prompt_tokens=prompt, completions=group.completions[:1], rewards=group.rewards[:1])
+    return bench.logp(bench.pack([*bench.groups, longer]))[:-1, : bench.batch.width]
+
+
+def _room(bench: Bench) -> int:
+    return bench.policy.context_length or 1 << 30
+
+
+def alone_scores(bench: Bench) -> Tensor:
+    """Each completion scored in a batch of its own."""
+    rows = []
+    for group in bench.groups:
+        for index in range(len(group.completions)):
+            single = replace(group, completions=(group.completions[index],), rewards=group.rewards[index : index + 1])
+            logp = bench.logp(bench.pack([single]))
+            rows.append(functional.pad(logp, (0, bench.batch.width - logp.shape[1])))
+    return torch.cat(rows)
+
+
+def one_place_off(bench: Bench, shift: int) -> Tensor:
+    """Log-probabilities of the tokens from the logits one place off; 0 where there is no such place."""
+    logp = (bench.logits() / bench.temperature).log_softmax(-1)
+    picked = logp.roll(-shift, dims=1).gather(-1, bench.tokens().unsqueeze(-1)).squeeze(-1)
+    picked = picked.clone()
+    counts = [len(c.tokens) for c in bench.batch.completions]
+    for row, count in enumerate(counts):
+        edge = slice(max(count - 1, 0), None) if shift > 0 else slice(0, 1)
+        picked[row, edge] = 0.0
+    return picked
+
+
+def fitting_temperature(gap: Gap) -> float | None:
+    """The temperature at which the witness equals the scores, if there is one."""
+    logits, tokens = gap.bench.logits().double(), gap.bench.tokens().unsqueeze(-1)
+
+    def at(t: float) -> Tensor:
+        return (logits / t).log_softmax(-1).gather(-1, tokens).squeeze(-1)
+
+    best = best_temperature(gap.bench.sampling, lambda params: average(gap.scored - at(params.temperature), gap.exists))
+    fits = average(gap.scored - at(best), gap.exists) <= max(0.02 * gap.mean(gap.scored), 1e-4)
+    return best if fits else None
+
+
+def other_positions() -> dict[str, Callable[[int, int], Tensor]]:
+    """Position ids that a training pass may have had instead, from the lengths of prompt and completion."""
+    return {
+        "positions that begin at 1": lambda p, n: torch.arange(1, p + n + 1),
+        "positions that begin anew at the completion": lambda p, n: torch.cat((torch.arange(p), torch.arange(n))),
+        "every position at 0": lambda p, n: torch.zeros(p + n, dtype=torch.long),
+        "positions that count the completion only": lambda p, n: torch.cat(
+            (torch.zeros(p, dtype=torch.long), torch.arange(1, n + 1))
+        ),
+    }
+
+
+def witness_at(bench: Bench, positions: Callable[[int, int], Tensor]) -> Tensor:
+    """The witness under other position ids."""
+    rows = []
+    model = bench.policy.model
+    with in_mode(model, training=False), torch.no_grad():
+        for group, completion in _pairs(bench.groups):
+            tokens = torch.tensor([[*group.prompt_tokens, *completion.tokens]], device=bench.policy.device)
+            places = positions(len(group.prompt_tokens), len(completion.tokens)).to(tokens.device)[None]
+            seen = torch.ones_like(tokens)  # given, so that positions that begin anew are not read as a new text
+            out = model(input_ids=tokens, attention_mask=seen, position_ids=places, use_cache=False)
+            logits = out.logits[0].float()
+            logp = (logits / bench.temperature).log_softmax(-1)[len(group.prompt_tokens) - 1 : -1]
+            own = torch.tensor(completion.tokens, device=tokens.device)[:, None]
+            picked = logp.gather(-1, own).squeeze(-1)
+            rows.append(functional.pad(picked, (0, bench.batch.width - len(picked))))
+    return torch.stack(rows)
+
+
+def _pairs(groups: Sequence[Group]) -> Iterator[tuple[Group, Any]]:
+    return ((group, completion) for group in groups for completion in group.completions)
+
+
+def half_gap(bench: Bench, gap: Gap) -> float:
+    """What bfloat16 alone does to the witness, mean in nats."""
+    with torch.autocast(bench.policy.device.type, dtype=torch.bfloat16):
+        return average(bench.witness() - gap.witness, gap.exists)
+
+
+def scaled(gap: Gap) -> str:
+    """A constant factor between scores and witness, in words, if that is all that is between them."""
+    ours, theirs = gap.scored[gap.exists].double(), gap.witness[gap.exists].double()
+    factor = float((ours * theirs).sum() / theirs.square().sum().clamp_min(1e-12))
+    if float((ours - factor * theirs).abs().mean()) <= 0.01 * float(theirs.abs().mean()):
+        return f"; they are {factor:.3g} times the right ones"
+    return ""
