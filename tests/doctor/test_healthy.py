@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from doctor.schooled import schooled_config
+from keel.config import load_config
 from keel.doctor.preflight import preflight
 
 LORA = "model.lora={r: 4}"
@@ -48,3 +49,14 @@ def test_no_alarm_on_a_healthy_configuration(name: str) -> None:
     assert diagnosis.exit_status == 0
     assert not [line for line in diagnosis.unchecked if "Error" in line]
     assert "confirmed" not in {hypothesis.verdict for hypothesis in diagnosis.hypotheses}
+
+
+def test_a_policy_whose_warm_start_was_cut_is_not_blamed_for_what_it_does_not_know_yet():
+    """A slow machine must not turn the shipped default into a sick one: its skill is noted and decides nothing."""
+    config = load_config({}, ["warmstart.steps=400", "task.skill=add", "rollout.max_completion_length=6"])
+    found = preflight(config, warmstart_s=0.0)
+    assert not [finding for finding in found.findings if finding.severity != "note"]
+    assert any("of 400 steps" in finding.evidence for finding in found.findings)
+    verdicts = {row.name: row.verdict for row in found.hypotheses}
+    assert {verdicts[name] for name in ("H05", "E01", "E05")} == {"not testable here"}
+    assert verdicts["H06"] == "ruled out"

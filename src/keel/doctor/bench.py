@@ -28,7 +28,7 @@ from keel.train.state import Run
 from keel.train.warmstart import is_whole, warmstart_place
 from keel.types import Group, Problem, Scores
 
-WARMSTART_S = 45.0
+WARMSTART_S = 60.0
 RELATIVE_NOISE = 0.05
 
 
@@ -44,6 +44,7 @@ class Bench:
     batch: StepBatch
     failures: tuple[Failure, ...] = ()
     notes: tuple[str, ...] = ()
+    cut: str | None = None  # how much of the warm start there was time for, where not for all of it
     found: dict[str, Any] = field(default_factory=dict)  # what one probe measured and a later one reads
 
     @property
@@ -191,7 +192,7 @@ def build_bench(
     A reward that fails counts as 0 here, whatever `reward.on_error` says, so that the rest can still be looked at.
     """
     lenient = config.model_copy(update={"reward": config.reward.model_copy(update={"on_error": "zero"})})
-    loaded, notes = _policy(lenient, task, warmstart_s)
+    loaded, notes, cut = _policy(lenient, task, warmstart_s)
     built = build_run(lenient, loaded, task=task, reward=reward)
     built.run.engine.sync(loaded.model, 0)
     count = min(generations, config.rollout.num_generations) if config.rollout.num_generations > 1 else generations
@@ -199,21 +200,24 @@ def build_bench(
     drawn = built.run.task.sample(problems, seed=config.run.seed, step=0)
     groups = built.run.collect(drawn, attempt=0, step=0, sampling=sampling)  # type: ignore[call-arg]
     batch = pack_step(groups, built.run)
-    return Bench(config, built, batch, tuple(built.judge.drain()), (*notes, *built.notes))
+    return Bench(config, built, batch, tuple(built.judge.drain()), (*notes, *built.notes), cut)
 
 
 class _Enough(Exception):
     """Ends a warm start that has used its time."""
 
 
-def _policy(config: Config, task: Task | None, limit_s: float) -> tuple[LoadedModel, tuple[str, ...]]:
-    """The policy as step 0 sees it: after the run's own warm start where that is there, else after a timed one."""
+def _policy(config: Config, task: Task | None, limit_s: float) -> tuple[LoadedModel, tuple[str, ...], str | None]:
+    """The policy as step 0 sees it: after the run's own warm start where that is there, else after a timed one.
+
+    Last comes how much of it there was time for, where not for all.
+    """
     if config.warmstart is None:
-        return _loaded(config)
+        return (*_loaded(config), None)
     place = warmstart_place(Path(config.run.dir) / config.run.name, config)
     if is_whole(place):
         loaded, notes = _loaded(config, place)
-        return loaded, (*notes, f"the warm start of this configuration was found in {place} and used")
+        return loaded, (*notes, f"the warm start of this configuration was found in {place} and used"), None
     loaded, notes = _loaded(config)
     began, done = time.monotonic(), 0
     examples, options = build_warmstart(config, loaded, task)
@@ -227,8 +231,9 @@ def _policy(config: Config, task: Task | None, limit_s: float) -> tuple[LoadedMo
     try:
         sft(loaded, examples, options, report)
     except _Enough:
-        return loaded, (*notes, f"the warm start was cut after {done} of {options.steps} steps ({limit_s:g} s)")
-    return loaded, (*notes, f"the warm start ran its {done} steps in {time.monotonic() - began:.0f} s")
+        cut = f"{done} of {options.steps} steps of its warm start ({limit_s:g} s)"
+        return loaded, (*notes, f"the policy has had {cut}: train once, and the doctor finds the whole one"), cut
+    return loaded, (*notes, f"the warm start ran its {done} steps in {time.monotonic() - began:.0f} s"), None
 
 
 def _loaded(config: Config, weights: Path | None = None) -> tuple[LoadedModel, tuple[str, ...]]:

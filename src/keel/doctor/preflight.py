@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from keel.config import Config
-from keel.doctor.bench import build_bench
+from keel.doctor.bench import WARMSTART_S, build_bench
 from keel.doctor.diagnosis import Diagnosis, with_raised
-from keel.doctor.findings import ranked
+from keel.doctor.findings import Finding, ranked
 from keel.doctor.hypotheses import preflight_figures, weigh
 from keel.doctor.probes import PROBES, Outcome
 from keel.doctor.thresholds import Thresholds, load_thresholds
@@ -26,13 +27,15 @@ def preflight(
     *,
     task: Task | None = None,
     reward: Callable[..., Any] | None = None,
+    warmstart_s: float = WARMSTART_S,
 ) -> Diagnosis:
     """Findings of all probes, worst first; `on_probe(outcome, seconds)` is called after each of them.
 
-    A probe that fails on what it is given is said to have failed and does not end the others.
+    A probe that fails on what it is given is said to have failed and does not end the others. A warm start that takes
+    longer than `warmstart_s` is cut; what then depends on the policy's skill is a note and decides no hypothesis.
     """
     limits = load_thresholds() if thresholds is None else thresholds
-    bench = build_bench(config, task=task, reward=reward)
+    bench = build_bench(config, task=task, reward=reward, warmstart_s=warmstart_s)
     outcomes = []
     for name, probe in PROBES:
         began = time.monotonic()
@@ -43,14 +46,35 @@ def preflight(
         outcomes.append(outcome)
         if on_probe is not None:
             on_probe(outcome, time.monotonic() - began)
-    findings = tuple(ranked(finding for outcome in outcomes for finding in outcome.findings))
+    every = [finding for outcome in outcomes for finding in outcome.findings]
+    findings = tuple(ranked(every if bench.cut is None else [_softened(finding, bench.cut) for finding in every]))
+    decisive = [outcome for outcome in outcomes if bench.cut is None or outcome.name not in _ON_THE_POLICYS_SKILL]
     diagnosis = Diagnosis(
         findings=findings,
-        hypotheses=weigh(findings, preflight_figures(outcomes), limits),
+        hypotheses=weigh(findings, preflight_figures(decisive), limits),
         unchecked=tuple(line for outcome in outcomes for line in outcome.unchecked),
         notes=(*bench.notes, *(line for outcome in outcomes for line in outcome.lines)),
     )
     return with_raised(diagnosis, limits)
+
+
+# What a policy writes and how far an update takes it depend on how much it has learned.
+_ON_THE_POLICYS_SKILL = ("collection", "advantage", "update", "truncation")
+_OF_AN_UNFINISHED_POLICY = (
+    "output/",
+    "reward/constant",
+    "reward/weak",
+    "reward/cliff",
+    "advantage/",
+    "optim/lr-too-high",
+)
+
+
+def _softened(finding: Finding, cut: str) -> Finding:
+    """A finding about a policy whose warm start was cut says so and is a note: the run's own policy knows more."""
+    if not finding.code.startswith(_OF_AN_UNFINISHED_POLICY):
+        return finding
+    return replace(finding, severity="note", evidence=f"after {cut}: {finding.evidence}")
 
 
 __all__ = ["preflight"]

@@ -23,7 +23,6 @@ from keel.train.step import penalize_advantages, penalize_rewards, with_advantag
 
 FACTORS = (0.5, 1.0, 2.0)
 LOWER = tuple(2.0**-k for k in range(2, 13))
-PEAK = 20.0
 SAFETY = 4.0  # an advised learning rate takes a quarter of the KL that an update may take
 
 
@@ -40,7 +39,7 @@ def probe_update(bench: Bench, thresholds: Thresholds) -> Outcome:
     """The first update at its own learning rate, at half, at double and at the peak; all of it is undone.
 
     A warm-up is for the first updates, which Adam takes at full length whatever the gradient's noise is; later ones are
-    averaged by its momentum, so that the peak is judged by `PEAK` times the limit only.
+    averaged by its momentum, so that the peak has a limit of its own, `kl_per_update_peak`.
     """
     batch, given = _with_signal(_scored(bench), bench)
     loss = _backward(bench, batch)
@@ -143,8 +142,8 @@ def undone(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _too_far(figures: dict[str, float], thresholds: Thresholds) -> bool:
-    limit = thresholds["kl_per_update"]
-    return not (figures["kl_after"] <= limit and figures["kl_after_peak"] <= PEAK * limit)
+    first, peak = thresholds["kl_per_update"], thresholds["kl_per_update_peak"]
+    return not (figures["kl_after"] <= first and figures["kl_after_peak"] <= peak)
 
 
 def _judged(figures: dict[str, float], thresholds: Thresholds) -> tuple[Finding, ...]:
