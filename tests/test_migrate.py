@@ -119,12 +119,15 @@ def test_trl_by_hand(tmp_path):
     assert (config.kl.beta, config.kl.estimator, config.kl.gradient, config.kl.reduction) == (
         0.04,
         "k3",
-        "plain",
+        "rho",  # use_bias_correction_kl, which is TRL 1.16's default
         "loss",
     )
     assert (config.loss.loss_type, config.loss.scale_rewards, config.loss.num_iterations) == ("dr_grpo", "none", 2)
-    assert (config.reference.kind, config.reference.params) == ("ema", {"alpha": 0.6, "every": 64})
-    assert (config.run.dir, config.run.name, config.run.max_steps, config.run.seed) == ("out", "qwen-grpo", 500, 7)
+    assert (config.reference.kind, config.reference.params) == ("ema", {"alpha": 0.6, "every": 32})
+    # num_iterations=2: TRL's steps are updates, two of which are one of Keel's
+    assert (config.run.dir, config.run.name, config.run.max_steps, config.run.seed) == ("out", "qwen-grpo", 250, 7)
+    assert (config.optim.warmup_steps, config.checkpoint.every) == (10, 50)
+    assert (config.data.max_prompt_length, config.data.truncation) == (512, "left")
     assert config.data.path == "openai/gsm8k,main"
     assert config.optim.schedule == "cosine"
     assert config.rollout.engine == "native"
@@ -155,11 +158,12 @@ def test_the_silent_defaults_are_the_installed_trls():
 
     from trl import GRPOConfig
 
-    from keel.config.migrate import TRL_DEFAULTS
+    from keel.config.migrate import TRL_DEFAULTS, TRL_KL_DEFAULTS
 
+    ours = {**TRL_DEFAULTS, **TRL_KL_DEFAULTS}
     theirs = {f.name: f.default for f in fields(GRPOConfig)}
-    assert {name: str(getattr(theirs[name], "value", theirs[name])) for name in TRL_DEFAULTS} == {
-        name: str(value) for name, value in TRL_DEFAULTS.items()
+    assert {name: str(getattr(theirs[name], "value", theirs[name])) for name in ours} == {
+        name: str(value) for name, value in ours.items()
     }
 
 

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 MIGRATE_HELP = """Turn a configuration of TRL or verl into one of Keel's.
 
 The configuration goes to stdout (or to --out), the account of every option to stderr: what it became, what the peer
-does where its file is silent, and what has no counterpart. Reads YAML, JSON, a Python file with GRPOConfig(...) (which
-is not executed), and a shell script with key=value words. Exit status 1 if Keel would refuse the result as it is.
+does where its file is silent, what has no counterpart, and what only you can set. Reads YAML (interpolations are filled
+in), JSON, a Python file with GRPOConfig(...) and a shell script with key=value words and variables (neither is
+executed). Exit status 1 if Keel would refuse the result as it is.
 
 Examples:
 
@@ -49,7 +50,8 @@ def migrate(
             raise KeelError(f"cannot write {out}: {error.strerror or error}") from None
     if as_json:
         rows = [asdict(row) for row in result.rows]
-        print_json({"origin": result.origin, "config": result.tree, "options": rows, "refused": result.refused})
+        said = {"refused": result.refused, "missing": result.missing}
+        print_json({"origin": result.origin, "config": result.tree, "options": rows, **said})
     elif out is None:
         typer.echo(page, nl=False)
     if not as_json:
@@ -70,7 +72,12 @@ def _account(result: Migration, out: str | None) -> None:
     console.print(table)
     lost = [row for row in result.without if not row.silent]
     mapped = sum(not row.silent for row in result.rows) - len(lost)
+    by_hand = [row.name for row in result.without if row.by_hand]
     console.print(f"{mapped} options mapped, {len(lost)} without a counterpart" + (f"; wrote {out}" if out else ""))
+    if by_hand:
+        console.print(f"To set by hand: {', '.join(by_hand)}", style="yellow", markup=False)
+    if result.missing is not None:
+        console.print(f"To run it on this machine: {result.missing}", style="yellow", markup=False)
     if result.refused is not None:
         console.print(f"Keel refuses the result as it is: {result.refused}", style="bold red", markup=False)
 
@@ -81,7 +88,8 @@ def _cells(row: Became) -> tuple[str, str, str, str]:
     from keel.config import text
 
     became = " ".join(f"{name}={text.dump(value)}" for name, value in row.options.items())
-    said = became or ("[red]no counterpart[/red]" if row.reason else "nothing to set")
+    lost = "[yellow]by hand[/yellow]" if row.by_hand else "[red]no counterpart[/red]"
+    said = became or (lost if row.reason else "nothing to set")
     name = f"({row.name})" if row.silent else row.name
     note = row.reason or row.note
     return escape(name), escape(text.dump(row.value)), escape(became) if became else said, escape(note)

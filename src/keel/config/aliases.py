@@ -76,7 +76,7 @@ def translate(
         became = {name: value} if alias is None else alias.apply(value, given)
         for target, setting in became.items():
             if target in result and result[target][1] != setting:
-                raise _disagree(target, shown[target], (name, text.dump(value)))
+                raise disagree(target, shown[target], (name, text.dump(value)))
             result[target] = (target, setting, origin)
             shown[target] = (name, text.dump(value))
         if alias is not None and became != {name: value}:
@@ -89,7 +89,8 @@ def normal(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
 
 
-def _disagree(target: str, first: tuple[str, str], second: tuple[str, str]) -> KeelError:
+def disagree(target: str, first: tuple[str, str], second: tuple[str, str]) -> KeelError:
+    """The refusal of two settings, each (name, value as shown), that give one option two values."""
     if first[0] == second[0]:
         return KeelError(f"{first[0]} is given twice, as {first[1]} and as {second[1]}: keep one")
     return KeelError(f"{first[0]}={first[1]} and {second[0]}={second[1]} disagree about {target}: keep one")
@@ -151,6 +152,13 @@ def choice(name: str, target: str, options: Mapping[Any, Mapping[str, Any]], not
 def unless_null(target: str) -> Convert:
     """The value as it is; null leaves Keel's own."""
     return lambda value, given: {} if value is None else {target: value}
+
+
+def switch(name: str, value: Any) -> bool:
+    """The value, which has to be true or false: a word such as "False" would otherwise count as on."""
+    if not isinstance(value, bool):
+        raise KeelError(f"{name} is {text.dump(value)}: expected true or false")
+    return value
 
 
 def number(name: str, value: Any, reason: str) -> float:

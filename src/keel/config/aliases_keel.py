@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keel.config.aliases import Alias, first_given
+from keel.config.trl_steps import max_steps
 from keel.errors import KeelError
 
 Given = Mapping[str, Any]
@@ -38,7 +39,9 @@ KEEL = [
     Alias("reward_warmup_steps", "reward.warmup_steps"),
     Alias("batch_size", "rollout.prompts_per_step", "problems a step, each with num_generations completions"),
     Alias("num_generations", "rollout.num_generations"),
-    Alias("max_steps", "run.max_steps"),
+    Alias(
+        "max_steps", "run.max_steps", "batches; beside TRL's names for several updates a batch, its updates", max_steps
+    ),
     Alias("datasets", "data.path", "several are joined by semicolons", _datasets),
     Alias("seed", "run.seed"),
 ]

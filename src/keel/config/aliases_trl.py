@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from keel.config.aliases import Alias, Convert, choice, first_given, harmless, no, number, unless_null
+from keel.config import trl_steps
+from keel.config.aliases import Alias, Convert, choice, first_given, harmless, no, number, switch, unless_null
 from keel.errors import KeelError
 
 Given = Mapping[str, Any]
@@ -14,10 +15,12 @@ Options = Mapping[str, Any]
 
 
 def _per_device(value: Any, given: Given) -> Options:
-    """TRL counts completions: per device × accumulation steps (or steps a generation) in a batch of rollouts."""
+    """TRL counts completions: per device × slices of a batch of rollouts."""
     number("per_device_train_batch_size", value, "give a whole number of completions")
+    if given.get("generation_batch_size") is not None:
+        return {}  # which says it whole
     group = first_given(given, "num_generations", "rollout.num_generations", default=8)
-    steps = first_given(given, "steps_per_generation", "gradient_accumulation_steps", default=1)
+    steps, _ = trl_steps.slices(given)
     prompts, rest = divmod(int(value) * int(steps), int(group))
     if rest or not prompts:
         raise KeelError(
@@ -28,18 +31,24 @@ def _per_device(value: Any, given: Given) -> Options:
 
 
 def _generation_batch(value: Any, given: Given) -> Options:
+    if value is None:
+        return {}
     group = first_given(given, "num_generations", "rollout.num_generations", default=8)
-    prompts, rest = divmod(int(number("generation_batch_size", value, "give a whole number")), int(group))
+    slices, _ = trl_steps.slices(given)
+    completions = slices * int(first_given(given, "per_device_train_batch_size", default=8))
+    prompts, rest = divmod(completions, int(group))
     if rest or not prompts:
         raise KeelError(f"generation_batch_size={value} is no multiple of num_generations={group}")
-    return {"rollout.prompts_per_step": prompts}
+    return {"rollout.prompts_per_step": prompts, **trl_steps.minibatches(given)}
 
 
 def _only_with_sync(target: str) -> Convert:
     def convert(value: Any, given: Given) -> Options:
         if given.get("sync_ref_model") is False:
             return {}
-        return {**({} if "sync_ref_model" in given else {"reference.kind": "ema"}), target: value}
+        counted = trl_steps.in_batches("ref_model_sync_steps", target) if target == "reference.every" else None
+        options = {target: value} if counted is None else counted(value, given)
+        return {**({} if "sync_ref_model" in given else {"reference.kind": "ema"}), **options}
 
     return convert
 
@@ -60,7 +69,8 @@ def _report_to(value: Any, given: Given) -> Options:
 
 
 def _precision(dtype: str) -> Convert:
-    return lambda value, given: {"optim.precision": dtype} if value else {}
+    name = "bf16" if dtype == "bfloat16" else "fp16"
+    return lambda value, given: {"optim.precision": dtype} if value is not None and switch(name, value) else {}
 
 
 def _dataset_name(value: Any, given: Given) -> Options:
@@ -86,6 +96,13 @@ def _vllm_mode(value: Any, given: Given) -> Options:
 
 def _clip_min(value: Any, given: Given) -> Options:
     return {} if value is None else {"loss.mismatch.kind": "icepop", "loss.mismatch.floor": value}
+
+
+def _prompt_length(value: Any, given: Given) -> Options:
+    """TRL cut prompts that are too long at their left end."""
+    if value is None:
+        return {}
+    return {"data.max_prompt_length": value, **({} if "data.truncation" in given else {"data.truncation": "left"})}
 
 
 def _min_p(value: Any, given: Given) -> Options:
@@ -127,13 +144,13 @@ TRL = [
         "true is reference.kind=ema; works with LoRA too",
     ),
     Alias("ref_model_mixup_alpha", "reference.alpha", "with reference.kind=ema", _only_with_sync("reference.alpha")),
-    Alias("ref_model_sync_steps", "reference.every", "with reference.kind=ema", _only_with_sync("reference.every")),
+    Alias("ref_model_sync_steps", "reference.every", trl_steps.COUNTED, _only_with_sync("reference.every")),
     Alias("temperature", "rollout.temperature"),
     Alias("top_p", "rollout.top_p"),
     Alias("top_k", "rollout.top_k"),
     Alias("min_p", "rollout.min_p", "null is 0", _min_p),
     Alias("max_completion_length", "rollout.max_completion_length", "TRL's default is 512, Keel's is 64"),
-    Alias("max_prompt_length", "data.max_prompt_length", "TRL cut the left end: set data.truncation=left for that"),
+    Alias("max_prompt_length", "data.max_prompt_length", "with data.truncation=left, as TRL cut", _prompt_length),
     Alias("max_tool_calling_iterations", "rollout.max_turns", "null leaves Keel's", unless_null("rollout.max_turns")),
     choice("use_vllm", "rollout.engine", {True: {"rollout.engine": "vllm"}, False: {"rollout.engine": "native"}}),
     choice(
@@ -158,8 +175,18 @@ TRL = [
     ),
     Alias("per_device_train_batch_size", "rollout.prompts_per_step", "completions × accumulation / group", _per_device),
     harmless("gradient_accumulation_steps", "counted in rollout.prompts_per_step; microbatch_tokens cuts the batch"),
-    harmless("steps_per_generation", "counted in rollout.prompts_per_step"),
-    Alias("generation_batch_size", "rollout.prompts_per_step", "completions / num_generations", _generation_batch),
+    Alias(
+        "steps_per_generation",
+        "optim.minibatches",
+        "steps_per_generation / gradient_accumulation_steps; counted in rollout.prompts_per_step too",
+        lambda value, given: {} if value is None else trl_steps.minibatches(given),
+    ),
+    Alias(
+        "generation_batch_size",
+        "rollout.prompts_per_step",
+        "completions / num_generations, minibatches",
+        _generation_batch,
+    ),
     choice(
         "lr_scheduler_type",
         "optim.schedule",
@@ -168,7 +195,21 @@ TRL = [
             "constant_with_warmup": {"optim.schedule": "constant"},
         },
     ),
-    Alias("warmup_steps", "optim.warmup_steps"),
+    Alias(
+        "warmup_steps",
+        "optim.warmup_steps",
+        trl_steps.COUNTED + "; below 1 a share of max_steps",
+        trl_steps.in_batches("warmup_steps", "optim.warmup_steps"),
+    ),
+    Alias(
+        "warmup_ratio",
+        "optim.warmup_steps",
+        "× max_steps, in batches",
+        trl_steps.in_batches("warmup_ratio", "optim.warmup_steps"),
+    ),
+    Alias("adam_beta1", "optim.betas", "the first of two", trl_steps.betas),
+    Alias("adam_beta2", "optim.betas", "the second of two", trl_steps.betas),
+    Alias("adam_epsilon", "optim.eps"),
     Alias("weight_decay", "optim.weight_decay"),
     Alias("max_grad_norm", "optim.max_grad_norm"),
     choice(
@@ -191,9 +232,29 @@ TRL = [
     harmless("dataset_streaming", "data are read whole", False),
     Alias("output_dir", "run.dir", "its last part is run.name, unless that is given", _output_dir),
     Alias("run_name", "run.name"),
-    Alias("save_steps", "checkpoint.every"),
-    Alias("save_total_limit", "checkpoint.keep", "null leaves Keel's", unless_null("checkpoint.keep")),
-    Alias("eval_steps", "eval.every"),
+    Alias(
+        "save_steps",
+        "checkpoint.every",
+        trl_steps.COUNTED,
+        trl_steps.while_by_steps("save_steps", "checkpoint.every", "save_strategy"),
+    ),
+    Alias("save_strategy", "checkpoint.every", "steps; no is a checkpoint at the end", trl_steps.save_strategy),
+    Alias(
+        "save_total_limit",
+        "checkpoint.keep",
+        "null keeps all in TRL; Keel keeps 3 unless checkpoint.keep says more",
+        unless_null("checkpoint.keep"),
+    ),
+    Alias(
+        "eval_steps",
+        "eval.every",
+        trl_steps.COUNTED,
+        trl_steps.while_by_steps("eval_steps", "eval.every", "eval_strategy", "evaluation_strategy"),
+    ),
+    *(
+        Alias(name, "eval.every", "no is 0: at the start and the end only", trl_steps.eval_strategy)
+        for name in ("eval_strategy", "evaluation_strategy")
+    ),
     Alias("report_to", "log", "tensorboard, wandb, none", _report_to),
     harmless("disable_dropout", "dropout is off unless model.dropout=true", True),
     harmless("remove_unused_columns", "columns are named in data.columns"),
@@ -205,7 +266,7 @@ TRL = [
     harmless("top_entropy_quantile", "all tokens are trained", 1.0),
     harmless("cast_lm_head_to_fp32", "log-probabilities are always computed in fp32"),
     harmless("use_adaptive_entropy", "loss.entropy_coef is constant", False),
-    *no("set run.max_steps; Keel counts steps, not passes over the data", "num_train_epochs"),
+    Alias("num_train_epochs", "", "set run.max_steps; Keel counts steps, not passes over the data", trl_steps.epochs),
     *no("give each reward its weight in rewards: [{name, weight}]", "reward_weights"),
     *no("completions a problem at evaluation are eval.k", "num_generations_eval"),
     *no("the reference is part of the run; choose it with reference.kind", "ref_model"),
@@ -231,7 +292,14 @@ TRL = [
         *("cache_implementation", "use_transformers_paged", "use_transformers_continuous_batching"),
         *("transformers_continuous_batching_config", "pad_to_multiple_of", "ds3_gather_for_generation"),
     ),
-    *no("nothing is uploaded", "log_completions_hub_repo", "push_to_hub"),
+    *no("nothing is uploaded", "log_completions_hub_repo"),
+    harmless("push_to_hub", "nothing is uploaded", False),
+    harmless("do_train", "a run trains", True),
+    harmless("eval_on_start", "a run is evaluated before it trains, always", True),
+    harmless("logging_strategy", "every step is logged"),
+    harmless("logging_first_step", "every step is logged"),
+    harmless("dataloader_num_workers", "data are read once, whole"),
+    harmless("per_device_eval_batch_size", "eval.samples problems are evaluated at a time"),
     *no("images are not supported", "log_multimodal"),
     *no("rollouts.jsonl names the problem of every completion", "log_unique_prompts"),
 ]

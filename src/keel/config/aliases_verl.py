@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from keel.config.aliases import Alias, Convert, choice, first_given, harmless, no, number, unless_null
+from keel.config.aliases import Alias, Convert, choice, first_given, harmless, no, number, switch, unless_null
 from keel.errors import KeelError
 
 Given = Mapping[str, Any]
@@ -23,14 +23,14 @@ def _both(given: Given) -> None:
 
 def _use_kl_loss(value: Any, given: Given) -> Options:
     _both(given)
-    if value:
+    if switch(IN_LOSS, value):
         return {"kl.placement": "loss", "kl.reduction": "loss"}
     return {} if given.get(IN_REWARD) is True else {"kl.beta": 0.0}
 
 
 def _use_kl_in_reward(value: Any, given: Given) -> Options:
     _both(given)
-    if value:
+    if switch(IN_REWARD, value):
         return {"kl.placement": "reward"}
     return {} if given.get(IN_LOSS) is True or IN_LOSS in given else {"kl.beta": 0.0}
 
@@ -63,6 +63,51 @@ _penalty_type = choice(
 ).convert
 
 
+def _estimator(value: Any, given: Given) -> Options:
+    """verl's own default, gae, is PPO's and learns a critic."""
+    if value in ("grpo", "rloo"):
+        return {"loss.baseline": "group_mean" if value == "grpo" else "leave_one_out"}
+    why = "it needs a critic; " if value == "gae" else ""
+    raise KeelError(f"algorithm.adv_estimator={value} has no counterpart: {why}known: grpo, rloo")
+
+
+def _warmup(value: Any, given: Given) -> Options:
+    """A share of the steps, which verl reads where lr_warmup_steps is negative or not given."""
+    steps = given.get(A + "optim.lr_warmup_steps")
+    ratio = number(A + "optim.lr_warmup_steps_ratio", value, "give a share of the steps")
+    if ratio == 0 or (isinstance(steps, int) and steps >= 0):
+        return {}
+    total = first_given(given, "trainer.total_training_steps", "run.max_steps", "max_steps")
+    if total is None:
+        raise KeelError(
+            f"{A}optim.lr_warmup_steps_ratio={value} is a share of the steps, and trainer.total_training_steps is not "
+            "given: set optim.warmup_steps by hand"
+        )
+    return {"optim.warmup_steps": int(ratio * total)}
+
+
+def _epochs(value: Any, given: Given) -> Options:
+    """verl reads it only where total_training_steps does not say how long to train."""
+    if first_given(given, "trainer.total_training_steps", "run.max_steps", "max_steps") is None:
+        raise KeelError(
+            f"trainer.total_epochs={value} has no counterpart: Keel counts steps, not passes over the data; set "
+            "run.max_steps by hand"
+        )
+    return {}
+
+
+def _own_reward(value: Any, given: Given) -> Options:
+    """verl's function has other arguments than Keel's, so that its name alone would not do."""
+    path, name = given.get("custom_reward_function.path"), given.get("custom_reward_function.name", "compute_score")
+    if path is None:
+        return {}
+    module = str(path).rpartition("/")[2].removesuffix(".py")
+    raise KeelError(
+        f"verl calls {name}(data_source, solution_str, ground_truth, extra_info), Keel reward(problem, text): wrap it "
+        f"and name it by hand, rewards: [{{name: {module}:reward}}]"
+    )
+
+
 def _truncation(value: Any, given: Given) -> Options:
     """verl drops too long prompts first, so that its rule for them never acts."""
     if value in ("right", "middle"):
@@ -78,6 +123,10 @@ def _minibatches(value: Any, given: Given) -> Options:
             f"{A}ppo_mini_batch_size={value} does not divide {batch} problems a step: set optim.minibatches"
         )
     return {"optim.minibatches": parts}
+
+
+def _val_sampling(value: Any, given: Given) -> Options:
+    return {} if switch(R + "val_kwargs.do_sample", value) else {"eval.temperature": 0.0}
 
 
 def _lora_rank(value: Any, given: Given) -> Options:
@@ -152,11 +201,11 @@ VERL = [
     Alias(
         "algorithm.kl_ctrl.target_kl", "kl.controller.target", "when adaptive", _when_adaptive("kl.controller.target")
     ),
-    choice(
+    Alias(
         "algorithm.adv_estimator",
         "loss.baseline",
-        {"grpo": {"loss.baseline": "group_mean"}, "rloo": {"loss.baseline": "leave_one_out"}},
-        "estimators with a critic have no counterpart",
+        "grpo, rloo; gae, verl's default, needs a critic and has no counterpart",
+        _estimator,
     ),
     choice(
         "algorithm.norm_adv_by_std_in_grpo",
@@ -193,6 +242,13 @@ VERL = [
     Alias(R + "multi_turn.max_turns", "rollout.max_turns", "null leaves Keel's", unless_null("rollout.max_turns")),
     choice(R + "name", "rollout.engine", {"vllm": {"rollout.engine": "vllm"}, "hf": {"rollout.engine": "native"}}),
     Alias(R + "val_kwargs.temperature", "eval.temperature"),
+    Alias(
+        R + "val_kwargs.n",
+        "eval.k",
+        "pass@1 and pass@n",
+        lambda value, given: {"eval.k": [1] if value == 1 else [1, value]},
+    ),
+    Alias(R + "val_kwargs.do_sample", "eval.temperature", "false is 0, greedy", _val_sampling),
     Alias(M + "path", "model.name"),
     Alias(M + "enable_gradient_checkpointing", "model.gradient_checkpointing"),
     Alias(M + "trust_remote_code", "model.trust_remote_code"),
@@ -210,7 +266,12 @@ VERL = [
     harmless(A + "ppo_micro_batch_size_per_gpu", "optim.microbatch_tokens cuts the batch by tokens"),
     harmless(A + "ppo_micro_batch_size", "optim.microbatch_tokens cuts the batch by tokens"),
     harmless(A + "use_dynamic_bsz", "batches are always cut by tokens"),
-    Alias(A + "clip_ratio", "loss.epsilon"),
+    Alias(
+        A + "clip_ratio",
+        "loss.epsilon",
+        "where clip_ratio_low is not given",
+        lambda value, given: {} if given.get(A + "clip_ratio_low") is not None else {"loss.epsilon": value},
+    ),
     Alias(A + "clip_ratio_low", "loss.epsilon"),
     Alias(A + "clip_ratio_high", "loss.epsilon_high"),
     Alias(A + "clip_ratio_c", "loss.delta", "verl's dual clip bounds the ratio where the advantage is negative"),
@@ -229,9 +290,16 @@ VERL = [
     Alias(A + "use_torch_compile", "model.compile"),
     Alias(A + "optim.lr", "optim.learning_rate"),
     Alias(A + "optim.weight_decay", "optim.weight_decay"),
+    Alias(A + "optim.betas", "optim.betas"),
+    Alias(A + "optim.lr_warmup_steps_ratio", "optim.warmup_steps", "× total_training_steps", _warmup),
     Alias(A + "optim.lr_warmup_steps", "optim.warmup_steps", "negative is 0", _positive_or("optim.warmup_steps", {})),
     choice(
         A + "optim.warmup_style",
+        "optim.schedule",
+        {"constant": {"optim.schedule": "constant"}, "cosine": {"optim.schedule": "cosine"}},
+    ),
+    choice(
+        A + "optim.lr_scheduler_type",
         "optim.schedule",
         {"constant": {"optim.schedule": "constant"}, "cosine": {"optim.schedule": "cosine"}},
     ),
@@ -258,15 +326,30 @@ VERL = [
     Alias("trainer.max_actor_ckpt_to_keep", "checkpoint.keep", "null leaves Keel's", unless_null("checkpoint.keep")),
     harmless("trainer.nnodes", "one machine", 1),
     harmless("trainer.critic_warmup", "there is no critic", 0),
-    *no("set run.max_steps; Keel counts steps, not passes over the data", "trainer.total_epochs"),
+    Alias("trainer.total_epochs", "", "set run.max_steps; Keel counts steps, not passes over the data", _epochs),
+    harmless(A + "policy_loss.loss_mode", "another loss is loss.loss_type, by hand", "vanilla"),
+    harmless(M + "use_remove_padding", "batches are cut by tokens"),
+    harmless("trainer.balance_batch", "one device"),
+    harmless("trainer.resume_mode", "a run is resumed by run.if_exists=resume"),
+    harmless("trainer.val_before_train", "a run is evaluated before it trains, always", True),
+    harmless(A + "fsdp_config.param_offload", "weights stay on the device", False),
+    harmless("trainer.n_gpus_per_node", "Keel trains on one device", 1),
+    harmless(R + "tensor_model_parallel_size", "Keel samples on one device", 1),
+    harmless(A + "ulysses_sequence_parallel_size", "Keel trains on one device", 1),
+    harmless("actor_rollout_ref.hybrid_engine", "the engine shares the policy's weights", True),
+    harmless("reward_model.enable", "rewards are functions", False),
     *no(
         "settings of the engines themselves have no options here",
-        *(R + name for name in ("gpu_memory_utilization", "tensor_model_parallel_size", "enforce_eager")),
+        *(R + name for name in ("gpu_memory_utilization", "enforce_eager")),
         *(R + name for name in ("free_cache_engine", "max_num_batched_tokens", "max_num_seqs", "load_format")),
         *(R + name for name in ("log_prob_micro_batch_size_per_gpu", "enable_chunked_prefill", "dtype", "mode")),
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
     ),
-    *no("Keel trains on one device", "trainer.n_gpus_per_node", A + "fsdp_config.param_offload", A + "strategy"),
-    *no("a run is evaluated before it trains, always", "trainer.val_before_train"),
-    *no("rewards are named in rewards: [{name: module:attr, weight: 1.0}]", "custom_reward_function.path"),
+    *no("Keel trains on one device", A + "strategy"),
+    *(
+        Alias(
+            "custom_reward_function." + name, "", "a function of yours is rewards: [{name: module:attr}]", _own_reward
+        )
+        for name in ("path", "name")
+    ),
 ]

@@ -16,11 +16,26 @@ ENGINES = ("native",)
 DATA_OF_TASKS = ("path", "split", "columns", "on_broken")  # the rest of `data` says how prompts are rendered
 
 
-def check(config: Config) -> None:
-    """Refuse what cannot work, one line each; nothing here loads a model."""
+def check(config: Config, *, installed: bool = True) -> None:
+    """Refuse what cannot work, one line each; nothing here loads a model.
+
+    `installed=False` asks what the configuration means, not whether this machine has the packages for it.
+    """
     for part in (_users_parts, _loss, _kl, _controller, _reference, _model, _rollout, _optim, _tasks, _evaluation):
         part(config)
     _doctor(config)
+    if installed:
+        _packages(config)
+
+
+def _packages(config: Config) -> None:
+    """Optional packages that an option needs."""
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        return
+    if config.model.quantization is not None:
+        raise KeelError(f"model.quantization={config.model.quantization} needs bitsandbytes: pip install bitsandbytes")
+    if config.optim.optimizer == "adamw8bit":
+        raise KeelError("optim.optimizer=adamw8bit needs bitsandbytes: pip install bitsandbytes, or use adamw")
 
 
 def _doctor(config: Config) -> None:
@@ -180,8 +195,6 @@ def _model(config: Config) -> None:
         )
     if model.quantization is not None and config.optim.offload:
         raise KeelError("optim.offload has no use with model.quantization: adapters are small; leave it out")
-    if model.quantization is not None and importlib.util.find_spec("bitsandbytes") is None:
-        raise KeelError(f"model.quantization={model.quantization} needs bitsandbytes: pip install bitsandbytes")
 
 
 def _rollout(config: Config) -> None:
@@ -206,8 +219,6 @@ def _optim(config: Config) -> None:
     optim = config.optim
     if any(beta >= 1 for beta in optim.betas):
         raise KeelError(f"optim.betas is {list(optim.betas)}: both must be below 1")
-    if optim.optimizer == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
-        raise KeelError("optim.optimizer=adamw8bit needs bitsandbytes: pip install bitsandbytes, or use adamw")
     end = optim.decay_steps or config.run.max_steps
     if optim.schedule != "constant" and optim.warmup_steps >= end:
         raise KeelError(

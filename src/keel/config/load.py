@@ -34,9 +34,9 @@ def load_config(source: Path | str | Mapping[str, Any] | Config, overrides: Sequ
 
 
 def read_config(
-    source: Path | str | Mapping[str, Any] | Config, overrides: Sequence[str] = ()
+    source: Path | str | Mapping[str, Any] | Config, overrides: Sequence[str] = (), *, installed: bool = True
 ) -> tuple[Config, list[str]]:
-    """Like `load_config`, with the sentences on renamed options as a list."""
+    """Like `load_config`, with the sentences on renamed options as a list; `installed` as in `check`."""
     if isinstance(source, Config):
         data: Mapping[str, Any] = source.to_dict()
     else:
@@ -54,7 +54,7 @@ def read_config(
     renamed += _choose_task(tree)
     # a section whose options are all commented out is null in YAML: it has its defaults
     config = validate({key: value for key, value in tree.items() if value is not None})
-    check(config)
+    check(config, installed=installed)
     return config, renamed
 
 

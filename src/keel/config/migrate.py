@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import ast
-import json
 import re
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from keel.config import aliases, text
-from keel.config.load import is_option, leaves, put, read_config
+from keel.config.aliases_verl import IN_LOSS, IN_REWARD, A, M, R
+from keel.config.load import is_option, put, read_config
+from keel.config.peer_files import Reading, read
 from keel.errors import KeelError
 
-# What a peer does where its configuration is silent and Keel does something else. `None` is said, not set.
+# What a peer does where its configuration is silent and Keel does something else.
 TRL_DEFAULTS: Mapping[str, Any] = {
     "loss_type": "dapo",
     "max_completion_length": 512,
@@ -23,31 +22,44 @@ TRL_DEFAULTS: Mapping[str, Any] = {
     "lr_scheduler_type": "linear",
     "gradient_checkpointing": True,
     "save_steps": 500,
+    "save_total_limit": None,
+    "eval_strategy": "no",
+    "num_train_epochs": 3.0,
     "seed": 42,
 }
+# Read where β is above 0.
+TRL_KL_DEFAULTS: Mapping[str, Any] = {"use_bias_correction_kl": True}
 VERL_DEFAULTS: Mapping[str, Any] = {
-    "actor_rollout_ref.actor.use_kl_loss": False,
-    "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
-    "algorithm.adv_estimator": "grpo",
+    IN_LOSS: False,
+    IN_REWARD: False,
+    "algorithm.adv_estimator": "gae",
     "data.train_batch_size": 1024,
     "data.max_response_length": 512,
     "data.max_prompt_length": 512,
+    A + "loss_agg_mode": "token-mean",
+    A + "ppo_mini_batch_size": 256,
+    A + "clip_ratio_c": 3.0,
+    A + "optim.weight_decay": 0.01,
+    M + "enable_gradient_checkpointing": True,
+    R + "n": 1,
+    R + "val_kwargs.temperature": 0.0,
+    R + "val_kwargs.n": 1,
+    "trainer.total_epochs": 30,
+    "trainer.test_freq": -1,
 }
-# TRL's penalty is plain k3, reduced as its loss is; Keel's own defaults are other and better ones.
-TRL_PENALTY: Mapping[str, Any] = {"kl.estimator": "k3", "kl.gradient": "plain", "kl.reduction": "loss"}
-# Arguments of a trainer's class that are objects in Python and options here.
-_OBJECTS = {
-    "reward_funcs": "rewards are named in rewards: [{name, weight}]; a function of yours is module:attr",
-    "train_dataset": "give the file or hub name as data.path",
-    "eval_dataset": "give the file or hub name as task.eval_path",
-    "peft_config": "LoRA is model.lora: {r, alpha, dropout, targets}",
-    "args": "read from the GRPOConfig call",
-    "processing_class": "the tokenizer comes with model.name",
-    "callbacks": "give them to keel.train(callbacks=[…])",
-    "tools": "tools belong to the task",
-    "model": "set model.name",
+# What verl reads while a switch of its KL term is on.
+VERL_SWITCHED: Mapping[str, Mapping[str, Any]] = {
+    IN_LOSS: {A + "kl_loss_coef": 0.001, A + "kl_loss_type": "low_var_kl"},
+    IN_REWARD: {
+        "algorithm.kl_penalty": "kl",
+        "algorithm.kl_ctrl.type": "fixed",
+        "algorithm.kl_ctrl.kl_coef": 0.001,
+        "algorithm.kl_ctrl.horizon": 10000,
+        "algorithm.kl_ctrl.target_kl": 0.1,
+    },
 }
-_LORA = {"r": "r", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets"}
+# TRL's penalty is k3, reduced as its loss is; Keel's own default is another reduction.
+TRL_PENALTY: Mapping[str, Any] = {"kl.estimator": "k3", "kl.reduction": "loss"}
 
 
 @dataclass(frozen=True)
@@ -61,6 +73,11 @@ class Became:
     note: str = ""
     silent: bool = False  # a default of the peer's that its file does not name
 
+    @property
+    def by_hand(self) -> bool:
+        """Whether it has a counterpart whose value only the user knows."""
+        return "by hand" in self.reason
+
 
 @dataclass(frozen=True)
 class Migration:
@@ -70,10 +87,11 @@ class Migration:
     tree: Mapping[str, Any]
     rows: tuple[Became, ...]
     refused: str | None = None  # why Keel does not take the result as it is
+    missing: str | None = None  # the result is right, but this machine lacks a package that it needs
 
     @property
     def without(self) -> list[Became]:
-        """The options that have no counterpart."""
+        """The options that have no counterpart, or one that is set by hand."""
         return [row for row in self.rows if row.reason]
 
     def yaml(self) -> str:
@@ -83,43 +101,67 @@ class Migration:
 
 def migrate(path: Path) -> Migration:
     """Read a configuration of TRL or verl: YAML, JSON, a Python file with `GRPOConfig(…)`, or a shell script."""
-    given, values = read(path)
-    origin = "verl" if any(name.startswith(("actor_rollout_ref.", "algorithm.")) for name in values) else "TRL"
-    peer = dict(aliases.tables())[origin]
-    known = {**aliases.table(), **{alias.name: alias for alias in peer}}
-    silent = _silent(origin, values)
-    everything = {**silent, **values}
+    reading = read(path)
+    names = [*reading.values, *reading.by_hand]
+    origin = "verl" if any(name.startswith(("actor_rollout_ref.", "algorithm.")) for name in names) else "TRL"
+    known = {**aliases.table(), **{alias.name: alias for alias in dict(aliases.tables())[origin]}}
+    values = {name: value for name, value in reading.values.items() if (name, value) != ("max_steps", -1)}
+    silent = _silent(origin, reading, values)
+    given = {**silent, **values, **{name: held for name, (held, _) in reading.by_hand.items()}}
+    rows = [_became(name, value, given, known, silent=name in silent) for name, value in {**silent, **values}.items()]
+    rows += [Became(name, held, {}, reason) for name, (held, reason) in reading.by_hand.items()]
+    rows += [Became(name, "an object", {}, note=f"read from {call}(…)") for name, call in reading.elsewhere.items()]
+    if len(values) < len(reading.values):
+        rows.append(Became("max_steps", -1, {}, note="leaves the length to num_train_epochs"))
     tree: dict[str, Any] = {}
-    rows = [_became(name, value, everything, known, silent=name in silent) for name, value in everything.items()]
-    rows += [Became(name, "an object", {}, reason) for name, reason in given.items()]
     for row in sorted(rows, key=lambda row: not row.silent):  # what the file says overrides what the peer would do
         for option, value in row.options.items():
             put(tree, option, value, str(path))
     if origin == "TRL" and _number(values.get("beta")):
-        for option, value in TRL_PENALTY.items():
-            if option not in {name for row in rows for name in row.options}:
-                put(tree, option, value, str(path))
-        rows.append(Became("beta", "its KL term", TRL_PENALTY, note=_KL_NOTE, silent=True))
+        named = {name for row in rows for name in row.options}
+        added = {option: value for option, value in TRL_PENALTY.items() if option not in named}
+        for option, value in added.items():
+            put(tree, option, value, str(path))
+        rows.append(Became("beta", "its KL term", added, note=_KL_NOTE, silent=True))
     if tree.get("rollout", {}).get("engine") == "vllm":
         put(tree, "rollout.engine", "native", str(path))
         rows.append(Became("vllm", "its engine", {"rollout.engine": "native"}, note=_ENGINE_NOTE, silent=True))
-    return Migration(origin, tree, tuple(rows), _refusal(tree))
+    problems = [reading.twice, _disagreement(rows), _estimator(rows), *_penalty(reading, given, tree)]
+    refused, missing = _refusal(tree)
+    said = [problem for problem in (*problems, refused) if problem]
+    return Migration(origin, tree, tuple(rows), "; ".join(said) or None, missing)
 
 
 _ENGINE_NOTE = "Keel samples with its own engine, which shares the policy's weights"
 _KL_NOTE = (
-    "as TRL computes it: plain k3 pulls along ∇KL(ref‖policy); leave kl.gradient and kl.reduction out for the KL that "
-    "is measured, with a β that means the same under every loss"
+    "as TRL computes it; leave kl.reduction out for a β that means the same under every loss, and kl.gradient for the "
+    "form that Keel picks"
 )
 
 
-def _silent(origin: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    defaults = dict(TRL_DEFAULTS if origin == "TRL" else VERL_DEFAULTS)
-    if origin == "TRL" and "generation_batch_size" in values:
-        defaults.pop("per_device_train_batch_size")
-    if origin == "verl" and values.get("algorithm.use_kl_in_reward") is True:
-        defaults.pop("actor_rollout_ref.actor.use_kl_loss")
-    return {name: value for name, value in defaults.items() if name not in values}
+def _silent(origin: str, reading: Reading, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The peer's defaults for what its file does not name."""
+    if origin == "TRL":
+        defaults = {**TRL_DEFAULTS, **(TRL_KL_DEFAULTS if _number(values.get("beta")) else {})}
+        also = {
+            "per_device_train_batch_size": ("generation_batch_size",),
+            "save_steps": ("save_strategy",),
+            "eval_strategy": ("eval_steps", "evaluation_strategy"),
+            "num_train_epochs": ("max_steps",),
+        }
+    else:
+        on = [switch for switch in VERL_SWITCHED if values.get(switch) is True]
+        defaults = {**VERL_DEFAULTS, **{name: value for switch in on for name, value in VERL_SWITCHED[switch].items()}}
+        also = {
+            "data.max_response_length": (R + "response_length",),
+            "trainer.total_epochs": ("trainer.total_training_steps",),
+        }
+    named = {name for name in (*values, *reading.by_hand) if values.get(name, "") is not None}
+    return {
+        name: value
+        for name, value in defaults.items()
+        if name not in reading.values and name not in reading.by_hand and not named.intersection(also.get(name, ()))
+    }
 
 
 def _became(
@@ -138,117 +180,52 @@ def _became(
     return Became(name, value, options, note=alias.note, silent=silent)
 
 
-def _refusal(tree: Mapping[str, Any]) -> str | None:
-    try:
-        read_config(tree)
-    except KeelError as error:
-        return str(error)
+# ------------------------------------------------------------------------------------------------- refusals
+
+
+def _disagreement(rows: Sequence[Became]) -> str | None:
+    """Two options of the file that give one of Keel's two values."""
+    said: dict[str, tuple[Any, str, str]] = {}
+    for row in rows:
+        for target, value in row.options.items() if not row.silent else ():
+            if target in said and said[target][0] != value:
+                return str(aliases.disagree(target, said[target][1:], (row.name, text.dump(row.value))))
+            said[target] = (value, row.name, text.dump(row.value))
     return None
 
 
-# ------------------------------------------------------------------------------------------------- reading
+def _estimator(rows: Sequence[Became]) -> str | None:
+    """A method that Keel does not have makes another training run of the whole file."""
+    row = next((row for row in rows if row.name == "algorithm.adv_estimator" and row.reason), None)
+    if row is None:
+        return None
+    default = ", verl's default" if row.silent else ""
+    return f"algorithm.adv_estimator={text.dump(row.value)}{default}: {row.reason}"
 
 
-def read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """(arguments that are Python objects, with the advice on each; options by dotted name)."""
-    if not path.is_file():
-        raise KeelError(f"no file at {path}: give a TRL or verl configuration (.yaml, .json, .py or .sh)")
+def _penalty(reading: Reading, given: Mapping[str, Any], tree: Mapping[str, Any]) -> Iterator[str]:
+    """A KL term that the file has and the result would lose."""
+    on = [switch for switch in VERL_SWITCHED if given.get(switch) is True]
+    beta = tree.get("kl", {}).get("beta")
+    if on and not _number(beta):
+        yield f"{on[0]} is on while β is {beta or 0}: set kl.beta above 0, or turn the switch off"
+    odd = [switch for switch in VERL_SWITCHED if switch in given and not isinstance(given[switch], bool)]
+    read_by = [name for switch in on for name in VERL_SWITCHED[switch]]
+    for name in dict.fromkeys((*odd, *(name for name in ("beta", *read_by) if name in reading.by_hand))):
+        yield f"{name} is {text.dump(given[name])}: the KL term depends on it, set it by hand"
+
+
+def _refusal(tree: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """(why the result is no configuration of Keel's, what this machine lacks to run it)."""
     try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise KeelError(f"cannot read {path}: {error}") from None
-    objects: dict[str, str] = {}
-    if path.suffix == ".py":
-        objects, values = _python(content, path)
-    elif path.suffix in (".sh", ".bash", ".txt"):
-        values = dict(_words(content, path))
-    else:
-        values = dict(_mapping(content, path))
-    if not values:
-        raise KeelError(f"{path} names no option: expected a GRPOConfig, a YAML mapping or key=value words")
-    return objects, {aliases.normal(name): value for name, value in values.items()}
-
-
-def _mapping(content: str, path: Path) -> Iterator[tuple[str, Any]]:
-    if path.suffix == ".json":
-        try:
-            data = json.loads(content)
-        except ValueError as error:
-            raise KeelError(f"{path} is not JSON: {error}") from None
-    else:
-        data = text.parse(content, str(path))
-    if not isinstance(data, Mapping):
-        raise KeelError(f"{path} holds a {type(data).__name__}: a configuration is a mapping of options")
-    for name, value in leaves("", data):
-        if "defaults" in (name, name.rpartition(".")[2]) or name.endswith("_target_"):
-            continue  # hydra's own: which files to compose, which class to make
-        yield name, value
-
-
-def _words(content: str, path: Path) -> Iterator[tuple[str, Any]]:
-    """The `key=value` and `--key value` words of a shell command."""
+        read_config(tree, installed=False)
+    except KeelError as error:
+        return str(error), None
     try:
-        words = shlex.split(content.replace("\\\n", " "), comments=True)
-    except ValueError as error:
-        raise KeelError(f"cannot read {path} as a shell script: {error}") from None
-    position = 0
-    while position < len(words):
-        word = words[position]
-        position += 1
-        named = re.match(r"\+*([A-Za-z_][\w.]*)=(.*)$", word, re.DOTALL)
-        flag = re.match(r"--([A-Za-z_][\w.-]*)(?:=(.*))?$", word, re.DOTALL)
-        if named and not named[1].isupper():  # NAME=value is a variable of the shell
-            yield named[1], _scalar(named[2], path)
-        elif flag and flag[2] is not None:
-            yield flag[1], _scalar(flag[2], path)
-        elif flag:
-            follows = position < len(words) and not words[position].startswith("--")
-            yield flag[1], _scalar(words[position], path) if follows else True
-            position += follows
-
-
-def _scalar(word: str, path: Path) -> Any:
-    return text.parse(word, f"a value in {path}") if "$" not in word else word
-
-
-def _python(content: str, path: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """The literal arguments of `GRPOConfig(…)`, `GRPOTrainer(…)` and `LoraConfig(…)`; nothing is executed."""
-    try:
-        module = ast.parse(content)
-    except SyntaxError as error:
-        raise KeelError(f"{path} is not Python: line {error.lineno}: {error.msg}") from None
-    constants = {
-        node.targets[0].id: node.value
-        for node in ast.walk(module)
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
-    }
-    objects: dict[str, str] = {}
-    values: dict[str, Any] = {}
-    for call in (node for node in ast.walk(module) if isinstance(node, ast.Call)):
-        called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-        for keyword in call.keywords if called in ("GRPOConfig", "GRPOTrainer", "LoraConfig") else ():
-            name = keyword.arg or "**"
-            try:
-                value = _literal(keyword.value, constants)
-            except ValueError:
-                objects[name] = _OBJECTS.get(name, "its value is computed in Python: set Keel's option by hand")
-                continue
-            if called == "LoraConfig" and name in _LORA:
-                values[f"model.lora.{_LORA[name]}"] = value
-            elif called == "LoraConfig" and name in ("task_type", "bias"):
-                continue  # what every causal model's adapter says
-            else:
-                values["model.name" if name == "model" else name] = value
-    if not values and not objects:
-        raise KeelError(f"{path} calls no GRPOConfig, GRPOTrainer or LoraConfig: there is nothing to migrate")
-    return objects, values
-
-
-def _literal(node: ast.expr, constants: Mapping[str, ast.expr], depth: int = 0) -> Any:
-    """The value of a literal, or of a name that a literal was assigned to."""
-    if isinstance(node, ast.Name) and node.id in constants and depth < 5:
-        return _literal(constants[node.id], constants, depth + 1)
-    return ast.literal_eval(node)
+        read_config(tree)
+    except KeelError as error:
+        return None, str(error)
+    return None, None
 
 
 def _number(value: Any) -> float:
@@ -264,4 +241,4 @@ def _yaml(tree: Mapping[str, Any], indent: str) -> Iterator[str]:
             yield f"{indent}{key}: {text.dump(value)}"
 
 
-__all__ = ["Became", "Migration", "migrate", "read"]
+__all__ = ["Became", "Migration", "migrate"]
