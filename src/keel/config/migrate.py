@@ -126,7 +126,7 @@ def migrate(path: Path) -> Migration:
     if tree.get("rollout", {}).get("engine") == "vllm":
         put(tree, "rollout.engine", "native", str(path))
         rows.append(Became("vllm", "its engine", {"rollout.engine": "native"}, note=_ENGINE_NOTE, silent=True))
-    problems = [reading.twice, _disagreement(rows), _estimator(rows), *_penalty(reading, given, tree)]
+    problems = [reading.twice, _disagreement(rows), _estimator(rows), *_penalty(rows, given, tree)]
     refused, missing = _refusal(tree)
     said = [problem for problem in (*problems, refused) if problem]
     return Migration(origin, tree, tuple(rows), "; ".join(said) or None, missing)
@@ -203,16 +203,16 @@ def _estimator(rows: Sequence[Became]) -> str | None:
     return f"algorithm.adv_estimator={text.dump(row.value)}{default}: {row.reason}"
 
 
-def _penalty(reading: Reading, given: Mapping[str, Any], tree: Mapping[str, Any]) -> Iterator[str]:
+def _penalty(rows: Sequence[Became], given: Mapping[str, Any], tree: Mapping[str, Any]) -> Iterator[str]:
     """A KL term that the file has and the result would lose."""
     on = [switch for switch in VERL_SWITCHED if given.get(switch) is True]
     beta = tree.get("kl", {}).get("beta")
     if on and not _number(beta):
         yield f"{on[0]} is on while β is {beta or 0}: set kl.beta above 0, or turn the switch off"
-    odd = [switch for switch in VERL_SWITCHED if switch in given and not isinstance(given[switch], bool)]
-    read_by = [name for switch in on for name in VERL_SWITCHED[switch]]
-    for name in dict.fromkeys((*odd, *(name for name in ("beta", *read_by) if name in reading.by_hand))):
-        yield f"{name} is {text.dump(given[name])}: the KL term depends on it, set it by hand"
+    read_now = {"beta", *VERL_SWITCHED, *(name for switch in on for name in VERL_SWITCHED[switch])}
+    for row in rows:
+        if row.name in read_now and row.reason:
+            yield f"the KL term depends on {row.name}={text.dump(row.value)}: {row.reason}"
 
 
 def _refusal(tree: Mapping[str, Any]) -> tuple[str | None, str | None]:

@@ -20,6 +20,7 @@ _FLAG = re.compile(r"--([A-Za-z_][\w.-]*)(?:=(.*))?$", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
 _SUM = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
 _BEFORE = ("export", "local", "declare", "readonly", "env", "then", "else", "do", "{")
+_NO_TRAINER = ("echo", "printf", "tee", "cat", "cd", "mkdir", "cp", "rm", "source", ".", "set", "unset", "pip", "sleep")
 _DEEPEST = 8
 
 
@@ -44,7 +45,8 @@ def options_of_script(content: str, path: Path) -> Iterator[tuple[str, Any]]:
             elif command[position] not in _BEFORE:
                 break
             position += 1
-        words.append(command[position:])
+        if command[position : position + 1] and command[position] not in _NO_TRAINER:
+            words.append(command[position:])
     # a name with two values depends on the way through the script
     known = {name: next(iter(values)) for name, values in variables.items() if len(values) == 1}
     for command in words:
@@ -96,7 +98,7 @@ def _options(words: list[str]) -> Iterator[tuple[str, str | list[str] | None]]:
         if named:
             yield named[1], _closed(named[2])
         elif flag and flag[2] is not None:
-            yield flag[1], flag[2]
+            yield flag[1], _closed(flag[2])
         elif flag:
             start = position
             while position < len(words) and not (_NAMED.match(words[position]) or _FLAG.match(words[position])):
