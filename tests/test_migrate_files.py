@@ -215,6 +215,7 @@ def test_a_package_that_this_machine_lacks_is_no_refusal(tmp_path, monkeypatch, 
     assert main(["migrate", str(path)]) == 0
     shown = capsys.readouterr().err
     assert "To run it on this machine" in shown
+    assert "50 options mapped, 2 without a counterpart, 3 to set by hand" in shown
     assert "To set by hand: " in shown
     with pytest.raises(KeelError, match="bitsandbytes"):
         load_config({"optim": {"optimizer": "adamw8bit"}})
@@ -306,6 +307,24 @@ def test_what_only_the_user_knows_is_set_by_hand(tmp_path, given, name):
     assert name in [row.name for row in result.rows if row.by_hand]
     assert "max_steps" not in result.tree.get("run", {})
     assert result.refused is None
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "bnpo"])
+@pytest.mark.parametrize("given", [{}, {"epsilon_high": 0.3}, {"epsilon": 0.1}, {"scale_rewards": False}])
+def test_clipping_and_scaling_are_trls_own_in_silence(tmp_path, loss_type, given):
+    """Keel's dapo clips at 1.28 and its dr_grpo does not scale unless told; TRL's differ by their reduction alone."""
+    from trl import GRPOConfig
+
+    from keel.config.resolve import loss_spec, scale_rewards
+    from keel.losses import resolve_limits
+
+    given = {"loss_type": loss_type, **given}
+    theirs = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **given)
+    config = load_config(dict(migrate(written(tmp_path, "a.json", given)).tree))
+    limits = resolve_limits(loss_spec(config))
+    high = theirs.epsilon if theirs.epsilon_high is None else theirs.epsilon_high
+    assert (limits.low, limits.high, limits.delta) == (theirs.epsilon, high, theirs.delta)
+    assert scale_rewards(config) == theirs.scale_rewards
 
 
 def test_a_beta_that_is_computed_is_not_lost(tmp_path):
@@ -428,6 +447,27 @@ def test_what_would_train_otherwise_than_the_file_says_is_refused(tmp_path, opti
     path = written(tmp_path, "a.json", {**GRPO, **options})
     assert said in migrate(path).refused
     assert main(["migrate", str(path)]) == 1
+
+
+def test_a_switch_without_its_coefficient_is_refused_in_a_configuration():
+    """Loaded as it is, nothing fills in verl's 0.001, and β would stay 0."""
+    with pytest.raises(KeelError, match=r"kl_loss_coef: give it or kl\.beta"):
+        load_config({A + "use_kl_loss": True})
+    assert load_config({A + "use_kl_loss": True, "kl": {"beta": 0.1}}).kl.beta == 0.1
+
+
+def test_clipping_and_scaling_are_verls_own_in_silence(tmp_path):
+    sums = {**GRPO, A + "loss_agg_mode": "seq-mean-token-sum-norm"}
+    loss = migrate(written(tmp_path, "a.json", sums)).tree["loss"]
+    assert loss == {
+        "loss_type": "dr_grpo",
+        "baseline": "group_mean",
+        "scale_rewards": "group",
+        "epsilon": 0.2,
+        "delta": 3.0,
+    }
+    rloo = migrate(written(tmp_path, "b.json", {**GRPO, "algorithm.adv_estimator": "rloo"})).tree["loss"]
+    assert (rloo["baseline"], rloo["scale_rewards"]) == ("leave_one_out", "none")
 
 
 def test_a_silent_verl_file_is_ppo_and_refused(tmp_path):

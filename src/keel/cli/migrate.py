@@ -70,10 +70,11 @@ def _account(result: Migration, out: str | None) -> None:
     for row in result.rows:
         table.add_row(*_cells(row), style="dim" if row.silent else None)
     console.print(table)
-    lost = [row for row in result.without if not row.silent]
-    mapped = sum(not row.silent for row in result.rows) - len(lost)
     by_hand = [row.name for row in result.without if row.by_hand]
-    console.print(f"{mapped} options mapped, {len(lost)} without a counterpart" + (f"; wrote {out}" if out else ""))
+    lost = sum(not row.silent and not row.by_hand for row in result.without)
+    mapped = sum(not row.silent and not row.reason for row in result.rows)
+    counts = f"{mapped} options mapped, {lost} without a counterpart, {len(by_hand)} to set by hand"
+    console.print(counts + (f"; wrote {out}" if out else ""))
     if by_hand:
         console.print(f"To set by hand: {', '.join(by_hand)}", style="yellow", markup=False)
     if result.missing is not None:

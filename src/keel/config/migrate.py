@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from keel.config import aliases, text
-from keel.config.aliases_verl import IN_LOSS, IN_REWARD, A, M, R
 from keel.config.load import is_option, put, read_config
 from keel.config.peer_files import Reading, read
+from keel.config.verl_values import IN_LOSS, IN_REWARD, A, M, R
 from keel.errors import KeelError
 
 # What a peer does where its configuration is silent and Keel does something else.
 TRL_DEFAULTS: Mapping[str, Any] = {
     "loss_type": "dapo",
+    "scale_rewards": "group",
+    "epsilon": 0.2,
     "max_completion_length": 512,
     "per_device_train_batch_size": 8,
     "lr_scheduler_type": "linear",
@@ -33,11 +35,13 @@ VERL_DEFAULTS: Mapping[str, Any] = {
     IN_LOSS: False,
     IN_REWARD: False,
     "algorithm.adv_estimator": "gae",
+    "algorithm.norm_adv_by_std_in_grpo": True,
     "data.train_batch_size": 1024,
     "data.max_response_length": 512,
     "data.max_prompt_length": 512,
     A + "loss_agg_mode": "token-mean",
     A + "ppo_mini_batch_size": 256,
+    A + "clip_ratio": 0.2,
     A + "clip_ratio_c": 3.0,
     A + "optim.weight_decay": 0.01,
     M + "enable_gradient_checkpointing": True,
@@ -143,6 +147,8 @@ def _silent(origin: str, reading: Reading, values: Mapping[str, Any]) -> dict[st
     """The peer's defaults for what its file does not name."""
     if origin == "TRL":
         defaults = {**TRL_DEFAULTS, **(TRL_KL_DEFAULTS if _number(values.get("beta")) else {})}
+        if values.get("loss_type", "dapo") not in ("grpo", "bnpo", "dr_grpo", "dapo"):
+            del defaults["epsilon"]  # those that clip between 1 ± epsilon
         also = {
             "per_device_train_batch_size": ("generation_batch_size",),
             "save_steps": ("save_strategy",),
