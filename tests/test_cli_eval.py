@@ -163,10 +163,10 @@ def test_words_of_tasks() -> None:
 
 
 def test_the_best_checkpoint_and_those_that_are_not_there(run: Path, tmp_path: Path) -> None:
-    assert [path.name for path in saved_steps(run)] == ["step-1", "step-2"]
+    assert [path.name for path in saved_steps(run)] == ["step-0", "step-1", "step-2"]
     best = json.loads((run / "checkpoints/step-2/trainer/state.json").read_text())["state"]["best"]["step"]
     assert find_subject(f"{run}@best").weights == run / "checkpoints" / f"step-{best}"
-    with pytest.raises(KeelError, match="no checkpoint of step 7: there are 1, 2"):
+    with pytest.raises(KeelError, match="no checkpoint of step 7: there are 0, 1, 2"):
         find_subject(str(run), checkpoint="7")
     with pytest.raises(KeelError, match="warmstart"):
         find_subject(f"{run}@begin")

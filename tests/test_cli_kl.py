@@ -11,6 +11,7 @@ from PIL import Image
 import keel
 from keel.cli import main
 from keel.models.load import load_model
+from keel.tasks import build_task
 from train.small import small_config
 
 SMALL = ["--samples", "2", "--max-tokens", "6"]
@@ -103,6 +104,29 @@ def test_a_run_needs_no_more_than_its_name(tmp_path, monkeypatch, capsys):
     assert data["policy_ref"]["largest"]["prompt"].startswith("h")  # held-out prompts of the run's task
 
 
+def test_held_out_rows_of_ones_own_file(here, capsys):
+    rows = [{"prompt": f"{a}+1=", "solution": str(a + 1)} for a in range(40)]
+    (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["./a", "./b", "--task", "dataset", "data.path=rows.jsonl", "held_out=3", "--trust-remote-code"]
+    assert main(["kl", *words, *SMALL, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["prompts"] == 3
+    held = {p.prompt for p in build_task("dataset", data={"path": "rows.jsonl"}, held_out=3).held_out(9)}
+    assert data["policy_ref"]["largest"]["prompt"] in held
+
+
+def test_a_model_against_itself_says_that_nothing_drifted(here, capsys):
+    assert main(["kl", "./a", "./a", "--prompts", "prompts.txt", *SMALL, "--plot", "same.svg"]) == 0
+    assert "same probability" in capsys.readouterr().out
+    assert (here / "same.svg").read_text().count("<!-- nothing drifted -->") == 2
+
+
+def test_the_share_that_was_cut_off_is_a_plain_percentage(here, capsys):
+    assert main(["kl", "./a", "./b", "--prompts", "prompts.txt", "--samples", "1", "--max-tokens", "1"]) == 0
+    page = capsys.readouterr().out
+    assert "100% of them cut off" in page or "50% of them cut off" in page
+
+
 MISTAKES = [
     (["./a", "./other", "--prompts", "prompts.txt"], "different vocabularies"),
     (["./a", "./missing", "--prompts", "prompts.txt"], "no model folder at './missing'"),
@@ -116,6 +140,9 @@ MISTAKES = [
     (["./a", "./b", "./a", "--prompts", "prompts.txt"], "not 3 models"),
     (["./a", "./b", "--prompts", "prompts.txt", "--task", "arithmetic"], "exclude each other"),
     (["./a", "./b", "--prompts", "prompts.txt", "skill=sort"], "parameter of a task"),
+    (["./a", "./b", "--prompts", "./a/config.yml"], "known are .txt, .jsonl"),
+    (["./a", "./b", "--task", "dataset"], "task dataset needs data.path"),
+    (["./a", "./b", "--task", "dataset", "data.path=rows.csv", "data.truncation=left"], "no parameter of a task"),
     (["./a", "./b", "--task", "arithmetik"], "did you mean 'arithmetic'"),
     (["./a", "./b", "--prompts", "prompts.txt", "--base", "./a"], "--base ./a is for adapters"),
     (["./a", "./b", "--prompts", "prompts.txt", "--plot", "drift.doc"], "end its name in"),

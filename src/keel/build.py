@@ -118,8 +118,12 @@ def build_judge(config: Config, task: Task, reward: RewardFunction | None = None
     }
     if reward is not None:
         return Judge([wrap(reward)], **options)
-    entries = [{"name": part.name, "weight": part.weight, **part.params} for part in config.rewards]
-    return Judge.of(task, entries, **options)
+    return Judge.of(task, reward_entries(config), **options)
+
+
+def reward_entries(config: Config) -> list[dict[str, Any]]:
+    """`rewards:` as the rewards' room takes them."""
+    return [{"name": part.name, "weight": part.weight, **part.params} for part in config.rewards]
 
 
 def build_sampling(config: Config, **changes: Any) -> SamplingParams:

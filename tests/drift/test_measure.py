@@ -263,6 +263,22 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hi"}]
     lines.write_text(json.dumps({"prompt": "one"}) + "\n" + json.dumps({"prompt": messages}) + "\n")
     assert [p.prompt for p in read_prompts(lines)] == ["one", messages]
+    others = {
+        "p.csv": "question,answer\none,1\ntwo,2\n",
+        "p.json": '[{"problem": "one"}, {"problem": "two"}]',
+        "chats.jsonl": "".join(
+            json.dumps({"messages": [{"role": "user", "content": said}, {"role": "assistant", "content": "x"}]}) + "\n"
+            for said in ("one", "two")
+        ),
+    }
+    for name, content in others.items():
+        (tmp_path / name).write_text(content)
+        found = [p.prompt for p in read_prompts(tmp_path / name)]
+        asked = [said if isinstance(said, str) else said[0]["content"] for said in found]
+        assert asked == ["one", "two"], name
+    (tmp_path / "p.py").write_text("one\n")
+    with pytest.raises(KeelError, match=r"its ending is '\.py', known are \.txt, \.jsonl"):
+        read_prompts(tmp_path / "p.py")
     drift = measure_drift(small(0), small(0), read_prompts(lines), samples=1, max_tokens=2)
     assert drift.prompts == 2
 
@@ -270,10 +286,10 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"prompt": "a"}\n{broken\n', "line 2 is not JSON"),
-        ('{"question": "a", "answer": 1}\n', r"line 1 has no 'prompt' \(there is: question, answer\)"),
-        ('{"prompt": 3}\n', "not int"),
-        ("\n \n", "holds no prompt"),
+        ('{"prompt": "a"}\n{broken\n', r"p\.jsonl:2: not JSON"),
+        ('{"text": "a", "answer": 1}\n', r"no column of prompts: it has text, answer"),
+        ('{"prompt": 3}\n', r"p\.jsonl:1: column 'prompt' holds a int"),
+        ("\n \n", "holds no row"),
     ],
 )
 def test_a_bad_file_is_named_with_its_line(tmp_path: Path, content: str, message: str) -> None:

@@ -234,6 +234,15 @@ def test_too_long_prompts_are_dropped_for_good_and_counted(tmp_path: Path) -> No
         build_run(load_config(config, ["data.chat_template=chatlm"]), loaded)
 
 
+def test_one_question_under_two_personas_is_on_one_side(tmp_path: Path) -> None:
+    rows = [{**row, "persona": persona} for row in sums(40) for persona in ("Be brief.", "Be kind.")]
+    path = write(tmp_path / "mine.jsonl", rows)
+    task: Any = build_task("dataset", data={"path": path, "columns": {"system": "persona"}})
+    trained, held = ({p.prompt[-1]["content"] for p in side} for side in (task.train, task.held))
+    assert held
+    assert not trained & held
+
+
 # -------------------------------------------------------------------------------------------------- whole runs
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -258,7 +259,9 @@ def test_missing_columns_are_named_with_those_that_exist(tmp_path: Path) -> None
     assert "did you mean data.columns.prompt=questions?" in message
     assert "it has questions, answer" in message
     path = write_jsonl(tmp_path / "b.jsonl", [{"question": "a", "out": {"result": "1"}}])
-    assert "no column 'answer' for the answer: set data.columns.answer; it has question, out" in refused(path)
+    message = refused(path)
+    assert "no column 'answer' for the answer: set data.columns.answer, or data.columns.answer=null" in message
+    assert "it has question, out" in message
     assert "did you mean data.columns.answer=out.result?" in refused(path, columns={"answer": "out.results"})
 
 
@@ -304,3 +307,17 @@ def test_files_that_are_not_there_or_not_what_they_say(tmp_path: Path) -> None:
     assert "known are .jsonl" in refused(str(tmp_path / "a.txt"))
     assert "give data.path" in refused(None)  # type: ignore[arg-type]
     assert read_rows(str(tmp_path / "mine.jsonl")).columns == ("question", "answer", "level")
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    import datasets
+
+    def retries(*words: Any, **options: Any) -> Any:
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", retries)
+    level = logging.getLogger("huggingface_hub").level
+    assert "cannot load data.path=nobody/nothing" in refused("nobody/nothing")
+    assert not caplog.records
+    assert logging.getLogger("huggingface_hub").level == level

@@ -217,12 +217,12 @@ def judged(texts_by_key: dict[str, tuple[str, ...]]) -> EvalResult:
 
 
 def test_the_paired_difference_by_hand() -> None:
-    """Shares 0.5, 0, 1 before and 1, 0.5, 1 after: d = 0.5, 0.5, 0; n+2 = 5, m = 0.2, s = 2.5/5, ±1.96·√(0.46/5)."""
+    """Shares 0.5, 0, 1 before and 1, 0.5, 1 after: d = 0.5, 0.5, 0; m = 0.2, a² = 1/2, s = 1.5/5, ±1.96·√(0.26/5)."""
     before = judged({"a": ("7", "8"), "b": ("8", "8"), "c": ("7", "7"), "only before": ("7", "7")})
     after = judged({"c": ("7", "7"), "a": ("7", "7"), "b": ("8", "7"), "only after": ("8", "8")})
     mean, interval = paired_difference(before, after)
     assert mean == pytest.approx(1 / 3)
-    assert interval == pytest.approx((0.2 - 0.594482, 0.2 + 0.594482), abs=1e-5)
+    assert interval == pytest.approx((0.2 - 0.446939, 0.2 + 0.446939), abs=1e-5)
     mirrored, other = paired_difference(after, before)
     assert mirrored == -mean
     assert other == pytest.approx((-interval[1], -interval[0]))
@@ -235,6 +235,30 @@ def test_the_paired_interval_is_bonett_and_prices() -> None:
     gained, lost = 6 / 22, 2 / 22
     half = 1.959964 * ((gained + lost - (gained - lost) ** 2) / 22) ** 0.5
     assert paired_interval([1.0] * 5 + [-1.0] + [0.0] * 14) == pytest.approx((4 / 22 - half, 4 / 22 + half), abs=1e-6)
+
+
+def test_unchanged_problems_of_several_samples_have_a_narrower_interval() -> None:
+    """Six problems × 4 samples: ±1.96·√(2/4/8/8) where nothing changed; one whole change tells that samples agree."""
+    assert paired_interval([0.0] * 6, 4) == pytest.approx((-0.173238, 0.173238), abs=1e-6)
+    assert paired_interval([0.0] * 6) == pytest.approx((-0.346476, 0.346476), abs=1e-6)
+    assert paired_interval([1.0] + [0.0] * 5, 4) == pytest.approx(paired_interval([1.0] + [0.0] * 5))
+
+
+@pytest.mark.parametrize(("size", "change"), [(1.0, 0.01), (1.0, 0.05), (0.5, 0.05), (None, 0.05)])
+def test_paired_intervals_of_several_samples_cover(size: float | None, change: float) -> None:
+    """400 pairs of 60 problems × 4 samples: a few change by `size`, or all of them by a little."""
+    rng = random.Random(2)
+    covered = 0
+    for _ in range(400):
+        differences = []
+        for _ in range(60):
+            before = 0.0 if size else rng.random() * (1 - change)
+            after = before + change if size is None else size if rng.random() < change else 0.0
+            draws = [rng.random() for _ in range(4)]
+            differences.append((sum(d < after for d in draws) - sum(d < before for d in draws)) / 4)
+        low, high = paired_interval(differences, 4)
+        covered += low <= change * (size or 1.0) <= high
+    assert covered / 400 >= 0.91
 
 
 @pytest.mark.parametrize("change", [0.01, 0.3])

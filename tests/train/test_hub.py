@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -34,7 +35,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class FakeHub:
     """What `push` asks of HfApi; keeps the files of the commit."""
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, error: Exception | None = None, public: bool = False) -> None:
+        self.public = public
         self.files: dict[str, bytes] = {}
         self.repos: list[dict[str, Any]] = []
         self.error = error
@@ -44,6 +46,9 @@ class FakeHub:
             raise self.error
         self.repos.append(options)
         return f"https://hub.invalid/{options['repo_id']}"
+
+    def repo_info(self, **options: Any) -> Any:
+        return SimpleNamespace(private=not self.public)
 
     def create_commit(self, *, operations: Any, **options: Any) -> None:
         for operation in operations:
@@ -104,6 +109,15 @@ def test_a_checkpoint_goes_up_with_its_card_and_without_the_trainers_files(run: 
 
 def lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
+
+
+def test_a_private_push_onto_a_public_repository_is_refused(run: Path) -> None:
+    hub = FakeHub(public=True)
+    with pytest.raises(KeelError, match="me/letters is there already and public"):
+        push(str(run), "me/letters", private=True, api=hub)
+    assert not hub.files
+    push(str(run), "me/letters", api=hub)
+    assert hub.files
 
 
 def test_another_checkpoint_by_step(run: Path) -> None:

@@ -88,19 +88,11 @@ def _configuration(name: str, words: list[str]) -> tuple[Any, bool]:
     if path.suffix in (".yaml", ".yml") or arguments.is_run(path):
         config, renamed = read_config(path, overrides)
     else:
-        config, renamed = read_config({"task": {"name": name}}, [_of_task(word) for word in overrides])
+        config, renamed = read_config({"task": {"name": name}}, [arguments.of_task(word) for word in overrides])
         path = Path()
     for note in renamed:
         typer.echo(f"keel: note: {note}", err=True)
     return config, path != Path()
-
-
-def _of_task(word: str) -> str:
-    """A word without a section is a parameter of the task."""
-    from keel.config.schema import Config
-
-    key = word.lstrip("+").partition("=")[0]
-    return word if key.partition(".")[0] in Config.model_fields else f"task.{word}"
 
 
 def _show(name: str, found: list[Any], worked: list[dict[str, Any]]) -> None:

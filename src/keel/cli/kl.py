@@ -29,6 +29,8 @@ Examples:
 
   keel kl ./my-model HuggingFaceTB/SmolLM2-135M-Instruct --prompts prompts.jsonl --samples 8 --max-tokens 256
 
+  keel kl ./my-model ./other-model --task dataset data.path=mine.jsonl
+
   keel kl ./my-adapter --base ./my-model --prompts prompts.txt --json
 """
 
@@ -40,7 +42,7 @@ def kl(
         typer.Argument(metavar="POLICY [REFERENCE] [KEY=VALUE]...", help="The two models, and the task's parameters."),
     ],
     prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Text, a prompt a line; or .jsonl with a `prompt` a line.")
+        Path | None, typer.Option(metavar="FILE", help="Prompts: .txt, one a line; or .jsonl, .json, .csv, .parquet.")
     ] = None,
     task: Annotated[str | None, typer.Option(metavar="NAME", help="Held-out problems of this task.")] = None,
     count: Annotated[
@@ -60,6 +62,9 @@ def kl(
     ] = True,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the accelerator if there is one.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with a model.")
+    ] = False,
     microbatch_tokens: Annotated[int, typer.Option(min=1, help="Tokens scored at a time.")] = 8192,
     max_batch: Annotated[int, typer.Option(min=1, help="Completions sampled at a time.")] = 64,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
@@ -81,7 +86,7 @@ def kl(
 
     from keel.drift import default_reference, load_pair, measure_drift, resolve
 
-    where: dict[str, Any] = {"base": base, "dtype": dtype, "device": device}
+    where: dict[str, Any] = {"base": base, "dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
     policy = resolve(names[0], **where)
     reference = resolve(names[1], **where) if len(names) == 2 else default_reference(policy, **where)
     if base is not None and policy.adapter is None and reference.adapter is None:
@@ -131,11 +136,25 @@ def _given_prompts(file: Path | None, task: str | None, params: list[str]) -> An
         return read_prompts(file)
     if task is None:
         return None
-    from keel.config import text
-    from keel.tasks import build_task
+    return _named_task(task, params)
 
-    pairs = (item.partition("=") for item in params)
-    return build_task(task, **{key: text.parse(value, key) for key, _, value in pairs})
+
+def _named_task(task: str, params: list[str]) -> Any:
+    """The task with its own parameters and the data that it reads, written as in `keel check-task`."""
+    from keel.build import build_named_task
+    from keel.config import arguments, read_config
+    from keel.config.checks import DATA_OF_TASKS
+
+    settings = [arguments.of_task(word) for word in params]
+    for setting in settings:
+        section, _, name = setting.lstrip("+").partition("=")[0].partition(".")
+        if section != "task" and (section != "data" or name.partition(".")[0] not in DATA_OF_TASKS):
+            raise KeelError(
+                f"{setting} is no parameter of a task: keel kl takes task.*, data.{', data.'.join(DATA_OF_TASKS)} "
+                "and its own options"
+            )
+    config, _ = read_config({"task": {"name": task}}, settings)
+    return build_named_task(config.task, config)
 
 
 def _problems(given: Any, policy: Any, count: int | None) -> Any:

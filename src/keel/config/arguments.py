@@ -36,6 +36,14 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return paths, overrides
 
 
+def of_task(word: str) -> str:
+    """A setting where a task is described: a word without a section is a parameter of the task."""
+    from keel.config.schema import Config
+
+    key = word.lstrip("+").partition("=")[0]
+    return word if key.partition(".")[0] in Config.model_fields else f"task.{word}"
+
+
 def _names_data(override: str) -> bool:
     name = aliases.normal(override.partition("=")[0])
     alias = aliases.table().get(name)

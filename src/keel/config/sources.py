@@ -92,7 +92,9 @@ class Columns(Section):
     """Which columns of the data are read; a name with dots is a field inside a column, as reward_model.ground_truth."""
 
     prompt: str = Field(default="question", min_length=1, description="Column of the prompt, a text or chat messages.")
-    answer: str = Field(default="answer", min_length=1, description="Column of the answer, one kind of value in all.")
+    answer: Annotated[str, Field(min_length=1)] | None = Field(
+        default="answer", description="Column of the answer, one kind of value in all; null: prompts alone."
+    )
     messages: str | None = Field(
         default=None, description="Column of whole conversations, in place of prompt; their last turn is the answer."
     )

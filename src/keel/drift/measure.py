@@ -92,6 +92,11 @@ class Direction:
     tokens: tuple[TokenDrift, ...]
     largest: Sample
 
+    @property
+    def moved(self) -> bool:
+        """Whether any sampled token has another probability under the other model."""
+        return any(token.log_ratio for token in self.tokens)
+
     def common_positions(self) -> list[PositionDrift]:
         """Positions that a tenth of the completions reached, and two at least: beyond them a mean says little."""
         return [p for p in self.positions if p.count >= max(2, self.completions / 10)]

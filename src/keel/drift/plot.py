@@ -20,8 +20,8 @@ def plot_drift(drift: Drift, path: Path) -> None:
         figure, axes = plt.subplots(2, 2, figsize=(12.5, 8.4), layout="constrained")
         _positions(axes[0, 0], drift)
         _estimators(axes[0, 1], drift)
-        _tokens(axes[1, 0], drift.policy_ref)
-        _likely(axes[1, 1], drift.policy_ref)
+        for axis, draw in ((axes[1, 0], _tokens), (axes[1, 1], _likely)):
+            draw(axis, drift.policy_ref) if drift.policy_ref.moved else _nothing(axis)
         for axis in axes.flat:
             axis.spines[["top", "right"]].set_visible(False)
         figure.suptitle(
@@ -92,6 +92,12 @@ def _likely(axis: Any, direction: Direction) -> None:
     axis.set(title="… and which way: more (orange) or less likely", xlabel="mean log π − log p where sampled, nats")
     axis.grid(axis="x", alpha=0.25)
     axis.set_axisbelow(True)
+
+
+def _nothing(axis: Any) -> None:
+    """In the place of bars that would all be empty."""
+    axis.text(0.5, 0.5, "nothing drifted", ha="center", va="center", fontsize=14, transform=axis.transAxes)
+    axis.set(title="Tokens that drifted most", xticks=[], yticks=[])
 
 
 def _ways(tokens: Sequence[TokenDrift]) -> list[str]:

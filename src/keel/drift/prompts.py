@@ -2,42 +2,55 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from keel.errors import KeelError
+from keel.tasks.layouts import PROMPT, PROMPTS, Columns, problem_of
+from keel.tasks.rows import READERS, Broken, read_rows
 from keel.types import Problem
+
+TEXT = ".txt"
 
 
 def read_prompts(path: Path) -> list[Problem]:
-    """One prompt a line of a text file, or the `prompt` (text or messages) of each line of a .jsonl file.
+    """One prompt a line of a .txt file, or one a row of a file of data, in its column of prompts (text or messages).
 
-    Blank lines are passed over; a prompt's key is its line number.
+    Blank lines are passed over; a prompt's key is its line number, or its row's place.
     """
     path = path.expanduser()
+    if path.suffix.lower() not in (TEXT, *READERS):
+        known = ", ".join((TEXT, *READERS))
+        raise KeelError(f"cannot read --prompts {path}: its ending is {path.suffix!r}, known are {known}")
+    if not path.is_file():
+        raise KeelError(f"cannot read --prompts {path}: there is no such file")
+    found = _lines(path) if path.suffix.lower() == TEXT else _rows(path)
+    if not found:
+        raise KeelError(f"--prompts {path} holds no prompt: write one a line")
+    return found
+
+
+def _lines(path: Path) -> list[Problem]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:
         raise KeelError(f"--prompts {path} is not UTF-8 text: save it as UTF-8, one prompt a line") from None
     except OSError as error:
         raise KeelError(f"cannot read --prompts {path}: {error.strerror or error}") from None
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not numbered:
-        raise KeelError(f"--prompts {path} holds no prompt: write one a line")
-    if path.suffix == ".jsonl":
-        return [Problem(str(number), _prompt(line, f"{path} line {number}")) for number, line in numbered]
-    return [Problem(str(number), line) for number, line in numbered]
+    return [Problem(str(number), line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
-def _prompt(line: str, where: str) -> Any:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise KeelError(f"{where} is not JSON: {error}") from None
-    if not isinstance(record, dict) or "prompt" not in record:
-        there = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-        raise KeelError(f"{where} has no 'prompt' (there is: {there}): each line needs one, a text or messages")
-    if not isinstance(record["prompt"], str | list):
-        raise KeelError(f"{where}: a prompt is a text or a list of messages, not {type(record['prompt']).__name__}")
-    return record["prompt"]
+def _rows(path: Path) -> list[Problem]:
+    rows = read_rows(str(path))
+    columns = (PROMPT, *PROMPTS)
+    column = next((name for name in columns if name in rows.columns), None)
+    if column is None and rows.rows:
+        raise KeelError(
+            f"--prompts {path} has no column of prompts: it has {', '.join(rows.columns)}, and needs one called "
+            f"{', '.join(columns[:-1])} or {columns[-1]}"
+        )
+    where = Columns(column or PROMPT, None, messages=column == "messages")
+    made = [*rows.broken, *(problem_of(row, where) for row in rows.rows)]
+    broken = next((item for item in made if isinstance(item, Broken)), None)
+    if broken is not None:
+        raise KeelError(f"--prompts {path}, {broken.place}: {broken.why}")
+    return [item for item in made if isinstance(item, Problem)]

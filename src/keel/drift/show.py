@@ -36,7 +36,7 @@ def show_drift(drift: Drift, console: Console) -> None:
     console.print(_estimates(f"{there}, samples from the policy", forward, back))
     if reverse is not None:
         console.print(_estimates(f"{back}, samples from the reference", reverse, there))
-    if not any(token.log_ratio for token in forward.tokens):
+    if not forward.moved:
         console.print("Both models give every sampled token the same probability.")
         return
     console.print(_tokens(forward))
@@ -64,7 +64,7 @@ def _caption(direction: Direction) -> str:
         f"entropy {direction.entropy:.3g} per token",
     ]
     if direction.truncated:
-        parts.append(f"{100 * direction.truncated:.2g}% of them cut off at the limit")
+        parts.append(f"{100 * direction.truncated:.0f}% of them cut off at the limit")
     if direction.clamped:
         parts.append(f"{direction.clamped} log-ratios held at ±20 nats")
     return "; ".join(parts)

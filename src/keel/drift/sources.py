@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from keel.config import Config, text
-from keel.config.arguments import is_run
 from keel.errors import KeelError
 from keel.models.load import LoadedModel, load_model
-from keel.train.subject import MOMENTS, Subject, find_subject
+from keel.train.subject import Subject, adapter_base, find_subject
 
 
 @dataclass(frozen=True)
@@ -53,27 +52,33 @@ class Source:
         return (self.base, self.config.run.seed, *loading)
 
 
-def resolve(name: str, *, base: str | None = None, dtype: str = "auto", device: str | None = None) -> Source:
+def resolve(
+    name: str,
+    *,
+    base: str | None = None,
+    dtype: str = "auto",
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> Source:
     """The source called `name`.
 
     A model as `load_model` takes it; a folder with a LoRA adapter, on `base` or on what the adapter names; a run's
     folder (its newest checkpoint), `RUN@N` (the checkpoint of step N), `RUN@best`, `RUN@start` (what training started
-    from, which is its reference); or a checkpoint inside a run. `dtype` and `device` of a run are its own unless given.
+    from, which is its reference); or a checkpoint inside a run. `dtype` and `device` of a run are its own unless given;
+    code that comes with a model is run if the run did so, or with `trust_remote_code`.
     """
-    run, at, moment = name.rpartition("@")
-    if at and (moment in MOMENTS or moment.isdigit()) and not is_run(Path(run).expanduser()):
-        raise KeelError(f"no run at {run!r}: {name} needs the folder of a run, one with a config.yaml")
-    return _source(find_subject(name, _overrides(name, base, dtype, device)))
+    return _source(find_subject(name, _overrides(name, base, dtype, device, trust_remote_code)))
 
 
-def default_reference(
-    policy: Source, *, base: str | None = None, dtype: str = "auto", device: str | None = None
-) -> Source:
-    """What a policy is compared with when no reference is named: the start of its run, or its adapter's base."""
+def default_reference(policy: Source, **where: Any) -> Source:
+    """What a policy is compared with when no reference is named: the start of its run, or its adapter's base.
+
+    `where` is what `resolve` takes beside a name.
+    """
     path = Path(policy.name.rpartition("@")[0] or policy.name).expanduser()
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     if policy.run and (run / "config.yaml").is_file():
-        return resolve(f"{run}@start", base=base, dtype=dtype, device=device)
+        return resolve(f"{run}@start", **where)
     if policy.adapter is not None:
         return Source(policy.base, policy.base, None, policy.config)
     raise KeelError(
@@ -81,22 +86,18 @@ def default_reference(
     )
 
 
-def _overrides(name: str, base: str | None, dtype: str, device: str | None) -> Sequence[str]:
+def _overrides(name: str, base: str | None, dtype: str, device: str | None, trust_remote_code: bool) -> Sequence[str]:
     path = Path(name).expanduser()
     adapter = (path / "adapter_config.json").is_file()
-    if adapter and base is None and path.parent.name != "checkpoints" and not _names_base(path):
+    if adapter and base is None and path.parent.name != "checkpoints" and not adapter_base(path):
         raise KeelError(f"the adapter {name} does not name its base model: give it with --base")
     chosen = {
         "model.name": base if adapter else None,
         "model.dtype": None if dtype == "auto" else dtype,
         "model.device": device,
+        "model.trust_remote_code": trust_remote_code or None,
     }
     return [f"{key}={text.dump(value)}" for key, value in chosen.items() if value is not None]
-
-
-def _names_base(adapter: Path) -> bool:
-    record = text.parse((adapter / "adapter_config.json").read_text(encoding="utf-8"), f"{adapter}/adapter_config.json")
-    return bool(isinstance(record, dict) and record.get("base_model_name_or_path"))
 
 
 def _source(subject: Subject) -> Source:

@@ -158,6 +158,8 @@ def evaluation_line(record: Mapping[str, Any]) -> str:
         interval = record.get("ci95")
         if interval and None not in interval:
             text += f" [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"
+    elif record.get("reward") is not None:
+        text += f" reward {record['reward']:.3f}"
     for k, value in dict(record.get("pass@k") or {}).items():
         if str(k) != "1" and value is not None:
             text += f", pass@{k} {100 * value:.1f}%"

@@ -19,7 +19,7 @@ Data = Mapping[str, Any]
 def show_evaluation(data: Data, console: Console) -> None:
     """Print the data of `keel eval`: figures of each task, what the task adds, and retention beside a baseline."""
     records = data["tasks"]
-    ks = sorted({int(k) for record in records for k in record["pass@k"]} - {1})
+    ks = sorted({int(k) for record in records for k in record.get("pass@k", ())} - {1})
     greedy = " (greedy)" if all(record["greedy"] for record in records) else ""
     table = _table(
         f"{data['model']}, temperature {data['temperature']:g}{greedy}: right answers, % [95 % interval]", console
@@ -28,11 +28,11 @@ def show_evaluation(data: Data, console: Console) -> None:
     for k in (1, *ks):
         table.add_column(f"pass@{k}", justify="right", no_wrap=True)
     for record in records:
-        shares = [_share(record["pass@k"].get(str(k)), record["pass_at_ci95"].get(str(k))) for k in ks]
+        shares = [_share(record.get("pass@k", {}).get(str(k)), record["pass_at_ci95"].get(str(k))) for k in ks]
         table.add_row(
             _label(record),
             f"{record['n']} × {record['samples']}",
-            _share(record["pass@1"], record["ci95"]),
+            _share(record.get("pass@1"), record.get("ci95")),
             *shares,
         )
     console.print(table)
@@ -79,18 +79,19 @@ def _show_extra(records: Sequence[Data], console: Console) -> None:
 
 
 def _show_retention(data: Data, console: Console) -> None:
-    table = _table(f"pass@1 before ({data['baseline']}) and after, % [95 % interval of the paired difference]", console)
-    for name in ("before", "after", "difference"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for record in data["tasks"]:
-        table.add_row(
-            _label(record),
-            f"{100 * record['baseline']['pass@1']:.1f}",
-            f"{100 * record['pass@1']:.1f}",
-            _difference(record["difference"]),
-        )
-    console.print(table)
-    console.print(f"[dim]interval of the difference: {data['tasks'][0]['difference']['method']}[/]")
+    for figure, scale, unit, form in (("pass@1", 100, ", %", ".1f"), ("reward", 1, " (no answers)", ".3f")):
+        records = [record for record in data["tasks"] if figure in record["difference"]]
+        if not records:
+            continue
+        title = f"{figure} before ({data['baseline']}) and after{unit} [95 % interval of the paired difference]"
+        table = _table(title, console)
+        for name in ("before", "after", "difference"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for record in records:
+            sides = (f"{scale * side[figure]:{form}}" for side in (record["baseline"], record))
+            table.add_row(_label(record), *sides, _difference(record["difference"], figure, scale, form))
+        console.print(table)
+        console.print(f"[dim]interval of the difference: {records[0]['difference']['method']}[/]")
 
 
 def _label(record: Data) -> str:
@@ -103,10 +104,12 @@ def _share(value: float | None, interval: Sequence[float] | None) -> str:
     return escape(f"{100 * value:.1f} [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]")
 
 
-def _difference(difference: Data) -> str:
+def _difference(difference: Data, figure: str, scale: float, form: str) -> str:
     """Green where it surely rose, red where it surely fell: the interval does not hold 0."""
-    mean, interval = difference["pass@1"], difference["ci95"]
-    said = escape(f"{100 * mean:+.1f} [{100 * interval[0]:+.1f}, {100 * interval[1]:+.1f}]")
+    mean, interval = difference[figure], difference["ci95"]
+    if interval is None:
+        return f"{scale * mean:+{form}}"
+    said = escape(f"{scale * mean:+{form}} [{scale * interval[0]:+{form}}, {scale * interval[1]:+{form}}]")
     if interval[0] > 0:
         return f"[green]{said}[/]"
     return f"[red]{said}[/]" if interval[1] < 0 else said
@@ -115,11 +118,12 @@ def _difference(difference: Data) -> str:
 def plot_evaluation(data: Data, path: Path) -> None:
     """Bars of pass@1 and of the largest pass@k with 95 % intervals, the baseline's beside them."""
     records = data["tasks"]
-    ks = sorted({int(k) for record in records for k in record["pass@k"]} - {1})
-    bars = [(data["model"], "pass@1", lambda r: (r["pass@1"], r["ci95"]))]
+    ks = sorted({int(k) for record in records for k in record.get("pass@k", ())} - {1})
+    bars = [(data["model"], "pass@1", lambda r: (r.get("pass@1"), r.get("ci95")))]
     if ks:
         top = str(ks[-1])
-        bars.append((data["model"], f"pass@{top}", lambda r: (r["pass@k"].get(top), r["pass_at_ci95"].get(top))))
+        get = lambda r: (r.get("pass@k", {}).get(top), r["pass_at_ci95"].get(top))  # noqa: E731
+        bars.append((data["model"], f"pass@{top}", get))
     if data["baseline"] is not None:
         before = [(data["baseline"], name, lambda r, get=get: get(r["baseline"])) for _, name, get in bars]
         bars = [pair for both in zip(before, bars, strict=True) for pair in both]

@@ -50,11 +50,22 @@ def turns_of(tokens: Sequence[Token]) -> list[tuple[bool, list[Token]]]:
 
 
 def messages_of(record: Record) -> list[dict[str, Any]]:
-    """The prompt as chat messages; a plain one is a single message without a role."""
+    """The prompt as the model was given it, a single message without a role.
+
+    Lines from before that was recorded have the task's chat messages; a plain one is then without a role too.
+    """
+    if "prompt_tokens_cut" in record:
+        return [{"role": "", "content": str(record.get("prompt", ""))}]
     messages = [item for item in as_list(record.get("messages")) if isinstance(item, dict)]
     text = record.get("prompt")
     plain = isinstance(text, str) and (not messages or [m.get("content") for m in messages] == [text])
     return [{"role": "", "content": text}] if plain else messages
+
+
+def cut_words(record: Record) -> str:
+    """What is said of a prompt whose left end was cut off; empty of a whole one."""
+    cut = number(record.get("prompt_tokens_cut"))
+    return f"{cut:.0f} tokens cut off its left end" if cut else ""
 
 
 def message_text(message: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from keel.report.read import Record, Run, number
-from keel.report.rollouts import facts, message_text, messages_of, scale, tokens_of
+from keel.report.rollouts import cut_words, facts, message_text, messages_of, scale, tokens_of
 
 PROBLEMS = 4
 EACH = 2
@@ -70,10 +70,11 @@ def legend(top: float) -> str:
 
 
 def prompt(record: Record) -> str:
-    """The prompt as text, or its chat messages."""
+    """The prompt that the model was given, and how much of it was cut off."""
     messages = messages_of(record)
     said = [f"{m['role']}: {message_text(m)}" if m.get("role") else message_text(m) for m in messages]
-    return f"<pre class='prompt'>{escape(chr(10).join(said))}</pre>"
+    cut = f"<p class='muted'>{escape(cut_words(record))}</p>" if cut_words(record) else ""
+    return f"<pre class='prompt'>{escape(chr(10).join(said))}</pre>{cut}"
 
 
 def completion(record: Record, top: float) -> str:

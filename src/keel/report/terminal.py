@@ -15,7 +15,7 @@ from rich.text import Text
 
 from keel.errors import KeelError
 from keel.report.read import Record, number
-from keel.report.rollouts import Token, facts, message_text, messages_of, scale, tokens_of, turns_of
+from keel.report.rollouts import Token, cut_words, facts, message_text, messages_of, scale, tokens_of, turns_of
 
 _ABOVE, _BELOW, _GROUND = (214, 96, 18), (37, 99, 195), (28, 30, 36)  # orange, blue, and what they fade into
 _CONTEXT = Style(dim=True, italic=True)
@@ -83,6 +83,8 @@ def _legend(records: Sequence[Record], top: float) -> Text:
 def _prompt(record: Record) -> Panel:
     held = " · held out" if record.get("tracked") else ""
     title = f"[bold]problem {escape(str(record.get('problem')))}[/] · group {record.get('group')}{held}"
+    cut = cut_words(record)
+    title += f" · [yellow]{cut}[/]" if cut else ""
     body = Text("\n").join(
         Text.assemble((f"{message['role']}: ", "bold cyan"), message_text(message))
         if message.get("role")

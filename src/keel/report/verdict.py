@@ -8,6 +8,7 @@ from typing import Any
 
 from keel.report.panels import interval
 from keel.report.read import Record, Run, number
+from keel.report.rollouts import brief
 
 OVER_BUDGET = 0.2  # nats per token, the contract's kl/over-budget
 
@@ -152,6 +153,10 @@ def _guard_words(run: Run) -> list[tuple[str, str]]:
 
 def _accuracy_words(run: Run) -> list[tuple[str, str]]:
     found = accuracy(run)
+    paid = (run.summary or {}).get("reward")
+    if (found is None or found.after is None) and isinstance(paid, Mapping) and number(paid.get("after")) is not None:
+        text = f"Held-out reward {brief(paid.get('before'))} → {brief(paid.get('after'))}"
+        return [("plain", f"{text}; the problems have no answers, so nothing is right or wrong.")]
     if found is None or (found.before is None and found.after is None):
         return [("plain", "Accuracy on held-out problems has not been measured yet.")]
     if found.after is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +42,17 @@ class Dataset:
     held: tuple[Problem, ...]
     marking: Marking
     notes: tuple[str, ...] = ()
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether there are prompts alone, so that nothing is right or wrong and rewards have to say what is good."""
+        return isinstance(self.marking, Unanswered)
+
+    def fingerprint(self) -> str:
+        """A digest of all problems and of which of them are held out: a run must not go on with others."""
+        rows = [[p.key, p.prompt, p.answer] for side in (self.train, self.held) for p in side]
+        told = json.dumps([len(self.train), rows], ensure_ascii=False, sort_keys=True, default=str)
+        return hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """Training problems of one step: the next `count` of the epoch's order.
@@ -109,6 +122,22 @@ class Answers:
         return None if given is None else given == last_number(answer)
 
 
+@dataclass(frozen=True)
+class Unanswered:
+    """Prompts without answers: there is nothing to compare a completion with."""
+
+    source: str
+
+    def gold(self, problem: Problem) -> str:
+        raise KeelError(f"{self.source} has prompts and no answers: this needs answers, named by data.columns.answer")
+
+    def reward(self, problem: Problem, text: str) -> Reward:
+        raise KeelError(
+            f"{self.source} has prompts and no answers, so the task has no reward of its own: name rewards that need "
+            "no answer, such as rewards='[{name: length}]'"
+        )
+
+
 def accepted(problem: Problem) -> list[str]:
     """The texts that count as the answer: one, or each entry of a list."""
     several = problem.answer if isinstance(problem.answer, list | tuple) else [problem.answer]
@@ -141,6 +170,14 @@ def dataset(
     if answer is not None and answer not in COMPARISONS:
         raise unknown("task.answer", answer, COMPARISONS)
     train, held, notes = split(source, held_out, eval_path, eval_split)
+    if all(p.answer is None for p in (*train, *held)):
+        for option, value in (("answer", answer), ("tag", tag)):
+            if value is not None:
+                raise KeelError(f"task.{option}={value} is about answers, and {stem(source)} has none: leave it out")
+        return Dataset(f"dataset/{stem(source)}", train, held, Unanswered(stem(source)), notes)
+    bare = next((p for p in (*train, *held) if p.answer is None), None)
+    if bare is not None:
+        raise KeelError(f"{bare.key}: no answer here, while other problems have one: give all of them answers, or none")
     compare, said = _comparison(stem(source), answer, (*train, *held))
     marking = Answers(compare, tag)
     return Dataset(f"dataset/{stem(source)}", train, held, marking, (*notes, *said))
@@ -198,9 +235,11 @@ def _chosen(problems: Sequence[Problem], held_out: int | float) -> set[str]:
 
 
 def _identity(problem: Problem) -> str:
-    """What makes two rows the same problem: the words of the prompt."""
-    said = problem.prompt if isinstance(problem.prompt, str) else "\n".join(m["content"] for m in problem.prompt)
-    return " ".join(said.split())
+    """What makes two rows the same problem: the words of the question, whatever the system message."""
+    if isinstance(problem.prompt, str):
+        return " ".join(problem.prompt.split())
+    asked = [m["content"] for m in problem.prompt if m["role"] != "system"] or [m["content"] for m in problem.prompt]
+    return " ".join(" ".join(asked).split())
 
 
 def _comparison(name: str, answer: str | None, problems: Sequence[Problem]) -> tuple[str, list[str]]:

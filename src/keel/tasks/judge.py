@@ -14,7 +14,7 @@ from keel.errors import KeelError, unknown
 from keel.tasks.base import Task
 from keel.tasks.concurrent import Late, Loop, Outcome, run_threads
 from keel.tasks.problems import stream
-from keel.tasks.rewards import AGGREGATES, RewardPart, as_reward, build_reward, build_rewards, combine
+from keel.tasks.rewards import AGGREGATES, TASK, RewardPart, as_reward, build_reward, build_rewards, combine
 from keel.types import Problem, Reward
 
 ON_ERROR = ("stop", "zero", "skip_group")
@@ -105,6 +105,9 @@ class Judge:
             raise unknown("reward.aggregate", aggregate, AGGREGATES)
         if not parts:
             raise KeelError("a judge needs at least one reward")
+        twice = next((name for name, count in Counter(part.name for part in parts).items() if count > 1), None)
+        if twice is not None:
+            raise KeelError(f"two rewards are called {twice!r}: give one of them another label")
         self.parts, self.aggregate, self.on_error, self.shuffle = tuple(parts), aggregate, on_error, shuffle
         self.guard = Guard(timeout_s, max_hung)
         self.loop = Loop(timeout_s)
@@ -164,11 +167,17 @@ class Judge:
         """This judge with the task's own reward beside its parts at weight 0: whether an answer is right stays known
         whatever is paid for it. Failures are written down in the same record.
         """
-        if any(part.function == task.reward for part in self.parts):
+        if self.called(task) is not None:
             return self
+        taken = {part.name for part in self.parts}
+        label = next(name for name in (TASK, *(f"{TASK}#{n}" for n in range(2, len(taken) + 3))) if name not in taken)
         other = copy(self)
-        other.parts = (*self.parts, replace(build_reward("task", task), weight=0.0))
+        other.parts = (*self.parts, replace(build_reward(TASK, task, label=label), weight=0.0))
         return other
+
+    def called(self, task: Task) -> str | None:
+        """The name of the part that is the task's own reward, None where there is none."""
+        return next((part.name for part in self.parts if part.function == task.reward), None)
 
     def _together(
         self, part: RewardPart, problem: Problem, episodes: Sequence[Sequence[str]], failed: Collection[int]
@@ -227,8 +236,8 @@ class Judge:
         """The values that are logged: each part by its name, and what it is made of below that."""
         named: dict[str, float] = {}
         for part, reward in zip(self.parts, row, strict=True):
-            inner = {(k if part.name == "task" else f"{part.name}/{k}"): v for k, v in reward.parts.items()}
-            named |= inner if part.name == "task" and inner else {part.name: reward.total, **inner}
+            inner = {(k if part.name == TASK else f"{part.name}/{k}"): v for k, v in reward.parts.items()}
+            named |= inner if part.name == TASK and inner else {part.name: reward.total, **inner}
         return named
 
 

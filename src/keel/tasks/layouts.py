@@ -57,12 +57,16 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Columns:
-    """Where each thing is; `messages` says that the prompt column holds whole conversations."""
+    """Where each thing is; `messages` says that the prompt column holds whole conversations.
+
+    Without an answer column, conversations end with the answer (`last_turn`), or there are prompts alone.
+    """
 
     prompt: str
     answer: str | None
     system: str | None = None
     messages: bool = False
+    last_turn: bool = False
 
 
 def load_problems(source: Source) -> Loaded:
@@ -79,7 +83,7 @@ def load_problems(source: Source) -> Loaded:
     problems: list[Problem] = []
     broken = list(rows.broken)
     for row in rows.rows:
-        made = _problem(row, columns)
+        made = problem_of(row, columns)
         if isinstance(made, Broken):
             broken.append(made)
         else:
@@ -110,31 +114,34 @@ def choose_columns(rows: Rows, given: Mapping[str, str | None]) -> tuple[Columns
             raise _missing(rows, "prompt", prompt)
         prompt, whole = found, found == "messages"
         chosen.append(f"prompts from {found!r}")
-    answer = given.get("answer", ANSWER)
+    answer, last_turn = given.get("answer", ANSWER), False
     if answer is not None and not _has(rows, answer):
         candidates = [name for name in ANSWERS if name != prompt and _has(rows, name)] if answer == ANSWER else []
-        if not candidates and not whole:
-            raise _missing(rows, "answer", answer)
-        answer = candidates[0] if candidates else None
-        chosen.append(f"answers from {answer!r}" if answer else "answers from the conversations' last turns")
+        alone = answer == ANSWER and names == ("prompt",)  # TRL's prompts, which rewards judge by themselves
+        if not candidates and not whole and not alone:
+            raise _missing(rows, "answer", answer, ", or data.columns.answer=null for prompts alone")
+        answer, last_turn = (candidates[0], False) if candidates else (None, not alone)
+        said = "answers from the conversations' last turns" if last_turn else "no answers"
+        chosen.append(f"answers from {answer!r}" if answer else said)
     notes = []
     if chosen:
         layout = "verl's layout" if {"data_source", "reward_model"} <= set(names) else "recognised columns"
         notes.append(f"{rows.source}: {layout}, {' and '.join(chosen)}; data.columns names others")
-    return Columns(prompt, answer, system, whole), notes
+    return Columns(prompt, answer, system, whole, last_turn), notes
 
 
-def _problem(row: Row, columns: Columns) -> Problem | Broken:
+def problem_of(row: Row, columns: Columns) -> Problem | Broken:
+    """A row as a problem, or why it is none."""
     prompt = _prompt(_get(row.values, columns.prompt))
     if isinstance(prompt, _Why):
         return Broken(row.place, f"column {columns.prompt!r} {prompt}")
     answer = None if columns.answer is None else _get(row.values, columns.answer)
     if columns.messages and not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
-        answer = prompt[-1]["content"] if columns.answer is None else answer
+        answer = prompt[-1]["content"] if columns.last_turn else answer
         prompt = prompt[:-1]
         if not prompt:
             return Broken(row.place, f"column {columns.prompt!r} holds an answer and no question")
-    elif columns.messages and columns.answer is None:
+    elif columns.last_turn:
         return Broken(row.place, f"column {columns.prompt!r} does not end with the assistant's turn")
     if columns.answer is not None:
         if answer is _MISSING:
@@ -183,10 +190,21 @@ def _messages(value: Any) -> list[dict[str, str]] | None:
         return None
     turns = []
     for turn in value:
-        if not isinstance(turn, Mapping) or not all(isinstance(turn.get(k), str) for k in ("role", "content")):
+        content = _content(turn.get("content")) if isinstance(turn, Mapping) else None
+        if content is None or not isinstance(turn.get("role"), str):
             return None
-        turns.append({k: v for k, v in turn.items() if v is not None})  # parquet fills absent keys with null
+        # parquet fills absent keys with null
+        turns.append({k: v for k, v in {**turn, "content": content}.items() if v is not None})
     return turns
+
+
+def _content(value: Any) -> str | None:
+    """What a message says: a text, or the texts of its parts one after the other; None for anything but text."""
+    if not isinstance(value, list):
+        return value if isinstance(value, str) else None
+    parts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in value]
+    texts = [part for part in parts if isinstance(part, str)]
+    return "".join(texts) if texts and len(texts) == len(parts) else None
 
 
 def _get(values: Mapping[str, Any], name: str) -> Any:
@@ -207,11 +225,11 @@ def _has(rows: Rows, name: str) -> bool:
     return any(_get(row.values, name) is not _MISSING for row in rows.rows)
 
 
-def _missing(rows: Rows, option: str, name: str) -> KeelError:
+def _missing(rows: Rows, option: str, name: str, instead: str = "") -> KeelError:
     there = list(rows.columns)
     fields = [f"{c}.{k}" for c in there for k in _fields(rows, c)]
     near = difflib.get_close_matches(name, [*there, *fields], n=1, cutoff=0.5)
-    hint = f"did you mean data.columns.{option}={near[0]}? " if near else f"set data.columns.{option}; "
+    hint = f"did you mean data.columns.{option}={near[0]}? " if near else f"set data.columns.{option}{instead}; "
     return KeelError(f"{rows.source} has no column {name!r} for the {option}: {hint}it has {', '.join(there)}")
 
 

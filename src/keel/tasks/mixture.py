@@ -42,6 +42,11 @@ class Mixture:
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
         return self._of(problem).reward(problem, turns)
 
+    def fingerprint(self) -> str | None:
+        """The digests of those tasks that read data."""
+        found = [task.fingerprint() for task in self.tasks if hasattr(task, "fingerprint")]
+        return "+".join(map(str, found)) or None
+
     def respond(self, problem: Problem, turns: Sequence[str]) -> str | None:
         """The environment's message of the problem's own task, where that has several turns."""
         respond = getattr(self._of(problem), "respond", None)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import difflib
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -253,7 +255,8 @@ def _loaded(source: str, split: str, load: Callable[[Any], Any]) -> Rows:
             f"data.path={source} is no file here, and a hub needs datasets: pip install datasets"
         ) from error
     try:
-        found = load(datasets)
+        with _quiet("huggingface_hub", "datasets"):
+            found = load(datasets)
     except Exception as error:  # a hub fails in many ways; each is one line to the user
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise KeelError(f"cannot load data.path={source}, split {split!r}: {first}") from error
@@ -263,6 +266,20 @@ def _loaded(source: str, split: str, load: Callable[[Any], Any]) -> Rows:
         found = found[split]
     stem = Path(source.partition(",")[0]).name
     return Rows(f"{source} ({split})", tuple(_numbered(f"{stem}/{split}", found)))
+
+
+@contextmanager
+def _quiet(*libraries: str) -> Iterator[None]:
+    """Without the libraries' lines about each retry: what became of it is one line, at the end."""
+    loggers = [logging.getLogger(name) for name in libraries]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _numbered(name: str, records: Iterable[Mapping[str, Any]]) -> Iterator[Row]:

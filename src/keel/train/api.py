@@ -13,20 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.build import Built, build_named_task, build_policy, build_run, build_warmstart
+from keel.build import Built, build_named_task, build_policy, build_run, build_warmstart, reward_entries
 from keel.config import Config, load_config
 from keel.loggers import Fanout, RunDirectory, build_loggers
 from keel.loggers.rundir import EVENTS
 from keel.models.load import LoadedModel
 from keel.tasks import Task
 from keel.tasks.judge import Judge
-from keel.tasks.rewards import probe_rewards
+from keel.tasks.rewards import build_rewards, probe_rewards
 from keel.train.checkpoint import clean, load_checkpoint, newest
 from keel.train.environment import environment
 from keel.train.evaluation import configured_tasks, entries, eval_record, evaluate_entry
 from keel.train.guards import guard_findings
 from keel.train.loop import Cadence, Callback, Interrupt, Job, interruptible, train_loop
-from keel.train.resume import check_nothing_lost, check_same_run, to_yaml
+from keel.train.resume import check_nothing_lost, check_same_data, check_same_run, fingerprint, to_yaml
 from keel.train.rollback import finish_rollback
 from keel.train.state import State
 from keel.train.step import train_step
@@ -76,6 +76,7 @@ def train(
     checked = load_config(config, overrides)
     task = task or build_named_task(checked.task, checked)  # bad data is found before anything is written or loaded
     if reward is None:
+        build_rewards(reward_entries(checked), task)  # rewards that cannot judge this task are found now
         probe_rewards([{"name": part.name, **part.params} for part in checked.rewards])
     if dry_run:
         return _dry_run(checked, task, reward)
@@ -106,6 +107,8 @@ def closing_line(result: TrainResult) -> str:
     before, after = summary["accuracy"]["before"], summary["accuracy"]["after"]
     if before is not None and after is not None:
         parts.append(f"accuracy {100 * before:.1f}% → {100 * after:.1f}%")
+    elif None not in (paid := summary.get("reward", {"before": None})).values():
+        parts.append(f"held-out reward {paid['before']:.3f} → {paid['after']:.3f}")
     name = next((name for name in ("exact", "k3") if name in summary["kl"]), None)
     if name is not None:
         parts.append(f"KL(policy‖reference) {summary['kl'][name]['mean']:.4f} nats per token ({name})")
@@ -130,6 +133,8 @@ def _train(
             checkpoint = newest(directory.checkpoints)
         if checkpoint is None:
             check_nothing_lost(directory)
+        else:
+            check_same_data(checkpoint, config, task)
         step = -1 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
         directory.cut_after(step)
     directory.write_text("config.yaml", to_yaml(config))
@@ -142,7 +147,7 @@ def _train(
             loggers.event("note", step=0 if checkpoint is None else step, message=note)
         job = _job(config, built, directory, loggers, callbacks)
         if checkpoint is None:
-            state = State(kl=built.run.controller.init(), wall_s=time.monotonic() - began)
+            state = State(kl=built.run.controller.init(), wall_s=time.monotonic() - began, data=fingerprint(task))
         else:
             state = load_checkpoint(checkpoint, built.run)
             job.saved_at = state.step
@@ -231,7 +236,8 @@ def evaluator(
 
     `judges` is filled with those who judge them, for whoever wants to know what failed.
     """
-    run, chosen = built.run, entries(config, configured_tasks(config, built.run.task))
+    run = built.run
+    chosen = entries(config, configured_tasks(config, run.task), built.judge.parts)
     if judges is not None:
         judges.update({f"{number}": entry.judge for number, entry in enumerate(chosen)})
 

@@ -99,6 +99,8 @@ def _task(record: Mapping[str, Any]) -> tuple[str, str]:
 def _share(record: Mapping[str, Any] | None) -> str:
     if record is None:
         return "–"
+    if "pass@1" not in record:  # prompts without answers
+        return f"reward {record['reward']:.3f}"
     interval: Sequence[float] = record["ci95"]
     return f"{100 * record['pass@1']:.1f} [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"
 

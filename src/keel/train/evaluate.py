@@ -13,6 +13,7 @@ from keel.rollout.collect import Engine, collect
 from keel.rollout.sampling import SamplingParams
 from keel.tasks.base import Task
 from keel.tasks.judge import Judge
+from keel.tasks.rewards import TASK
 from keel.types import Group, Problem
 
 Z95 = 1.959963984540054
@@ -21,7 +22,8 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What one evaluation found. `accuracy` is pass@1, the mean over problems of the share of right samples.
+    """What one evaluation found. `accuracy` is pass@1, the mean over problems of the share of right samples; None
+    where problems have no answers, and the reward alone says how good a policy is.
 
     Intervals are 95 %: Wilson's with an effective sample size for shares (`wilson`), normal over the problems' means
     for the reward. `extra` holds what the task itself adds (`extra_metrics`), `shares` each problem's share of right
@@ -31,8 +33,8 @@ class EvalResult:
     task: str
     problems: int
     samples: int
-    accuracy: float
-    ci95: Interval
+    accuracy: float | None
+    ci95: Interval | None
     pass_at: Mapping[int, float]
     pass_at_ci95: Mapping[int, Interval]
     reward: float
@@ -52,7 +54,7 @@ class EvalResult:
             "problems": self.problems,
             "samples": self.samples,
             "accuracy": self.accuracy,
-            "ci95": list(self.ci95),
+            "ci95": None if self.ci95 is None else list(self.ci95),
             "pass_at": {str(k): v for k, v in self.pass_at.items()},
             "pass_at_ci95": {str(k): list(v) for k, v in self.pass_at_ci95.items()},
             "reward": self.reward,
@@ -96,9 +98,9 @@ def evaluate(
         raise KeelError(f"eval.k is {list(k)} with {count} samples a problem: each k must be from 1 to {count}")
     base = sampling or SamplingParams(max_completion_length=max_completion_length)
     params = SamplingParams(**{**vars(base), "temperature": temperature, "num_generations": count})
-    judge = Judge.of(task) if judge is None else judge.beside(task)
+    judge = Judge.of(task) if judge is None else judge if _unanswered(task) else judge.beside(task)
     groups = collect(engine, task, problems, tokenizer, params, seed=seed, judge=judge, **collecting)
-    return summarise(task, groups, wanted, greedy=greedy)
+    return summarise(task, groups, wanted, greedy=greedy, own=judge.called(task) or TASK)
 
 
 def evaluate_all(
@@ -111,7 +113,7 @@ def evaluate_all(
     }
 
 
-def retention(before: Mapping[str, EvalResult], after: Mapping[str, EvalResult]) -> dict[str, dict[str, float]]:
+def retention(before: Mapping[str, EvalResult], after: Mapping[str, EvalResult]) -> dict[str, dict[str, float | None]]:
     """Accuracy before and after by task: what summary.json keeps."""
     return {
         name: {"before": before[name].accuracy, "after": result.accuracy}
@@ -120,21 +122,25 @@ def retention(before: Mapping[str, EvalResult], after: Mapping[str, EvalResult])
     }
 
 
-def summarise(task: Task, groups: Sequence[Group], k: Sequence[int], *, greedy: bool = False) -> EvalResult:
-    """The figures of judged groups, all with the same number of samples."""
+def summarise(
+    task: Task, groups: Sequence[Group], k: Sequence[int], *, greedy: bool = False, own: str = TASK
+) -> EvalResult:
+    """The figures of judged groups, all with the same number of samples; `own` names the task's own reward in them."""
     samples = len(groups[0].completions)
-    right = [sum(_is_right(task, group, i) for i in range(samples)) for group in groups]
+    answered = not _unanswered(task)
+    right = [sum(_is_right(task, group, i, own) for i in range(samples)) for group in groups] if answered else []
     shares = {n: [pass_at_k(samples, c, n) for c in right] for n in {1, *k}}
+    shown = k if answered else ()
     rewards = [fmean(r.total for r in group.rewards) for group in groups]
     completions = [c for group in groups for c in group.completions]
     return EvalResult(
         task=task.name,
         problems=len(groups),
         samples=samples,
-        accuracy=fmean(shares[1]),
-        ci95=wilson(shares[1], samples),
-        pass_at={n: fmean(shares[n]) for n in k},
-        pass_at_ci95={n: wilson(shares[n], samples) for n in k},
+        accuracy=fmean(shares[1]) if answered else None,
+        ci95=wilson(shares[1], samples) if answered else None,
+        pass_at={n: fmean(shares[n]) for n in shown},
+        pass_at_ci95={n: wilson(shares[n], samples) for n in shown},
         reward=fmean(rewards),
         reward_ci95=normal_interval(rewards),
         parsed_fraction=fmean(r.parsed for group in groups for r in group.rewards),
@@ -167,29 +173,45 @@ def paired_difference(before: EvalResult, after: EvalResult) -> tuple[float, Int
 
     Both answer the same problems under the same noise, so what they share cancels.
     """
-    first, second = _shares(before), _shares(after)
-    common = [key for key in second if key in first]
-    if not common:
-        raise KeelError(f"the two evaluations of {after.task!r} have no problem in common: give them the same task")
-    differences = [second[key] - first[key] for key in common]
-    return fmean(differences), paired_interval(differences)
+    differences = _differences(after.task, [_keyed(result, result.shares) for result in (before, after)])
+    return fmean(differences), paired_interval(differences, min(before.samples, after.samples))
 
 
-def paired_interval(differences: Sequence[float]) -> Interval:
+def paired_reward(before: EvalResult, after: EvalResult) -> tuple[float, Interval]:
+    """(mean reward after − before, its normal 95 % interval over the problems): where nothing is right or wrong."""
+    means = [_keyed(r, [fmean(p.total for p in group.rewards) for group in r.groups]) for r in (before, after)]
+    differences = _differences(after.task, means)
+    return fmean(differences), normal_interval(differences)
+
+
+def paired_interval(differences: Sequence[float], samples: int = 1) -> Interval:
     """The adjusted Wald interval of a mean of paired differences in [−1, 1], 95 %.
 
-    m ± 1.96·√((s − m²)/(n+2)) with m = Σdᵢ/(n+2) and s = (Σdᵢ² + 2)/(n+2): two problems are added, one gained and one
-    lost. Where no problem changed, the interval then still has a width. Bonett and Price 2012 for right or wrong
-    answers (doi 10.3102/1076998611411915); with shares of several samples it is on the wide side.
+    m ± 1.96·√((s − m²)/(n+2)) with m = Σdᵢ/(n+2) and s = (Σdᵢ² + 2a²)/(n+2): two problems are added, one that gained a
+    and one that lost it, so that the interval has a width where no problem changed. With one sample a problem a = 1,
+    which is Bonett and Price 2012 for right or wrong answers (doi 10.3102/1076998611411915). With k samples a² is 1/k,
+    the variance of a mean of k such answers, or the mean square of the differences that are not 0 where that is more:
+    samples of one problem may change together.
     """
+    changed = [d * d for d in differences if d]
+    added = max(1 / samples, fmean(changed)) if changed else 1 / samples
     count = len(differences) + 2
     middle = sum(differences) / count
-    half = Z95 * math.sqrt(((sum(d * d for d in differences) + 2) / count - middle**2) / count)
+    half = Z95 * math.sqrt(((sum(changed) + 2 * added) / count - middle**2) / count)
     return max(-1.0, middle - half), min(1.0, middle + half)
 
 
-def _shares(result: EvalResult) -> dict[str, float]:
-    return {group.problem.key: share for group, share in zip(result.groups, result.shares, strict=True)}
+def _keyed(result: EvalResult, values: Sequence[float]) -> dict[str, float]:
+    return {group.problem.key: value for group, value in zip(result.groups, values, strict=True)}
+
+
+def _differences(task: str, values: Sequence[Mapping[str, float]]) -> list[float]:
+    """After − before of each problem that both were given."""
+    first, second = values
+    common = [key for key in second if key in first]
+    if not common:
+        raise KeelError(f"the two evaluations of {task!r} have no problem in common: give them the same task")
+    return [second[key] - first[key] for key in common]
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -223,9 +245,14 @@ def normal_interval(means: Sequence[float]) -> Interval:
     return mean - half, mean + half
 
 
-def _is_right(task: Task, group: Group, index: int) -> bool:
+def _unanswered(task: Task) -> bool:
+    return bool(getattr(task, "unanswered", False))
+
+
+def _is_right(task: Task, group: Group, index: int, own: str) -> bool:
     """Whether a completion is right: its part `correct` where the task has one, else the gold answer's pay."""
     reward = group.rewards[index]
-    if "correct" in reward.parts:
-        return reward.parts["correct"] >= 1.0
-    return reward.parts.get("task", reward.total) >= task.reward(group.problem, [task.gold(group.problem)]).total - 1e-9
+    correct = reward.parts.get("correct" if own == TASK else f"{own}/correct")
+    if correct is not None:
+        return correct >= 1.0
+    return reward.parts.get(own, reward.total) >= task.reward(group.problem, [task.gold(group.problem)]).total - 1e-9

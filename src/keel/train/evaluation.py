@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from keel.build import build_engine, build_named_task, build_sampling, fitting, rendering, without_long_prompts
+from keel.build import (
+    build_engine,
+    build_named_task,
+    build_sampling,
+    fitting,
+    rendering,
+    reward_entries,
+    without_long_prompts,
+)
 from keel.config import Config, TaskSpec, text
 from keel.errors import KeelError, unknown
 from keel.rollout.collect import Engine
@@ -15,12 +24,14 @@ from keel.rollout.sampling import SamplingParams
 from keel.tasks import Task
 from keel.tasks.judge import Judge
 from keel.tasks.registry import TASKS
-from keel.train.evaluate import EvalResult, evaluate, paired_difference
+from keel.tasks.rewards import RewardPart
+from keel.train.evaluate import EvalResult, evaluate, paired_difference, paired_reward
 from keel.train.subject import Subject
 
 # Told what is sampled and how many completions that will be; returns what is told of those that end.
 Watch = Callable[[str, int], Callable[[int], None]]
 METHOD = "adjusted Wald over the problems' paired differences (Bonett and Price 2012)"
+REWARD_METHOD = "normal over the problems' paired differences"
 _WITH_PARAMS = re.compile(r"(?P<name>.+?):(?P<params>[A-Za-z_]\w*=.*)", re.DOTALL)
 
 
@@ -33,10 +44,21 @@ class Entry:
     judge: Judge
 
 
-def entries(config: Config, tasks: Iterable[tuple[Task, str]]) -> list[Entry]:
-    """Each task judged by its own reward, whatever the policy is trained on: accuracy is not what shaping pays."""
+def entries(
+    config: Config, tasks: Iterable[tuple[Task, str]], rewards: Sequence[RewardPart] | None = None
+) -> list[Entry]:
+    """Each task judged by its own reward, whatever the policy is trained on: accuracy is not what shaping pays.
+
+    A task without answers has none: it is judged by `rewards`, by default the configured ones, as they are summed.
+    """
     options: dict[str, Any] = {"timeout_s": config.reward.timeout_s, "on_error": config.reward.on_error}
-    return [Entry(task, split, Judge.of(task, **options)) for task, split in tasks]
+
+    def judge(task: Task) -> Judge:
+        if not getattr(task, "unanswered", False):
+            return Judge.of(task, **options)
+        return Judge.of(task, reward_entries(config), **options) if rewards is None else Judge(rewards, **options)
+
+    return [Entry(task, split, judge(task)) for task, split in tasks]
 
 
 def configured_tasks(config: Config, task: Task | None = None) -> list[tuple[Task, str]]:
@@ -92,9 +114,11 @@ def evaluate_entry(
 
 
 def eval_record(result: EvalResult, split: str) -> dict[str, Any]:
-    """A line of eval.jsonl."""
+    """A line of eval.jsonl; without pass@1 and pass@k where nothing is right or wrong."""
     plain = result.as_dict()
     shown = {"pass@1": plain.pop("accuracy"), "ci95": plain.pop("ci95"), "pass@k": plain.pop("pass_at")}
+    if result.accuracy is None:
+        shown = {}
     return {"task": plain.pop("task"), "split": split, **shown, "n": plain.pop("problems"), **plain}
 
 
@@ -114,16 +138,15 @@ def run_evaluation(
     config = subject.config
     if not tasks and not subject.has_tasks:
         raise KeelError(f"{subject.name} is a model and names no task: say what to evaluate, such as --task arithmetic")
-    chosen = entries(config, _given(subject, tasks) if tasks else configured_tasks(config))
+    chosen = _given(subject, tasks) if tasks else configured_tasks(config)
     after = _evaluated(subject, config, chosen, seed, watch)
     before = None if baseline is None else _evaluated(baseline, config, chosen, seed, watch)
     records = []
-    for number, (entry, result) in enumerate(zip(chosen, after, strict=True)):
-        record = eval_record(result, entry.split)
+    for number, ((_, split), result) in enumerate(zip(chosen, after, strict=True)):
+        record = eval_record(result, split)
         if before is not None:
-            mean, interval = paired_difference(before[number], result)
-            record["baseline"] = eval_record(before[number], entry.split)
-            record["difference"] = {"pass@1": mean, "ci95": list(interval), "method": METHOD}
+            record["baseline"] = eval_record(before[number], split)
+            record["difference"] = _difference(before[number], result)
         records.append(record)
     return {
         "model": subject.name,
@@ -135,6 +158,14 @@ def run_evaluation(
     }
 
 
+def _difference(before: EvalResult, after: EvalResult) -> dict[str, Any]:
+    if after.accuracy is None:
+        mean, interval = paired_reward(before, after)
+        return {"reward": mean, "ci95": list(interval) if math.isfinite(interval[0]) else None, "method": REWARD_METHOD}
+    mean, interval = paired_difference(before, after)
+    return {"pass@1": mean, "ci95": list(interval), "method": METHOD}
+
+
 def _temperature(config: Config) -> float:
     return config.rollout.temperature if config.eval.temperature is None else config.eval.temperature
 
@@ -144,15 +175,17 @@ def _samples(config: Config) -> int:
 
 
 def _evaluated(
-    subject: Subject, config: Config, chosen: Sequence[Entry], seed: int | None, watch: Watch | None
+    subject: Subject, config: Config, chosen: Sequence[tuple[Task, str]], seed: int | None, watch: Watch | None
 ) -> list[EvalResult]:
     """All tasks on one model, which is let go before the next one is loaded."""
     loaded = subject.load()
     engine = build_engine(config, loaded)
+    kept = [  # before judges are made: a judge belongs to the task whose problems it is given
+        (without_long_prompts(config, loaded.tokenizer, task)[0] if split == "trained" else task, split)
+        for task, split in chosen
+    ]
     found = []
-    for entry in chosen:
-        if entry.split == "trained":
-            entry = replace(entry, task=without_long_prompts(config, loaded.tokenizer, entry.task)[0])
+    for entry in entries(config, kept):
         if watch is not None:
             told = watch(f"{subject.name}: {entry.task.name}", config.eval.samples * _samples(config))
             if hasattr(engine, "on_finished"):

@@ -42,7 +42,7 @@ def push(
     """Upload the model of a run (its newest checkpoint, `best`, or a step) or of a folder, in one commit.
 
     `merged` puts a LoRA adapter into its base first and uploads whole weights. `trainer/` stays here: it is for
-    resuming. `api` is an object with HfApi's `create_repo` and `create_commit` (default: HfApi itself).
+    resuming. `api` is an object with HfApi's `create_repo`, `repo_info` and `create_commit` (default: HfApi itself).
     """
     _check_repo(repo)
     folder = model_folder(source, checkpoint)
@@ -129,6 +129,9 @@ def _upload(folder: Path, repo: str, private: bool, api: Any, notes: tuple[str, 
         operations.append(CommitOperationAdd(path_in_repo=name, path_or_fileobj=data))
     with one_line(f"push to {repo}"):
         url = hub.create_repo(repo_id=repo, private=private or None, exist_ok=True, repo_type="model")
+        # one that is there already keeps its visibility, whatever was asked for
+        if private and not hub.repo_info(repo_id=repo, repo_type="model").private:
+            raise KeelError(f"{repo} is there already and public: make it private on its page, or leave out --private")
         hub.create_commit(
             repo_id=repo, operations=operations, commit_message=f"{folder.name} by keel push", repo_type="model"
         )

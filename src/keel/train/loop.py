@@ -221,7 +221,7 @@ def _evaluate(job: Job, state: State) -> State:
         message = f"in evaluation: {failure}"
         job.loggers.event("reward/failed", step=state.step, message=message, function=failure.function)
     state = replace(state, evaluated=tuple(records), evaluated_at=state.step)
-    value = float(records[0]["pass@1"]) if records else 0.0
+    value = float(records[0]["pass@1" if "pass@1" in records[0] else "reward"]) if records else 0.0
     if state.step > 0 and records and (state.best is None or value > state.best["value"]):
         state = replace(state, best={"step": state.step, "value": value})
     return state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,9 @@ from keel.types import Group, Problem
 
 def rollout_records(batch: StepBatch, tokenizer: Any, *, groups: int, tracked: bool = False) -> list[dict[str, Any]]:
     """The first `groups` groups, one record a completion.
+
+    `prompt` is what the model was given: system message, template and special tokens in, and without the
+    `prompt_tokens_cut` tokens that left truncation took; `messages` is what the task asked.
 
     `tokens`, `action` and `kl` belong together: a token's text, whether the policy sampled it (tool output and later
     user turns are not), and log π − log p there; `kl` is null where it was not measured.
@@ -33,7 +36,8 @@ def rollout_records(batch: StepBatch, tokenizer: Any, *, groups: int, tracked: b
                     "problem": group.problem.key,
                     "group": number,
                     "tracked": tracked,
-                    "prompt": _text(group.problem),
+                    "prompt": tokenizer.decode(list(group.prompt_tokens)),
+                    "prompt_tokens_cut": int(group.problem.info.get("prompt_tokens_cut", 0)),
                     "messages": _messages(group.problem),
                     "completion": completion.text,
                     "tokens": [tokenizer.decode([token]) for token in completion.tokens],
@@ -77,12 +81,3 @@ def _messages(problem: Problem) -> list[dict[str, str]]:
     if isinstance(problem.prompt, str):
         return [{"role": "user", "content": problem.prompt}]
     return [dict(message) for message in problem.prompt]
-
-
-def _text(problem: Problem) -> str:
-    return "\n".join(_contents(problem))
-
-
-def _contents(problem: Problem) -> Iterator[str]:
-    for message in _messages(problem):
-        yield message["content"]

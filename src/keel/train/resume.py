@@ -11,6 +11,9 @@ import yaml
 from keel.config import Config, load_config
 from keel.errors import KeelError
 from keel.loggers import RunDirectory
+from keel.tasks import Task
+from keel.train.checkpoint import read_record
+from keel.train.paths import absolute_paths
 
 # What may change between a run and its resumption without making it another run.
 FREE_TO_CHANGE = (
@@ -29,16 +32,35 @@ FREE_TO_CHANGE = (
 def check_same_run(folder: Path, config: Config) -> None:
     """Refuse to resume under other settings: controller, optimizer and reference go on from what was saved."""
     try:
-        before = _leaves(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
+        before = _leaves(absolute_paths(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))))
     except (OSError, yaml.YAMLError):
         return
-    now = _leaves(yaml.safe_load(to_yaml(config)))
+    now = _leaves(absolute_paths(config.to_dict()))
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name) and (name == "run.seed" or not name.startswith(FREE_TO_CHANGE)):
             raise KeelError(
                 f"{name} was {before.get(name)!r} in {folder} and is {now.get(name)!r} now: resume with what it was, "
                 "or start a new run from its checkpoint with model.name"
             )
+
+
+def fingerprint(task: Task | None) -> str | None:
+    """The digest of a task's data, None of one that makes its own problems."""
+    method = getattr(task, "fingerprint", None)
+    return None if method is None else method()
+
+
+def check_same_data(checkpoint: Path, config: Config, task: Task | None) -> None:
+    """Refuse to go on where the file has other rows than the run was trained on: what was held out may not be now."""
+    before = (read_record(checkpoint) or {}).get("state", {}).get("data")
+    now = fingerprint(task)
+    if before is not None and now is not None and before != now:
+        path = config.data.path or (task.name if task is not None else config.task.name)
+        named = path if isinstance(path, str) else ", ".join(path)
+        raise KeelError(
+            f"{named} has changed since {checkpoint.parent.parent} was trained on it (other rows, or another split): "
+            "put the old rows back, or start a new run from its checkpoint with model.name"
+        )
 
 
 def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -68,6 +90,6 @@ def check_nothing_lost(directory: RunDirectory) -> None:
 
 def to_yaml(config: Config) -> str:
     """The whole configuration, so that the run directory alone is enough to do it again."""
-    settings = config.to_dict()
+    settings = absolute_paths(config.to_dict())
     settings["run"]["if_exists"] = "refuse"  # doing it again must not delete what it was read from
     return str(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))

@@ -107,7 +107,8 @@ class State:
     """Where a run stands, after `step` finished steps. All of it is plain data and goes into the checkpoint.
 
     `confirmed` is the last step whose weights were seen to be fine, by the step after it; `lr_factor` is what
-    rollbacks have left of the learning rate; `norms` are the last gradient norms.
+    rollbacks have left of the learning rate; `norms` are the last gradient norms; `data` is the digest of the problems,
+    of a task that has one.
     """
 
     kl: KLState
@@ -129,6 +130,7 @@ class State:
     norms: tuple[float, ...] = ()
     constant_rewards: int = 0
     zero_advantages: int = 0
+    data: str | None = None
 
     @property
     def good(self) -> bool:

@@ -48,6 +48,8 @@ def find_subject(word: str, overrides: Sequence[str] = (), checkpoint: str | Non
         if checkpoint is not None:
             raise KeelError(f"{word} names a checkpoint and so does --checkpoint {checkpoint}: give one of them")
         word, checkpoint = base, moment
+    elif at and (moment in MOMENTS or moment.isdigit()) and not Path(word).expanduser().exists():
+        raise KeelError(f"no run at {base!r}: {word} needs the folder of a run, one with a config.yaml")
     path = Path(word).expanduser()
     if is_run(path):
         return _of_run(path, overrides, checkpoint)
@@ -135,12 +137,18 @@ def _of_run(run: Path, overrides: Sequence[str], moment: str | None) -> Subject:
     return Subject(name, config, place)
 
 
-def _adapter(folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """A configuration for an adapter that lies by itself, on the base that it names or that `model.name=` gives."""
+def adapter_base(folder: Path) -> str | None:
+    """The base model that the adapter in a folder names, None where it names none."""
     try:
         base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError):
         raise KeelError(f"{folder / 'adapter_config.json'} cannot be read: give a folder that peft wrote") from None
-    if not base and not any(item.startswith("model.name=") for item in overrides):
+    return str(base) if base else None
+
+
+def _adapter(folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """A configuration for an adapter that lies by itself, on the base that it names or that `model.name=` gives."""
+    base = adapter_base(folder)
+    if base is None and not any(item.startswith("model.name=") for item in overrides):
         raise KeelError(f"the adapter {folder} does not name its base model: add model.name=BASE")
     return {"model": {"name": base or "tiny", "lora": {"adapter": str(folder)}}}

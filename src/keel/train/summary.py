@@ -18,9 +18,9 @@ def summarise(
     findings: Sequence[Mapping[str, Any]] = (),
     reward_failures: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Accuracy before and after, what the other skills retained, and the KL as it was last measured.
+    """Accuracy and held-out reward before and after, what other skills retained, the KL as it was last measured.
 
-    `reward_failures` counts, by reward, the calls that gave none.
+    Accuracy is null where problems have no answers. `reward_failures` counts, by reward, the calls that gave none.
     """
     first, last = _trained(state.before), _trained(state.evaluated)
     before, after = _retention(state.before), _retention(state.evaluated)
@@ -33,6 +33,7 @@ def summarise(
             "ci95_before": first.get("ci95"),
             "ci95_after": last.get("ci95"),
         },
+        "reward": {"before": first.get("reward"), "after": last.get("reward")},
         "retention": {
             name: {"before": before.get(name, {}).get("pass@1"), "after": after[name].get("pass@1")} for name in after
         },

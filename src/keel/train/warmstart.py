@@ -10,6 +10,7 @@ from typing import Any
 
 from keel.models.load import LoadedModel
 from keel.train.checkpoint import save_weights, writing
+from keel.train.paths import absolute_paths
 from keel.train.sft import Examples, Report, SFTOptions, sft
 
 FOLDER = "warmstart"
@@ -21,7 +22,7 @@ def warmstart_place(run: Path, config: Any) -> Path:
     It is scored by Keel's own pass whatever scorer the run has. Files that are named count by size and time of change:
     a hash of a whole model would cost more than it saves.
     """
-    plain = config.to_dict()
+    plain = absolute_paths(config.to_dict())
     plain["model"].pop("scorer")
     named = [plain["model"]["name"], *_several(plain["data"]["path"]), *_several(plain["warmstart"]["path"])]
     made_by = {name: plain[name] for name in ("model", "warmstart", "task", "data")}

@@ -30,6 +30,7 @@ REWARDS: dict[str, RewardFunction] = {
 }
 TASK = "task"  # the task's own reward, which is no free function
 REMOTE = ("http", "chat_judge")
+_ANSWERED = (TASK, "exact", "numeric", "math")  # compare with the problem's answer
 
 
 def check_reward(name: str, params: Mapping[str, Any]) -> None:
@@ -51,6 +52,11 @@ def check_reward(name: str, params: Mapping[str, Any]) -> None:
 def build_reward(name: str, task: Task, *, weight: float = 1.0, label: str | None = None, **params: Any) -> RewardPart:
     """One entry of `rewards:`: a name of `REWARDS`, `task`, or the user's `module:attr`, with its own parameters."""
     check_reward(name, params)
+    if getattr(task, "unanswered", False) and _compares(name, params):
+        raise KeelError(
+            f"the reward {name!r} compares with answers, and {task.name!r} has prompts alone: name rewards that need "
+            "none, such as rewards='[{name: length}]', or the answers' column with data.columns.answer"
+        )
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise KeelError(f"reward {name}: weight is {weight!r}, it must be a number")
     if name == TASK:
@@ -86,6 +92,13 @@ def is_ours(task: Task) -> bool:
     """Whether a task, and every task in a mixture, is Keel's own and runs nobody else's code on completions."""
     own = type(task).__module__.startswith("keel.tasks.") and not getattr(task, "foreign", False)
     return own and all(map(is_ours, getattr(task, "tasks", ())))
+
+
+def _compares(name: str, params: Mapping[str, Any]) -> bool:
+    """Whether a reward of ours reads the problem's answer."""
+    if name == "chat_judge":
+        return "{answer}" in params.get("template", http.TEMPLATE)
+    return name in _ANSWERED or (name == "regex" and params.get("group") is not None)
 
 
 def _inner(name: str, params: Mapping[str, Any]) -> list[Any]:
