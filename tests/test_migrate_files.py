@@ -327,6 +327,14 @@ def test_clipping_and_scaling_are_trls_own_in_silence(tmp_path, loss_type, given
     assert scale_rewards(config) == theirs.scale_rewards
 
 
+def test_arguments_without_a_name_are_read(tmp_path):
+    script = 'GRPOTrainer("Qwen/Qwen3-0.6B", [accuracy], GRPOConfig("out/first", beta=0.1, max_steps=9))'
+    result = migrate(written(tmp_path, "a.py", script))
+    assert result.tree["model"]["name"] == "Qwen/Qwen3-0.6B"
+    assert (result.tree["run"]["dir"], result.tree["run"]["name"]) == ("out", "first")
+    assert set(reasons(result)) == {"reward_funcs"}
+
+
 def test_a_beta_that_is_computed_is_not_lost(tmp_path):
     result = migrate(written(tmp_path, "a.py", "GRPOConfig(beta=float(argv[1]), max_steps=3)"))
     assert "beta" in result.refused

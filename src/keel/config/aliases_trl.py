@@ -293,6 +293,7 @@ TRL = [
         *("transformers_continuous_batching_config", "pad_to_multiple_of", "ds3_gather_for_generation"),
     ),
     *no("nothing is uploaded", "log_completions_hub_repo"),
+    harmless("num_processes", "one device: multiply rollout.prompts_per_step by hand", 1),
     harmless("push_to_hub", "nothing is uploaded", False),
     harmless("do_train", "a run trains", True),
     harmless("eval_on_start", "a run is evaluated before it trains, always", True),

@@ -33,7 +33,12 @@ _OBJECTS = {
 }
 # Arguments whose object is itself a call that is read: nothing is left to do about them.
 _READ_WITH = {"args": "GRPOConfig", "peft_config": "LoraConfig"}
-_CALLS = ("GRPOConfig", "GRPOTrainer", "LoraConfig")
+# The calls that are read, each with the names of its arguments without one.
+_CALLS = {
+    "GRPOConfig": ("output_dir",),
+    "GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"),
+    "LoraConfig": (),
+}
 _LORA = {"r": "r", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets"}
 
 
@@ -120,7 +125,9 @@ def _python(content: str, path: Path) -> Reading:
     by_hand: dict[str, tuple[Any, str]] = {}
     elsewhere: dict[str, str] = {}
     for called, call in calls:
-        for name, node in _arguments(call, constants) if called in _CALLS else ():
+        if called not in _CALLS:
+            continue
+        for name, node in (*zip(_CALLS[called], call.args, strict=False), *_arguments(call, constants)):
             try:
                 value = _literal(node, constants) if node is not None else _unknown()
             except ValueError:

@@ -64,6 +64,16 @@ refused with the reason, so nothing is accepted and ignored. This page is genera
 Three defaults differ: Keel's `loss.loss_type` is `grpo` where TRL has `dapo`; `rollout.max_completion_length` is 64
 where TRL has 512; `kl.reduction` is `token_mean`, so that β means the same under every loss, where TRL and verl reduce
 the KL like the loss (`kl.reduction=loss`).
+
+Units: TRL's steps are optimizer updates, Keel's are batches of rollouts. Where TRL's names give a batch several updates
+(`num_iterations`, or `steps_per_generation` above `gradient_accumulation_steps`), `max_steps`, `save_steps`,
+`eval_steps`, `warmup_steps` and `ref_model_sync_steps` are divided by their number; beside Keel's own
+`loss.num_iterations` and `optim.minibatches` they are batches. verl's steps are batches as Keel's are.
+
+`keel migrate` leaves to you what a file does not settle (a variable of the environment, a value computed in Python, a
+length in epochs) and lists it as "by hand". It refuses, with exit status 1, a result that would train otherwise than
+the file says: a KL switch that is on while β is 0, `adv_estimator: gae` (verl's default, which needs a critic), two
+options that disagree.
 """
 
 
