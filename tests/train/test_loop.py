@@ -48,7 +48,7 @@ def test_the_summary_is_the_contracts(finished: Any) -> None:
     summary = json.loads((result.directory / "summary.json").read_text())
     assert summary == json.loads(json.dumps(result.summary))
     fixed = {"task", "steps", "accuracy", "retention", "kl", "beta", "wall_s", "findings"}
-    assert set(summary) == {*fixed, "reward_failures"}
+    assert set(summary) == {*fixed, "reward", "reward_failures"}
     assert set(summary["accuracy"]) == {"before", "after", "ci95_before", "ci95_after"}
     assert set(summary["kl"]) == {"k1", "k2", "k3", "sequence"}
     assert math.isfinite(summary["kl"]["k3"]["se"])
