@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -68,6 +69,24 @@ class Bench:
     def temperature(self) -> float:
         """The temperature of sampling and so of scoring."""
         return self.run.options.temperature
+
+    @property
+    def beta(self) -> float:
+        """The KL coefficient of the first step, as the run's own controller gives it; 0 while it warms up."""
+        return self._coefficient("beta")
+
+    @property
+    def full_beta(self) -> float:
+        """The same without the warm-up."""
+        return self._coefficient("base")
+
+    def _coefficient(self, name: str) -> float:
+        """What the objective would refuse is named by its own probe; the others go on with the configured one."""
+        try:
+            value = float(getattr(self.run.controller.init(), name))
+        except Exception:  # a controller of one's own may raise anything
+            value = math.nan
+        return value if math.isfinite(value) and value >= 0 else self.config.kl.beta
 
     @property
     def multi_turn(self) -> bool:

@@ -85,8 +85,9 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
     (
         "scoring/shifted",
         "error",
-        "Log-probabilities are taken from the logits of a neighbouring place.",
-        "Preflight compares them with the model's own forward: they equal those one place before or after.",
+        "Log-probabilities are taken from the logits of a neighbouring place, or of a text that was shortened.",
+        "Preflight compares them with the model's own forward: they equal those one place before or after, or after a "
+        "prompt without its first token, or all but the last of each completion are right.",
     ),
     (
         "scoring/temperature",
@@ -116,7 +117,36 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "mask/not-actions",
         "error",
         "Tokens that the policy did not sample are trained, or tokens that it sampled are not.",
-        "Preflight takes ∂loss/∂logp: it must be exactly zero outside the tokens that the engine sampled.",
+        "Preflight takes ∂loss/∂logp: it must be exactly zero outside the tokens that the engine sampled. Every token "
+        "of a single turn must be an action; runs that the policy draws with a chance under `foreign_chance` may not.",
+    ),
+    (
+        "mask/end",
+        "error",
+        "The end token is stripped, not trained, or followed by more text that is trained.",
+        "Preflight looks at what the engine returns for one request: with stop_reason eos the last token must be "
+        "an end token and an action, and none may stand before it.",
+    ),
+    (
+        "loss/sign",
+        "error",
+        "The loss pushes tokens against their advantage, or does not ask for its sign.",
+        "Preflight takes ∂loss/∂logp at ratio 1 and β = 0 for advantages of both signs: over `loss_wrong_way` of "
+        "the tokens go the wrong way.",
+    ),
+    (
+        "loss/no-gradient",
+        "error",
+        "The loss does not train tokens that have an advantage: it is detached, or advantages are cut off.",
+        "Preflight takes ∂loss/∂logp at ratio 1 and β = 0: zero on over `loss_dead_tokens` of the tokens of "
+        "either sign.",
+    ),
+    (
+        "loss/scale",
+        "error",
+        "The loss has another size than its reduction says, as one multiplied by the number of tokens.",
+        "Preflight divides ∂loss/∂logp by −A × the reduction's weight: the median is beyond `loss_factor` times "
+        "1. A note where it is uneven by over `loss_uneven`.",
     ),
     (
         "reference/wrong",
@@ -138,6 +168,19 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "compared before and after.",
     ),
     (
+        "reference/follows",
+        "warning",
+        "The reference takes the policy over at every step, so that the KL stays near 0 and holds nothing.",
+        "Preflight perturbs the policy and calls update() once: under `reference_follows` of the KL is left.",
+    ),
+    (
+        "reference/not-saved",
+        "warning",
+        "A reference of one's own is another one after a resume or a rollback.",
+        "Preflight saves it, builds it anew beside a perturbed policy, loads it, and compares the weights' "
+        "fingerprints.",
+    ),
+    (
         "sampler/temperature",
         "error",
         "The sampler's log-probabilities are not taken at the sampling temperature.",
@@ -146,15 +189,16 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
     (
         "sampler/filter",
         "error",
-        "The sampler's log-probabilities are those after top-p, top-k or min-p, the trainer's those before.",
-        "Preflight recomputes them under the filters: the gap closes there. In a log: see the advice.",
+        "The sampler draws after top-p, top-k, min-p or a repetition penalty, the trainer computes before them.",
+        "Preflight recomputes log-probabilities and the chance of the drawn tokens under the filters "
+        "(`sampler_draws`). Configured ones: a warning over `sampler_kl_warning`, else a note. Log: see the advice.",
     ),
     (
         "sampler/stale",
         "error",
         "The sampler does not run the trainer's weights: they are never, or not completely, synced.",
-        "Preflight changes the weights and syncs: the engine does not change with them. In a log: the gap between "
-        "sampler and trainer has grown `sampler_gap_growth` times and is over `sampler_kl_warning`.",
+        "Preflight changes the weights and syncs: the engine does not change with them. In a log: KL(sampler‖policy) "
+        "is over `sampler_kl_warning` and `sampler_gap_growth` times that of the first step (or `sampler_rounding`).",
     ),
     (
         "sampler/mismatch",
@@ -173,7 +217,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "sampler/precision",
         "warning",
         "Sampler and trainer run the same weights in different precision or kernels, and it shows.",
-        "The gap is there from the first step and does not grow, and KL(sampler‖policy) is over `sampler_kl_warning`.",
+        "The gap is there from the first step and does not grow, and KL(sampler‖policy) is over `sampler_kl_warning`. "
+        "Preflight: it is at most `precision_times` that of bfloat16 and moves `precision_moved` of the tokens.",
     ),
     (
         "kl/reversed",
@@ -188,11 +233,26 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "From the configuration by the table of proven pairings; in preflight by summing over the vocabulary.",
     ),
     (
+        "kl/controller",
+        "error",
+        "The controller gives a β that is no coefficient: negative, not finite, without bound, or always 0.",
+        "Preflight runs it for 200 updates on series of small, usual and huge KL with gaps in them; over "
+        "`controller_beta` is no bound. A warning where it holds 0.",
+    ),
+    (
         "output/random-weights",
         "error",
         "The model writes noise: its weights are random or were not loaded.",
         "Mean entropy is over `entropy_uniform_share` of ln(vocabulary), that of drawing tokens blindly. Preflight: "
-        "gold answers also surprise the model as much as blind guessing, or that and most output cannot be read.",
+        "gold answers also surprise the model that much.",
+    ),
+    (
+        "prompt/format",
+        "error",
+        "The prompt's format or the tokenizer does not fit the model.",
+        "Preflight: gold answers surprise the model as much as blind guessing and under `parse_rate_misfit` of "
+        "the output can be read, while its entropy is under `entropy_uniform_share`: it is sure, and of "
+        "something else.",
     ),
     (
         "reward/gold",
@@ -206,7 +266,9 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "error",
         "Failing costs far more than anything else can earn, so a rare success or failure rules the update.",
         "The lowest reward is negative, over `cliff_share` of the completions get it, most cannot be read, and the "
-        "next one is `cliff_gap` and `reward_cliff` times the spread of all others above it.",
+        "next one is `cliff_gap` and `reward_cliff` times the spread of all others above it. Preflight: "
+        "`reward_cliff_share` earn a negative value of `reward_cliff_penalty` of a right answer's size, or one is "
+        "`reward_cliff_depth` times that size.",
     ),
     (
         "output/truncated",
@@ -262,15 +324,15 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "kl/explosion",
         "error",
         "KL has left every useful range; with k3 a single token can contribute e^d.",
-        "A step's KL is over `kl_explosion`, or over `kl_growth` times its running median and five times "
-        "`kl_over_budget`. A warning if it came back.",
+        "A step's KL is over `kl_explosion`, or over `kl_growth` times its running median and over "
+        "`kl_explosion_floor`; the KL after the last update counts too. A warning if it came back.",
     ),
     (
         "optim/non-finite",
         "error",
         "Loss or gradient was NaN or infinite and the update was skipped.",
-        "guard/skipped counts such steps, or a loss or gradient norm is not finite. A warning if they are at most "
-        "`skipped_share` of the steps.",
+        "guard/nonfinite counts such steps (guard/skipped where a log has only that), or a loss or gradient norm is "
+        "not finite. A warning if they are at most `skipped_share` of the steps.",
     ),
     (
         "ratio/all-clipped",
@@ -301,8 +363,14 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "optim/spike",
         "warning",
         "A gradient norm far above its running median.",
-        "grad/norm is over `grad_spike` times the median of the steps before it. A note unless more than `spike_share` "
-        "of the steps do that or gradients are not clipped.",
+        "grad/norm is over `grad_spike` times the median of the updates made before it. A note unless more than "
+        "`spike_share` of the steps do that or gradients are not clipped; an error if a run of skipped ones ended it.",
+    ),
+    (
+        "task/repeats",
+        "warning",
+        "Every step asks the same problems.",
+        "Preflight asks the task for the prompts of steps 0, 1 and 2: the same each time, or a single one.",
     ),
     (
         "eval/train-gap",
@@ -353,8 +421,9 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "kl/scale",
         "warning",
         "The KL term points the right way with another size than kl.beta says.",
-        "Preflight sums the term's gradient over the vocabulary: cosine over `kl_gradient_cosine`, size not 1. A note "
-        "where a penalty in the reward is divided by the rewards' deviation.",
+        "Preflight sums the term's gradient over the vocabulary: within `kl_gradient_named` a factor other than 1 "
+        "times that of an allowed divergence, or cosine over `kl_gradient_cosine`. A note where a penalty in the "
+        "reward is divided by the rewards' deviation.",
     ),
     (
         "kl/unneeded",

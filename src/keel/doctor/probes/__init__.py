@@ -7,6 +7,7 @@ from keel.doctor.probes.collection import probe_collection
 from keel.doctor.probes.evaluation import probe_evaluation
 from keel.doctor.probes.kl_term import probe_kl_term
 from keel.doctor.probes.masks import probe_masks
+from keel.doctor.probes.objective import probe_objective
 from keel.doctor.probes.outcome import Outcome, Probe
 from keel.doctor.probes.reference import probe_reference
 from keel.doctor.probes.sampler import probe_sampler
@@ -23,6 +24,7 @@ PROBES: list[tuple[str, Probe]] = [
     ("weight sync", probe_sync),
     ("reference", probe_reference),
     ("advantage", probe_advantage),
+    ("objective", probe_objective),
     ("kl_term", probe_kl_term),
     ("update", probe_update),
     ("truncation", probe_truncation),

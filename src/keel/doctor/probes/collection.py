@@ -40,6 +40,7 @@ def probe_collection(bench: Bench, thresholds: Thresholds) -> Outcome:
     findings = [
         *_failed(bench),
         *_random(figures, bench.vocabulary, thresholds),
+        *_misfit(figures, thresholds),
         *_cliff(totals, rewards, earned, thresholds),
         *_truncated(figures, bench, thresholds),
         *_unparseable(figures, len(rewards), thresholds),
@@ -132,8 +133,9 @@ def _random(figures: dict[str, float], vocabulary: int, thresholds: Thresholds) 
     A trained model of high entropy still finds a gold answer far likelier than guessing does.
     """
     limit = thresholds["entropy_uniform_share"]
-    if not (figures["gold_share"] > limit and (figures["entropy_share"] > limit or figures["parse_rate"] < 0.5)):
+    if not (figures["gold_share"] > limit and figures["entropy_share"] > limit):
         return []
+    return []
     return [
         found(
             "output/random-weights",
@@ -146,23 +148,50 @@ def _random(figures: dict[str, float], vocabulary: int, thresholds: Thresholds) 
     ]
 
 
+def _misfit(figures: dict[str, float], thresholds: Thresholds) -> list[Finding]:
+    """A model that is sure of what it writes, cannot be read, and finds gold answers no likelier than guessing does."""
+    limit = thresholds["entropy_uniform_share"]
+    if figures["entropy_share"] > limit or not figures["gold_share"] > limit:
+        return []
+    if figures["parse_rate"] >= thresholds["parse_rate_misfit"]:
+        return []  # it answers in the right form, only wrongly
+    return [
+        found(
+            "prompt/format",
+            f"gold answers have {figures['gold_share']:.2f} times the surprise of blind guessing and "
+            f"{100 * figures['parse_rate']:.0f} % of the completions parse, although the model is sure of what it "
+            f"writes (entropy {100 * figures['entropy_share']:.0f} % of uniform)",
+            "the prompt's format or the tokenizer does not fit the model: spaces at its end, a chat template too many "
+            "or too few, token ids of another vocabulary",
+            "render the prompts as the model was trained on them (data.chat_template, data.system_prompt, the task's "
+            "prompt), and load the tokenizer that belongs to model.name",
+        )
+    ]
+
+
 def _cliff(
     totals: Sequence[float], rewards: Sequence[Reward], gold: Sequence[float], thresholds: Thresholds
 ) -> list[Finding]:
-    """Nearly everything earns one negative value whose size rivals what a right answer earns."""
+    """Nearly everything earns one negative value whose size rivals what a right answer earns, or one dwarfs it."""
     lowest = min(totals)
     share = fmean(total <= lowest + _SAME for total in totals)
     best = max([*gold, *totals, 0.0])
     scale = best if best > 0 else abs(lowest)
     fails = fmean(not r.parsed for r in rewards if r.total <= lowest + _SAME)
-    if lowest >= 0 or share < 0.75 or -lowest < thresholds["reward_cliff_penalty"] * scale:
+    deep = -lowest > thresholds["reward_cliff_depth"] * scale
+    wide = share >= thresholds["reward_cliff_share"] and -lowest >= thresholds["reward_cliff_penalty"] * scale
+    if lowest >= 0 or not (deep or wide):
         return []
     return [
         found(
             "reward/cliff",
             f"{100 * share:.0f} % of the completions earn {lowest:g} ({100 * fails:.0f} % of those do not parse), "
             f"a right answer {best:g}",
-            "failing costs about as much as success earns, so that one lucky completion rules the update of its group",
+            "failing costs far more than success earns: what is learned is to avoid it, and differences among the rest "
+            "are lost in rounding"
+            if deep
+            else "failing costs about as much as success earns, so that one lucky completion rules the update of its "
+            "group",
             "pay malformed output little less than a wrong answer (−0.3 or 0), in graded steps; set "
             "reward.warmup_steps=100",
         )
@@ -292,6 +321,7 @@ def _prompts(bench: Bench) -> list[Finding]:
                 "take BOS out of the task's prompt or out of the chat template (data.chat_template)",
             )
         )
+    findings += _repeats(bench)
     task, seed = bench.run.task, bench.config.run.seed
     trained = {str(p.prompt) for step in range(4) for p in task.sample(32, seed=seed, step=step)}
     shared = [problem for problem in task.held_out(32) if str(problem.prompt) in trained]
@@ -306,6 +336,24 @@ def _prompts(bench: Bench) -> list[Finding]:
             )
         )
     return findings
+
+
+def _repeats(bench: Bench) -> list[Finding]:
+    """Steps must ask other problems than the steps before them."""
+    count, seed = bench.config.rollout.prompts_per_step, bench.config.run.seed
+    steps = [[str(p.prompt) for p in bench.run.task.sample(count, seed=seed, step=step)] for step in range(3)]
+    asked = {prompt for prompts in steps for prompt in prompts}
+    if len(asked) > 1 and len({frozenset(prompts) for prompts in steps}) > 1:
+        return []
+    same = "one problem" if len(asked) == 1 else f"the same {len(asked)} problems"
+    return [
+        found(
+            "task/repeats",
+            f"steps 0, 1 and 2 ask {same} ({count} prompts a step), such as {steps[0][0]!r}",
+            "task.sample ignores its step, or the task has no more problems than one step asks for",
+            "draw problems by seed and step, as keel.tasks.Task asks, or give the task more of them",
+        )
+    ]
 
 
 def rendered(bench: Bench, problems: Sequence[Any]) -> list[tuple[int, ...]]:

@@ -21,6 +21,7 @@ from keel.types import Group
 _TEMPERATURES = tuple(2.0 ** (i / 8) for i in range(-24, 25))
 _NUCLEI = (0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
 _TOPS = (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100)
+_PENALTIES = (1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5, 2.0)
 _MOST_TOKENS = 4000
 _MOST_NUMBERS = 50_000_000  # tokens × vocabulary held at once
 _SMALLEST = (0.01, 0.02, 0.05, 0.1, 0.2)
@@ -34,13 +35,15 @@ class Draws:
     tokens: Tensor  # [N]
     reported: Tensor  # [N]: the engine's sample_logp; NaN where it gave none
     row: Tensor  # [N]: number of the completion
+    seen: Tensor | None = None  # [N, V] bool: tokens that stood in the context already
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def where(self, keep: Tensor) -> Draws:
         """Some of them."""
-        return Draws(self.logits[keep], self.tokens[keep], self.reported[keep], self.row[keep])
+        seen = None if self.seen is None else self.seen[keep]
+        return Draws(self.logits[keep], self.tokens[keep], self.reported[keep], self.row[keep], seen)
 
     def distribution(self, params: SamplingParams) -> Tensor:
         """Log-probabilities `[N, V]` under these sampling parameters, filters included."""
@@ -52,6 +55,15 @@ class Draws:
     def logp(self, params: SamplingParams) -> Tensor:
         """Log-probability `[N]` of what was drawn, under these sampling parameters."""
         return self.distribution(params).gather(-1, self.tokens[:, None]).squeeze(-1)
+
+    def penalized(self, params: SamplingParams, penalty: float) -> Draws:
+        """The same tokens under logits with a repetition penalty: of seen tokens divided by it, or times it below 0."""
+        if self.seen is None:
+            return self
+        logits = self.logits / (params.temperature or 1.0)
+        lowered = torch.where(logits > 0, logits / penalty, logits * penalty)
+        held = torch.where(self.seen, lowered, logits) * (params.temperature or 1.0)
+        return Draws(held, self.tokens, self.reported, self.row, self.seen)
 
 
 def draws(bench: Bench, groups: Sequence[Group]) -> Draws:
@@ -67,13 +79,26 @@ def draws(bench: Bench, groups: Sequence[Group]) -> Draws:
         kept.append((b, places, logits[places.to(logits.device)].double()))
     kept.sort(key=lambda entry: entry[0])
     device = bench.policy.device
+    prompts = [group.prompt_tokens for group in groups for _ in group.completions]
     drawn = [(completions[b].tokens[t], completions[b].sample_logp[t], b) for b, places, _ in kept for t in places]
     return Draws(
         logits=torch.cat([logits for _, _, logits in kept]),
         tokens=torch.tensor([token for token, _, _ in drawn], dtype=torch.long, device=device),
         reported=torch.tensor([logp for _, logp, _ in drawn], dtype=torch.float64, device=device),
         row=torch.tensor([b for _, _, b in drawn], dtype=torch.long, device=device),
+        seen=torch.cat(
+            [_seen(prompts[b], completions[b].tokens, places, logits.shape[-1]) for b, places, logits in kept]
+        ).to(device),
     )
+
+
+def _seen(prompt: Sequence[int], tokens: Sequence[int], places: Tensor, vocabulary: int) -> Tensor:
+    """`[n, V]`: which tokens the context of each place holds."""
+    held = torch.zeros(len(places), vocabulary, dtype=torch.bool)
+    held[:, list(prompt)] = True
+    for row, place in enumerate(places.tolist()):
+        held[row, list(tokens[:place])] = True
+    return held
 
 
 def unfiltered(params: SamplingParams) -> SamplingParams:
@@ -145,6 +170,21 @@ def _binomial(count: int, n: int, p: float) -> float:
     ]
     top = max(logs)
     return min(1.0, math.exp(top) * sum(math.exp(x - top) for x in logs))
+
+
+def repetition_penalty(drawn: Draws, params: SamplingParams) -> tuple[float, float]:
+    """The likeliest repetition penalty, and how many nats the best odds for any of them are worth.
+
+    The mean over penalties of p_penalty/p_policy of all drawn tokens has expectation 1 if the policy drew them, so that
+    odds of e^x come about with a chance of e^−x at most (Markov).
+    """
+    plain = drawn.logp(params)
+    gains = {
+        penalty: float((drawn.penalized(params, penalty).logp(params) - plain).nan_to_num(0.0).sum())
+        for penalty in _PENALTIES
+    }
+    best = max(gains, key=gains.__getitem__)
+    return best, float(torch.tensor(list(gains.values())).double().logsumexp(0)) - math.log(len(gains))
 
 
 def improbable_runs(drawn: Draws, params: SamplingParams, chance: float = 1e-9) -> Tensor:

@@ -13,7 +13,6 @@ from keel.kl.placement import kl_loss
 from keel.train.state import KLOptions
 
 TARGET_KL = 0.3  # nats per token: far enough apart that estimators which agree to first order part
-NAMED = 0.05  # relative error below which a gradient is called by a target's name
 LAG = 0.8  # an older sampler has come this share of the way
 REVERSED = "reversed k3"
 WORDS = {**MEANINGS, REVERSED: "½∇χ²(policy‖ref), as k3 with its log-ratio turned round"}
@@ -21,7 +20,9 @@ WORDS = {**MEANINGS, REVERSED: "½∇χ²(policy‖ref), as k3 with its log-rati
 
 @dataclass(frozen=True)
 class Measured:
-    """The term's expected gradient against ∇KL(policy‖ref): cosine, size ratio, and the target it equals, if any."""
+    """The term's expected gradient against ∇KL(policy‖ref): cosine and size ratio, and the target it points along, if
+    any, with the factor by which it is that target's gradient.
+    """
 
     name: str | None
     cosine: float
@@ -29,6 +30,7 @@ class Measured:
     value: float
     kl: float
     states: int
+    factor: float = 1.0
     off_policy_cosine: float | None = None
 
     @property
@@ -40,8 +42,14 @@ class Measured:
         return found if self.off_policy_cosine is None else {**found, "off_policy_cosine": self.off_policy_cosine}
 
 
-def measure_term(policy: Tensor, reference: Tensor, kl: KLOptions, *, off_policy: bool = False) -> Measured:
-    """The configured term at states with these logits `[N, V]`, moved apart until their KL is about `TARGET_KL`."""
+def measure_term(
+    policy: Tensor, reference: Tensor, kl: KLOptions, *, off_policy: bool = False, named: float = 0.05
+) -> Measured:
+    """The configured term at states with these logits `[N, V]`, moved apart until their KL is about `TARGET_KL`.
+
+    For each target the best factor is fitted; the gradient gets the name of the target that leaves least of it, if
+    that is less than the share `named`.
+    """
     reference = reference.double()
     direction = policy.double() - reference
     factor = spread_factor(reference, direction)
@@ -50,15 +58,19 @@ def measure_term(policy: Tensor, reference: Tensor, kl: KLOptions, *, off_policy
     targets = target_gradients(logits, ref_logp)
     exact = targets[POLICY_REF]
     size = (gradient.norm() / exact.norm().clamp_min(1e-300)).item()
-    errors = {name: ((gradient - t).norm() / t.norm().clamp_min(1e-300)).item() for name, t in targets.items()}
-    nearest = min(errors, key=errors.__getitem__)
-    name = "zero" if size < NAMED / 10 else nearest if errors[nearest] < NAMED else None
+    factors = {
+        name: (gradient * t).sum().item() / t.square().sum().clamp_min(1e-300).item() for name, t in targets.items()
+    }
+    left = {name: (gradient - factors[name] * t).norm().item() for name, t in targets.items()}
+    nearest = min(left, key=left.__getitem__)
+    name = "zero" if size < named / 10 else nearest if left[nearest] < named * gradient.norm().item() else None
     older = None
     if off_policy:
         lagging = (reference + LAG * factor * direction).log_softmax(-1)
         older = cosine(term_gradient(logits, ref_logp, kl, lagging)[0], exact)
     apart = exact_kl(logits.log_softmax(-1), ref_logp).mean().item()
-    return Measured(name, cosine(gradient, exact), size, value, apart, len(logits), older)
+    factor = factors[nearest] if name == nearest else 1.0
+    return Measured(name, cosine(gradient, exact), size, value, apart, len(logits), factor, older)
 
 
 def spread_factor(reference: Tensor, direction: Tensor) -> float:

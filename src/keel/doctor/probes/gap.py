@@ -145,10 +145,53 @@ def _pairs(groups: Sequence[Group]) -> Iterator[tuple[Group, Any]]:
     return ((group, completion) for group in groups for completion in group.completions)
 
 
-def half_gap(bench: Bench, gap: Gap) -> float:
-    """What bfloat16 alone does to the witness, mean in nats."""
+def half_scores(bench: Bench) -> Tensor:
+    """The witness in bfloat16 `[B, T]`."""
     with torch.autocast(bench.policy.device.type, dtype=torch.bfloat16):
-        return average(bench.witness() - gap.witness, gap.exists)
+        return bench.witness()
+
+
+def rounding_explains(gap: Tensor, half: Tensor, thresholds: Thresholds) -> bool:
+    """Whether a gap `[N]` looks like that of bfloat16, `half`: no larger on average, and spread as that is.
+
+    Rounding moves nearly every token; what goes wrong at some places leaves the others as they are.
+    """
+    gap, half = gap.abs().double(), half.abs().double()
+    if float(gap.mean()) > thresholds["precision_times"] * float(half.mean()):
+        return False
+    moved = (gap > 0.01 * half) | (half < 1e-6)  # a token that bfloat16 leaves alone tells nothing
+    return float(moved.double().mean()) >= thresholds["precision_moved"]
+
+
+def without_first(groups: Sequence[Group]) -> list[Group]:
+    """The same completions after prompts that have lost their first token."""
+    return [replace(g, prompt_tokens=g.prompt_tokens[1:] or g.prompt_tokens) for g in groups]
+
+
+def shortened(gap: Gap) -> tuple[str, str] | None:
+    """Evidence and cause where the scores are those after a prompt without its first token."""
+    scored = gap.bench.witness(without_first(gap.bench.groups))
+    if not close(gap.bench, gap.scored - scored, gap.exists, gap.thresholds):
+        return None
+    return (
+        "they equal those after a prompt that has lost its first token",
+        "the prompt is shortened or shifted before it is scored",
+    )
+
+
+def ended_early(gap: Gap) -> tuple[str, str] | None:
+    """Evidence and cause where only the last token of each completion is off."""
+    last = torch.zeros_like(gap.exists)
+    counts = gap.exists.sum(-1)
+    last[torch.arange(len(last), device=last.device), counts.clamp_min(1) - 1] = counts > 0
+    others = gap.exists & ~last
+    if not bool(others.any()) or not close(gap.bench, gap.scored - gap.witness, others, gap.thresholds):
+        return None
+    zero = "; it gets 0" if bool((gap.scored[last] == 0).all()) else ""
+    return (
+        f"all of it on the last token of each completion, the others are right{zero}",
+        "the scores end one token early, so that the last token (the end of the text) is not trained",
+    )
 
 
 def scaled(gap: Gap) -> str:

@@ -12,6 +12,7 @@ from keel.doctor.bench import Bench
 from keel.doctor.findings import Finding, found
 from keel.doctor.probes.gap import in_half
 from keel.doctor.probes.modes import NO_DROPOUT, drops, in_mode
+from keel.doctor.thresholds import Thresholds
 from keel.train.batch import score_micro
 
 
@@ -32,11 +33,11 @@ def _gradient_error(bench: Bench) -> tuple[float, float]:
     return error, float(given.norm() / wanted.norm().clamp_min(1e-30))
 
 
-def gradient_findings(bench: Bench, figures: dict[str, float]) -> Iterator[Finding]:
+def gradient_findings(bench: Bench, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
     """The gradient in the mode of training; where it is off, whether evaluation mode mends it."""
     error, size = _gradient_error(bench)
     figures["gradient_error"] = error
-    limit = 0.3 if in_half(bench) else 0.01
+    limit = thresholds["gradient_error_half" if in_half(bench) else "gradient_error"]
     if not error > limit:
         return
     with in_mode(bench.policy.model, training=False):

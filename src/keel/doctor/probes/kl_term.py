@@ -9,7 +9,7 @@ import torch
 
 from keel.doctor.bench import Bench
 from keel.doctor.findings import Finding, found
-from keel.doctor.probes.expected import Measured, measure_term, sampled_values
+from keel.doctor.probes.expected import WORDS, Measured, measure_term, sampled_values
 from keel.doctor.probes.outcome import Outcome
 from keel.doctor.probes.share import gradient_norms
 from keel.doctor.probes.states import mean_kl, policy_states, reference_states
@@ -36,12 +36,12 @@ def probe_kl_term(bench: Bench, thresholds: Thresholds) -> Outcome:
             return Outcome("kl_term", unneeded, figures, unchecked=(together,))
         norms = gradient_norms(bench)
     values = sampled_values(policy, reference, kl)
-    measured = measure_term(policy, reference, kl, off_policy=config.off_policy)
-    used = config.kl.beta > 0 or config.kl.controller.name != "fixed"
+    measured = measure_term(policy, reference, kl, off_policy=config.off_policy, named=thresholds["kl_gradient_named"])
+    used = bench.full_beta > 0 or config.kl.controller.name != "fixed"
     figures |= measured.figures()
     figures |= {f"sampled_{name}": value for name, value in values.items()}
-    figures |= norms.figures(config.kl.beta, SHARES)
-    lines = [_gradient_line(bench, measured), norms.line(config.kl.beta, SHARES, figures["kl_perturbed"])]
+    figures |= norms.figures(bench.full_beta, SHARES)
+    lines = [_gradient_line(bench, measured), norms.line(bench.full_beta, SHARES, figures["kl_perturbed"])]
     lines.append(_value_line(bench, values))
     if not used:
         return Outcome("kl_term", unneeded, figures, ("kl.beta is 0: no KL term acts; " + lines[1],))
@@ -92,24 +92,30 @@ def _judged(bench: Bench, measured: Measured, thresholds: Thresholds) -> tuple[F
                 f"set {proven}",
             ),
         )
-    if measured.name in (POLICY_REF, REF_POLICY, "total-variation"):
+    beta, allowed = bench.full_beta, (POLICY_REF, REF_POLICY, "total-variation")
+    if measured.name in allowed and abs(measured.factor - 1) <= thresholds["kl_gradient_named"]:
         return ()
-    if measured.name is None and measured.cosine > thresholds["kl_gradient_cosine"]:
+    near = measured.name is None and measured.cosine > thresholds["kl_gradient_cosine"]
+    if near or (measured.name in allowed and measured.factor > 0):
+        factor = measured.size if near else measured.factor
+        along = (WORDS[POLICY_REF] if near else measured.words).partition(":")[0]
         return (
             found(
                 "kl/scale",
-                f"the expected gradient is {size}: kl.beta={bench.config.kl.beta:g} acts like "
-                f"{bench.config.kl.beta * measured.size:.3g}",
-                f"{_what(bench)} points along ∇KL(policy‖ref) and has another size",
-                f"divide the estimator by {measured.size:.3g}, or set {proven}",
+                f"the expected gradient is {factor:.3g} times {along} ({size}): β = {beta:g} acts like "
+                f"{beta * factor:.3g}",
+                f"{_what(bench)} points along {along} and has another size",
+                f"divide the estimator by {factor:.3g}, or set {proven}",
             ),
         )
+    times = "" if measured.name is None or abs(measured.factor - 1) < 0.05 else f"{measured.factor:.3g} times "
     return (
         found(
             "kl/reversed",
             f"the expected gradient, summed over the vocabulary at {measured.states} visited states, is {size}; the "
             f"term's mean is {measured.value:.3g} where the KL is {measured.kl:.3g}",
-            f"{_what(bench)} follows {measured.words}, no KL between policy and reference",
+            f"{_what(bench)} follows {times}{measured.words}"
+            + (": it rewards distance" if measured.factor < 0 else ", no KL between policy and reference"),
             f"set {proven}",
         ),
     )
@@ -123,11 +129,11 @@ def _reward_scale(bench: Bench, figures: dict[str, float]) -> tuple[Finding, ...
     std = rows.rewards.double().std().item() if bool(torch.isfinite(rows.rewards).all()) else 0.0
     if bench.config.kl.placement != "reward" or scale == "none" or std <= 0.0:
         return ()
-    figures["effective_beta"] = bench.config.kl.beta / std
+    figures["effective_beta"] = bench.full_beta / std
     return (
         found(
             "kl/scale",
-            f"rewards have std {std:.3g}: kl.beta={bench.config.kl.beta:g} acts like {bench.config.kl.beta / std:.3g}",
+            f"rewards have std {std:.3g}: β = {bench.full_beta:g} acts like {bench.full_beta / std:.3g}",
             f"kl.placement=reward is divided by the rewards' deviation (loss.scale_rewards={scale})",
             "set loss.scale_rewards=none, or kl.placement=advantage, which comes after the division",
             severity="note",

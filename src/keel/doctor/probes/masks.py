@@ -11,19 +11,20 @@ from torch import Tensor
 from keel.doctor.bench import Bench
 from keel.doctor.findings import Finding, found
 from keel.doctor.probes.draws import Draws, draws, improbable_runs, unfiltered
+from keel.doctor.probes.ends import end_findings
 from keel.doctor.probes.outcome import Outcome
 from keel.doctor.thresholds import Thresholds
 from keel.losses import objective
 from keel.types import Batch, Group, Scores
 
 TRAINED, GIVEN, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"  # green, dim
-_SEEN = 1e-7  # nats; a token that is attended to moves every later log-probability by far more
 _MOST_PLACES = 6
 
 
 def probe_masks(bench: Bench, thresholds: Thresholds) -> Outcome:
     """Perturb what a completion should see; differentiate the loss; compare what is trained with what was drawn."""
-    findings = [*_blindness(bench), *_gradient(bench), *_foreign(bench)]
+    findings = [*_blindness(bench, thresholds), *_gradient(bench), *end_findings(bench, thresholds)]
+    findings += _foreign(bench, thresholds)
     trained = int(bench.mask.sum())
     total = sum(len(c.tokens) for c in bench.batch.completions)
     figures = {"trained_tokens": float(trained), "completion_tokens": float(total)}
@@ -48,34 +49,37 @@ def _shown(bench: Bench) -> list[str]:
     return lines
 
 
-def is_blind(bench: Bench) -> bool:
+def is_blind(bench: Bench, thresholds: Thresholds) -> bool:
     """Whether the training pass cannot see a part of what it should."""
-    return any(finding.code == "mask/attention" for finding in _blindness(bench))
+    return any(finding.code == "mask/attention" for finding in _blindness(bench, thresholds))
 
 
-def _blindness(bench: Bench) -> list[Finding]:
+def _blindness(bench: Bench, thresholds: Thresholds) -> list[Finding]:
     """Change tokens before the completion (and between its turns); what comes after must answer."""
     if "blindness" not in bench.found:
-        bench.found["blindness"] = [*_prompt_unseen(bench), *_tool_unseen(bench)]
+        bench.found["blindness"] = [*_prompt_unseen(bench, thresholds), *_tool_unseen(bench, thresholds)]
     known: list[Finding] = bench.found["blindness"]
     return known
 
 
-def _prompt_unseen(bench: Bench) -> list[Finding]:
-    """The last prompt token scores the first one of the completion by itself, so it is left as it is."""
+def _prompt_unseen(bench: Bench, thresholds: Thresholds) -> list[Finding]:
+    """The last prompt token scores the completion's first one by itself, seen or not: the ones after it must answer."""
+    seen = thresholds["mask_seen"]
     groups = [group for group in bench.groups if len(group.prompt_tokens) > 1 and _longest(group) > 0]
     if not groups:
         return []
     group = max(groups, key=lambda group: len(group.prompt_tokens))
-    places = _spread(range(len(group.prompt_tokens) - 1))
+    last = len(group.prompt_tokens) - 1
+    places = [*_spread(range(last)), *([last] if _longest(group) > 1 else [])]
     hidden, answers = [], []
     for place in places:
         tokens = list(group.prompt_tokens)
         tokens[place] = _other(bench, tokens[place])
         changed = replace(group, prompt_tokens=tuple(tokens))
-        answer, wanted = _answer(bench, group, changed), _witnessed(bench, group, changed)
+        where = _after_the_first(group).to(bench.mask.device) if place == last else None
+        answer, wanted = _answer(bench, group, changed, where), _witnessed(bench, group, changed, where)
         answers.append(answer)
-        if answer <= _SEEN and wanted > 100 * _SEEN:
+        if answer <= seen and wanted > 100 * seen:
             hidden.append(place)
     if not hidden:
         return []
@@ -92,8 +96,16 @@ def _prompt_unseen(bench: Bench) -> list[Finding]:
     ]
 
 
-def _tool_unseen(bench: Bench) -> list[Finding]:
+def _after_the_first(group: Group) -> Tensor:
+    """`[B, T]`: the tokens of the completions but for each one's first."""
+    lengths = torch.tensor([len(completion.tokens) for completion in group.completions])
+    places = torch.arange(_longest(group))
+    return (places > 0) & (places < lengths[:, None])
+
+
+def _tool_unseen(bench: Bench, thresholds: Thresholds) -> list[Finding]:
     """The same for a message between two turns, where there is one."""
+    seen = thresholds["mask_seen"]
     for group in bench.groups:
         for index, completion in enumerate(group.completions):
             given = [i for i, action in enumerate(completion.action) if not action]
@@ -111,7 +123,7 @@ def _tool_unseen(bench: Bench) -> list[Finding]:
             if not bool(after.any()):
                 continue
             answer, wanted = _answer(bench, single, changed, after), _witnessed(bench, single, changed, after)
-            if answer > _SEEN or wanted <= 100 * _SEEN:
+            if answer > seen or wanted <= 100 * seen:
                 return []
             return [
                 found(
@@ -159,7 +171,7 @@ def _longest(group: Group) -> int:
 
 
 def _gradient(bench: Bench) -> list[Finding]:
-    """∂loss/∂logp of the configured objective: zero wherever the token was not sampled, not zero where it was."""
+    """∂loss/∂logp of the configured objective, KL term included: zero wherever the token was not sampled."""
     mask, group = bench.mask, bench.batch.rows.group
     logp = bench.scores().logp.detach().clone().requires_grad_()
     signs = torch.tensor([1.0 if i % 2 == 0 else -1.0 for i in range(len(mask))], device=mask.device)
@@ -171,50 +183,42 @@ def _gradient(bench: Bench) -> list[Finding]:
         sample_logp=logp.detach(),
         group=group,
     )
-    entropy = torch.zeros_like(logp)
     out = objective(
-        Scores(logp, entropy, torch.zeros_like(logp)),
+        Scores(logp, torch.zeros_like(logp), torch.zeros_like(logp)),
         rows,
         bench.run.loss,
         bench.run.kl.spec,
-        bench.config.kl.beta,
+        bench.full_beta,
         pairing=bench.run.kl.pairing,
         max_completion_length=bench.run.options.max_completion_length,
     )
-    (gradient,) = torch.autograd.grad(out.loss, logp)
-    outside, inside = gradient[~mask], gradient[mask]
-    loss = bench.config.loss.loss_type
-    if bool((outside != 0).any()):
-        return [
-            found(
-                "mask/not-actions",
-                f"∂loss/∂logp is not zero on {int((outside != 0).sum())} tokens that action_mask leaves out",
-                f"loss.loss_type={loss} does not select by its mask",
-                "multiply by the mask that the loss is given, or use a loss of Keel's own",
-            )
-        ]
-    dead = float((inside == 0).float().mean()) if len(inside) else 0.0
-    if dead > 0.5:
-        return [
-            found(
-                "mask/not-actions",
-                f"∂loss/∂logp is zero on {100 * dead:.0f} % of the sampled tokens at advantages of ±1 and ratio 1",
-                f"loss.loss_type={loss} carries no gradient there",
-                "check that the loss does not detach logp, or use a loss of Keel's own",
-            )
-        ]
-    return []
+    if not out.loss.requires_grad:
+        return []  # a loss without gradient is the objective's finding
+    (gradient,) = torch.autograd.grad(out.loss, logp, allow_unused=True)
+    outside = logp.new_zeros(0) if gradient is None else gradient[~mask]
+    if not bool((outside != 0).any()):
+        return []
+    return [
+        found(
+            "mask/not-actions",
+            f"∂loss/∂logp is not zero on {int((outside != 0).sum())} tokens that action_mask leaves out",
+            f"loss.loss_type={bench.config.loss.loss_type} does not select by its mask",
+            "multiply by the mask that the loss is given, or use a loss of Keel's own",
+        )
+    ]
 
 
-def foreign(bench: Bench) -> Tensor:
+def foreign(bench: Bench, thresholds: Thresholds) -> Tensor:
     """`[N]` over the batch's action tokens: those that the policy did not draw (see `draws`)."""
     if "foreign" not in bench.found:
         drawn = batch_draws(bench)
-        silent = (drawn.reported == 0) & (drawn.logp(unfiltered(bench.sampling)) < -0.05)
+        silent = (drawn.reported == 0) & (drawn.logp(unfiltered(bench.sampling)) < -thresholds["mask_silent"])
         # an engine that reports zeros everywhere gives no log-probabilities at all: that is another fault
-        silent &= ~(drawn.reported == 0).float().mean().gt(0.9)
-        runs = improbable_runs(drawn, bench.sampling)
-        runs &= ~runs.float().mean().gt(0.6)  # most of it: the sampler as a whole is another policy
+        silent &= ~(drawn.reported == 0).float().mean().gt(thresholds["foreign_silent_most"])
+        runs = improbable_runs(drawn, bench.sampling, thresholds["foreign_chance"])
+        runs &= ~runs.float().mean().gt(
+            thresholds["foreign_most"]
+        )  # most of it: the sampler as a whole is another policy
         bench.found["foreign"] = silent | runs
     known: Tensor = bench.found["foreign"]
     return known
@@ -228,9 +232,9 @@ def batch_draws(bench: Bench) -> Draws:
     return known
 
 
-def _foreign(bench: Bench) -> list[Finding]:
+def _foreign(bench: Bench, thresholds: Thresholds) -> list[Finding]:
     """Tokens marked as sampled that no sampling from the policy explains."""
-    marked = foreign(bench)
+    marked = foreign(bench, thresholds)
     if int(marked.sum()) < 2:
         return []
     drawn = batch_draws(bench)

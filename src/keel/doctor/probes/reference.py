@@ -39,6 +39,7 @@ def probe_reference(bench: Bench, thresholds: Thresholds) -> Outcome:
     findings = at_start(bench, thresholds, figures)
     try:
         findings += _while_policy_moves(bench, thresholds, figures)
+        findings += [] if findings else _round_trip(bench, saved, start)
     finally:
         _mend(bench, saved, start)
     line = (
@@ -102,7 +103,7 @@ def _while_policy_moves(bench: Bench, thresholds: Thresholds, figures: dict[str,
         if print_scored != print_perturbed:
             figures["reference_moved"] = largest_gap(ref, reference_logp(bench), mask)
             return [_moving(bench, "scoring with it changed its weights", figures)]
-        return _updates(bench, figures, ref, print_scored)
+        return _updates(bench, figures, ref, print_scored, thresholds)
 
 
 def held_fingerprint(bench: Bench) -> str:
@@ -157,7 +158,9 @@ def _kind(bench: Bench) -> str:
     return str(getattr(bench.run.reference, "kind", bench.config.reference.kind))
 
 
-def _updates(bench: Bench, figures: dict[str, float], ref: Tensor, before: str) -> list[Finding]:
+def _updates(
+    bench: Bench, figures: dict[str, float], ref: Tensor, before: str, thresholds: Thresholds
+) -> list[Finding]:
     """Call `update` as the loop would and look at the weights at every doubling of the steps."""
     reference = bench.run.reference
     assert reference is not None
@@ -186,7 +189,24 @@ def _updates(bench: Bench, figures: dict[str, float], ref: Tensor, before: str) 
                 "check reference.every, reference.threshold, or the update() of your own reference",
             )
         ]
-    return []
+    return _at_once(bench, figures, thresholds) if changed and step == 1 and kind != "kl_triggered" else []
+
+
+def _at_once(bench: Bench, figures: dict[str, float], thresholds: Thresholds) -> list[Finding]:
+    """A reference that moves at every step must stay behind, or there is nothing left to measure the KL from."""
+    left = token_kl(bench.logp(), reference_logp(bench), bench.mask) / max(figures["kl_perturbed"], 1e-12)
+    figures["kl_left_after_update"] = left
+    if not left < thresholds["reference_follows"]:
+        return []
+    return [
+        found(
+            "reference/follows",
+            f"one update() at step 1 leaves {left:.2g} of the KL between policy and reference",
+            f"reference.kind={bench.config.reference.kind} takes the policy over at every step: the KL stays near 0 "
+            "and holds nothing, however far the policy goes",
+            "set reference.every=100 or more, or a smaller reference.alpha; reference.kind=frozen never moves",
+        )
+    ]
 
 
 def _parameters(bench: Bench) -> dict[str, Any]:
@@ -196,6 +216,36 @@ def _parameters(bench: Bench) -> dict[str, Any]:
     factory: Callable[..., Reference] = import_attr(kind, "reference") if own else KINDS[_kind(bench)]
     defaults = inspect.signature(factory).parameters
     return {**{name: p.default for name, p in defaults.items() if p.default is not p.empty}, **given}
+
+
+def _round_trip(bench: Bench, saved: Mapping[str, Any] | None, expected: str) -> list[Finding]:
+    """A reference of one's own, built anew beside a policy that has moved on, must be the saved one after loading."""
+    config = bench.config.reference
+    if not is_users_own(config.kind):
+        return []
+    why = "its state_dict() raises" if saved is None else "its state_dict() is empty" if not saved else ""
+    if saved:
+        kept = bench.run.reference
+        try:
+            with bench.perturbed():
+                bench.run.reference = build_reference(config.kind, bench.policy, **config.params)
+                bench.run.reference.load_state_dict(saved)
+                why = "" if held_fingerprint(bench) == expected else "load_state_dict() does not bring its weights back"
+        except Exception as error:  # a user's reference may raise anything
+            why = f"load_state_dict() raises {type(error).__name__}"
+        finally:
+            bench.run.reference = kept
+    if not why:
+        return []
+    return [
+        found(
+            "reference/not-saved",
+            f"saved, built anew beside a policy that has moved and loaded again, the reference is another one: {why}",
+            f"reference.kind={config.kind} does not save its weights: after a resume or a rollback the KL is measured "
+            "from another point",
+            "let state_dict() hold the reference's weights and load_state_dict() restore them",
+        )
+    ]
 
 
 def _mend(bench: Bench, saved: Mapping[str, Any] | None, expected: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,32 +10,33 @@ import torch
 from torch import Tensor
 
 from keel.doctor.bench import Bench
-from keel.doctor.findings import Finding, found
+from keel.doctor.findings import Finding, Severity, found
 from keel.doctor.probes.draws import (
     Draws,
     best_temperature,
     draws,
     filters,
+    repetition_penalty,
     tail_masses,
     unfiltered,
     uniform_p_value,
 )
-from keel.doctor.probes.gap import in_half
+from keel.doctor.probes.gap import half_scores, in_half, rounding_explains, without_first
 from keel.doctor.probes.masks import batch_draws, foreign
 from keel.doctor.probes.outcome import Outcome
 from keel.doctor.thresholds import Thresholds
 from keel.rollout.sampling import SamplingParams
 from keel.types import Group
 
-_ALARM = 1e-6  # chance of the draws under the policy below which another distribution is looked for
-_FITS = 1e-3  # chance above which a distribution explains the draws
 _WANTED = 1500  # tokens
+_TIMES = 3  # as many where the first ones leave a doubt
+_FURTHER = range(6, 6 + 6 * _TIMES)
 _DRAWN_AT = 1_000_003  # a step that no run reaches: other noise than training's first steps
 
 
 def probe_sampler(bench: Bench, thresholds: Thresholds) -> Outcome:
     """The gap between the engine's log-probabilities and the policy's, and whether its tokens are the policy's."""
-    drawn = batch_draws(bench).where(~foreign(bench))
+    drawn = batch_draws(bench).where(~foreign(bench, thresholds))
     given = drawn.where(~drawn.reported.isnan())
     plain = unfiltered(bench.sampling)
     figures: dict[str, float] = {}
@@ -47,15 +49,19 @@ def probe_sampler(bench: Bench, thresholds: Thresholds) -> Outcome:
         figures = {"gap_max": _worst(gap), "gap_mean": float(gap.abs().mean()), "kl_sampler": float(gap.mean())}
         if not _close(bench, gap, thresholds):
             findings.append(_reported(bench, given, gap, thresholds))
-    repeated = _noise(bench)
+    repeated = _noise(bench, thresholds)
     findings += repeated
-    more = _more(bench)
-    chance = uniform_p_value(tail_masses(more, bench.sampling))
-    figures |= {"draws": float(len(more)), "draws_chance": chance}
+    more = _more(bench, thresholds)
+    chance, penalty, odds = _judged(more, bench.sampling)
+    doubt, alarm = thresholds["sampler_doubt"], thresholds["sampler_draws"]
+    if chance < doubt or odds > -math.log(doubt):  # a doubt: decide on other draws, and more of them
+        more = _more(bench, thresholds, rounds=_FURTHER)
+        chance, penalty, odds = _judged(more, bench.sampling)
+    figures |= {"draws": float(len(more)), "draws_chance": chance, "repetition_odds": odds}
     if any(finding.severity == "error" for finding in repeated):
         unchecked.append("sampler/filter: draws that repeat each other tell nothing of their distribution")
-    elif chance < _ALARM:
-        findings.append(_drawn(more, bench.sampling, chance))
+    elif chance < alarm or odds > -math.log(alarm):
+        findings.append(_drawn(more, bench.sampling, chance, (penalty, odds), thresholds))
     elif bench.sampling.filtered:
         findings.append(_configured(bench, more, thresholds))
     lines = (
@@ -80,20 +86,27 @@ def _one_a_code(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     return tuple({finding.code: finding for finding in reversed(findings)}.values())[::-1]
 
 
-def _more(bench: Bench) -> Draws:
-    """The bench's tokens and enough further ones to tell two distributions apart."""
+def _judged(more: Draws, sampling: SamplingParams) -> tuple[float, float, float]:
+    """The chance of these draws under the policy; the likeliest repetition penalty and the odds for it in nats."""
+    return uniform_p_value(tail_masses(more, sampling)), *repetition_penalty(more, sampling)
+
+
+def _more(bench: Bench, thresholds: Thresholds, rounds: range = range(6)) -> Draws:
+    """Enough tokens beside the bench's own to tell two distributions apart; other rounds draw other ones."""
     groups: list[Group] = []
-    kept = foreign(bench)
+    kept = foreign(bench, thresholds)
+    wanted = _WANTED * (1 if rounds.start == 0 else _TIMES)
     length = max(1, int(bench.mask.sum()) // len(bench.mask))
     count = min(64, max(8, -(-_WANTED // (4 * length))))
     wide = replace(bench.sampling, num_generations=count)
-    total, rounds = 0, 0
-    while total < _WANTED and rounds < 6:
-        step = _DRAWN_AT + rounds
+    total = 0
+    for number in rounds:
+        step = _DRAWN_AT + number
         problems = bench.run.task.sample(4, seed=bench.config.run.seed, step=step)
         groups += bench.collect(problems, step=step, sampling=wide)
         total = sum(sum(c.action) for group in groups for c in group.completions)
-        rounds += 1
+        if total >= wanted:
+            break
     fresh = draws(bench, groups)
     if not bool(kept.any()):
         return fresh
@@ -129,8 +142,17 @@ def _reported(bench: Bench, given: Draws, gap: Tensor, thresholds: Thresholds) -
                 "the engine reports log-probabilities after filtering, the trainer computes them before",
                 "let sample_logp be the unfiltered one, and set rollout.top_p=1 rollout.top_k=0 rollout.min_p=0",
             )
-    half = _half(bench, given)
-    if float(gap.abs().mean()) <= 4 * half:
+    if len(given) == len(bench.mask[bench.mask]) and _after_shorter(bench, given, limit):
+        return found(
+            "sampler/mismatch",
+            f"{size}; the gap closes when each prompt loses its first token",
+            "the engine shortens or shifts the prompt: it continues another text than the trainer scores",
+            "give the engine Request.tokens as they are, never decoded and encoded again, with nothing cut off",
+        )
+    rounded = (half_scores(bench) - bench.witness())[bench.mask]
+    half = float(rounded.abs().mean())
+    alike = rounding_explains(gap, rounded, thresholds) if len(gap) == len(rounded) else None
+    if alike or (alike is None and float(gap.abs().mean()) <= thresholds["precision_times"] * half):
         kl = float((gap.exp() - 1 - gap).mean())
         worth = kl > thresholds["sampler_kl_warning"]
         return found(
@@ -166,20 +188,20 @@ def _pattern(given: Draws, plain: SamplingParams) -> str:
     return ""
 
 
-def _half(bench: Bench, given: Draws) -> float:
-    """The mean gap that bfloat16 alone makes on the bench's tokens."""
-    with torch.autocast(bench.policy.device.type, dtype=torch.bfloat16):
-        rounded = bench.witness()
-    difference = (rounded - bench.witness())[bench.mask]
-    return float(difference.abs().mean())
+def _after_shorter(bench: Bench, given: Draws, limit: float) -> bool:
+    """Whether what was reported is the policy's after prompts without their first token."""
+    shorter = bench.witness(without_first(bench.groups))[bench.mask].double()
+    return float((given.reported - shorter).abs().mean()) <= limit
 
 
-def _drawn(more: Draws, sampling: SamplingParams, chance: float) -> Finding:
+def _drawn(
+    more: Draws, sampling: SamplingParams, chance: float, repeats: tuple[float, float], thresholds: Thresholds
+) -> Finding:
     """Which distribution the tokens were drawn from: the likeliest of the hypotheses that the test lets stand."""
     size = f"{len(more)} drawn tokens come from the policy's distribution with chance {chance:.1g}"
 
     def unlikelihood(params: SamplingParams) -> float:
-        return -float(more.logp(params).nan_to_num(neginf=-1e9).sum())
+        return _unlikelihood(more, params)
 
     plain = unfiltered(sampling)
     fitted = best_temperature(plain, unlikelihood)
@@ -189,7 +211,20 @@ def _drawn(more: Draws, sampling: SamplingParams, chance: float) -> Finding:
     ]
     code, name, best = min(candidates, key=lambda entry: unlikelihood(entry[2]))
     share = uniform_p_value(tail_masses(more, best))
-    if share > _FITS or (unlikelihood(best) < unlikelihood(sampling) and code == "sampler/filter"):
+    penalty, odds = repeats
+    held = more.penalized(plain, penalty)
+    if odds > -math.log(thresholds["sampler_draws"]) and _unlikelihood(held, plain) < unlikelihood(best):
+        return found(
+            "sampler/filter",
+            f"{size}; a repetition penalty of {penalty:g} explains them e^{odds:.3g} times as well (chance "
+            f"{uniform_p_value(tail_masses(held, plain)):.2g})",
+            "the engine makes tokens less likely that stand in the prompt or were written before, so that the samples "
+            "are not the policy's",
+            "set the engine's repetition, presence and frequency penalties to none (repetition_penalty=1)",
+        )
+    if share > thresholds["sampler_explained"] or (
+        unlikelihood(best) < unlikelihood(sampling) and code == "sampler/filter"
+    ):
         told = f"rollout says temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}"
         return found(
             code,
@@ -205,6 +240,10 @@ def _drawn(more: Draws, sampling: SamplingParams, chance: float) -> Finding:
     )
 
 
+def _unlikelihood(drawn: Draws, params: SamplingParams) -> float:
+    return -float(drawn.logp(params).nan_to_num(neginf=-1e9).sum())
+
+
 def _configured(bench: Bench, more: Draws, thresholds: Thresholds) -> Finding:
     """Filters that the configuration itself asks for: the samples are not the policy's own."""
     sampling = bench.sampling
@@ -217,11 +256,17 @@ def _configured(bench: Bench, more: Draws, thresholds: Thresholds) -> Finding:
         f"{kl:.3g} nats per token",
         "completions come from the filtered distribution, ratios and KL are of the unfiltered policy",
         "set rollout.top_p=1 rollout.top_k=0 rollout.min_p=0 for training",
-        severity="error" if kl > thresholds["sampler_kl_error"] else "warning",
+        severity=_worth(kl, thresholds),
     )
 
 
-def _noise(bench: Bench) -> list[Finding]:
+def _worth(kl: float, thresholds: Thresholds) -> Severity:
+    if kl > thresholds["sampler_kl_error"]:
+        return "error"
+    return "warning" if kl > thresholds["sampler_kl_warning"] else "note"
+
+
+def _noise(bench: Bench, thresholds: Thresholds) -> list[Finding]:
     """Equal seeds must draw alike, other steps and other completions must not."""
     problems = [group.problem for group in bench.groups]
     same, other = bench.collect(problems), bench.collect(problems, step=_DRAWN_AT)
@@ -229,7 +274,9 @@ def _noise(bench: Bench) -> list[Finding]:
     again = [[c.tokens for c in group.completions] for group in same]
     later = [[c.tokens for c in group.completions] for group in other]
     logp = bench.scores().logp[bench.mask]
-    certain = float(-logp.mean()) * bench.batch.width < 0.5  # a model this sure may well repeat itself
+    certain = (
+        float(-logp.mean()) * bench.batch.width < thresholds["sure_of_itself"]
+    )  # a model this sure may well repeat itself
     if later == drawn and not certain:
         return [
             found(

@@ -14,14 +14,18 @@ from keel.doctor.findings import Finding, found
 from keel.doctor.probes.gap import (
     Gap,
     alone_scores,
+    average,
     close,
+    ended_early,
     fitting_temperature,
-    half_gap,
+    half_scores,
     in_company,
     largest,
     one_place_off,
     other_positions,
+    rounding_explains,
     scaled,
+    shortened,
     witness_at,
 )
 from keel.doctor.probes.gradient import gradient_findings
@@ -55,7 +59,7 @@ def probe_scoring(bench: Bench, thresholds: Thresholds) -> Outcome:
     figures |= {"gap_max": gap.worst(gap.scored), "gap_mean": gap.mean(gap.scored)}
     lines = (f"scoring: largest difference from the model's own forward {figures['gap_max']:.2g} nats",)
     if not gap.broken(gap.scored):
-        return Outcome("scoring", tuple(gradient_findings(bench, figures)), figures, lines)
+        return Outcome("scoring", tuple(gradient_findings(bench, figures, thresholds)), figures, lines)
     return Outcome("scoring", tuple(_explained(gap)), figures, lines)
 
 
@@ -108,7 +112,7 @@ def _explained(gap: Gap) -> Iterator[Finding]:
     """Recompute under each hypothesis and name the first that closes the gap."""
     bench, scored = gap.bench, gap.scored
     size = f"training's log-probabilities are off by up to {gap.worst(scored):.3g} nats ({gap.mean(scored):.3g} mean)"
-    if is_blind(bench):
+    if is_blind(bench, gap.thresholds):
         return  # the masks probe has named it, and it explains the gap
     with in_mode(bench.policy.model, training=False):
         calm = gap.way()
@@ -160,14 +164,24 @@ def _explained(gap: Gap) -> Iterator[Finding]:
             "give position_ids 0, 1, 2, … over prompt and completion",
         )
         return
-    half = half_gap(bench, gap)
-    if gap.mean(scored) <= 3 * half:
+    told = ended_early(gap) or shortened(gap)
+    if told is not None:
+        yield found(
+            "scoring/shifted",
+            f"{size}; {told[0]}",
+            told[1],
+            "score every token of the completion in the context of the whole prompt: logits[:, :-1] with "
+            "tokens[:, 1:], and rows.completion for the completion's part",
+        )
+        return
+    half = half_scores(bench) - gap.witness
+    if rounding_explains((scored - gap.witness)[gap.exists], half[gap.exists], gap.thresholds):
         yield found(
             "sampler/precision",
-            f"{size}; the same forward in bfloat16 is off by {half:.3g} on average",
+            f"{size}; the same forward in bfloat16 is off by {average(half, gap.exists):.3g} on average",
             "model.scorer computes in half precision, the sampler in the weights' own",
             "compute the log-softmax in fp32: logits.float() before log_softmax",
-            severity="warning" if gap.mean(scored) < 0.1 else "error",
+            severity="warning" if gap.mean(scored) < gap.thresholds["precision_error"] else "error",
         )
         return
     yield found(

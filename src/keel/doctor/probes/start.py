@@ -173,7 +173,7 @@ def explain_start(
             f"the policy computes in {difference.dtypes[0]}, the reference in {difference.dtypes[1]}",
             f"give both one type, or {NOT_TRAINED}",
         )
-    if abs(scale - 1.0) > 0.01:
+    if abs(scale - 1.0) > 0.01:  # a choice between causes of a finding that stands; no alarm hangs on it
         return (
             f"the reference's logits are {scale:.3g} times the policy's: the two are taken at different temperatures",
             "score both at rollout.temperature",
@@ -190,4 +190,4 @@ def _scale(bench: Bench) -> float:
     mine, theirs = mine - mine.mean(-1, keepdim=True), theirs - theirs.mean(-1, keepdim=True)
     factor = ((mine * theirs).sum() / mine.square().sum().clamp_min(1e-12)).item()
     left = (theirs - factor * mine).square().sum() / theirs.square().sum().clamp_min(1e-12)
-    return factor if left.item() < 1e-4 else 1.0
+    return factor if left.item() < 1e-4 else 1.0  # rounding

@@ -9,21 +9,19 @@ from keel.doctor.findings import Finding, found
 from keel.doctor.probes.outcome import Outcome
 from keel.doctor.thresholds import Thresholds
 
-NEAR = 0.95  # of the limit
-
 
 def probe_truncation(bench: Bench, thresholds: Thresholds) -> Outcome:
     """Shares of the batch at the limits; that completions are cut is a finding of the collection."""
-    limit = bench.config.rollout.max_completion_length
+    limit, near = bench.config.rollout.max_completion_length, thresholds["near_limit_from"]
     completions = [c for group in bench.groups for c in group.completions]
     lengths = [len(c.tokens) for c in completions]
     prompts = [len(group.prompt_tokens) for group in bench.groups]
     longest_prompt = _prompt_limit(bench)
     figures = {
         "completions_cut": fmean(c.stop_reason == "length" for c in completions),
-        "completions_near_limit": fmean(length >= NEAR * limit for length in lengths),
+        "completions_near_limit": fmean(length >= near * limit for length in lengths),
         "prompts_cut": fmean("prompt_tokens_cut" in group.problem.info for group in bench.groups),
-        "prompts_near_limit": fmean(longest_prompt is not None and n >= NEAR * longest_prompt for n in prompts),
+        "prompts_near_limit": fmean(longest_prompt is not None and n >= near * longest_prompt for n in prompts),
         "longest_prompt": float(max(prompts)),
         "longest_completion": float(max(lengths)),
     }

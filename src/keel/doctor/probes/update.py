@@ -23,7 +23,6 @@ from keel.train.step import penalize_advantages, penalize_rewards, with_advantag
 
 FACTORS = (0.5, 1.0, 2.0)
 LOWER = tuple(2.0**-k for k in range(2, 13))
-SAFETY = 4.0  # an advised learning rate takes a quarter of the KL that an update may take
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def probe_update(bench: Bench, thresholds: Thresholds) -> Outcome:
         "real_rewards": float(given),
     }
     if _too_far(figures, thresholds):
-        wanted = thresholds["kl_per_update"] / SAFETY
+        wanted = thresholds["kl_per_update"] / thresholds["update_margin"]
         figures["fitting_rate"] = figures["peak_rate"] * next(
             (f for f in LOWER if _step(bench, gradients, loss, before, f).kl <= wanted), LOWER[-1]
         )
@@ -77,7 +76,7 @@ def probe_update(bench: Bench, thresholds: Thresholds) -> Outcome:
 
 def _scored(bench: Bench) -> StepBatch:
     """The batch as the loop has it before its first update."""
-    run, beta = bench.run, bench.config.kl.beta
+    run, beta = bench.run, bench.beta
     batch = score_policy(bench.batch if run.reference is None else score_reference(bench.batch, run), run)
     batch = penalize_rewards(batch, run, beta)
     return penalize_advantages(with_advantages(batch, run, run.options.reward_warmup_steps), run, beta)
@@ -106,7 +105,7 @@ def _backward(bench: Bench, batch: StepBatch) -> float:
             batch.view(micro),
             run.loss,
             run.kl.spec,
-            bench.config.kl.beta if batch.rows.ref_logp is not None else 0.0,
+            bench.beta if batch.rows.ref_logp is not None else 0.0,
             counts,
             pairing=run.kl.pairing,
             mismatch=run.mismatch,
@@ -170,7 +169,7 @@ def _judged(figures: dict[str, float], thresholds: Thresholds) -> tuple[Finding,
             "the step is longer than the region in which the advantages were measured; gradient clipping does not "
             "shorten it, because Adam divides by the gradient's own size",
             f"set optim.learning_rate={_one_digit(figures['fitting_rate']):g}, and optim.warmup_steps=10 or more",
-            severity=None if figures["real_rewards"] or not kl <= SAFETY * limit else "warning",
+            severity=None if figures["real_rewards"] or not kl <= thresholds["update_margin"] * limit else "warning",
         ),
     )
 
