@@ -38,6 +38,8 @@ def healthy(seed: int = 0, steps: int = 60, **changes: Any) -> History:
             "grad/norm": 0.8 * math.exp(noise.gauss(0, 0.3)),
             "loss/total": noise.gauss(0, 0.02),
             "guard/skipped": 0.0,
+            "guard/nonfinite": 0.0,
+            "guard/spike": 0.0,
             "optim/learning_rate": 1e-5,
             "length/mean": 30 + noise.gauss(0, 2),
             "length/truncated_fraction": 0.02,

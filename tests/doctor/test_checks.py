@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from doctor.histories import altered, configured, evaluation, healthy
 from keel.doctor.checks import CHECKS, check_history
 from keel.doctor.history import History
+from keel.doctor.thresholds import load_thresholds
 
 KL, ENTROPY = "kl/policy_ref/k3/mean", "entropy/mean"
 
@@ -166,6 +168,84 @@ def test_a_wide_budget_does_not_hide_the_distance():
     (finding,) = check_history(wide).findings
     assert (finding.code, finding.severity) == ("kl/over-budget", "note")
     assert "kl.budget.max=0.5" in finding.evidence
+
+
+def test_a_gap_that_was_not_there_at_the_first_step_is_stale_however_fast_it_came():
+    """An engine that is never synced: exact at step 1, drifted at step 2, and level from then on."""
+    history = altered("kl/sampler_policy/k3/mean", lambda step, was: 4e-7 if step == 1 else 0.02)
+    finding = check_history(history).findings[0]
+    assert finding.code == "sampler/stale"
+    assert "was 4e-07 over step 1" in finding.evidence
+    small = altered("kl/sampler_policy/k3/mean", lambda step, was: 4e-7 if step == 1 else 0.002)
+    assert codes(small) == []
+
+
+def test_a_log_that_begins_late_does_not_clear_the_weights():
+    history = altered("kl/sampler_policy/k3/mean", lambda step, was: 0.02)
+    fields = {field: getattr(history, field) for field in history.__dataclass_fields__}
+    late = History(**{**fields, "series": {name: values.tail(50) for name, values in history.series.items()}})
+    (finding,) = [f for f in check_history(late).findings if f.code == "sampler/precision"]
+    assert "at step 11; if not stale weights" in finding.cause
+
+
+def spiking(*, skipped: bool) -> History:
+    """Every step from 21 on has a norm of 50 instead of some 0.8."""
+
+    def at(step: float) -> bool:
+        return step > 20
+
+    history = altered("grad/norm", lambda step, was: 50.0 if at(step) else was)
+    if not skipped:
+        return history
+    history = altered("guard/skipped", lambda step, was: float(at(step)), history)
+    history = altered("guard/nonfinite", lambda step, was: 0.0, history)
+    return altered("guard/spike", lambda step, was: float(at(step)), history)
+
+
+def test_skipped_spikes_are_spikes_and_never_become_the_usual():
+    (taken,) = check_history(spiking(skipped=False)).findings
+    (finding,) = check_history(spiking(skipped=True)).findings
+    assert finding.code == taken.code == "optim/spike"
+    assert finding.evidence.startswith("40 of 60 steps spike")
+    assert "40 of them were skipped" in finding.evidence
+    assert "skipped" not in taken.evidence
+    assert int(taken.evidence.split()[0]) < 40  # updates that were made move the median, and it calls them usual
+
+
+def test_a_skip_is_judged_by_its_cause():
+    def said(cause: str) -> list[str]:
+        event = {"kind": "guard/skipped", "step": 5, "cause": cause, "message": "an update was skipped"}
+        return codes(healthy(events=(event,)))
+
+    assert said("spike") == []
+    assert said("non-finite") == ["optim/non-finite"]
+
+
+def test_an_explosion_in_the_last_update_is_seen_although_no_step_shows_it():
+    def final(kl: float, step: int = 60) -> History:
+        event = {"kind": "kl/final", "step": step, "message": "", "metrics": {KL: kl}}
+        return healthy(events=(event,))
+
+    (finding,) = check_history(final(8.0)).findings
+    assert (finding.code, finding.severity) == ("kl/explosion", "error")
+    assert "reached 8 nats per token after the last update" in finding.evidence
+    assert check_history(final(0.06)).findings == ()
+    assert check_history(final(8.0, step=30)).findings == ()  # it went on from there
+
+
+def test_limits_of_a_solved_task_and_of_an_explosion_are_thresholds():
+    solved = altered("reward/zero_variance_fraction", lambda step, was: 1.0, flat())
+    scores = (evaluation("sort", "trained", 60, 0.7),)
+    solved = replace(solved, evaluations=scores)
+    assert check_history(solved).findings[0].severity == "error"
+    lower = check_history(solved, load_thresholds({"solved_accuracy": 0.7}))
+    assert {finding.severity for finding in lower.findings} == {"note"}
+    assert "solved_accuracy" in lower.raised_thresholds[0]
+    jump = altered(KL, lambda step, was: 3.0 if step == 30 else was)
+    assert codes(jump) == ["kl/explosion"]
+    assert [f.code for f in check_history(jump, load_thresholds({"kl_explosion_floor": 4.0})).findings] == [
+        "doctor/threshold-raised"
+    ]
 
 
 def test_a_stop_is_an_error_under_its_own_code():

@@ -113,6 +113,11 @@ def _kl(config: Config) -> None:
         _names_only(spec)
     if kl.placement != "loss" and kl.reduction == "loss":
         raise KeelError(f"kl.reduction=loss has no meaning with kl.placement={kl.placement}: leave it out")
+    if kl.budget is not None and kl.budget.action == "rollback" and config.guards.max_rollbacks == 0:
+        raise KeelError(
+            "kl.budget.action=rollback with guards.max_rollbacks=0 allows no rollback: set kl.budget.action=stop, or "
+            "guards.max_rollbacks to 1 or more"
+        )
     if kl.measure_every == 0:
         for option, used in (
             (f"kl.controller.name={kl.controller.name}", _steers(config)),

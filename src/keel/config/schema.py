@@ -210,14 +210,19 @@ class Eval(Section):
 class Guards(Section):
     """What the loop does when numbers go wrong."""
 
-    max_consecutive_nans: Positive = Field(default=5, description="Skipped updates in a row that call for on_nans.")
-    on_nans: Literal["rollback", "stop"] = Field(
-        default="rollback", description="Back to the last good checkpoint after them, or a clean stop there."
+    max_consecutive_nans: Positive = Field(
+        default=5, description="Steps in a row with a skipped update that call for on_nans."
+    )
+    on_nans: Literal["rollback", "stop", "warn"] = Field(
+        default="rollback",
+        description="Back to the last good checkpoint after them, a clean stop there, or an event and no more.",
     )
     recovery_lr_factor: Annotated[Float, Field(gt=0, le=1)] = Field(
         default=0.5, description="Factor of the learning rate after each rollback; they multiply."
     )
-    max_rollbacks: Count = Field(default=3, description="Rollbacks before the run stops.")
+    max_rollbacks: Count = Field(
+        default=3, description="Rollbacks before the run stops; with 0 on_nans=rollback stops at once."
+    )
     grad_spike: Annotated[Float, Field(gt=1)] = Field(
         default=10.0, description="A gradient norm above this many running medians is a spike."
     )

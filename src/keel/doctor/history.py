@@ -105,6 +105,15 @@ class History:
         return None
 
     @property
+    def final_kl(self) -> float | None:
+        """KL(policy‖reference) per token that the last update has left, measured after it; None where it was not."""
+        told = [event for event in self.events if event.get("kind") == "kl/final"]
+        if not told or told[-1].get("step") != self.steps:
+            return None  # the run went on from there
+        measured = told[-1].get("metrics") or {}
+        return next((_finite(measured[name]) for name in KL_NAMES if name in measured), None)
+
+    @property
     def steps(self) -> int:
         """The last step that was recorded."""
         return int(max((series.steps[-1] for series in self.series.values() if series.steps), default=0))

@@ -169,7 +169,7 @@ def _finish(config: Config, built: Built, job: Job, state: State, interrupt: Int
     directory.sync()
     findings = findings_of(directory, job.loggers)
     directory.write_json("findings.json", findings)
-    summary = summarise(built.run.task.name, state, findings, reward_failures(directory.path))
+    summary = summarise(built.run.task.name, state, findings, reward_failures(directory.path), job.final_kl)
     directory.write_json("summary.json", summary)
     directory.sync()
     write_report_of(directory.path, job.loggers)

@@ -73,14 +73,28 @@ def over_budget(metrics: Mapping[str, float], options: GuardOptions) -> str | No
 
 
 def find_trouble(state: State, metrics: Mapping[str, float], options: GuardOptions) -> Trouble | None:
-    """The gravest thing about a finished step, or None."""
+    """The gravest thing about a finished step, or None; what only warns does not hide what does more."""
+    found = []
     if state.consecutive_skips >= options.max_consecutive_nans:
-        message = f"{state.consecutive_skips} updates in a row were skipped up to step {state.step}"
-        return Trouble("optim/non-finite", message, options.on_nans)
+        spikes = state.spike_skips == state.consecutive_skips
+        code, why = ("optim/spike", ", as gradient spikes") if spikes else ("optim/non-finite", "")
+        message = f"{state.consecutive_skips} updates in a row were skipped{why} up to step {state.step}"
+        found.append(Trouble(code, message, options.on_nans))
     broken = over_budget(metrics, options)
     if broken is not None:
-        return Trouble("kl/over-budget", f"{broken} at step {state.step}", options.budget_action)
-    return None
+        found.append(Trouble("kl/over-budget", f"{broken} at step {state.step}", options.budget_action))
+    return min(found, key=lambda trouble: trouble.action == "warn", default=None)
+
+
+def trouble_at_end(step: int, metrics: Mapping[str, float], options: GuardOptions) -> Trouble | None:
+    """The same about the policy that the last update has left, from the numbers of `measure_end`."""
+    if not math.isfinite(metrics.get("logp/policy_mean", 0.0)):
+        message = f"the policy is not finite after the last update, that of step {step}"
+        return Trouble("optim/non-finite", message, options.on_nans)
+    broken = over_budget(metrics, options)
+    if broken is None:
+        return None
+    return Trouble("kl/over-budget", f"{broken} after the last update, that of step {step}", options.budget_action)
 
 
 def spike_limit(norms: Sequence[float], options: GuardOptions) -> float | None:
@@ -88,12 +102,14 @@ def spike_limit(norms: Sequence[float], options: GuardOptions) -> float | None:
     return options.grad_spike * statistics.median(norms) if len(norms) >= ENOUGH else None
 
 
-def watch(state: State, metrics: Mapping[str, float], batch: StepBatch, options: GuardOptions) -> State:
+def watch(
+    state: State, metrics: Mapping[str, float], batch: StepBatch, options: GuardOptions, *, taken: Sequence[float]
+) -> State:
     """The guards' own memory after a step: running norms, stretches without signal, and how far back all was well.
 
-    The numbers of step N are those of the weights after N − 1 updates, so a fine step N vouches for `step-{N−1}`.
+    Only norms of updates that were made (`taken`) count: spikes that were skipped must not become the usual. The
+    numbers of step N are those of the weights after N − 1 updates, so a fine step N vouches for `step-{N−1}`.
     """
-    norm = metrics["grad/norm"]
     broken = over_budget(metrics, options) is not None
     known = options.budget is None or budget_metric(metrics, options.budget_unit) is not None
     within = known and (not broken or options.budget_action == "warn")
@@ -102,7 +118,7 @@ def watch(state: State, metrics: Mapping[str, float], batch: StepBatch, options:
     silent = batch.rows.advantages is not None and not bool(batch.rows.advantages.any())
     return replace(
         state,
-        norms=(*state.norms, norm)[-WINDOW:] if math.isfinite(norm) else state.norms,
+        norms=(*state.norms, *taken)[-WINDOW:],
         over_budget=broken if known else state.over_budget,
         confirmed=state.step - 1 if fine else state.confirmed,
         constant_rewards=state.constant_rewards + 1 if len(totals) == 1 else 0,
@@ -195,6 +211,12 @@ def _last(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 
 
 _WHY = {
+    "optim/spike": (
+        "Gradient norms far above their running median, step after step, were skipped: the gradient has another size "
+        "than before, or a few completions rule every update.",
+        "Look at skipped/step-N.json; set optim.max_grad_norm near the running median, or raise guards.grad_spike if "
+        "the new size is meant.",
+    ),
     "optim/non-finite": (
         "The loss or its gradient was not finite, step after step: numbers too large for their type, or a loss that "
         "divides by what can be 0.",

@@ -17,10 +17,20 @@ import torch
 from keel.loggers import Fanout, RunDirectory
 from keel.loggers.rundir import SKIPPED
 from keel.train.checkpoint import clean, last_good, rewrite_state, save_checkpoint, step_of
-from keel.train.guards import Trouble, find_trouble, first_nonfinite, skipped_record, stretches
+from keel.train.final import measure_end
+from keel.train.guards import (
+    GuardOptions,
+    Trouble,
+    budget_metric,
+    find_trouble,
+    first_nonfinite,
+    skipped_record,
+    stretches,
+    trouble_at_end,
+)
 from keel.train.records import rollout_records, tracked_records
 from keel.train.rollback import roll_back, stop_at_last_good
-from keel.train.state import Run, State
+from keel.train.state import Run, State, step_seed
 from keel.train.step import Step, train_step
 from keel.types import Problem
 
@@ -44,7 +54,10 @@ class Cadence:
 
 @dataclass
 class Job:
-    """A run with everything around it. `evaluate` returns one record a task, the trained one first."""
+    """A run with everything around it. `evaluate` returns one record a task, the trained one first.
+
+    `final_kl` is the KL of the policy that the run ended with.
+    """
 
     run: Run
     directory: RunDirectory
@@ -57,6 +70,7 @@ class Job:
     about: Mapping[str, Any] | None = None
     saved_at: int | None = None
     stopped: str | None = None
+    final_kl: Mapping[str, float] | None = None
 
 
 class Interrupt:
@@ -101,15 +115,22 @@ def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
         _track(job, 0)
         if guards.may_roll_back:
             save(job, state)
+    elif state.step >= cadence.max_steps:  # a finished run, gone on with: its summary says the same again
+        _measure_end(job, state)
     while state.step < cadence.max_steps and interrupt.signal is None:
         torch.manual_seed(step_seed(job.run.options.seed, state))  # for dropout: sampling has noise of its own
         step = train_step(job.run, state)
         earlier, state = state, replace(step.state, wall_s=before + time.monotonic() - began)
         _log(job, step, earlier, state)
         stop = [callback(state, step.metrics) for callback in job.callbacks]
+        last = state.step == cadence.max_steps or any(stop)
         trouble = find_trouble(state, step.metrics, guards)
-        if trouble is not None and trouble.code == "kl/over-budget" and not earlier.over_budget:
+        if trouble is not None and _is_new(trouble, earlier, state, guards):
             job.loggers.event(trouble.code, step=state.step, message=trouble.message)
+        if last and (trouble is None or trouble.action == "warn"):  # what the last update did, no later step will see
+            trouble = trouble_at_end(state.step, _measure_end(job, state), guards)
+            if trouble is not None and not state.over_budget:
+                job.loggers.event(trouble.code, step=state.step, message=trouble.message)
         if trouble is not None and trouble.action != "warn":
             if trouble.action == "rollback" and state.rollbacks < guards.max_rollbacks and not any(stop):
                 went_back = roll_back(job.directory, job.loggers, job.run, state, trouble)
@@ -117,7 +138,6 @@ def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
                     state = job_at(job, went_back)
                     continue
             return _stop(job, state, trouble)
-        last = state.step == cadence.max_steps or any(stop)
         try:
             if last or _due(state.step, cadence.eval_every):
                 state = _evaluate(job, state)
@@ -142,6 +162,26 @@ def job_at(job: Job, state: State) -> State:
     return state
 
 
+def _is_new(trouble: Trouble, before: State, state: State, guards: GuardOptions) -> bool:
+    """Whether it has just begun: it is said once a stretch; a run of skips that is answered by more says so itself."""
+    if trouble.code == "kl/over-budget":
+        return not before.over_budget
+    return trouble.action == "warn" and state.consecutive_skips == guards.max_consecutive_nans
+
+
+def _measure_end(job: Job, state: State) -> Mapping[str, float]:
+    """The final policy's numbers, for the guards, the summary and the doctor."""
+    measured = measure_end(job.run, state)
+    job.failures()  # of rewards that are not used
+    job.final_kl = {name: value for name, value in measured.items() if name.startswith("kl/policy_ref/")}
+    name = budget_metric(measured, "per_token")
+    if name is not None:
+        value = measured[f"{name}/mean"]
+        message = f"the policy of step {state.step} is {value:.4g} nats per token from its reference ({name})"
+        job.loggers.event("kl/final", step=state.step, message=message, metrics=dict(job.final_kl))
+    return measured
+
+
 def _stop(job: Job, state: State, trouble: Trouble) -> State:
     """A clean end at the last good checkpoint (or, where there is none, where the run stands), evaluated there."""
     wall = state.wall_s
@@ -151,6 +191,7 @@ def _stop(job: Job, state: State, trouble: Trouble) -> State:
     if state.evaluated_at != state.step:
         state = _evaluate(job, state)
         _track(job, state.step)
+    _measure_end(job, state)
     place = job.directory.checkpoints / f"step-{state.step}"
     if went_back is None:
         save(job, state)
@@ -158,11 +199,6 @@ def _stop(job: Job, state: State, trouble: Trouble) -> State:
         job.directory.sync()
         rewrite_state(place, state)
     return state
-
-
-def step_seed(seed: int, state: State) -> int:
-    """A seed for one step, the same however the run got there."""
-    return (seed * 1_000_003 + state.attempt * 10_007 + state.step) % 2**63
 
 
 def save(job: Job, state: State) -> None:
@@ -188,7 +224,7 @@ def _log(job: Job, step: Step, before: State, state: State) -> None:
         records = rollout_records(step.batch, job.run.policy.tokenizer, groups=job.cadence.rollout_groups)
         job.loggers.rollouts(state.step, records)
     if step.metrics["guard/spike"] > 0:
-        norm, median = step.metrics["grad/norm"], statistics.median(before.norms)
+        norm, median = job.run.optimizer.spiked, statistics.median(before.norms)
         message = f"the gradient norm {norm:.4g} is {norm / max(median, 1e-300):.3g} × the running median {median:.4g}"
         job.loggers.event("guard/spike", step=state.step, message=message)
     if step.metrics["guard/skipped"] > 0:
@@ -200,14 +236,19 @@ def _log(job: Job, step: Step, before: State, state: State) -> None:
 
 
 def _keep_skipped(job: Job, step: Step, state: State) -> None:
-    """Say what was not finite first, and keep the batch; of a long stretch only the first ones."""
-    cause = first_nonfinite(step.batch, step.metrics, job.run.optimizer.nonfinite)
-    reason = "the gradient was a spike" if cause is None else f"the {cause} is not finite"
-    fields: Record = {"message": f"an update was skipped: {reason}", "nonfinite": cause}
+    """Say why, what was not finite first, and keep the batch; of a long stretch only the first ones."""
+    spike = step.metrics["guard/nonfinite"] == 0.0
+    first = None if spike else first_nonfinite(step.batch, step.metrics, job.run.optimizer.nonfinite)
+    reason = "the gradient was a spike" if spike else f"the {first or 'gradient norm'} is not finite"
+    fields: Record = {
+        "message": f"an update was skipped: {reason}",
+        "cause": "spike" if spike else "non-finite",
+        "nonfinite": first,
+    }
     name = f"{SKIPPED}/step-{state.step}{f'.attempt-{state.attempt}' if state.attempt else ''}.json"
     there = job.directory.path / SKIPPED
     if (job.directory.path / name).exists() or len(list(there.glob("*.json"))) < SKIPPED_KEPT:
-        job.directory.write_json(name, {"step": state.step, **skipped_record(step.batch, step.metrics, cause)})
+        job.directory.write_json(name, {"step": state.step, **skipped_record(step.batch, step.metrics, first)})
         fields["batch"] = name
     job.loggers.event("guard/skipped", step=state.step, **fields)
 

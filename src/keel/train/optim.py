@@ -111,9 +111,15 @@ class Optimizer:
         self.learning_rate, self.schedule = learning_rate, schedule or build_schedule("constant")
         self.max_grad_norm, self.offload = max_grad_norm, offload
         self.updates, self.factor = 0, 1.0
-        self.nonfinite: str | None = None
+        self.begin()
         self.scaler = torch.amp.GradScaler(self.device.type) if scaler else None
         self.reset()
+
+    def begin(self) -> None:
+        """A new step: forget what its guards remember of the last one's updates."""
+        self.taken: list[float] = []  # gradient norms of the updates that were made
+        self.spiked = 0.0  # the largest norm that was a spike
+        self.nonfinite: str | None = None
 
     def reset(self) -> None:
         """Forget the moments, as after a hard reset of the reference (ProRL)."""
@@ -131,8 +137,8 @@ class Optimizer:
     def step(self, loss: float = 0.0, *, spike: float | None = None, skip_spike: bool = False) -> dict[str, Metric]:
         """One guarded update from the gradients that have been added up since the last one; `loss` is their loss.
 
-        A norm above `spike` is marked, and with `skip_spike` skipped like one that is not finite. `nonfinite` is then
-        the first parameter whose gradient was not.
+        A norm above `spike` is marked, and with `skip_spike` skipped like one that is not finite. `nonfinite` is the
+        first parameter whose gradient was not.
         """
         lr = self.lr
         for group in self.inner.param_groups:
@@ -151,8 +157,11 @@ class Optimizer:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm or math.inf, total)
             self.inner.step()
             self.updates += 1
+            self.taken.append(norm)
         elif not finite:
             self.nonfinite = self.nonfinite or self._first_nonfinite()
+        if high:
+            self.spiked = max(self.spiked, norm)
         if self.scaler:
             self.scaler.update()
         self.inner.zero_grad(set_to_none=True)
@@ -164,6 +173,7 @@ class Optimizer:
             "grad/clip_factor": Mean(clip, 1.0),
             "optim/learning_rate": Mean(lr, 1.0),
             "guard/skipped": Mean(float(not fine), 1.0),
+            "guard/nonfinite": Mean(float(not finite), 1.0),
             "guard/spike": Mean(float(high), 1.0),
         }
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from typing import Any
 
 from keel.loggers import Fanout, RunDirectory
 from keel.loggers.jsonl import JsonlLogger
-from keel.loggers.rundir import EVENTS, ROLLBACK
+from keel.loggers.rundir import ABANDONED, EVENTS, ROLLBACK
 from keel.train.checkpoint import (
     drop_after,
     last_good,
@@ -86,7 +87,7 @@ def _go_back(
         kind=kind,
         from_step=state.step,
         to=step,
-        abandoned=state.attempt,
+        abandoned=_fresh(directory, state.attempt),
         code=trouble.code,
         message=f"{trouble.message}: back to checkpoint step-{step}, {words}",
         time=round(time.time(), 3),
@@ -98,6 +99,12 @@ def _go_back(
     _carry_out(directory, plan)
     restore_weights(target, run.policy.model)
     return load_checkpoint(target, run)
+
+
+def _fresh(directory: RunDirectory, attempt: int) -> int:
+    """The attempt's number, or the next one that nothing was set aside under: a resumed stop has its attempt again."""
+    taken = {path.name for path in (directory.path / ABANDONED).glob("attempt-*")}
+    return next(number for number in count(attempt) if f"attempt-{number}" not in taken)
 
 
 def finish_rollback(directory: RunDirectory) -> bool:
@@ -127,6 +134,6 @@ def _carry_out(directory: RunDirectory, plan: Rollback) -> None:
         if state.best is not None and not (directory.checkpoints / f"step-{int(state.best['step'])}").is_dir():
             state = replace(state, best=None)  # removed since, when a later one was better
         state = replace(state, attempt=plan.attempt, rollbacks=plan.rollbacks, lr_factor=plan.lr_factor)
-        rewrite_state(place, replace(state, consecutive_skips=0, over_budget=False, confirmed=plan.to))
+        rewrite_state(place, replace(state, consecutive_skips=0, spike_skips=0, over_budget=False, confirmed=plan.to))
     directory.sync()
     (directory.path / ROLLBACK).unlink(missing_ok=True)

@@ -103,12 +103,28 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Skipped:
+    """Which of a step's updates were not made: any, all, and whether spikes alone were the reason."""
+
+    any: bool = False
+    all: bool = False
+    spikes: bool = False
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, float]) -> Skipped:
+        """From the shares in a step's metrics: of several updates one that is not finite makes a bad step."""
+        share = metrics["guard/skipped"]
+        return cls(share > 0.0, share >= 1.0, share > 0.0 and metrics["guard/nonfinite"] == 0.0)
+
+
+@dataclass(frozen=True)
 class State:
     """Where a run stands, after `step` finished steps. All of it is plain data and goes into the checkpoint.
 
-    `confirmed` is the last step whose weights were seen to be fine, by the step after it; `lr_factor` is what
-    rollbacks have left of the learning rate; `norms` are the last gradient norms; `data` is the digest of the problems,
-    of a task that has one.
+    `consecutive_skips` are the last steps that skipped an update, `spike_skips` those of them that were spikes alone;
+    `confirmed` is the last step whose weights were seen to be fine, by the step after it; `lr_factor` is what rollbacks
+    have left of the learning rate; `norms` are the gradient norms of the last updates; `data` is the digest of the
+    problems, of a task that has one.
     """
 
     kl: KLState
@@ -116,6 +132,7 @@ class State:
     attempt: int = 0
     policy_version: int = 0
     consecutive_skips: int = 0
+    spike_skips: int = 0
     rollbacks: int = 0
     tokens: int = 0
     wall_s: float = 0.0
@@ -134,21 +151,22 @@ class State:
 
     @property
     def good(self) -> bool:
-        """Whether the last update was made; a broken budget is answered before anything is saved."""
+        """Whether every update of the last step was made; a broken budget is answered before anything is saved."""
         return self.consecutive_skips == 0
 
     @property
     def beta(self) -> float:
         return self.kl.beta
 
-    def next(self, *, kl: KLState, updated: bool, tokens: int, last_kl: Mapping[str, float]) -> State:
+    def next(self, *, kl: KLState, skipped: Skipped, tokens: int, last_kl: Mapping[str, float]) -> State:
         """The state after one more step."""
         return replace(
             self,
             kl=kl,
             step=self.step + 1,
-            policy_version=self.policy_version + int(updated),
-            consecutive_skips=0 if updated else self.consecutive_skips + 1,
+            policy_version=self.policy_version + int(not skipped.all),
+            consecutive_skips=self.consecutive_skips + 1 if skipped.any else 0,
+            spike_skips=self.spike_skips + int(skipped.spikes) if skipped.any else 0,
             tokens=self.tokens + tokens,
             last_kl=last_kl or self.last_kl,
         )
@@ -164,3 +182,8 @@ class State:
             return cls(**{**plain, "kl": KLState.from_dict(data["kl"])})
         except (TypeError, KeyError) as error:
             raise KeelError(f"the checkpoint's state does not fit this version of keel: {error}") from error
+
+
+def step_seed(seed: int, state: State) -> int:
+    """A seed for one step, the same however the run got there."""
+    return (seed * 1_000_003 + state.attempt * 10_007 + state.step) % 2**63

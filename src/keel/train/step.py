@@ -15,7 +15,7 @@ from keel.models.logprobs import FullScores
 from keel.train.batch import StepBatch, detached, keep_scores, pack_step, score_micro, score_policy, score_reference
 from keel.train.guards import over_budget, spike_limit, watch
 from keel.train.measure import Clock, describe_groups, measure_old, measure_policy
-from keel.train.state import Run, State
+from keel.train.state import Run, Skipped, State
 from keel.types import Group, Problem
 
 
@@ -42,7 +42,7 @@ def train_step(run: Run, state: State) -> Step:
     batch = penalize_advantages(batch, run, state.beta)                 # door 2: KL in the advantage
     metrics: Metrics = {}
     guard: dict[str, Any] = {"spike": spike_limit(state.norms, run.guards), "skip_spike": run.guards.on_spike == "skip"}
-    run.optimizer.nonfinite = None
+    run.optimizer.begin()
     with clock("update"):
         for _ in range(run.options.num_iterations):
             passes: list[FullScores] = []
@@ -64,12 +64,12 @@ def train_step(run: Run, state: State) -> Step:
     line = {**values(metrics), **describe_groups(batch), **measure_policy(batch, run), "kl/beta": state.beta}
     line |= measure_old(batch, [scores.logp for scores in passes])
     line["guard/over_budget"] = float(over_budget(line, run.guards) is not None)
-    updated = line["guard/skipped"] < 1.0
+    skipped = Skipped.of(line)
     tokens = int(batch.rows.action_mask.sum())
     last_kl = {name: value for name, value in line.items() if name.startswith("kl/policy_ref/")}
     kl = run.controller.update(state.kl, controlled_kl(line, run.controller.unit))
-    state = state.next(kl=kl, updated=updated, tokens=tokens, last_kl=last_kl)
-    state = watch(state, line, batch, run.guards)
+    state = state.next(kl=kl, skipped=skipped, tokens=tokens, last_kl=last_kl)
+    state = watch(state, line, batch, run.guards, taken=run.optimizer.taken)
     with clock("sync"):
         move_reference(run, state, line)
         run.engine.sync(run.policy.model, state.policy_version)

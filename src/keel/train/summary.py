@@ -17,10 +17,12 @@ def summarise(
     state: State,
     findings: Sequence[Mapping[str, Any]] = (),
     reward_failures: Mapping[str, int] | None = None,
+    kl: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Accuracy and held-out reward before and after, what other skills retained, the KL as it was last measured.
+    """Accuracy and held-out reward before and after, what other skills retained, the final policy's KL.
 
-    Accuracy is null where problems have no answers. `reward_failures` counts, by reward, the calls that gave none.
+    `kl` are its metrics; without them the last step's, which are those of the weights before its update. Accuracy is
+    null where problems have no answers. `reward_failures` counts, by reward, the calls that gave none.
     """
     first, last = _trained(state.before), _trained(state.evaluated)
     before, after = _retention(state.before), _retention(state.evaluated)
@@ -37,7 +39,7 @@ def summarise(
         "retention": {
             name: {"before": before.get(name, {}).get("pass@1"), "after": after[name].get("pass@1")} for name in after
         },
-        "kl": final_kl(state.last_kl),
+        "kl": final_kl(kl or state.last_kl),
         "beta": state.beta,
         "wall_s": round(state.wall_s, 2),
         "findings": sorted({str(finding["code"]) for finding in findings}),
@@ -63,7 +65,7 @@ def _retention(records: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, A
 
 
 def final_kl(measured: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """`{"k1": {"mean", "se"}, …}` of the last measured step; what was not measured is left out."""
+    """`{"k1": {"mean", "se"}, …}` of a measurement; what was not measured is left out."""
     found: dict[str, dict[str, float]] = {}
     for name in ("k1", "k2", "k3", "exact", "sequence"):
         kept = {part: measured.get(f"kl/policy_ref/{name}/{part}") for part in ("mean", "se")}

@@ -37,7 +37,7 @@ def check_history(history: History, thresholds: Thresholds | None = None) -> Dia
     kept = one_a_code(findings)
     diagnosis = Diagnosis(
         kept,
-        hypotheses=weigh(kept, history_figures(history), limits),
+        hypotheses=weigh(kept, history_figures(history), limits, unchecked),
         unchecked=tuple(unchecked),
         notes=(*history.notes, *history.missing),
     )

@@ -69,11 +69,11 @@ def rose(history: History, thresholds: Thresholds) -> bool:
     return trend is not None and trend.errors > thresholds["flat_reward"]
 
 
-def solved(history: History) -> bool:
+def solved(history: History, thresholds: Thresholds) -> bool:
     """Whether the held-out accuracy of the trained task leaves nothing to learn."""
     trained = [record for record in history.evaluations if record.get("split") == "trained"]
     last = trained[-1].get("pass@1") if trained else None
-    return isinstance(last, int | float) and last >= 0.9
+    return isinstance(last, int | float) and last >= thresholds["solved_accuracy"]
 
 
 def running_median(series: Series, index: int, window: int = 20, least: int = 5) -> float | None:

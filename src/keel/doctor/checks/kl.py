@@ -16,7 +16,7 @@ from keel.doctor.checks.base import (
     solved,
 )
 from keel.doctor.findings import found
-from keel.doctor.history import History
+from keel.doctor.history import History, Series
 from keel.doctor.thresholds import Thresholds
 from keel.errors import KeelError
 
@@ -57,7 +57,11 @@ def explosion(history: History, thresholds: Thresholds) -> Answers:
         return
     name, series = history.kl
     step, peak = series.top()
-    floor, limit = 5 * thresholds["kl_over_budget"], thresholds["kl_explosion"]
+    floor, limit = thresholds["kl_explosion_floor"], thresholds["kl_explosion"]
+    final = history.final_kl
+    if final is not None:  # what the last update did is on no step's line
+        series = Series.of((*zip(series.steps, series.values, strict=True), (series.steps[-1] + 1, final)))
+        peak = max(peak, final if math.isfinite(final) else math.inf)
     jumps = [
         (int(series.steps[index]), value, median)
         for index, value in enumerate(series.values)
@@ -66,15 +70,16 @@ def explosion(history: History, thresholds: Thresholds) -> Answers:
     ]
     if peak <= limit and not jumps:
         return
-    evidence = f"{name} reached {peak:.4g} nats per token at step {step}"
-    if jumps:
+    at_end = final is not None and not peak > final
+    evidence = f"{name} reached {peak:.4g} nats per token {'after the last update' if at_end else f'at step {step}'}"
+    if jumps and not at_end:
         at, value, median = jumps[0]
         evidence += f"; at step {at} it was {value:.3g} against a running median of {median:.3g}"
     norms = history.get("grad/norm")
     if norms is not None:
         evidence += f"; the largest gradient norm is {norms.top()[1]:.3g}"
     now = series.tail(RECENT).mean
-    back = now <= thresholds["kl_over_budget"]
+    back = not at_end and now <= thresholds["kl_over_budget"]
     if back:
         evidence += f"; it is back at {now:.3g}"
     token = f"; one token at d = {math.log(peak):.1f} nats contributes e^d = {peak:.2g} to k3" if peak > 10 else ""
@@ -150,7 +155,7 @@ def not_learning(history: History, thresholds: Thresholds) -> Answers:
         return
     now = series.tail(RECENT)
     if now.mean < thresholds["kl_not_learning"] and abs(trend.errors) <= thresholds["flat_reward"]:
-        if solved(history):
+        if solved(history, thresholds):
             return
         yield found(
             "kl/not-learning",

@@ -25,18 +25,26 @@ def lr_too_high(history: History, thresholds: Thresholds) -> Answers:
     if series.finite.steps[0] <= 1 and abs(series.finite.values[0]) > thresholds["kl_at_start"]:
         yield Unchecked(code, "KL is not 0 at the start, so its changes do not measure the updates")
         return
-    until = _full_rate(history) + 5
-    moves = [
-        (after - before, int(step))
-        for (before, from_step), (after, step) in pairwise(zip(series.values, series.steps, strict=True))
-        if step - from_step == 1 and step <= until and math.isfinite(after) and math.isfinite(before)
-    ]
+    moves = early_moves(history)
     if not moves:
         yield Unchecked(code, "no two neighbouring steps at the start of the run have a KL")
         return
     largest, step = max(moves)
     if largest > limit:
         yield _too_high(history, f"the update before step {step} moved {name} by {largest:.3g} nats per token")
+
+
+def early_moves(history: History) -> list[tuple[float, int]]:
+    """(change of the KL, step that shows it) of single updates, until shortly after the first at the full rate."""
+    if history.kl is None:
+        return []
+    _, series = history.kl
+    until = _full_rate(history) + 5
+    return [
+        (after - before, int(step))
+        for (before, from_step), (after, step) in pairwise(zip(series.values, series.steps, strict=True))
+        if step - from_step == 1 and step <= until and math.isfinite(after) and math.isfinite(before)
+    ]
 
 
 def _full_rate(history: History) -> float:
@@ -65,16 +73,17 @@ def _too_high(history: History, evidence: str) -> Finding:
 
 
 def non_finite(history: History, thresholds: Thresholds) -> Answers:
-    """Steps whose loss or gradient was no number."""
+    """Steps whose loss or gradient was no number; updates that were skipped as spikes are none of them."""
     watched = [history.series[name] for name in ("loss/total", "grad/norm") if name in history.series]
-    skipped = history.get("guard/skipped")
+    skipped = history.get("guard/nonfinite") or history.get("guard/skipped")
     if not watched and skipped is None:
         yield not_recorded("optim/non-finite", "loss, gradient norm or skipped updates")
         return
     kept = {step for series in watched for step in series.bad_steps}
     if skipped is not None:
         kept |= {int(step) for step, value in zip(skipped.steps, skipped.values, strict=True) if value > 0}
-    undone = [event for event in history.events if event.get("kind") == "guard/skipped"]  # also of abandoned attempts
+    told = [event for event in history.events if event.get("kind") == "guard/skipped"]  # also of abandoned attempts
+    undone = [event for event in told if event.get("cause") != "spike"]
     bad = kept | {int(event.get("step") or 0) for event in undone}
     if not bad:
         return
@@ -93,32 +102,43 @@ def non_finite(history: History, thresholds: Thresholds) -> Answers:
 
 
 def spike(history: History, thresholds: Thresholds) -> Answers:
-    """Gradient norms far above those before them; a few of many are only noted, clipping holds them."""
+    """Gradient norms far above those of the updates before them; a few of many are only noted, clipping holds them."""
     series = history.get("grad/norm")
     if series is None:
         yield not_recorded("optim/spike", "the gradient norm")
         return
     finite = series.finite
-    live = Series.of((s, v) for s, v in zip(finite.steps, finite.values, strict=True) if v > 0)
-    spikes = [
-        (int(live.steps[index]), value, median)
-        for index, value in enumerate(live.values)
-        if (median := running_median(live, index, window=50, least=10)) and value > thresholds["grad_spike"] * median
-    ]
+    live = [(step, value) for step, value in zip(finite.steps, finite.values, strict=True) if value > 0]
+    not_made = _skipped_steps(history)
+    spikes, made = [], Series((), ())
+    for at, norm in live:
+        usual = running_median(made, len(made), window=50, least=10)
+        if usual and norm > thresholds["grad_spike"] * usual:
+            spikes.append((int(at), norm, usual))
+        if at not in not_made:  # a spike that was skipped must not become the usual
+            made = Series((*made.steps, at), (*made.values, norm))
     if not spikes:
         return
     step, value, median = max(spikes, key=lambda item: item[1] / item[2])
+    skipped = sum(at in not_made for at, _, _ in spikes)
     many = len(spikes) >= 3 and len(spikes) > thresholds["spike_share"] * len(live)
     unclipped = history.source == "keel" and history.option("optim.max_grad_norm") is None and bool(history.config)
     yield found(
         "optim/spike",
         f"{len(spikes)} of {len(live)} steps spike; the largest is {value:.3g} at step {step}, "
-        f"{value / median:.0f} times the running median of {median:.3g}",
+        f"{value / median:.0f} times the running median of {median:.3g}"
+        + (f"; {skipped} of them were skipped" if skipped else ""),
         "a rare completion with a large advantage or a large log-ratio rules the update",
         f"{opt(history, 'optim.max_grad_norm')} near the running median, or guards.on_spike; look at that step's "
         "rollouts",
         severity="warning" if many or unclipped else "note",
     )
+
+
+def _skipped_steps(history: History) -> set[float]:
+    """Steps that made none of their updates."""
+    shares = history.get("guard/skipped")
+    return set() if shares is None else {s for s, v in zip(shares.steps, shares.values, strict=True) if v >= 1}
 
 
 def all_clipped(history: History, thresholds: Thresholds) -> Answers:

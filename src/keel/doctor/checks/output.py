@@ -118,7 +118,7 @@ def collapse(history: History, thresholds: Thresholds) -> Answers:
         return
     first, now = series.finite.head(3).mean, series.tail(RECENT)
     gone = now.mean < thresholds["entropy_collapse"] and now.mean < thresholds["entropy_collapse_share"] * first
-    if gone and not rose(history, thresholds) and not solved(history):
+    if gone and not rose(history, thresholds) and not solved(history, thresholds):
         yield found(
             code,
             f"entropy fell from {first:.3g} to {now.mean:.3g} nats per token ({now.span})",

@@ -72,7 +72,7 @@ def constant(history: History, thresholds: Thresholds) -> Answers:
         return
     reward = history.get("reward/mean")
     level = f", mean reward {reward.tail(RECENT).mean:.3g}" if reward is not None else ""
-    done = solved(history) or (not all_along and rose(history, thresholds))
+    done = solved(history, thresholds) or (not all_along and rose(history, thresholds))
     yield found(
         "reward/constant",
         f"{100 * now.mean:.0f} % of the groups had equal rewards over {now.span}{level}"
@@ -107,7 +107,7 @@ def weak(history: History, thresholds: Thresholds) -> Answers:
     silent = history.get("reward/zero_variance_fraction")
     if silent is not None and silent.tail(RECENT).mean > thresholds["zero_variance_groups"]:
         return  # that is reward/constant
-    if spread.mean < thresholds["reward_spread"] and not rose(history, thresholds) and not solved(history):
+    if spread.mean < thresholds["reward_spread"] and not rose(history, thresholds) and not solved(history, thresholds):
         yield found(
             "reward/weak",
             f"{name} is {spread.mean:.3g} on average over {spread.span}, and {trend.words}",
@@ -161,7 +161,11 @@ def cliff(history: History, thresholds: Thresholds) -> Answers:
     lowest = min(rewards)
     others = sorted(value for value in rewards if value > lowest + 1e-9)
     share = 1 - len(others) / len(rewards)
-    if lowest >= 0 or share < thresholds["cliff_share"] or (parsed is not None and parsed.mean > 0.5):
+    if (
+        lowest >= 0
+        or share < thresholds["cliff_share"]
+        or (parsed is not None and parsed.mean > thresholds["cliff_parsed"])
+    ):
         return
     gap = others[0] - lowest if others else abs(lowest)
     spread = others[-1] - others[0] if others else 0.0

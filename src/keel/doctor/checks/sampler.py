@@ -9,7 +9,11 @@ from keel.doctor.thresholds import Thresholds
 
 
 def sampler(history: History, thresholds: Thresholds) -> Answers:
-    """KL(sampler‖policy) or the log-probability gap: its size now, and against the first steps."""
+    """KL(sampler‖policy) or the log-probability gap: its size now, and against the first step.
+
+    Before the first update even an engine that is never synced has the trainer's weights, so what is there at step 1 is
+    no stale weight, and what came later and was not there may be. A mean over the first steps would hold drift already.
+    """
     codes = ("sampler/stale", "sampler/temperature", "sampler/filter", "sampler/precision")
     kl, gap = history.get("kl/sampler_policy/k3/mean"), history.get("logp/sampler_gap_max")
     size = kl or _half_square(history.get("logp/sampler_gap_mean"))
@@ -21,16 +25,16 @@ def sampler(history: History, thresholds: Thresholds) -> Answers:
         for code in codes:
             yield Unchecked(code, "only the largest gap of a token was recorded, which one rare token decides")
         return
-    first, now = size.finite.head(3), size.tail(RECENT)
+    first, now = size.finite.head(1), size.tail(RECENT)
     if now.mean <= thresholds["sampler_kl_warning"]:
         return
     worst = f"; the largest gap of a token is {gap.top()[1]:.3g} nats (step {gap.top()[0]})" if gap is not None else ""
-    grew = now.mean > thresholds["sampler_gap_growth"] * max(first.mean, 1e-6)
+    grew = now.mean > thresholds["sampler_gap_growth"] * max(first.mean, thresholds["sampler_rounding"])
     evidence = (
         f"KL(sampler‖policy) is {now.mean:.3g} nats per token over {now.span} and was {first.mean:.3g} over "
         f"{first.span}{worst}"
     )
-    if grew and len(size) > 3:
+    if grew and len(size.finite) > 1:
         yield found(
             "sampler/stale",
             evidence,
@@ -40,10 +44,15 @@ def sampler(history: History, thresholds: Thresholds) -> Answers:
         )
         return
     code, cause = _constant_cause(history)
+    since = (
+        "the gap is there from the first step, so it is not the weights"
+        if first.steps[0] <= 1
+        else f"the gap is there since the log begins, at step {first.steps[0]:.0f}; if not stale weights, it is"
+    )
     yield found(
         code,
         evidence,
-        f"the gap is there from the first step, so it is not the weights: {cause}",
+        f"{since}: {cause}",
         "take log-probabilities at the sampling temperature and before any filter, in the trainer's precision; "
         "loss.mismatch={kind: truncate, cap: 2} holds what remains",
         severity="error" if now.mean > thresholds["sampler_kl_error"] else "warning",
