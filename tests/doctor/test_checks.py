@@ -180,6 +180,18 @@ def test_a_gap_that_was_not_there_at_the_first_step_is_stale_however_fast_it_cam
     assert codes(small) == []
 
 
+def test_a_small_gap_is_stale_too_if_it_is_all_that_the_policy_has_moved():
+    def gap(first: float, share: float) -> History:
+        moved = altered(KL, lambda step, was: 1e-5 * (step - 1), healthy())
+        return altered("kl/sampler_policy/k3/mean", lambda s, w: first if s == 1 else share * 1e-5 * (s - 1), moved)
+
+    (finding,) = check_history(gap(first=1e-14, share=0.98)).findings
+    assert (finding.code, finding.severity) == ("sampler/stale", "error")
+    assert "98 % of what the policy has moved" in finding.evidence
+    assert codes(gap(first=1e-14, share=0.3)) == []
+    assert codes(gap(first=4e-4, share=0.98)) == []  # a constant gap is precision, and here a small one
+
+
 def test_a_log_that_begins_late_does_not_clear_the_weights():
     history = altered("kl/sampler_policy/k3/mean", lambda step, was: 0.02)
     fields = {field: getattr(history, field) for field in history.__dataclass_fields__}

@@ -131,7 +131,8 @@ def test_weight_sync_is_ruled_out_only_where_the_policy_has_moved_and_the_sample
         return {hypothesis.name: hypothesis.verdict for hypothesis in check_history(history).hypotheses}["H06"]
 
     assert verdict(gap=1e-7, moved=0.04) == "ruled out"
-    assert verdict(gap=1e-3, moved=1e-3) == "not testable here"
+    assert verdict(gap=4e-4, moved=1e-3) == "not testable here"
+    assert verdict(gap=1e-3, moved=1e-3) == "confirmed"
     assert verdict(gap=0.04, moved=0.04) == "confirmed"
     assert verdict(gap=0.0, moved=0.0) == "not testable here"
 

@@ -24,25 +24,33 @@ HUGE = 1e38  # finite in a reward, infinite once a group of them is summed in fp
 
 @dataclass(frozen=True)
 class Poisoned(Letters):
-    """Letters whose rewards are multiplied by `factor` in steps first..last (finished steps) of a seed below 1000."""
+    """Letters whose rewards are multiplied by `factor` in steps first..last (finished steps) of a seed below 1000.
+
+    Of all problems of a step, or of the one numbered `only`.
+    """
 
     name: str = "poisoned"
     first: int = 7
     last: int = 12
     factor: float = HUGE
     every_attempt: bool = False
+    only: int | None = None
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
         plain = super().reward(problem, turns)
         if problem.key.startswith("held"):
             return plain
-        seed, step, _ = map(int, problem.key.split("/"))
+        seed, step, number = map(int, problem.key.split("/"))
+        if self.only not in (None, number):
+            return plain
         bad = self.first <= step + 1 <= self.last and (self.every_attempt or seed < 1000)
         return Reward(plain.total * self.factor + self.factor, plain.parts, plain.parsed) if bad else plain
 
 
-def poisoned(first: int = 7, last: int = 12, factor: float = HUGE, every_attempt: bool = False) -> Poisoned:
-    return Poisoned(first=first, last=last, factor=factor, every_attempt=every_attempt)
+def poisoned(
+    first: int = 7, last: int = 12, factor: float = HUGE, every_attempt: bool = False, only: int | None = None
+) -> Poisoned:
+    return Poisoned(first=first, last=last, factor=factor, every_attempt=every_attempt, only=only)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ import keel
 from keel.build import build_policy, build_run
 from keel.errors import KeelError
 from keel.kl import KLState
-from keel.train.guards import ENOUGH, WINDOW, GuardOptions, find_trouble, over_budget, spike_limit
-from keel.train.state import State
+from keel.train.final import measure_end
+from keel.train.guards import ENOUGH, WINDOW, GuardOptions, find_trouble, over_budget, spike_limit, trouble_at_end
+from keel.train.state import State, step_seed
 from keel.train.step import problem_seed, train_step
 from train.small import BASE, small_config
 from train.test_step import ALWAYS, STATISTICS, make, weights
@@ -76,6 +77,23 @@ def test_which_trouble_asks_for_what() -> None:
     assert (budget.code, budget.action) == ("kl/over-budget", "rollback")
 
 
+def test_a_run_of_skipped_spikes_is_not_called_non_finite() -> None:
+    options = GuardOptions(max_consecutive_nans=3, on_nans="stop")
+    spikes = find_trouble(at(consecutive_skips=3, spike_skips=3), {}, options)
+    mixed = find_trouble(at(consecutive_skips=3, spike_skips=2), {}, options)
+    assert spikes is not None
+    assert mixed is not None
+    assert (spikes.code, mixed.code) == ("optim/spike", "optim/non-finite")
+
+
+def test_a_trouble_that_only_warns_does_not_hide_a_graver_one() -> None:
+    bad = {"kl/policy_ref/k3/mean": 0.5}
+    options = GuardOptions(max_consecutive_nans=3, on_nans="warn", budget=0.1, budget_action="stop")
+    found = find_trouble(at(consecutive_skips=3), bad, options)
+    assert found is not None
+    assert (found.code, found.action) == ("kl/over-budget", "stop")
+
+
 def test_a_spike_is_measured_against_the_median_of_enough_norms() -> None:
     options = GuardOptions(grad_spike=4.0)
     assert spike_limit((1.0,) * (ENOUGH - 1), options) is None
@@ -108,6 +126,104 @@ def test_a_spike_is_said_and_only_skipped_on_request(tmp_path: Path, answer: str
     assert "running median" in said["message"]
     if answer == "skip":
         assert "spike" in next(e for e in read(run / "events.jsonl") if e["kind"] == "guard/skipped")["message"]
+
+
+SPIKES = ["task.name=train.faults:poisoned", "task.first=12", "task.last=99", "task.factor=1e4", "kl.beta=0"]
+PLAIN = ["loss.scale_rewards=none", "optim.max_grad_norm=null", "guards.on_spike=skip"]
+
+
+def test_spikes_that_are_skipped_never_become_the_usual(tmp_path: Path) -> None:
+    """Every step from the 12th on: were their norms in the window, its median would be a spike's from the 23rd on."""
+    result = train(tmp_path, *SPIKES, *PLAIN, "run.max_steps=30", "guards.max_consecutive_nans=100")
+    lines = {line["step"]: line for line in read(result.directory / "metrics.jsonl")}
+    assert [step for step, line in lines.items() if line["guard/spike"]] == list(range(12, 31))
+    assert [step for step, line in lines.items() if line["guard/skipped"]] == list(range(12, 31))
+    assert not any(line["guard/nonfinite"] for line in lines.values())
+    skipped = [event for event in read(result.directory / "events.jsonl") if event["kind"] == "guard/skipped"]
+    assert {(event["cause"], event["nonfinite"]) for event in skipped} == {("spike", None)}
+    assert "optim/spike" in result.summary["findings"]
+    assert "optim/non-finite" not in result.summary["findings"]
+
+
+def test_a_run_of_skipped_spikes_ends_under_its_own_code(tmp_path: Path) -> None:
+    result = train(
+        tmp_path, *SPIKES, *PLAIN, "run.max_steps=30", "guards.max_consecutive_nans=3", "guards.on_nans=stop"
+    )
+    assert result.exit_status == 1
+    assert "as gradient spikes up to step 14" in result.stopped
+    assert [e["code"] for e in read(result.directory / "events.jsonl") if e["kind"] == "stop"] == ["optim/spike"]
+    found = {f["code"]: f["severity"] for f in json.loads((result.directory / "findings.json").read_text())}
+    assert found["optim/spike"] == "error"
+    assert "optim/non-finite" not in found
+
+
+def test_a_step_with_one_bad_update_of_two_is_a_bad_step(tmp_path: Path) -> None:
+    """The rewards of a step's last problem, alone in the second minibatch, overflow."""
+    half = ["optim.minibatches=2", "task.name=train.faults:poisoned", "task.only=2", "task.first=1", "task.last=99"]
+    run, state = make(*half)
+    before = weights(run)
+    step = train_step(run, state)
+    assert (step.metrics["guard/skipped"], step.metrics["guard/nonfinite"]) == (0.5, 0.5)
+    assert (step.state.consecutive_skips, step.state.policy_version, len(step.state.norms)) == (1, 1, 1)
+    assert not torch.equal(weights(run), before)  # the other update was made
+    result = train(tmp_path, *half, "guards.max_consecutive_nans=3", "guards.on_nans=stop", "run.max_steps=9")
+    assert result.exit_status == 1
+    assert "3 updates in a row were skipped up to step 3" in result.stopped
+    assert "optim/non-finite" in result.summary["findings"]
+
+
+def test_a_run_of_nans_that_only_warns_is_said_once_and_goes_on(tmp_path: Path) -> None:
+    more = ["loss.loss_type=train.faults:nan_loss", "guards.max_consecutive_nans=2", "guards.on_nans=warn"]
+    result = train(tmp_path, *more)
+    assert (result.exit_status, result.steps) == (0, 4)
+    assert kinds(result.directory).count("optim/non-finite") == 1
+    assert not {"stop", "rollback"} & set(kinds(result.directory))
+
+
+def test_the_end_is_judged_like_a_step() -> None:
+    options = GuardOptions(budget=0.1, budget_action="rollback", on_nans="stop")
+    assert trouble_at_end(9, {"kl/policy_ref/k3/mean": 0.05, "logp/policy_mean": -1.0}, options) is None
+    assert trouble_at_end(9, {}, options) is None
+    far = trouble_at_end(9, {"kl/policy_ref/k3/mean": 0.5, "logp/policy_mean": -1.0}, options)
+    assert far is not None
+    assert (far.code, far.action) == ("kl/over-budget", "rollback")
+    assert "after the last update, that of step 9" in far.message
+
+
+@pytest.mark.parametrize("overrides", [(), ("kl.beta=0", "kl.measure_every=0")], ids=["reference", "none"])
+def test_weights_that_are_not_finite_are_seen_at_the_end_and_not_sampled_from(overrides: tuple[str, ...]) -> None:
+    run, state = make(*overrides)
+    finite = measure_end(run, state)
+    assert bool(finite) == (not overrides)
+    run.optimizer.parameters[1].data[0] = torch.nan
+    trouble = trouble_at_end(4, measure_end(run, state), GuardOptions(on_nans="stop"))
+    assert trouble is not None
+    assert (trouble.code, trouble.action) == ("optim/non-finite", "stop")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("kl.exact=true", "optim.minibatches=2", "loss.num_iterations=2"),
+        ("model.lora.r=2", "model.lora.dropout=0.3", "reference.kind=ema", "reference.every=1"),
+        ("kl.beta=0", "kl.measure_every=3"),
+    ],
+    ids=["plain", "exact", "lora", "seldom"],
+)
+def test_the_end_is_what_the_next_step_would_report(overrides: tuple[str, ...]) -> None:
+    run, state = make(*overrides)
+    for _ in range(2):
+        torch.manual_seed(step_seed(run.options.seed, state))
+        state = train_step(run, state).state
+    before = (state, torch.get_rng_state().tolist(), weights(run).tolist())
+    measured = measure_end(run, state)
+    assert (state, torch.get_rng_state().tolist(), weights(run).tolist()) == before
+    torch.manual_seed(step_seed(run.options.seed, state))
+    line = train_step(run, state).metrics
+    assert measured["kl/policy_ref/k3/mean"] > 0
+    if "kl.measure_every=3" not in overrides:
+        assert measured == {name: line[name] for name in measured}
 
 
 def test_a_non_finite_loss_at_the_first_step_still_writes_a_complete_line(tmp_path: Path) -> None:
@@ -226,6 +342,10 @@ def test_another_attempt_has_other_problems_and_the_first_has_the_seeds_own() ->
 
 
 def test_options_of_the_guards_are_checked() -> None:
+    small_config("guards.on_nans=warn")
+    with pytest.raises(KeelError, match=r"kl\.budget\.action=rollback with guards\.max_rollbacks=0"):
+        small_config("guards.max_rollbacks=0", "kl.budget.max=1", "kl.budget.action=rollback")
+    small_config("guards.max_rollbacks=0", "kl.budget.max=1", "kl.budget.action=stop")
     small_config("guards.max_rollbacks=1", "guards.grad_spike=3", "kl.budget.max=1", "kl.budget.action=rollback")
     with pytest.raises(KeelError, match=r"on_nans"):
         small_config("guards.on_nans=ignore")

@@ -169,3 +169,15 @@ def test_the_saved_configuration_does_not_delete_its_own_run(whole: Path) -> Non
     with pytest.raises(KeelError):
         keel.train(whole / "config.yaml")
     assert (whole / "metrics.jsonl").exists()
+
+
+def test_a_finished_run_that_is_extended_equals_one_that_was_not_finished(tmp_path: Path, whole: Path) -> None:
+    """What is measured at an end leaves no trace, and the end of the extended run is measured as the other's."""
+    shorter = [option.replace("max_steps=20", "max_steps=12") for option in options(tmp_path)]
+    first = keel.train(BASE, overrides=shorter)
+    assert first.summary["kl"]["k3"]["mean"] == lines(whole, "metrics.jsonl")[12]["kl/policy_ref/k3/mean"]
+    again = keel.train(BASE, overrides=shorter, resume=True)
+    assert again.summary["kl"] == first.summary["kl"]
+    result = keel.train(BASE, overrides=options(tmp_path), resume=True)
+    assert lines(result.directory, "metrics.jsonl") == lines(whole, "metrics.jsonl")
+    assert result.summary["kl"] == json.loads((whole / "summary.json").read_text())["kl"]

@@ -235,6 +235,44 @@ def test_a_kl_explosion_is_survived(tmp_path: Path) -> None:
     assert "kl.budget.max 0.5 at step 9: back to checkpoint step-7" in page
 
 
+LAST = {**EXPLOSION, "run.max_steps": "8"}
+
+
+def final_kl(result: Any) -> float:
+    return float(result.summary["kl"]["k3"]["mean"])
+
+
+def test_an_explosion_in_the_last_update_is_rolled_back(tmp_path: Path) -> None:
+    """No step comes after the 8th: the policy is measured before it is saved."""
+    result = keel.train(BASE, overrides=words(tmp_path, LAST))
+    said = events(result.directory, "rollback")
+    assert [(event["step"], event["to"], event["code"]) for event in said] == [(8, 7, "kl/over-budget")]
+    assert "after the last update, that of step 8" in said[0]["message"]
+    assert (result.exit_status, result.steps) == (0, 8)
+    assert final_kl(result) < 0.5
+    assert [line["step"] for line in lines(result.directory, "metrics.jsonl")] == list(range(1, 9))
+
+
+def test_an_explosion_in_the_last_update_ends_at_the_model_before_it(tmp_path: Path) -> None:
+    result = keel.train(BASE, overrides=words(tmp_path, {**LAST, "kl.budget.action": "stop"}))
+    assert (result.exit_status, result.steps) == (1, 7)
+    assert max(int(path.name[5:]) for path in (result.directory / "checkpoints").iterdir()) == 7
+    assert final_kl(result) < 0.5
+    assert findings(result.directory)["kl/over-budget"]["severity"] == "error"
+
+
+@pytest.mark.parametrize("budget", ["{max: 0.5, action: warn}", "null"])
+def test_an_explosion_in_the_last_update_that_is_kept_is_said(tmp_path: Path, budget: str) -> None:
+    settings = {name: value for name, value in LAST.items() if not name.startswith("kl.budget")}
+    result = keel.train(BASE, overrides=words(tmp_path, {**settings, "kl.budget": budget}))
+    assert (result.exit_status, result.steps) == (0, 8)
+    assert final_kl(result) > 0.5
+    metrics = lines(result.directory, "metrics.jsonl")
+    assert max(line["kl/policy_ref/k3/mean"] for line in metrics) < 0.5
+    assert "after the last update" in findings(result.directory)["kl/explosion"]["evidence"]
+    assert len(events(result.directory, "kl/over-budget")) == (budget != "null")
+
+
 def test_a_learning_rate_that_explodes_at_once_goes_back_to_the_start(tmp_path: Path) -> None:
     more = {"kl.budget.max": "0.5", "kl.budget.action": "rollback", "guards.recovery_lr_factor": "0.001"}
     settings = {"run.max_steps": "8", "checkpoint.every": "3", "optim.learning_rate": "1.0", **more}
@@ -270,10 +308,17 @@ def test_a_stopped_run_goes_on_under_other_limits(tmp_path: Path) -> None:
     budget = {**NANS, "task.first": "99", "kl.budget.max": "0.001", "kl.beta": "0"}
     stopped = keel.train(BASE, overrides=words(tmp_path, budget))
     assert stopped.exit_status == 1
+    first = (stopped.directory / "abandoned" / "attempt-0" / "metrics.jsonl").read_text()
+    again = keel.train(BASE, overrides=words(tmp_path, budget), resume=True)
+    assert (again.exit_status, again.steps) == (1, stopped.steps)
+    kept = {path.name: path / "metrics.jsonl" for path in (stopped.directory / "abandoned").iterdir()}
+    assert sorted(kept) == ["attempt-0", "attempt-1"]
+    assert kept["attempt-0"].read_text() == first
     longer = {**budget, "kl.budget.max": "100"}
     result = keel.train(BASE, overrides=words(tmp_path, longer), resume=True)
     assert (result.exit_status, result.steps) == (0, 20)
-    assert [line["step"] for line in lines(result.directory, "metrics.jsonl")] == list(range(1, 21))
+    whole = keel.train(BASE, overrides=words(tmp_path / "whole", longer))
+    assert lines(result.directory, "metrics.jsonl") == lines(whole.directory, "metrics.jsonl")
 
 
 @pytest.mark.parametrize(

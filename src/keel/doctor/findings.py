@@ -198,7 +198,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "error",
         "The sampler does not run the trainer's weights: they are never, or not completely, synced.",
         "Preflight changes the weights and syncs: the engine does not change with them. In a log: KL(sampler‖policy) "
-        "is over `sampler_kl_warning` and `sampler_gap_growth` times that of the first step (or `sampler_rounding`).",
+        "is over `sampler_gap_growth` times that of the first step (or `sampler_rounding`), and over "
+        "`sampler_kl_warning` or `sampler_never_synced` times KL(policy‖reference).",
     ),
     (
         "sampler/mismatch",

@@ -229,6 +229,7 @@ ROWS: tuple[Row, ...] = (
         "from E02; leads to E04",
         "raise the penalty for malformed output towards 0 and pay in grades",
         "none",
+        to_test="look at the rewards: what malformed output earns, and how many completions earn that",
     ),
     Row(
         "E04",

@@ -26,15 +26,20 @@ def sampler(history: History, thresholds: Thresholds) -> Answers:
             yield Unchecked(code, "only the largest gap of a token was recorded, which one rare token decides")
         return
     first, now = size.finite.head(1), size.tail(RECENT)
-    if now.mean <= thresholds["sampler_kl_warning"]:
+    grew = len(size.finite) > 1 and now.mean > thresholds["sampler_gap_growth"] * max(
+        first.mean, thresholds["sampler_rounding"]
+    )
+    behind = _left_behind(history, now)
+    left = grew and behind is not None and behind > thresholds["sampler_never_synced"]
+    if now.mean <= thresholds["sampler_kl_warning"] and not left:
         return
     worst = f"; the largest gap of a token is {gap.top()[1]:.3g} nats (step {gap.top()[0]})" if gap is not None else ""
-    grew = now.mean > thresholds["sampler_gap_growth"] * max(first.mean, thresholds["sampler_rounding"])
     evidence = (
         f"KL(sampler‖policy) is {now.mean:.3g} nats per token over {now.span} and was {first.mean:.3g} over "
         f"{first.span}{worst}"
+        + (f"; it is {100 * behind:.0f} % of what the policy has moved" if left and behind is not None else "")
     )
-    if grew and len(size.finite) > 1:
+    if grew:
         yield found(
             "sampler/stale",
             evidence,
@@ -57,6 +62,14 @@ def sampler(history: History, thresholds: Thresholds) -> Answers:
         "loss.mismatch={kind: truncate, cap: 2} holds what remains",
         severity="error" if now.mean > thresholds["sampler_kl_error"] else "warning",
     )
+
+
+def _left_behind(history: History, gap: Series) -> float | None:
+    """KL(sampler‖policy) over KL(policy‖reference) of the same steps: near 1 for an engine that was never synced."""
+    if history.kl is None:
+        return None
+    moved = history.kl[1].tail(RECENT).mean
+    return gap.mean / moved if moved > 0 else None
 
 
 def _constant_cause(history: History) -> tuple[str, str]:
