@@ -156,7 +156,8 @@ ROWS: tuple[Row, ...] = (
             clear(
                 "the synced engine is within {:.2g} nats of the changed weights",
                 ("weight sync/gap_new", "at most", "scoring_gap_half"),
-                ("weight sync/log_ratio", "at least", "sync_log_ratio"),
+                ("weight sync/gap_old", "at least", "scoring_gap_half"),
+                ("weight sync/log_ratio", "at least", 0.0),
             ),
             clear(
                 "KL(sampler‖policy) is {:.2g} nats per token, far less than the policy has moved",
