@@ -19,10 +19,9 @@ def end_findings(bench: Bench, thresholds: Thresholds) -> list[Finding]:
     An engine that runs tools by itself has text in its turns that is no action and that the policy would not write.
     """
     groups = _turns(bench)
-    findings = [*_ends(bench, groups)]
-    if findings:
-        return findings
-    return [*_left_out(bench, groups, thresholds)]
+    findings = [*_ends(bench, groups)] or [*_left_out(bench, groups, thresholds)]
+    bench.found["chosen actions"] = bool(findings)
+    return findings
 
 
 def _turns(bench: Bench) -> Sequence[Group]:

@@ -8,8 +8,8 @@ from typing import Any
 from keel.build import rendering
 from keel.doctor.bench import Bench
 from keel.doctor.findings import Finding, found
-from keel.doctor.probes.collection import rendered
 from keel.doctor.probes.outcome import Outcome
+from keel.doctor.probes.prompts import rendered
 from keel.doctor.thresholds import Thresholds
 from keel.rollout import Request, SamplingParams
 from keel.train.evaluate import evaluate

@@ -23,6 +23,7 @@ from keel.doctor.probes.draws import (
 )
 from keel.doctor.probes.gap import half_scores, in_half, rounding_explains, without_first
 from keel.doctor.probes.masks import batch_draws, foreign
+from keel.doctor.probes.noise import DRAWN_AT, noise_findings
 from keel.doctor.probes.outcome import Outcome
 from keel.doctor.thresholds import Thresholds
 from keel.rollout.sampling import SamplingParams
@@ -31,7 +32,6 @@ from keel.types import Group
 _WANTED = 1500  # tokens
 _TIMES = 3  # as many where the first ones leave a doubt
 _FURTHER = range(6, 6 + 6 * _TIMES)
-_DRAWN_AT = 1_000_003  # a step that no run reaches: other noise than training's first steps
 
 
 def probe_sampler(bench: Bench, thresholds: Thresholds) -> Outcome:
@@ -49,7 +49,8 @@ def probe_sampler(bench: Bench, thresholds: Thresholds) -> Outcome:
         figures = {"gap_max": _worst(gap), "gap_mean": float(gap.abs().mean()), "kl_sampler": float(gap.mean())}
         if not _close(bench, gap, thresholds):
             findings.append(_reported(bench, given, gap, thresholds))
-    repeated = _noise(bench, thresholds)
+            bench.found["sampler mismatch"] = findings[-1].code == "sampler/mismatch"
+    repeated = noise_findings(bench, thresholds)
     findings += repeated
     more = _more(bench, thresholds)
     chance, penalty, odds = _judged(more, bench.sampling)
@@ -60,6 +61,8 @@ def probe_sampler(bench: Bench, thresholds: Thresholds) -> Outcome:
     figures |= {"draws": float(len(more)), "draws_chance": chance, "repetition_odds": odds}
     if any(finding.severity == "error" for finding in repeated):
         unchecked.append("sampler/filter: draws that repeat each other tell nothing of their distribution")
+    elif bench.found.get("chosen actions"):
+        unchecked.append("sampler/filter: actions are only a part of what was drawn, or more than that (see mask/*)")
     elif chance < alarm or odds > -math.log(alarm):
         findings.append(_drawn(more, bench.sampling, chance, (penalty, odds), thresholds))
     elif bench.sampling.filtered:
@@ -101,7 +104,7 @@ def _more(bench: Bench, thresholds: Thresholds, rounds: range = range(6)) -> Dra
     wide = replace(bench.sampling, num_generations=count)
     total = 0
     for number in rounds:
-        step = _DRAWN_AT + number
+        step = DRAWN_AT + number
         problems = bench.run.task.sample(4, seed=bench.config.run.seed, step=step)
         groups += bench.collect(problems, step=step, sampling=wide)
         total = sum(sum(c.action) for group in groups for c in group.completions)
@@ -264,45 +267,3 @@ def _worth(kl: float, thresholds: Thresholds) -> Severity:
     if kl > thresholds["sampler_kl_error"]:
         return "error"
     return "warning" if kl > thresholds["sampler_kl_warning"] else "note"
-
-
-def _noise(bench: Bench, thresholds: Thresholds) -> list[Finding]:
-    """Equal seeds must draw alike, other steps and other completions must not."""
-    problems = [group.problem for group in bench.groups]
-    same, other = bench.collect(problems), bench.collect(problems, step=_DRAWN_AT)
-    drawn = [[c.tokens for c in group.completions] for group in bench.groups]
-    again = [[c.tokens for c in group.completions] for group in same]
-    later = [[c.tokens for c in group.completions] for group in other]
-    logp = bench.scores().logp[bench.mask]
-    certain = (
-        float(-logp.mean()) * bench.batch.width < thresholds["sure_of_itself"]
-    )  # a model this sure may well repeat itself
-    if later == drawn and not certain:
-        return [
-            found(
-                "sampler/noise",
-                f"all {sum(map(len, drawn))} completions of two different steps are the same tokens",
-                "the engine ignores seed and step: every step draws the same noise",
-                "key the engine's noise by seed, attempt, step, problem and sample",
-            )
-        ]
-    if all(len(set(group)) == 1 for group in drawn) and not certain:
-        return [
-            found(
-                "sampler/noise",
-                f"the completions of each of {len(drawn)} groups are copies of each other",
-                "the engine ignores the sample's number, or decodes greedily",
-                "draw each completion of a group with noise of its own at rollout.temperature",
-            )
-        ]
-    if again != drawn:
-        return [
-            found(
-                "sampler/noise",
-                "the same seed, step and problems gave other tokens a second time",
-                "the engine's noise or its kernels depend on more than the seed",
-                "nothing has to change for training; a run cannot be repeated or resumed exactly",
-                severity="note",
-            )
-        ]
-    return []

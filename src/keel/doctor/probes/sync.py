@@ -60,7 +60,9 @@ def _judged(bench: Bench, new: Draws, old: Draws, thresholds: Thresholds) -> Fin
             "more probable under the old weights than under the new ones"
         )
     before = _gap(bench, draws(bench, bench.groups))
-    if fresh > max(thresholds["sync_gap_growth"] * before, thresholds["scoring_gap_half"]):
+    # what makes the engine another one by its prompts makes it so with any weights, and more with noisy ones
+    floor = thresholds["sync_drawn_share"] * apart if bench.found.get("sampler mismatch") else 0.0
+    if fresh > max(thresholds["sync_gap_growth"] * before, thresholds["scoring_gap_half"], floor):
         return _stale(
             f"after a change of all trainable weights and a sync{lora} the gap grew from {before:.3g} to {fresh:.3g} "
             "nats: a part of the weights was left behind, or is used otherwise (a LoRA scale that differs)"
