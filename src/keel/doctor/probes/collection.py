@@ -135,7 +135,6 @@ def _random(figures: dict[str, float], vocabulary: int, thresholds: Thresholds) 
     limit = thresholds["entropy_uniform_share"]
     if not (figures["gold_share"] > limit and figures["entropy_share"] > limit):
         return []
-    return []
     return [
         found(
             "output/random-weights",

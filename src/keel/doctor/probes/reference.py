@@ -95,7 +95,8 @@ def _while_policy_moves(bench: Bench, thresholds: Thresholds, figures: dict[str,
         figures["policy_moved"] = largest_gap(logp, moved_logp, mask)
         figures["reference_moved"] = largest_gap(ref, moved_ref, mask)
         figures["kl_perturbed"] = token_kl(moved_logp, moved_ref, mask)
-        if figures["reference_moved"] > noise or print_perturbed != print_before:
+        steady = figures["reference_repeats_to"] <= thresholds["scoring_difference"]  # else its scores tell nothing
+        if (steady and figures["reference_moved"] > noise) or print_perturbed != print_before:
             return [_follows(bench, figures)]
         for _ in range(2):
             reference_logp(bench)
