@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -71,7 +72,10 @@ def ablate(
     except KeyboardInterrupt:
         typer.echo(f"keel: stopped; go on with the same command, {folder} keeps what is done", err=True)
         return 130
-    written = write_study(study, folder, ended)
+    command = (
+        shlex.join(["keel", "ablate", *sys.argv[2:]]) if sys.argv[1:2] == ["ablate"] else f"keel ablate {paths[0]}"
+    )
+    written = write_study(study, folder, ended, command)
     typer.echo(written.text)
-    typer.echo(f"\n{folder}: points.csv, table.csv, table.md, report.html")
+    typer.echo(f"{folder}: {', '.join(written.files)}")
     return int(any(how.state == "failed" for how in ended.values()))

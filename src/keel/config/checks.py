@@ -53,12 +53,14 @@ def import_part(spec: str, option: str) -> Any:
 
 
 def _users_parts(config: Config) -> None:
-    """Put a user's loss and controller beside the built-in ones, so that every room finds them by their name."""
-    from keel.kl import CONTROLLERS
+    """Put a user's loss, controller and estimator beside the built-in ones, so that every room finds them by name."""
+    from keel.kl import CONTROLLERS, ESTIMATORS
     from keel.losses import LOSSES
     from keel.losses.policy import Recipe
 
-    loss, controller = config.loss.loss_type, config.kl.controller.name
+    loss, controller, estimator = config.loss.loss_type, config.kl.controller.name, config.kl.estimator
+    if estimator not in ESTIMATORS and _is_users_own(estimator):
+        ESTIMATORS[estimator] = import_part(estimator, "kl.estimator")
     if loss not in LOSSES and _is_users_own(loss):
         found = import_part(loss, "loss.loss_type")
         if not (isinstance(found, Recipe) or callable(found)):

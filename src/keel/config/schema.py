@@ -61,7 +61,8 @@ class KL(Section):
         default=0.0, description="Coefficient of the KL penalty; 0 means none, KL is still measured."
     )
     estimator: str = Field(
-        default="k3", description="Estimator of the penalty: k1, k2, k3, abs, exact or exact_reverse."
+        default="k3",
+        description="Estimator of the penalty: k1, k2, k3, abs, exact, exact_reverse, or a user's module:attr of d.",
     )
     gradient: str = Field(default="auto", description="Gradient form; auto picks one that is right for this pairing.")
     placement: Literal["loss", "reward", "advantage"] = Field(default="loss", description="Where the penalty enters.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from keel.errors import KeelError, unknown
+from keel.kl.estimators import ESTIMATORS
 from keel.kl.gradients import GradientForm, parse_gradient
 
 PLACEMENTS = ("loss", "reward", "advantage")
@@ -151,7 +152,9 @@ class Pairing:
 
 def _auto(estimator: str) -> str:
     """sg(ρ)·k2's gradient ρ·u·s is right on- and off-policy, grows like d rather than e^d, and needs no second form."""
-    return "plain" if estimator.startswith("exact") else "sg_rho" if estimator == "k2" else "sg_rho*k2"
+    if estimator.startswith("exact") or estimator not in _LOSS:  # a user's own keeps the gradient that it has
+        return "plain"
+    return "sg_rho" if estimator == "k2" else "sg_rho*k2"
 
 
 def _advice(placement: str, level: str) -> str:
@@ -174,7 +177,7 @@ def check_pairing(
     `off_policy` is true when a batch serves several updates or the sampler lags. `allow_biased` lets a researcher
     through; the note then still says what the pairing does.
     """
-    if estimator not in _LOSS:
+    if estimator not in _LOSS and estimator not in ESTIMATORS:
         raise unknown("estimator", estimator, _LOSS)
     if placement not in PLACEMENTS:
         raise unknown("placement", placement, PLACEMENTS)

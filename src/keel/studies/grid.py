@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ def read_study(
     if not axes and not listed:
         raise KeelError("there is nothing to vary: give --grid kl.beta=0,0.01, or a study file with a grid")
     given = [*shared, *overrides]
-    _check_axes(axes, [item.partition("=")[0] for item in given])
+    _check_axes(axes, _names(given))
     config = load_config(base, given)
     combined = [_combined(values) for values in itertools.product(*(axis.values for axis in axes))] if axes else []
     combined += [_listed(dict(entry)) for entry in listed]
@@ -180,7 +180,7 @@ def _mapping(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def _axis(name: str, values: Any) -> Axis:
     """An option's axis from a list; an axis of several options from a mapping of labels to settings."""
-    if isinstance(values, Mapping) and not is_option(name):
+    if isinstance(values, Mapping):
         if not values or not all(isinstance(part, Mapping) and part for part in values.values()):
             raise KeelError(f"the axis {name} must map labels to options, such as k1-loss: {{kl.estimator: k1}}")
         return Axis(name, tuple(Value(str(label), dict(part)) for label, part in values.items()))
@@ -208,9 +208,17 @@ def _overlap(first: str, second: str) -> bool:
     return first == second or first.startswith(f"{second}.") or second.startswith(f"{first}.")
 
 
-def _check_axes(axes: Sequence[Axis], given: Iterable[str]) -> None:
-    """No option may be set twice: by two axes, or by an axis and an override."""
-    fixed = [name.strip().lstrip("+") for name in given]
+def _names(given: Sequence[str]) -> list[str]:
+    """The options that overrides set, those inside a section one by one."""
+    found: list[str] = []
+    for item in given:
+        name, _, value = item.partition("=")
+        found += [option for option, _ in leaves("", {name.strip().lstrip("+"): text.parse(value, name)})]
+    return found
+
+
+def _check_axes(axes: Sequence[Axis], fixed: Sequence[str]) -> None:
+    """No option may be set twice: by two axes, or for all points and then by every value of an axis."""
     for name in fixed:
         if name in _OWN and name != "run.seed":
             raise KeelError(f"{name} cannot be set in a study: {_OWN[name]}")
@@ -224,7 +232,7 @@ def _check_axes(axes: Sequence[Axis], given: Iterable[str]) -> None:
             if other is not None:
                 raise KeelError(f"{option} is in the grid twice, in {other} and in {axis.name}: keep one")
             clash = next((name for name in fixed if _overlap(option, name)), None)
-            if clash is not None:
+            if clash is not None and all(option in _options(value.settings) for value in axis.values):
                 raise KeelError(f"{clash} is in the grid and among the options for all points: leave one out")
         seen.update(dict.fromkeys(mine, axis.name))
 
@@ -253,8 +261,8 @@ def _point(config: Config, label: str, settings: Mapping[str, Any], axes: Sequen
     values = {}
     for axis in axes:
         held = (value.label for value in axis.values if value.settings.items() <= settings.items())
-        own = text.dump(settings[axis.name]) if axis.name in settings else ""
-        values[axis.name] = own or next(held, "")
+        own = settings.get(axis.name, {})
+        values[axis.name] = next(held, "") if isinstance(own, Mapping) else text.dump(own)
     return Point(label, dict(settings), values, checked)
 
 

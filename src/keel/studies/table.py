@@ -137,14 +137,19 @@ def _exact(value: float | None) -> str:
 
 def table_md(summaries: Sequence[Summary], baseline: str) -> str:
     """The table to paste: mean ± half of the 95 % t-interval over seeds."""
-    names = [name for name in _SHOWN if any(one.means.get(name) for one in summaries)]
-    head = ["point", *(_SHOWN[name] for name in names), "runs"]
+    names = shown_columns(summaries)
+    head = ["point", *names.values(), "runs"]
     lines = [head, ["---"] * len(head)]
     for one in summaries:
         label = f"{one.label} (baseline)" if one.label == baseline else one.label
         runs = str(len(one.rows)) if one.states == DONE else one.states
         lines.append([label, *(shown(name, one.means.get(name)) for name in names), runs])
     return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
+
+
+def shown_columns(summaries: Sequence[Summary]) -> dict[str, str]:
+    """The figures that a person reads first, as far as there are any, with their headings."""
+    return {name: title for name, title in _SHOWN.items() if any(one.means.get(name) for one in summaries)}
 
 
 def shown(name: str, found: Estimate | None) -> str:
