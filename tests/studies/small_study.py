@@ -39,7 +39,7 @@ STUDY = {
         "checkpoint": {"every": 2, "keep": 2, "best": False},
     },
     "grid": {"kl.beta": [0, 0.5]},
-    "seeds": 2,
+    "seeds": 1,
     "drift": {"prompts": 3, "samples": 2},
 }
 

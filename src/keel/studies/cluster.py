@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -20,9 +21,10 @@ def ray_pool(address: str | None, cores: int) -> Iterator[Cluster]:
         import ray
     except ImportError:
         raise KeelError("--on ray needs Ray: pip install 'keel-rl[ray]'") from None
+    given = address or os.environ.get("RAY_ADDRESS")
+    own: dict[str, Any] = {} if given else {"include_dashboard": False, "num_cpus": cores}
     try:
-        own = {} if address or os.environ.get("RAY_ADDRESS") else {"include_dashboard": False, "num_cpus": cores}
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **own)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
     except (ConnectionError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise KeelError(f"cannot connect to the Ray cluster {address or 'started here'}: {reason}") from None

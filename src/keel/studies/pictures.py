@@ -28,11 +28,12 @@ def write_pictures(summaries: Sequence[Summary], folder: Path, title: str) -> li
 
 
 def _bars(axis: Any, summaries: Sequence[Summary], figure: str, colour: str, label: str, shift: float = 0.0) -> None:
-    places = [(i + shift, found) for i, one in enumerate(summaries) if (found := one.means.get(figure)) is not None]
-    if places:
-        xs, found = [x for x, _ in places], [estimate for _, estimate in places]
-        errors = [estimate.half or 0.0 for estimate in found]
-        axis.errorbar(xs, [e.mean for e in found], yerr=errors, fmt="o", color=colour, capsize=4, label=label)
+    found = [
+        (place + shift, mean) for place, one in enumerate(summaries) if (mean := one.means.get(figure)) is not None
+    ]
+    if found:
+        means, errors = [mean.mean for _, mean in found], [mean.half or 0.0 for _, mean in found]
+        axis.errorbar([x for x, _ in found], means, yerr=errors, fmt="o", color=colour, capsize=4, label=label)
 
 
 def _named(axis: Any, summaries: Sequence[Summary], title: str, unit: str) -> None:
