@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from statistics import fmean
 
-from keel.report.charts import Panel, Series, svg
+from keel.report.charts import Panel, Point, Series, svg
 from keel.report.html import block, chart_data, curves, document
 from keel.report.sections import table
 from keel.studies.pictures import frontier_points, root
@@ -98,27 +99,36 @@ def _curves(summaries: Sequence[Summary]) -> list[Panel]:
         ("KL(policy‖reference)", "nats per token", ("kl/policy_ref/exact/mean", "kl/policy_ref/k3/mean")),
         ("β", "coefficient", ("kl/beta",)),
     ):
-        series = [
-            Series(f"{one.label} seed {row.seed}", row.curves[name], index, dashed=number > 0)
-            for index, one in enumerate(summaries)
-            for number, row in enumerate(one.rows)
-            for name in [next((name for name in names if name in row.curves), "")]
-            if name
-        ]
-        panels.append(Panel(title, unit, series, "every run; a colour is a point"))
+        series = [_course(one, names, index) for index, one in enumerate(summaries)]
+        panels.append(Panel(title, unit, series, "mean over seeds, band from the lowest to the highest"))
     return panels
+
+
+def _course(one: Summary, names: Sequence[str], colour: int) -> Series:
+    """A point's curve: the mean of its runs at every step that some run has, and their range."""
+    at: dict[float, list[float]] = {}
+    for row in one.rows:
+        for step, value in next((row.curves[name] for name in names if name in row.curves), ()):
+            if value is not None:
+                at.setdefault(step, []).append(value)
+    steps = sorted(at)
+    return Series(one.label, [(s, fmean(at[s])) for s in steps], colour, [(min(at[s]), max(at[s])) for s in steps])
 
 
 def _forgetting(summaries: Sequence[Summary]) -> list[Panel]:
     panels = []
     for figure, name in (("kl_policy_ref", "KL(policy‖start)"), ("kl_ref_policy", "KL(start‖policy)")):
         series = [
-            Series(one.label, [pair], index, dots=True)
+            Series(one.label, _apart(forgetting_pairs(one.rows, figure)), index, dots=True)
             for index, one in enumerate(summaries)
-            for pair in forgetting_pairs(one.rows, figure)
         ]
         panels.append(Panel(f"Forgetting against {name}", "old skills, before − after", series, across=name))
     return panels
+
+
+def _apart(pairs: Sequence[tuple[float, float]]) -> list[Point]:
+    """Points with gaps between them, so that no line joins them."""
+    return [point for x, y in pairs for point in ((x, y), (x, None))]
 
 
 def _table(summaries: Sequence[Summary], baseline: str) -> str:

@@ -9,7 +9,6 @@ import shutil
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import keel
 from keel.build import build_policy, build_warmstart
@@ -53,7 +52,7 @@ def run_point(config: Config, measure: Measure, shared: Path) -> Outcome:
     folder = Path(config.run.dir) / config.run.name
     try:
         ended = _trained(config, folder, shared)
-        if ended.state in (DONE, STOPPED) and not _measured(folder, measure):
+        if ended.state in (DONE, STOPPED) and not _measured(folder):
             from keel.studies.measure import measure_run
 
             write_atomic(folder / DRIFT, encode(measure_run(folder, measure), indent=2) + "\n")
@@ -90,17 +89,13 @@ def guard_stop(folder: Path) -> str | None:
     if not ending or ending[-1].get("kind") == "resume" or run.steps >= (run.max_steps or 0):
         return None
     last = ending[-1]
-    if last.get("kind") == "kl/over-budget" and number_of(last) < run.steps:
+    if last.get("kind") == "kl/over-budget" and int(last.get("step") or 0) < run.steps:
         return None  # a budget that only warned, and the run went on
     return " ".join(str(last.get("message", "")).split())
 
 
-def number_of(event: dict[str, Any]) -> int:
-    return int(event.get("step") or 0)
-
-
-def _measured(folder: Path, measure: Measure) -> bool:
-    """Whether the drift is there; what was measured is decided by the study, which the folder belongs to."""
+def _measured(folder: Path) -> bool:
+    """Whether the drift is there, whole; how it is measured is the study's, which the folder belongs to."""
     try:
         json.loads((folder / DRIFT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
