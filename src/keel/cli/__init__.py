@@ -39,6 +39,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 __all__ = [
-    *("ablate", "app", "check_task", "eval", "hub", "kl", "look"),
-    *("main", "migrate", "plan", "show", "train", "verify"),
+    "ablate",
+    "app",
+    "check_task",
+    "eval",
+    "hub",
+    "kl",
+    "look",
+    "main",
+    "migrate",
+    "plan",
+    "show",
+    "train",
+    "verify",
 ]

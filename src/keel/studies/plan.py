@@ -196,7 +196,7 @@ def _on_device(model: nn.Module) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
 
 
-def _loaded(config: Config, tokenizer: Any, model: nn.Module) -> LoadedModel:
+def _loaded(config: Config, tokenizer: Any, model: Any) -> LoadedModel:
     dtype = next(model.parameters()).dtype
     settings = lora_settings(config.model.lora.model_dump() if config.model.lora else None)
     if settings is not None:
