@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from keel.cli import check_task, doctor, eval, hub, kl, look, migrate, show, train, verify
+from keel.cli import ablate, check_task, doctor, eval, hub, kl, look, migrate, plan, show, train, verify
 from keel.cli.app import app
 from keel.errors import KeelError
 
@@ -38,4 +38,19 @@ def main(argv: list[str] | None = None) -> int:
     return 2
 
 
-__all__ = ["app", "check_task", "doctor", "eval", "hub", "kl", "look", "main", "migrate", "show", "train", "verify"]
+__all__ = [
+    "ablate",
+    "app",
+    "check_task",
+    "doctor",
+    "eval",
+    "hub",
+    "kl",
+    "look",
+    "main",
+    "migrate",
+    "plan",
+    "show",
+    "train",
+    "verify",
+]

@@ -11,6 +11,7 @@ from typing import Any
 from keel.errors import KeelError, unknown
 from keel.tasks.arithmetic import arithmetic
 from keel.tasks.base import Task
+from keel.tasks.capitals import capitals
 from keel.tasks.countdown import countdown
 from keel.tasks.dataset import dataset
 from keel.tasks.gsm8k import gsm8k
@@ -31,6 +32,7 @@ def mixture_of(tasks: Sequence[Mapping[str, Any]], weights: Sequence[float] | No
 # Any rather than Task: to mypy the protocol's name is writable, which a frozen dataclass's is not
 TASKS: dict[str, Callable[..., Any]] = {
     "arithmetic": arithmetic,
+    "capitals": capitals,
     "countdown": countdown,
     "dataset": dataset,
     "gsm8k": gsm8k,
