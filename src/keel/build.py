@@ -215,6 +215,7 @@ def _collector(
             attempt=attempt,
             step=step,
             max_turns=config.rollout.max_turns,
+            max_turn_length=config.rollout.max_turn_length,
             judge=judge,
             **rendering(config),
         )
@@ -296,7 +297,7 @@ def build_warmstart(config: Config, loaded: LoadedModel, task: Task | None = Non
             for one in named or [own]
         ]
         source: Any = mixture(kept) if len(kept) > 1 else kept[0]
-        examples = gold_examples(source, encoder, loaded.tokenizer, **shared)
+        examples = gold_examples(source, encoder, loaded.tokenizer, reply=renderer.reply, **shared)
     names = ("steps", "batch_size", "learning_rate", "schedule", "warmup_steps", "weight_decay", "max_grad_norm")
     options = SFTOptions(
         **{name: getattr(start, name) for name in names},

@@ -29,6 +29,8 @@ SPECS: list[dict[str, Any]] = [
     {"name": "countdown"},
     {"name": "countdown", "numbers": 2, "high": 9, "format": "plain", "operations": "+-"},
     {"name": "countdown", "numbers": [3, 5], "low": 0, "target_low": 0},
+    {"name": "multihop", "retriever": "golden"},
+    {"name": "multihop", "tool_format": "json", "answer_style": "complete", "hops": [2, 3], "documents": 5},
     {"name": "reasoning_gym", "dataset": "chain_sum"},
     {"name": "mixture", "tasks": [{"name": "arithmetic", "skill": "max"}, {"name": "countdown"}], "weights": [1, 3]},
 ]

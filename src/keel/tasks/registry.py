@@ -15,6 +15,7 @@ from keel.tasks.countdown import countdown
 from keel.tasks.dataset import dataset
 from keel.tasks.gsm8k import gsm8k
 from keel.tasks.mixture import Mixture, mixture
+from keel.tasks.multihop import multihop
 from keel.tasks.reasoning_gym import check_reasoning_gym, reasoning_gym
 
 _USERS_OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -35,6 +36,7 @@ TASKS: dict[str, Callable[..., Any]] = {
     "dataset": dataset,
     "gsm8k": gsm8k,
     "mixture": mixture_of,
+    "multihop": multihop,
     "reasoning_gym": reasoning_gym,
 }
 # Tasks whose parameters the signature alone does not tell.
