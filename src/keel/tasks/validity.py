@@ -159,10 +159,10 @@ def _beaten(drawn: _Drawn) -> str:
     problems = drawn.problems
     for index, problem in enumerate(problems):
         full = drawn.gold(problem)
-        others = [drawn.task.gold(other) for other in problems[max(0, index - 2) : index + 3]]
-        for text in (*others, *(NONSENSE if index < 8 else ())):
-            fine = drawn.reward(problem, text).total <= full
-            expect(fine, f"another answer to {problem.key!r} earns more than the gold one: {text[:40]!r}")
+        others = [gold_turns(drawn.task, other) for other in problems[max(0, index - 2) : index + 3]]
+        for turns in (*others, *([text] for text in (NONSENSE if index < 8 else ()))):
+            fine = drawn.reward(problem, *turns).total <= full
+            expect(fine, f"another answer to {problem.key!r} earns more than the gold one: {turns[-1][:40]!r}")
     return "neither another problem's answer nor nonsense, short or long, earns more"
 
 
