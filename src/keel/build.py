@@ -126,7 +126,8 @@ def build_engine(config: Config, loaded: LoadedModel) -> Engine:
     """The sampler: the native one shares the policy's weights; a user's `module:attr` is given model and tokenizer."""
     name = config.rollout.engine
     if name == "native":
-        return NativeEngine(loaded.model, loaded.tokenizer)
+        kept = KEPT_BYTES if config.rollout.max_turns > 1 else 0
+        return NativeEngine(loaded.model, loaded.tokenizer, kept_bytes=kept)
     if is_users_own(name):
         made: Engine = import_attr(name, "engine")(loaded.model, loaded.tokenizer)
         return made

@@ -162,7 +162,7 @@ def no_docstring(x: int) -> int:
     return x
 
 
-def no_hint(x) -> int:  # type: ignore[no-untyped-def] # noqa: ANN001
+def no_hint(x) -> int:  # type: ignore[no-untyped-def]
     """Something."""
     return 0
 
@@ -382,8 +382,7 @@ def test_a_tool_that_hangs_is_an_error_and_at_last_stops_the_run() -> None:
         assert said(toolbox, call("hangs")) == ["error: hangs took too long"]
         assert counted(toolbox, call("hangs"))["tool/timeout"] == 1.0
         with pytest.raises(KeelError, match="tool 'hangs' hangs"):
-            for number in range(20):
-                toolbox.respond(PROBLEM, [call("hangs")] * (number + 2))
+            toolbox.respond(PROBLEM, [call("hangs")] * 20)
     finally:
         RELEASE.set()
 

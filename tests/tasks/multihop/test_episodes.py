@@ -10,6 +10,7 @@ import pytest
 
 from keel.errors import KeelError
 from keel.tasks import build_task
+from keel.tasks.tools import tool
 from keel.types import Problem
 
 from .rows import row, three_hops, written
@@ -170,9 +171,4 @@ def test_a_users_own_tool_stands_beside_the_retrieval(data: dict[str, Any]) -> N
     task, problem = opened(data, retriever="golden", tools=[add])
     assert task.respond(problem, ["<tool>add(2, b=3)</tool>"]) == "\n<result>\n5\n</result>\n"
     with pytest.raises(KeelError, match="two tools are called 'complete'"):
-
-        def complete(x: str) -> str:
-            """Again."""
-            return x
-
-        build_task("multihop", tools=[complete])
+        build_task("multihop", tools=[tool(add, name="complete")])
