@@ -1,9 +1,10 @@
-"""Turns with tools: what is trained on is what was sampled, under three chat templates; budgets; episodes without end."""
+"""Turns with tools: what is trained on is what was sampled, under three chat templates; budgets; endless episodes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -147,7 +148,7 @@ def test_tokens_trained_on_are_the_tokens_sampled_in_every_turn(name: str) -> No
         assert tokenizer.decode([*group.prompt_tokens, *completion.tokens]).rstrip() == rendered.rstrip()
     for sample, turns in enumerate(engine.said):  # each request is the one before it, what was said, and the reply
         contexts = [r.tokens for wave in engine.asked for r in wave if sample in (r.samples or range(len(written)))]
-        for turn, (before, after) in enumerate(zip(contexts, contexts[1:], strict=False)):
+        for turn, (before, after) in enumerate(pairwise(contexts)):
             assert after[: len(before) + len(turns[turn])] == (*before, *turns[turn])
 
 
