@@ -29,6 +29,7 @@ from keel.train.state import Engine, KLOptions, Run, StepOptions
 from keel.types import Problem
 
 RewardFunction = Callable[..., Any]
+KEPT_BYTES = 2**30  # for keys and values between the turns of a rollout; what finds no room is read again
 
 
 def build_policy(config: Config, weights: Path | None = None) -> LoadedModel:
@@ -206,7 +207,7 @@ def _collector(
     config: Config, engine: Engine, task: Task, loaded: LoadedModel, sampling: SamplingParams, judge: Judge
 ) -> Any:
     def collected(problems: Sequence[Any], *, attempt: int, step: int, sampling: SamplingParams = sampling) -> Any:
-        return collect(
+        groups = collect(
             engine,
             task,
             problems,
@@ -220,6 +221,9 @@ def _collector(
             judge=judge,
             **rendering(config),
         )
+        if isinstance(engine, NativeEngine):
+            engine.forget()  # the update needs the memory
+        return groups
 
     return collected
 
