@@ -20,6 +20,12 @@ from keel.tasks.arithmetic import SKILLS
 from keel.tasks.countdown import value_of
 from keel.types import Problem, Reward
 
+
+def _double(number: int) -> int:
+    """Twice a number."""
+    return 2 * number
+
+
 SPECS: list[dict[str, Any]] = [
     *({"name": "arithmetic", "skill": skill} for skill in SKILLS),
     {"name": "arithmetic", "skill": "add", "style": "words"},
@@ -32,6 +38,7 @@ SPECS: list[dict[str, Any]] = [
     {"name": "multihop", "retriever": "golden"},
     {"name": "multihop", "tool_format": "json", "answer_style": "complete", "hops": [2, 3], "documents": 5},
     {"name": "reasoning_gym", "dataset": "chain_sum"},
+    {"name": "tools", "task": {"name": "arithmetic", "style": "words"}, "tools": [_double]},
     {"name": "mixture", "tasks": [{"name": "arithmetic", "skill": "max"}, {"name": "countdown"}], "weights": [1, 3]},
 ]
 

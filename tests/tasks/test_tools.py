@@ -12,6 +12,7 @@ from typing import Any, Literal, Optional
 import pytest
 
 from keel.errors import KeelError
+from keel.tasks import build_task
 from keel.tasks.tool_calls import ToolCall, parse_calls, write_call
 from keel.tasks.toolbox import KINDS, MOST_CALLS, Toolbox
 from keel.tasks.tools import Tool, coerce, json_type, tool, tools_of
@@ -424,3 +425,39 @@ def test_tags_are_answered_in_tags() -> None:
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(KeelError, match="did you mean 'json'"):
         box(quiet, format="jsn")
+
+
+def test_any_task_of_one_turn_can_have_tools() -> None:
+    task: Any = build_task("tools", task={"name": "arithmetic", "style": "words"}, tools=[double])
+    (problem,) = task.sample(1, seed=0, step=0)
+    assert [offered["function"]["name"] for offered in problem.tools] == ["double"]
+    turns = [call("double", number=4), f"It is {problem.answer}."]
+    (message,) = task.respond(problem, turns[:1])
+    assert message["content"] == "8"
+    assert task.respond(problem, turns) is None
+    assert task.reward(problem, turns).total == 1.0
+    assert task.reward(problem, turns[:1]).total == 0.0  # a call is no answer, whatever numbers are in it
+    assert task.counts(problem, turns)["tool/calls"] == 1.0
+    tags: Any = build_task("tools", task={"name": "arithmetic"}, tools=[double], format="tags")
+    (problem,) = tags.sample(1, seed=0, step=0)
+    assert "<double> number </double> Twice a number." in problem.prompt
+    assert tags.respond(problem, ["<double>2</double>"]) == "\n<result>\n4\n</result>\n"
+
+
+def double(number: int) -> int:
+    """Twice a number."""
+    return 2 * number
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"task": {"name": "arithmetic"}, "tools": []}, "needs tools"),
+        ({"task": "arithmetic", "tools": [double]}, "a task with a name"),
+        ({"task": {"name": "multihop"}, "tools": [double]}, "several turns of its own"),
+        ({"task": {"name": "arithmetic"}, "tools": [double], "format": "xml"}, "tool format"),
+    ],
+)
+def test_tools_around_a_task_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(KeelError, match=message):
+        build_task("tools", **options)

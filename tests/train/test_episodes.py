@@ -92,7 +92,7 @@ def test_the_warm_start_learns_episodes() -> None:
 
 def test_two_steps_from_a_configuration(tmp_path: Path) -> None:
     result = keel.train(load_config(CONFIG, [f"run.dir={tmp_path}"]))
-    lines = [json.loads(line) for line in (result.path / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 2
     for line in lines:
         assert {"tool/calls_mean", "tool/error_fraction", "tool/malformed", "turn/count_mean"} <= set(line)
@@ -100,7 +100,7 @@ def test_two_steps_from_a_configuration(tmp_path: Path) -> None:
         assert 1.0 <= line["turn/count_mean"] <= 3.0
         assert line["kl/policy_ref/k3/mean"] >= 0.0
     assert lines[0]["kl/policy_ref/k3/mean"] < 1e-9
-    record = json.loads((result.path / "rollouts.jsonl").read_text().splitlines()[0])
+    record = json.loads((result.directory / "rollouts.jsonl").read_text().splitlines()[0])
     assert record["counts"]["turn/count"] >= 1.0
-    evaluated = json.loads((result.path / "eval.jsonl").read_text().splitlines()[-1])
+    evaluated = json.loads((result.directory / "eval.jsonl").read_text().splitlines()[-1])
     assert "retrieval_recall" in evaluated["extra"]
