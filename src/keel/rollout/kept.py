@@ -99,7 +99,7 @@ def weights_stamp(model: nn.Module) -> tuple[Any, ...]:
 
 
 def stacked(prompts: list[KeptPrompt]) -> tuple[Tensor, Tensor]:
-    """Prompts of different lengths as one `[layers, 2, G, kv_heads, P, D]`, right-padded with zeros, and their lengths."""
+    """Prompts as one `[layers, 2, G, kv_heads, P, D]`, right-padded with zeros, and their lengths."""
     lengths = torch.tensor([len(prompt.tokens) for prompt in prompts], device=prompts[0].kv.device)
     if len(prompts) == 1:
         return prompts[0].kv.unsqueeze(2), lengths
