@@ -195,7 +195,14 @@ def build_run(
         mismatch=None if shared else mismatch_spec(config),
     )
     packing = [] if loaded.packing_note is None else [loaded.packing_note]
-    return Built(run, judge, sampling, (*packing, *getattr(task, "notes", ()), *dropped))
+    return Built(run, judge, sampling, (*packing, *getattr(task, "notes", ()), *dropped, *_one_turn(config, task)))
+
+
+def _one_turn(config: Config, task: Task) -> list[str]:
+    """A word on a task of several turns that is given one."""
+    if config.rollout.max_turns > 1 or not hasattr(task, "respond"):
+        return []
+    return [f"task {task.name!r} has several turns, but rollout.max_turns is 1: no tool is ever answered"]
 
 
 def _reference(config: Config, loaded: LoadedModel) -> Any:

@@ -284,3 +284,24 @@ def test_messages_without_role_or_content_are_the_tasks_failure() -> None:
     tokenizer = CHATS["chatml"].tokenizer
     with pytest.raises(KeelError, match="messages that do not each have a role and a content"):
         play(Scripted(tokenizer, [["hi"]]), tokenizer, 1, task=Odd())
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [(lambda p, t: {"x": float("nan")}, "gave x=nan"), (lambda p, t: {}["x"], "raised KeyError: 'x'")],
+)
+def test_a_tasks_counts_that_fail_are_named(counts: Any, message: str) -> None:
+    task = Weather()
+    task.counts = counts
+    tokenizer = CHATS["chatml"].tokenizer
+    with pytest.raises(KeelError, match=f"counts of task 'weather' {message}"):
+        play(Scripted(tokenizer, [["hi"]]), tokenizer, 1, task=task)
+
+
+def test_an_episode_that_could_outgrow_the_context_is_refused_at_once() -> None:
+    tokenizer = CHATS["chatml"].tokenizer
+    engine = Scripted(tokenizer, [["hi"]])
+    engine.context = 600  # type: ignore[attr-defined]
+    with pytest.raises(KeelError, match=r"exceed the model's context of 600: set rollout.max_completion_length"):
+        play(engine, tokenizer, 1, max_turn_length=10)
+    assert engine.asked == []

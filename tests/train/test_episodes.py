@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import keel
-from keel.build import build_policy, build_warmstart
+from keel.build import build_policy, build_run, build_warmstart
 from keel.config import load_config
 from keel.errors import KeelError
 from keel.rollout.collect import collect
@@ -88,6 +88,13 @@ def test_the_warm_start_learns_episodes() -> None:
     losses: list[float] = []
     sft(loaded, examples, options, lambda step, line: losses.append(line["loss/total"]))
     assert losses[-1] < 0.6 * losses[0]
+
+
+@pytest.mark.parametrize(("turns", "said"), [(1, True), (2, False)])
+def test_one_turn_for_a_task_of_several_is_worth_a_note(turns: int, said: bool) -> None:
+    config = load_config(CONFIG, [f"rollout.max_turns={turns}"])
+    notes = build_run(config, build_policy(config)).notes
+    assert any("rollout.max_turns is 1" in note for note in notes) == said
 
 
 def test_two_steps_from_a_configuration(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -103,6 +104,7 @@ def collect(
     prompts = [fit(t, max_prompt_length, truncation, p.key) for t, p in zip(whole, problems, strict=True)]
     noise = {"seed": seed, "attempt": attempt, "step": step}
     limit = None if max_turn_length is None else min(max_turn_length, sampling.max_completion_length)
+    _check_room(engine, problems, prompts, sampling)
     asked = [Request(p.key, tokens, max_new=limit) for p, tokens in zip(problems, prompts, strict=True)]
     first = engine.generate(asked, sampling, **noise)
     episodes = [_Episode(g, s) for g, group in enumerate(first) for s in range(len(group))]
@@ -185,10 +187,25 @@ def _judged(
 
 def _finished(episode: _Episode, task: Task, problem: Problem) -> Completion:
     """The episode as it is trained on; with several turns, or tools, with the figures that its task counts."""
-    counts = getattr(task, "counts", None)
-    own = {} if counts is None or episode.broken else counts(problem, tuple(episode.turns))
-    many = hasattr(task, "respond")
-    return episode.completion({**({"turn/count": float(len(episode.turns))} if many else {}), **own})
+    if not hasattr(task, "respond"):
+        return episode.completion({})
+    return episode.completion({"turn/count": float(len(episode.turns)), **_counts(episode, task, problem)})
+
+
+def _counts(episode: _Episode, task: Task, problem: Problem) -> dict[str, float]:
+    """What the task counts of an episode (`counts`), as finite numbers; none of one that broke."""
+    method = getattr(task, "counts", None)
+    if method is None or episode.broken:
+        return {}
+    try:
+        found = {str(name): float(count) for name, count in method(problem, tuple(episode.turns)).items()}
+    except Exception as error:  # a user's task may raise anything
+        said = next(iter(str(error).strip().splitlines()), "")
+        raise KeelError(f"counts of task {task.name!r} raised {type(error).__name__}: {said}") from error
+    odd = next((name for name, count in found.items() if not math.isfinite(count)), None)
+    if odd is not None:
+        raise KeelError(f"counts of task {task.name!r} gave {odd}={found[odd]}: it must be a finite number")
+    return found
 
 
 def _marked(problem: Problem, cut: int) -> Problem:
@@ -197,6 +214,20 @@ def _marked(problem: Problem, cut: int) -> Problem:
         return problem
     info: Mapping[str, Any] = {**problem.info, "prompt_tokens_cut": cut}
     return replace(problem, info=info)
+
+
+def _check_room(
+    engine: Engine, problems: Sequence[Problem], prompts: Sequence[tuple[int, ...]], sampling: SamplingParams
+) -> None:
+    """Refuse an episode that could outgrow the model's context in a later turn, before the first is sampled."""
+    context = getattr(engine, "context", None)
+    for problem, prompt in zip(problems, prompts, strict=True):
+        if context is not None and len(prompt) < context < len(prompt) + sampling.max_completion_length:
+            raise KeelError(
+                f"problem {problem.key!r}: {len(prompt)} prompt tokens and {sampling.max_completion_length} new ones "
+                f"exceed the model's context of {context}: set rollout.max_completion_length to "
+                f"{context - len(prompt)} or less"
+            )
 
 
 def _check_keys(problems: Sequence[Problem]) -> None:
