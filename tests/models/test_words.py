@@ -31,3 +31,9 @@ def test_other_words_are_unknown_and_the_template_is_used() -> None:
 def test_equal_seeds_give_equal_models() -> None:
     first, again = (word_model(WORDS, seed=3)[0].state_dict() for _ in range(2))
     assert all((first[name] == again[name]).all() for name in first)
+
+
+def test_smaller_shapes() -> None:
+    model, tokenizer = word_model(WORDS, layers=2, width=64)
+    assert (model.config.num_hidden_layers, model.config.hidden_size, model.config.head_dim) == (2, 64, 16)
+    assert model.get_input_embeddings().weight.shape == (len(tokenizer), 64)

@@ -43,12 +43,15 @@ def word_tokenizer(words: Sequence[str], chat_template: str = CHAT_TEMPLATE) -> 
     return tokenizer
 
 
-def word_model(words: Sequence[str], seed: int = 0) -> tuple[nn.Module, Any]:
-    """A random model of `tiny`'s shape on such a tokenizer: what a loader (`model.name: module:attr`) returns."""
+def word_model(words: Sequence[str], seed: int = 0, *, layers: int = 4, width: int = 128) -> tuple[nn.Module, Any]:
+    """A random model of `tiny`'s shape, or smaller, on such a tokenizer: what a loader (`module:attr`) returns."""
     from transformers import LlamaForCausalLM
 
     tokenizer = word_tokenizer(words)
+    config = tiny_config(tokenizer)
+    config.num_hidden_layers, config.hidden_size, config.intermediate_size = layers, width, 4 * width
+    config.head_dim = width // config.num_attention_heads
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(tiny_config(tokenizer))
+        model = LlamaForCausalLM(config)
     return model, tokenizer
