@@ -17,6 +17,7 @@ from keel.models.load import context_length, eos_ids
 from keel.rollout.decode import choose_decoder
 from keel.rollout.kept import KeptContexts, KeptPrompt, KeptRow, weights_stamp
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel, row_key
+from keel.rollout.stops import StopStrings
 from keel.rollout.weights import WeightCopy
 from keel.types import Completion
 
@@ -85,7 +86,7 @@ class NativeEngine:
         self._copy = WeightCopy(model, dtype=dtype, device=device, merge=merge) if copied else None
         self.tokenizer = tokenizer
         self.on_finished: Callable[[int], None] | None = None  # told how many completions have just ended
-        self._special = _special_tokens(tokenizer)
+        self._stops = StopStrings(tokenizer)
         self.eos_ids = frozenset(eos_ids(causal_lm(model), tokenizer))
         self.context = context_length(causal_lm(model))
         with evaluating(self.model):
@@ -233,50 +234,10 @@ class NativeEngine:
             row.filtered_logp.append(row_filtered)
             if int(drawn) in self.eos_ids and not sampling.ignore_eos:
                 row.stop_reason = "eos"
-            elif sampling.stop and (text := self._cut(row.tokens, sampling.stop)) is not None:
+            elif sampling.stop and (text := self._stops.cut(row.tokens, sampling.stop)) is not None:
                 row.stop_reason, row.text = "stop", text
             elif len(row.tokens) == row.limit:
                 row.stop_reason = "length"
-
-    def _decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=not special))
-
-    def _cut(self, tokens: list[int], stop: tuple[str, ...]) -> str | None:
-        """The text before the first stop string, or None; looks at the last few tokens first, at all only on a hit.
-
-        A stop string that the newest token completes lies within its own length in bytes of tokens, since a token
-        adds a byte at least; twice that and eight more leave room for special tokens, which add none. A stop string
-        with a special token in it is searched where those are written out, any other where they are left out.
-        """
-        cuts = [
-            text
-            for special in (False, True)
-            if (strings := [string for string in stop if self._has_special(string) == special])
-            and (text := self._cut_at(tokens, strings, special)) is not None
-        ]
-        return min(cuts, key=len) if cuts else None
-
-    def _cut_at(self, tokens: list[int], stop: list[str], special: bool) -> str | None:
-        window = 2 * max(len(string.encode()) for string in stop) + 8
-        if len(tokens) > window:
-            tail = self._decode(tokens[-window:], special=special)
-            if not any(string in tail for string in stop):
-                return None
-        text = self._decode(tokens, special=special)
-        places = [text.find(string) for string in stop if string in text]
-        if not places:
-            return None
-        return self._without_special(tokens, text[: min(places)]) if special else text[: min(places)]
-
-    def _has_special(self, string: str) -> bool:
-        return any(token in string for token in self._special)
-
-    def _without_special(self, tokens: list[int], before: str) -> str:
-        """The text `before` a stop string, special tokens left out: that of its whole tokens, and what remains."""
-        count = len(tokens)
-        while count and len(self._decode(tokens[:count], special=True)) > len(before):
-            count -= 1
-        return self._decode(tokens[:count]) + before[len(self._decode(tokens[:count], special=True)) :]
 
     def _completion(self, row: _Row) -> Completion:
         return Completion(
@@ -284,16 +245,9 @@ class NativeEngine:
             action=(True,) * len(row.tokens),
             sample_logp=tuple(row.sample_logp),
             filtered_logp=tuple(row.filtered_logp),
-            text=self._decode(row.tokens) if row.text is None else row.text,
+            text=self._stops.decode(row.tokens) if row.text is None else row.text,
             stop_reason=row.stop_reason,
         )
-
-
-def _special_tokens(tokenizer: Any) -> frozenset[str]:
-    """The tokens that decoding leaves out."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    named = getattr(tokenizer, "all_special_tokens", ())
-    return frozenset(filter(None, (*named, *(str(token) for token in added.values() if token.special))))
 
 
 class _Noise:
