@@ -20,6 +20,12 @@ from keel.tasks.arithmetic import SKILLS
 from keel.tasks.countdown import value_of
 from keel.types import Problem, Reward
 
+
+def _double(number: int) -> int:
+    """Twice a number."""
+    return 2 * number
+
+
 SPECS: list[dict[str, Any]] = [
     *({"name": "arithmetic", "skill": skill} for skill in SKILLS),
     {"name": "arithmetic", "skill": "add", "style": "words"},
@@ -29,7 +35,10 @@ SPECS: list[dict[str, Any]] = [
     {"name": "countdown"},
     {"name": "countdown", "numbers": 2, "high": 9, "format": "plain", "operations": "+-"},
     {"name": "countdown", "numbers": [3, 5], "low": 0, "target_low": 0},
+    {"name": "multihop", "retriever": "golden"},
+    {"name": "multihop", "tool_format": "json", "answer_style": "complete", "hops": [2, 3], "documents": 5},
     {"name": "reasoning_gym", "dataset": "chain_sum"},
+    {"name": "tools", "task": {"name": "arithmetic", "style": "words"}, "tools": [_double]},
     {"name": "mixture", "tasks": [{"name": "arithmetic", "skill": "max"}, {"name": "countdown"}], "weights": [1, 3]},
 ]
 

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from keel.cli import ablate, check_task, doctor, eval, hub, kl, look, migrate, plan, show, train, verify
+from keel.cli import ablate, check_task, doctor, eval, export, hub, kl, look, migrate, plan, show, train, verify
 from keel.cli.app import app
 from keel.errors import KeelError
 
@@ -44,6 +44,7 @@ __all__ = [
     "check_task",
     "doctor",
     "eval",
+    "export",
     "hub",
     "kl",
     "look",

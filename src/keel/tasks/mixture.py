@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from keel.errors import KeelError
-from keel.tasks.base import Task
+from keel.tasks.base import Task, gold_turns
 from keel.tasks.problems import stream
-from keel.types import Problem, Reward
+from keel.types import Message, Problem, Reward
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,18 @@ class Mixture:
         found = [task.fingerprint() for task in self.tasks if hasattr(task, "fingerprint")]
         return "+".join(map(str, found)) or None
 
-    def respond(self, problem: Problem, turns: Sequence[str]) -> str | None:
+    def gold_turns(self, problem: Problem) -> list[str]:
+        return gold_turns(self._of(problem), problem)
+
+    def respond(self, problem: Problem, turns: Sequence[str]) -> str | Sequence[Message] | None:
         """The environment's message of the problem's own task, where that has several turns."""
         respond = getattr(self._of(problem), "respond", None)
         return None if respond is None else respond(problem, turns)
+
+    def counts(self, problem: Problem, turns: Sequence[str]) -> Mapping[str, float]:
+        """The figures of the problem's own task, where it has some."""
+        counts = getattr(self._of(problem), "counts", None)
+        return {} if counts is None else counts(problem, turns)
 
     def _of(self, problem: Problem) -> Task:
         return self.tasks[problem.info["mixture"]]

@@ -16,7 +16,10 @@ from keel.tasks.countdown import countdown
 from keel.tasks.dataset import dataset
 from keel.tasks.gsm8k import gsm8k
 from keel.tasks.mixture import Mixture, mixture
+from keel.tasks.multihop import multihop
 from keel.tasks.reasoning_gym import check_reasoning_gym, reasoning_gym
+from keel.tasks.tools import tools_of
+from keel.tasks.with_tools import WithTools, with_tools
 
 _USERS_OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _METHODS = ("sample", "held_out", "gold", "reward")
@@ -29,6 +32,13 @@ def mixture_of(tasks: Sequence[Mapping[str, Any]], weights: Sequence[float] | No
     return mixture([build_task(**entry) for entry in tasks], weights)
 
 
+def tools_around(task: Mapping[str, Any], tools: Sequence[Any], format: str = "json") -> WithTools:
+    """The task `tools`: another task, written as in `task:`, whose model may call tools (`module:attr`) first."""
+    if not isinstance(task, Mapping) or "name" not in task:
+        raise KeelError("the task tools takes a task with a name, such as {name: arithmetic, style: words}")
+    return with_tools(build_task(**task), tools_of(tools), format)
+
+
 # Any rather than Task: to mypy the protocol's name is writable, which a frozen dataclass's is not
 TASKS: dict[str, Callable[..., Any]] = {
     "arithmetic": arithmetic,
@@ -37,7 +47,9 @@ TASKS: dict[str, Callable[..., Any]] = {
     "dataset": dataset,
     "gsm8k": gsm8k,
     "mixture": mixture_of,
+    "multihop": multihop,
     "reasoning_gym": reasoning_gym,
+    "tools": tools_around,
 }
 # Tasks whose parameters the signature alone does not tell.
 CHECKS: dict[str, Callable[[Mapping[str, Any]], None]] = {"reasoning_gym": check_reasoning_gym}

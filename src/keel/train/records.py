@@ -47,6 +47,7 @@ def rollout_records(batch: StepBatch, tokenizer: Any, *, groups: int, tracked: b
                     "parts": dict(reward.parts),
                     "advantage": None if given is None else _advantage(given[row]),
                     "stop_reason": completion.stop_reason,
+                    **({"counts": dict(completion.counts)} if completion.counts else {}),
                 }
             )
             row += 1
