@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from keel.errors import KeelError
 from keel.tasks.base import Task
 from keel.tasks.problems import stream
-from keel.types import Problem, Reward
+from keel.types import Group, Problem, Reward
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,18 @@ class Mixture:
         """The environment's message of the problem's own task, where that has several turns."""
         respond = getattr(self._of(problem), "respond", None)
         return None if respond is None else respond(problem, turns)
+
+    def extra_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        """What each task adds over the groups of its own problems, under its name."""
+        found: dict[str, float] = {}
+        for index, task in enumerate(self.tasks):
+            own = [group for group in groups if group.problem.info["mixture"] == index]
+            method = getattr(task, "extra_metrics", None)
+            if own and method is not None:
+                twice = sum(other.name == task.name for other in self.tasks) > 1
+                label = f"{index}/{task.name}" if twice else task.name
+                found |= {f"{label}/{name}": value for name, value in method(own).items()}
+        return found
 
     def _of(self, problem: Problem) -> Task:
         return self.tasks[problem.info["mixture"]]

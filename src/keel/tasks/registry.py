@@ -28,9 +28,34 @@ def mixture_of(tasks: Sequence[Mapping[str, Any]], weights: Sequence[float] | No
     return mixture([build_task(**entry) for entry in tasks], weights)
 
 
+class Lazy:
+    """A task of an extra: its module is imported when the task is first looked at, and lacks of it are one line."""
+
+    def __init__(self, spec: str, extra: str) -> None:
+        self.spec, self.extra = spec, extra
+
+    def __call__(self, **params: Any) -> Any:
+        return self._factory()(**params)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._factory())
+
+    def _factory(self) -> Callable[..., Any]:
+        module, _, attr = self.spec.partition(":")
+        try:
+            found: Callable[..., Any] = getattr(importlib.import_module(module), attr)
+        except ImportError as error:
+            raise KeelError(f"the task {attr} needs {error.name}: pip install 'keel-rl[{self.extra}]'") from error
+        return found
+
+
 # Any rather than Task: to mypy the protocol's name is writable, which a frozen dataclass's is not
 TASKS: dict[str, Callable[..., Any]] = {
     "arithmetic": arithmetic,
+    "chess": Lazy("keel.tasks.chess.mix:chess", "chess"),
+    "chess_env": Lazy("keel.tasks.chess.env:chess_env", "chess"),
+    "chess_policy": Lazy("keel.tasks.chess.policy:chess_policy", "chess"),
     "countdown": countdown,
     "dataset": dataset,
     "gsm8k": gsm8k,
