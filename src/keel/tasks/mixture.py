@@ -21,6 +21,11 @@ class Mixture:
     weights: tuple[float, ...]
     name: str = "mixture"
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What its tasks say about how they read their data."""
+        return tuple(note for task in self.tasks for note in getattr(task, "notes", ()))
+
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """Training problems, each task's share drawn by weight."""
         rng = stream("mixture", "train", seed, step)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.errors import KeelError
+from keel.tasks.chess.notation import need_uci
 from keel.tasks.chess.rules import identity
 from keel.tasks.dataset import Dataset, stem
 from keel.tasks.layouts import Source, source_of
@@ -15,7 +16,6 @@ from keel.tasks.rows import Broken, Row, read_rows, settle
 from keel.types import Problem, Reward
 
 TEXT = "text"
-COLUMNS = ("fen", "move", "history", "game")
 Ask = Callable[["Record"], Problem]
 
 
@@ -65,6 +65,9 @@ def load(data: Mapping[str, Any], mark: str, ask: Ask, held_out: int | float, na
 
 def _record(row: Row, source: Source) -> Record:
     values = row.values
+    for other in ("messages", "system"):
+        if (source.columns or {}).get(other) is not None:
+            raise KeelError(f"data.columns.{other} has no meaning for chess: rows are texts, or columns fen and move")
     column = (source.columns or {}).get("prompt") or TEXT
     column = column if column in values else TEXT
     text = values.get(column)
@@ -78,6 +81,8 @@ def _record(row: Row, source: Source) -> Record:
         raise KeelError(f"it has neither a text ({TEXT!r}) nor a position ('fen'): its columns are {', '.join(values)}")
     moves = values.get("history") or ()
     history = tuple(moves.split() if isinstance(moves, str) else map(str, moves))
+    for move in history:
+        need_uci(move)
     return Record(row.place, None, fen, str(values.get("move") or ""), history, str(values.get("game") or ""))
 
 

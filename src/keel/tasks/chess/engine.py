@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import os
 import shutil
+import sqlite3
 import subprocess
 import threading
 from collections import Counter
@@ -30,7 +31,6 @@ ATTEMPTS = 3  # at a position, each after a failure with a new process
 START_S = 10.0  # in which a program must have answered 'uci'
 PAWN_CAP = 50.0  # the highest evaluation that is no mate
 MATE = 100.0  # mate in n moves is worth 100 - n pawns, and at least 51
-_FAILURES = (chess.engine.EngineError, TimeoutError, OSError, asyncio.TimeoutError)
 _T = TypeVar("_T")
 
 
@@ -113,7 +113,7 @@ class Pool:
     Every search starts from nothing (one thread, a new game before each position) and is limited by nodes, so that an
     answer depends neither on the order of questions nor on the machine's load. A process that ends or hangs is
     replaced and the position asked again; after `ATTEMPTS` it is `unavailable`: None, never a score. `counts` has
-    analysed, cached, started, crashed, timed_out and unavailable.
+    analysed, cached, started, crashed, timed_out, unavailable and unkept (answers that the disk would not take).
     """
 
     def __init__(self, options: EngineOptions = EngineOptions()) -> None:  # noqa: B008 (frozen)
@@ -129,6 +129,11 @@ class Pool:
 
     def analyse(self, queries: Sequence[Query]) -> list[Lines | None]:
         """The lines of each position, best first by score for the side to move; None where no engine answered."""
+        for query in queries:
+            legal = legal_moves(query.fen)
+            wrong = next((move for move in query.moves if move not in legal), None)
+            if wrong is not None or not legal:
+                raise KeelError(f"{query.fen!r} has no legal move{f' {wrong}' if wrong else ''}: nothing to analyse")
         keys = [self._key(query) for query in queries]
         known = self.cache.lines(set(keys))
         self.counts["cached"] += sum(key in known for key in keys)
@@ -167,8 +172,8 @@ class Pool:
                 if engine is None:
                     engine = await self._start()
                 lines = await asyncio.wait_for(self._search(engine[1], query), self.options.timeout_s)
-            except _FAILURES as error:
-                late = isinstance(error, TimeoutError | asyncio.TimeoutError)
+            except Exception as error:  # an engine that breaks may break anything between it and here
+                late = isinstance(error, TimeoutError)
                 self.counts["timed_out" if late else "crashed"] += 1
                 self._drop(engine)
                 engine = None
@@ -176,7 +181,10 @@ class Pool:
             finally:
                 self._free.put_nowait(engine)
             self.counts["analysed"] += 1
-            self.cache.put_lines(key, lines)
+            with suppress(sqlite3.Error):
+                self.cache.put_lines(key, lines)
+                return lines
+            self.counts["unkept"] += 1
             return lines
         self.counts["unavailable"] += 1
         return None
@@ -234,7 +242,7 @@ class Pool:
     async def _ask_name(self) -> str:
         try:
             engine = await self._start()
-        except _FAILURES as error:
+        except (chess.engine.EngineError, OSError) as error:
             why = f"it did not answer 'uci' in {START_S:g} s" if isinstance(error, TimeoutError) else "it ended"
             if isinstance(error, OSError) and not isinstance(error, TimeoutError):
                 why = str(error.strerror or error)

@@ -9,7 +9,8 @@ from typing import Any
 
 from keel.errors import KeelError, unknown
 from keel.tasks.chess.data import Record
-from keel.tasks.chess.format import HISTORY, Verdict, env_completion, env_prompt, need_uci, read_env, read_env_row
+from keel.tasks.chess.format import HISTORY, Verdict, env_completion, env_prompt, read_env, read_env_row
+from keel.tasks.chess.notation import need_uci
 from keel.tasks.chess.positions import Position, any_move, games_of
 from keel.tasks.chess.rewards import env_reward
 from keel.tasks.chess.rules import DRAWS, board_of, legal_moves, step
@@ -93,6 +94,8 @@ def _of_record(record: Record, shown: Callable[[Sequence[str]], Sequence[str]], 
     """A row's problem. The verdict of a text must be the rules' own, or the row would teach what is wrong."""
     if record.text is None:
         board_of(record.fen)
+        if not record.move:
+            raise KeelError("it has no column 'move': an environment answers to a move")
         return env_problem(record.fen, need_uci(record.move), shown(record.history), draws, record.place)
     fen, move, moves, said = read_env_row(record.text)
     board_of(fen)

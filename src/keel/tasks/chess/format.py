@@ -9,23 +9,16 @@ GPT-2's tokenizer cuts as well: after a sign that a letter, a digit or a space f
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from keel.errors import KeelError, unknown
+from keel.tasks.chess.notation import fen_fault, is_number, is_uci, looks_like_san, need_uci
 
 LINES = 5  # moves in a P: row, where the position has as many
 HISTORY = 10  # moves in an A: row, the current one included
-UCI = re.compile(r"[a-h][1-8][a-h][1-8][qrbn]?")
 PARSES = ("lenient", "strict")
 REWARDS = {0.001: "0.001", 1.0: "1.0", 0.5: "0.5", -1.0: "-1.0"}
-_RANKS = re.compile(r"[pnbrqkPNBRQK1-8]{1,8}(/[pnbrqkPNBRQK1-8]{1,8}){7}")
-_CASTLING = re.compile(r"-|K?Q?k?q?")
-_SQUARE = re.compile(r"-|[a-h][36]")
-_SAN = re.compile(r"([KQRBN][a-h]?[1-8]?x?[a-h][1-8]|([a-h]x)?[a-h][1-8](=[QRBN])?|O-O(-O)?)[+#]?")
-_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)")
 
 
 @dataclass(frozen=True)
@@ -45,42 +38,6 @@ def padding_of(name: str) -> Padding:
     if name not in PADDINGS:
         raise unknown("chess padding", name, PADDINGS)
     return PADDINGS[name]
-
-
-def is_uci(text: str) -> bool:
-    """Whether a text has the form of a move, such as e2e4 or a7a8q; not whether it is legal anywhere."""
-    return UCI.fullmatch(text) is not None
-
-
-def looks_like_san(text: str) -> bool:
-    """Whether a text is a move in the other notation, such as Nf3 or O-O."""
-    return _SAN.fullmatch(text) is not None
-
-
-def fen_fault(fen: str) -> str | None:
-    """What is wrong with the form of a FEN (six fields, eight ranks of eight squares), or None.
-
-    The form alone: whether such a position can be played on is the rules' to say.
-    """
-    fields = fen.split(" ")
-    if len(fields) != 6:
-        return f"it has {len(fields)} fields, not 6"
-    ranks, side, castling, passant, clock, number = fields
-    if not _RANKS.fullmatch(ranks):
-        return f"{ranks!r} is not eight ranks of pieces and numbers"
-    for index, rank in enumerate(ranks.split("/")):
-        squares = sum(int(c) if c.isdigit() else 1 for c in rank)
-        if squares != 8:
-            return f"rank {8 - index} has {squares} squares"
-    if side not in ("w", "b"):
-        return f"the side to move is {side!r}, not w or b"
-    if not castling or not _CASTLING.fullmatch(castling):
-        return f"the castling rights are {castling!r}, not some of KQkq or -"
-    if not _SQUARE.fullmatch(passant):
-        return f"the en-passant square is {passant!r}"
-    if not (re.fullmatch(r"\d{1,3}", clock, re.ASCII) and re.fullmatch(r"[1-9]\d{0,3}", number, re.ASCII)):
-        return f"the counters are {clock!r} and {number!r}"
-    return None
 
 
 # ------------------------------------------------------------------------------------------------------ P: policy
@@ -154,7 +111,7 @@ def read_policy(text: str, padding: Padding = PADDINGS["source"]) -> PolicyAnswe
     if not mark:
         faults.append("there is no 'B:'")
     moves = _entries(head.split(), is_uci, faults, "move")
-    numbers = [float(n) for n in _entries(middle.split(), _is_number, faults, "evaluation")]
+    numbers = [float(n) for n in _entries(middle.split(), is_number, faults, "evaluation")]
     ends = _entries(last.split(), is_uci, faults, "best move")
     best = ends[0] if ends else None
     if not moves:
@@ -263,7 +220,7 @@ def read_env(text: str) -> EnvAnswer:
     fault = fen_fault(fen)
     if fault:
         faults.append(f"the FEN is broken: {fault}")
-    value = float(reward) if _is_number(reward) else None
+    value = float(reward) if is_number(reward) else None
     if value is None:
         faults.append(f"the reward {reward[:20]!r} is no number")
     flags = [{"0": False, "1": True}.get(flag) for flag in (terminated, truncated)]
@@ -292,14 +249,6 @@ def read_env_row(row: str) -> tuple[str, str, tuple[str, ...], Verdict]:
     return fen, move, history, Verdict(rest.split("+")[0], float(answer.reward or 0), *_flags(answer))
 
 
-def need_uci(move: str) -> str:
-    """The move, or a KeelError that names its notation."""
-    if is_uci(move):
-        return move
-    other = " (it looks like SAN)" if looks_like_san(move) else ""
-    raise KeelError(f"the move {move!r} is not in UCI notation{other}: write from and to, such as g1f3 or a7a8q")
-
-
 def _flags(answer: EnvAnswer) -> tuple[bool, bool]:
     return bool(answer.terminated), bool(answer.truncated)
 
@@ -308,13 +257,9 @@ def _padded(text: str, width: int) -> str:
     return text.ljust(max(width, len(text) + 1))
 
 
-def _is_number(text: str) -> bool:
-    return len(text) <= 12 and _NUMBER.fullmatch(text) is not None and math.isfinite(float(text))
-
-
-def _entries(words: Sequence[str], is_one: object, faults: list[str], kind: str) -> list[str]:
-    good = [word for word in words if is_one(word)]  # type: ignore[operator]
-    wrong = next((word for word in words if not is_one(word)), None)  # type: ignore[operator]
+def _entries(words: Sequence[str], is_one: Callable[[str], bool], faults: list[str], kind: str) -> list[str]:
+    good = [word for word in words if is_one(word)]
+    wrong = next((word for word in words if not is_one(word)), None)
     if wrong is not None:
         faults.append(f"{wrong[:20]!r} is no {kind}" + (" in UCI notation" if looks_like_san(wrong) else ""))
     return good

@@ -10,7 +10,6 @@ from keel.errors import KeelError
 from keel.tasks.chess.env import chess_env
 from keel.tasks.chess.format import HISTORY
 from keel.tasks.chess.policy import chess_policy
-from keel.tasks.chess.task import ChessTask
 from keel.tasks.mixture import Mixture, mixture
 from keel.tasks.problems import HELD_OUT_FRACTION
 
@@ -45,7 +44,7 @@ def chess(
         "malformed": malformed,
         "held_out": held_out,
     }
-    tasks: list[ChessTask] = []
+    tasks: list[Any] = []
     if environment < 1:
         tasks.append(chess_policy(padding=padding, engine=engine, **both))
     if environment > 0:

@@ -24,7 +24,7 @@ from keel.tasks.chess.format import (
 from keel.tasks.chess.positions import Position, games_of
 from keel.tasks.chess.rewards import policy_reward
 from keel.tasks.chess.rules import legal_moves
-from keel.tasks.chess.task import ChessTask, Problems, check_marking, part_means, problems_of
+from keel.tasks.chess.task import ChessTask, Problems, check_marking, keep_fitting, part_means, problems_of
 from keel.tasks.dataset import Dataset
 from keel.tasks.problems import HELD_OUT_FRACTION, stream
 from keel.types import Group, Problem, Reward
@@ -82,10 +82,10 @@ class PolicyMarking:
                     asked[query.fen, query.moves[0]] = lines[0][1]
         losses = []
         for problem, move in chosen:
-            lines = self._lines(problem) or ()
-            value = dict(lines).get(move, asked.get((problem.info["fen"], move)))
+            labels = self._lines(problem) or ()
+            value = dict(labels).get(move, asked.get((problem.info["fen"], move)))
             if value is not None:
-                losses.append(min(MOST_LOSS, max(0.0, lines[0][1] - value)))
+                losses.append(min(MOST_LOSS, max(0.0, labels[0][1] - value)))
         return losses
 
     def _lines(self, problem: Problem) -> Sequence[tuple[str, float]] | None:
@@ -101,20 +101,32 @@ class Labelled:
     engine: EngineOptions
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
-        return self._label(self.inner.sample(count, seed=seed, step=step))
+        """As many as asked for: one that no engine could label gives its place to another of the batch, once more."""
+        labelled = self._label(self.inner.sample(count, seed=seed, step=step))
+        return [*labelled, *(_again(labelled[i % len(labelled)], i) for i in range(count - len(labelled)))]
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
+        """Those of a fixed set that an engine labelled."""
         return self._label(self.inner.held_out(count, seed=seed))
 
     def keep(self, fits: Callable[[Problem], bool]) -> tuple[Labelled, int]:
-        kept, left_out = self.inner.keep(fits)  # type: ignore[attr-defined]
+        kept, left_out = keep_fitting(self.inner, fits)
         return replace(self, inner=kept), left_out
 
     def _label(self, problems: list[Problem]) -> list[Problem]:
+        """The problems with their lines, without those that are unavailable; the pool counts these."""
         asked = [p for p in problems if "lines" not in p.info]
         answers = pool_of(self.engine).analyse([Query(p.info["fen"]) for p in asked])
         lines = {p.key: found for p, found in zip(asked, answers, strict=True)}
-        return [replace(p, info={**p.info, "lines": lines[p.key]}) if p.key in lines else p for p in problems]
+        made = [replace(p, info={**p.info, "lines": lines[p.key]}) if p.key in lines else p for p in problems]
+        labelled = [p for p in made if p.info["lines"]]
+        if problems and not labelled:
+            raise KeelError(f"{pool_of(self.engine).path} answered for none of {len(problems)} positions: is it sound?")
+        return labelled
+
+
+def _again(problem: Problem, number: int) -> Problem:
+    return replace(problem, key=f"{problem.key}#again{number}")
 
 
 def policy_problem(fen: str, padding: Padding, key: str | None = None) -> Problem:

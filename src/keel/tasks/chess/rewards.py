@@ -66,7 +66,7 @@ def policy_reward(
     Graduated: 0.2 for each rung, each counting only above the ones before it: a move of UCI form; an evaluation too;
     2 to 6 different moves and 2 to 6 evaluations (one is enough where one move is legal); content above 0.3; above
     0.7. Binary: 1 where the best move is right, 0 where it is wrong, the cliff where the structure is. Without lines
-    the rungs of content are left out and the others scaled up to the same full reward.
+    content is left out and the rest scaled up to the same full reward; there is no part `correct` then.
     """
     readable = answer.parsed and (parse == "lenient" or answer.exact)
     shown = answer.moves if readable else ()
@@ -85,7 +85,7 @@ def policy_reward(
     if not readable or (system == "binary" and not answer.structure):
         return Reward(worst, parts | ({"correct": 0.0} if lines is not None else {}), parsed=readable)
     if system == "binary":
-        return Reward(parts.get("best", 0.0), parts)
+        return Reward(parts.get("best", 1.0), parts)
     few = min(2, len(legal))
     several = few <= len(set(answer.moves)) <= 6 and few <= len(answer.evaluations) <= 6
     rungs = [True, bool(answer.evaluations), several]

@@ -9,7 +9,8 @@ from functools import lru_cache
 import chess
 
 from keel.errors import KeelError, unknown
-from keel.tasks.chess.format import HISTORY, Verdict, fen_fault
+from keel.tasks.chess.format import HISTORY, Verdict
+from keel.tasks.chess.notation import fen_fault
 
 LEGAL, WIN, DRAW, ILLEGAL = 0.001, 1.0, 0.5, -1.0
 DRAWS = ("claimed", "automatic")

@@ -95,11 +95,17 @@ class ChessTask:
 
     def keep(self, fits: Callable[[Problem], bool]) -> tuple[ChessTask, int]:
         """The task with only the problems of its data that `fits` accepts, and how many were left out."""
-        inner = getattr(self.problems, "keep", None)
-        if inner is None:
-            raise KeelError(f"data.truncation=drop needs data.path, and {self.name!r} makes its positions: use error")
-        kept, left_out = inner(fits)
+        kept, left_out = keep_fitting(self.problems, fits)
         return replace(self, problems=kept), left_out
+
+
+def keep_fitting(problems: Problems, fits: Callable[[Problem], bool]) -> tuple[Problems, int]:
+    """Data's problems that `fits` accepts, and how many were left out; positions that are made cannot be counted."""
+    keep = getattr(problems, "keep", None)
+    if keep is None:
+        raise KeelError("data.truncation=drop needs data.path, and these positions are made: use left or error")
+    kept: tuple[Problems, int] = keep(fits)
+    return kept
 
 
 def check_marking(system: str, parse: str, malformed: float | None) -> dict[str, Any]:
@@ -138,7 +144,12 @@ def problems_of(
     held_out: int | float,
 ) -> Problems:
     """A task's problems: of its data where there are any, else out of random games."""
-    if not isinstance(held_out, int | float) or isinstance(held_out, bool) or held_out <= 0:
+    if (
+        not isinstance(held_out, int | float)
+        or isinstance(held_out, bool)
+        or held_out <= 0
+        or (held_out >= 1 and held_out != int(held_out))
+    ):
         raise KeelError(f"chess held_out is {held_out!r}: give a share below 1, or with data a number of positions")
     if data is not None and source_of(data).path is not None:
         if games != Games():
