@@ -71,6 +71,8 @@ def _record(row: Row, source: Source) -> Record:
     column = (source.columns or {}).get("prompt") or TEXT
     column = column if column in values else TEXT
     text = values.get(column)
+    if text is None and isinstance(values.get("prompt"), str) and isinstance(values.get("completion"), str):
+        text = values["prompt"] + values["completion"]  # the rows that `keel data chess` makes
     if isinstance(text, str) and text[:3] in ("P: ", "A: "):
         fen = text[3:].partition("M:" if text.startswith("P") else "+")[0].strip()
         return Record(row.place, text, fen, "", (), str(values.get("game") or ""))

@@ -1,0 +1,59 @@
+"""GPT-2-shaped models with random weights and a character-level tokenizer, for tasks whose language is small.
+
+`model.name: keel.models.scratch:chess_small` and its larger siblings. GPT-2's own tokenizer would have to be downloaded
+and cuts FENs at odd places; here every character is a token, so a FEN's squares and a move's letters can be pointed at.
+The alphabet has 117 signs instead of 50,257, which is why the 124M shape has 86 million parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from keel.models.tiny import tiny_tokenizer
+
+GPT2_DROPOUT = 0.1  # of embeddings, attention and residual branches; in effect with `model.dropout: true` only
+
+
+def chess_small(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
+    """4 layers of width 160: 1.3 million parameters, for two cores."""
+    return gpt2(layers=4, width=160, heads=5, positions=512, seed=seed, attn_implementation=attn_implementation)
+
+
+def chess_30m(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
+    """9 layers of width 512: 29 million parameters, for a GPU and minutes."""
+    return gpt2(layers=9, width=512, heads=8, positions=512, seed=seed, attn_implementation=attn_implementation)
+
+
+def chess_124m(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
+    """The body of GPT-2 124M (12 layers of width 768, 12 heads, 1,024 positions) over characters."""
+    return gpt2(layers=12, width=768, heads=12, positions=1024, seed=seed, attn_implementation=attn_implementation)
+
+
+def gpt2(
+    *, layers: int, width: int, heads: int, positions: int, seed: int = 0, attn_implementation: str = "sdpa"
+) -> tuple[nn.Module, Any]:
+    """A GPT-2 of this shape; equal seeds give equal weights, and the caller's random stream is untouched."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    tokenizer = tiny_tokenizer()
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_positions=positions,
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+        resid_pdrop=GPT2_DROPOUT,
+        embd_pdrop=GPT2_DROPOUT,
+        attn_pdrop=GPT2_DROPOUT,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    config._attn_implementation = attn_implementation
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        model = GPT2LMHeadModel(config)
+    return model, tokenizer
