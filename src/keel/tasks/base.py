@@ -15,7 +15,8 @@ class Task(Protocol):
     A task with several turns has one method more, `respond(problem, turns) -> str | None`: the environment's message
     after the model's turns so far, or None to end the episode. A task may also have
     `extra_metrics(groups: Sequence[Group]) -> Mapping[str, float]`: figures of its own over the judged groups of an
-    evaluation, such as how often a move was legal; they stand beside pass@1 in eval.jsonl and `keel eval`.
+    evaluation, such as how often a move was legal; they stand beside pass@1 in eval.jsonl and `keel eval`. And
+    `picture(problem, text) -> str | None`: an SVG of an answer, which the report shows under the completions it tracks.
     """
 
     name: str

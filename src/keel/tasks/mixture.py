@@ -52,6 +52,11 @@ class Mixture:
         respond = getattr(self._of(problem), "respond", None)
         return None if respond is None else respond(problem, turns)
 
+    def picture(self, problem: Problem, text: str) -> str | None:
+        """The picture of the problem's own task, where that draws any."""
+        picture = getattr(self._of(problem), "picture", None)
+        return None if picture is None else picture(problem, text)
+
     def extra_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """What each task adds over the groups of its own problems, under its name."""
         found: dict[str, float] = {}

@@ -56,6 +56,7 @@ TASKS: dict[str, Callable[..., Any]] = {
     "chess": Lazy("keel.tasks.chess.mix:chess", "chess"),
     "chess_env": Lazy("keel.tasks.chess.env:chess_env", "chess"),
     "chess_policy": Lazy("keel.tasks.chess.policy:chess_policy", "chess"),
+    "chess_puzzles": Lazy("keel.tasks.chess.puzzles:chess_puzzles", "chess"),
     "countdown": countdown,
     "dataset": dataset,
     "gsm8k": gsm8k,

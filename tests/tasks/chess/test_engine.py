@@ -82,9 +82,9 @@ TACTICS = [
     "rnb1kbnr/pppp1ppp/8/4p1q1/4P3/3P4/PPP2PPP/RNBQKBNR w KQkq - 1 3",  # takes the queen
     "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1",  # mate on the back rank
     "7k/8/8/3q4/8/4N3/8/K7 w - - 0 1",  # takes the queen
-    "4k3/8/8/8/2q5/8/8/R1B1K2R w KQ - 0 1",
+    "4k3/8/8/3q4/8/8/8/3RK3 w - - 0 1",  # takes it along the file
     "r1bqkb1r/pppp1ppp/2n2n2/4p2Q/2B1P3/8/PPPP1PPP/RNB1K1NR w KQkq - 4 4",  # mate on f7
-    "8/P6k/8/8/8/8/7p/K7 w - - 0 1",  # promotes first
+    "8/P6k/8/8/8/8/8/K7 w - - 0 1",  # promotes
 ]
 
 
@@ -94,21 +94,22 @@ def test_labels_are_right_for_both_colours_by_an_independent_search(tmp_path: Pa
     whites = TACTICS
     blacks = [chess.Board(fen).mirror().fen() for fen in whites]
     answers = pool(tmp_path, nodes=20_000).analyse([Query(fen) for fen in (*whites, *blacks)])
-    clear = 0
+    only = []
     for fen, lines in zip((*whites, *blacks), answers, strict=True):
         assert lines
-        values = move_values(fen, 3)
-        top = max(values.values())
-        best = {move for move, value in values.items() if value >= top - 0.5}
-        if len(best) < len(values) / 2:
-            clear += 1
-            assert lines[0][0] in best, (fen, lines, best)
-    assert clear >= 8
-    for white, black in zip(answers[: len(whites)], answers[len(whites) :], strict=True):
+        values = move_values(fen, 2)
+        best = {move for move, value in values.items() if value >= max(values.values()) - 0.5}
+        assert len(best) < len(values) / 2
+        assert lines[0][0] in best, (fen, lines, best)
+        only.append(len(best) == 1)
+    count = len(whites)
+    assert sum(only) >= 6
+    for white, black, one in zip(answers[:count], answers[count:], only, strict=False):
         assert white
         assert black
-        assert _mirrored(white[0][0]) == black[0][0]
-        assert (white[0][1] > 0) == (black[0][1] > 0)  # for the side to move, whichever it is
+        assert not one or _mirrored(white[0][0]) == black[0][0]
+        assert white[0][1] > 1  # for the side to move, whichever it is
+        assert black[0][1] > 1
 
 
 def _mirrored(move: str) -> str:
@@ -194,18 +195,18 @@ def test_one_move_can_be_asked_about(tmp_path: Path) -> None:
 
 @needs_stockfish
 def test_killing_processes_changes_nothing_but_a_counter(tmp_path: Path) -> None:
-    fens = some_positions(40)
+    fens = some_positions(20)
     calm = pool(tmp_path, "calm", nodes=20_000).analyse([Query(fen) for fen in fens])
     troubled = pool(tmp_path, "troubled", nodes=20_000)
     done = threading.Event()
-    killed = []
+    killed: list[int] = []
 
     def kill() -> None:
         while not done.is_set() and len(killed) < 4:
-            for pid in troubled.pids[:1]:
+            for pid in set(troubled.pids[:1]) - set(killed):
                 os.kill(pid, signal.SIGKILL)
                 killed.append(pid)
-            time.sleep(0.4)
+            time.sleep(0.2)
 
     murderer = threading.Thread(target=kill)
     murderer.start()
@@ -214,8 +215,9 @@ def test_killing_processes_changes_nothing_but_a_counter(tmp_path: Path) -> None
     murderer.join()
     assert answers == calm
     assert killed
-    assert troubled.counts["crashed"] >= 1
-    assert troubled.counts["started"] > 2
+    assert troubled.counts["crashed"] >= len(killed)
+    assert troubled.counts["started"] >= 2 + len(killed)
+    assert troubled.counts["timed_out"] == 0
     assert troubled.counts["unavailable"] == 0
 
 
@@ -250,7 +252,8 @@ def test_a_hung_engine_is_unavailable_and_counted(tmp_path: Path) -> None:
 
 
 def test_a_position_is_asked_again_after_a_hang(tmp_path: Path) -> None:
-    once = f"flag = pathlib.Path({str(tmp_path / 'hung')!r}); first = not flag.exists(); flag.touch(); first and time.sleep(60)"
+    flag = f"flag = pathlib.Path({str(tmp_path / 'hung')!r})"
+    once = f"{flag}; first = not flag.exists(); flag.touch(); first and time.sleep(60)"
     engine = pool(tmp_path, path=fake_engine(tmp_path, once), timeout_s=2.0, workers=1)
     assert engine.analyse([Query(chess.STARTING_FEN)])[0]
     assert (engine.counts["timed_out"], engine.counts["unavailable"], engine.counts["started"]) == (1, 0, 2)
@@ -301,7 +304,7 @@ def test_where_the_engine_is_looked_for(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(engine_module, "PLACES", ())
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("KEEL_STOCKFISH", raising=False)
-    with pytest.raises(KeelError, match="chess_policy needs Stockfish.*apt-get install stockfish"):
+    with pytest.raises(KeelError, match=r"chess_policy needs Stockfish.*apt-get install stockfish"):
         find_engine()
     with pytest.raises(KeelError, match="apt-get install stockfish"):
         chess_policy(engine={"cache": str(tmp_path / "cache")})
@@ -332,7 +335,7 @@ def test_options_are_checked(given: object, message: str) -> None:
 
 def test_a_cache_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "cache.sqlite").write_text("this is not a database, " * 50)
-    with pytest.raises(KeelError, match="cache.sqlite cannot be used.*task.engine.cache"):
+    with pytest.raises(KeelError, match=r"cache\.sqlite cannot be used.*task.engine.cache"):
         pool(tmp_path, path=fake_engine(tmp_path))
 
 

@@ -60,7 +60,7 @@ def load(data: Mapping[str, Any], mark: str, ask: Ask, held_out: int | float, na
     said = f"{rows.source}: {len(train)} problems of {name} to train on, {len(held)} held out"
     again = f", {left_out} left out because their positions are held out" if left_out else ""
     notes = (*([note] if note else []), said + again)
-    return Dataset(f"{name}/{stem(source)}", train, held, _Unmarked(), notes)
+    return Dataset(f"{name}/{stem(source)}", train, held, Unmarked(), notes)
 
 
 def _record(row: Row, source: Source) -> Record:
@@ -102,7 +102,7 @@ def _split(
     return tuple(rest), tuple(p for _, p in held)
 
 
-class _Unmarked:
+class Unmarked:
     """A dataset's place for marking, which the chess tasks do themselves."""
 
     def gold(self, problem: Problem) -> str:

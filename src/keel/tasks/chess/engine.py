@@ -171,7 +171,7 @@ class Pool:
             try:
                 if engine is None:
                     engine = await self._start()
-                lines = await asyncio.wait_for(self._search(engine[1], query), self.options.timeout_s)
+                lines = await self._answer(engine[1], query)
             except Exception as error:  # an engine that breaks may break anything between it and here
                 late = isinstance(error, TimeoutError)
                 self.counts["timed_out" if late else "crashed"] += 1
@@ -206,6 +206,18 @@ class Pool:
             with suppress(ProcessLookupError, OSError):
                 engine[0].kill()
             engine[0].close()
+
+    async def _answer(self, protocol: Any, query: Query) -> Lines:
+        """The search, unless time is over or the process ends first, which python-chess does not always notice."""
+        search = asyncio.ensure_future(self._search(protocol, query))
+        limit = self.options.timeout_s
+        done, _ = await asyncio.wait({search, protocol.returncode}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        if search in done:
+            return search.result()
+        search.cancel()
+        if done:
+            raise chess.engine.EngineTerminatedError("the process ended")
+        raise TimeoutError
 
     async def _search(self, protocol: Any, query: Query) -> Lines:
         """The deepest iteration that is complete: lines of one depth compare, those of a cut-off one do not."""
@@ -261,6 +273,7 @@ class Pool:
     def _run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
+            self._loop.set_exception_handler(lambda loop, context: None)  # what fails is counted where it is asked for
             threading.Thread(target=self._loop.run_forever, name="keel-stockfish", daemon=True).start()
             atexit.register(self.close)
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()

@@ -21,6 +21,7 @@ from keel.tasks.chess.format import (
     read_policy,
     read_policy_row,
 )
+from keel.tasks.chess.mates import mate_in_one
 from keel.tasks.chess.positions import Position, games_of
 from keel.tasks.chess.rewards import policy_reward
 from keel.tasks.chess.rules import legal_moves
@@ -63,8 +64,10 @@ class PolicyMarking:
         losses = self._losses(groups)
         if losses:
             found["centipawn_loss"] = 100 * fmean(losses)
+        found |= mate_in_one(groups, self.padding)
         if self.engine is not None:
-            found |= {f"engine/{name}": float(n) for name, n in sorted(pool_of(self.engine).counts.items())}
+            counts = pool_of(self.engine).counts
+            found |= {f"engine/{name}": float(counts[name]) for name in ("crashed", "timed_out", "unavailable")}
         return found
 
     def _losses(self, groups: Sequence[Group]) -> list[float]:

@@ -93,6 +93,12 @@ class ChessTask:
         """Rates over all completions of an evaluation."""
         return self.marking.metrics(groups)
 
+    def picture(self, problem: Problem, text: str) -> str | None:
+        """The board of an answer, as SVG, for the report."""
+        from keel.tasks.chess.picture import answer_picture
+
+        return answer_picture(problem, text)
+
     def keep(self, fits: Callable[[Problem], bool]) -> tuple[ChessTask, int]:
         """The task with only the problems of its data that `fits` accepts, and how many were left out."""
         kept, left_out = keep_fitting(self.problems, fits)
