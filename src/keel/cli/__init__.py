@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from keel.cli import check_task, data, eval, hub, kl, look, migrate, show, train, verify
+from keel.cli import check_task, data, eval, hub, kl, look, migrate, play_chess, show, train, verify
 from keel.cli.app import app
 from keel.errors import KeelError
 
@@ -38,4 +38,18 @@ def main(argv: list[str] | None = None) -> int:
     return 2
 
 
-__all__ = ["app", "check_task", "data", "eval", "hub", "kl", "look", "main", "migrate", "show", "train", "verify"]
+__all__ = [
+    "app",
+    "check_task",
+    "data",
+    "eval",
+    "hub",
+    "kl",
+    "look",
+    "main",
+    "migrate",
+    "play_chess",
+    "show",
+    "train",
+    "verify",
+]

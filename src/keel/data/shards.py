@@ -94,7 +94,8 @@ class _Ledger:
 
     def take(self, items: Sequence[Item]) -> str:
         """Keep what is new, as far as there is room; returns the part's text."""
-        lines, duplicates = [], 0
+        lines: list[str] = []
+        duplicates = 0
         for name, texts, held in items:
             if self._is_new(name):
                 room = self.left - len(lines)

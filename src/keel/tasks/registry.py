@@ -35,13 +35,14 @@ class Lazy:
         self.spec, self.extra = spec, extra
 
     def __call__(self, **params: Any) -> Any:
-        return self._factory()(**params)
+        return self.load()(**params)
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._factory())
+        return inspect.signature(self.load())
 
-    def _factory(self) -> Callable[..., Any]:
+    def load(self) -> Callable[..., Any]:
+        """The task's own factory."""
         module, _, attr = self.spec.partition(":")
         try:
             found: Callable[..., Any] = getattr(importlib.import_module(module), attr)
@@ -126,7 +127,8 @@ def import_own(spec: str, kind: str) -> Callable[..., Any]:
 
 def _factory(name: str) -> Callable[..., Any]:
     if name in TASKS:
-        return TASKS[name]
+        found = TASKS[name]
+        return found.load() if isinstance(found, Lazy) else found
     if isinstance(name, str) and is_users_own(name):
         return import_own(name, "task")
     raise unknown("task", name, TASKS)

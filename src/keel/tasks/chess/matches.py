@@ -49,8 +49,6 @@ class Game:
         game.headers.update({"Event": "keel play-chess", "Round": str(self.number + 1), "White": white, "Black": black})
         game.headers["Result"] = self.result or UNFINISHED
         game.headers["Termination"] = self.reason
-        game.headers.pop("Site", None)
-        game.headers.pop("Date", None)
         return str(game)
 
 
