@@ -175,7 +175,8 @@ def test_labels_of_data_need_no_engine(tmp_path: Path, monkeypatch: pytest.Monke
     both = write(tmp_path / "both.jsonl", [*rows, *env_rows(40)])
     check(build_task("chess", data=both, environment=0.5), count=6)
     with pytest.raises(KeelError, match="none, which is no program here"):
-        build_task("chess_policy", data=write(tmp_path / "fens.jsonl", [{"fen": START}, {"fen": START}]), held_out=1)
+        fens = [{"fen": START}, {"fen": "8/P6k/8/8/8/8/8/4K3 w - - 0 1"}]
+        build_task("chess_policy", data=write(tmp_path / "fens.jsonl", fens), held_out=1)
 
 
 ROW = env_rows(1)[0]["text"]

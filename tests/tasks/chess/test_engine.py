@@ -81,10 +81,10 @@ def move_values(fen: str, depth: int) -> dict[str, float]:
 TACTICS = [
     "rnb1kbnr/pppp1ppp/8/4p1q1/4P3/3P4/PPP2PPP/RNBQKBNR w KQkq - 1 3",  # takes the queen
     "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1",  # mate on the back rank
-    "7k/8/8/3q4/8/4N3/8/K7 w - - 0 1",  # takes the queen
+    "7k/8/8/3q4/8/4N3/P7/K7 w - - 0 1",  # takes the queen
     "4k3/8/8/3q4/8/8/8/3RK3 w - - 0 1",  # takes it along the file
     "r1bqkb1r/pppp1ppp/2n2n2/4p2Q/2B1P3/8/PPPP1PPP/RNB1K1NR w KQkq - 4 4",  # mate on f7
-    "8/P6k/8/8/8/8/8/K7 w - - 0 1",  # promotes
+    "k7/8/1K6/8/8/8/8/7R w - - 0 1",  # mate on the last rank
 ]
 
 
