@@ -195,9 +195,12 @@ class Pool:
         self._engines.add(engine)
         self.counts["started"] += 1
         wanted = {"Threads": 1, "Hash": self.options.hash_mb}
-        await asyncio.wait_for(
-            engine[1].configure({name: value for name, value in wanted.items() if name in engine[1].options}), START_S
-        )
+        known = {name: value for name, value in wanted.items() if name in engine[1].options}
+        try:
+            await asyncio.wait_for(engine[1].configure(known), START_S)
+        except BaseException:
+            self._drop(engine)
+            raise
         return engine
 
     def _drop(self, engine: Any) -> None:
