@@ -174,9 +174,9 @@ def test_labels_of_data_need_no_engine(tmp_path: Path, monkeypatch: pytest.Monke
     assert all(read_policy_row(gold)[1].best in gold for gold in golds)
     both = write(tmp_path / "both.jsonl", [*rows, *env_rows(40)])
     check(build_task("chess", data=both, environment=0.5), count=6)
+    fens = write(tmp_path / "fens.jsonl", [{"fen": START}, {"fen": "8/P6k/8/8/8/8/8/4K3 w - - 0 1"}])
     with pytest.raises(KeelError, match="none, which is no program here"):
-        fens = [{"fen": START}, {"fen": "8/P6k/8/8/8/8/8/4K3 w - - 0 1"}]
-        build_task("chess_policy", data=write(tmp_path / "fens.jsonl", fens), held_out=1)
+        build_task("chess_policy", data=fens, held_out=1)
 
 
 ROW = env_rows(1)[0]["text"]
