@@ -79,6 +79,7 @@ def gpt2(
         resid_pdrop=GPT2_DROPOUT,
         embd_pdrop=GPT2_DROPOUT,
         attn_pdrop=GPT2_DROPOUT,
+        initializer_range=0.02 * (768 / width) ** 0.5,  # GPT-2's 0.02 is for its width; narrower ones start larger
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -82,8 +82,8 @@ def check_options(options: MakeOptions) -> None:
 
 
 def shard(options: MakeOptions, number: int) -> list[Item]:
-    """All items of one shard: some seconds' work, which is what a kill loses at most."""
-    count = max(1, (2 if options.needs_engine else 32) * PLIES[1] // options.longest)
+    """All items of one shard: a second's work, or a game of engines, which is what a kill loses at most."""
+    count = max(1, (PLIES[1] if options.needs_engine else 5 * PLIES[1]) // options.longest)
     return [item for game in range(number * count, (number + 1) * count) for item in game_items(options, game)]
 
 
