@@ -48,8 +48,13 @@ def chess_tokenizer() -> Any:
     return character_tokenizer((*CHARACTERS, *words), "|".join(patterns))
 
 
+def chess_tiny(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
+    """3 layers of width 96: 0.4 million parameters, which learn positions of three pieces in minutes on two cores."""
+    return gpt2(layers=3, width=96, heads=4, positions=512, seed=seed, attn_implementation=attn_implementation)
+
+
 def chess_small(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
-    """4 layers of width 160: 1.3 million parameters, for two cores."""
+    """4 layers of width 160: 1.4 million parameters, for two cores and an hour."""
     return gpt2(layers=4, width=160, heads=5, positions=512, seed=seed, attn_implementation=attn_implementation)
 
 
