@@ -7,7 +7,23 @@ import sys
 
 import typer
 
-from keel.cli import ablate, check_task, doctor, eval, export, hub, kl, look, migrate, plan, show, train, verify
+from keel.cli import (
+    ablate,
+    check_task,
+    data,
+    doctor,
+    eval,
+    export,
+    hub,
+    kl,
+    look,
+    migrate,
+    plan,
+    play_chess,
+    show,
+    train,
+    verify,
+)
 from keel.cli.app import app
 from keel.errors import KeelError
 
@@ -42,6 +58,7 @@ __all__ = [
     "ablate",
     "app",
     "check_task",
+    "data",
     "doctor",
     "eval",
     "export",
@@ -51,6 +68,7 @@ __all__ = [
     "main",
     "migrate",
     "plan",
+    "play_chess",
     "show",
     "train",
     "verify",

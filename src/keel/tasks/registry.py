@@ -39,10 +39,37 @@ def tools_around(task: Mapping[str, Any], tools: Sequence[Any], format: str = "j
     return with_tools(build_task(**task), tools_of(tools), format)
 
 
+class Lazy:
+    """A task of an extra: its module is imported when the task is first looked at, and lacks of it are one line."""
+
+    def __init__(self, spec: str, extra: str) -> None:
+        self.spec, self.extra = spec, extra
+
+    def __call__(self, **params: Any) -> Any:
+        return self.load()(**params)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.load())
+
+    def load(self) -> Callable[..., Any]:
+        """The task's own factory."""
+        module, _, attr = self.spec.partition(":")
+        try:
+            found: Callable[..., Any] = getattr(importlib.import_module(module), attr)
+        except ImportError as error:
+            raise KeelError(f"the task {attr} needs {error.name}: pip install 'keel-rl[{self.extra}]'") from error
+        return found
+
+
 # Any rather than Task: to mypy the protocol's name is writable, which a frozen dataclass's is not
 TASKS: dict[str, Callable[..., Any]] = {
     "arithmetic": arithmetic,
     "capitals": capitals,
+    "chess": Lazy("keel.tasks.chess.mix:chess", "chess"),
+    "chess_env": Lazy("keel.tasks.chess.env:chess_env", "chess"),
+    "chess_policy": Lazy("keel.tasks.chess.policy:chess_policy", "chess"),
+    "chess_puzzles": Lazy("keel.tasks.chess.puzzles:chess_puzzles", "chess"),
     "countdown": countdown,
     "dataset": dataset,
     "gsm8k": gsm8k,
@@ -114,7 +141,8 @@ def import_own(spec: str, kind: str) -> Callable[..., Any]:
 
 def _factory(name: str) -> Callable[..., Any]:
     if name in TASKS:
-        return TASKS[name]
+        found = TASKS[name]
+        return found.load() if isinstance(found, Lazy) else found
     if isinstance(name, str) and is_users_own(name):
         return import_own(name, "task")
     raise unknown("task", name, TASKS)

@@ -66,7 +66,11 @@ def tracked_records(run: Run, problems: Sequence[Problem], *, step: int) -> list
     assert rows.rewards is not None
     assert rows.group is not None
     batch = batch.with_rows(advantages=advantages(rows.rewards, rows.group, scale="none"))
-    return rollout_records(batch, run.policy.tokenizer, groups=len(groups), tracked=True)
+    records = rollout_records(batch, run.policy.tokenizer, groups=len(groups), tracked=True)
+    picture = getattr(run.task, "picture", None)
+    if picture is None:
+        return records
+    return [{**r, "picture": picture(groups[r["group"]].problem, r["completion"])} for r in records]
 
 
 def _first(group: Group, count: int) -> Group:
