@@ -43,7 +43,7 @@ SPECS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: str(spec).partition(" at 0x")[0])
 def test_every_task_is_sound(spec: dict[str, Any]) -> None:
     task = build_task(**spec)
     assert isinstance(task, Task)
@@ -93,7 +93,7 @@ def test_check_finds_a_task_that_forgets_its_seed() -> None:
         check(task)
 
 
-@pytest.mark.parametrize("spec", SPECS[:-1], ids=str)
+@pytest.mark.parametrize("spec", SPECS[:-1], ids=lambda spec: str(spec).partition(" at 0x")[0])
 def test_held_out_is_disjoint_whatever_is_asked(spec: dict[str, Any]) -> None:
     """Also for other seeds on both sides: the problem decides, not the draw."""
     task = build_task(**spec)
