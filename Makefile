@@ -22,7 +22,7 @@ train: setup  ## warm start, GRPO under a KL leash, evaluation and report: confi
 	$(BIN)/keel train configs/default.yaml run.if_exists=replace
 
 test: setup  ## run all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 test-gpu: setup  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest tests_gpu

@@ -2,6 +2,7 @@
 
     python bench/step.py --job cpu-37              # 2 prompts of 37 tokens × 8 completions × 32 tokens, β 0.04
     python bench/step.py --job cpu-512             # the same with prompts of 512 tokens
+    python bench/step.py --job long-prompt         # 1 prompt of 2,300 tokens × 8 × 128 tokens, a random Llama of 19M
     python bench/step.py --job cpu-37 --side keel  # one side only
 
 The sides take turns, `--repeats` of them, so that a machine whose speed changes changes both. A turn is a process of
@@ -45,6 +46,7 @@ class Job:
     prompt_tokens: int
     new_tokens: int
     device: str = "cpu"
+    random_model: bool = False  # bench/random_model.py's, unless --model names another
 
     @property
     def tokens(self) -> int:
@@ -55,6 +57,7 @@ JOBS = {
     "tiny": Job(2, 4, 12, 8),
     "cpu-37": Job(2, 8, 37, 32),
     "cpu-512": Job(2, 8, 512, 32),
+    "long-prompt": Job(1, 8, 2300, 128, random_model=True),
 }
 WORDS = (
     "time",
@@ -280,7 +283,7 @@ def take_turns(sides: list[str], options: argparse.Namespace) -> dict[str, list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--job", choices=sorted(JOBS), default="cpu-37")
-    parser.add_argument("--model", default=str(default_folder()), help="a folder (default: scripts/get_smollm2.py's)")
+    parser.add_argument("--model", help="a folder (default: the job's own, or scripts/get_smollm2.py's)")
     parser.add_argument("--side", choices=["both", *SIDES], default="both")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
@@ -288,9 +291,21 @@ def main() -> None:
     options = parser.parse_args()
     if options.repeats < 1:
         parser.error("--repeats must be at least 1")
-    if not Path(options.model).is_dir():
-        parser.error(f"no model folder at {options.model}: run scripts/get_smollm2.py, or give --model")
     job = JOBS[options.job]
+    with tempfile.TemporaryDirectory() as place:
+        if options.model is None and job.random_model:
+            from random_model import save_random_llama
+
+            save_random_llama(Path(place), WORDS)
+            options.model = place
+        options.model = options.model or str(default_folder())
+        if not Path(options.model).is_dir():
+            parser.error(f"no model folder at {options.model}: run scripts/get_smollm2.py, or give --model")
+        run(options, job)
+
+
+def run(options: argparse.Namespace, job: Job) -> None:
+    """One turn in this process, or all turns and their table."""
     if options.here:
         import torch
 

@@ -31,6 +31,7 @@ from keel.train.state import Engine, KLOptions, Run, StepOptions
 from keel.types import Problem
 
 RewardFunction = Callable[..., Any]
+KEPT_BYTES = 2**30  # for keys and values between the turns of a rollout; what finds no room is read again
 
 
 def build_policy(config: Config, weights: Path | None = None, *, probe: bool = True) -> LoadedModel:
@@ -136,7 +137,8 @@ def build_engine(config: Config, loaded: LoadedModel) -> Engine:
     """The sampler: the native one shares the policy's weights; a user's `module:attr` is given model and tokenizer."""
     name = config.rollout.engine
     if name == "native":
-        return NativeEngine(loaded.model, loaded.tokenizer)
+        kept = KEPT_BYTES if config.rollout.max_turns > 1 else 0
+        return NativeEngine(loaded.model, loaded.tokenizer, kept_bytes=kept)
     if is_users_own(name):
         made: Engine = import_attr(name, "engine")(loaded.model, loaded.tokenizer)
         return made
@@ -206,7 +208,14 @@ def build_run(
         scorer=scorer,
     )
     packing = [] if loaded.packing_note is None else [loaded.packing_note]
-    return Built(run, judge, sampling, (*packing, *getattr(task, "notes", ()), *dropped))
+    return Built(run, judge, sampling, (*packing, *getattr(task, "notes", ()), *dropped, *_one_turn(config, task)))
+
+
+def _one_turn(config: Config, task: Task) -> list[str]:
+    """A word on a task of several turns that is given one."""
+    if config.rollout.max_turns > 1 or not hasattr(task, "respond"):
+        return []
+    return [f"task {task.name!r} has several turns, but rollout.max_turns is 1: no tool is ever answered"]
 
 
 def _reference(config: Config, loaded: LoadedModel) -> Any:
@@ -218,7 +227,7 @@ def _collector(
     config: Config, engine: Engine, task: Task, loaded: LoadedModel, sampling: SamplingParams, judge: Judge
 ) -> Any:
     def collected(problems: Sequence[Any], *, attempt: int, step: int, sampling: SamplingParams = sampling) -> Any:
-        return collect(
+        groups = collect(
             engine,
             task,
             problems,
@@ -228,9 +237,13 @@ def _collector(
             attempt=attempt,
             step=step,
             max_turns=config.rollout.max_turns,
+            max_turn_length=config.rollout.max_turn_length,
             judge=judge,
             **rendering(config),
         )
+        if isinstance(engine, NativeEngine):
+            engine.forget()  # the update needs the memory
+        return groups
 
     return collected
 
@@ -316,7 +329,7 @@ def build_warmstart(config: Config, loaded: LoadedModel, task: Task | None = Non
             for one in named or [own]
         ]
         source: Any = mixture(kept) if len(kept) > 1 else kept[0]
-        examples = gold_examples(source, encoder, loaded.tokenizer, **shared)
+        examples = gold_examples(source, encoder, loaded.tokenizer, reply=renderer.reply, **shared)
     names = ("steps", "batch_size", "learning_rate", "schedule", "warmup_steps", "weight_decay", "max_grad_norm")
     options = SFTOptions(
         **{name: getattr(start, name) for name in names},

@@ -8,15 +8,21 @@ from typing import Any
 
 from torch import Tensor
 
+Message = Mapping[str, str]  # a role and a content; of a tool also its name and the id of the call
+
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing to solve: a key that is stable under the seed, the prompt (text or chat messages), the answer."""
+    """One thing to solve: a key that is stable under the seed, the prompt (text or chat messages), the answer.
+
+    `tools` are the JSON schemas of tools that the chat template writes into the prompt.
+    """
 
     key: str
-    prompt: str | Sequence[Mapping[str, str]]
+    prompt: str | Sequence[Message]
     answer: Any = None
     info: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,9 @@ class Completion:
 
     `tokens` are all tokens after the prompt; `action` is true where the policy sampled the token (tool output and
     later user turns are false). `sample_logp` is the engine's log-probability at the sampling temperature before
-    any filter, `filtered_logp` after top-p/top-k/min-p. Both are 0 where `action` is false.
+    any filter, `filtered_logp` after top-p/top-k/min-p. Both are 0 where `action` is false. `stop_reason` is eos,
+    stop, length, or `turns` where an episode had more to do after its last turn. `counts` are figures of an episode
+    with several turns, by the names they are logged under.
     """
 
     tokens: tuple[int, ...]
@@ -34,6 +42,7 @@ class Completion:
     filtered_logp: tuple[float, ...]
     text: str
     stop_reason: str
+    counts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 
 from keel.errors import KeelError
 from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.rollout.stops import StopStrings
 
 from . import shapes
 
@@ -177,14 +178,15 @@ def test_a_special_token_is_a_stop_string() -> None:
 
 def test_stop_strings_around_special_tokens() -> None:
     engine = with_special_tokens()
+    cut = StopStrings(engine.tokenizer).cut
     encode = engine.tokenizer.encode
     tokens = encode("one<pad> two<|im_end|>\nthree")
-    assert engine._cut(tokens, ("<|im_end|>\n",)) == "one two"
-    assert engine._cut(tokens, ("o<|im_end|>",)) == "one tw"
-    assert engine._cut(tokens, ("three", "two<|im_end|>")) == "one "
-    assert engine._cut(tokens, ("e two",)) == "on"  # special tokens are no part of the text
-    assert engine._cut(tokens, ("<bos>", "four")) is None
-    assert engine._cut(encode("x" * 99 + "<|im_end|>"), ("<|im_end|>",)) == "x" * 99
+    assert cut(tokens, ("<|im_end|>\n",)) == "one two"
+    assert cut(tokens, ("o<|im_end|>",)) == "one tw"
+    assert cut(tokens, ("three", "two<|im_end|>")) == "one "
+    assert cut(tokens, ("e two",)) == "on"  # special tokens are no part of the text
+    assert cut(tokens, ("<bos>", "four")) is None
+    assert cut(encode("x" * 99 + "<|im_end|>"), ("<|im_end|>",)) == "x" * 99
 
 
 def test_the_same_noise_is_not_drawn_twice() -> None:

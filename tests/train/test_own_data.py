@@ -180,7 +180,16 @@ def test_rollouts_hold_the_prompt_that_the_model_was_given(tmp_path: Path, capsy
     result = trained(tmp_path, **changes)
     for record in records(result, "rollouts.jsonl"):
         asked = record["messages"][-1]["content"]
-        whole = ["<bos>", "<|system|>", *"Add.", "<eos>", "<|user|>", *asked, "<eos>", "<|assistant|>"]  # one token a character
+        whole = [
+            "<bos>",
+            "<|system|>",
+            *"Add.",
+            "<eos>",
+            "<|user|>",
+            *asked,
+            "<eos>",
+            "<|assistant|>",
+        ]  # one token a character
         assert record["prompt"] == "".join(whole[-9:])
         assert record["prompt_tokens_cut"] == max(0, len(whole) - 9)
     cut = [r for r in records(result, "rollouts.jsonl") if r["step"] == 0 and r["prompt_tokens_cut"]]

@@ -7,7 +7,23 @@ import sys
 
 import typer
 
-from keel.cli import check_task, doctor, eval, hub, kl, look, migrate, show, train, verify
+from keel.cli import (
+    ablate,
+    check_task,
+    data,
+    doctor,
+    eval,
+    export,
+    hub,
+    kl,
+    look,
+    migrate,
+    plan,
+    play_chess,
+    show,
+    train,
+    verify,
+)
 from keel.cli.app import app
 from keel.errors import KeelError
 
@@ -38,4 +54,22 @@ def main(argv: list[str] | None = None) -> int:
     return 2
 
 
-__all__ = ["app", "check_task", "doctor", "eval", "hub", "kl", "look", "main", "migrate", "show", "train", "verify"]
+__all__ = [
+    "ablate",
+    "app",
+    "check_task",
+    "data",
+    "doctor",
+    "eval",
+    "export",
+    "hub",
+    "kl",
+    "look",
+    "main",
+    "migrate",
+    "plan",
+    "play_chess",
+    "show",
+    "train",
+    "verify",
+]

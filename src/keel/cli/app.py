@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -55,3 +57,20 @@ def configuration(words: list[str], *, resume: bool = False) -> Any:
 
 def print_json(data: Any) -> None:
     typer.echo(json.dumps(data, ensure_ascii=False, allow_nan=False, indent=2))
+
+
+@contextmanager
+def bar() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
+    """A progress bar on stderr, gone when it is done: `watch(label, total)` returns what is told of each advance."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+
+        def watch(label: str, total: int) -> Callable[[int], None]:
+            number = progress.add_task(label, total=total)
+            return lambda done: progress.advance(number, done)
+
+        yield watch

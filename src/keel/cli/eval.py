@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from keel.cli.app import ANY_OPTION, app, print_json
+from keel.cli.app import ANY_OPTION, app, bar, print_json
 from keel.errors import KeelError
 
 EVAL_HELP = """Evaluate a model, a run's checkpoint or a configuration's model on held-out problems.
@@ -105,7 +103,7 @@ def _evaluate(
     # the baseline's model is its own, so what the user says of the model does not hold for it; where it runs does
     place = [item for item in own if item.startswith(("model.device=", "model.dtype=", "model.trust_remote_code="))]
     other = None if baseline is None else find_subject(baseline, place)
-    with _bar() as watch:
+    with bar() as watch:
         return run_evaluation(subject, tasks=tasks, baseline=other, seed=seed, watch=watch)
 
 
@@ -116,20 +114,3 @@ def _check_tasks(given: list[str], task: list[str] | None) -> None:
     clash = next((item for item in given if names_tasks([item])), None)
     if clash is not None and task:
         raise KeelError(f"--task {task[0]} and {clash} both name tasks: give them in one way")
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
-    """A progress bar on stderr while completions are sampled, gone when they are done."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-
-        def watch(label: str, total: int) -> Callable[[int], None]:
-            number = progress.add_task(label, total=total)
-            return lambda done: progress.advance(number, done)
-
-        yield watch

@@ -166,7 +166,12 @@ class Rollout(Section):
     top_p: Annotated[Float, Field(gt=0, le=1)] = Field(default=1.0, description="Nucleus probability kept; 1 is off.")
     top_k: Count = Field(default=0, description="Most probable tokens kept; 0 is off.")
     min_p: Share = Field(default=0.0, description="Least probability kept, as a share of the largest; 0 is off.")
-    max_completion_length: Positive = Field(default=64, description="Longest completion in tokens, over all turns.")
+    max_completion_length: Positive = Field(
+        default=64, description="Longest completion in tokens, over all turns and the messages between them."
+    )
     max_turns: Positive = Field(default=1, description="Most turns of the model in an episode.")
+    max_turn_length: Positive | None = Field(
+        default=None, description="Longest turn of the model in tokens; null: only max_completion_length counts."
+    )
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), description="Texts that end a turn.")
     max_batch: Positive | None = Field(default=None, description="Completions sampled at a time; null for all of them.")

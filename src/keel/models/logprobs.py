@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from keel.errors import KeelError
+from keel.models.branches import branch_attention, by_structure
 from keel.models.chunked import Ask, default_chunk, token_stats
 from keel.models.head import Head, LogitsOf, body_of, head_of, takes_positions
 from keel.models.pack import PackedBatch
@@ -30,12 +32,16 @@ def hidden_states(model: nn.Module, packed: PackedBatch) -> Tensor:
     Of a reference they are computed once a batch and kept over all of its updates, instead of its logits.
     """
     body = body_of(model)
-    inputs = {"input_ids": packed.input_ids, "attention_mask": packed.attention_mask(), "use_cache": False}
+    inputs: dict[str, Any] = {"input_ids": packed.input_ids, "use_cache": False}
     if takes_positions(body):
         inputs["position_ids"] = packed.position_ids
     elif packed.shared_prefix:
         raise KeelError(f"{type(body).__name__} takes no position ids: pack with shared_prefix=False")
-    hidden = body(**inputs)[0]
+    if by_structure(body, packed):
+        with branch_attention(body.config, packed):
+            hidden = body(**inputs, attention_mask=None)[0]
+    else:
+        hidden = body(**inputs, attention_mask=packed.attention_mask())[0]
     where, _ = packed.scored()
     return hidden.flatten(0, 1).index_select(0, where)
 

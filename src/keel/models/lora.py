@@ -100,6 +100,14 @@ def check_bias(config: Any, what: str) -> None:
         raise KeelError(f"{what} has bias={bias!r}, which trains the base model itself: use LoRA with bias='none'")
 
 
+def check_unmerged(model: nn.Module) -> None:
+    """Refuse a policy whose adapter is merged: switching adapters unmerges it for good, with rounding in the base."""
+    module: Any
+    for name, module in model.named_modules():
+        if hasattr(module, "adapter_layer_names") and getattr(module, "merged", False):
+            raise KeelError(f"the policy's adapter is merged into its base ({name}): call unmerge_adapter() first")
+
+
 def settings_of(model: nn.Module, settings: LoraSettings) -> LoraSettings:
     """The settings as they are in the model: a continued adapter brings its own rank, alpha and targets."""
     config: Any = next(iter(model.peft_config.values()))  # type: ignore[operator]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,14 +30,21 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     `decode(encode(x)) == x` for every x over `CHARACTERS`. No BOS is added by itself: the chat template writes it,
     and a tokenizer that adds one too gives chat prompts two.
     """
+    tokenizer = character_tokenizer(CHARACTERS)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def character_tokenizer(words: Iterable[str], pattern: str = r"[\s\S]") -> PreTrainedTokenizerFast:
+    """A token for each of `words`, which are what `pattern` cuts a text into; anything else is `<unk>`."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocab = {token: index for index, token in enumerate((PAD, BOS, EOS, UNK, *ROLES, *CHARACTERS))}
+    vocab = {token: index for index, token in enumerate((PAD, BOS, EOS, UNK, *ROLES, *words))}
     core = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     core.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token=PAD,
         bos_token=BOS,
@@ -46,8 +54,6 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         model_max_length=2048,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
 
 
 def tiny_config(tokenizer: Any) -> Any:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from keel.errors import KeelError
 from keel.models.fingerprint import effective_weights, fingerprint, fingerprint_tensors
 from keel.models.head import evaluating
-from keel.models.lora import adapter_is_zero, check_bias, is_lora
+from keel.models.lora import adapter_is_zero, check_bias, check_unmerged, is_lora
 from keel.reference.held import Parked, unwrap
 
 
@@ -32,6 +32,7 @@ class HeldAdapter:
             raise KeelError("this reference needs LoRA: set model.lora, or use reference.kind=frozen")
         self._policy_adapter: str = self._model.active_adapters[0]
         check_bias(self._model.peft_config[self._policy_adapter], "the policy's adapter")
+        check_unmerged(self._model)
         self._offload = offload
         self._parked: Parked | None = None
         self._name: str | None = None
@@ -40,6 +41,7 @@ class HeldAdapter:
 
     @contextmanager
     def model(self) -> Iterator[nn.Module]:
+        check_unmerged(self._model)
         with ExitStack() as stack:
             stack.enter_context(evaluating(self._model))
             stack.enter_context(self._parked.visiting() if self._parked else nullcontext())
@@ -120,6 +122,7 @@ class HeldAdapter:
     def _check_same(self, policy: nn.Module) -> None:
         if unwrap(policy) is not self._model:
             raise KeelError("this reference shares its base with another policy: build it from this one")
+        check_unmerged(self._model)
 
 
 class DeltaAverage:
@@ -144,6 +147,7 @@ class DeltaAverage:
             with self._start.model() as model:
                 yield model
             return
+        check_unmerged(self._model)
         with ExitStack() as stack:
             stack.enter_context(evaluating(self._model))
             stack.enter_context(_off(self._model))

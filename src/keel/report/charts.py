@@ -38,6 +38,8 @@ class Panel:
     marks: Sequence[float] = ()
     from_zero: bool = False
     saves: Sequence[float] = ()
+    across: str = "step"  # what the x axis counts; steps are whole numbers
+    names: Sequence[str] = ()  # of x = 0, 1, 2, … where it counts nothing
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def svg(panel: Panel) -> str:
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(panel.title, quote=True)}"'
         f' data-x="{x.low:.10g},{x.high:.10g},{x.start},{x.end}"{" data-log" if log else ""}>'
     ]
-    parts += grid(x, y)
+    parts += grid(x, y, whole=panel.across == "step", names=panel.names)
     parts += [
         f'<line class="mark" x1="{x.at(step):.1f}" x2="{x.at(step):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
         for step in panel.marks
@@ -161,18 +163,19 @@ def tick_text(value: float) -> str:
     return f"{value:.6g}"
 
 
-def grid(x: Axis, y: Axis) -> list[str]:
-    """Horizontal lines with their numbers, and steps along the bottom."""
+def grid(x: Axis, y: Axis, whole: bool = True, names: Sequence[str] = ()) -> list[str]:
+    """Horizontal lines with their numbers, and steps, or names, along the bottom."""
     parts = []
     for value in log_ticks(y.low, y.high) if y.log else ticks(y.low, y.high):
         at = y.at(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
         parts.append(f'<text x="{LEFT - 5}" y="{at + 3.5:.1f}" text-anchor="end">{tick_text(value)}</text>')
-    for value in ticks(x.low, x.high):
-        if value == int(value):  # there is no half step
+    named = [(float(place), name) for place, name in enumerate(names)]
+    for value, name in named or [(value, tick_text(value)) for value in ticks(x.low, x.high)]:
+        if value == int(value) or not whole:  # there is no half step
             at = x.at(value)
             anchor = "end" if at > WIDTH - RIGHT - 12 else "middle"
-            parts.append(f'<text x="{at:.1f}" y="{HEIGHT - 7}" text-anchor="{anchor}">{tick_text(value)}</text>')
+            parts.append(f'<text x="{at:.1f}" y="{HEIGHT - 7}" text-anchor="{anchor}">{escape(name)}</text>')
     return parts
 
 

@@ -81,7 +81,7 @@ def chart_data(drawn: Sequence[Panel]) -> str:
             }
             for series in kept
         ]
-        charts.append({"title": panel.title, "series": curves})
+        charts.append({"title": panel.title, "across": panel.across, "names": list(panel.names), "series": curves})
     return embed({"width": WIDTH, "height": HEIGHT, "charts": charts})
 
 

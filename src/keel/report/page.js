@@ -28,7 +28,8 @@
         const error = series.e[index];
         parts.push(series.label + " " + show(series.y[index]) + (error === null || error === undefined ? "" : " ± " + show(error)));
       }
-      out.textContent = "step " + step + ": " + parts.join(", ");
+      const place = chart.names.length ? chart.names[step] : chart.across + " " + show(step);
+      out.textContent = place + ": " + parts.join(", ");
     };
     svg.addEventListener("pointermove", read);
     svg.addEventListener("pointerdown", read);

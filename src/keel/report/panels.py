@@ -33,6 +33,36 @@ PANELS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         "",
         [("parse/ok_fraction", "answer readable"), ("length/truncated_fraction", "cut at the length limit")],
     ),
+    (
+        "Turns and tool calls",
+        "an episode",
+        "",
+        [("turn/count_mean", "turns of the model"), ("tool/calls_mean", "tool calls")],
+    ),
+    (
+        "Tool calls that went wrong",
+        "an episode",
+        "",
+        [
+            ("tool/malformed", "malformed call"),
+            ("tool/unknown_tool", "unknown tool"),
+            ("tool/bad_arguments", "bad arguments"),
+            ("tool/failed", "tool failed"),
+            ("tool/timeout", "tool too slow"),
+            ("tool/too_long", "result cut"),
+        ],
+    ),
+    (
+        "Episodes without a usable end",
+        "an episode",
+        "unfinished: stopped by rollout.max_turns",
+        [
+            ("answer/missing", "no answer"),
+            ("answer/list", "answer is a list"),
+            ("answer/unknown_document", "cites no document"),
+            ("turn/unfinished_fraction", "unfinished"),
+        ],
+    ),
     ("Loss", "", "", [("loss/policy", "policy term"), ("loss/kl", "β × KL term")]),
     (
         "KL(sampler‖policy)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Sequence
 from html import escape
 
@@ -80,7 +81,16 @@ def prompt(record: Record) -> str:
 def completion(record: Record, top: float) -> str:
     """One completion with its reward, parts, advantage and why it stopped."""
     said = escape(" · ".join(facts(record)))
-    return f"<div class='completion'><pre>{tokens(record, top)}</pre><p class='muted'>{said}</p></div>"
+    shown = picture(record)
+    return f"<div class='completion'><pre>{tokens(record, top)}</pre>{shown}<p class='muted'>{said}</p></div>"
+
+
+def picture(record: Record) -> str:
+    """The task's own SVG of an answer, as an image: a browser runs no script and loads nothing inside one."""
+    svg = record.get("picture")
+    if not isinstance(svg, str) or not svg.lstrip().startswith("<svg"):
+        return ""
+    return f"<img class='picture' alt='' src='data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}'>"
 
 
 def tokens(record: Record, top: float) -> str:

@@ -77,20 +77,26 @@ class Layout:
 
 
 class SharedPrefixCache(Cache):
-    """A transformers cache whose rows share their prompts; one new token a row and step.
+    """A transformers cache whose rows share their prompts; one new token a row and step, or a few to begin with.
 
     The rows' own part is one preallocated buffer `[layers, 2, B, kv_heads, T, D]`: a step writes in place, and a row
     that leaves is replaced by the last one, so that live rows are always a leading slice and nothing is reallocated.
+    Rows that come with a past of their own (`pasts`, tokens after the prompt) stand with its end in one column, so that
+    every row writes into the same one; the columns before a shorter past are masked.
     """
 
-    def __init__(self, prefix: Prefix, group_of: list[int], length: int) -> None:
+    def __init__(self, prefix: Prefix, group_of: list[int], length: int, pasts: list[int] | None = None) -> None:
         super().__init__(layers=[])
         self.prefix = prefix
         self.group_of = list(group_of)
         self.length = 0
         first = prefix.keys[0]
         _, heads, _, size = first.shape
-        self.own = first.new_empty(len(prefix.keys), 2, len(group_of), heads, length, size)
+        pasts = pasts or [0] * len(group_of)
+        self.past = max(pasts)
+        self.unused = [self.past - past for past in pasts]  # columns before each row's past
+        self.own = first.new_empty(len(prefix.keys), 2, len(group_of), heads, self.past + length, size)
+        self.own[..., : self.past, :] = 0.0  # a masked column still enters a product, with weight 0
         self.layer = 0
         self._arrange()
 
@@ -98,27 +104,34 @@ class SharedPrefixCache(Cache):
         lengths, device = self.prefix.lengths, self.prefix.lengths.device
         groups, width = len(lengths), self.prefix.keys[0].shape[2]
         self.layout = Layout.of(self.group_of, groups, device)
-        self.positions = lengths[torch.tensor(self.group_of, device=device)]
+        unused = torch.tensor(self.unused, device=device)
+        self.positions = lengths[torch.tensor(self.group_of, device=device)] - unused
         padding = torch.arange(width, device=device) >= lengths[:, None]
         bias = torch.zeros(groups, 1, 1, width, dtype=self.own.dtype, device=device)
         # None where no prompt is padded: one pass over the scores less
         self.bias = bias.masked_fill_(padding[:, None, None], -torch.inf) if bool(padding.any()) else None
+        hidden = torch.arange(self.past, device=device) < unused[:, None]
+        self.hidden = hidden[:, None, None] if any(self.unused) else None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """What a transformers layer calls just before its attention."""
-        self.store(layer_idx, torch.stack((key_states[:, :, 0], value_states[:, :, 0])))
+        self.store(layer_idx, torch.stack((key_states, value_states)))
         self.layer = layer_idx
         return key_states, value_states
 
     def store(self, layer: int, pair: Tensor) -> None:
-        """Write the newest token's keys and values `[2, B, kv_heads, D]`."""
-        self.own[layer, :, : pair.shape[1], :, self.length] = pair
+        """Write the newest tokens' keys and values `[2, B, kv_heads, N, D]`."""
+        self.own[layer, :, : pair.shape[1], :, self.length : self.length + pair.shape[3]] = pair
 
-    def advance(self) -> None:
-        """Count the token that every layer has just been given."""
-        self.length += 1
+    def advance(self, count: int = 1) -> None:
+        """Count the tokens that every layer has just been given."""
+        self.length += count
+
+    def of_row(self, row: int) -> Tensor:
+        """A copy of the row's own keys and values so far, `[layers, 2, kv_heads, T, D]`."""
+        return self.own[:, :, row, :, self.unused[row] : self.length].clone()
 
     def keep(self, live: list[int]) -> list[int]:
         """Drop all rows but these; returns the old index of each row as they now stand."""
@@ -133,6 +146,7 @@ class SharedPrefixCache(Cache):
             target, source = torch.tensor(holes, device=device), torch.tensor(fill, device=device)
             self.own[:, :, target, :, : self.length] = self.own[:, :, source, :, : self.length]
         self.group_of = [self.group_of[row] for row in order]
+        self.unused = [self.unused[row] for row in order]
         self._drop_groups()
         self._arrange()
         return order
@@ -147,14 +161,16 @@ class SharedPrefixCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.prefix.keys[0].shape[2] + self.length
 
-    def attend(self, layer: int, query: Tensor, scaling: float) -> Tensor:
-        """Attention of one token a row, `[B, kv_heads, R, D]` for R query heads a KV head, over its prompt and itself.
+    def attend(self, layer: int, query: Tensor, scaling: float, count: int = 1) -> Tensor:
+        """Attention of the newest `count` tokens of each row over its prompt and itself.
+
+        Queries are `[B, kv_heads, R, D]` for R query heads a KV head, or `[B, kv_heads, R·count, D]`, head-major.
 
         Grouped matrix products: the query heads of a KV head, and for the prompt all rows of a group, are one matrix,
         so that neither heads nor prompts are ever repeated in memory. The softmax runs over both parts together.
         """
         rows, _, repeats, _ = query.shape
-        keys, values = self.own[layer, :, :rows, :, : self.length + 1]
+        keys, values = self.own[layer, :, :rows, :, : self.length + count]
         prompt_keys, prompt_values = self.prefix.keys[layer], self.prefix.values[layer]
         width = prompt_keys.shape[2]
         query = query * scaling
@@ -162,6 +178,11 @@ class SharedPrefixCache(Cache):
         if self.bias is not None:
             prompt_scores = prompt_scores + self.bias
         scores = torch.matmul(query, keys.transpose(-1, -2))
+        if self.hidden is not None:
+            scores[..., : self.past].masked_fill_(self.hidden[..., : scores.shape[-1]], -torch.inf)
+        if count > 1:
+            later = torch.ones(count, count, dtype=torch.bool, device=scores.device).triu(1)
+            scores[..., self.length :].masked_fill_(later.repeat(repeats // count, 1), -torch.inf)
         weights = torch.cat((self.layout.scatter(prompt_scores, repeats), scores), dim=-1)
         weights = weights.softmax(-1, dtype=torch.float32).to(values.dtype)
         out = torch.matmul(self.layout.gather(weights[..., :width]), prompt_values)
@@ -187,9 +208,10 @@ def _shared_prefix_attention(
         raise NotImplementedError(f"attention with {', '.join(unusual)}")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     cache = _active[-1]
-    rows, heads, _, size = query.shape
+    rows, heads, count, size = query.shape
     grouped = query.reshape(rows, cache.own.shape[3], -1, size)
-    return cache.attend(cache.layer, grouped, scale).reshape(rows, 1, heads, size), None
+    out = cache.attend(cache.layer, grouped, scale, count).reshape(rows, heads, count, size)
+    return out.transpose(1, 2), None
 
 
 AttentionInterface.register(ATTENTION, _shared_prefix_attention)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from keel.errors import KeelError
 from keel.rollout.native import Request
-from keel.rollout.render import Renderer, fit
+from keel.rollout.render import Renderer, Reply, fit
 from keel.rollout.sampling import SamplingParams
 from keel.tasks.base import Task
 from keel.tasks.judge import CallFailed, Judge
@@ -47,14 +48,14 @@ class _Episode:
         self.said.append(turn.text)
         self.stop_reason = turn.stop_reason
 
-    def hear(self, message: str, tokens: Sequence[int]) -> None:
+    def hear(self, message: Reply, tokens: Sequence[int]) -> None:
         self.tokens += tokens
         self.action += [False] * len(tokens)
         self.sample_logp += [0.0] * len(tokens)
         self.filtered_logp += [0.0] * len(tokens)
-        self.said.append(message)
+        self.said += [message] if isinstance(message, str) else [one["content"] for one in message]
 
-    def completion(self) -> Completion:
+    def completion(self, counts: Mapping[str, float]) -> Completion:
         return Completion(
             tokens=tuple(self.tokens),
             action=tuple(self.action),
@@ -62,6 +63,7 @@ class _Episode:
             filtered_logp=tuple(self.filtered_logp),
             text="\n".join(self.said),
             stop_reason=self.stop_reason,
+            counts=counts,
         )
 
 
@@ -76,6 +78,7 @@ def collect(
     attempt: int = 0,
     step: int = 0,
     max_turns: int = 1,
+    max_turn_length: int | None = None,
     judge: Judge | None = None,
     chat_template: str = "auto",
     system_prompt: str | None = None,
@@ -86,8 +89,9 @@ def collect(
 
     Several turns: after each of the model's, the task's `respond` is asked for the environment's message, whose tokens
     are appended with action False. `max_completion_length` is the budget of a whole episode, messages included; one
-    that a message would overrun ends there with stop_reason `length`. Tokens are only ever appended, never encoded
-    again, and noise goes on at the position where it stopped.
+    that a message would overrun ends there with stop_reason `length`. `max_turn_length` is the budget of one turn: a
+    turn that it cuts off is answered like any other. An episode that would go on after `max_turns` has the stop_reason
+    `turns`. Tokens are only ever appended, never encoded again, and noise goes on at the position where it stopped.
     """
     if max_turns < 1:
         raise KeelError(f"rollout.max_turns is {max_turns}: it must be at least 1")
@@ -99,29 +103,35 @@ def collect(
     whole = [renderer.prompt(problem) for problem in problems]
     prompts = [fit(t, max_prompt_length, truncation, p.key) for t, p in zip(whole, problems, strict=True)]
     noise = {"seed": seed, "attempt": attempt, "step": step}
-    first = engine.generate(
-        [Request(p.key, tokens) for p, tokens in zip(problems, prompts, strict=True)], sampling, **noise
-    )
+    limit = None if max_turn_length is None else min(max_turn_length, sampling.max_completion_length)
+    _check_room(engine, problems, prompts, sampling)
+    asked = [Request(p.key, tokens, max_new=limit) for p, tokens in zip(problems, prompts, strict=True)]
+    first = engine.generate(asked, sampling, **noise)
     episodes = [_Episode(g, s) for g, group in enumerate(first) for s in range(len(group))]
     for episode in episodes:
         episode.act(first[episode.group][episode.sample])
-    live = episodes
-    for _ in range(max_turns - 1):
-        live = [e for e in live if _go_on(e, task, problems[e.group], judge, renderer, sampling)]
-        if not live:
-            break
-        requests = [_request(e, problems[e.group], prompts[e.group], sampling) for e in live]
-        for episode, (turn,) in zip(live, engine.generate(requests, sampling, **noise), strict=True):
+    live = episodes if max_turns > 1 else []
+    while live:
+        live = [e for e in live if _go_on(e, task, problems[e.group], judge, renderer, sampling, max_turns)]
+        requests = [_request(e, problems[e.group], prompts[e.group], sampling, limit) for e in live]
+        turns = engine.generate(requests, sampling, **noise) if live else []
+        for episode, (turn,) in zip(live, turns, strict=True):
             episode.act(turn)
     marked = [_marked(p, len(t) - len(kept)) for p, t, kept in zip(problems, whole, prompts, strict=True)]
-    return _judged(marked, prompts, episodes, judge, step)
+    return _judged(task, marked, prompts, episodes, judge, step)
 
 
 def _go_on(
-    episode: _Episode, task: Task, problem: Problem, judge: Judge, renderer: Renderer, sampling: SamplingParams
+    episode: _Episode,
+    task: Task,
+    problem: Problem,
+    judge: Judge,
+    renderer: Renderer,
+    sampling: SamplingParams,
+    max_turns: int,
 ) -> bool:
     """Ask for the environment's message and append it; False where the episode is over."""
-    if episode.stop_reason == "length":
+    if len(episode.tokens) >= sampling.max_completion_length:
         return False
     try:
         message = judge.respond(task, problem, episode.sample, episode.turns)
@@ -129,6 +139,9 @@ def _go_on(
         episode.broken = True
         return False
     if message is None:
+        return False
+    if len(episode.turns) >= max_turns:
+        episode.stop_reason = "turns"
         return False
     tokens = renderer.reply(problem, message, episode.tokens[-1] if episode.tokens else None)
     if len(episode.tokens) + len(tokens) >= sampling.max_completion_length:
@@ -138,18 +151,22 @@ def _go_on(
     return True
 
 
-def _request(episode: _Episode, problem: Problem, prompt: tuple[int, ...], sampling: SamplingParams) -> Request:
+def _request(
+    episode: _Episode, problem: Problem, prompt: tuple[int, ...], sampling: SamplingParams, limit: int | None
+) -> Request:
     used = len(episode.tokens)
+    left = sampling.max_completion_length - used
     return Request(
         key=problem.key,
         tokens=(*prompt, *episode.tokens),
         samples=(episode.sample,),
         start=used,
-        max_new=sampling.max_completion_length - used,
+        max_new=left if limit is None else min(left, limit),
     )
 
 
 def _judged(
+    task: Task,
     problems: Sequence[Problem],
     prompts: Sequence[tuple[int, ...]],
     episodes: Sequence[_Episode],
@@ -161,11 +178,34 @@ def _judged(
         members = [e for e in episodes if e.group == g]
         rewards = judge.judge(problem, [e.turns for e in members], {e.sample for e in members if e.broken})
         if rewards is not None:
-            groups.append(Group(problem, prompt, tuple(e.completion() for e in members), rewards))
+            groups.append(Group(problem, prompt, tuple(_finished(e, task, problem) for e in members), rewards))
     if problems and not groups:
         last = judge.failures[-1]
         raise KeelError(f"every group of step {step} was skipped, the last for reward {last}")
     return groups
+
+
+def _finished(episode: _Episode, task: Task, problem: Problem) -> Completion:
+    """The episode as it is trained on; with several turns, or tools, with the figures that its task counts."""
+    if not hasattr(task, "respond"):
+        return episode.completion({})
+    return episode.completion({"turn/count": float(len(episode.turns)), **_counts(episode, task, problem)})
+
+
+def _counts(episode: _Episode, task: Task, problem: Problem) -> dict[str, float]:
+    """What the task counts of an episode (`counts`), as finite numbers; none of one that broke."""
+    method = getattr(task, "counts", None)
+    if method is None or episode.broken:
+        return {}
+    try:
+        found = {str(name): float(count) for name, count in method(problem, tuple(episode.turns)).items()}
+    except Exception as error:  # a user's task may raise anything
+        said = next(iter(str(error).strip().splitlines()), "")
+        raise KeelError(f"counts of task {task.name!r} raised {type(error).__name__}: {said}") from error
+    odd = next((name for name, count in found.items() if not math.isfinite(count)), None)
+    if odd is not None:
+        raise KeelError(f"counts of task {task.name!r} gave {odd}={found[odd]}: it must be a finite number")
+    return found
 
 
 def _marked(problem: Problem, cut: int) -> Problem:
@@ -174,6 +214,20 @@ def _marked(problem: Problem, cut: int) -> Problem:
         return problem
     info: Mapping[str, Any] = {**problem.info, "prompt_tokens_cut": cut}
     return replace(problem, info=info)
+
+
+def _check_room(
+    engine: Engine, problems: Sequence[Problem], prompts: Sequence[tuple[int, ...]], sampling: SamplingParams
+) -> None:
+    """Refuse an episode that could outgrow the model's context in a later turn, before the first is sampled."""
+    context = getattr(engine, "context", None)
+    for problem, prompt in zip(problems, prompts, strict=True):
+        if context is not None and len(prompt) < context < len(prompt) + sampling.max_completion_length:
+            raise KeelError(
+                f"problem {problem.key!r}: {len(prompt)} prompt tokens and {sampling.max_completion_length} new ones "
+                f"exceed the model's context of {context}: set rollout.max_completion_length to "
+                f"{context - len(prompt)} or less"
+            )
 
 
 def _check_keys(problems: Sequence[Problem]) -> None:

@@ -14,13 +14,20 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from keel.models.head import causal_lm
 from keel.models.lora import first_line
 from keel.rollout.cache import Prefix, SharedPrefixCache, shared_prefix_attention
+from keel.rollout.kept import KeptPrompt, KeptRow, stacked
 from keel.rollout.lean import LlamaStep, is_llama_shaped
 
 _PREFILL_TOKENS = 16384  # prompts are read in chunks of about this many tokens, to bound their activations
+_RESUME_SCORES = 2**25  # attention scores that one piece of a resumed context may have, for the same reason
 
 
 class Decoder(Protocol):
-    """What the engine drives: `start` reads prompts, `step` takes one token a row, `keep` drops rows."""
+    """What the engine drives: `start` reads prompts, `step` takes one token a row, `keep` drops rows.
+
+    One that can hold contexts between turns (`resumes`) also hands out what it has read, and goes on from it.
+    """
+
+    resumes: bool
 
     def start(self, prompts: Sequence[Sequence[int]], prompt_of: Sequence[int], length: int) -> Tensor: ...
 
@@ -51,6 +58,8 @@ def _only_last(model: Any, last: Tensor) -> Iterator[None]:
 class SharedPrefixDecoder:
     """Reads every distinct prompt once and keeps its keys and values once; `lean` steps past the model's forward."""
 
+    resumes = True
+
     def __init__(self, model: nn.Module, *, lean: bool = False) -> None:
         self.model = model
         self.inner = causal_lm(model)
@@ -62,6 +71,55 @@ class SharedPrefixDecoder:
         prefix, logits = self._prefill(prompts)
         self.cache = SharedPrefixCache(prefix, list(prompt_of), length)
         return logits[torch.tensor(prompt_of, device=self.device)]
+
+    def resume(self, rows: Sequence[KeptRow], contexts: Sequence[Sequence[int]], length: int) -> Tensor:
+        """Go on from kept rows: `contexts` are all tokens of each, and only those after what is kept are read.
+
+        Contexts end in one column. A row with less to read than the longest reads a few of its last tokens again, or
+        columns before its past, which nothing sees: no row needs a shape of its own.
+        """
+        prompts = {id(row.prompt): row.prompt for row in rows}
+        places = {key: index for index, key in enumerate(prompts)}
+        kv, lengths = stacked(list(prompts.values()))
+        prefix = Prefix(tuple(kv[:, 0].unbind()), tuple(kv[:, 1].unbind()), lengths)
+        own = [tuple(tokens[len(row.prompt.tokens) :]) for row, tokens in zip(rows, contexts, strict=True)]
+        cache = SharedPrefixCache(prefix, [places[id(row.prompt)] for row in rows], length, [len(o) for o in own])
+        for index, row in enumerate(rows):
+            start = cache.unused[index]
+            cache.own[:, :, index, :, start : start + len(row.own)] = row.kv
+        new = max(len(tokens) - len(row.own) for row, tokens in zip(rows, own, strict=True))
+        ids = torch.tensor([[*[tokens[-1]] * (cache.past - len(tokens)), *tokens] for tokens in own])
+        cache.length = cache.past - new
+        columns = int(lengths.max()) + cache.past
+        piece = max(
+            1, _RESUME_SCORES // (len(rows) * self.inner.config.get_text_config().num_attention_heads * columns)
+        )
+        for part in ids[:, cache.length :].to(self.device).split(piece, dim=1):
+            positions = cache.positions[:, None] + cache.length + torch.arange(part.shape[1], device=self.device)
+            with shared_prefix_attention(self.inner.config, cache):
+                out = self.model(
+                    input_ids=part,
+                    position_ids=positions.clamp(min=0),
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
+            cache.advance(part.shape[1])
+        self.cache = cache
+        return out.logits[:, -1]
+
+    def kept_prompts(self, prompts: Sequence[Sequence[int]]) -> list[KeptPrompt]:
+        """A copy of each prompt's keys and values, just after `start`."""
+        prefix = self.cache.prefix
+        pairs = [torch.stack(pair) for pair in zip(prefix.keys, prefix.values, strict=True)]
+        return [
+            KeptPrompt(tuple(tokens), torch.stack([pair[:, index, :, : len(tokens)] for pair in pairs]))
+            for index, tokens in enumerate(prompts)
+        ]
+
+    def kept_row(self, row: int) -> Tensor:
+        """A copy of the keys and values of a row's tokens after its prompt, all but the newest."""
+        return self.cache.of_row(row)
 
     def _prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Prefix, Tensor]:
         width = max(len(prompt) for prompt in prompts)
@@ -111,6 +169,8 @@ class RepeatedDecoder:
     Rows of one prompt length run together, so that nothing is padded and no mask is needed: right for sliding windows
     and recurrent layers, where padding is not neutral. A model that returns no such cache reads its tokens again.
     """
+
+    resumes = False
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -170,13 +230,32 @@ def _probe(model: nn.Module, decoder: Decoder) -> float:
     fed = torch.randint(0, vocabulary, (3, 4), generator=generator)
     for column in fed.to(device):
         logits.append(decoder.step(column))
+    contexts = [[*prompts[prompt], *fed[:, row].tolist()] for row, prompt in enumerate(prompt_of)]
+    resumed = _resumed(decoder, prompts, prompt_of, contexts) if isinstance(decoder, SharedPrefixDecoder) else None
     worst = 0.0
-    for row, prompt in enumerate(prompt_of):
-        ids = torch.tensor([[*prompts[prompt], *fed[:, row].tolist()]], device=device)
-        expected = model(input_ids=ids, use_cache=False).logits[0, -4:].float()
+    for row, tokens in enumerate(contexts):
+        expected = model(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits[0, -4:].float()
         found = torch.stack([step[row] for step in logits]).float()
-        worst = max(worst, float((found - expected).abs().max() / expected.std().clamp(min=1e-6)))
+        apart = (found - expected).abs().max()
+        if resumed is not None:
+            apart = torch.maximum(apart, (resumed[row].float() - expected[-1]).abs().max())
+        worst = max(worst, float(apart / expected.std().clamp(min=1e-6)))
     return worst
+
+
+def _resumed(
+    decoder: SharedPrefixDecoder,
+    prompts: Sequence[Sequence[int]],
+    prompt_of: Sequence[int],
+    contexts: Sequence[Sequence[int]],
+) -> Tensor:
+    """Logits after `contexts`, by going on from what the decoder holds: all of its past but some last tokens."""
+    kept = decoder.kept_prompts(prompts)
+    rows = []
+    for row, prompt in enumerate(prompt_of):
+        own = tuple(contexts[row][len(prompts[prompt]) :][: 1 + row % 2])  # pasts and remainders of different lengths
+        rows.append(KeptRow(kept[prompt], own, decoder.kept_row(row)[:, :, :, : len(own)]))
+    return decoder.resume(rows, contexts, 1)
 
 
 def choose_decoder(model: nn.Module) -> tuple[Callable[[nn.Module], Decoder], str | None]:

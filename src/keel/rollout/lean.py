@@ -116,6 +116,6 @@ class LlamaStep:
         torch.mul(raw, cos, out=turned[:both])
         turned[:both, :half].addcmul_(raw[:, half:], sin[:half], value=-1)
         turned[:both, half:].addcmul_(raw[:, :half], sin[half:])
-        cache.store(index, turned[heads:].view(2, self.kv_heads, size, rows).permute(0, 3, 1, 2))
+        cache.store(index, turned[heads:].view(2, self.kv_heads, size, rows).permute(0, 3, 1, 2).unsqueeze(3))
         query = turned[:heads].permute(2, 0, 1).reshape(rows, self.kv_heads, -1, size)
         return cache.attend(index, query, module.scaling).reshape(rows, -1).t()

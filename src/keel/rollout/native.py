@@ -15,7 +15,9 @@ from keel.errors import KeelError
 from keel.models.head import causal_lm, evaluating
 from keel.models.load import context_length, eos_ids
 from keel.rollout.decode import choose_decoder
+from keel.rollout.kept import KeptContexts, KeptPrompt, KeptRow, weights_stamp
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel, row_key
+from keel.rollout.stops import StopStrings
 from keel.rollout.weights import WeightCopy
 from keel.types import Completion
 
@@ -53,6 +55,8 @@ class _Row:
     filtered_logp: list[float] = field(default_factory=list)
     text: str | None = None
     stop_reason: str = ""
+    past: KeptRow | None = None  # what is kept of its context from the turn before
+    prompt: KeptPrompt | None = None  # where its context begins, if it is to be kept itself
 
 
 class NativeEngine:
@@ -60,7 +64,8 @@ class NativeEngine:
 
     By default it shares the policy's weights and there is nothing to sync. With `copy=True` (implied by a `dtype` or
     `device`) it holds its own, `merge=True` with the active adapters merged into them; `sync` updates them and
-    `is_stale` tells whether that is due.
+    `is_stale` tells whether that is due. `kept_bytes` is the memory for keys and values of past turns: a request that
+    goes on where a turn ended reads only what is new, the prompt of a group is held once, and `forget` frees them.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class NativeEngine:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         merge: bool = False,
+        kept_bytes: int = 0,
     ) -> None:
         if getattr(tokenizer, "eos_token_id", None) is None:
             raise KeelError("the tokenizer has no end-of-sequence token: set tokenizer.eos_token before sampling")
@@ -80,11 +86,12 @@ class NativeEngine:
         self._copy = WeightCopy(model, dtype=dtype, device=device, merge=merge) if copied else None
         self.tokenizer = tokenizer
         self.on_finished: Callable[[int], None] | None = None  # told how many completions have just ended
-        self._special = _special_tokens(tokenizer)
+        self._stops = StopStrings(tokenizer)
         self.eos_ids = frozenset(eos_ids(causal_lm(model), tokenizer))
         self.context = context_length(causal_lm(model))
         with evaluating(self.model):
             self._decoder, self.fallback_reason = choose_decoder(self.model)
+        self.kept = KeptContexts(kept_bytes)
         if self.fallback_reason:
             warnings.warn(
                 f"decoding without shared prompts, which is slower: {self.fallback_reason}",
@@ -104,12 +111,17 @@ class NativeEngine:
 
     def sync(self, policy: nn.Module, version: int | None = None) -> None:
         """Take over the policy's weights; nothing to do where they are shared."""
+        self.forget()
         if self._copy is not None:
             self._copy.sync(policy, version)
         elif policy is not self._policy:
             raise KeelError(
                 "this engine shares the weights of another model: build it on this policy, or with copy=True"
             )
+
+    def forget(self) -> None:
+        """Free what was kept of past turns."""
+        self.kept.forget()
 
     def is_stale(self, policy: nn.Module) -> bool:
         """Whether sampling now would use other weights than the policy's."""
@@ -130,9 +142,14 @@ class NativeEngine:
         ]
         # prompts of like length together: less padding in a wave, and all rows of a group stay neighbours
         rows.sort(key=lambda row: (len(requests[row.request].tokens), row.request))
+        if self.kept.limit:
+            self.kept.enter(seed, attempt, step, weights_stamp(self.model))
         with evaluating(self.model):
-            for wave in _waves(rows, sampling.max_batch or len(rows)):
-                self._run(wave, requests, sampling)
+            for row in rows:
+                row.past = self.kept.find(row.key, tuple(requests[row.request].tokens))
+            for part in ([row for row in rows if row.past], [row for row in rows if not row.past]):
+                for wave in _waves(part, sampling.max_batch or len(rows)):
+                    self._run(wave, requests, sampling)
         finished: list[list[Completion]] = [[] for _ in requests]
         for row in sorted(rows, key=lambda row: (row.request, row.place)):
             finished[row.request].append(self._completion(row))
@@ -161,17 +178,16 @@ class NativeEngine:
         )
 
     def _run(self, rows: list[_Row], requests: Sequence[Request], sampling: SamplingParams) -> None:
-        """Sample one wave of rows to their ends."""
-        number: dict[tuple[int, ...], int] = {}
-        prompt_of = [number.setdefault(tuple(requests[row.request].tokens), len(number)) for row in rows]
-        decoder = self._decoder(self.model)
-        logits = decoder.start(list(number), prompt_of, max(row.limit for row in rows))
+        """Sample one wave of rows to their ends: all of them with a past that was kept, or none."""
+        decoder: Any = self._decoder(self.model)
+        logits = self._read(rows, requests, decoder)
         noise = _Noise(rows, logits, sampling)
         while rows:
             token, sample_logp, filtered_logp = draw(logits, sampling, noise.next())
             self._record(rows, token, sample_logp, filtered_logp, sampling)
             live = [i for i, row in enumerate(rows) if not row.stop_reason]
             if len(live) < len(rows):
+                self._keep(rows, requests, decoder)
                 if self.on_finished is not None:
                     self.on_finished(len(rows) - len(live))
                 if not live:
@@ -181,6 +197,31 @@ class NativeEngine:
                 token = token[torch.tensor(order, device=token.device)]
                 noise.keep(order)
             logits = decoder.step(token)
+
+    def _read(self, rows: list[_Row], requests: Sequence[Request], decoder: Any) -> Tensor:
+        """Read the contexts of a wave, or what is new in them; the logits of each row's first token."""
+        contexts = [tuple(requests[row.request].tokens) for row in rows]
+        length = max(row.limit for row in rows)
+        pasts = [row.past for row in rows if row.past]
+        if pasts:
+            for row, past in zip(rows, pasts, strict=True):
+                row.prompt = past.prompt
+            return decoder.resume(pasts, contexts, length)
+        number: dict[tuple[int, ...], int] = {}
+        prompt_of = [number.setdefault(tokens, len(number)) for tokens in contexts]
+        logits: Tensor = decoder.start(list(number), prompt_of, length)
+        if self.kept.limit and decoder.resumes:
+            prompts = decoder.kept_prompts(list(number))
+            for row, index in zip(rows, prompt_of, strict=True):
+                row.prompt = prompts[index]
+        return logits
+
+    def _keep(self, rows: list[_Row], requests: Sequence[Request], decoder: Any) -> None:
+        """Keep the contexts of the rows that have just ended, all but the last token, which was never read."""
+        for index, row in enumerate(rows):
+            if row.stop_reason and row.prompt is not None:
+                own = (*requests[row.request].tokens[len(row.prompt.tokens) :], *row.tokens[:-1])
+                self.kept.keep(row.key, KeptRow(row.prompt, own, decoder.kept_row(index)))
 
     def _record(
         self, rows: list[_Row], token: Tensor, logp: Tensor, filtered: Tensor, sampling: SamplingParams
@@ -193,50 +234,10 @@ class NativeEngine:
             row.filtered_logp.append(row_filtered)
             if int(drawn) in self.eos_ids and not sampling.ignore_eos:
                 row.stop_reason = "eos"
-            elif sampling.stop and (text := self._cut(row.tokens, sampling.stop)) is not None:
+            elif sampling.stop and (text := self._stops.cut(row.tokens, sampling.stop)) is not None:
                 row.stop_reason, row.text = "stop", text
             elif len(row.tokens) == row.limit:
                 row.stop_reason = "length"
-
-    def _decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=not special))
-
-    def _cut(self, tokens: list[int], stop: tuple[str, ...]) -> str | None:
-        """The text before the first stop string, or None; looks at the last few tokens first, at all only on a hit.
-
-        A stop string that the newest token completes lies within its own length in bytes of tokens, since a token
-        adds a byte at least; twice that and eight more leave room for special tokens, which add none. A stop string
-        with a special token in it is searched where those are written out, any other where they are left out.
-        """
-        cuts = [
-            text
-            for special in (False, True)
-            if (strings := [string for string in stop if self._has_special(string) == special])
-            and (text := self._cut_at(tokens, strings, special)) is not None
-        ]
-        return min(cuts, key=len) if cuts else None
-
-    def _cut_at(self, tokens: list[int], stop: list[str], special: bool) -> str | None:
-        window = 2 * max(len(string.encode()) for string in stop) + 8
-        if len(tokens) > window:
-            tail = self._decode(tokens[-window:], special=special)
-            if not any(string in tail for string in stop):
-                return None
-        text = self._decode(tokens, special=special)
-        places = [text.find(string) for string in stop if string in text]
-        if not places:
-            return None
-        return self._without_special(tokens, text[: min(places)]) if special else text[: min(places)]
-
-    def _has_special(self, string: str) -> bool:
-        return any(token in string for token in self._special)
-
-    def _without_special(self, tokens: list[int], before: str) -> str:
-        """The text `before` a stop string, special tokens left out: that of its whole tokens, and what remains."""
-        count = len(tokens)
-        while count and len(self._decode(tokens[:count], special=True)) > len(before):
-            count -= 1
-        return self._decode(tokens[:count]) + before[len(self._decode(tokens[:count], special=True)) :]
 
     def _completion(self, row: _Row) -> Completion:
         return Completion(
@@ -244,16 +245,9 @@ class NativeEngine:
             action=(True,) * len(row.tokens),
             sample_logp=tuple(row.sample_logp),
             filtered_logp=tuple(row.filtered_logp),
-            text=self._decode(row.tokens) if row.text is None else row.text,
+            text=self._stops.decode(row.tokens) if row.text is None else row.text,
             stop_reason=row.stop_reason,
         )
-
-
-def _special_tokens(tokenizer: Any) -> frozenset[str]:
-    """The tokens that decoding leaves out."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    named = getattr(tokenizer, "all_special_tokens", ())
-    return frozenset(filter(None, (*named, *(str(token) for token in added.values() if token.special))))
 
 
 class _Noise:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from keel.errors import KeelError, unknown
-from keel.types import Problem
+from keel.types import Message, Problem
 
 Messages = list[dict[str, str]]
+Reply = str | Sequence[Message]
 TRUNCATIONS = ("error", "left", "drop")
 # A template for tokenizers that bring none; the markers are ordinary text to a tokenizer that does not know them.
 TEMPLATES = {
@@ -19,6 +22,12 @@ TEMPLATES = {
     )
 }
 _CONTENT = "\u2042content\u2042"  # stands for a turn's text while a template is taken apart
+_PROBE = {"role": "tool", "name": "probe", "tool_call_id": "000000000", "content": "keel-probe"}
+# What a model is told of its tools where the template has no place for them.
+_TOOLS = (
+    "You may call these tools:\n{schemas}\n"
+    'To call one, write <tool_call>{{"name": …, "arguments": {{…}}}}</tool_call> and end your turn.'
+)
 
 
 class Renderer:
@@ -46,37 +55,70 @@ class Renderer:
             raise KeelError(f"problem {problem.key!r} has an empty prompt: a model needs something to continue")
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        written = problem.tools and self._in_template(is_text) and self._writes_tools
+        if problem.tools and not written:
+            messages = _with_tools(messages, problem.tools)
         if self._in_template(is_text):
-            return self._with_bos(self._encode(self._fill(messages, problem.key, add_generation_prompt=True)))
+            tools = problem.tools if written else ()
+            return self._with_bos(self._encode(self._fill(messages, problem.key, tools=tools)))
         return self._with_bos(self._encode("\n\n".join(message["content"] for message in messages)))
 
-    def reply(self, problem: Problem, message: str, ended_by: int | None) -> tuple[int, ...]:
-        """The tokens between one turn of the model and the next: its turn's end, the message, the next one's start.
+    def reply(self, problem: Problem, message: Reply, ended_by: int | None) -> tuple[int, ...]:
+        """The tokens between one turn of the model and the next: its turn's end, the messages, the next one's start.
 
-        `ended_by` is the last token that was sampled. Where the template closes a turn with that token (as after EOS)
-        it is not written twice; after a stop string the turn is closed here.
+        A text is the user's. `ended_by` is the last token that was sampled. Where the template closes a turn with that
+        token (as after EOS) it is not written twice; after a stop string the turn is closed here.
         """
         if not self._in_template(isinstance(problem.prompt, str)):
-            return self._encode(message)
+            return self._encode(message if isinstance(message, str) else "\n".join(("", *_contents(message), "")))
+        tokens = self._encode(self._after_turn(self._spoken(message), problem.key))
+        return tokens[1:] if tokens and tokens[0] == ended_by else tokens
+
+    def _spoken(self, message: Reply) -> Messages:
+        """The environment's messages in roles that the template knows: without a tool's, the user says it all."""
+        if isinstance(message, str):
+            return [{"role": "user", "content": message}]
+        if self._knows_tools or all(one["role"] != "tool" for one in message):
+            return [dict(one) for one in message]
+        return [{"role": "user", "content": "\n".join(_contents(message))}]
+
+    def _after_turn(self, messages: Messages, key: str) -> str:
         base = [{"role": "user", "content": "."}, {"role": "assistant", "content": _CONTENT}]
-        whole = self._fill([*base, {"role": "user", "content": message}], problem.key, add_generation_prompt=True)
-        _, found, after = whole.partition(_CONTENT)
+        _, found, after = self._fill([*base, *messages], key).partition(_CONTENT)
         if not found:
             raise KeelError("the chat template drops the assistant's turns: several turns need one that keeps them")
-        tokens = self._encode(after)
-        return tokens[1:] if tokens and tokens[0] == ended_by else tokens
+        return after
+
+    @cached_property
+    def _knows_tools(self) -> bool:
+        """Whether the template writes what a message with the role `tool` says; some refuse it, some leave it out."""
+        try:
+            return _PROBE["content"] in self._after_turn([dict(_PROBE)], "")
+        except KeelError:
+            return False
+
+    @cached_property
+    def _writes_tools(self) -> bool:
+        """Whether the template has a place for the tools' schemas."""
+        function = {"name": "keel_probe", "description": "", "parameters": {"type": "object", "properties": {}}}
+        try:
+            asked: Messages = [{"role": "user", "content": "."}]
+            return "keel_probe" in self._fill(asked, "", tools=[{"type": "function", "function": function}])
+        except KeelError:
+            return False
 
     def _in_template(self, is_text: bool) -> bool:
         return self.template is not None and (self.named or not is_text or self.system_prompt is not None)
 
-    def _fill(self, messages: Messages, key: str, *, add_generation_prompt: bool) -> str:
+    def _fill(self, messages: Messages, key: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         try:
             return str(
                 self.tokenizer.apply_chat_template(
                     messages,
+                    tools=[dict(tool) for tool in tools] or None,
                     chat_template=self.template,
                     tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
+                    add_generation_prompt=True,
                 )
             )
         except Exception as error:  # templates raise what they like
@@ -119,6 +161,18 @@ def _messages(prompt: Sequence[Mapping[str, str]], key: str) -> Messages:
         if not fine:
             raise KeelError(f"problem {key!r}: a prompt is a text, or messages that each have a role and a content")
     return [dict(message) for message in prompt]
+
+
+def _contents(messages: Sequence[Message]) -> list[str]:
+    return [message["content"] for message in messages]
+
+
+def _with_tools(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> Messages:
+    """The tools written into the system message, as text."""
+    said = _TOOLS.format(schemas="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": said}, *messages]
+    return [{**messages[0], "content": f"{messages[0]['content']}\n\n{said}"}, *messages[1:]]
 
 
 def _template(tokenizer: Any, name: str) -> str | None:

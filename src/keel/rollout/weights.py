@@ -96,6 +96,15 @@ def _untie(model: Any) -> bool:
     return untied
 
 
+def merge(model: Any) -> Any:
+    """The base with its adapters' updates in its weights; the model given is used up."""
+    untied = _untie(model)
+    whole = model.merge_and_unload()
+    if untied:
+        whole.config.tie_word_embeddings = False
+    return whole
+
+
 def _take_adapter_state(twin: Any, policy: Any) -> None:
     """Which adapters are active, off, merged and how strong: all that acts in a layer and is no tensor.
 
@@ -126,10 +135,7 @@ class WeightCopy:
         twin: Any = copy.deepcopy(policy)
         twin.zero_grad(set_to_none=True)
         if self.merge:
-            untied = _untie(twin)
-            twin = twin.merge_and_unload()
-            if untied:
-                twin.config.tie_word_embeddings = False
+            twin = merge(twin)
         return cast_parameters(twin, self.dtype, self.device).eval().requires_grad_(False)
 
     def _source(self, policy: nn.Module) -> dict[str, Tensor]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,11 +11,13 @@ from typing import Any
 from keel.errors import KeelError, unknown
 from keel.tasks.base import Task
 from keel.tasks.concurrent import Late, Loop, Outcome, run_threads
+from keel.tasks.guard import CallFailed, Guard, attempt, call_here, late, settled
 from keel.tasks.problems import stream
 from keel.tasks.rewards import AGGREGATES, TASK, RewardPart, as_reward, build_reward, build_rewards, combine
-from keel.types import Problem, Reward
+from keel.types import Message, Problem, Reward
 
 ON_ERROR = ("stop", "zero", "skip_group")
+Reply = str | list[Message]
 
 
 @dataclass(frozen=True)
@@ -32,53 +32,6 @@ class Failure:
 
     def __str__(self) -> str:
         return f"{self.function} on problem {self.problem!r}, completion {self.sample}: {self.cause}"
-
-
-class CallFailed(Exception):
-    """A user's function raised, returned nonsense or did not return; never leaves this room."""
-
-    def __init__(self, kind: str, cause: str) -> None:
-        super().__init__(cause)
-        self.kind, self.cause = kind, cause
-
-
-class Guard:
-    """Calls functions in one worker thread with a time limit.
-
-    Python cannot end a thread. One that hangs is left behind (as a daemon, so that the process can end), counted, and
-    replaced; each of them may go on using the CPU, so after `max_hung` the run stops whatever was configured.
-    """
-
-    def __init__(self, timeout_s: float | None = 30.0, max_hung: int = 8) -> None:
-        if timeout_s is not None and not timeout_s > 0:
-            raise KeelError(f"reward.timeout_s is {timeout_s}: it must be above 0, or null for no limit")
-        self.timeout_s, self.max_hung, self.hung = timeout_s, max_hung, 0
-        self._jobs: queue.SimpleQueue[Any] | None = None
-        self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The function's value, or CallFailed."""
-        if self.timeout_s is None:
-            return call_here(function, *args)
-        if self._jobs is None:
-            self._jobs, self._done = queue.SimpleQueue(), queue.SimpleQueue()
-            threading.Thread(target=_work, args=(self._jobs, self._done), name="keel-reward", daemon=True).start()
-        self._jobs.put((function, args))
-        try:
-            value, error = self._done.get(timeout=self.timeout_s)
-        except BaseException as stopped:  # time is up, or Ctrl-C: a later answer must not be taken for the next call's
-            self.close()
-            if not isinstance(stopped, queue.Empty):
-                raise
-            self.hung += 1
-            raise CallFailed("timeout", late(self.timeout_s)) from None
-        return _outcome(value, error)
-
-    def close(self) -> None:
-        """Let the worker end, when it returns; whatever it still answers goes to a queue that nobody reads."""
-        if self._jobs is not None:
-            self._jobs.put(None)
-            self._jobs = None
 
 
 class Judge:
@@ -145,14 +98,14 @@ class Judge:
             )
         return tuple(rewards)
 
-    def respond(self, task: Any, problem: Problem, sample: int, turns: Sequence[str]) -> str | None:
+    def respond(self, task: Any, problem: Problem, sample: int, turns: Sequence[str]) -> Reply | None:
         """The environment's message, under the same limits; raises CallFailed once the failure is written down."""
         called = f"{task.name}.respond"
         try:
             message = self.guard.call(task.respond, problem, tuple(turns))
-            if message is not None and not isinstance(message, str):
-                raise CallFailed("invalid", f"returned a {type(message).__name__}, not a string or None")
-            return message
+            if message is None or isinstance(message, str):
+                return message
+            return _messages(message)
         except CallFailed as failure:
             self._record(called, problem, sample, failure)
             raise
@@ -188,7 +141,7 @@ class Judge:
         if part.asynchronous:
             return dict(zip(waiting, self.loop.run(calls), strict=True))
         if part.at_once > 1:
-            return dict(zip(waiting, run_threads(calls, part.at_once, _attempt), strict=True))
+            return dict(zip(waiting, run_threads(calls, part.at_once, attempt), strict=True))
         return {}
 
     def _row(
@@ -218,7 +171,7 @@ class Judge:
     def _outcome(self, value: Any, error: BaseException | None) -> Any:
         if isinstance(error, Late):
             raise CallFailed("timeout", late(self.guard.timeout_s))
-        return _outcome(value, error)
+        return settled(value, error)
 
     def _record(self, called: str, problem: Problem, sample: int, failed: CallFailed) -> None:
         failure = Failure(called, problem.key, sample, failed.kind, failed.cause)
@@ -241,32 +194,12 @@ class Judge:
         return named
 
 
-def late(timeout_s: float | None) -> str:
-    """What is said of a call that took too long."""
-    return f"did not return within {timeout_s:g} s (reward.timeout_s)"
-
-
-def call_here(function: Callable[..., Any], *args: Any) -> Any:
-    """The function's value, or CallFailed, without a thread or a time limit."""
-    return _outcome(*_attempt(function, args))
-
-
-def _work(jobs: queue.SimpleQueue[Any], done: queue.SimpleQueue[Any]) -> None:
-    while (job := jobs.get()) is not None:
-        done.put(_attempt(*job))
-
-
-def _attempt(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
-    try:
-        return function(*args), None
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a user's sys.exit() must not end the worker without a word
-        return None, error
-
-
-def _outcome(value: Any, error: BaseException | None) -> Any:
-    if error is None:
-        return value
-    first = next(iter(str(error).strip().splitlines()), "")
-    raise CallFailed("raised", f"raised {type(error).__name__}" + (f": {first}" if first else "")) from error
+def _messages(value: Any) -> list[Message]:
+    """Messages of an environment, each with a role and a content; anything else is a failure."""
+    fine = isinstance(value, Sequence) and all(
+        isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
+    )
+    if not fine or not value:
+        said = f"returned a {type(value).__name__}, not a string or None" if not isinstance(value, Sequence) else ""
+        raise CallFailed("invalid", said or "returned messages that do not each have a role and a content")
+    return [dict(message) for message in value]

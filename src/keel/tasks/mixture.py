@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from keel.errors import KeelError
-from keel.tasks.base import Task
+from keel.tasks.base import Task, gold_turns
 from keel.tasks.problems import stream
-from keel.types import Problem, Reward
+from keel.types import Group, Message, Problem, Reward
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,11 @@ class Mixture:
     tasks: tuple[Task, ...]
     weights: tuple[float, ...]
     name: str = "mixture"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What its tasks say about how they read their data."""
+        return tuple(note for task in self.tasks for note in getattr(task, "notes", ()))
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """Training problems, each task's share drawn by weight."""
@@ -47,10 +52,35 @@ class Mixture:
         found = [task.fingerprint() for task in self.tasks if hasattr(task, "fingerprint")]
         return "+".join(map(str, found)) or None
 
-    def respond(self, problem: Problem, turns: Sequence[str]) -> str | None:
+    def gold_turns(self, problem: Problem) -> list[str]:
+        return gold_turns(self._of(problem), problem)
+
+    def respond(self, problem: Problem, turns: Sequence[str]) -> str | Sequence[Message] | None:
         """The environment's message of the problem's own task, where that has several turns."""
         respond = getattr(self._of(problem), "respond", None)
         return None if respond is None else respond(problem, turns)
+
+    def counts(self, problem: Problem, turns: Sequence[str]) -> Mapping[str, float]:
+        """The figures of the problem's own task, where it has some."""
+        counts = getattr(self._of(problem), "counts", None)
+        return {} if counts is None else counts(problem, turns)
+
+    def picture(self, problem: Problem, text: str) -> str | None:
+        """The picture of the problem's own task, where that draws any."""
+        picture = getattr(self._of(problem), "picture", None)
+        return None if picture is None else picture(problem, text)
+
+    def extra_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        """What each task adds over the groups of its own problems, under its name."""
+        found: dict[str, float] = {}
+        for index, task in enumerate(self.tasks):
+            own = [group for group in groups if group.problem.info["mixture"] == index]
+            method = getattr(task, "extra_metrics", None)
+            if own and method is not None:
+                twice = sum(other.name == task.name for other in self.tasks) > 1
+                label = f"{index}/{task.name}" if twice else task.name
+                found |= {f"{label}/{name}": value for name, value in method(own).items()}
+        return found
 
     def _of(self, problem: Problem) -> Task:
         return self.tasks[problem.info["mixture"]]

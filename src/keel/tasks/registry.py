@@ -11,11 +11,15 @@ from typing import Any
 from keel.errors import KeelError, unknown
 from keel.tasks.arithmetic import arithmetic
 from keel.tasks.base import Task
+from keel.tasks.capitals import capitals
 from keel.tasks.countdown import countdown
 from keel.tasks.dataset import dataset
 from keel.tasks.gsm8k import gsm8k
 from keel.tasks.mixture import Mixture, mixture
+from keel.tasks.multihop import multihop
 from keel.tasks.reasoning_gym import check_reasoning_gym, reasoning_gym
+from keel.tasks.tools import tools_of
+from keel.tasks.with_tools import WithTools, with_tools
 
 _USERS_OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _METHODS = ("sample", "held_out", "gold", "reward")
@@ -28,14 +32,51 @@ def mixture_of(tasks: Sequence[Mapping[str, Any]], weights: Sequence[float] | No
     return mixture([build_task(**entry) for entry in tasks], weights)
 
 
+def tools_around(task: Mapping[str, Any], tools: Sequence[Any], format: str = "json") -> WithTools:
+    """The task `tools`: another task, written as in `task:`, whose model may call tools (`module:attr`) first."""
+    if not isinstance(task, Mapping) or "name" not in task:
+        raise KeelError("the task tools takes a task with a name, such as {name: arithmetic, style: words}")
+    return with_tools(build_task(**task), tools_of(tools), format)
+
+
+class Lazy:
+    """A task of an extra: its module is imported when the task is first looked at, and lacks of it are one line."""
+
+    def __init__(self, spec: str, extra: str) -> None:
+        self.spec, self.extra = spec, extra
+
+    def __call__(self, **params: Any) -> Any:
+        return self.load()(**params)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.load())
+
+    def load(self) -> Callable[..., Any]:
+        """The task's own factory."""
+        module, _, attr = self.spec.partition(":")
+        try:
+            found: Callable[..., Any] = getattr(importlib.import_module(module), attr)
+        except ImportError as error:
+            raise KeelError(f"the task {attr} needs {error.name}: pip install 'keel-rl[{self.extra}]'") from error
+        return found
+
+
 # Any rather than Task: to mypy the protocol's name is writable, which a frozen dataclass's is not
 TASKS: dict[str, Callable[..., Any]] = {
     "arithmetic": arithmetic,
+    "capitals": capitals,
+    "chess": Lazy("keel.tasks.chess.mix:chess", "chess"),
+    "chess_env": Lazy("keel.tasks.chess.env:chess_env", "chess"),
+    "chess_policy": Lazy("keel.tasks.chess.policy:chess_policy", "chess"),
+    "chess_puzzles": Lazy("keel.tasks.chess.puzzles:chess_puzzles", "chess"),
     "countdown": countdown,
     "dataset": dataset,
     "gsm8k": gsm8k,
     "mixture": mixture_of,
+    "multihop": multihop,
     "reasoning_gym": reasoning_gym,
+    "tools": tools_around,
 }
 # Tasks whose parameters the signature alone does not tell.
 CHECKS: dict[str, Callable[[Mapping[str, Any]], None]] = {"reasoning_gym": check_reasoning_gym}
@@ -100,7 +141,8 @@ def import_own(spec: str, kind: str) -> Callable[..., Any]:
 
 def _factory(name: str) -> Callable[..., Any]:
     if name in TASKS:
-        return TASKS[name]
+        found = TASKS[name]
+        return found.load() if isinstance(found, Lazy) else found
     if isinstance(name, str) and is_users_own(name):
         return import_own(name, "task")
     raise unknown("task", name, TASKS)

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from itertools import pairwise
 
 from keel.errors import KeelError
-from keel.tasks.base import Task
+from keel.tasks.base import Task, gold_turns
 from keel.tasks.rewards import as_reward
 from keel.types import Problem, Reward
 
@@ -88,16 +88,16 @@ class _Drawn:
         """Those whose rewards are looked at."""
         return [*self.steps[0], *self.held]
 
-    def reward(self, problem: Problem, text: str) -> Reward:
+    def reward(self, problem: Problem, *turns: str) -> Reward:
         try:
-            first, again = (as_reward(self.task.reward(problem, [text])) for _ in range(2))
+            first, again = (as_reward(self.task.reward(problem, turns)) for _ in range(2))
         except ValueError as error:  # not finite, or no reward at all
-            raise Wrong(f"the reward of {problem.key!r} for {text[:40]!r}: {error}") from error
+            raise Wrong(f"the reward of {problem.key!r} for {turns[-1][:40]!r}: {error}") from error
         expect(first == again, f"the reward of {problem.key!r} changes from call to call")
         return first
 
     def gold(self, problem: Problem) -> float:
-        return self.reward(problem, self.task.gold(problem)).total
+        return self.reward(problem, *gold_turns(self.task, problem)).total
 
 
 def _sizes(drawn: _Drawn) -> str:
@@ -136,13 +136,13 @@ def _finite(drawn: _Drawn) -> str:
             drawn.reward(problem, text)
     for problem in drawn.problems:
         with suppress(KeelError):  # a task without gold answers is found by the next check
-            drawn.reward(problem, drawn.task.gold(problem))
+            drawn.reward(problem, *gold_turns(drawn.task, problem))
     return f"rewards of {len(drawn.problems)} gold answers and of nonsense are finite and repeat"
 
 
 def _gold(drawn: _Drawn) -> str:
     for problem in drawn.problems:
-        correct = drawn.reward(problem, drawn.task.gold(problem)).parts.get("correct", 1.0) >= 1.0
+        correct = drawn.reward(problem, *gold_turns(drawn.task, problem)).parts.get("correct", 1.0) >= 1.0
         expect(correct, f"the gold answer of {problem.key!r} is not judged correct")
     totals = [drawn.gold(problem) for problem in drawn.problems]
     return f"{len(totals)} gold answers are judged correct and earn {_span(totals)}"
@@ -159,17 +159,17 @@ def _beaten(drawn: _Drawn) -> str:
     problems = drawn.problems
     for index, problem in enumerate(problems):
         full = drawn.gold(problem)
-        others = [drawn.task.gold(other) for other in problems[max(0, index - 2) : index + 3]]
-        for text in (*others, *(NONSENSE if index < 8 else ())):
-            fine = drawn.reward(problem, text).total <= full
-            expect(fine, f"another answer to {problem.key!r} earns more than the gold one: {text[:40]!r}")
+        others = [gold_turns(drawn.task, other) for other in problems[max(0, index - 2) : index + 3]]
+        for turns in (*others, *([text] for text in (NONSENSE if index < 8 else ()))):
+            fine = drawn.reward(problem, *turns).total <= full
+            expect(fine, f"another answer to {problem.key!r} earns more than the gold one: {turns[-1][:40]!r}")
     return "neither another problem's answer nor nonsense, short or long, earns more"
 
 
 def _wrong(drawn: _Drawn) -> str:
-    gold = drawn.task.gold
+    gold = partial(gold_turns, drawn.task)
     pairs = [(p, q) for p, q in pairwise(drawn.problems) if gold(p) != gold(q)]
-    less = [drawn.reward(p, gold(q)).total < drawn.gold(p) for p, q in pairs]
+    less = [drawn.reward(p, *gold(q)).total < drawn.gold(p) for p, q in pairs]
     expect(not less or any(less), "the answer to another problem always earns the full reward")
     return f"the answer to another problem earns less in {sum(less)} of {len(less)} cases"
 

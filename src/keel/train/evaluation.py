@@ -109,6 +109,7 @@ def evaluate_entry(
         sampling=sampling or build_sampling(config),
         judge=entry.judge,
         max_turns=config.rollout.max_turns if hasattr(entry.task, "respond") else 1,
+        max_turn_length=config.rollout.max_turn_length,
         **rendering(config),
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from keel.errors import KeelError
 from keel.models.load import first_line
+from keel.rollout.weights import merge
 from keel.train.card import MODEL_CODE, is_hub_name
 from keel.train.checkpoint import TRAINER, save_weights
 from keel.train.subject import Subject, find_subject, model_folder
@@ -46,14 +47,22 @@ def push(
     """
     _check_repo(repo)
     folder = model_folder(source, checkpoint)
-    is_adapter = (folder / "adapter_config.json").is_file()
-    if merged and not is_adapter:
-        raise KeelError(f"--merged is for LoRA adapters, and {folder} holds whole weights: leave it out")
-    if not merged:
-        return _upload(folder, repo, private, api, _adapter_notes(folder) if is_adapter else ())
+    if not wants_merging(folder, merged):
+        return _upload(folder, repo, private, api, _adapter_notes(folder) if _is_adapter(folder) else ())
     with tempfile.TemporaryDirectory(prefix="keel-merged-") as place:
         merge_adapter(find_subject(str(folder)), folder, Path(place))
         return _upload(Path(place), repo, private, api, ())
+
+
+def wants_merging(folder: Path, merged: bool) -> bool:
+    """`merged`, once it is clear that there is something to merge."""
+    if merged and not _is_adapter(folder):
+        raise KeelError(f"--merged is for LoRA adapters, and {folder} holds whole weights: leave it out")
+    return merged
+
+
+def _is_adapter(folder: Path) -> bool:
+    return (folder / "adapter_config.json").is_file()
 
 
 def pull(repo: str, folder: str | Path, *, revision: str | None = None) -> Path:
@@ -84,7 +93,7 @@ def merge_adapter(subject: Subject, folder: Path, place: Path) -> None:
     """The base with the adapter's update added to its weights, in the ordinary format, with the adapter's card."""
     model = subject.config.model.model_copy(update={"quantization": None})  # what is rounded cannot be added to
     loaded = replace(subject, config=subject.config.model_copy(update={"model": model})).load()
-    save_weights(place, loaded.model.merge_and_unload(), loaded.tokenizer)  # type: ignore[operator]
+    save_weights(place, merge(loaded.model), loaded.tokenizer)
     card = folder / CARD
     if card.is_file():
         (place / CARD).write_text(_card_of_whole(card.read_text(encoding="utf-8")), encoding="utf-8")
@@ -121,11 +130,10 @@ def _upload(folder: Path, repo: str, private: bool, api: Any, notes: tuple[str, 
     from huggingface_hub import CommitOperationAdd, HfApi
 
     hub = HfApi() if api is None else api
-    paths = sorted(p for p in folder.rglob("*") if p.is_file() and not _stays(p.relative_to(folder).parts))
     operations = []
-    for path in paths:
+    for path in model_files(folder):
         name = path.relative_to(folder).as_posix()
-        data: Any = _public_card(path.read_text(encoding="utf-8"), repo).encode() if name == CARD else str(path)
+        data: Any = public_card(path.read_text(encoding="utf-8"), repo).encode() if name == CARD else str(path)
         operations.append(CommitOperationAdd(path_in_repo=name, path_or_fileobj=data))
     with one_line(f"push to {repo}"):
         url = hub.create_repo(repo_id=repo, private=private or None, exist_ok=True, repo_type="model")
@@ -141,9 +149,13 @@ def _upload(folder: Path, repo: str, private: bool, api: Any, notes: tuple[str, 
     return Pushed(str(url), names, notes)
 
 
-def _stays(parts: tuple[str, ...]) -> bool:
-    """What resuming needs, and what tools keep for themselves (a pulled folder has a .cache)."""
-    return parts[0] == TRAINER or any(part.startswith(".") for part in parts)
+def model_files(folder: Path) -> list[Path]:
+    """A model's files, without what resuming needs and what tools keep to themselves (a pulled folder has .cache)."""
+
+    def stays(parts: tuple[str, ...]) -> bool:
+        return parts[0] == TRAINER or any(part.startswith(".") for part in parts)
+
+    return sorted(p for p in folder.rglob("*") if p.is_file() and not stays(p.relative_to(folder).parts))
 
 
 def _check_repo(repo: str) -> None:
@@ -160,7 +172,7 @@ def _adapter_notes(folder: Path) -> tuple[str, ...]:
     return (f"the adapter was pushed alone and {named}: use --merged for weights that others can load",)
 
 
-def _public_card(card: str, repo: str) -> str:
+def public_card(card: str, repo: str) -> str:
     """The card as the hub shows it: loaded by its name there, and without the part that stayed here."""
     card = card.replace("path/to/this/folder", repo)
     return re.sub(r"\n`trainer/` holds [^\n]*\n", "\n", card).rstrip() + "\n"

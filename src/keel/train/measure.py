@@ -17,6 +17,9 @@ from keel.kl import k3, log_ratio, measure_kl
 from keel.losses import group_statistics, zero_variance
 from keel.train.batch import StepBatch, stitch
 from keel.train.state import Run
+from keel.types import Completion
+
+_LOGGED = {"tool/calls": "tool/calls_mean", "turn/count": "turn/count_mean"}
 
 
 class Clock:
@@ -118,7 +121,24 @@ def describe_groups(batch: StepBatch) -> dict[str, float]:
     parts = sorted({name for reward in given for name in reward.parts})
     for name in parts:
         line[f"reward/part/{name}"] = statistics.fmean(reward.parts.get(name, 0.0) for reward in given)
-    return line
+    return {**line, **describe_episodes(batch.completions)}
+
+
+def describe_episodes(completions: Sequence[Completion]) -> dict[str, float]:
+    """What episodes of several turns counted: each figure's mean over episodes, errors as a share of the calls.
+
+    `turn/unfinished_fraction` is the share of episodes that `rollout.max_turns` ended. Nothing for single turns.
+    """
+    names = sorted({name for completion in completions for name in completion.counts})
+    if not names:
+        return {}
+    totals = {name: sum(c.counts.get(name, 0.0) for c in completions) for name in names}
+    means = {_LOGGED.get(name, name): total / len(completions) for name, total in totals.items()}
+    if "tool/errors" in totals:
+        del means["tool/errors"]
+        means["tool/error_fraction"] = totals["tool/errors"] / max(1.0, totals["tool/calls"])
+    unfinished = statistics.fmean(completion.stop_reason == "turns" for completion in completions)
+    return {**means, "turn/unfinished_fraction": unfinished}
 
 
 def _mean(x: Tensor, mask: Tensor) -> float:

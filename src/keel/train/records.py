@@ -47,6 +47,7 @@ def rollout_records(batch: StepBatch, tokenizer: Any, *, groups: int, tracked: b
                     "parts": dict(reward.parts),
                     "advantage": None if given is None else _advantage(given[row]),
                     "stop_reason": completion.stop_reason,
+                    **({"counts": dict(completion.counts)} if completion.counts else {}),
                 }
             )
             row += 1
@@ -65,7 +66,11 @@ def tracked_records(run: Run, problems: Sequence[Problem], *, step: int) -> list
     assert rows.rewards is not None
     assert rows.group is not None
     batch = batch.with_rows(advantages=advantages(rows.rewards, rows.group, scale="none"))
-    return rollout_records(batch, run.policy.tokenizer, groups=len(groups), tracked=True)
+    records = rollout_records(batch, run.policy.tokenizer, groups=len(groups), tracked=True)
+    picture = getattr(run.task, "picture", None)
+    if picture is None:
+        return records
+    return [{**r, "picture": picture(groups[r["group"]].problem, r["completion"])} for r in records]
 
 
 def _first(group: Group, count: int) -> Group:

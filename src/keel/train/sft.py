@@ -19,11 +19,13 @@ from keel.models.load import LoadedModel
 from keel.models.logprobs import score_tokens
 from keel.models.pack import microbatches, pack
 from keel.tasks import Task
+from keel.tasks.base import gold_turns
 from keel.tasks.problems import stream
 from keel.train.optim import Optimizer, build_schedule
 from keel.types import Completion, Group, Problem
 
 Encode = Callable[[Problem], tuple[int, ...]]
+Reply = Callable[[Problem, Any, int | None], tuple[int, ...]]  # what stands between two turns, as tokens
 Examples = Callable[[int], list[Group]]  # step to one batch, each example a group of one completion
 Report = Callable[[int, Mapping[str, float]], None]
 
@@ -95,14 +97,51 @@ def as_example(prompt: Sequence[int], completion: str, tokenizer: Any, key: str 
     return Group(Problem(key, ""), tuple(prompt), (learned,))
 
 
-def gold_examples(task: Task, encode: Encode, tokenizer: Any, *, batch_size: int, seed: int) -> Examples:
-    """Batches of a task's training problems with their gold answers; never a problem that is held out."""
+def gold_examples(
+    task: Task, encode: Encode, tokenizer: Any, *, batch_size: int, seed: int, reply: Reply | None = None
+) -> Examples:
+    """Batches of a task's training problems with their gold answers; never a problem that is held out.
+
+    A task of several turns shows whole episodes: what the environment says between them is read and never learned,
+    rendered by `reply`.
+    """
+    several = hasattr(task, "gold_turns") and reply is not None
+
+    def example(problem: Problem) -> Group:
+        if several:
+            return episode_example(task, problem, encode(problem), tokenizer, reply)
+        return as_example(encode(problem), task.gold(problem), tokenizer, problem.key)
 
     def batch(step: int) -> list[Group]:
         problems = task.sample(batch_size, seed=seed + 7_919_000_003, step=step)  # other draws than training's
-        return [as_example(encode(p), task.gold(p), tokenizer, p.key) for p in problems]
+        return [example(problem) for problem in problems]
 
     return batch
+
+
+def episode_example(task: Any, problem: Problem, prompt: Sequence[int], tokenizer: Any, reply: Any) -> Group:
+    """A gold episode to learn: the model's turns, each closed by the end-of-sequence token, with the replies between.
+
+    The tokens are those of a rollout in which the model says exactly this.
+    """
+    turns = gold_turns(task, problem)
+    ids: list[int] = []
+    action: list[bool] = []
+    for number, turn in enumerate(turns, start=1):
+        said = (*tokenizer(turn, add_special_tokens=False)["input_ids"], int(tokenizer.eos_token_id))
+        ids += said
+        action += [True] * len(said)
+        if number == len(turns):
+            break
+        message = task.respond(problem, tuple(turns[:number]))
+        if message is None:
+            raise KeelError(f"task {task.name!r}: the gold episode of {problem.key!r} ends after turn {number}")
+        heard = reply(problem, message, ids[-1])
+        ids += heard
+        action += [False] * len(heard)
+    zeros = (0.0,) * len(ids)
+    learned = Completion(tuple(ids), tuple(action), zeros, zeros, "\n".join(turns), "eos")
+    return Group(Problem(problem.key, ""), tuple(prompt), (learned,))
 
 
 def file_examples(path: str, encode: Encode, tokenizer: Any, *, batch_size: int, seed: int) -> Examples:

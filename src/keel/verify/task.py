@@ -9,7 +9,7 @@ from typing import Any
 
 from keel.errors import KeelError
 from keel.rollout.render import Renderer
-from keel.tasks.base import Task
+from keel.tasks.base import Task, gold_turns
 from keel.tasks.judge import Judge
 from keel.tasks.rewards import as_reward
 from keel.tasks.validity import Check, checks, expect, outcome
@@ -46,23 +46,23 @@ def examples(task: Task, judge: Judge | None = None, count: int = 3, seed: int =
     judge = judge or Judge.of(task)
     found = []
     for number, problem in enumerate(problems[:count]):
-        gold, wrong = task.gold(problem), wrong_answer(task, problem, problems[number - 1])
-        judged = judge.judge(problem, [[gold], [wrong]])
+        gold, wrong = gold_turns(task, problem), wrong_answer(task, problem, problems[number - 1])
+        judged = judge.judge(problem, [gold, wrong])
         if judged is None:
             raise KeelError(f"the rewards failed on problem {problem.key!r}: {judge.failures[-1]}")
         paid = [
-            {"text": text, "total": r.total, "parts": dict(r.parts)}
-            for text, r in zip((gold, wrong), judged, strict=True)
+            {"text": "\n".join(turns), "total": r.total, "parts": dict(r.parts)}
+            for turns, r in zip((gold, wrong), judged, strict=True)
         ]
         found.append({"key": problem.key, "prompt": problem.prompt, "gold": paid[0], "wrong": paid[1]})
     return found
 
 
-def wrong_answer(task: Task, problem: Problem, other: Problem) -> str:
-    """An answer that earns less: the answer to another problem, or nonsense where that is right here too."""
-    gold, candidate = task.gold(problem), task.gold(other)
-    earned = [as_reward(task.reward(problem, [text])).total for text in (gold, candidate)]
-    return candidate if earned[1] < earned[0] else NONSENSE
+def wrong_answer(task: Task, problem: Problem, other: Problem) -> list[str]:
+    """Turns that earn less: those of another problem's answer, or nonsense where that is right here too."""
+    gold, candidate = gold_turns(task, problem), gold_turns(task, other)
+    earned = [as_reward(task.reward(problem, turns)).total for turns in (gold, candidate)]
+    return candidate if earned[1] < earned[0] else [NONSENSE]
 
 
 def _prompts(problems: Callable[[], Sequence[Problem]], renderer: Renderer, strict: bool) -> str:
@@ -83,14 +83,13 @@ def _answers(problems: Callable[[], Sequence[Problem]], task: Task, tokenizer: A
     """Encoded and decoded, the gold answer still earns the full reward."""
     left_out = 0
     for problem in problems():
-        gold = task.gold(problem)
-        tokens = tokenizer.encode(gold, add_special_tokens=False)
-        back = tokenizer.decode(tokens, skip_special_tokens=True)
-        full, earned = (as_reward(task.reward(problem, [text])).total for text in (gold, back))
-        if earned < full and not strict and not _covers(tokenizer, gold):
+        gold = gold_turns(task, problem)
+        back = [_back(tokenizer, turn) for turn in gold]
+        full, earned = (as_reward(task.reward(problem, turns)).total for turns in (gold, back))
+        if earned < full and not strict and not all(_covers(tokenizer, turn) for turn in gold):
             left_out += 1
             continue
-        what = f"the gold answer of {problem.key!r} comes back from its tokens as {back[:60]!r}"
+        what = f"the gold answer of {problem.key!r} comes back from its tokens as {back[-1][:60]!r}"
         expect(earned >= full, f"{what} and earns {earned:g} instead of {full:g}")
     return _said(len(problems()), left_out, "gold answers earn the full reward after encoding and decoding")
 
@@ -100,11 +99,8 @@ def _rewards(problems: Callable[[], Sequence[Problem]], task: Task, judge: Judge
     chosen = problems()
     names = ", ".join(part.name for part in judge.parts)
     for number, problem in enumerate(chosen):
-        texts = {
-            "the gold answer": task.gold(problem),
-            "a wrong answer": wrong_answer(task, problem, chosen[number - 1]),
-        }
-        judged = judge.judge(problem, [[text] for text in (*texts.values(), "")])
+        wrong = wrong_answer(task, problem, chosen[number - 1])
+        judged = judge.judge(problem, [gold_turns(task, problem), wrong, [""]])
         expect(
             judged is not None and not judge.failures, f"a reward failed: {judge.failures[:1] and judge.failures[0]}"
         )
@@ -113,6 +109,10 @@ def _rewards(problems: Callable[[], Sequence[Problem]], task: Task, judge: Judge
             fine = total < totals[0]
             expect(fine, f"{what} to {problem.key!r} earns {total:g} under {names}, the gold one {totals[0]:g}")
     return f"under {names} gold answers earn more than wrong and empty ones on {len(chosen)} problems"
+
+
+def _back(tokenizer: Any, text: str) -> str:
+    return str(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=True))
 
 
 def _covers(tokenizer: Any, text: str) -> bool:

@@ -1,0 +1,36 @@
+"""`keel export`: a run's model as a folder that others load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from keel.cli.app import app
+
+EXPORT_HELP = """Write a checkpoint's model and its card into a new folder, ready for transformers, peft or vLLM.
+
+Of a run the newest checkpoint is taken unless --checkpoint names another. A LoRA adapter is written in peft's format,
+or with --merged as whole weights. What resuming needs (trainer/) stays behind.
+
+Examples:
+
+  keel export runs/default models/sorter --checkpoint best
+
+  keel export runs/lora models/sorter-whole --merged
+"""
+
+
+@app.command(help=EXPORT_HELP)
+def export(
+    source: Annotated[str, typer.Argument(metavar="RUN|FOLDER", help="A run, or a folder that holds a model.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to; it must be new or empty.")],
+    checkpoint: Annotated[str | None, typer.Option(help="Of a run: best or a step; the newest by default.")] = None,
+    merged: Annotated[bool, typer.Option("--merged", help="Write a LoRA adapter as whole weights.")] = False,
+) -> int:
+    from keel.train.export import export as write
+
+    place = write(source, folder, checkpoint=checkpoint, merged=merged)
+    typer.echo(f"exported {source} into {place}")
+    return 0

@@ -1,0 +1,94 @@
+"""`keel plan`: memory and time before anything runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from keel.cli.app import ANY_OPTION, WORDS, app, configuration, print_json
+
+if TYPE_CHECKING:
+    from keel.studies.plan import Plan
+
+PLAN_HELP = """Estimate memory and time of a step before anything runs, and say what would make it fit.
+
+The passes of the reference and of the update are rehearsed on tensors that have shapes and no memory, with every
+completion as long as it may be, so that peaks are counted; no weights are read. Times are operations over the
+hardware's speed: take them to within a factor of two. Exit status 1 if a step does not fit.
+
+Examples:
+
+  keel plan configs/default.yaml
+
+  keel plan configs/gsm8k.yaml model.name=Qwen/Qwen2.5-7B-Instruct --hardware h200
+
+  keel plan configs/gsm8k.yaml model.lora.r=16 --hardware rtx4090 --prompt-tokens 512 --json
+"""
+
+
+@app.command(help=PLAN_HELP, context_settings=ANY_OPTION)
+def plan(
+    words: Annotated[list[str] | None, WORDS] = None,
+    hardware: Annotated[str, typer.Option(help="auto, cpu, h200, h100, a100, l40s or rtx4090.")] = "auto",
+    memory_gib: Annotated[float | None, typer.Option(help="Memory of the device in GiB, in place of its own.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of a prompt; by default the task's.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
+) -> int:
+    from keel.errors import KeelError
+
+    if memory_gib is not None and not memory_gib > 0:
+        raise KeelError(f"--memory-gib is {memory_gib:g}: give the device's memory in GiB")
+    if prompt_tokens is not None and prompt_tokens < 1:
+        raise KeelError(f"--prompt-tokens is {prompt_tokens}: a prompt has at least one token")
+    config = configuration(words or [])
+    from keel.studies.hardware import find_hardware
+    from keel.studies.plan import make_it_fit
+    from keel.studies.plan import plan as planned
+
+    place = find_hardware(hardware, memory_gib)
+    found = planned(config, place, prompt_tokens)
+    remedies = [] if found.fits else make_it_fit(config, place, prompt_tokens)
+    if as_json:
+        tried = [{"overrides": given, "peak": after.peak, "fits": after.fits} for given, after in remedies]
+        print_json({**found.as_dict(), "remedies": tried})
+    else:
+        _show(found, remedies)
+    return 0 if found.fits else 1
+
+
+def _show(found: Plan, remedies: list[tuple[list[str], Plan]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title="Memory", title_justify="left")
+    table.add_column("part")
+    table.add_column("size", justify="right")
+    for name, size in found.parts.items():
+        table.add_row(name, _size(size))
+    table.add_section()
+    for name, size in found.phases.items():
+        table.add_row(f"peak of the {name}", _size(size))
+    if found.host:
+        table.add_row("in main memory", _size(found.host))
+    console.print(table)
+    times = ", ".join(f"{name} {value:.2g} s" for name, value in found.seconds.items())
+    console.print(
+        f"{found.parameters:,} parameters, {found.trainable:,} trained; prompts of {found.prompt_tokens} tokens; "
+        f"{found.flops:.3g} operations a step; about {times}"
+    )
+    total = found.hardware.memory_bytes
+    if found.fits:
+        console.print(f"fits: {_size(found.peak)} of {_size(total)} on {found.hardware.name}")
+        return
+    console.print(f"does not fit: {_size(found.peak)} of {_size(total)} on {found.hardware.name}", style="bold red")
+    for given, after in remedies:
+        verdict = "fits" if after.fits else "does not fit yet"
+        console.print(f"  {' '.join(given)}: {_size(after.peak)}, {verdict}", markup=False)
+    if not remedies or not remedies[-1][1].fits:
+        console.print("  nothing of this is enough: take a smaller model or a larger device")
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,96 @@
+"""GPT-2-shaped models with random weights and a tokenizer for chess texts, to be trained from nothing.
+
+`model.name: keel.models.scratch:chess_small` and its larger siblings. GPT-2's own tokenizer would have to be downloaded
+and cuts FENs at odd places. Here every character is a token, and so is what a position and a move are made of: a rank
+with at most one piece, a square of a move. The few pieces of a small model's positions then stand at fixed places. The
+vocabulary has 381 tokens instead of 50,257, which is why the 124M shape has 86 million parameters.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from keel.models.tiny import CHARACTERS, character_tokenizer
+
+PIECES = "pnbrqkPNBRQK"
+SQUARES = tuple(file + rank for rank in "12345678" for file in "abcdefgh")
+EMPTY = "8"
+# A rank with one piece: what is empty before it, the piece, what is empty behind it.
+RANKS = tuple(f"{before or ''}{piece}{7 - before or ''}" for piece in PIECES for before in range(8))
+SIDES = (" w - - ", " b - - ")  # the side to move where nobody may castle and no pawn can be taken in passing
+REWARDS = ("0.001", "0.5", "1.0", "-1.0")
+
+GPT2_DROPOUT = 0.1  # of embeddings, attention and residual branches; in effect with `model.dropout: true` only
+
+
+def chess_tokenizer() -> Any:
+    """Characters, and longer tokens where they mean the same everywhere; `decode(encode(x)) == x` as for characters.
+
+    A prompt and its completion are cut alike apart and joined, because each cut looks no further than the signs that
+    both end in.
+    """
+    one_of = "|".join(sorted(map(re.escape, RANKS), key=len, reverse=True))
+    square = "[a-h][1-8]"
+    patterns = (
+        f"/(?:{one_of}|{EMPTY})(?=[/ ])",
+        f"(?:^|(?<=[ +]))(?:{one_of})(?=[/ ])",
+        "|".join(SIDES),
+        f"(?:^|(?<=[ +])){square}(?={square}[qrbn]?(?:[ +]|$))",
+        f"(?<=[ +]{square}){square}(?=[qrbn]?(?:[ +]|$))|(?<=^{square}){square}(?=[qrbn]?(?:[ +]|$))",
+        f"(?<=\\+)(?:{'|'.join(map(re.escape, REWARDS))})(?=\\+)",
+        r"[\s\S]",
+    )
+    words = (*RANKS, *(f"/{rank}" for rank in (EMPTY, *RANKS)), *SIDES, *SQUARES, *REWARDS)
+    return character_tokenizer((*CHARACTERS, *words), "|".join(patterns))
+
+
+def chess_tiny(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
+    """3 layers of width 96: 0.4 million parameters, which learn positions of three pieces in minutes on two cores."""
+    return gpt2(layers=3, width=96, heads=4, positions=512, seed=seed, attn_implementation=attn_implementation)
+
+
+def chess_small(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
+    """4 layers of width 160: 1.4 million parameters, for two cores and an hour."""
+    return gpt2(layers=4, width=160, heads=5, positions=512, seed=seed, attn_implementation=attn_implementation)
+
+
+def chess_30m(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
+    """9 layers of width 512: 29 million parameters, for a GPU and minutes."""
+    return gpt2(layers=9, width=512, heads=8, positions=512, seed=seed, attn_implementation=attn_implementation)
+
+
+def chess_124m(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
+    """The body of GPT-2 124M (12 layers of width 768, 12 heads, 1,024 positions) over characters."""
+    return gpt2(layers=12, width=768, heads=12, positions=1024, seed=seed, attn_implementation=attn_implementation)
+
+
+def gpt2(
+    *, layers: int, width: int, heads: int, positions: int, seed: int = 0, attn_implementation: str = "sdpa"
+) -> tuple[nn.Module, Any]:
+    """A GPT-2 of this shape; equal seeds give equal weights, and the caller's random stream is untouched."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    tokenizer = chess_tokenizer()
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_positions=positions,
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+        resid_pdrop=GPT2_DROPOUT,
+        embd_pdrop=GPT2_DROPOUT,
+        attn_pdrop=GPT2_DROPOUT,
+        initializer_range=0.02 * (768 / width) ** 0.5,  # GPT-2's 0.02 is for its width; narrower ones start larger
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    config._attn_implementation = attn_implementation
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        model = GPT2LMHeadModel(config)
+    return model, tokenizer

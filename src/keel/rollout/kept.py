@@ -1,0 +1,110 @@
+"""Keys and values kept between the turns of an episode, so that a turn reads only what is new."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keel.models.fingerprint import adapter_layers
+
+
+@dataclass(frozen=True, eq=False)
+class KeptPrompt:
+    """A prompt's tokens with its keys and values `[layers, 2, kv_heads, P, D]`, shared by all rows that begin so."""
+
+    tokens: tuple[int, ...]
+    kv: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class KeptRow:
+    """A context that was read: its prompt, the tokens after it, and the keys and values of those."""
+
+    prompt: KeptPrompt
+    own: tuple[int, ...]
+    kv: Tensor
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt.tokens) + len(self.own)
+
+    def begins(self, tokens: tuple[int, ...]) -> bool:
+        """Whether `tokens` go on where this context ends."""
+        start = len(self.prompt.tokens)
+        return (
+            self.length < len(tokens)
+            and tokens[:start] == self.prompt.tokens
+            and tokens[start : self.length] == self.own
+        )
+
+
+@dataclass
+class KeptContexts:
+    """The contexts of one rollout, at most `limit` bytes of them; what finds no room is read again when it goes on.
+
+    They hold for one set of weights and one stream of noise: whatever else comes empties the store first.
+    """
+
+    limit: int
+    rows: dict[int, KeptRow] = field(default_factory=dict)
+    _stamp: Any = None
+
+    def enter(self, *stamp: Any) -> None:
+        """Forget everything unless it was kept under this same stamp."""
+        if stamp != self._stamp:
+            self.rows.clear()
+            self._stamp = stamp
+
+    def forget(self) -> None:
+        self.rows.clear()
+
+    def find(self, key: int, tokens: tuple[int, ...]) -> KeptRow | None:
+        """What is kept of this row, if its context begins with it."""
+        row = self.rows.get(key)
+        return row if row is not None and row.begins(tokens) else None
+
+    def keep(self, key: int, row: KeptRow) -> None:
+        """Remember a row in the place of its turn before, if there is room."""
+        self.rows.pop(key, None)
+        if self.size([*self.rows.values(), row]) <= self.limit:
+            self.rows[key] = row
+
+    @property
+    def bytes(self) -> int:
+        return self.size(self.rows.values())
+
+    @staticmethod
+    def size(rows: Iterable[KeptRow]) -> int:
+        """Bytes of these rows, a shared prompt counted once."""
+        tensors = {id(kv): kv for row in rows for kv in (row.prompt.kv, row.kv)}
+        return sum(kv.numel() * kv.element_size() for kv in tensors.values())
+
+
+def weights_stamp(model: nn.Module) -> tuple[Any, ...]:
+    """Changes when a weight is written to or replaced, or an adapter switched: what was kept is then of another model.
+
+    torch counts the writes to a tensor; writes through `.data` are not counted, and nothing in Keel makes any.
+    """
+    tensors = tuple((id(p), p.data_ptr(), p._version) for p in model.parameters())
+    adapters = tuple(
+        (str(layer.active_adapters), layer.disable_adapters, str(getattr(layer, "merged_adapters", ())))
+        for _, layer in adapter_layers(model)
+    )
+    scales = tuple(str(getattr(layer, "scaling", None)) for _, layer in adapter_layers(model))
+    return tensors, adapters, scales
+
+
+def stacked(prompts: list[KeptPrompt]) -> tuple[Tensor, Tensor]:
+    """Prompts as one `[layers, 2, G, kv_heads, P, D]`, right-padded with zeros, and their lengths."""
+    lengths = torch.tensor([len(prompt.tokens) for prompt in prompts], device=prompts[0].kv.device)
+    if len(prompts) == 1:
+        return prompts[0].kv.unsqueeze(2), lengths
+    layers, two, heads, _, size = prompts[0].kv.shape
+    out = prompts[0].kv.new_zeros(layers, two, len(prompts), heads, int(lengths.max()), size)
+    for index, prompt in enumerate(prompts):
+        out[:, :, index, :, : len(prompt.tokens)] = prompt.kv
+    return out, lengths

@@ -1,0 +1,181 @@
+"""One row a run: its options, accuracy, reward, KL in both directions, skills before and after, how it ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from keel.errors import KeelError
+from keel.report.read import Run, number, read_run
+from keel.studies.folder import DRIFT, Job, Outcome
+from keel.studies.grid import Measure
+
+LAST_STEPS = 10  # of the reward: a single step's mean is mostly noise
+BAND = 1.5  # the band around a target KL is target/1.5 to 1.5·target, as in PPO's rule
+
+
+@dataclass(frozen=True)
+class Skill:
+    """One retention task: accuracy before and after, and the KL on its prompts in both directions."""
+
+    before: float | None
+    after: float | None
+    kl_policy_ref: float | None
+    kl_ref_policy: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run in numbers; None where it has none. KL is in nats per token unless a name says `sequence`."""
+
+    point: str
+    seed: int
+    state: str
+    reason: str
+    options: Mapping[str, str]
+    figures: Mapping[str, float | None]
+    skills: Mapping[str, Skill] = field(default_factory=dict)
+    wall_s: float | None = None
+    curves: Mapping[str, Sequence[tuple[float, float | None]]] = field(default_factory=dict)
+
+
+FIGURES = (
+    "steps",
+    "accuracy_before",
+    "accuracy_after",
+    "reward",
+    "kl_policy_ref",
+    "kl_ref_policy",
+    "kl_k1",
+    "kl_k2",
+    "kl_k3",
+    "kl_sequence",
+    "kl_reference",
+    "beta_last",
+    "retention_before",
+    "retention_after",
+    "forgetting",
+    "kl_old_policy_ref",
+    "kl_old_ref_policy",
+    "text_logprob_before",
+    "text_logprob_after",
+    "steps_to_band",
+    "share_in_band",
+)
+CURVES = ("reward/mean", "kl/policy_ref/exact/mean", "kl/policy_ref/k3/mean", "kl/beta")
+
+
+def read_row(job: Job, ended: Outcome, measure: Measure) -> Row:
+    """What a run left, however little that is."""
+    options = dict(job.point.values)
+    try:
+        run = read_run(job.folder)
+    except KeelError:
+        return Row(job.point.label, job.seed, ended.state, ended.reason, options, dict.fromkeys(FIGURES))
+    drift = _drift(job.folder)
+    skills, trained = _skills(run, drift), _trained_drift(drift)
+    first, last = _accuracy(run, "trained")
+    text = drift.get("text_logprob") or {}
+    before, after = (_mean(getattr(skill, side) for skill in skills.values()) for side in ("before", "after"))
+    rewards = [value for _, value in run.series("reward/mean")[-LAST_STEPS:] if value is not None]
+    exact = run.last("kl/policy_ref/exact/mean")
+    figures: dict[str, float | None] = {
+        "steps": float(run.steps),
+        "accuracy_before": first.get(""),
+        "accuracy_after": last.get(""),
+        "reward": fmean(rewards) if rewards else None,
+        "kl_policy_ref": _figure(trained, "policy_ref", "exact"),
+        "kl_ref_policy": _figure(trained, "ref_policy", "exact"),
+        **{f"kl_{name}": _figure(trained, "policy_ref", name) for name in ("k1", "k2", "k3")},
+        "kl_sequence": _figure(trained, "policy_ref", "exact", "per_sequence"),
+        "kl_reference": run.last("kl/policy_ref/k3/mean") if exact is None else exact,
+        "beta_last": run.last("kl/beta"),
+        "retention_before": before,
+        "retention_after": after,
+        "forgetting": None if before is None or after is None else before - after,
+        "kl_old_policy_ref": _mean(skill.kl_policy_ref for skill in skills.values()),
+        "kl_old_ref_policy": _mean(skill.kl_ref_policy for skill in skills.values()),
+        "text_logprob_before": number(text.get("before")),
+        "text_logprob_after": number(text.get("after")),
+        **_band(run, measure),
+    }
+    wall = number((run.summary or {}).get("wall_s"))
+    curves = {name: run.series(name) for name in CURVES if run.series(name)}
+    return Row(job.point.label, job.seed, ended.state, ended.reason, options, figures, skills, wall, curves)
+
+
+def _drift(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / DRIFT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _tasks(drift: Mapping[str, Any], split: str) -> dict[str, Mapping[str, Any]]:
+    tasks = drift.get("tasks") or {}
+    return {name: task for name, task in tasks.items() if task.get("split") == split}
+
+
+def _trained_drift(drift: Mapping[str, Any]) -> Mapping[str, Any]:
+    return next(iter(_tasks(drift, "trained").values()), {})
+
+
+def _figure(task: Mapping[str, Any], way: str, estimator: str, unit: str = "per_token") -> float | None:
+    try:
+        return number(task[way][unit][estimator]["mean"])
+    except (KeyError, TypeError):
+        return None
+
+
+def _accuracy(run: Run, split: str) -> tuple[dict[str, float], dict[str, float]]:
+    """(first, last) accuracy by task, under "" for the trained one; the last is one after training began."""
+    first: dict[str, float] = {}
+    last: dict[str, float] = {}
+    for line in run.evaluations:
+        value = number(line.get("pass@1"))
+        if line.get("split") != split or value is None:
+            continue
+        name = "" if split == "trained" else str(line.get("task"))
+        (last if number(line.get("step")) else first)[name] = value
+    return first, last
+
+
+def _skills(run: Run, drift: Mapping[str, Any]) -> dict[str, Skill]:
+    first, last = _accuracy(run, "retention")
+    measured = _tasks(drift, "retention")
+    return {
+        name: Skill(
+            first.get(name),
+            last.get(name),
+            _figure(measured.get(name, {}), "policy_ref", "exact"),
+            _figure(measured.get(name, {}), "ref_policy", "exact"),
+        )
+        for name in dict.fromkeys((*first, *measured))
+    }
+
+
+def _mean(values: Any) -> float | None:
+    """The mean, None where one is missing: a mean over other skills is another figure."""
+    found = list(values)
+    return None if not found or None in found else fmean(found)
+
+
+def _band(run: Run, measure: Measure) -> dict[str, float | None]:
+    """Steps until the KL is first within a factor of 1.5 of its target, and the share of all steps inside."""
+    target = measure.target
+    if target is None:
+        return {"steps_to_band": None, "share_in_band": None}
+    if measure.target_unit == "per_sequence":
+        series = run.series("kl/policy_ref/sequence/mean")
+    else:
+        series = run.series("kl/policy_ref/exact/mean") or run.series("kl/policy_ref/k3/mean")
+    inside = [(step, value is not None and target / BAND <= value <= target * BAND) for step, value in series]
+    return {
+        "steps_to_band": next((step for step, within in inside if within), None),
+        "share_in_band": fmean(within for _, within in inside) if inside else None,
+    }

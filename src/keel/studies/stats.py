@@ -1,0 +1,209 @@
+"""Small-sample statistics: t-intervals, paired differences, Holm's correction, correlations. Pure, standard library."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean, stdev
+
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over `n` seeds with its t-interval, None where one value has none; `p` tests that the mean is 0."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    n: int
+    p: float | None = None
+
+    @property
+    def half(self) -> float | None:
+        return None if self.high is None else self.high - self.mean
+
+    @property
+    def excludes_zero(self) -> bool:
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """A correlation with its 95 % interval by Fisher's z; None where there are too few points."""
+
+    value: float
+    low: float | None
+    high: float | None
+    n: int
+
+
+@dataclass(frozen=True)
+class Winner:
+    """The point with the best mean; `name` is None unless it is better than every other beyond chance.
+
+    `rivals` are those it is not shown to be better than, `p` the adjusted p-values of the paired differences.
+    """
+
+    name: str | None
+    best: str
+    rivals: tuple[str, ...]
+    p: Mapping[str, float | None]
+
+
+# ---------------------------------------------------------------------------------------------- t distribution
+
+
+def t_cdf(t: float, df: float) -> float:
+    """P(T ≤ t) of Student's t: 1 − ½·I_x(df/2, ½) with x = df/(df + t²), for t ≥ 0."""
+    if math.isinf(t):
+        return 1.0 if t > 0 else 0.0
+    tail = 0.5 * incomplete_beta(df / 2, 0.5, df / (df + t * t))
+    return 1.0 - tail if t >= 0 else tail
+
+
+def t_quantile(probability: float, df: float) -> float:
+    """The t with P(T ≤ t) = probability, by bisection."""
+    if probability < 0.5:
+        return -t_quantile(1 - probability, df)
+    low, high = 0.0, 1.0
+    while t_cdf(high, df) < probability:
+        high *= 2
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_cdf(middle, df) < probability else (low, middle)
+    return (low + high) / 2
+
+
+def incomplete_beta(a: float, b: float, x: float) -> float:
+    """I_x(a, b), the regularised incomplete beta function, by its continued fraction (Lentz's method)."""
+    if x <= 0 or x >= 1:
+        return float(x >= 1)
+    if x > (a + 1) / (a + b + 2):  # the fraction converges fast on the other side only
+        return 1 - incomplete_beta(b, a, 1 - x)
+    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
+    tiny = 1e-300
+    c, d = 1.0, 1.0 / _off_zero(1 - (a + b) * x / (a + 1), tiny)
+    result = d
+    for m in range(1, 400):
+        for term in (
+            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
+            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
+        ):
+            d = 1.0 / _off_zero(1 + term * d, tiny)
+            c = _off_zero(1 + term / c, tiny)
+            result *= c * d
+        if abs(c * d - 1) < 1e-15:
+            break
+    return front * result / a
+
+
+def _off_zero(value: float, tiny: float) -> float:
+    return value if abs(value) > tiny else tiny
+
+
+# --------------------------------------------------------------------------------------------------- estimates
+
+
+def estimate(values: Sequence[float]) -> Estimate | None:
+    """Mean, t-interval and two-sided p of "the mean is 0"; None of no values."""
+    if not values:
+        return None
+    n, mean = len(values), fmean(values)
+    if n == 1:
+        return Estimate(mean, None, None, 1)
+    se = stdev(values) / math.sqrt(n)
+    half = t_quantile(0.5 + LEVEL / 2, n - 1) * se
+    if se == 0:
+        return Estimate(mean, mean, mean, n, 1.0 if mean == 0 else 0.0)
+    return Estimate(mean, mean - half, mean + half, n, 2 * (1 - t_cdf(abs(mean) / se, n - 1)))
+
+
+def paired(first: Mapping[int, float], second: Mapping[int, float]) -> Estimate | None:
+    """The difference second − first over the seeds that both have."""
+    return estimate([second[seed] - first[seed] for seed in sorted(first.keys() & second.keys())])
+
+
+def holm(p: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Holm's step-down adjusted p-values: for m tests, max over the smaller ones of (m − rank)·p, at most 1."""
+    known = sorted((value, name) for name, value in p.items() if value is not None)
+    adjusted: dict[str, float | None] = dict.fromkeys(p)
+    highest = 0.0
+    for rank, (value, name) in enumerate(known):
+        highest = max(highest, min(1.0, (len(known) - rank) * value))
+        adjusted[name] = highest
+    return adjusted
+
+
+def winner(points: Mapping[str, Mapping[int, float]]) -> Winner | None:
+    """The point with the highest mean, named the winner only if it beats every other one.
+
+    That takes both: paired differences over the seeds whose p-values, adjusted by Holm for the number of rivals, are
+    below 0.05, and t-intervals that do not overlap.
+    """
+    means = {name: found for name, values in points.items() if (found := estimate(list(values.values()))) is not None}
+    if not means:
+        return None
+    best = max(means, key=lambda name: means[name].mean)
+    others = [name for name in means if name != best]
+    raw = {name: None if (d := paired(points[name], points[best])) is None else d.p for name in others}
+    adjusted = holm(raw)
+    rivals = tuple(
+        name for name in others if (p := adjusted[name]) is None or p >= 1 - LEVEL or overlap(means[best], means[name])
+    )
+    return Winner(best if others and not rivals else None, best, rivals, adjusted)
+
+
+def overlap(first: Estimate, second: Estimate) -> bool:
+    """Whether two intervals share a value; without intervals nothing tells them apart."""
+    if first.low is None or first.high is None or second.low is None or second.high is None:
+        return True
+    return first.low <= second.high and second.low <= first.high
+
+
+# ------------------------------------------------------------------------------------------------ correlations
+
+
+def pearson(xs: Sequence[float], ys: Sequence[float]) -> Correlation | None:
+    """Linear correlation; None where one of the two does not vary."""
+    return _correlation(xs, ys, lambda value: 1.0)
+
+
+def spearman(xs: Sequence[float], ys: Sequence[float]) -> Correlation | None:
+    """Correlation of ranks; its z has the variance (1 + r²/2)/(n − 3) (Bonett and Wright 2000)."""
+    return _correlation(ranks(xs), ranks(ys), lambda value: 1 + value * value / 2)
+
+
+def _correlation(xs: Sequence[float], ys: Sequence[float], spread: Callable[[float], float]) -> Correlation | None:
+    n = len(xs)
+    if n < 3:
+        return None
+    mx, my = fmean(xs), fmean(ys)
+    sxx, syy = (sum((value - mean) ** 2 for value in values) for values, mean in ((xs, mx), (ys, my)))
+    if sxx == 0 or syy == 0:
+        return None
+    r = sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / math.sqrt(sxx * syy)
+    r = min(1.0, max(-1.0, r))
+    if n < 4 or abs(r) == 1:
+        return Correlation(r, None, None, n)
+    half = NormalDist().inv_cdf(0.5 + LEVEL / 2) * math.sqrt(spread(r) / (n - 3))
+    return Correlation(r, math.tanh(math.atanh(r) - half), math.tanh(math.atanh(r) + half), n)
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """From 1; equal values share the mean of their ranks."""
+    order = sorted(values)
+    first = {value: order.index(value) for value in set(values)}
+    return [first[value] + (order.count(value) + 1) / 2 for value in values]
+
+
+def frontier(points: Mapping[str, tuple[float, float]]) -> list[str]:
+    """Of (cost, gain) the points that no other beats in both, by rising cost: the best gain at every KL spent."""
+    kept: list[str] = []
+    highest = -math.inf
+    for name in sorted(points, key=lambda key: (points[key][0], -points[key][1])):
+        if points[name][1] > highest:
+            kept.append(name)
+            highest = points[name][1]
+    return kept

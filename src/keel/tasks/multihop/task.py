@@ -1,0 +1,200 @@
+"""The task `multihop`: episodes of retrieval and an answer with citations, from rows or from made-up worlds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from statistics import fmean
+
+from keel.errors import KeelError
+from keel.tasks.answers import last_tag
+from keel.tasks.multihop import score
+from keel.tasks.multihop.answer import Answer, complete, read_answer, retrieve_documents
+from keel.tasks.multihop.question import Question
+from keel.tasks.multihop.retrieve import Found, Retriever
+from keel.tasks.multihop.source import Source, Worlds
+from keel.tasks.multihop.world import words
+from keel.tasks.tool_calls import write_call
+from keel.tasks.toolbox import Played, Toolbox
+from keel.tasks.tools import Tool, tool
+from keel.types import Group, Message, Problem, Reward
+
+
+@dataclass(frozen=True)
+class Multihop:
+    """Questions that take several documents; the reward is (hops / 2) × the weighted mean of its parts."""
+
+    name: str
+    source: Source
+    retriever: Retriever
+    top_n: int
+    tool_format: str
+    answer_style: str
+    think: bool
+    weights: Mapping[str, float]
+    hop_factor: bool
+    hops: tuple[int, ...]
+    curriculum_steps: int = 0
+    instruction: str | None = None
+    own_tools: tuple[Tool, ...] = ()
+    notes: tuple[str, ...] = ()
+    foreign: bool = False  # whether a user's tools or embeddings run in it
+    _base: Tool = field(default=tool(retrieve_documents, tag="retrieve"), repr=False, compare=False)
+
+    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        """Training problems of one step, with as many hops as the curriculum allows by then."""
+        return self._asked(self.source.sample(count, seed, step, self.hops_at(step)))
+
+    def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
+        """Problems of all hops that are never trained on."""
+        return self._asked(self.source.held_out(count, seed, self.hops))
+
+    def keep(self, fits: Callable[[Problem], bool]) -> tuple[Multihop, int]:
+        """The task with only the questions whose prompts `fits` accepts, and how many were left out."""
+        source, left_out = self.source.keep(lambda question: fits(self._problem(question)))
+        return replace(self, source=source), left_out
+
+    def hops_at(self, step: int) -> tuple[int, ...]:
+        """The chain lengths of a step: the shortest alone at first, all of them after `curriculum_steps`."""
+        if step >= self.curriculum_steps:
+            return self.hops
+        return self.hops[: 1 + step * len(self.hops) // self.curriculum_steps]
+
+    def gold_turns(self, problem: Problem) -> list[str]:
+        """Retrieve every supporting document that is not there yet, by its title; then answer and cite them."""
+        question = _question(problem)
+        tools, found, turns = self.tools(problem), set(), []
+        for id in question.chain:
+            document = question.document(id)
+            if document is None or id in found:
+                continue
+            for query in (document.title, f"{document.title} {document.text}"):
+                seen = self._retrieve(question, query).documents
+                if id in {one.id for one in seen}:
+                    break
+            found |= {one.id for one in seen}
+            turns.append(write_call("retrieve_documents", {"query": query}, self.tool_format, tools))
+        return [*turns, self.gold(problem)]
+
+    def gold(self, problem: Problem) -> str:
+        """The last turn of such an episode."""
+        question = _question(problem)
+        titles = [document.title for id in question.chain if (document := question.document(id)) is not None]
+        answer, reasoning = question.answers[0], " , ".join([*titles, question.answers[0]])
+        if self.answer_style == "complete":
+            given = {"reasoning": reasoning, "final_answer": answer, "cited_doc_ids": list(question.chain)}
+            return write_call("complete", given, self.tool_format, self.tools(problem))
+        think = f"<think> {reasoning} </think> " if self.think else ""
+        return f"{think}<cite> {' '.join(question.chain)} </cite> <answer> {answer} </answer>"
+
+    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
+        """The parts of an episode, each in [0, 1], and (hops / 2) × their weighted mean."""
+        question, played = _question(problem), self.toolbox.play(problem, turns)
+        answer = self._answer(played, turns)
+        found = [one.id for r in played.results if isinstance(r.value, Found) for one in r.value.documents]
+        exact = score.best(score.exact_match, answer.text, question.answers)
+        parts = {
+            "exact_match": exact,
+            "f1": score.best(score.f1, answer.text, question.answers),
+            "retrieval_recall": score.recall(found, question.chain),
+            "retrieval_precision": score.precision(found, question.chain),
+            "citation_recall": score.recall(answer.cited, question.chain),
+            "format": self._form(played, turns),
+        }
+        total = score.total(parts, self.weights, question.hops, self.hop_factor)
+        return Reward(total, {"correct": exact, **parts}, parsed=answer.text is not None)
+
+    def respond(self, problem: Problem, turns: Sequence[str]) -> str | list[Message] | None:
+        """What the tools return, or None after the answer."""
+        return self.toolbox.respond(problem, turns)
+
+    def counts(self, problem: Problem, turns: Sequence[str]) -> dict[str, float]:
+        """Calls and errors of the tools; answers that are missing or lists; cited documents that do not exist."""
+        question = _question(problem)
+        answer = self._answer(self.toolbox.play(problem, turns), turns)
+        return {
+            **self.toolbox.counts(problem, turns),
+            "answer/missing": float(answer.text is None),
+            "answer/list": float(answer.listed),
+            "answer/unknown_document": float(sum(question.document(id) is None for id in answer.cited)),
+        }
+
+    def extra_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Each part's mean, the calls an episode, and the share of right answers by the number of hops."""
+        rewards = [(g.problem, r) for g in groups for r in g.rewards]
+        parts = {name: fmean(r.parts.get(name, 0.0) for _, r in rewards) for name in self.weights}
+        calls = fmean(c.counts.get("tool/calls", 0.0) for g in groups for c in g.completions)
+        lengths = sorted({_question(p).hops for p, _ in rewards})
+        by_hops = {
+            f"correct_{n}_hops": fmean(r.parts.get("correct", 0.0) for p, r in rewards if _question(p).hops == n)
+            for n in lengths
+        }
+        return {**parts, "tool_calls": calls, **by_hops}
+
+    def tools(self, problem: Problem) -> tuple[Tool, ...]:
+        """The tools of a problem, the retrieval bound to its documents."""
+        bound = replace(self._base, function=partial(self._retrieve, _question(problem)))
+        return (bound, *((complete,) if self.answer_style == "complete" else ()), *self.own_tools)
+
+    @cached_property
+    def toolbox(self) -> Toolbox:
+        return Toolbox(self.tools, self.tool_format, self._is_answer)
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        """Every word, by spaces, of the worlds' prompts, replies and gold episodes: for a word-level tokenizer."""
+        if not isinstance(self.source, Worlds):
+            raise KeelError("multihop has a closed vocabulary only for its built-in worlds: leave data.path out")
+        marks = [f"<{end}{tag}>" for tag in ("retrieve", "result", "think", "cite", "answer") for end in ("", "/")]
+        told = (self.instruction or "").split()
+        return tuple(dict.fromkeys([*words(self.source.documents), *marks, ",", *told, "No", "document", "matches."]))
+
+    def _retrieve(self, question: Question, query: str) -> Found:
+        return Found(tuple(self.retriever(question, query)[: self.top_n]))
+
+    def _is_answer(self, text: str) -> bool:
+        return self.answer_style == "tags" and last_tag(text) is not None
+
+    def _answer(self, played: Played, turns: Sequence[str]) -> Answer:
+        given = next((r.value for r in played.results if isinstance(r.value, Answer)), None)
+        if given is not None:
+            return given
+        text = self._last(played, turns)
+        if not self._is_answer(text):
+            return Answer(None)
+        return read_answer((last_tag(text) or "").strip(), last_tag(text, "cite") or "")
+
+    def _form(self, played: Played, turns: Sequence[str]) -> float:
+        """1 if the answer came in the form that was asked for."""
+        if self.answer_style == "complete":
+            return float(any(isinstance(result.value, Answer) for result in played.results))
+        text, tags = self._last(played, turns), (*(("think",) if self.think else ()), "cite", "answer")
+        once = all(text.count(f"<{tag}>") == 1 == text.count(f"</{tag}>") for tag in tags)
+        places = [text.find(f"<{end}{tag}>") for tag in tags for end in ("", "/")]
+        return float(once and places == sorted(places))
+
+    def _last(self, played: Played, turns: Sequence[str]) -> str:
+        """The turn that ended the episode; what was said after it does not count."""
+        return turns[len(played.turns) - 1] if played.turns else ""
+
+    def _asked(self, questions: Sequence[Question]) -> list[Problem]:
+        return [self._problem(question) for question in questions]
+
+    def _problem(self, question: Question) -> Problem:
+        told = f"{self.instruction}\n{question.text}\n" if self.instruction else f"{question.text}\n"
+        problem = Problem(
+            key=question.key,
+            prompt=[{"role": "user", "content": told}],
+            answer=question.answers[0],
+            info={"question": question, "hops": question.hops},
+        )
+        if self.tool_format == "tags":
+            return problem
+        return replace(problem, tools=[offered.schema for offered in self.tools(problem)])
+
+
+def _question(problem: Problem) -> Question:
+    question = problem.info["question"]
+    assert isinstance(question, Question)
+    return question

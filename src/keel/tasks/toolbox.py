@@ -1,0 +1,161 @@
+"""Episodes with tools: which calls a turn makes, what the model is told about each, and how that is counted."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from keel.errors import KeelError, unknown
+from keel.tasks.guard import CallFailed, Guard
+from keel.tasks.tool_calls import FORMATS, ToolCall, parse_calls
+from keel.tasks.tools import Tool
+from keel.types import Message, Problem
+
+ERRORS = ("malformed", "unknown_tool", "bad_arguments", "failed", "timeout", "too_many")
+KINDS = (*ERRORS, "too_long")
+MOST_CALLS = 16  # in one turn
+MOST_HUNG = 8
+_KEPT = 4096  # turns whose results are kept
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one call: the text for the model, the function's own value, and the kind of what went wrong."""
+
+    call: ToolCall
+    content: str
+    value: Any = None
+    kind: str | None = None
+
+    @property
+    def is_error(self) -> bool:
+        return self.kind in ERRORS
+
+
+@dataclass(frozen=True)
+class Played:
+    """An episode so far: the results of each turn's calls, and whether it is over."""
+
+    turns: tuple[tuple[Result, ...], ...] = ()
+    over: bool = False
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        return tuple(result for turn in self.turns for result in turn)
+
+
+@dataclass(frozen=True)
+class Toolbox:
+    """Plays episodes: `tools(problem)` are those of a problem, `is_final(text)` says that a turn needs no answer.
+
+    A turn without a call ends the episode, as does a tool that `ends`. What was played is kept, so that each call runs
+    once although it is asked about again after every later turn and by the reward; equal turns on one problem share
+    their results.
+    """
+
+    tools: Callable[[Problem], Sequence[Tool]]
+    format: str = "json"
+    is_final: Callable[[str], bool] = lambda text: False
+    _kept: dict[tuple[str, tuple[str, ...]], Played] = field(default_factory=dict, repr=False, compare=False)
+    _guards: dict[str, Guard] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise unknown("tool format", self.format, FORMATS)
+
+    def play(self, problem: Problem, turns: Sequence[str]) -> Played:
+        """The episode after these turns of the model."""
+        said = tuple(turns)
+        known = next(
+            (n for n in range(len(said), 0, -1) if (problem.key, said[:n]) in self._kept),
+            0,
+        )
+        played = self._kept[problem.key, said[:known]] if known else Played()
+        for number in range(known, len(said)):
+            if not played.over:
+                played = self._after(played, problem, said[number])
+            while len(self._kept) >= _KEPT:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[problem.key, said[: number + 1]] = played
+        return played
+
+    def respond(self, problem: Problem, turns: Sequence[str]) -> str | list[Message] | None:
+        """The results of the last turn's calls as messages, or None where the episode is over."""
+        played = self.play(problem, turns)
+        if played.over:
+            return None
+        last = played.turns[-1]
+        if self.format == "tags":
+            return "\n" + "".join(f"<result>\n{result.content}\n</result>\n" for result in last)
+        return [
+            {
+                "role": "tool",
+                "name": result.call.name or "unknown",
+                "tool_call_id": result.call.id or _call_id(problem.key, len(played.turns), place),
+                "content": result.content,
+            }
+            for place, result in enumerate(last)
+        ]
+
+    def counts(self, problem: Problem, turns: Sequence[str]) -> dict[str, float]:
+        """How many calls an episode made, and how many went wrong in which way."""
+        results = self.play(problem, turns).results
+        kinds = [result.kind for result in results]
+        wrong = sum(result.is_error for result in results)
+        found = {"tool/calls": float(len(results)), "tool/errors": float(wrong)}
+        return {**found, **{f"tool/{kind}": float(kinds.count(kind)) for kind in KINDS}}
+
+    def _after(self, played: Played, problem: Problem, text: str) -> Played:
+        offered = {tool.name: tool for tool in self.tools(problem)}
+        calls = [] if self.is_final(text) else parse_calls(text, self.format, tuple(offered.values()))
+        results: list[Result] = []
+        for number, call in enumerate(calls):
+            if number >= MOST_CALLS:
+                results.append(_error(call, "too_many", f"only {MOST_CALLS} calls a turn are answered"))
+                break
+            result = self._run(call, offered)
+            results.append(result)
+            if not result.is_error and offered[call.name].ends:
+                return Played((*played.turns, tuple(results)), over=True)
+        return Played((*played.turns, tuple(results)), over=not calls)
+
+    def _run(self, call: ToolCall, offered: Mapping[str, Tool]) -> Result:
+        if call.fault is not None:
+            return _error(call, "malformed", call.fault)
+        if call.name not in offered:
+            return _error(call, "unknown_tool", f"there is no tool {call.name[:40]!r}; use {', '.join(offered)}")
+        tool = offered[call.name]
+        try:
+            arguments = tool.arguments(call.arguments or {})
+        except ValueError as error:
+            return _error(call, "bad_arguments", f"{tool.name}: {error}")
+        guard = self._guards.setdefault(
+            tool.name, Guard(tool.timeout_s, MOST_HUNG, option=f"timeout_s of the tool {tool.name}")
+        )
+        try:
+            value = guard.call(lambda: tool.function(**arguments))
+        except CallFailed as failure:
+            if guard.hung > MOST_HUNG:
+                raise KeelError(
+                    f"tool {tool.name!r} hangs: {guard.hung} calls did not return and cannot be ended; mend it"
+                ) from failure
+            kind = "timeout" if failure.kind == "timeout" else "failed"
+            said = f"{tool.name} took too long" if kind == "timeout" else f"{tool.name} {failure.cause}"
+            return _error(call, kind, said)
+        content = "" if value is None else str(value)
+        if len(content) <= tool.max_characters:
+            return Result(call, content, value)
+        cut = f"{content[: tool.max_characters]}\n[cut: {len(content) - tool.max_characters} characters more]"
+        return Result(call, cut, value, "too_long")
+
+
+def _error(call: ToolCall, kind: str, said: str) -> Result:
+    return Result(call, f"error: {said[:200]}", kind=kind)
+
+
+def _call_id(*parts: object) -> str:
+    """Nine letters and digits, as the strictest templates want them."""
+    text = "\x1f".join(map(str, parts))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()[:9]

@@ -1,0 +1,99 @@
+"""Attention by the structure of a row equals attention by its mask, values and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers import models as zoo
+
+from keel.models import branches
+from keel.models.head import body_of
+from keel.models.logprobs import score_tokens
+from keel.models.pack import PackedBatch, pack
+from keel.types import Completion, Group, Problem
+
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+}
+GROUPED = {"num_key_value_heads": 2, "head_dim": 8, **SIZES}
+EXACT = {
+    "llama": zoo.llama.LlamaConfig(**GROUPED),
+    "qwen3": zoo.qwen3.Qwen3Config(**GROUPED),
+    "gpt_neox": zoo.gpt_neox.GPTNeoXConfig(rotary_pct=0.5, **SIZES),
+}
+BY_MASK = {"mistral": zoo.mistral.MistralConfig(sliding_window=64, **GROUPED)}
+
+
+def model_of(config: Any) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def batch(max_row_tokens: int | None) -> PackedBatch:
+    """Three groups with ragged completions, one of a single token and one of none."""
+    generator = torch.Generator().manual_seed(1)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, 50, (count,), generator=generator).tolist())
+
+    def said(count: int) -> Completion:
+        zeros = (0.0,) * count
+        return Completion(tokens(count), (True,) * count, zeros, zeros, "", "length")
+
+    shapes = [(12, (5, 9, 1)), (3, (7, 7)), (6, (1, 0, 4))]
+    groups = [Group(Problem(str(p), ""), tokens(p), tuple(said(n) for n in ns)) for p, ns in shapes]
+    return pack(groups, 0, max_row_tokens=max_row_tokens)
+
+
+def scored(model: Any, packed: PackedBatch) -> tuple[Tensor, list[Tensor]]:
+    model.zero_grad()
+    logp = score_tokens(model, packed).logp
+    (logp * torch.arange(1, logp.numel() + 1).view_as(logp)).sum().backward()
+    return logp.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("max_row_tokens", [None, 60])
+@pytest.mark.parametrize("name", [*EXACT, *BY_MASK])
+def test_values_and_gradients_equal_the_masks(
+    name: str, max_row_tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, packed = model_of({**EXACT, **BY_MASK}[name]), batch(max_row_tokens)
+    expected, gradients = scored(model, packed)
+    monkeypatch.setattr(branches, "LONG_ROW", 1)
+    assert branches.by_structure(body_of(model), packed) == (name in EXACT)
+    found, others = scored(model, packed)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    for mine, theirs in zip(others, gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-4)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_short_rows_and_recomputed_activations_keep_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second forward of gradient checkpointing runs when the structure is no longer at hand."""
+    model, packed = model_of(EXACT["llama"]), batch(None)
+    assert not branches.by_structure(body_of(model), packed)
+    monkeypatch.setattr(branches, "LONG_ROW", 1)
+    assert branches.by_structure(body_of(model), packed)
+    expected, gradients = scored(model, packed)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    assert not branches.by_structure(body_of(model), packed)
+    found, others = scored(model, packed)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    for mine, theirs in zip(others, gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-4)
+
+
+def test_a_model_that_disagrees_keeps_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(branches, "LONG_ROW", 1)
+    monkeypatch.setattr(branches, "attend", lambda query, *_: torch.zeros_like(query.transpose(1, 2)))
+    assert not branches.by_structure(body_of(model_of(EXACT["llama"])), batch(None))

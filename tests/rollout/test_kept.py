@@ -1,0 +1,191 @@
+"""Turns that reuse what was read before equal turns that read everything again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from keel.models import load_model
+from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.types import Completion
+
+from . import shapes
+
+SAMPLING = SamplingParams(num_generations=3, max_completion_length=14)
+ROOM = 2**24
+
+
+def engine_of(model: Any, kept_bytes: int) -> NativeEngine:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return NativeEngine(model, shapes.tokenizer(), kept_bytes=kept_bytes)
+
+
+def play(
+    engine: NativeEngine, *, turns: int = 3, between: Callable[[], None] = lambda: None, **noise: int
+) -> list[list[Completion]]:
+    """Groups of three on four ragged prompts; after each turn the environment says one to five tokens."""
+    requests = [Request(f"p{i}", tokens) for i, tokens in enumerate(shapes.prompts(4))]
+    said = []
+    live = [Request(request.key, request.tokens, samples=(sample,)) for request in requests for sample in range(3)]
+    first = engine.generate(requests, SAMPLING, **noise)
+    answers = [[completion] for group in first for completion in group]
+    said.append([answer for (answer,) in answers])
+    for turn in range(1, turns):
+        between()
+        live = [
+            replace(
+                request,
+                tokens=(*request.tokens, *answer.tokens, *range(40, 41 + (index + turn) % 5)),
+                start=request.start + len(answer.tokens) + 1 + (index + turn) % 5,
+                max_new=4 + turn,
+            )
+            for index, (request, (answer,)) in enumerate(zip(live, answers, strict=True))
+        ]
+        answers = engine.generate(live, SAMPLING, **noise)
+        said.append([answer for (answer,) in answers])
+    return said
+
+
+def assert_same(a: list[list[Completion]], b: list[list[Completion]]) -> None:
+    for one, other in zip(a, b, strict=True):
+        assert [c.tokens for c in one] == [c.tokens for c in other]
+        for mine, theirs in zip(one, other, strict=True):
+            torch.testing.assert_close(
+                torch.tensor(mine.sample_logp), torch.tensor(theirs.sample_logp), atol=2e-5, rtol=0
+            )
+
+
+def tokens_read(model: Any, play_it: Callable[[], Any]) -> int:
+    """How many tokens the model's embedding was asked for."""
+    count = []
+    handle = model.get_input_embeddings().register_forward_pre_hook(lambda _, args: count.append(args[0].numel()))
+    play_it()
+    handle.remove()
+    return sum(count)
+
+
+@pytest.mark.parametrize("name", [*shapes.SHARED, *shapes.PLAIN])
+def test_turns_that_reuse_equal_turns_that_read_again(name: str) -> None:
+    model = shapes.model(name)
+    assert_same(play(engine_of(model, ROOM), seed=5), play(engine_of(model, 0), seed=5))
+
+
+@pytest.mark.parametrize("max_batch", [1, 5])
+def test_at_any_batch_size(max_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shapes.model("llama")
+    expected = play(engine_of(model, 0), seed=5)
+    monkeypatch.setattr("tests.rollout.test_kept.SAMPLING", replace(SAMPLING, max_batch=max_batch))
+    assert_same(play(engine_of(model, ROOM), seed=5), expected)
+
+
+def test_new_parts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shapes.model("qwen3")
+    expected = play(engine_of(model, 0), seed=5)
+    monkeypatch.setattr("keel.rollout.decode._RESUME_SCORES", 2000)
+    assert_same(play(engine_of(model, ROOM), seed=5), expected)
+
+
+def test_only_what_is_new_is_read() -> None:
+    """A prompt of 60 tokens, 3 rows, a second turn of 2 tokens each: 6 tokens are read where 3 × 65 would be."""
+    model = shapes.model("llama")
+    sampling = replace(SAMPLING, max_completion_length=4, ignore_eos=True)
+    first = Request("long", tuple(range(60)))
+
+    def second(engine: NativeEngine) -> Callable[[], Any]:
+        (group,) = engine.generate([first], sampling)
+        more = [
+            Request("long", (*first.tokens, *c.tokens, 7), samples=(i,), start=5, max_new=1)
+            for i, c in enumerate(group)
+        ]
+        return lambda: engine.generate(more, sampling)
+
+    assert tokens_read(model, second(engine_of(model, ROOM))) == 3 * 2  # the last token drawn, and the answer
+    assert tokens_read(model, second(engine_of(model, 0))) == 3 * 65
+
+
+@pytest.mark.parametrize("limit", [1, 6000, 20000])
+def test_memory_is_bounded_and_what_found_no_room_is_read_again(limit: int) -> None:
+    model = shapes.model("llama")
+    engine, sizes = engine_of(model, limit), []
+    said = play(engine, seed=5, between=lambda: sizes.append(engine.kept.bytes))
+    assert max(sizes) <= limit
+    assert (max(sizes) > 0) == (limit > 1)
+    assert_same(said, play(engine_of(model, 0), seed=5))
+
+
+def test_the_bytes_are_those_of_the_prompt_once_and_of_each_row() -> None:
+    engine = engine_of(shapes.model("llama"), ROOM)
+    sampling = replace(SAMPLING, max_completion_length=4, ignore_eos=True)
+    engine.generate([Request("a", tuple(range(10)))], sampling)
+    a_token = 2 * 2 * 2 * 8 * 4  # layers, keys and values, KV heads, their size, bytes
+    assert engine.kept.bytes == (10 + 3 * 3) * a_token  # the last token of each row was never read
+    engine.forget()
+    assert engine.kept.bytes == 0
+
+
+def test_written_weights_are_noticed() -> None:
+    """The second turn is sampled by the weights of the second turn, with nothing of the first left."""
+
+    def turns(kept_bytes: int) -> list[list[Completion]]:
+        model = shapes.model("llama")
+
+        def write() -> None:
+            with torch.no_grad():
+                model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+
+        return play(engine_of(model, kept_bytes), seed=5, turns=2, between=write)
+
+    assert_same(turns(ROOM), turns(0))
+
+
+def test_a_switched_adapter_is_noticed() -> None:
+    loaded = load_model("tiny", device="cpu", lora={"r": 4})
+    model: Any = loaded.model
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    engine = NativeEngine(model, loaded.tokenizer, kept_bytes=ROOM)
+    sampling = replace(SAMPLING, max_completion_length=4, ignore_eos=True)
+    (group,) = engine.generate([Request("a", (5, 6, 7))], sampling)
+    more = [Request("a", (5, 6, 7, *c.tokens), samples=(i,), start=4, max_new=4) for i, c in enumerate(group)]
+    with model.disable_adapter():
+        found = engine.generate(more, sampling)
+        fresh = NativeEngine(model, loaded.tokenizer).generate(more, sampling)
+    assert_same([[c for (c,) in found]], [[c for (c,) in fresh]])
+
+
+@pytest.mark.parametrize("other", [{"seed": 6}, {"attempt": 1}, {"step": 1}])
+def test_another_step_starts_with_nothing(other: dict[str, int]) -> None:
+    engine = engine_of(shapes.model("llama"), ROOM)
+    play(engine, seed=5)
+    kept = engine.kept.bytes
+    engine.generate([Request("a", (1, 2))], replace(SAMPLING, max_completion_length=2), **{"seed": 5, **other})
+    assert 0 < engine.kept.bytes < kept / 4
+
+
+def test_sync_frees_what_was_kept() -> None:
+    model = shapes.model("llama")
+    engine = engine_of(model, ROOM)
+    play(engine)
+    engine.sync(model)
+    assert engine.kept.bytes == 0
+
+
+def test_a_context_that_was_changed_is_read_again() -> None:
+    """The same row with other tokens than were kept: nothing of them may be used."""
+    model = shapes.model("llama")
+    sampling = replace(SAMPLING, num_generations=1, max_completion_length=4, ignore_eos=True)
+    answers = []
+    for room in (ROOM, 0):
+        engine = engine_of(model, room)
+        ((first,),) = engine.generate([Request("a", (1, 2, 3))], sampling)
+        changed = Request("a", (1, 9, 3, *first.tokens), samples=(0,), start=4, max_new=4)
+        answers.append([c for (c,) in engine.generate([changed], sampling)])
+    assert_same(answers[:1], answers[1:])

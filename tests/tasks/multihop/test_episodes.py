@@ -1,0 +1,174 @@
+"""Hand-made episodes against rewards and counts computed by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.errors import KeelError
+from keel.tasks import build_task
+from keel.tasks.tools import tool
+from keel.types import Problem
+
+from .rows import row, three_hops, written
+
+PARTS = ("exact_match", "f1", "retrieval_recall", "retrieval_precision", "citation_recall", "format")
+SHARES = (1.0, 0.9, 1.0, 0.4, 0.6, 0.1)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> dict[str, Any]:
+    return {"path": written(tmp_path / "rows.jsonl", row(), three_hops())}
+
+
+def opened(data: dict[str, Any], hops: int = 2, **options: Any) -> tuple[Any, Problem]:
+    task = build_task("multihop", data=data, held_out=1, **options)
+    problems = [*task.sample(1, seed=0, step=0), *task.held_out(1)]
+    return task, next(problem for problem in problems if problem.info["hops"] == hops)
+
+
+def final(answer: str, cited: str) -> str:
+    return f"<think> so </think> <cite>{cited}</cite> <answer>{answer}</answer>"
+
+
+# Documents of the rows: 0 and 3 are distractors in the first, 1 and 2 support it; top_n is 2.
+EPISODES = [
+    # golden finds both at once; the answer is an alias in other spelling
+    ("golden", 2, ["<retrieve>Amber Hall</retrieve>", final("Town of old ASHFORD!", "2, 1")], (1, 1, 1, 1, 1, 1)),
+    # half of the words, one citation of two
+    ("golden", 2, ["<retrieve>Amber</retrieve>", final("Ashford", "2")], (0, 2 / 3, 1, 1, 0.5, 1)),
+    # BM25: "harbour" finds document 0 alone, "novel" finds document 2 alone
+    (
+        "lexical",
+        2,
+        ["<retrieve>harbour</retrieve><retrieve>novel</retrieve>", final("x", "0 2")],
+        (0, 0, 0.5, 0.5, 0.5, 1),
+    ),
+    # never retrieved, never thought, right all the same
+    ("golden", 2, ["<cite>1</cite><answer>Old Ashford</answer>"], (1, 1, 0, 0, 0.5, 0)),
+    # two answers: the last is read, the form is broken
+    ("golden", 2, [final("x", "") + final("Old Ashford", "1 2")], (1, 1, 0, 0, 1, 0)),
+    # gave up without an answer
+    ("golden", 2, ["<retrieve>Miria</retrieve>", "I do not know"], (0, 0, 1, 1, 0, 0)),
+    # three hops: 2 documents of 3, 2 citations of 3; the total is multiplied by 3/2
+    ("golden", 3, ["<retrieve>Miria</retrieve>", final("Bo", "1, 3, 99")], (0, 2 / 3, 2 / 3, 1, 2 / 3, 1)),
+    # nothing at all
+    ("golden", 2, [""], (0, 0, 0, 0, 0, 0)),
+]
+
+
+@pytest.mark.parametrize(("retriever", "hops", "turns", "values"), EPISODES)
+def test_rewards_by_hand(
+    data: dict[str, Any], retriever: str, hops: int, turns: list[str], values: tuple[float, ...]
+) -> None:
+    task, problem = opened(data, hops, retriever=retriever)
+    reward = task.reward(problem, turns)
+    assert [reward.parts[name] for name in PARTS] == pytest.approx(values, abs=1e-9)
+    assert reward.parts["correct"] == values[0]
+    expected = hops / 2 * sum(w * v for w, v in zip(SHARES, values, strict=True)) / 4.0
+    assert reward.total == pytest.approx(expected, abs=1e-9)
+    assert reward.parsed == ("<answer>" in turns[-1])
+
+
+def test_one_total_in_figures(data: dict[str, Any]) -> None:
+    """(1·0 + 0.9·⅔ + 1·⅔ + 0.4·1 + 0.6·⅔ + 0.1·1) / 4 × 3/2 = 0.8125."""
+    task, problem = opened(data, 3, retriever="golden")
+    assert task.reward(problem, EPISODES[6][2]).total == pytest.approx(0.8125, abs=1e-9)
+
+
+def test_weights_and_the_hop_factor_are_options(data: dict[str, Any]) -> None:
+    weights = dict.fromkeys(PARTS, 0.0) | {"f1": 1.0, "format": 1.0}
+    task, problem = opened(data, 3, retriever="golden", weights=weights, hop_factor=False)
+    assert task.reward(problem, [final("Bo", "")]).total == pytest.approx((2 / 3 + 1) / 2, abs=1e-9)
+
+
+def completed(answer: Any, cited: Any = ("1", "2"), **more: Any) -> str:
+    arguments = {"reasoning": "so", "final_answer": answer, "cited_doc_ids": cited, **more}
+    return f"<tool_call>{json.dumps({'name': 'complete', 'arguments': arguments})}</tool_call>"
+
+
+def asked(query: str) -> str:
+    return f"<tool_call>{json.dumps({'name': 'retrieve_documents', 'arguments': {'query': query}})}</tool_call>"
+
+
+JSON = {"tool_format": "json", "answer_style": "complete", "retriever": "golden"}
+
+
+def test_the_complete_call_ends_the_episode_and_is_judged(data: dict[str, Any]) -> None:
+    task, problem = opened(data, **JSON)
+    assert task.respond(problem, [asked("Amber Hall")]) is not None
+    turns = [asked("Amber Hall"), completed("Old Ashford", [1, 2])]
+    assert task.respond(problem, turns) is None
+    reward = task.reward(problem, turns)
+    assert reward.total == pytest.approx(1.0, abs=1e-9)
+    assert task.reward(problem, [*turns, completed("x")]) == reward  # what is said afterwards does not count
+
+
+def test_the_tools_output_is_the_documents(data: dict[str, Any]) -> None:
+    task, problem = opened(data, **JSON)
+    (message,) = task.respond(problem, [asked("Amber Hall")])
+    assert message["content"] == (
+        "Document ID: 2\n# Amber Hall\nAmber Hall is a novel by Miria Vane.\n\n"
+        "Document ID: 1\n# Miria Vane\nMiria Vane was born in Old Ashford."
+    )
+    assert [offered["function"]["name"] for offered in problem.tools] == ["retrieve_documents", "complete"]
+
+
+@pytest.mark.parametrize(
+    ("turn", "count"),
+    [
+        (completed("Old Ashford", ["1", "77", "x"]), {"answer/unknown_document": 2.0}),
+        (completed(["Old Ashford"]), {"answer/list": 1.0}),
+        (completed(["Old Ashford", "London"]), {"answer/list": 1.0}),
+        (completed({"a": 1}), {"tool/errors": 1.0, "tool/bad_arguments": 1.0, "answer/missing": 1.0}),
+        (completed("x", page=1), {"tool/errors": 1.0, "tool/bad_arguments": 1.0, "answer/missing": 1.0}),
+        ("<tool_call>{complete</tool_call>", {"tool/errors": 1.0, "tool/malformed": 1.0, "answer/missing": 1.0}),
+        (
+            '<tool_call>{"name": "find", "arguments": {}}</tool_call>',
+            {"tool/errors": 1.0, "tool/unknown_tool": 1.0, "answer/missing": 1.0},
+        ),
+    ],
+)
+def test_bad_calls_are_counted(data: dict[str, Any], turn: str, count: dict[str, float]) -> None:
+    task, problem = opened(data, **JSON)
+    counts = {name: value for name, value in task.counts(problem, [turn]).items() if value}
+    assert counts == {"tool/calls": 1.0, **count}
+    assert 0.0 <= task.reward(problem, [turn]).total <= 1.0
+
+
+def test_an_answer_that_is_a_list_is_one_answer(data: dict[str, Any]) -> None:
+    """A list of one is that answer; a list of guesses is all of them together, so that guessing does not pay."""
+    task, problem = opened(data, **JSON)
+    assert task.reward(problem, [completed(["Old Ashford"])]).parts["correct"] == 1.0
+    many = task.reward(problem, [completed(["Old Ashford", "London"])])
+    assert many.parts["correct"] == 0.0
+    assert many.parts["f1"] == pytest.approx(4 / 5)
+    tags, problem = opened(data, retriever="golden")
+    assert tags.reward(problem, [final('["Old Ashford"]', "1")]).parts["correct"] == 1.0
+    assert tags.counts(problem, [final("['Old Ashford', 'x']", "1")])["answer/list"] == 1.0
+
+
+@pytest.mark.parametrize("tool_format", ["json", "tags"])
+@pytest.mark.parametrize("answer_style", ["tags", "complete"])
+def test_oracle_episodes_earn_the_maximum(data: dict[str, Any], tool_format: str, answer_style: str) -> None:
+    for hops in (2, 3):
+        task, problem = opened(data, hops, retriever="golden", tool_format=tool_format, answer_style=answer_style)
+        turns = task.gold_turns(problem)
+        assert task.reward(problem, turns).total == pytest.approx(hops / 2, abs=1e-9)
+        assert task.respond(problem, turns) is None
+        assert all(task.respond(problem, turns[:n]) is not None for n in range(1, len(turns)))
+        assert task.counts(problem, turns)["tool/errors"] == 0.0
+
+
+def test_a_users_own_tool_stands_beside_the_retrieval(data: dict[str, Any]) -> None:
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    task, problem = opened(data, retriever="golden", tools=[add])
+    assert task.respond(problem, ["<tool>add(2, b=3)</tool>"]) == "\n<result>\n5\n</result>\n"
+    with pytest.raises(KeelError, match="two tools are called 'complete'"):
+        build_task("multihop", tools=[tool(add, name="complete")])
