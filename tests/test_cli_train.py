@@ -114,7 +114,7 @@ def test_users_own_parts_of_the_working_folder(config_file, called, tmp_path):
         (["train", "mine.yaml", "kl.beta=-1"], "at least 0"),
         (["train", "none.yaml"], "no configuration at none.yaml"),
         (["train", "mine.yaml", "mine.yaml"], "one configuration at a time"),
-        (["train", "mine.yaml", "--num-train-epochs", "3"], "has no counterpart"),
+        (["train", "mine.yaml", "--reward-weights", "3"], "has no counterpart"),
         (["sft", "mine.yaml"], "needs a warmstart section"),
         (["report", "no-such-run"], "no-such-run"),
         (["report"], "Missing argument"),

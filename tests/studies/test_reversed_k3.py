@@ -38,8 +38,8 @@ def test_its_gradient_is_half_that_of_chi_square(pair):
     assert torch.allclose(found, expected, atol=1e-12)
 
 
-def test_a_users_estimator_is_unproven_and_keeps_its_own_gradient():
-    with pytest.raises(KeelError, match="not a proven pairing"):
+def test_it_is_refused_by_the_audit_and_keeps_its_own_gradient():
+    with pytest.raises(KeelError, match="no divergence's gradient"):
         load_config(BASE, [f"kl.estimator={NAME}"])
     assert load_config(BASE, [f"kl.estimator={NAME}", "kl.allow_biased=true"]).kl.estimator == NAME
     assert str(check_pairing(NAME, allow_biased=True).form) == "plain"

@@ -32,6 +32,7 @@ SPECS: list[dict[str, Any]] = [
     {"name": "arithmetic", "skill": "subtract", "low": -20, "high": 20, "style": "words", "format": "answer_tag"},
     {"name": "arithmetic", "skill": "reverse", "style": "words", "digits": 2},
     {"name": "arithmetic", "skill": "multiply", "digits": 18},
+    {"name": "capitals"},
     {"name": "countdown"},
     {"name": "countdown", "numbers": 2, "high": 9, "format": "plain", "operations": "+-"},
     {"name": "countdown", "numbers": [3, 5], "low": 0, "target_low": 0},

@@ -17,7 +17,8 @@ PAGE = """\
 severity, the evidence with its figures and steps, the likely cause, and the option to change. This page is generated
 from the tables that the doctor goes by: `python -m keel.doctor.show > docs/doctor.md`.
 
-```
+<!-- not run: runs and logs of others; tests/doctor runs each kind -->
+```bash
 keel doctor runs/default                     # a run of Keel's, finished or running
 keel doctor configs/default.yaml             # a configuration: the preflight, on one small batch
 keel doctor trl-output/                      # TRL: trainer_state.json of the folder or of its checkpoints

@@ -6,7 +6,7 @@ Each is a function of d = log p − log π alone. What each one's *gradient* doe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -37,7 +37,8 @@ def absolute(d: Tensor) -> Tensor:
     return d.abs()
 
 
-ESTIMATORS: dict[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
+BUILT_IN: Mapping[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
+ESTIMATORS: dict[str, Estimator] = dict(BUILT_IN)  # and users' own, once they are audited
 # Users' own of (logp, ref_logp, old_logp), each `[B, T]`; those of d alone stand above.
 OWN: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
 
