@@ -21,8 +21,8 @@ def multihop_tiny(seed: int = 0) -> tuple[nn.Module, Any]:
 
 
 def multihop_small(seed: int = 0) -> tuple[nn.Module, Any]:
-    """3 layers of width 96, which learn to look up and to copy in minutes on two cores."""
-    return _of_words(seed, layers=3, width=96)
+    """3 layers of width 64, which learn to look up and to copy in minutes on two cores."""
+    return _of_words(seed, layers=3, width=64)
 
 
 def multihop_medium(seed: int = 0) -> tuple[nn.Module, Any]:
