@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
+from pathlib import Path
+
+import pytest
 
 from doctor.worlds import musique_config
 from keel.doctor.diagnosis import Diagnosis, Hypothesis
 from keel.doctor.preflight import preflight
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = tuple(f"H0{number}" for number in range(1, 9))
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
 @cache
@@ -33,7 +43,7 @@ def test_each_suspect_is_decided_by_a_figure() -> None:
 
 
 def test_the_loss_mask_as_attention_mask_is_the_first_finding() -> None:
-    diagnosis = diagnosed("model.scorer=doctor.faults:loss_mask_as_attention", "kl.exact=false")
+    diagnosis = diagnosed("model.scorer=one_mask:score", "kl.exact=false")
     first, rows = diagnosis.findings[0], suspects(diagnosis)
     assert first.code == "mask/attention"
     assert "attention_mask" in first.advice
@@ -47,7 +57,7 @@ def test_dropout_of_the_adapter_is_named() -> None:
     assert "model.lora.dropout=0" in first.advice
 
 
-def test_dividing_by_the_groups_deviation_confirms_the_first_suspect() -> None:
-    diagnosis = diagnosed("loss.scale_rewards=group")
-    assert "advantage/amplified" in {finding.code for finding in diagnosis.findings}
-    assert suspects(diagnosis)["H01"].verdict == "confirmed"
+def test_dividing_by_a_small_deviation_is_told_by_how_much() -> None:
+    row = suspects(diagnosed("loss.scale_rewards=group"))["H01"]
+    (times,) = re.findall(r"multiplied by ([0-9.]+)", row.figure)
+    assert float(times) > 5.0
