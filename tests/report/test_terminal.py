@@ -12,10 +12,13 @@ from rich.console import Console
 
 from keel.cli import main
 from keel.errors import KeelError
+from keel.models.words import word_tokenizer
 from keel.report import write_report
 from keel.report.rollouts import message_text, messages_of, read_step, tokens_of, turns_of
+from keel.report.samples import tokens
 from keel.report.terminal import choose, show_rollouts
 from keel.train.api import train
+from keel.train.records import token_texts
 from report.synthetic import make_run
 from train.small import Letters, small_config
 
@@ -87,6 +90,25 @@ def test_without_colour_everything_can_still_be_told() -> None:
         assert word in text, word
     speakers = [line.split()[0] for line in text.splitlines() if line.strip().startswith(("policy", "context"))]
     assert speakers == ["policy", "context", "policy"]
+
+
+def test_tools_speak_under_their_name_and_are_counted() -> None:
+    counts = {"turn/count": 2.0, "tool/calls": 2.0, "tool/errors": 1.0, "tool/malformed": 1.0, "tool/timeout": 0.0}
+    text = shown([record(counts=counts)], no_color=True)
+    assert "2 turns · 2 tool calls (1 malformed)" in text
+    speakers = [line.split()[0] for line in text.splitlines() if line.strip().startswith(("policy", "tools"))]
+    assert speakers == ["policy", "tools", "policy"]
+    page = tokens(record(counts=counts), 1.0)
+    assert page.count("<span class='turn'><b>policy</b>") == 2
+    assert page.count("<span class='turn heard'><b>tools</b>") == 1
+
+
+def test_tokens_of_words_keep_the_spaces_between_them() -> None:
+    tokenizer = word_tokenizer(["<retrieve>", "</retrieve>", "Dunford", "."])
+    text = "<retrieve> Dunford </retrieve>\nDunford ."
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert token_texts(tokenizer, ids) == ["<retrieve>", " Dunford", " </retrieve>", "\n", "Dunford", " ."]
+    assert "".join(token_texts(tokenizer, ids)) == text
 
 
 def test_heat_is_orange_above_blue_below_and_none_at_zero() -> None:

@@ -95,12 +95,44 @@ def facts(record: Record) -> list[str]:
     advantage = number(record.get("advantage"))
     if advantage is not None:
         found.append(f"advantage {advantage:+.2f}")
+    found += _episode(record)
     if record.get("stop_reason"):
         found.append(f"stopped: {record['stop_reason']}")
     known = [token.kl for token in tokens_of(record) if token.kl is not None]
     if known:
         found.append(f"KL {sum(known):.3g} nats over {len(known)} tokens")
     return found
+
+
+def _episode(record: Record) -> list[str]:
+    """How many turns an episode had and what its tools were asked, where it was counted."""
+    counts = record.get("counts")
+    if not isinstance(counts, dict):
+        return []
+    turns, calls = number(counts.get("turn/count")), number(counts.get("tool/calls"))
+    found = [] if turns is None else [_many(turns, "turn")]
+    if calls is not None:
+        wrong = [f"{value:.0f} {name.removeprefix('tool/').replace('_', ' ')}" for name, value in _odd(counts)]
+        found.append(_many(calls, "tool call") + (f" ({', '.join(wrong)})" if wrong else ""))
+    return found
+
+
+def _odd(counts: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """What went wrong in calls, by its name."""
+    known = [(str(name), number(value)) for name, value in counts.items()]
+    skipped = ("tool/calls", "tool/errors")
+    return [(name, value) for name, value in known if value and name.startswith("tool/") and name not in skipped]
+
+
+def _many(count: float, thing: str) -> str:
+    return f"{count:.0f} {thing}" if count == 1 else f"{count:.0f} {thing}s"
+
+
+def speaker(record: Record, sampled: bool) -> str:
+    """Who says a turn: the policy, its tools, or whoever else the environment is."""
+    counts = record.get("counts")
+    called = isinstance(counts, dict) and number(counts.get("tool/calls"))
+    return "policy" if sampled else "tools" if called else "context"
 
 
 def brief(value: Any) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from keel.report.read import Record, Run, number
-from keel.report.rollouts import cut_words, facts, message_text, messages_of, scale, tokens_of
+from keel.report.rollouts import cut_words, facts, message_text, messages_of, scale, speaker, tokens_of, turns_of
 
 PROBLEMS = 4
 EACH = 2
@@ -66,7 +66,7 @@ def legend(top: float) -> str:
     return (
         "<p class='legend kl'><span class='ramp'></span>"
         f"<span class='muted'>blue −{top:.2g} · none 0 · orange +{top:.2g} nats per token, policy against reference; "
-        "underlined: not sampled by the policy. Hover or tap a token for its number.</span></p>"
+        "grey: not sampled by the policy, not trained on. Hover or tap a token for its number.</span></p>"
     )
 
 
@@ -94,11 +94,20 @@ def picture(record: Record) -> str:
 
 
 def tokens(record: Record, top: float) -> str:
-    """Spans a token; plain text where tokens and KL do not belong together."""
+    """Spans a token, those of several turns under their speakers; plain text where tokens and KL do not fit."""
     found = tokens_of(record)
     if not found or record.get("kl") is None:
         return escape(str(record.get("completion", "")))
-    return "".join(span(token.text, token.kl, not token.sampled, top) for token in found)
+    turns = [
+        (sampled, "".join(span(token.text, token.kl, not token.sampled, top) for token in turn))
+        for sampled, turn in turns_of(found)
+    ]
+    if len(turns) == 1:
+        return turns[0][1]
+    return "".join(
+        f"<span class='turn{'' if sampled else ' heard'}'><b>{speaker(record, sampled)}</b>{words}</span>"
+        for sampled, words in turns
+    )
 
 
 def span(token: str, kl: float | None, outside: bool, top: float) -> str:

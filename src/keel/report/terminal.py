@@ -15,7 +15,7 @@ from rich.text import Text
 
 from keel.errors import KeelError
 from keel.report.read import Record, number
-from keel.report.rollouts import Token, cut_words, facts, message_text, messages_of, scale, tokens_of, turns_of
+from keel.report.rollouts import Token, cut_words, facts, message_text, messages_of, scale, speaker, tokens_of, turns_of
 
 _ABOVE, _BELOW, _GROUND = (214, 96, 18), (37, 99, 195), (28, 30, 36)  # orange, blue, and what they fade into
 _CONTEXT = Style(dim=True, italic=True)
@@ -108,7 +108,7 @@ def _completion(record: Record, top: float) -> Table:
             if not sampled:  # line ends around a message are the template's
                 words = words[len(words.plain) - len(words.plain.lstrip("\n")) :]
                 words.rstrip()
-            table.add_row(Text("policy", "bold green") if sampled else Text("context", "dim"), words)
+            table.add_row(Text(speaker(record, sampled), "bold green" if sampled else "dim"), words)
     else:
         table.add_row(Text("policy", "bold green"), Text(str(record.get("completion", ""))))
     table.add_row("", _figures(record))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def rollout_records(batch: StepBatch, tokenizer: Any, *, groups: int, tracked: b
                     "prompt_tokens_cut": int(group.problem.info.get("prompt_tokens_cut", 0)),
                     "messages": _messages(group.problem),
                     "completion": completion.text,
-                    "tokens": [tokenizer.decode([token]) for token in completion.tokens],
+                    "tokens": token_texts(tokenizer, completion.tokens),
                     "action": list(completion.action),
                     "kl": per_token,
                     "reward": reward.total,
@@ -52,6 +53,19 @@ def rollout_records(batch: StepBatch, tokenizer: Any, *, groups: int, tracked: b
             )
             row += 1
     return found
+
+
+def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+    """Each token's text as it reads behind the one before it.
+
+    A token alone loses the space before it with tokenizers of words and of SentencePiece.
+    """
+    alone = {token: tokenizer.decode([token]) for token in set(tokens)}
+    texts = [alone[token] for token in tokens[:1]]
+    for before, token in pairwise(tokens):
+        both = tokenizer.decode([before, token])
+        texts.append(both[len(alone[before]) :] if both.startswith(alone[before]) else alone[token])
+    return texts
 
 
 def tracked_records(run: Run, problems: Sequence[Problem], *, step: int) -> list[dict[str, Any]]:

@@ -40,6 +40,8 @@ def truncated(history: History, thresholds: Thresholds) -> Answers:
         return
     limit = history.option("rollout.max_completion_length")
     at = f" at {opt(history, 'rollout.max_completion_length')} = {limit}" if limit else ""
+    turn = history.option("rollout.max_turn_length")
+    at += f", or a turn at rollout.max_turn_length = {turn}" if turn else ""
     yield found(
         "output/truncated",
         f"{100 * now.mean:.0f} % of the completions of {now.span} end at the length limit{at}",

@@ -201,13 +201,16 @@ def _truncated(figures: dict[str, float], bench: Bench, thresholds: Thresholds) 
     share = 1 - figures["end_rate"]
     if share <= thresholds["truncated_completions"]:
         return []
-    limit = bench.config.rollout.max_completion_length
+    limit, turn = bench.config.rollout.max_completion_length, bench.config.rollout.max_turn_length
+    a_turn = "" if turn is None else f", or a turn at max_turn_length={turn}"
+    wider = "" if turn is None else f" (rollout.max_turn_length above {turn})"
     return [
         found(
             "output/truncated",
-            f"{100 * share:.0f} % of the completions were cut at max_completion_length={limit}{_mislabelled(bench)}",
+            f"{100 * share:.0f} % of the completions were cut at max_completion_length={limit}{a_turn}"
+            f"{_mislabelled(bench)}",
             "the limit is too short for the answers, or the model never writes its end token",
-            f"raise rollout.max_completion_length above {limit}, or check the model's end token and rollout.stop",
+            f"raise rollout.max_completion_length above {limit}{wider}, or check the end token and rollout.stop",
             severity="error" if share > thresholds["truncated_completions_error"] else "warning",
         )
     ]
