@@ -27,6 +27,11 @@ class Step:
 
 def board_of(fen: str) -> chess.Board:
     """The position, or a KeelError that names what is wrong: its form, or that no game can go on from it."""
+    return _valid_board(fen).copy(stack=False)
+
+
+@lru_cache(maxsize=256)  # a position is asked about several times in a row
+def _valid_board(fen: str) -> chess.Board:
     fault = fen_fault(fen)
     if fault is None:
         board = chess.Board(fen)
