@@ -1,4 +1,4 @@
-"""GPT-2-shaped models with random weights and a tokenizer for chess texts, to be trained from nothing.
+"""GPT-2- and Llama-shaped models with random weights and a tokenizer for chess texts, to be trained from nothing.
 
 `model.name: keel.models.scratch:chess_small` and its larger siblings. GPT-2's own tokenizer would have to be downloaded
 and cuts FENs at odd places. Here every character is a token, and so is what a position and a move are made of: a rank
@@ -78,18 +78,22 @@ def chess_llama(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Mo
 
 
 def chess_llama_2x64(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
+    """2 layers of width 64 with rotary positions."""
     return llama(layers=2, width=64, heads=4, seed=seed, attn_implementation=attn_implementation)
 
 
 def chess_llama_2x128(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
+    """2 layers of width 128 with rotary positions."""
     return llama(layers=2, width=128, heads=8, seed=seed, attn_implementation=attn_implementation)
 
 
 def chess_gpt2_2x128(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
+    """2 layers of width 128 and 64 positions, enough for three pieces."""
     return gpt2(layers=2, width=128, heads=8, positions=64, seed=seed, attn_implementation=attn_implementation)
 
 
 def chess_gpt2_3x64(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
+    """3 layers of width 64 and 64 positions, enough for three pieces."""
     return gpt2(layers=3, width=64, heads=8, positions=64, seed=seed, attn_implementation=attn_implementation)
 
 
