@@ -94,3 +94,10 @@ def test_a_saved_gpt2_with_gpt2s_kind_of_tokenizer_loads_by_its_folder(tmp_path:
         whole = loaded.tokenizer(prompt + gold)["input_ids"]
         assert whole[: len(ids)] == ids
         assert loaded.tokenizer.decode(whole) == prompt + gold
+
+
+def test_every_token_has_an_embedding() -> None:
+    """A bishop on a rank's first square and the square b7 are one word: it must not leave a gap in the numbers."""
+    assert sorted(TOKENIZER.get_vocab().values()) == list(range(len(TOKENIZER)))
+    told = TOKENIZER("8/8/8/8/8/8/b7/k1K5 w - - 0 1+-1.0+0+1")["input_ids"]
+    assert max(told) < len(TOKENIZER)

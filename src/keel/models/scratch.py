@@ -1,4 +1,4 @@
-"""GPT-2-shaped models with random weights and a tokenizer for chess texts, to be trained from nothing.
+"""GPT-2- and Llama-shaped models with random weights and a tokenizer for chess texts, to be trained from nothing.
 
 `model.name: keel.models.scratch:chess_small` and its larger siblings. GPT-2's own tokenizer would have to be downloaded
 and cuts FENs at odd places. Here every character is a token, and so is what a position and a move are made of: a rank
@@ -66,6 +66,62 @@ def chess_30m(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Modu
 def chess_124m(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
     """The body of GPT-2 124M (12 layers of width 768, 12 heads, 1,024 positions) over characters."""
     return gpt2(layers=12, width=768, heads=12, positions=1024, seed=seed, attn_implementation=attn_implementation)
+
+
+def chess_llama(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
+    """3 layers of width 96 with rotary positions: 0.5 million parameters.
+
+    A new position is mostly a copy of the old one at a constant distance, which rotary positions say directly; with
+    learned absolute ones each place has to find its own.
+    """
+    return llama(layers=3, width=96, heads=4, seed=seed, attn_implementation=attn_implementation)
+
+
+def chess_llama_2x64(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
+    """2 layers of width 64 with rotary positions."""
+    return llama(layers=2, width=64, heads=4, seed=seed, attn_implementation=attn_implementation)
+
+
+def chess_llama_2x128(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
+    """2 layers of width 128 with rotary positions."""
+    return llama(layers=2, width=128, heads=8, seed=seed, attn_implementation=attn_implementation)
+
+
+def chess_gpt2_2x128(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
+    """2 layers of width 128 and 64 positions, enough for three pieces."""
+    return gpt2(layers=2, width=128, heads=8, positions=64, seed=seed, attn_implementation=attn_implementation)
+
+
+def chess_gpt2_3x64(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
+    """3 layers of width 64 and 64 positions, enough for three pieces."""
+    return gpt2(layers=3, width=64, heads=8, positions=64, seed=seed, attn_implementation=attn_implementation)
+
+
+def llama(
+    *, layers: int, width: int, heads: int, seed: int = 0, attn_implementation: str = "sdpa"
+) -> tuple[nn.Module, Any]:
+    """A Llama of this shape over the chess tokens; equal seeds give equal weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = chess_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=0.02 * (768 / width) ** 0.5,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    config._attn_implementation = attn_implementation
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    return model, tokenizer
 
 
 def gpt2(

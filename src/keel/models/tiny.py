@@ -40,7 +40,8 @@ def character_tokenizer(words: Iterable[str], pattern: str = r"[\s\S]") -> PreTr
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocab = {token: index for index, token in enumerate((PAD, BOS, EOS, UNK, *ROLES, *words))}
+    distinct = dict.fromkeys((PAD, BOS, EOS, UNK, *ROLES, *words))  # numbers without gaps, or the last has no embedding
+    vocab = {token: index for index, token in enumerate(distinct)}
     core = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     core.decoder = decoders.Fuse()

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -162,10 +163,11 @@ def file_examples(path: str, encode: Encode, tokenizer: Any, *, batch_size: int,
     return batch
 
 
-def _order(count: int, seed: int, epoch: int) -> list[int]:
+@lru_cache(maxsize=2)  # a batch may lie across two epochs
+def _order(count: int, seed: int, epoch: int) -> tuple[int, ...]:
     order = list(range(count))
     stream("sft", seed, epoch).shuffle(order)
-    return order
+    return tuple(order)
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:

@@ -241,6 +241,16 @@ def test_lines_that_come_out_of_order_are_sorted(tmp_path: Path) -> None:
     assert engine.name == "Fake 1"
 
 
+def test_a_search_that_completes_no_iteration_gives_the_lines_it_has(tmp_path: Path) -> None:
+    """Two of five lines at depth 2, one at depth 3: lines of one depth compare, and the most of them are taken."""
+    cut = (
+        "print('info depth 2 multipv 1 score cp 10 pv e2e4'); print('info depth 2 multipv 2 score cp 30 pv d2d4'); "
+        "print('info depth 3 multipv 1 score cp 90 pv e2e4'); print('bestmove e2e4', flush=True); continue"
+    )
+    [lines] = pool(tmp_path, path=fake_engine(tmp_path, cut)).analyse([Query(chess.STARTING_FEN)])
+    assert lines == (("d2d4", 0.3), ("e2e4", 0.1))
+
+
 def test_a_hung_engine_is_unavailable_and_counted(tmp_path: Path) -> None:
     engine = pool(tmp_path, path=fake_engine(tmp_path, "time.sleep(60)"), timeout_s=0.5, workers=1)
     began = time.monotonic()

@@ -223,7 +223,10 @@ class Pool:
         raise TimeoutError
 
     async def _search(self, protocol: Any, query: Query) -> Lines:
-        """The deepest iteration that is complete: lines of one depth compare, those of a cut-off one do not."""
+        """The deepest iteration that is complete: lines of one depth compare, those of a cut-off one do not.
+
+        Where so few nodes complete none, the one that came furthest: its lines are fewer, and of one depth.
+        """
         board = board_of(query.fen)
         roots = [chess.Move.from_uci(move) for move in query.moves] or None
         wanted = min(LINES, len(roots) if roots else len(legal_moves(query.fen)))
@@ -236,10 +239,10 @@ class Pool:
                 if info.get("pv") and "score" in info and not (info.get("lowerbound") or info.get("upperbound")):
                     at_depth = iterations.setdefault(info.get("depth", 0), {})
                     at_depth[info["pv"][0].uci()] = pawns_of(info["score"].relative)
-        complete = [depth for depth, lines in iterations.items() if len(lines) >= wanted]
-        if not complete:
-            raise chess.engine.EngineError(f"no complete iteration within {self.options.nodes} nodes")
-        return tuple(sorted(iterations[max(complete)].items(), key=lambda line: -line[1])[:wanted])
+        if not iterations:
+            raise chess.engine.EngineError(f"no line within {self.options.nodes} nodes")
+        found = iterations[max(iterations, key=lambda depth: (min(len(iterations[depth]), wanted), depth))]
+        return tuple(sorted(found.items(), key=lambda line: -line[1])[:wanted])
 
     # --------------------------------------------------------------------------------------------------- outside
 

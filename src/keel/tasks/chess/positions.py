@@ -40,15 +40,14 @@ class Games:
             board = self._start(rng)
             plies = rng.randint(*self.plies)
             while True:
-                moves = list(board.legal_moves)
-                if not moves or board.is_insufficient_material():
+                if not any(board.generate_legal_moves()) or board.is_insufficient_material():
                     break
                 if len(board.move_stack) >= plies and wanted(identity(fen_of(board))):
                     history = tuple(move.uci() for move in board.move_stack[-(HISTORY - 1) :])
                     return Position(fen_of(board), history)
                 if len(board.move_stack) >= self.plies[1]:
                     break
-                board.push(rng.choice(moves))
+                board.push(rng.choice(list(board.legal_moves)))
         raise KeelError(f"{_PATIENCE} random games had no position to ask about: widen plies, which is {self.plies}")
 
     def _start(self, rng: random.Random) -> chess.Board:

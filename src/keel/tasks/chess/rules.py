@@ -27,6 +27,11 @@ class Step:
 
 def board_of(fen: str) -> chess.Board:
     """The position, or a KeelError that names what is wrong: its form, or that no game can go on from it."""
+    return _valid_board(fen).copy(stack=False)
+
+
+@lru_cache(maxsize=256)  # a position is asked about several times in a row
+def _valid_board(fen: str) -> chess.Board:
     fault = fen_fault(fen)
     if fault is None:
         board = chess.Board(fen)
@@ -97,13 +102,15 @@ def occurrences(before: chess.Board, move: str, history: Sequence[str] = ()) -> 
     may have lost a right to castle by leaving its home square ends the walk, and so does a first position whose last
     move is not known, since that decides en passant.
     """
-    after = before.copy()
-    after.push_uci(move)
-    wanted, board = _key(after), before.copy(stack=False)
     moves = list(history)[-(HISTORY - 1) :]
     clock, count = before.halfmove_clock, 1
+    if not moves or clock == 0:
+        return count
+    after = before.copy()
+    after.push_uci(move)
     if after.halfmove_clock == 0:
         return count
+    wanted, board = _key(after), before.copy(stack=False)
     for taken in range(1, min(clock, len(moves)) + 1):
         if not _take_back(board, chess.Move.from_uci(moves.pop()), moves):
             break
