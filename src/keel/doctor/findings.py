@@ -433,6 +433,12 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "kl.beta > 0 with loss.loss_type=dr_grpo and rewards that are rules.",
     ),
     (
+        "doctor/probe-failed",
+        "warning",
+        "A part could not be tried at all.",
+        "An experiment of the preflight ended in an error of the part that it was trying.",
+    ),
+    (
         "doctor/threshold-raised",
         "note",
         "An alarm is less sensitive than shipped: what it would have said may be missing here.",

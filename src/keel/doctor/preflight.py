@@ -10,7 +10,7 @@ from typing import Any
 from keel.config import Config
 from keel.doctor.bench import WARMSTART_S, build_bench
 from keel.doctor.diagnosis import Diagnosis, with_raised
-from keel.doctor.findings import Finding, ranked
+from keel.doctor.findings import Finding, found, ranked
 from keel.doctor.hypotheses import preflight_figures, weigh
 from keel.doctor.probes import PROBES, Outcome
 from keel.doctor.thresholds import Thresholds, load_thresholds
@@ -42,7 +42,7 @@ def preflight(
         try:
             outcome = probe(bench, limits)
         except Exception as error:  # a user's part may raise anything
-            outcome = Outcome(name, unchecked=(f"{name}: {type(error).__name__}: {first_line(error)}",))
+            outcome = _failed(name, f"{type(error).__name__}: {first_line(error)}")
         outcomes.append(outcome)
         if on_probe is not None:
             on_probe(outcome, time.monotonic() - began)
@@ -58,6 +58,16 @@ def preflight(
         notes=(*bench.notes, *(line for outcome in outcomes for line in outcome.lines)),
     )
     return with_raised(diagnosis, limits)
+
+
+def _failed(name: str, reason: str) -> Outcome:
+    finding = found(
+        "doctor/probe-failed",
+        f"the probe of {name} ended in {reason}",
+        "a part that it tried raised an error; training would most likely meet the same one",
+        "mend that part, and run the doctor again: what depends on this probe is not known",
+    )
+    return Outcome(name, (finding,), unchecked=(f"{name}: {reason}",))
 
 
 # What a policy writes and how far an update takes it depend on how much it has learned.
