@@ -101,8 +101,9 @@ def test_a_row_none_of_whose_codes_was_checked_is_not_ruled_out() -> None:
     )
 
 
-def masks(trained: float, total: float) -> Outcome:
-    return Outcome("masks", figures={"trained_tokens": trained, "completion_tokens": total})
+def masks(trained: float, total: float, left_out: float) -> Outcome:
+    figures = {"trained_tokens": trained, "completion_tokens": total, "left_out_of_turns": left_out}
+    return Outcome("masks", figures=figures)
 
 
 def test_sampled_tokens_that_are_not_trained_keep_masking_a_suspect() -> None:
@@ -111,10 +112,11 @@ def test_sampled_tokens_that_are_not_trained_keep_masking_a_suspect() -> None:
         table = {hypothesis.name: hypothesis.verdict for hypothesis in weigh((), figures, LIMITS)}
         return table["H02"], table["H07"]
 
-    assert verdicts(masks(40, 40), several_turns=False) == ("ruled out", "not testable here")
-    assert verdicts(masks(30, 40), several_turns=False) == ("not testable here", "not testable here")
-    assert verdicts(masks(30, 40), several_turns=True) == ("not testable here", "ruled out")
-    assert verdicts(masks(0, 0), several_turns=False) == ("not testable here", "not testable here")
+    assert verdicts(masks(40, 40, 0), several_turns=False) == ("ruled out", "not testable here")
+    assert verdicts(masks(30, 40, 10), several_turns=False) == ("not testable here", "not testable here")
+    assert verdicts(masks(30, 40, 0), several_turns=True) == ("ruled out", "ruled out")
+    assert verdicts(masks(25, 40, 5), several_turns=True) == ("not testable here", "ruled out")
+    assert verdicts(masks(0, 0, 0), several_turns=False) == ("not testable here", "not testable here")
 
 
 def test_a_healthy_run_rules_out_what_its_log_can() -> None:

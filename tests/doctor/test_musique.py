@@ -35,10 +35,10 @@ def test_each_suspect_is_decided_by_a_figure() -> None:
     assert tuple(rows) == NAMES
     for row in rows.values():
         assert row.verdict in ("confirmed", "ruled out"), row
-        assert any(sign.isdigit() for sign in row.figure), row
+        assert row.name == "H01" or any(sign.isdigit() for sign in row.figure), row
     # What a model that answers by guessing earns hardly differs within a group; nothing else is wrong with it.
     assert {name for name, row in rows.items() if row.verdict == "confirmed"} <= {"H05"}
-    assert rows["H01"].figure == "differences of reward are multiplied by 1"
+    assert rows["H01"].figure == "rewards are not divided by their deviation"  # dr_grpo
     assert "tokens of the environment, none of them trained" in rows["H07"].figure
 
 
@@ -58,6 +58,10 @@ def test_dropout_of_the_adapter_is_named() -> None:
 
 
 def test_dividing_by_a_small_deviation_is_told_by_how_much() -> None:
-    row = suspects(diagnosed("loss.scale_rewards=group"))["H01"]
-    (times,) = re.findall(r"multiplied by ([0-9.]+)", row.figure)
+    diagnosis = diagnosed("loss.scale_rewards=group")
+    assert suspects(diagnosis)["H01"].verdict != "ruled out"
+    (amplified,) = [finding for finding in diagnosis.findings if finding.code == "advantage/amplified"]
+    (times,) = re.findall(r"multiplied by ([0-9.]+)", amplified.evidence) or re.findall(
+        r"([0-9.]+) ?×", amplified.evidence
+    )
     assert float(times) > 5.0

@@ -97,15 +97,11 @@ def _said(row: Row, verdict: str, figure: str, action: str) -> Hypothesis:
 
 
 def preflight_figures(outcomes: Iterable[Outcome], *, several_turns: bool = False) -> dict[str, float]:
-    """The probes' figures as `probe/figure`, and how many tokens of the completions are not trained.
-
-    With several turns these are the environment's; otherwise they were sampled and left out.
-    """
+    """The probes' figures as `probe/figure`, and with several turns how many tokens are the environment's."""
     figures = {f"{o.name}/{name}": float(value) for o in outcomes for name, value in o.figures.items()}
     if "masks/trained_tokens" not in figures:
         return figures
     untrained = figures.get("masks/completion_tokens", math.nan) - figures["masks/trained_tokens"]
-    figures["masks/left_out"] = untrained
     return figures | ({"masks/tool_tokens": untrained} if several_turns and untrained > 0 else {})
 
 

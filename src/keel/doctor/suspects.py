@@ -75,12 +75,12 @@ ROWS: tuple[Row, ...] = (
         "H02",
         "token masking",
         "high",
-        ("mask/attention", "mask/not-actions", "scoring/positions"),
+        ("mask/attention", "mask/not-actions", "mask/end", "scoring/positions"),
         (
             clear(
-                "{:.0f} tokens trained, every one of the completions",
+                "{:.0f} tokens trained, and of what the engine samples in a turn none is left out",
                 ("masks/trained_tokens", "at least", 1.0),
-                ("masks/left_out", "at most", 0.0),
+                ("masks/left_out_of_turns", "at most", 0.0),
             ),
         ),
         "hides as a ratio of exactly 1; looks like H05 and H07",

@@ -21,6 +21,7 @@ def end_findings(bench: Bench, thresholds: Thresholds) -> list[Finding]:
     groups = _turns(bench)
     findings = [*_ends(bench, groups)] or [*_left_out(bench, groups, thresholds)]
     bench.found["chosen actions"] = bool(findings)
+    bench.found["left out of turns"] = sum(not a for g in groups for turn in g.completions for a in turn.action)
     return findings
 
 

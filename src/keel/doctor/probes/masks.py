@@ -28,6 +28,8 @@ def probe_masks(bench: Bench, thresholds: Thresholds) -> Outcome:
     trained = int(bench.mask.sum())
     total = sum(len(c.tokens) for c in bench.batch.completions)
     figures = {"trained_tokens": float(trained), "completion_tokens": float(total)}
+    if "left out of turns" in bench.found:
+        figures["left_out_of_turns"] = float(bench.found["left out of turns"])
     return Outcome("masks", tuple(findings), figures, tuple(_shown(bench)))
 
 
