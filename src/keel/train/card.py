@@ -21,7 +21,7 @@ tags: [keel, grpo, reinforcement-learning]
 
 # {name}, step {step}
 
-`{model}` trained by GRPO with [Keel](https://pypi.org/project/keel-rl/) {version} on the task `{task}`.
+`{model}` trained by GRPO with Keel {version} on the task `{task}`.
 
 | | |
 | --- | --- |
