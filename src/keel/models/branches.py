@@ -7,7 +7,7 @@ than half.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -95,6 +95,13 @@ def attend(
 _active: list[list[Piece]] = []
 
 
+def refuse_variants(given: Mapping[str, Any]) -> None:
+    """An attention of our own computes the plain one: what asks for another is refused, and the caller falls back."""
+    unusual = sorted(name for name, value in given.items() if value is not None and name not in _BENIGN)
+    if unusual:
+        raise NotImplementedError(f"attention with {', '.join(unusual)}")
+
+
 def _branch_attention(
     module: nn.Module,
     query: Tensor,
@@ -106,9 +113,7 @@ def _branch_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What a model calls while structured rows are scored; refuses what it does not compute."""
-    unusual = sorted(name for name, given in kwargs.items() if given is not None and name not in _BENIGN)
-    if unusual:
-        raise NotImplementedError(f"attention with {', '.join(unusual)}")
+    refuse_variants(kwargs)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     return attend(query, key, value, _active[-1], scale, dropout), None
 

@@ -117,11 +117,7 @@ def llama(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    config._attn_implementation = attn_implementation
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
-    return model, tokenizer
+    return _seeded(LlamaForCausalLM, config, seed, attn_implementation), tokenizer
 
 
 def gpt2(
@@ -145,8 +141,13 @@ def gpt2(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
+    return _seeded(GPT2LMHeadModel, config, seed, attn_implementation), tokenizer
+
+
+def _seeded(kind: Any, config: Any, seed: int, attn_implementation: str) -> nn.Module:
+    """Equal seeds give equal weights, and the caller's random stream is untouched."""
     config._attn_implementation = attn_implementation
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
-        model = GPT2LMHeadModel(config)
-    return model, tokenizer
+        made: nn.Module = kind(config)
+    return made

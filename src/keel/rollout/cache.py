@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
+from keel.models.branches import refuse_variants
+
 ATTENTION = "keel_shared_prefix"
-_BENIGN = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "is_causal"}
 
 
 @dataclass(frozen=True)
@@ -203,9 +204,7 @@ def _shared_prefix_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention that models call while a SharedPrefixCache decodes; refuses any variant it does not compute."""
-    unusual = sorted(name for name, given in kwargs.items() if given is not None and name not in _BENIGN)
-    if unusual:
-        raise NotImplementedError(f"attention with {', '.join(unusual)}")
+    refuse_variants(kwargs)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     cache = _active[-1]
     rows, heads, count, size = query.shape

@@ -30,6 +30,16 @@ class Marking(Protocol):
     def reward(self, problem: Problem, text: str) -> Reward: ...
 
 
+class Unmarked:
+    """The marking of problems whose task marks them itself and takes only their order and their cut from here."""
+
+    def gold(self, problem: Problem) -> str:
+        raise TypeError("these problems are marked by their own task")
+
+    def reward(self, problem: Problem, text: str) -> Reward:
+        raise TypeError("these problems are marked by their own task")
+
+
 @dataclass(frozen=True)
 class Dataset:
     """Problems that were read once, cut into a training and a held-out part.

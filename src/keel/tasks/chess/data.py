@@ -9,11 +9,11 @@ from typing import Any
 from keel.errors import KeelError
 from keel.tasks.chess.notation import need_uci
 from keel.tasks.chess.rules import identity
-from keel.tasks.dataset import Dataset, stem
+from keel.tasks.dataset import Dataset, Unmarked, stem
 from keel.tasks.layouts import Source, source_of
 from keel.tasks.problems import held_out_rank, is_held_out
 from keel.tasks.rows import Broken, Row, read_rows, settle
-from keel.types import Problem, Reward
+from keel.types import Problem
 
 TEXT = "text"
 Ask = Callable[["Record"], Problem]
@@ -100,13 +100,3 @@ def _split(
     positions = {identity(record.fen) for record, _ in held}
     rest = [p for r, p in found if (r.game or identity(r.fen)) not in chosen and identity(r.fen) not in positions]
     return tuple(rest), tuple(p for _, p in held)
-
-
-class Unmarked:
-    """A dataset's place for marking, which the chess tasks do themselves."""
-
-    def gold(self, problem: Problem) -> str:
-        raise NotImplementedError
-
-    def reward(self, problem: Problem, text: str) -> Reward:
-        raise NotImplementedError

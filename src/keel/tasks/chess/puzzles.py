@@ -9,7 +9,6 @@ from typing import Any
 import chess
 
 from keel.errors import KeelError
-from keel.tasks.chess.data import Unmarked
 from keel.tasks.chess.format import (
     PADDINGS,
     Analysis,
@@ -24,7 +23,7 @@ from keel.tasks.chess.notation import need_uci
 from keel.tasks.chess.rewards import malformed_value
 from keel.tasks.chess.rules import board_of, fen_of, identity, legal_moves
 from keel.tasks.chess.task import ChessTask, part_means
-from keel.tasks.dataset import Dataset, stem
+from keel.tasks.dataset import Dataset, Unmarked, stem
 from keel.tasks.layouts import Source, source_of
 from keel.tasks.problems import is_held_out
 from keel.tasks.rows import Broken, Row, read_rows, settle

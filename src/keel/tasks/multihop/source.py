@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from keel.errors import KeelError
-from keel.tasks.dataset import Dataset, split
+from keel.tasks.dataset import Dataset, Unmarked, split
 from keel.tasks.layouts import Loaded
 from keel.tasks.layouts import Source as Data
 from keel.tasks.multihop.question import Question, read_questions, with_noise
 from keel.tasks.multihop.world import draw_question
 from keel.tasks.problems import held_out_problems, stream, training_problems
-from keel.types import Problem, Reward
+from keel.types import Problem
 
 
 class Source(Protocol):
@@ -84,16 +84,6 @@ class Rows:
         return self._stages[hops]
 
 
-class _Unmarked:
-    """The questions' rewards are the task's own."""
-
-    def gold(self, problem: Problem) -> str:
-        raise NotImplementedError
-
-    def reward(self, problem: Problem, text: str) -> Reward:
-        raise NotImplementedError
-
-
 def rows_of(source: Data, noise_rate: float, hops: tuple[int, ...], held_out: int | float) -> Rows:
     """The rows with those numbers of hops, cut into a training and a held-out part by a hash of the question."""
     found: dict[int, int] = {}
@@ -111,7 +101,7 @@ def rows_of(source: Data, noise_rate: float, hops: tuple[int, ...], held_out: in
 
     train, held, notes = split(source, held_out, None, None, read=read)
     said = ", ".join(f"{count} of {n} hops" for n, count in sorted(found.items()))
-    return Rows(Dataset("multihop", train, held, _Unmarked()), tuple(sorted(found)), (*notes, f"multihop: {said}"))
+    return Rows(Dataset("multihop", train, held, Unmarked()), tuple(sorted(found)), (*notes, f"multihop: {said}"))
 
 
 def _info(question: Question) -> Mapping[str, Any]:
