@@ -24,6 +24,7 @@ from transformers import (
 
 from keel.errors import KeelError
 from keel.models import fingerprint, load_model
+from keel.models.dropout import disable_dropout
 from keel.models.head import body_of
 from keel.models.load import cast_parameters
 from keel.models.logprobs import score_tokens
@@ -210,8 +211,6 @@ def test_dropout_inside_attention_functions_is_off() -> None:
     model, _ = tiny_model()
     for layer in model.model.layers:  # type: ignore[union-attr]
         layer.self_attn.attention_dropout = 0.5
-    from keel.models.load import disable_dropout
-
     disable_dropout(model)
     model.train()
     assert torch.equal(model(input_ids=IDS).logits, model(input_ids=IDS).logits)

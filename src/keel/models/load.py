@@ -17,6 +17,7 @@ from torch import nn
 
 from keel.errors import KeelError, unknown
 from keel.models.checks import check_eos, check_tokenizer, context_length
+from keel.models.dropout import disable_dropout, has_dropout
 from keel.models.gguf import check_gguf, load_gguf
 from keel.models.head import body_of
 from keel.models.lora import LoraSettings, add_lora, check_adapter, lora_settings, settings_of
@@ -80,7 +81,8 @@ def load_model(
 
     `name` is `tiny`, a folder, a hub name, a `.gguf` file, or `module:attr`, a function that returns
     `(model, tokenizer)`; it is given those of `dtype`, `attn_implementation` and `seed` that its signature names.
-    `dtype: auto` is fp32 on the CPU and the checkpoint's own elsewhere. Every dropout is 0 unless `dropout`.
+    `dtype: auto` is fp32 on the CPU and the checkpoint's own elsewhere. Every dropout is 0 unless `dropout`;
+    a config that is saved with the model keeps its own values.
     A tokenizer without pad gets EOS as pad; one without EOS is an error, because no completion would ever end.
     The model is in eval mode unless something was asked for that only works in train mode. `quantization` (4bit, 8bit)
     is for the frozen base under LoRA (QLoRA, arXiv:2305.14314) and needs bitsandbytes.
@@ -100,6 +102,8 @@ def load_model(
     notes += check_tokenizer(tokenizer, model, name)
     if not dropout:
         disable_dropout(model)
+    elif not has_dropout(model):
+        notes += (f"model.dropout=true changes nothing: every dropout in the config of {name!r} is 0",)
     if quantization is None:
         model = cast_parameters(model, want if isinstance(want, torch.dtype) else None, place)
     if settings is not None:
@@ -183,24 +187,6 @@ def is_users_own(name: str) -> bool:
 def first_line(error: BaseException) -> str:
     """The first line of an error that may have many, so that ours stays on one."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout to 0: modules, the numbers that attention reads at each call, and the config."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        for key, value in vars(module).items():
-            if "drop" in key and isinstance(value, float):
-                setattr(module, key, 0.0)
-    configs = [getattr(model, "config", None)]
-    while configs:
-        config = configs.pop()
-        for key, value in vars(config).items() if config is not None else ():
-            if "drop" in key and isinstance(value, float):
-                setattr(config, key, 0.0)
-            elif key.endswith("_config") and hasattr(value, "to_dict"):
-                configs.append(value)
 
 
 def eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:

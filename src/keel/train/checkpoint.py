@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 import keel
 from keel.errors import KeelError
 from keel.loggers.files import write_atomic
+from keel.models.dropout import own_dropout
 from keel.models.lora import is_lora
 from keel.reference import Reference
 from keel.reference.held import unwrap
@@ -60,11 +61,14 @@ def save_checkpoint(folder: Path, run: Run, state: State, *, about: Mapping[str,
 
 
 def save_weights(folder: Path, model: Any, tokenizer: Any) -> None:
-    """In the ordinary format: a transformers folder, or the trained adapter alone in peft's."""
+    """In the ordinary format: a transformers folder, or the trained adapter alone in peft's.
+
+    The config keeps the model's own dropout values, which are off in the model that runs.
+    """
     inner = unwrap(model)
     chosen = {"selected_adapters": [inner.active_adapters[0]]} if is_lora(inner) else {}
     try:
-        with without_bars():
+        with without_bars(), own_dropout(inner):
             inner.save_pretrained(str(folder), **chosen)
     except SafetensorError as error:  # a full disk has a type of its own there
         raise OSError(str(error)) from error
