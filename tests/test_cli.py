@@ -33,6 +33,15 @@ def test_version():
     assert run_keel("--version").stdout.strip() == f"keel {keel.__version__}"
 
 
+def test_the_package_runs_as_the_command_does():
+    for arguments, status in ((["--version"], 0), (["verify", "--estimator", "k4"], 2)):
+        command = [sys.executable, "-m", "keel", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        same = run_keel(*arguments)
+        assert (done.returncode, done.stdout, done.stderr) == (status, same.stdout, same.stderr)
+        assert "Traceback" not in done.stderr
+
+
 def test_verify_prints_tables_and_succeeds():
     done = run_keel("verify")
     assert done.returncode == 0
