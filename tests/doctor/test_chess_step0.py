@@ -9,7 +9,9 @@ import pytest
 from doctor.worlds import CONFIGS
 from keel.config import load_config
 from keel.doctor.diagnosis import Diagnosis
+from keel.doctor.examine import examine
 from keel.doctor.preflight import preflight
+from keel.train.api import train
 from keel.train.supervise import supervise
 
 QUIET = ("model.device=cpu", "log={console: none, tensorboard: false}", "eval.samples=2")
@@ -34,6 +36,15 @@ def test_dropout_is_named_first_and_explains_the_kl(schooled: Path) -> None:
     assert "model.dropout=false" in findings[0].advice
     at_start = next(finding for finding in findings if finding.code == "kl/at-start")
     assert at_start.cause.startswith("dropout: with the policy in evaluation mode the KL is 0")
+
+
+def test_the_finished_run_says_the_same(schooled: Path, tmp_path: Path) -> None:
+    """Before its symptoms: a KL at the start, and a sampler that seems to compute otherwise."""
+    words = (f"model.name={schooled}", f"run.dir={tmp_path}", "run.max_steps=1", *QUIET)
+    run = train(load_config(CONFIGS / "chess_step0_kl.yaml", words)).directory
+    first, *others = examine(run).findings
+    assert (first.code, first.advice) == ("scoring/dropout", "set model.dropout=false")
+    assert "kl/at-start" in [finding.code for finding in others]
 
 
 def test_its_remedy_is_the_whole_remedy(schooled: Path) -> None:

@@ -74,7 +74,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "scoring/dropout",
         "error",
         "The policy is scored with dropout on: the same tokens get other log-probabilities each time.",
-        "Preflight scores one batch twice; the passes differ, and agree once every dropout layer is off.",
+        "Preflight scores one batch twice; the passes differ, and agree once every dropout layer is off. In a run: "
+        "its options leave dropout on, and the KL before the first update is above `kl_at_start`.",
     ),
     (
         "scoring/positions",

@@ -22,6 +22,7 @@ from keel.errors import KeelError
 
 KL = "KL(policy‖reference)"
 MOVING = ("ema", "snapshot", "kl_triggered")
+OFF = {"model.dropout": "false", "model.lora.dropout": "0"}
 
 
 def at_start(history: History, thresholds: Thresholds) -> Answers:
@@ -34,20 +35,33 @@ def at_start(history: History, thresholds: Thresholds) -> Answers:
     if step > 1:
         yield Unchecked("kl/at-start", f"{KL} was first recorded at step {step:.0f}, after updates")
     elif value > thresholds["kl_at_start"]:
+        evidence = f"{name} is {value:.4g} nats per token at step {step:.0f}, before any update could move the policy"
+        if on := _dropout(history):
+            yield found(
+                "scoring/dropout",
+                f"{', '.join(f'{option} is {history.option(option)}' for option in on)}, and {evidence}",
+                "the policy's pass drops units, the reference's and the sampler's do not",
+                _dropout_advice(history),
+            )
         yield found(
             "kl/at-start",
-            f"{name} is {value:.4g} nats per token at step {step:.0f}, before any update could move the policy",
+            evidence,
             "policy and reference are scored differently or are different models: dropout on in one pass only, a "
             "reference from another checkpoint, wrong positions under padding, or sums compared with means",
             f"{_dropout_advice(history)}, and run keel doctor on the configuration: its preflight tells these apart",
         )
 
 
+def _dropout(history: History) -> list[str]:
+    """The options of this run that leave dropout on."""
+    return [option for option in OFF if history.option(option)]
+
+
 def _dropout_advice(history: History) -> str:
     if history.source == "TRL":
         return "set disable_dropout=True"
-    dropout = history.option("model.lora.dropout")
-    return f"set model.lora.dropout=0 (it is {dropout})" if dropout else "check that no dropout is on"
+    on = _dropout(history)
+    return f"set {' '.join(f'{option}={OFF[option]}' for option in on)}" if on else "check that no dropout is on"
 
 
 def explosion(history: History, thresholds: Thresholds) -> Answers:
