@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -152,7 +153,8 @@ class _Rehearsal:
         operations = Operations()
         self.live.now += visiting
         self.live.peak = self.live.now
-        with self.live, operations:
+        like_cuda = self.half is not None and self.hardware.kind == "cuda"
+        with self.live, operations, CudaAutocast() if like_cuda else nullcontext():
             yield
         self.live.now -= visiting
         self.found.phases[name] = self.live.peak
@@ -168,14 +170,8 @@ class _Rehearsal:
             resting = max(0, self.found.parts["reference"] - sum(p.nbytes for p in head.parameters()))
         return resting, self.found.parts["optimizer"] if self.config.optim.offload else 0
 
-    @contextmanager
-    def _autocast(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            if self.half is not None:
-                stack.enter_context(torch.autocast("cpu", dtype=self.half))
-                if self.hardware.kind == "cuda":
-                    stack.enter_context(CudaAutocast())
-            yield
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.half is None else torch.autocast("cpu", dtype=self.half)
 
     def _hidden(self, model: nn.Module, micro: Micro) -> Tensor:
         """By structure wherever nothing forbids it: whether that is exact for a model takes its weights to tell."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from keel.models.lora import add_lora, is_lora, lora_settings
 from keel.models.tiny import tiny_model
 from keel.models.tokenizer import load_tokenizer
 from keel.studies.hardware import Hardware
+from keel.studies.live import CudaAutocast
 
 Build = Callable[[], nn.Module]
 _SAMPLED = 16  # problems whose prompts tell how long prompts are
@@ -61,7 +63,7 @@ def _from_config(shape: Any, config: Config) -> nn.Module:
 
 def shaped_policy(config: Config, tokenizer: Any, build: Build, hardware: Hardware) -> LoadedModel:
     """The policy as loading leaves it: its type, dropout, adapters and mode."""
-    model: Any = _cast(build(), _dtype(config, build, hardware))
+    model: Any = _shape(build, _dtype(config, build, hardware))
     if not config.model.dropout:
         disable_dropout(model)
     dtype = next(model.parameters()).dtype
@@ -69,7 +71,10 @@ def shaped_policy(config: Config, tokenizer: Any, build: Build, hardware: Hardwa
     if settings is not None:
         model = add_lora(model, replace(settings, adapter=None), seed=0)
     if config.model.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        again: dict[str, Any] = {"use_reentrant": False}
+        if hardware.kind == "cuda":  # the rehearsal's own does not reach into the backward pass
+            again["context_fn"] = lambda: (nullcontext(), CudaAutocast())
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=again)
     adapters_drop = settings is not None and settings.dropout > 0
     model.train(config.model.gradient_checkpointing or config.model.dropout or adapters_drop)
     eos = int(tokenizer.eos_token_id)
@@ -84,7 +89,7 @@ def shaped_reference(config: Config, loaded: LoadedModel, build: Build) -> nn.Mo
         return None
     if is_lora(loaded.model):
         return loaded.model
-    return _cast(build(), loaded.dtype).requires_grad_(False)
+    return _shape(build, loaded.dtype).requires_grad_(False)
 
 
 def _dtype(config: Config, build: Build, hardware: Hardware) -> torch.dtype:
@@ -95,7 +100,9 @@ def _dtype(config: Config, build: Build, hardware: Hardware) -> torch.dtype:
     return own if hardware.kind != "cpu" and isinstance(own, torch.dtype) else torch.float32
 
 
-def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def _shape(build: Build, dtype: torch.dtype) -> nn.Module:
+    model = build()
+    causal_lm(model).config.pad_token_id = None  # transformers would look for it among tokens that have no numbers
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
