@@ -115,13 +115,14 @@ def test_operations_of_a_recomputed_layer_by_hand_and_nothing_of_it_is_held():
     layers = [nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh()) for _ in range(2)]
     x = torch.ones(8, 16, requires_grad=True)
     live, operations = LiveBytes(), Operations()
+    before = live.hold((x, *(layer[0].weight for layer in layers)))
     with live, operations:
         hidden = checkpoint(layers[1], layers[0](x), use_reentrant=False)
         hidden.sum().backward()
         del hidden
     product = 2 * 8 * 16 * 16
     assert operations.total == (2 + 1 + 4) * product
-    assert live.now == x.grad.nbytes + sum(layer[0].weight.grad.nbytes for layer in layers)
+    assert live.now == 2 * before  # a gradient for each, and nothing else
 
 
 def test_attention_is_counted_by_hand():
@@ -168,6 +169,31 @@ def test_parts_by_hand():
     lora = plan(load_config({}, job("model.lora={r: 4}")), find_hardware("cpu"))
     assert lora.parts["reference"] == 0
     assert lora.trainable < full.trainable / 10
+
+
+def test_offloaded_parts_rest_in_main_memory_and_come_back_for_their_own_phase():
+    gpu = KNOWN["h200"]
+    there = plan(load_config({}, job()), gpu)
+    resting = plan(load_config({}, job("reference={kind: frozen, offload: true}", "optim.offload=true")), gpu)
+    moments, host = there.parts["optimizer"], resting.host
+    assert moments + 0.8 * there.parts["reference"] < host < moments + there.parts["reference"]  # its head stays
+    assert resting.phases["update"] == there.phases["update"] - host
+    assert resting.phases["reference"] == there.phases["reference"] - moments
+    assert resting.phases["optimizer step"] == there.phases["optimizer step"] - (host - moments)
+
+
+def test_an_average_of_half_precision_weights_is_kept_in_fp32_too():
+    half = plan(load_config({}, job("model.dtype=bfloat16", "reference={kind: ema}")), find_hardware("cpu"))
+    assert half.parts["reference"] == half.parts["weights"] + 4 * half.parameters
+
+
+def test_half_precision_passes_hold_more_on_cuda():
+    """GPT-2's activation computes a power, which autocast keeps in fp32 there; the same passes on a CPU do not."""
+    config = load_config({}, job("optim.precision=bfloat16", "rollout.max_completion_length=64", *GPT2))
+    cpu, cuda = plan(config, find_hardware("cpu"), 40), plan(config, KNOWN["h200"], 40)
+    assert cuda.parts["activations"] > 1.1 * cpu.parts["activations"]
+    again = load_config(config, ["model.gradient_checkpointing=true"])
+    assert plan(again, KNOWN["h200"], 40).parts["activations"] < cuda.parts["activations"]
 
 
 def test_what_does_not_fit_is_told_how_to(capsys):

@@ -109,6 +109,9 @@ def _remedies(config: Config) -> Iterator[str]:
         yield "reference.offload=true"
     if not config.optim.offload:
         yield "optim.offload=true"
+    rows, waves = rollout_waves(config)
+    if waves == 1 and rows >= 4 * config.rollout.num_generations:
+        yield f"rollout.max_batch={rows // 4}"
     if config.model.lora is None:
         yield "model.lora={r: 16}"
 

@@ -111,6 +111,9 @@ class _Rehearsal:
         parts, reference = found.parts, self.reference
         parts["weights"] = live.hold((*model.parameters(), *model.buffers()))
         parts["reference"] = 0 if reference is None else live.hold((*reference.parameters(), *reference.buffers()))
+        masters = self._masters()
+        parts["reference"] += masters
+        live.now += masters
         optimizer = build_optimizer(config, self.loaded)
         trainable = [p for p in model.parameters() if p.requires_grad]
         for parameter in trainable:
@@ -147,6 +150,13 @@ class _Rehearsal:
         parts["cache"] = cache
         return found
 
+    def _masters(self) -> int:
+        """Bytes of the fp32 copy that a moving average of half-precision weights is kept in."""
+        half = self.loaded.dtype in (torch.bfloat16, torch.float16)
+        if self.reference is None or self.loaded.lora is not None or self.config.reference.kind != "ema" or not half:
+            return 0
+        return 4 * sum(p.numel() for p in self.reference.parameters())
+
     @contextmanager
     def _phase(self, name: str, visiting: int = 0) -> Iterator[None]:
         """Counts a phase's peak and operations; `visiting` bytes come from main memory for as long as it lasts."""
@@ -165,9 +175,11 @@ class _Rehearsal:
         if self.hardware.kind == "cpu":
             return 0, 0
         resting = 0
-        if self.config.reference.params.get("offload") and self.reference is not None:
-            head = causal_lm(self.reference).get_output_embeddings()
-            resting = max(0, self.found.parts["reference"] - sum(p.nbytes for p in head.parameters()))
+        offload = self.config.reference.params.get("offload") and self.loaded.lora is None
+        if offload and self.reference is not None:
+            head = {id(p) for p in causal_lm(self.reference).get_output_embeddings().parameters()}
+            whole = (*self.reference.parameters(), *self.reference.buffers())
+            resting = sum(x.nbytes for x in whole if id(x) not in head)
         return resting, self.found.parts["optimizer"] if self.config.optim.offload else 0
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -231,21 +243,14 @@ class _Rehearsal:
         length, layers = rollout.max_completion_length, shape.num_hidden_layers
         model, whole = self.loaded.model, max(1, _PREFILL_TOKENS // prompt)
         with evaluating(model):
-            caches = []
+            caches: list[list[tuple[Tensor, Tensor]]] = []
             for start in range(0, groups, whole):
-                read = DynamicCache(config=shape)
+                read: Any = DynamicCache(config=shape)
                 ids = torch.ones(min(whole, groups - start), prompt, dtype=torch.long)
                 body_of(model)(input_ids=ids, past_key_values=read, use_cache=True)
                 caches.append([(layer.keys, layer.values) for layer in read.layers])
                 del read
-            prefix = (
-                caches[0]
-                if len(caches) == 1
-                else [
-                    (torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts]))
-                    for parts in zip(*caches, strict=True)
-                ]
-            )
+            prefix = caches[0] if len(caches) == 1 else [_joined(layer) for layer in zip(*caches, strict=True)]
             del caches
             own = torch.empty(layers, 2, rows, heads, length, size, dtype=self.loaded.dtype)
             noise = None
@@ -259,6 +264,10 @@ class _Rehearsal:
             draw(logits, SamplingParams(temperature=rollout.temperature), noise)
         pairs = sum(x.untyped_storage().nbytes() for pair in prefix for x in pair)
         return pairs + own.untyped_storage().nbytes()
+
+
+def _joined(pairs: tuple[tuple[Tensor, Tensor], ...]) -> tuple[Tensor, Tensor]:
+    return torch.cat([keys for keys, _ in pairs]), torch.cat([values for _, values in pairs])
 
 
 def _head(model: nn.Module) -> Head:
