@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from keel.build import build_policy, build_run
 from keel.cli import main
 from keel.config import load_config
 from keel.errors import KeelError
 from keel.studies.hardware import KNOWN, find_hardware
-from keel.studies.live import LiveBytes
+from keel.studies.live import CudaAutocast, LiveBytes, Operations
 from keel.studies.plan import make_it_fit, plan
 from keel.train.state import State
 from keel.train.step import train_step
@@ -58,6 +59,7 @@ BASE = {
     "rollout.max_completion_length": 24,
     "kl.beta": 0.01,
 }
+GPT2 = ["model.name=keel.models.scratch:chess_small", "task.name=chess_env"]
 JOBS = {
     "full weights, k3": [],
     "exact KL": ["kl.estimator=exact", "kl.exact=true"],
@@ -67,6 +69,14 @@ JOBS = {
     "long completions": ["rollout.max_completion_length=160", "rollout.prompts_per_step=2"],
     "an average as the reference": ["reference={kind: ema, every: 1, alpha: 0.5}"],
     "two updates a batch": ["loss.num_iterations=2", "optim.minibatches=2"],
+    "recomputed": ["model.gradient_checkpointing=true", "rollout.max_completion_length=64"],
+    "recomputed, exact KL": ["model.gradient_checkpointing=true", "kl.estimator=exact", "kl.exact=true"],
+    "recomputed, LoRA": ["model.gradient_checkpointing=true", "model.lora={r: 4}"],
+    "recomputed, GPT-2": ["model.gradient_checkpointing=true", *GPT2],
+    "GPT-2, whose dropout is off": GPT2,
+    "bfloat16 passes": ["optim.precision=bfloat16", "rollout.max_completion_length=64"],
+    "long rows, by their structure": ["rollout.max_completion_length=280", "rollout.prompts_per_step=1"],
+    "long rows of GPT-2": [*GPT2, "rollout.max_completion_length=280", "rollout.prompts_per_step=1"],
 }
 
 
@@ -100,12 +110,36 @@ def test_the_predicted_peak_is_the_measured_one_within_15_percent(name):
     assert foretold.peak == pytest.approx(measured, rel=0.15), (foretold.parts, foretold.phases)
 
 
-def test_gradient_checkpointing_is_counted_too_high_and_still_as_a_saving():
-    length = "rollout.max_completion_length=64"
-    plain, saved = job(length), job(length, "model.gradient_checkpointing=true")
-    cpu = find_hardware("cpu")
-    foretold = plan(load_config({}, saved), cpu).peak
-    assert measured_peak(saved) < foretold < plan(load_config({}, plain), cpu).peak
+def test_operations_of_a_recomputed_layer_by_hand_and_nothing_of_it_is_held():
+    """Two products of 2·8·16·16 forward, one again to recompute a layer, twice as many backward as forward."""
+    layers = [nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh()) for _ in range(2)]
+    x = torch.ones(8, 16, requires_grad=True)
+    live, operations = LiveBytes(), Operations()
+    before = live.hold((x, *(layer[0].weight for layer in layers)))
+    with live, operations:
+        hidden = checkpoint(layers[1], layers[0](x), use_reentrant=False)
+        hidden.sum().backward()
+        del hidden
+    product = 2 * 8 * 16 * 16
+    assert operations.total == (2 + 1 + 4) * product
+    assert live.now == 2 * before  # a gradient for each, and nothing else
+
+
+def test_attention_is_counted_by_hand():
+    q, k = torch.ones(1, 2, 4, 8), torch.ones(1, 2, 6, 8)
+    operations = Operations()
+    with operations:
+        torch.nn.functional.scaled_dot_product_attention(q, k, k)
+    assert operations.total == 2 * (2 * 2 * 4 * 6 * 8)
+
+
+def test_autocast_on_cuda_keeps_powers_in_fp32():
+    x = torch.ones(4, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16), CudaAutocast():
+        assert torch.pow(x, 3).dtype == (x**3).dtype == torch.float32
+        assert torch.tanh(x).dtype == torch.bfloat16
+        with torch.autocast("cpu", enabled=False):
+            assert torch.pow(x, 3).dtype == torch.bfloat16
 
 
 def test_the_tracker_counts_by_hand():
@@ -135,6 +169,31 @@ def test_parts_by_hand():
     lora = plan(load_config({}, job("model.lora={r: 4}")), find_hardware("cpu"))
     assert lora.parts["reference"] == 0
     assert lora.trainable < full.trainable / 10
+
+
+def test_offloaded_parts_rest_in_main_memory_and_come_back_for_their_own_phase():
+    gpu = KNOWN["h200"]
+    there = plan(load_config({}, job()), gpu)
+    resting = plan(load_config({}, job("reference={kind: frozen, offload: true}", "optim.offload=true")), gpu)
+    moments, host = there.parts["optimizer"], resting.host
+    assert moments + 0.8 * there.parts["reference"] < host < moments + there.parts["reference"]  # its head stays
+    assert resting.phases["update"] == there.phases["update"] - host
+    assert resting.phases["reference"] == there.phases["reference"] - moments
+    assert resting.phases["optimizer step"] == there.phases["optimizer step"] - (host - moments)
+
+
+def test_an_average_of_half_precision_weights_is_kept_in_fp32_too():
+    half = plan(load_config({}, job("model.dtype=bfloat16", "reference={kind: ema}")), find_hardware("cpu"))
+    assert half.parts["reference"] == half.parts["weights"] + 4 * half.parameters
+
+
+def test_half_precision_passes_hold_more_on_cuda():
+    """GPT-2's activation computes a power, which autocast keeps in fp32 there; the same passes on a CPU do not."""
+    config = load_config({}, job("optim.precision=bfloat16", "rollout.max_completion_length=64", *GPT2))
+    cpu, cuda = plan(config, find_hardware("cpu"), 40), plan(config, KNOWN["h200"], 40)
+    assert cuda.parts["activations"] > 1.1 * cpu.parts["activations"]
+    again = load_config(config, ["model.gradient_checkpointing=true"])
+    assert plan(again, KNOWN["h200"], 40).parts["activations"] < cuda.parts["activations"]
 
 
 def test_what_does_not_fit_is_told_how_to(capsys):

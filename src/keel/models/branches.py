@@ -122,11 +122,11 @@ AttentionInterface.register(ATTENTION, _branch_attention)
 
 
 @contextmanager
-def branch_attention(config: Any, packed: PackedBatch) -> Iterator[None]:
-    """Let the model of this config attend by the batch's structure; its own attention is put back afterwards."""
+def branch_attention(config: Any, pieces: list[Piece]) -> Iterator[None]:
+    """Let the model of this config attend by a batch's pieces; its own attention is put back afterwards."""
     before = config._attn_implementation
     config._attn_implementation = ATTENTION
-    _active.append(pieces_of(packed))
+    _active.append(pieces)
     try:
         yield
     finally:
@@ -140,18 +140,27 @@ _exact: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 def by_structure(body: Any, packed: PackedBatch) -> bool:
     """Whether this batch is to be attended by its structure: long rows, a model for which that is exact.
 
-    Not under gradient checkpointing, whose second forward runs outside the context. What a model computes is tried out
-    once, on rows of its own against the mask, since one with another kind of attention gives other numbers unasked.
+    What a model computes is tried out once, on rows of its own against the mask, since one with another kind of
+    attention gives other numbers unasked.
+    """
+    if not may_branch(body, packed):
+        return False
+    if body not in _exact:
+        _exact[body] = _agrees(body)
+    return _exact[body]
+
+
+def may_branch(body: Any, packed: PackedBatch) -> bool:
+    """Whether rows are long enough and nothing about the model is known to forbid their structure.
+
+    Gradient checkpointing does: its second forward runs outside the context.
     """
     if not packed.shared_prefix or packed.input_ids.shape[1] < LONG_ROW:
         return False
     if body.training and getattr(body, "is_gradient_checkpointing", False):
         return False
-    if getattr(body.config, "_attn_implementation", None) != "sdpa" or getattr(body, "_compiled_call_impl", None):
-        return False
-    if body not in _exact:
-        _exact[body] = _agrees(body)
-    return _exact[body]
+    sdpa = getattr(body.config, "_attn_implementation", None) == "sdpa"
+    return sdpa and not getattr(body, "_compiled_call_impl", None)
 
 
 def _agrees(body: Any) -> bool:
@@ -176,7 +185,7 @@ def _agrees(body: Any) -> bool:
     try:
         with evaluating(body):
             expected = body(**inputs, attention_mask=packed.mask_4d())[0].float()
-            with branch_attention(body.config, packed):
+            with branch_attention(body.config, pieces_of(packed)):
                 found = body(**inputs, attention_mask=None)[0].float()
     except Exception:  # whatever a foreign model raises here, the mask still serves it
         return False

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from keel.errors import KeelError
-from keel.models.branches import branch_attention, by_structure
+from keel.models.branches import Piece, branch_attention, by_structure, pieces_of
 from keel.models.chunked import Ask, default_chunk, token_stats
 from keel.models.head import Head, LogitsOf, body_of, head_of, takes_positions
 from keel.models.pack import PackedBatch
@@ -26,10 +26,11 @@ class FullScores(Scores):
     ref_policy_kl: Tensor | None = None
 
 
-def hidden_states(model: nn.Module, packed: PackedBatch) -> Tensor:
+def hidden_states(model: nn.Module, packed: PackedBatch, pieces: list[Piece] | None = None) -> Tensor:
     """The hidden states `[N, H]` that score the batch's tokens, final norm included, in the order of `[B, T]`.
 
-    Of a reference they are computed once a batch and kept over all of its updates, instead of its logits.
+    Of a reference they are computed once a batch and kept over all of its updates, instead of its logits. `pieces`, for
+    who has them already, are attended by without asking whether the model is one for that.
     """
     body = body_of(model)
     inputs: dict[str, Any] = {"input_ids": packed.input_ids, "use_cache": False}
@@ -37,8 +38,8 @@ def hidden_states(model: nn.Module, packed: PackedBatch) -> Tensor:
         inputs["position_ids"] = packed.position_ids
     elif packed.shared_prefix:
         raise KeelError(f"{type(body).__name__} takes no position ids: pack with shared_prefix=False")
-    if by_structure(body, packed):
-        with branch_attention(body.config, packed):
+    if pieces is not None or by_structure(body, packed):
+        with branch_attention(body.config, pieces_of(packed) if pieces is None else pieces):
             hidden = body(**inputs, attention_mask=None)[0]
     else:
         hidden = body(**inputs, attention_mask=packed.attention_mask())[0]

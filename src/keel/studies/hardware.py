@@ -16,7 +16,8 @@ GIB = 2**30
 @dataclass(frozen=True)
 class Hardware:
     """Memory in bytes; operations a second that matrix products really reach, in half and single precision; bytes a
-    second from memory; `launch_s` is the overhead of one decode step.
+    second from memory; `layer_s` is what it takes to launch one layer's operations; `workspace_bytes` are what the
+    library of matrix products keeps for itself, once for forward passes and once for backward ones.
     """
 
     name: str
@@ -25,16 +26,19 @@ class Hardware:
     flops_half: float
     flops_single: float
     bytes_per_s: float
-    launch_s: float
+    layer_s: float
+    workspace_bytes: int = 0
 
+
+_HOPPER, _OTHERS = 2 * 32 * 2**20, 2 * 8519680  # torch's cuBLAS workspaces
 
 # Speeds are what dense products reach in practice (about six tenths of the data sheets'), not peaks.
 KNOWN: dict[str, Hardware] = {
-    "h200": Hardware("H200", "cuda", int(139 * GIB), 480e12, 40e12, 3.8e12, 6e-3),
-    "h100": Hardware("H100 80 GB", "cuda", int(79 * GIB), 450e12, 40e12, 2.6e12, 6e-3),
-    "a100": Hardware("A100 80 GB", "cuda", int(79 * GIB), 200e12, 15e12, 1.6e12, 6e-3),
-    "l40s": Hardware("L40S", "cuda", int(44 * GIB), 200e12, 50e12, 0.7e12, 6e-3),
-    "rtx4090": Hardware("RTX 4090", "cuda", int(23.5 * GIB), 140e12, 50e12, 0.8e12, 6e-3),
+    "h200": Hardware("H200", "cuda", int(139 * GIB), 480e12, 40e12, 3.8e12, 4e-4, _HOPPER),
+    "h100": Hardware("H100 80 GB", "cuda", int(79 * GIB), 450e12, 40e12, 2.6e12, 4e-4, _HOPPER),
+    "a100": Hardware("A100 80 GB", "cuda", int(79 * GIB), 200e12, 15e12, 1.6e12, 4e-4, _OTHERS),
+    "l40s": Hardware("L40S", "cuda", int(44 * GIB), 200e12, 50e12, 0.7e12, 4e-4, _OTHERS),
+    "rtx4090": Hardware("RTX 4090", "cuda", int(23.5 * GIB), 140e12, 50e12, 0.8e12, 4e-4, _OTHERS),
 }
 
 
@@ -63,7 +67,7 @@ def _cpu() -> Hardware:
     block = torch.empty(2**24)
     rate = 2 * block.nbytes / _fastest(lambda: block.clone())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 16 * GIB
-    return Hardware("this CPU", "cpu", memory, speed, speed, rate, 1e-3)
+    return Hardware("this CPU", "cpu", memory, speed, speed, rate, 2e-4)
 
 
 def _fastest(work: object, seconds: float = 0.1) -> float:
