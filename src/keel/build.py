@@ -330,9 +330,8 @@ def build_warmstart(config: Config, loaded: LoadedModel, task: Task | None = Non
         ]
         source: Any = mixture(kept) if len(kept) > 1 else kept[0]
         examples = gold_examples(source, encoder, loaded.tokenizer, reply=renderer.reply, **shared)
-    names = ("steps", "batch_size", "learning_rate", "schedule", "warmup_steps", "weight_decay", "max_grad_norm")
     options = SFTOptions(
-        **{name: getattr(start, name) for name in names},
+        **{name: getattr(start, name) for name in type(start).model_fields if name not in ("task", "path")},
         microbatch_tokens=config.optim.microbatch_tokens,
         autocast=autocast_dtype(config, loaded),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -44,6 +45,26 @@ def test_it_learns_the_gold_answers() -> None:
     losses: list[float] = []
     sft(loaded, examples, options, lambda step, line: losses.append(line["loss/total"]))
     assert losses[-1] < 0.2 * losses[0]
+
+
+def test_an_entropy_bonus_leaves_the_share_of_other_tokens_that_its_optimum_has() -> None:
+    """max log p + c·H has p with p + (V − 1)·p·exp(−1/(c·p)) = 1, and the other tokens share the rest evenly."""
+    loaded = build_policy(small_config())
+    example = as_example(loaded.tokenizer.encode("1+2="), "3", loaded.tokenizer)
+    coef, size = 0.3, loaded.model.config.vocab_size
+    low, high = 0.5, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (
+            (middle, high) if middle + (size - 1) * middle * math.exp(-1 / (coef * middle)) < 1 else (low, middle)
+        )
+    sft(loaded, lambda step: [example], SFTOptions(steps=400, learning_rate=0.01, entropy_coef=coef))
+    ids = torch.tensor([[*example.prompt_tokens, *example.completions[0].tokens]])
+    found = loaded.model(ids).logits[0, -2].softmax(-1)
+    assert low < 0.97  # the bonus takes something
+    assert found[example.completions[0].tokens[-1]].item() == pytest.approx(low, abs=0.01)
+    others = found[[i for i in range(size) if i != example.completions[0].tokens[-1]]]
+    assert others.max().item() < 1.5 * others.min().item()
 
 
 def test_examples_of_a_file_come_all_once_an_epoch(tmp_path: Path) -> None:

@@ -86,6 +86,9 @@ class Warmstart(Section):
     max_grad_norm: Above0 | None = Field(
         default=1.0, description="Gradients are scaled down to this norm; null for no limit."
     )
+    entropy_coef: NotNegative = Field(
+        default=0.0, description="Reward for entropy while imitating: above 0 the start stays unsure, so groups differ."
+    )
 
 
 class Columns(Section):

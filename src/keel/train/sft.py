@@ -42,12 +42,13 @@ class SFTOptions:
     warmup_steps: int = 10
     weight_decay: float = 0.0
     max_grad_norm: float | None = 1.0
+    entropy_coef: float = 0.0
     microbatch_tokens: int = 8192
     autocast: torch.dtype | None = None
 
 
 def sft(loaded: LoadedModel, examples: Examples, options: SFTOptions, report: Report | None = None) -> float:
-    """Minimise −mean log π(completion | prompt) over completion tokens; returns the loss of the last step.
+    """Minimise −mean(log π(completion | prompt) + entropy_coef · H) over completion tokens; returns the last loss.
 
     The mean is over all completion tokens of the batch, counted before its microbatches, so that any split gives the
     same update. Prompts are read and never learned.
@@ -82,9 +83,10 @@ def sft_step(
         packed = pack(part, loaded.pad_id, shared_prefix=False, context_length=loaded.context_length).to(loaded.device)
         half = options.autocast
         with torch.autocast(loaded.device.type, dtype=half) if half is not None else nullcontext():
-            logp = score_tokens(loaded.model, packed).logp
+            scores = score_tokens(loaded.model, packed, entropy=options.entropy_coef > 0)
+        gain = scores.logp if scores.entropy is None else scores.logp + options.entropy_coef * scores.entropy
         share = packed.action_mask.sum().item() / max(tokens, 1)
-        loss = -masked_mean(logp, packed.action_mask) * share
+        loss = -masked_mean(gain, packed.action_mask) * share
         optimizer.backward(loss)
         total += loss.item()
     return {"loss/total": total, **values(optimizer.step(total))}
