@@ -114,3 +114,17 @@ def test_importing_keel_is_light_and_train_is_a_verb() -> None:
 def test_a_mistake_is_one_line_before_any_model_loads() -> None:
     with pytest.raises(KeelError, match=r"kl\.beta"):
         keel.train({**BASE, "kl": {"bet": 0.1}})
+
+
+class Undrawable(Letters):
+    """Its pictures fail on whatever a model says."""
+
+    def picture(self, problem: Any, text: str) -> str | None:
+        raise ValueError("cannot draw this")
+
+
+def test_a_picture_that_cannot_be_drawn_does_not_stop_a_run(tmp_path: Path) -> None:
+    result = keel.train(small_config(f"run.dir={tmp_path}", "run.max_steps=1"), task=Undrawable())
+    tracked = [r for r in read(result.directory / "rollouts.jsonl") if r["tracked"]]
+    assert tracked
+    assert all(record["picture"] is None for record in tracked)

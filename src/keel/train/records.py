@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -14,6 +15,8 @@ from keel.train.batch import StepBatch, pack_step, score_policy, score_reference
 from keel.train.measure import token_kl
 from keel.train.state import Run
 from keel.types import Group, Problem
+
+logger = logging.getLogger("keel")
 
 
 def rollout_records(batch: StepBatch, tokenizer: Any, *, groups: int, tracked: bool = False) -> list[dict[str, Any]]:
@@ -81,10 +84,19 @@ def tracked_records(run: Run, problems: Sequence[Problem], *, step: int) -> list
     assert rows.group is not None
     batch = batch.with_rows(advantages=advantages(rows.rewards, rows.group, scale="none"))
     records = rollout_records(batch, run.policy.tokenizer, groups=len(groups), tracked=True)
-    picture = getattr(run.task, "picture", None)
-    if picture is None:
+    if not hasattr(run.task, "picture"):
         return records
-    return [{**r, "picture": picture(groups[r["group"]].problem, r["completion"])} for r in records]
+    return [{**r, "picture": _picture(run.task, groups[r["group"]].problem, r["completion"])} for r in records]
+
+
+def _picture(task: Any, problem: Problem, text: str) -> str | None:
+    """The task's picture of an answer, or None where it cannot draw what the model said: no reason to stop a run."""
+    try:
+        drawn: str | None = task.picture(problem, text)
+    except Exception as error:
+        logger.warning("no picture of %s: %s", problem.key, error)
+        return None
+    return drawn
 
 
 def _first(group: Group, count: int) -> Group:

@@ -288,8 +288,26 @@ def test_one_position_that_breaks_the_engine_does_not_stop_a_batch(tmp_path: Pat
     assert pool_used.counts["unavailable"] >= 2
     never = chess_policy(pieces=4, engine={**options, "path": path, "cache": str(tmp_path / "other")})
     Path(path).write_text(Path(path).read_text().replace(crash, "sys.exit(1)"))
-    with pytest.raises(KeelError, match="answered for none of 3 positions"):
+    with pytest.raises(KeelError, match="fake-engine answered for none of 9 positions in 3 draws"):
         never.sample(3, seed=1, step=1)
+    with pytest.raises(KeelError, match="fake-engine answered for none of 6 positions in 3 draws"):
+        never.held_out(2)
+    assert never.sample(0, seed=1, step=1) == never.held_out(0) == []
+
+
+def test_a_position_that_breaks_the_engine_alone_in_its_batch_gives_way_to_another(tmp_path: Path) -> None:
+    """As in a mix, where the engine's share of a batch may be one position."""
+    sound = {"path": fake_engine(tmp_path), "cache": str(tmp_path / "sound"), "workers": 1}
+    task = chess_policy(pieces=4, engine=sound)
+    (problem,), (held,) = task.sample(1, seed=0, step=0), task.held_out(1)
+    fatal = [p.info["fen"].split()[0] for p in (problem, held)]
+    (tmp_path / "fatal").mkdir()
+    broken = fake_engine(tmp_path / "fatal", f"board.board_fen() in {fatal} and sys.exit(1)")
+    task = chess_policy(pieces=4, engine={**sound, "path": broken, "cache": str(tmp_path / "broken")})
+    (other,) = task.sample(1, seed=0, step=0)
+    assert other.info["fen"] != problem.info["fen"]
+    assert task.sample(1, seed=0, step=0) == [other]
+    assert [p.info["fen"] for p in task.held_out(1)] == [task.held_out(2)[0].info["fen"]] != [held.info["fen"]]
 
 
 def test_programs_that_are_no_engines_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,3 +163,15 @@ def test_a_policys_picture_points_at_its_move_and_at_the_engines() -> None:
     assert "#1f5fa8" not in same
     assert "#c0392b" in other
     assert "#1f5fa8" in other
+
+
+def test_a_move_that_stays_on_its_square_is_drawn_and_stops_nothing() -> None:
+    problem = Problem("x", "", info={"fen": chess.STARTING_FEN, "lines": (("e2e4", 0.3),)})
+    drawn = answer_picture(problem, answer("e2e2"))
+    assert drawn is not None
+    ElementTree.fromstring(drawn)
+    assert "#c0392b" in drawn
+    step = Problem("y", "", answer=(chess.STARTING_FEN, -1.0, False, True), info={**problem.info, "move": "e2e2"})
+    shown = answer_picture(step, f"{chess.STARTING_FEN}+-1.0+0+1")
+    assert shown is not None
+    ElementTree.fromstring(shown)

@@ -34,7 +34,7 @@ def _environment(problem: Problem, text: str) -> str:
     said, truth = read_env(text).fen, chess.Board(problem.answer[0])
     shown = chess.Board(said) if said is not None else chess.Board(None)
     wrong = {s: WRONG for s in chess.SQUARES if shown.piece_at(s) != truth.piece_at(s)}
-    move = chess.Move.from_uci(problem.info["move"])
+    move = chess.Move(*_squares(problem.info["move"]))
     return str(chess.svg.board(shown, size=SIZE, fill=wrong, lastmove=move))
 
 
@@ -51,5 +51,9 @@ def _policy(problem: Problem, board: chess.Board, text: str) -> str:
 
 
 def _arrow(move: str, color: str) -> chess.svg.Arrow:
-    made = chess.Move.from_uci(move)
-    return chess.svg.Arrow(made.from_square, made.to_square, color=color)
+    return chess.svg.Arrow(*_squares(move), color=color)
+
+
+def _squares(move: str) -> tuple[chess.Square, chess.Square]:
+    """From and to, which may be one square: a model says what it likes, and e2e2 is drawn as a circle."""
+    return chess.parse_square(move[:2]), chess.parse_square(move[2:4])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
@@ -32,6 +32,7 @@ from keel.types import Group, Problem, Reward
 
 PARTS = ("parsed", "structure", "legal", "best_legal", "top5", "best", "eval", "content", "unavailable")
 _RENAMED = {"best": "top1", "legal": "moves_legal", "best_legal": "legal_move_rate"}
+DRAWS = 3  # of other positions where an engine labelled none, before the run stops
 MOST_LOSS = 10.0  # pawns: a mate that was missed counts like this
 
 
@@ -105,16 +106,34 @@ class Labelled:
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """As many as asked for: one that no engine could label gives its place to another of the batch, once more."""
-        labelled = self._label(self.inner.sample(count, seed=seed, step=step))
+        # the seed's offset is no other draw's: other positions, and the same ones each time
+        draws = (self.inner.sample(count, seed=seed + 15_485_863 * draw, step=step) for draw in range(DRAWS))
+        labelled = self._first_labelled(draws) if count else []
         return [*labelled, *(_again(labelled[i % len(labelled)], i) for i in range(count - len(labelled)))]
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
-        """Those of a fixed set that an engine labelled."""
-        return self._label(self.inner.held_out(count, seed=seed))
+        """Those of a fixed set that an engine labelled; of the positions behind it where that is none."""
+        draws = (self.inner.held_out(count * (draw + 1), seed=seed)[count * draw :] for draw in range(DRAWS))
+        return self._first_labelled(draws) if count else []
 
     def keep(self, fits: Callable[[Problem], bool]) -> tuple[Labelled, int]:
         kept, left_out = keep_fitting(self.inner, fits)
         return replace(self, inner=kept), left_out
+
+    def _first_labelled(self, draws: Iterable[list[Problem]]) -> list[Problem]:
+        """What could be labelled of the first draw that has any: a position may break an engine, several draws in a
+        row are an engine that is broken."""
+        asked = 0
+        for problems in draws:
+            labelled = self._label(problems)
+            if labelled:
+                return labelled
+            asked += len(problems)
+        engine = pool_of(self.engine).path
+        raise KeelError(
+            f"the engine {engine} answered for none of {asked} positions in {DRAWS} draws: "
+            "run it by hand, raise task.engine.timeout_s, or name another in task.engine.path"
+        )
 
     def _label(self, problems: list[Problem]) -> list[Problem]:
         """The problems with their lines, without those that are unavailable; the pool counts these."""
@@ -122,10 +141,7 @@ class Labelled:
         answers = pool_of(self.engine).analyse([Query(p.info["fen"]) for p in asked])
         lines = {p.key: found for p, found in zip(asked, answers, strict=True)}
         made = [replace(p, info={**p.info, "lines": lines[p.key]}) if p.key in lines else p for p in problems]
-        labelled = [p for p in made if p.info["lines"]]
-        if problems and not labelled:
-            raise KeelError(f"{pool_of(self.engine).path} answered for none of {len(problems)} positions: is it sound?")
-        return labelled
+        return [p for p in made if p.info["lines"]]
 
 
 def _again(problem: Problem, number: int) -> Problem:
