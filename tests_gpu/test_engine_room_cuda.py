@@ -7,15 +7,15 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
 from keel.kl import exact_kl
-from keel.models import fingerprint
-from keel.models.head import head_of
+from keel.models import branches, fingerprint
+from keel.models.head import body_of, head_of
 from keel.models.load import load_model
 from keel.models.logprobs import hidden_states, score_tokens
 from keel.models.pack import pack
 from keel.models.probe import probe_packing
 from keel.reference import build_reference
 from keel.rollout import NativeEngine, Request, SamplingParams
-from keel.types import Group, Problem
+from keel.types import Completion, Group, Problem
 
 SMALL = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": 0}
@@ -142,3 +142,26 @@ def test_bf16_packs_and_samples():
     logp = score_tokens(model, packed).logp[packed.completion_mask]
     sampled = torch.tensor([x for group in groups for c in group.completions for x in c.sample_logp], device="cuda")
     assert (logp - sampled).abs().mean() < 0.02
+
+
+def test_attention_by_structure_equals_the_mask_with_grouped_heads(monkeypatch):
+    """Values and gradients of rows scored by their structure, on the device, against the dense mask's."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"]()).cuda().eval()
+    ones = [tuple(range(3, 3 + n)) for n in (9, 5, 1)]
+    done = [Completion(one, (True,) * len(one), (0.0,) * len(one), (0.0,) * len(one), "", "length") for one in ones]
+    packed = pack([Group(Problem(str(p), ""), p, tuple(done)) for p in PROMPTS], 0).to("cuda")
+
+    def scored():
+        model.zero_grad()
+        logp = score_tokens(model, packed).logp
+        logp.sum().backward()
+        return logp.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    expected, gradients = scored()
+    monkeypatch.setattr(branches, "LONG_ROW", 1)
+    assert branches.by_structure(body_of(model), packed)
+    found, others = scored()
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    for mine, theirs in zip(others, gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)

@@ -71,6 +71,9 @@ def attend(
 ) -> Tensor:
     """Attention of rows `[R, H, L, D]` over `[R, K, L, D]`, as `[R, L, H, D]`; differentiable, zero at padding."""
     grouped = query.shape[1] != key.shape[1]
+    if grouped and query.is_cuda:  # no fused kernel there takes a mask and grouped heads: they are written out instead
+        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+        grouped = False
     out = torch.zeros_like(query.transpose(1, 2))
     options: dict[str, Any] = {"scale": scale, "dropout_p": dropout, "enable_gqa": grouped}
     for piece in pieces:
