@@ -15,7 +15,8 @@ PLAN_HELP = """Estimate memory and time of a step before anything runs, and say 
 
 The passes of the reference and of the update are rehearsed on tensors that have shapes and no memory, with every
 completion as long as it may be, so that peaks are counted; no weights are read. Times are operations over the
-hardware's speed: take them to within a factor of two. Exit status 1 if a step does not fit.
+hardware's speed, without Python's own work and without other jobs on the machine: steps take longer, small models
+many times. Exit status 1 if a step does not fit.
 
 Examples:
 
