@@ -12,6 +12,8 @@ import pytest
 from keel.tasks import build_task
 from keel.tasks.guard import CallFailed, Guard
 from keel.tasks.judge import Judge
+from keel.tasks.toolbox import Toolbox
+from keel.tasks.tools import tool
 from keel.types import Problem
 
 
@@ -65,3 +67,78 @@ def test_a_guard_serves_several_threads_at_a_time() -> None:
     for thread in threads:
         thread.join()
     assert got == {number: 10 * number for number in range(8)}
+
+
+RELEASE = threading.Event()
+
+
+@pytest.fixture(autouse=True)
+def _release() -> Any:
+    """Let go of whatever hangs when a test is over."""
+    RELEASE.clear()
+    yield
+    RELEASE.set()
+
+
+def with_tools(*tools: Any) -> tuple[Any, Problem]:
+    task: Any = build_task("tools", task={"name": "arithmetic"}, tools=list(tools))
+    return task, task.sample(1, seed=0, step=0)[0]
+
+
+@tool(timeout_s=0.2)
+def hang(query: str) -> str:
+    """Never returns in time."""
+    RELEASE.wait(20)
+    return query
+
+
+def test_calls_that_hang_are_told_to_the_model_and_counted_however_many_a_turn_has() -> None:
+    """Four calls of 0.2 s take longer than reward.timeout_s, under which the reward and not the tools stand."""
+    task, problem = with_tools(hang)
+    text = turn("hang", "a", "b", "c", "d")
+    said = Judge.of(task, timeout_s=0.5).respond(task, problem, 0, [text])
+    assert [message["content"] for message in said or ()] == ["error: hang took too long"] * 4  # type: ignore[index]
+    counts = task.counts(problem, [text])
+    assert (counts["tool/timeout"], counts["tool/errors"], counts["tool/calls"]) == (4.0, 4.0, 4.0)
+
+
+def test_the_calls_of_a_turn_have_a_limit_together() -> None:
+    toolbox = Toolbox(lambda problem: [hang], turn_s=0.45)
+    began = time.monotonic()
+    said = toolbox.respond(Problem("p", "?"), [turn("hang", *"abcdefgh")])
+    assert time.monotonic() - began < 1.0
+    late, unmade = "error: hang took too long", "error: hang was not called: this turn's calls took too long together"
+    assert [message["content"] for message in said or ()] == [late] * 3 + [unmade] * 5  # type: ignore[index]
+
+
+def test_a_tool_may_take_as_long_as_it_says_whatever_the_reward_may() -> None:
+    @tool(timeout_s=5.0)
+    def slow(query: str) -> str:
+        """Slow."""
+        time.sleep(0.4)
+        return query
+
+    task, problem = with_tools(slow)
+    said = Judge.of(task, timeout_s=0.1).respond(task, problem, 0, [turn("slow", "a", "b")])
+    assert [message["content"] for message in said or ()] == ["a", "b"]  # type: ignore[index]
+
+
+def test_a_task_that_hangs_beside_its_tools_is_still_given_up() -> None:
+    class Stuck:
+        name = "stuck"
+        toolbox = Toolbox(lambda problem: [tool(look)])
+
+        def respond(self, problem: Problem, turns: Any) -> Any:
+            said = self.toolbox.respond(problem, turns)
+            RELEASE.wait(20)
+            return said
+
+    judge = Judge.of(build_task("arithmetic"), timeout_s=0.2, on_error="zero")
+    with pytest.raises(CallFailed, match="did not return"):
+        judge.respond(Stuck(), Problem("p", "?"), 0, [turn("look", "a")])
+
+
+def look(query: str) -> str:
+    """Look something up."""
+    time.sleep(0.05)
+    return f"<{query}>"

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from keel.errors import KeelError
+
+_POLL_S = 0.02  # between looks at a call that is past its time, but aside
 
 
 class CallFailed(Exception):
@@ -25,9 +29,19 @@ class Abandoned(BaseException):
 class _Call:
     """One call and its answer: only who made it can read that, however late it comes."""
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self.function, self.args, self.abandoned = function, args, False
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], limit_s: float) -> None:
+        self.function, self.args = function, args
+        self.deadline, self.aside, self.abandoned = time.monotonic() + limit_s, False, False
         self.answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def wait(self) -> tuple[Any, BaseException | None]:
+        """The answer; queue.Empty once the time is up."""
+        while True:
+            try:
+                return self.answer.get(timeout=max(self.deadline - time.monotonic(), _POLL_S))
+            except queue.Empty:
+                if not self.aside and time.monotonic() >= self.deadline:
+                    raise
 
 
 class _Worker:
@@ -47,6 +61,21 @@ class _Worker:
 _here = threading.local()  # the call that this thread makes for a guard, if any
 
 
+@contextmanager
+def aside() -> Iterator[None]:
+    """What is done inside has limits of its own: its time does not count for the guarded call that does it."""
+    call: _Call | None = getattr(_here, "call", None)
+    if call is None or call.aside:
+        yield
+        return
+    began, call.aside = time.monotonic(), True
+    try:
+        yield
+    finally:
+        call.deadline += time.monotonic() - began
+        call.aside = False
+
+
 class Guard:
     """Calls functions in worker threads with a time limit; several threads may call at the same time.
 
@@ -61,28 +90,29 @@ class Guard:
         self.timeout_s, self.max_hung, self.hung, self.option = timeout_s, max_hung, 0, option
         self._idle: list[_Worker] = []
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The function's value, or CallFailed."""
+    def call(self, function: Callable[..., Any], *args: Any, within_s: float | None = None) -> Any:
+        """The function's value, or CallFailed; `within_s` is a limit of this call beside that of all."""
         outer: _Call | None = getattr(_here, "call", None)
         if outer is not None and outer.abandoned:
             raise Abandoned
-        if self.timeout_s is None:
+        limit = min((limit for limit in (self.timeout_s, within_s) if limit is not None), default=None)
+        if limit is None:
             return call_here(function, *args)
         try:
             worker = self._idle.pop()
         except IndexError:
             worker = _Worker()
-        call = _Call(function, args)
+        call = _Call(function, args, limit)
         worker.calls.put(call)
         try:
-            value, error = call.answer.get(timeout=self.timeout_s)
+            value, error = call.wait()
         except BaseException as stopped:  # time is up, or Ctrl-C
             call.abandoned = True
             worker.calls.put(None)
             if not isinstance(stopped, queue.Empty):
                 raise
             self.hung += 1
-            raise CallFailed("timeout", late(self.timeout_s, self.option)) from None
+            raise CallFailed("timeout", late(limit, self.option)) from None
         self._idle.append(worker)
         return settled(value, error)
 

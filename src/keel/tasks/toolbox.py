@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from keel.errors import KeelError, unknown
-from keel.tasks.guard import CallFailed, Guard
+from keel.tasks.guard import CallFailed, Guard, aside
 from keel.tasks.tool_calls import FORMATS, ToolCall, parse_calls
 from keel.tasks.tools import Tool
 from keel.types import Message, Problem
@@ -16,6 +17,7 @@ from keel.types import Message, Problem
 ERRORS = ("malformed", "unknown_tool", "bad_arguments", "failed", "timeout", "too_many")
 KINDS = (*ERRORS, "too_long")
 MOST_CALLS = 16  # in one turn
+TURN_S = 20.0  # for all calls of a turn together, or as long as the longest limit of one tool
 MOST_HUNG = 8
 _KEPT = 4096  # turns whose results are kept
 
@@ -52,12 +54,14 @@ class Toolbox:
 
     A turn without a call ends the episode, as does a tool that `ends`. What was played is kept, so that each call runs
     once although it is asked about again after every later turn and by the reward; equal turns on one problem share
-    their results.
+    their results. The time that tools take is limited by each tool's `timeout_s` and by `turn_s` for all calls of a
+    turn (None: no limit), never by `reward.timeout_s`: what takes longer is told to the model, and the run goes on.
     """
 
     tools: Callable[[Problem], Sequence[Tool]]
     format: str = "json"
     is_final: Callable[[str], bool] = lambda text: False
+    turn_s: float | None = TURN_S
     _kept: dict[tuple[str, tuple[str, ...]], Played] = field(default_factory=dict, repr=False, compare=False)
     _guards: dict[str, Guard] = field(default_factory=dict, repr=False, compare=False)
 
@@ -111,17 +115,26 @@ class Toolbox:
         offered = {tool.name: tool for tool in self.tools(problem)}
         calls = [] if self.is_final(text) else parse_calls(text, self.format, tuple(offered.values()))
         results: list[Result] = []
+        limit, spent = self._turn_limit(offered.values()), 0.0
         for number, call in enumerate(calls):
             if number >= MOST_CALLS:
                 results.append(_error(call, "too_many", f"only {MOST_CALLS} calls a turn are answered"))
                 break
-            result = self._run(call, offered)
+            began = time.monotonic()
+            with aside():
+                result = self._run(call, offered, None if limit is None else limit - spent)
+            spent += time.monotonic() - began
             results.append(result)
             if not result.is_error and offered[call.name].ends:
                 return Played((*played.turns, tuple(results)), over=True)
         return Played((*played.turns, tuple(results)), over=not calls)
 
-    def _run(self, call: ToolCall, offered: Mapping[str, Tool]) -> Result:
+    def _turn_limit(self, offered: Iterable[Tool]) -> float | None:
+        """Seconds for the calls of one turn: no less than any one of them may take."""
+        limits = [self.turn_s, *(tool.timeout_s for tool in offered)]
+        return None if None in limits else max(limit for limit in limits if limit is not None)
+
+    def _run(self, call: ToolCall, offered: Mapping[str, Tool], left_s: float | None) -> Result:
         if call.fault is not None:
             return _error(call, "malformed", call.fault)
         if call.name not in offered:
@@ -131,11 +144,13 @@ class Toolbox:
             arguments = tool.arguments(call.arguments or {})
         except ValueError as error:
             return _error(call, "bad_arguments", f"{tool.name}: {error}")
+        if left_s is not None and left_s <= 0:
+            return _error(call, "timeout", f"{tool.name} was not called: this turn's calls took too long together")
         guard = self._guards.setdefault(
             tool.name, Guard(tool.timeout_s, MOST_HUNG, option=f"timeout_s of the tool {tool.name}")
         )
         try:
-            value = guard.call(lambda: tool.function(**arguments))
+            value = guard.call(lambda: tool.function(**arguments), within_s=left_s)
         except CallFailed as failure:
             if guard.hung > MOST_HUNG:
                 raise KeelError(
