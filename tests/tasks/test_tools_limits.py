@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from keel.errors import KeelError
 from keel.tasks import build_task
 from keel.tasks.guard import CallFailed, Guard
 from keel.tasks.judge import Judge
-from keel.tasks.toolbox import Toolbox
+from keel.tasks.rewards import wrap
+from keel.tasks.toolbox import MOST_HUNG, Toolbox
 from keel.tasks.tools import tool
 from keel.types import Problem
 
@@ -142,3 +145,115 @@ def look(query: str) -> str:
     """Look something up."""
     time.sleep(0.05)
     return f"<{query}>"
+
+
+def test_calls_that_return_late_are_no_longer_counted_as_hung() -> None:
+    """Twelve calls are given up, more than may hang at a time; each has returned before the next begins."""
+
+    @tool(timeout_s=0.02)
+    def late(query: str) -> str:
+        """Returns late."""
+        time.sleep(0.06)
+        return query
+
+    toolbox = Toolbox(lambda problem: [late])
+    for number in range(12):
+        said = toolbox.respond(Problem(f"p{number}", "?"), [turn("late", "a")])
+        assert [message["content"] for message in said or ()] == ["error: late took too long"]  # type: ignore[index]
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("on_error", ["stop", "zero", "skip_group"])
+def test_a_tool_that_hangs_for_good_stops_the_run_whatever_is_done_about_failures(on_error: str) -> None:
+    task, problem = with_tools(tool(hang.function, timeout_s=0.02))
+    judge = Judge.of(task, timeout_s=5.0, on_error=on_error)
+    for number in range(MOST_HUNG):
+        judge.respond(task, problem, 0, [turn("hang", str(number))])
+    with pytest.raises(KeelError, match=rf"^tool 'hang' hangs: {MOST_HUNG + 1} calls did not return"):
+        judge.respond(task, problem, 0, [turn("hang", "the last")])
+
+
+def test_a_reward_that_returns_late_does_not_stop_a_run_in_the_end() -> None:
+    def late(problem: Problem, text: str) -> float:
+        time.sleep(0.06)
+        return 1.0
+
+    judge = Judge([wrap(late)], timeout_s=0.02, on_error="zero", max_hung=2)
+    for _ in range(6):
+        judge.judge(Problem("p", "?"), [["a"]])
+        time.sleep(0.1)
+    assert judge.guard.hung == 0
+    assert judge.counts == {"late": 6}
+
+
+LOOPS: set[int] = set()
+
+
+async def fetch(query: str) -> list[str]:
+    """Fetch something, in a while."""
+    LOOPS.add(id(asyncio.get_running_loop()))
+    await asyncio.sleep(0.01)
+    if query == "gone":
+        raise OSError("no such page")
+    return [query, query]
+
+
+def contents(task: Any, problem: Problem, text: str) -> list[str]:
+    return [message["content"] for message in task.respond(problem, [text])]
+
+
+def test_a_coroutine_function_is_awaited_on_one_loop() -> None:
+    LOOPS.clear()
+    task, problem = with_tools(fetch)
+    assert contents(task, problem, turn("fetch", "a", "gone")) == [
+        "['a', 'a']",
+        "error: fetch raised OSError: no such page",
+    ]
+    assert contents(task, problem, turn("fetch", "b")) == ["['b', 'b']"]
+    assert len(LOOPS) == 1
+    assert task.counts(problem, [turn("fetch", "a", "gone")])["tool/failed"] == 1.0
+
+
+def test_a_coroutine_that_takes_too_long_is_ended_and_leaves_nothing_behind() -> None:
+    ended = threading.Event()
+
+    @tool(timeout_s=0.05)
+    async def forever(query: str) -> str:
+        """Never returns."""
+        try:
+            await asyncio.sleep(20)
+        finally:
+            ended.set()
+        return query
+
+    task, problem = with_tools(forever)
+    for number in range(12):  # more than may hang at a time
+        assert contents(task, problem, turn("forever", str(number))) == ["error: forever took too long"]
+    assert ended.is_set()
+
+
+class Untold:
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+class Unsayable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words either")
+
+
+def untold(query: str) -> Untold:
+    """Return what has no text."""
+    return Untold()
+
+
+def unsayable(query: str) -> str:
+    """Raise what has no text."""
+    raise Unsayable
+
+
+def test_results_and_errors_without_a_text_are_failures_of_the_tool() -> None:
+    task, problem = with_tools(untold, unsayable)
+    assert contents(task, problem, turn("untold", "a")) == ["error: untold raised ValueError: no words"]
+    assert contents(task, problem, turn("unsayable", "a")) == ["error: unsayable raised Unsayable"]
+    assert task.counts(problem, [turn("untold", "a")])["tool/failed"] == 1.0

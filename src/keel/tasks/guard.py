@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from keel.errors import KeelError
+from keel.tasks.concurrent import Threads
 
 _POLL_S = 0.02  # between looks at a call that is past its time, but aside
 
@@ -20,6 +21,10 @@ class CallFailed(Exception):
     def __init__(self, kind: str, cause: str) -> None:
         super().__init__(cause)
         self.kind, self.cause = kind, cause
+
+
+class TooManyHang(KeelError):
+    """So many calls hang that the run must stop, whatever was configured for failures; passes through every guard."""
 
 
 class Abandoned(BaseException):
@@ -80,15 +85,22 @@ class Guard:
     """Calls functions in worker threads with a time limit; several threads may call at the same time.
 
     Python cannot end a thread. One that hangs is left behind (as a daemon, so that the process can end), counted in
-    `hung`, and replaced; each of them may go on using the CPU, so after `max_hung` the run stops whatever was
-    configured. A call made from a thread that was itself left behind is not made: nobody would read its answer.
+    `hung` until it returns after all, and replaced; each of them may go on using the CPU, so above `max_hung` at a
+    time the run stops whatever was configured. A call made from a thread that was itself left behind is not made:
+    nobody would read its answer.
     """
 
     def __init__(self, timeout_s: float | None = 30.0, max_hung: int = 8, option: str = "reward.timeout_s") -> None:
         if timeout_s is not None and not timeout_s > 0:
             raise KeelError(f"{option} is {timeout_s}: it must be above 0, or null for no limit")
-        self.timeout_s, self.max_hung, self.hung, self.option = timeout_s, max_hung, 0, option
+        self.timeout_s, self.max_hung, self.option = timeout_s, max_hung, option
         self._idle: list[_Worker] = []
+        self._left = Threads()
+
+    @property
+    def hung(self) -> int:
+        """Calls that were given up and still have not returned."""
+        return self._left.alive
 
     def call(self, function: Callable[..., Any], *args: Any, within_s: float | None = None) -> Any:
         """The function's value, or CallFailed; `within_s` is a limit of this call beside that of all."""
@@ -111,7 +123,7 @@ class Guard:
             worker.calls.put(None)
             if not isinstance(stopped, queue.Empty):
                 raise
-            self.hung += 1
+            self._left.add(worker.thread)
             raise CallFailed("timeout", late(limit, self.option)) from None
         self._idle.append(worker)
         return settled(value, error)
@@ -146,5 +158,8 @@ def settled(value: Any, error: BaseException | None) -> Any:
     """The value, or CallFailed with the first line of what was raised."""
     if error is None:
         return value
-    first = next(iter(str(error).strip().splitlines()), "")
+    if isinstance(error, TooManyHang):
+        raise error
+    said, _ = attempt(str, (error,))  # what was raised is a user's too
+    first = next(iter((said or "").strip().splitlines()), "")
     raise CallFailed("raised", f"raised {type(error).__name__}" + (f": {first}" if first else "")) from error

@@ -11,7 +11,7 @@ from typing import Any
 from keel.errors import KeelError, unknown
 from keel.tasks.base import Task
 from keel.tasks.concurrent import Late, Loop, Outcome, run_threads
-from keel.tasks.guard import CallFailed, Guard, attempt, call_here, late, settled
+from keel.tasks.guard import CallFailed, Guard, TooManyHang, attempt, call_here, late, settled
 from keel.tasks.problems import stream
 from keel.tasks.rewards import AGGREGATES, TASK, RewardPart, as_reward, build_reward, build_rewards, combine
 from keel.types import Message, Problem, Reward
@@ -181,7 +181,7 @@ class Judge:
             raise KeelError(f"reward {failure}; mend it, or set reward.on_error to zero or skip_group") from failed
         hung = self.guard.hung + self.loop.hung
         if hung > self.guard.max_hung:
-            raise KeelError(
+            raise TooManyHang(
                 f"reward {failure}; {hung} calls hang in threads that cannot be ended: mend the function"
             ) from failed
 

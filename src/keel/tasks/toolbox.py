@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from keel.errors import KeelError, unknown
-from keel.tasks.guard import CallFailed, Guard, aside
+from keel.errors import unknown
+from keel.tasks.concurrent import Late, Loop
+from keel.tasks.guard import CallFailed, Guard, TooManyHang, aside, late, settled
 from keel.tasks.tool_calls import FORMATS, ToolCall, parse_calls
 from keel.tasks.tools import Tool
 from keel.types import Message, Problem
@@ -18,7 +20,7 @@ ERRORS = ("malformed", "unknown_tool", "bad_arguments", "failed", "timeout", "to
 KINDS = (*ERRORS, "too_long")
 MOST_CALLS = 16  # in one turn
 TURN_S = 20.0  # for all calls of a turn together, or as long as the longest limit of one tool
-MOST_HUNG = 8
+MOST_HUNG = 8  # of one tool, at a time
 _KEPT = 4096  # turns whose results are kept
 
 
@@ -64,6 +66,7 @@ class Toolbox:
     turn_s: float | None = TURN_S
     _kept: dict[tuple[str, tuple[str, ...]], Played] = field(default_factory=dict, repr=False, compare=False)
     _guards: dict[str, Guard] = field(default_factory=dict, repr=False, compare=False)
+    _loop: Loop = field(default_factory=lambda: Loop(None), repr=False, compare=False)  # of coroutines
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -150,20 +153,36 @@ class Toolbox:
             tool.name, Guard(tool.timeout_s, MOST_HUNG, option=f"timeout_s of the tool {tool.name}")
         )
         try:
-            value = guard.call(lambda: tool.function(**arguments), within_s=left_s)
+            value, content = self._value(guard, lambda: tool.function(**arguments), left_s)
         except CallFailed as failure:
-            if guard.hung > MOST_HUNG:
-                raise KeelError(
-                    f"tool {tool.name!r} hangs: {guard.hung} calls did not return and cannot be ended; mend it"
+            if (hung := guard.hung + self._loop.hung) > MOST_HUNG:
+                raise TooManyHang(
+                    f"tool {tool.name!r} hangs: {hung} calls did not return and cannot be ended; mend it"
                 ) from failure
             kind = "timeout" if failure.kind == "timeout" else "failed"
             said = f"{tool.name} took too long" if kind == "timeout" else f"{tool.name} {failure.cause}"
             return _error(call, kind, said)
-        content = "" if value is None else str(value)
         if len(content) <= tool.max_characters:
             return Result(call, content, value)
         cut = f"{content[: tool.max_characters]}\n[cut: {len(content) - tool.max_characters} characters more]"
         return Result(call, cut, value, "too_long")
+
+    def _value(self, guard: Guard, function: Callable[[], Any], left_s: float | None) -> tuple[Any, str]:
+        """What a tool returned, awaited where it is to be, and as text; CallFailed where any of that failed."""
+        value = guard.call(function, within_s=left_s)
+        if inspect.isawaitable(value):
+            limit = min((limit for limit in (guard.timeout_s, left_s) if limit is not None), default=None)
+            ((value, error),) = self._loop.run([(_awaited, (value,))], limit)
+            if isinstance(error, Late):
+                raise CallFailed("timeout", late(limit, guard.option))
+            value = settled(value, error)
+        if value is None or type(value) is str:
+            return value, value or ""
+        return value, guard.call(str, value, within_s=left_s)
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
 
 
 def _error(call: ToolCall, kind: str, said: str) -> Result:
