@@ -257,3 +257,85 @@ def test_results_and_errors_without_a_text_are_failures_of_the_tool() -> None:
     assert contents(task, problem, turn("untold", "a")) == ["error: untold raised ValueError: no words"]
     assert contents(task, problem, turn("unsayable", "a")) == ["error: unsayable raised Unsayable"]
     assert task.counts(problem, [turn("untold", "a")])["tool/failed"] == 1.0
+
+
+def many(task: Any, count: int) -> list[tuple[Problem, int, list[str]]]:
+    """One episode a problem, each with a call of its own."""
+    (name,) = (made.name for made in task.tools)
+    return [(problem, 0, [turn(name, problem.key)]) for problem in task.sample(count, seed=0, step=0)]
+
+
+def replies(task: Any, episodes: Any, **options: Any) -> list[Any]:
+    found = Judge.of(task, **options).respond_all(task, episodes)
+    return [reply[0]["content"] if isinstance(reply, list) else reply for reply in found]
+
+
+@pytest.mark.parametrize("kind", ["function", "coroutine"])
+def test_calls_of_different_episodes_run_together_and_keep_their_places(kind: str) -> None:
+    """Each of eight calls waits for the other seven: one after the other, none would return in time."""
+    here, there = threading.Barrier(8), asyncio.Barrier(8)
+
+    def waits(query: str) -> str:
+        """Wait for the others."""
+        here.wait(10)
+        return f"<{query}>"
+
+    async def awaits(query: str) -> str:
+        """Wait for the others."""
+        await there.wait()
+        return f"<{query}>"
+
+    task, _ = with_tools(tool(waits, at_once=8) if kind == "function" else awaits)
+    episodes = many(task, 8)
+    assert replies(task, episodes) == [f"<{problem.key}>" for problem, _, _ in episodes]
+
+
+def test_a_plain_function_is_called_by_one_episode_at_a_time() -> None:
+    """Also where another tool lets several episodes be played together, and however long the others have to wait."""
+    running, most = 0, 0
+
+    @tool(timeout_s=0.25)
+    def alone(query: str) -> str:
+        """Not to be called twice at a time."""
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.05)
+        running -= 1
+        return f"<{query}>"
+
+    task, _ = with_tools(alone, tool(look, at_once=8))
+    asked = [(problem, 0, [turn("alone", problem.key)]) for problem in task.sample(12, seed=0, step=0)]
+    assert replies(task, asked, timeout_s=0.3) == [f"<{problem.key}>" for problem, _, _ in asked]
+    assert most == 1
+
+
+def test_equal_episodes_share_one_call_and_failures_are_recorded_by_episode() -> None:
+    seen: list[str] = []
+
+    def note(query: str) -> str:
+        """Note a query."""
+        seen.append(query)
+        return f"call {len(seen)}"
+
+    task, problem = with_tools(tool(note, at_once=4))
+    assert replies(task, [(problem, sample, [turn("note", "a")]) for sample in range(6)]) == ["call 1"] * 6
+    assert seen == ["a"]
+
+    class Fails:
+        name, toolbox = "fails", task.toolbox
+
+        def respond(self, problem: Problem, turns: Any) -> Any:
+            raise OSError("gone")
+
+    judge = Judge.of(task, on_error="zero")
+    found = judge.respond_all(Fails(), [(problem, sample, ["a"]) for sample in range(3)])
+    assert [str(one) for one in found] == ["raised OSError: gone"] * 3
+    assert [failure.sample for failure in judge.drain()] == [0, 1, 2]
+    with pytest.raises(KeelError, match=r"fails\.respond on problem .* completion 1: raised OSError: gone"):
+        Judge.of(task).respond_all(Fails(), [(problem, 1, ["a"])])
+
+
+def test_no_calls_at_once_are_refused() -> None:
+    with pytest.raises(KeelError, match="at_once is 0"):
+        tool(look, at_once=0)

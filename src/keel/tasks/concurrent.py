@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import inspect
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 Outcome = tuple[Any, BaseException | None]  # what a call returned, or what it raised
@@ -107,6 +109,13 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
         task.cancel()
     loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
     loop.close()
+
+
+def is_async(function: Any) -> bool:
+    """Whether a call gives a coroutine; also for a partial of one and an object whose `__call__` is one."""
+    while isinstance(function, partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 async def _all(calls: Sequence[Call], timeout_s: float | None) -> list[Outcome]:

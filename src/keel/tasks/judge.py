@@ -18,6 +18,7 @@ from keel.types import Message, Problem, Reward
 
 ON_ERROR = ("stop", "zero", "skip_group")
 Reply = str | list[Message]
+Episode = tuple[Problem, int, Sequence[str]]  # the place of one among its siblings, and its turns
 
 
 @dataclass(frozen=True)
@@ -100,15 +101,46 @@ class Judge:
 
     def respond(self, task: Any, problem: Problem, sample: int, turns: Sequence[str]) -> Reply | None:
         """The environment's message, under the same limits; raises CallFailed once the failure is written down."""
-        called = f"{task.name}.respond"
-        try:
-            message = self.guard.call(task.respond, problem, tuple(turns))
-            if message is None or isinstance(message, str):
-                return message
-            return _messages(message)
-        except CallFailed as failure:
-            self._record(called, problem, sample, failure)
-            raise
+        reply, error = attempt(self._reply, (task, problem, tuple(turns)))
+        return self._heard(task, problem, sample, reply, error)
+
+    def respond_all(self, task: Any, episodes: Sequence[Episode]) -> list[Reply | CallFailed | None]:
+        """The environment's message to each episode, in order; in the place of one that failed, why it did.
+
+        Episodes of a task with a `toolbox` are answered several at a time, as its tools allow (`at_once`), and equal
+        ones once; others one after the other.
+        """
+        asked = {(problem.key, tuple(turns)): problem for problem, _, turns in episodes}
+        toolbox = getattr(task, "toolbox", None)
+        problems = {key: problem for (key, _), problem in asked.items()}
+        at_once = max((toolbox.at_once(p) for p in problems.values()), default=1) if toolbox is not None else 1
+        found: dict[Any, Outcome] = {}
+        if at_once > 1:
+            calls = [(self._reply, (task, problem, turns)) for (_, turns), problem in asked.items()]
+            found = dict(zip(asked, run_threads(calls, at_once, attempt), strict=True))
+        replies: list[Reply | CallFailed | None] = []
+        for problem, sample, turns in episodes:
+            said = tuple(turns)
+            outcome = found.get((problem.key, said)) or attempt(self._reply, (task, problem, said))
+            try:
+                replies.append(self._heard(task, problem, sample, *outcome))
+            except CallFailed as failure:
+                replies.append(failure)
+        return replies
+
+    def _reply(self, task: Any, problem: Problem, turns: tuple[str, ...]) -> Reply | None:
+        message = self.guard.call(task.respond, problem, turns)
+        return message if message is None or isinstance(message, str) else _messages(message)
+
+    def _heard(
+        self, task: Any, problem: Problem, sample: int, reply: Reply | None, error: BaseException | None
+    ) -> Reply | None:
+        """The reply, or what was raised in its place; a failure is written down first."""
+        if isinstance(error, CallFailed):
+            self._record(f"{task.name}.respond", problem, sample, error)
+        if error is not None:
+            raise error
+        return reply
 
     def drain(self) -> list[Failure]:
         """The failures since the last call."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +22,7 @@ ERRORS = ("malformed", "unknown_tool", "bad_arguments", "failed", "timeout", "to
 KINDS = (*ERRORS, "too_long")
 MOST_CALLS = 16  # in one turn
 TURN_S = 20.0  # for all calls of a turn together, or as long as the longest limit of one tool
-MOST_HUNG = 8  # of one tool, at a time
+MOST_HUNG = 8  # of one tool at a time, for each call that it may run at once
 _KEPT = 4096  # turns whose results are kept
 
 
@@ -58,6 +60,7 @@ class Toolbox:
     once although it is asked about again after every later turn and by the reward; equal turns on one problem share
     their results. The time that tools take is limited by each tool's `timeout_s` and by `turn_s` for all calls of a
     turn (None: no limit), never by `reward.timeout_s`: what takes longer is told to the model, and the run goes on.
+    Episodes may be played in several threads; a tool is then called by as many of them at a time as its `at_once` says.
     """
 
     tools: Callable[[Problem], Sequence[Tool]]
@@ -66,6 +69,7 @@ class Toolbox:
     turn_s: float | None = TURN_S
     _kept: dict[tuple[str, tuple[str, ...]], Played] = field(default_factory=dict, repr=False, compare=False)
     _guards: dict[str, Guard] = field(default_factory=dict, repr=False, compare=False)
+    _gates: dict[str, threading.Semaphore] = field(default_factory=dict, repr=False, compare=False)
     _loop: Loop = field(default_factory=lambda: Loop(None), repr=False, compare=False)  # of coroutines
 
     def __post_init__(self) -> None:
@@ -123,14 +127,21 @@ class Toolbox:
             if number >= MOST_CALLS:
                 results.append(_error(call, "too_many", f"only {MOST_CALLS} calls a turn are answered"))
                 break
-            began = time.monotonic()
-            with aside():
+            with aside(), self._gate(offered.get(call.name)):
+                began = time.monotonic()
                 result = self._run(call, offered, None if limit is None else limit - spent)
-            spent += time.monotonic() - began
+                spent += time.monotonic() - began
             results.append(result)
             if not result.is_error and offered[call.name].ends:
                 return Played((*played.turns, tuple(results)), over=True)
         return Played((*played.turns, tuple(results)), over=not calls)
+
+    def at_once(self, problem: Problem) -> int:
+        """How many episodes it helps to play at a time: as many as the tool of a problem allows that allows most."""
+        return max((tool.at_once for tool in self.tools(problem)), default=1)
+
+    def _gate(self, tool: Tool | None) -> AbstractContextManager[Any]:
+        return nullcontext() if tool is None else self._gates.setdefault(tool.name, threading.Semaphore(tool.at_once))
 
     def _turn_limit(self, offered: Iterable[Tool]) -> float | None:
         """Seconds for the calls of one turn: no less than any one of them may take."""
@@ -155,7 +166,7 @@ class Toolbox:
         try:
             value, content = self._value(guard, lambda: tool.function(**arguments), left_s)
         except CallFailed as failure:
-            if (hung := guard.hung + self._loop.hung) > MOST_HUNG:
+            if (hung := guard.hung + self._loop.hung) > MOST_HUNG * tool.at_once:
                 raise TooManyHang(
                     f"tool {tool.name!r} hangs: {hung} calls did not return and cannot be ended; mend it"
                 ) from failure
