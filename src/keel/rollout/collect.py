@@ -13,6 +13,7 @@ from keel.rollout.render import Renderer, Reply, fit
 from keel.rollout.sampling import SamplingParams
 from keel.tasks.base import Task
 from keel.tasks.judge import CallFailed, Judge
+from keel.tasks.toolbox import keeping
 from keel.types import Completion, Group, Problem
 
 
@@ -67,6 +68,7 @@ class _Episode:
         )
 
 
+@keeping()
 def collect(
     engine: Engine,
     task: Task,

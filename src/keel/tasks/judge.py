@@ -14,6 +14,7 @@ from keel.tasks.concurrent import Late, Loop, Outcome, run_threads
 from keel.tasks.guard import CallFailed, Guard, TooManyHang, attempt, call_here, late, settled
 from keel.tasks.problems import stream
 from keel.tasks.rewards import AGGREGATES, TASK, RewardPart, as_reward, build_reward, build_rewards, combine
+from keel.tasks.toolbox import Toolbox
 from keel.types import Message, Problem, Reward
 
 ON_ERROR = ("stop", "zero", "skip_group")
@@ -111,9 +112,9 @@ class Judge:
         ones once; others one after the other.
         """
         asked = {(problem.key, tuple(turns)): problem for problem, _, turns in episodes}
-        toolbox = getattr(task, "toolbox", None)
-        problems = {key: problem for (key, _), problem in asked.items()}
-        at_once = max((toolbox.at_once(p) for p in problems.values()), default=1) if toolbox is not None else 1
+        toolbox, problems = getattr(task, "toolbox", None), {problem.key: problem for problem, _, _ in episodes}
+        several = isinstance(toolbox, Toolbox)
+        at_once = max((toolbox.at_once(problem) for problem in problems.values() if several), default=1)
         found: dict[Any, Outcome] = {}
         if at_once > 1:
             calls = [(self._reply, (task, problem, turns)) for (_, turns), problem in asked.items()]

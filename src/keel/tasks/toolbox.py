@@ -6,8 +6,8 @@ import hashlib
 import inspect
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,10 @@ KINDS = (*ERRORS, "too_long")
 MOST_CALLS = 16  # in one turn
 TURN_S = 20.0  # for all calls of a turn together, or as long as the longest limit of one tool
 MOST_HUNG = 8  # of one tool at a time, for each call that it may run at once
-_KEPT = 4096  # turns whose results are kept
+_KEPT = 4096  # turns whose results are kept beside those of a rollout under way
+
+
+_Said = tuple[str, tuple[str, ...]]  # a problem's key and the turns on it
 
 
 @dataclass(frozen=True)
@@ -52,22 +55,54 @@ class Played:
         return tuple(result for turn in self.turns for result in turn)
 
 
+class _Rollouts:
+    """Which rollouts are under way, by number; a plain count, since their episodes are played in many threads."""
+
+    def __init__(self) -> None:
+        self.last, self.open, self.lock = 0, set[int](), threading.Lock()
+
+    def is_needed(self, number: int) -> bool:
+        """Whether a rollout is under way that may have seen what was played while `number` was the last."""
+        with self.lock:
+            return bool(self.open) and number >= min(self.open)
+
+
+_rollouts = _Rollouts()
+
+
+@contextmanager
+def keeping() -> Iterator[None]:
+    """A rollout and its judgement: what is played inside is kept to the end, so that an episode is judged by what the
+    model was told, and no call runs twice.
+    """
+    with _rollouts.lock:
+        number = _rollouts.last = _rollouts.last + 1
+        _rollouts.open.add(number)
+    try:
+        yield
+    finally:
+        with _rollouts.lock:
+            _rollouts.open.discard(number)
+
+
 @dataclass(frozen=True)
 class Toolbox:
     """Plays episodes: `tools(problem)` are those of a problem, `is_final(text)` says that a turn needs no answer.
 
-    A turn without a call ends the episode, as does a tool that `ends`. What was played is kept, so that each call runs
-    once although it is asked about again after every later turn and by the reward; equal turns on one problem share
-    their results. The time that tools take is limited by each tool's `timeout_s` and by `turn_s` for all calls of a
-    turn (None: no limit), never by `reward.timeout_s`: what takes longer is told to the model, and the run goes on.
-    Episodes may be played in several threads; a tool is then called by as many of them at a time as its `at_once` says.
+    A turn without a call ends the episode, as does a tool that `ends`. What was played is kept (see `keeping`), so that
+    each call runs once although it is asked about again after every later turn and by the reward; equal turns on one
+    problem share their results. The time that tools take is limited by each tool's `timeout_s` and by `turn_s` for all
+    calls of a turn (None: no limit), never by `reward.timeout_s`: what takes longer is told to the model, and the run
+    goes on. Episodes may be played in several threads; a tool is then called by as many of them at a time as its
+    `at_once` says.
     """
 
     tools: Callable[[Problem], Sequence[Tool]]
     format: str = "json"
     is_final: Callable[[str], bool] = lambda text: False
     turn_s: float | None = TURN_S
-    _kept: dict[tuple[str, tuple[str, ...]], Played] = field(default_factory=dict, repr=False, compare=False)
+    _kept: dict[_Said, tuple[int, Played]] = field(default_factory=dict, repr=False, compare=False)
+    _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
     _guards: dict[str, Guard] = field(default_factory=dict, repr=False, compare=False)
     _gates: dict[str, threading.Semaphore] = field(default_factory=dict, repr=False, compare=False)
     _loop: Loop = field(default_factory=lambda: Loop(None), repr=False, compare=False)  # of coroutines
@@ -79,18 +114,25 @@ class Toolbox:
     def play(self, problem: Problem, turns: Sequence[str]) -> Played:
         """The episode after these turns of the model."""
         said = tuple(turns)
-        known = next(
-            (n for n in range(len(said), 0, -1) if (problem.key, said[:n]) in self._kept),
-            0,
-        )
-        played = self._kept[problem.key, said[:known]] if known else Played()
+        played, known = Played(), 0
+        for number in range(len(said), 0, -1):
+            if (found := self._kept.get((problem.key, said[:number]))) is not None:
+                played, known = found[1], number
+                self._keep((problem.key, said[:number]), played)  # again, as the newest
+                break
         for number in range(known, len(said)):
             if not played.over:
                 played = self._after(played, problem, said[number])
-            while len(self._kept) >= _KEPT:
-                self._kept.pop(next(iter(self._kept)))
-            self._kept[problem.key, said[: number + 1]] = played
+            self._keep((problem.key, said[: number + 1]), played)
         return played
+
+    def _keep(self, key: _Said, played: Played) -> None:
+        """Keep what was played as the newest, and let go of the oldest that is too much and no longer needed."""
+        with self._lock:
+            self._kept.pop(key, None)
+            self._kept[key] = _rollouts.last, played
+            while len(self._kept) > _KEPT and not _rollouts.is_needed(next(iter(self._kept.values()))[0]):
+                self._kept.pop(next(iter(self._kept)))
 
     def respond(self, problem: Problem, turns: Sequence[str]) -> str | list[Message] | None:
         """The results of the last turn's calls as messages, or None where the episode is over."""

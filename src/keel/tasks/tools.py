@@ -89,7 +89,7 @@ def tool(
     may run at the same time, in any order: by default one of a function, 16 of a coroutine function.
     """
     if function is None:
-        options = {"timeout_s": timeout_s, "max_characters": max_characters, "tag": tag, "ends": ends}
+        options: dict[str, Any] = {"timeout_s": timeout_s, "max_characters": max_characters, "tag": tag, "ends": ends}
         return lambda f: tool(f, name=name, at_once=at_once, **options)
     if isinstance(function, Tool):
         return function
@@ -107,7 +107,7 @@ def tool(
         raise KeelError(f"tool {called!r} has no docstring: its first sentence tells the model what it does")
     hints, required = _parameters(called, function)
     about = _described(doc, hints)
-    limits = {"timeout_s": timeout_s, "max_characters": max_characters, "at_once": together}
+    limits: dict[str, Any] = {"timeout_s": timeout_s, "max_characters": max_characters, "at_once": together}
     return Tool(called, description, function, hints, required, about, tag=tag or called, ends=ends, **limits)
 
 
