@@ -196,13 +196,13 @@ def test_a_context_that_was_changed_is_read_again() -> None:
 @pytest.mark.parametrize(
     ("given", "limit"),
     [
-        ([], 2**30),
-        (["rollout.kept_gib=0.25"], 2**28),
-        (["rollout.kept_gib=0"], 0),
-        (["rollout.kept_gib=4", "rollout.max_turns=1"], 0),
+        (["rollout.max_turns=3"], 2**30),
+        (["rollout.max_turns=3", "rollout.kept_gib=0.25"], 2**28),
+        (["rollout.max_turns=3", "rollout.kept_gib=0"], 0),
+        (["rollout.max_turns=1", "rollout.kept_gib=4"], 0),
     ],
 )
 def test_the_memory_is_an_option(given: list[str], limit: int) -> None:
-    config = load_config({}, ["task.name=arithmetic", "rollout.max_turns=3", *given])
+    config = load_config({}, ["task.name=arithmetic", *given])
     engine: Any = build_engine(config, load_model(config.model.name, device="cpu"))
     assert engine.kept.limit == limit
