@@ -113,8 +113,9 @@ class Judge:
         """
         asked = {(problem.key, tuple(turns)): problem for problem, _, turns in episodes}
         toolbox, problems = getattr(task, "toolbox", None), {problem.key: problem for problem, _, _ in episodes}
-        several = isinstance(toolbox, Toolbox)
-        at_once = max((toolbox.at_once(problem) for problem in problems.values() if several), default=1)
+        at_once = 1
+        if isinstance(toolbox, Toolbox):
+            at_once = max((toolbox.at_once(problem) for problem in problems.values()), default=1)
         found: dict[Any, Outcome] = {}
         if at_once > 1:
             calls = [(self._reply, (task, problem, turns)) for (_, turns), problem in asked.items()]
