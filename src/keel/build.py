@@ -31,7 +31,6 @@ from keel.train.state import Engine, KLOptions, Run, StepOptions
 from keel.types import Problem
 
 RewardFunction = Callable[..., Any]
-KEPT_BYTES = 2**30  # for keys and values between the turns of a rollout; what finds no room is read again
 
 
 def build_policy(config: Config, weights: Path | None = None, *, probe: bool = True) -> LoadedModel:
@@ -137,7 +136,7 @@ def build_engine(config: Config, loaded: LoadedModel) -> Engine:
     """The sampler: the native one shares the policy's weights; a user's `module:attr` is given model and tokenizer."""
     name = config.rollout.engine
     if name == "native":
-        kept = KEPT_BYTES if config.rollout.max_turns > 1 else 0
+        kept = int(config.rollout.kept_gib * 2**30) if config.rollout.max_turns > 1 else 0
         return NativeEngine(loaded.model, loaded.tokenizer, kept_bytes=kept)
     if is_users_own(name):
         made: Engine = import_attr(name, "engine")(loaded.model, loaded.tokenizer)

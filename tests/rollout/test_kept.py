@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from keel.build import build_engine
+from keel.config import load_config
 from keel.models import load_model
 from keel.rollout import NativeEngine, Request, SamplingParams
 from keel.types import Completion
@@ -189,3 +191,18 @@ def test_a_context_that_was_changed_is_read_again() -> None:
         changed = Request("a", (1, 9, 3, *first.tokens), samples=(0,), start=4, max_new=4)
         answers.append([c for (c,) in engine.generate([changed], sampling)])
     assert_same(answers[:1], answers[1:])
+
+
+@pytest.mark.parametrize(
+    ("given", "limit"),
+    [
+        (["rollout.max_turns=3"], 2**30),
+        (["rollout.max_turns=3", "rollout.kept_gib=0.25"], 2**28),
+        (["rollout.max_turns=3", "rollout.kept_gib=0"], 0),
+        (["rollout.max_turns=1", "rollout.kept_gib=4"], 0),
+    ],
+)
+def test_the_memory_is_an_option(given: list[str], limit: int) -> None:
+    config = load_config({}, ["task.name=arithmetic", *given])
+    engine: Any = build_engine(config, load_model(config.model.name, device="cpu"))
+    assert engine.kept.limit == limit

@@ -305,3 +305,36 @@ def test_an_episode_that_could_outgrow_the_context_is_refused_at_once() -> None:
     with pytest.raises(KeelError, match=r"exceed the model's context of 600: set rollout.max_completion_length"):
         play(engine, tokenizer, 1, max_turn_length=10)
     assert engine.asked == []
+
+
+def test_every_result_of_a_rollout_is_kept_until_it_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far more turns than are kept otherwise, of a tool that answers differently each time: the reward and the counts
+    see what the model was told, also where an earlier rollout had played the same, and later ones let go of it.
+    """
+    monkeypatch.setattr("keel.tasks.toolbox._KEPT", 4)
+    calls: list[str] = []
+
+    @tool(name="weather")
+    def changing(city: str) -> str:
+        """Tell the weather."""
+        calls.append(city)
+        return f"number {len(calls)}"
+
+    class Changing(Weather):
+        def __init__(self) -> None:
+            self.toolbox = Toolbox(lambda problem: [changing])
+            self.respond, self.counts = self.toolbox.respond, self.toolbox.counts
+
+        def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
+            (first, *_) = self.toolbox.play(problem, turns).results
+            return Reward(float(first.content.removeprefix("number ")))
+
+    chat, task = CHATS["chatml"], Changing()
+    written = [[chat.call("weather", {"city": f"town {i}"}, ""), "yes"] for i in range(12)]
+    for known in (0, 1):  # some results of the first rollout are still there in the second
+        group = play(Scripted(chat.tokenizer, written), chat.tokenizer, len(written), task=task)
+        for completion, reward in zip(group.completions, group.rewards, strict=True):
+            assert f"number {reward.total:.0f}\n" in completion.text
+        assert len(calls) <= 12 * (known + 1)  # none ran twice
+    task.toolbox.play(task.problem("other"), ["no call"])
+    assert len(task.toolbox._kept) == 4

@@ -178,3 +178,7 @@ class Rollout(Section):
     )
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), description="Texts that end a turn.")
     max_batch: Positive | None = Field(default=None, description="Completions sampled at a time; null for all of them.")
+    kept_gib: NotNegative = Field(
+        default=1.0,
+        description="GiB of the model's device for keys and values between turns; what finds no room is read again.",
+    )

@@ -13,6 +13,7 @@ from keel.rollout.render import Renderer, Reply, fit
 from keel.rollout.sampling import SamplingParams
 from keel.tasks.base import Task
 from keel.tasks.judge import CallFailed, Judge
+from keel.tasks.toolbox import keeping
 from keel.types import Completion, Group, Problem
 
 
@@ -67,6 +68,7 @@ class _Episode:
         )
 
 
+@keeping()
 def collect(
     engine: Engine,
     task: Task,
@@ -112,7 +114,10 @@ def collect(
         episode.act(first[episode.group][episode.sample])
     live = episodes if max_turns > 1 else []
     while live:
-        live = [e for e in live if _go_on(e, task, problems[e.group], judge, renderer, sampling, max_turns)]
+        live = [e for e in live if len(e.tokens) < sampling.max_completion_length]
+        replies = judge.respond_all(task, [(problems[e.group], e.sample, e.turns) for e in live])
+        heard = zip(live, replies, strict=True)
+        live = [e for e, reply in heard if _go_on(e, problems[e.group], reply, renderer, sampling, max_turns)]
         requests = [_request(e, problems[e.group], prompts[e.group], sampling, limit) for e in live]
         turns = engine.generate(requests, sampling, **noise) if live else []
         for episode, (turn,) in zip(live, turns, strict=True):
@@ -123,19 +128,14 @@ def collect(
 
 def _go_on(
     episode: _Episode,
-    task: Task,
     problem: Problem,
-    judge: Judge,
+    message: Reply | CallFailed | None,
     renderer: Renderer,
     sampling: SamplingParams,
     max_turns: int,
 ) -> bool:
-    """Ask for the environment's message and append it; False where the episode is over."""
-    if len(episode.tokens) >= sampling.max_completion_length:
-        return False
-    try:
-        message = judge.respond(task, problem, episode.sample, episode.turns)
-    except CallFailed:
+    """Append the environment's message; False where the episode is over."""
+    if isinstance(message, CallFailed):
         episode.broken = True
         return False
     if message is None:

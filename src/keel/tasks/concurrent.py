@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import inspect
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 Outcome = tuple[Any, BaseException | None]  # what a call returned, or what it raised
@@ -16,38 +18,79 @@ class Late(Exception):
     """A call did not end in time."""
 
 
+class Threads:
+    """Threads that were left behind, as long as they live."""
+
+    def __init__(self) -> None:
+        self._threads: set[threading.Thread] = set()
+        self._lock = threading.Lock()
+
+    def add(self, thread: threading.Thread) -> None:
+        with self._lock:
+            self._threads.add(thread)
+
+    @property
+    def alive(self) -> int:
+        with self._lock:
+            self._threads = {thread for thread in self._threads if thread.is_alive()}
+            return len(self._threads)
+
+
 class Loop:
     """An event loop in a thread, kept over calls: clients that a user's coroutine keeps open belong to one loop.
 
-    A coroutine that blocks its thread cannot be ended: the loop is then left behind and counted in `hung`.
+    Several threads may run calls at the same time.
+    A coroutine that blocks its thread cannot be ended: the loop is then left behind and counted in `hung`, as
+    long as it is blocked.
     """
 
     def __init__(self, timeout_s: float | None) -> None:
-        self.timeout_s, self.hung = timeout_s, 0
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.timeout_s = timeout_s
+        self._serving: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
+        self._lock = threading.Lock()
+        self._left = Threads()
 
-    def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """All calls together, each with its own time limit; their outcomes in order."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=_serve, args=(self._loop,), name="keel-reward-loop", daemon=True).start()
-        whole = asyncio.run_coroutine_threadsafe(_all(calls, self.timeout_s), self._loop)
+    @property
+    def hung(self) -> int:
+        """Loops that were given up and are still blocked."""
+        return self._left.alive
+
+    def run(self, calls: Sequence[Call], within_s: float | None = None) -> list[Outcome]:
+        """All calls together, each with its own time limit (or `within_s`, if less); their outcomes in order."""
+        limit = min((limit for limit in (self.timeout_s, within_s) if limit is not None), default=None)
+        serving = self._start()
+        whole = asyncio.run_coroutine_threadsafe(_all(calls, limit), serving[0])
         try:
             # Half as long again is for those that clean up after themselves when their time is over.
-            return whole.result(None if self.timeout_s is None else 1.5 * self.timeout_s + 0.5)
+            return whole.result(None if limit is None else 1.5 * limit + 0.5)
         except BaseException as stopped:  # blocked, or Ctrl-C
             whole.cancel()
-            self.close()
-            if not isinstance(stopped, concurrent.futures.TimeoutError):
+            self._stop(serving)
+            if not isinstance(stopped, concurrent.futures.TimeoutError | concurrent.futures.CancelledError):
                 raise
-            self.hung += 1
+            self._left.add(serving[1])
             return [(None, Late())] * len(calls)
 
     def close(self) -> None:
         """Let the thread end, when it comes to it."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = None
+        if self._serving is not None:
+            self._stop(self._serving)
+
+    def _start(self) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
+        with self._lock:
+            if self._serving is None:
+                loop = asyncio.new_event_loop()
+                thread = threading.Thread(target=_serve, args=(loop,), name="keel-loop", daemon=True)
+                thread.start()
+                self._serving = loop, thread
+            return self._serving
+
+    def _stop(self, serving: tuple[asyncio.AbstractEventLoop, threading.Thread]) -> None:
+        """Stop a loop, unless another thread that waited for it has done so."""
+        with self._lock:
+            if self._serving is serving:
+                self._serving = None
+                serving[0].call_soon_threadsafe(serving[0].stop)
 
 
 def run_threads(calls: Sequence[Call], at_once: int, attempt: Callable[..., Outcome]) -> list[Outcome]:
@@ -66,6 +109,13 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
         task.cancel()
     loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
     loop.close()
+
+
+def is_async(function: Any) -> bool:
+    """Whether a call gives a coroutine; also for a partial of one and an object whose `__call__` is one."""
+    while isinstance(function, partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 async def _all(calls: Sequence[Call], timeout_s: float | None) -> list[Outcome]:

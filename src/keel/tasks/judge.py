@@ -11,13 +11,15 @@ from typing import Any
 from keel.errors import KeelError, unknown
 from keel.tasks.base import Task
 from keel.tasks.concurrent import Late, Loop, Outcome, run_threads
-from keel.tasks.guard import CallFailed, Guard, attempt, call_here, late, settled
+from keel.tasks.guard import CallFailed, Guard, TooManyHang, attempt, call_here, late, settled
 from keel.tasks.problems import stream
 from keel.tasks.rewards import AGGREGATES, TASK, RewardPart, as_reward, build_reward, build_rewards, combine
+from keel.tasks.toolbox import Toolbox
 from keel.types import Message, Problem, Reward
 
 ON_ERROR = ("stop", "zero", "skip_group")
 Reply = str | list[Message]
+Episode = tuple[Problem, int, Sequence[str]]  # the place of one among its siblings, and its turns
 
 
 @dataclass(frozen=True)
@@ -100,15 +102,47 @@ class Judge:
 
     def respond(self, task: Any, problem: Problem, sample: int, turns: Sequence[str]) -> Reply | None:
         """The environment's message, under the same limits; raises CallFailed once the failure is written down."""
-        called = f"{task.name}.respond"
-        try:
-            message = self.guard.call(task.respond, problem, tuple(turns))
-            if message is None or isinstance(message, str):
-                return message
-            return _messages(message)
-        except CallFailed as failure:
-            self._record(called, problem, sample, failure)
-            raise
+        reply, error = attempt(self._reply, (task, problem, tuple(turns)))
+        return self._heard(task, problem, sample, reply, error)
+
+    def respond_all(self, task: Any, episodes: Sequence[Episode]) -> list[Reply | CallFailed | None]:
+        """The environment's message to each episode, in order; in the place of one that failed, why it did.
+
+        Episodes of a task with a `toolbox` are answered several at a time, as its tools allow (`at_once`), and equal
+        ones once; others one after the other.
+        """
+        asked = {(problem.key, tuple(turns)): problem for problem, _, turns in episodes}
+        toolbox, problems = getattr(task, "toolbox", None), {problem.key: problem for problem, _, _ in episodes}
+        at_once = 1
+        if isinstance(toolbox, Toolbox):
+            at_once = max((toolbox.at_once(problem) for problem in problems.values()), default=1)
+        found: dict[Any, Outcome] = {}
+        if at_once > 1:
+            calls = [(self._reply, (task, problem, turns)) for (_, turns), problem in asked.items()]
+            found = dict(zip(asked, run_threads(calls, at_once, attempt), strict=True))
+        replies: list[Reply | CallFailed | None] = []
+        for problem, sample, turns in episodes:
+            said = tuple(turns)
+            outcome = found.get((problem.key, said)) or attempt(self._reply, (task, problem, said))
+            try:
+                replies.append(self._heard(task, problem, sample, *outcome))
+            except CallFailed as failure:
+                replies.append(failure)
+        return replies
+
+    def _reply(self, task: Any, problem: Problem, turns: tuple[str, ...]) -> Reply | None:
+        message = self.guard.call(task.respond, problem, turns)
+        return message if message is None or isinstance(message, str) else _messages(message)
+
+    def _heard(
+        self, task: Any, problem: Problem, sample: int, reply: Reply | None, error: BaseException | None
+    ) -> Reply | None:
+        """The reply, or what was raised in its place; a failure is written down first."""
+        if isinstance(error, CallFailed):
+            self._record(f"{task.name}.respond", problem, sample, error)
+        if error is not None:
+            raise error
+        return reply
 
     def drain(self) -> list[Failure]:
         """The failures since the last call."""
@@ -181,7 +215,7 @@ class Judge:
             raise KeelError(f"reward {failure}; mend it, or set reward.on_error to zero or skip_group") from failed
         hung = self.guard.hung + self.loop.hung
         if hung > self.guard.max_hung:
-            raise KeelError(
+            raise TooManyHang(
                 f"reward {failure}; {hung} calls hang in threads that cannot be ended: mend the function"
             ) from failed
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from keel.errors import KeelError, unknown
-from keel.tasks.guard import CallFailed, Guard
+from keel.errors import unknown
+from keel.tasks.concurrent import Late, Loop
+from keel.tasks.guard import CallFailed, Guard, TooManyHang, aside, late, settled
 from keel.tasks.tool_calls import FORMATS, ToolCall, parse_calls
 from keel.tasks.tools import Tool
 from keel.types import Message, Problem
@@ -16,8 +21,12 @@ from keel.types import Message, Problem
 ERRORS = ("malformed", "unknown_tool", "bad_arguments", "failed", "timeout", "too_many")
 KINDS = (*ERRORS, "too_long")
 MOST_CALLS = 16  # in one turn
-MOST_HUNG = 8
-_KEPT = 4096  # turns whose results are kept
+TURN_S = 20.0  # for all calls of a turn together, or as long as the longest limit of one tool
+MOST_HUNG = 8  # of one tool at a time, for each call that it may run at once
+_KEPT = 4096  # turns whose results are kept beside those of a rollout under way
+
+
+_Said = tuple[str, tuple[str, ...]]  # a problem's key and the turns on it
 
 
 @dataclass(frozen=True)
@@ -46,20 +55,57 @@ class Played:
         return tuple(result for turn in self.turns for result in turn)
 
 
+class _Rollouts:
+    """Which rollouts are under way, by number; a plain count, since their episodes are played in many threads."""
+
+    def __init__(self) -> None:
+        self.last, self.open, self.lock = 0, set[int](), threading.Lock()
+
+    def is_needed(self, number: int) -> bool:
+        """Whether a rollout is under way that may have seen what was played while `number` was the last."""
+        with self.lock:
+            return bool(self.open) and number >= min(self.open)
+
+
+_rollouts = _Rollouts()
+
+
+@contextmanager
+def keeping() -> Iterator[None]:
+    """A rollout and its judgement: what is played inside is kept to the end, so that an episode is judged by what the
+    model was told, and no call runs twice.
+    """
+    with _rollouts.lock:
+        number = _rollouts.last = _rollouts.last + 1
+        _rollouts.open.add(number)
+    try:
+        yield
+    finally:
+        with _rollouts.lock:
+            _rollouts.open.discard(number)
+
+
 @dataclass(frozen=True)
 class Toolbox:
     """Plays episodes: `tools(problem)` are those of a problem, `is_final(text)` says that a turn needs no answer.
 
-    A turn without a call ends the episode, as does a tool that `ends`. What was played is kept, so that each call runs
-    once although it is asked about again after every later turn and by the reward; equal turns on one problem share
-    their results.
+    A turn without a call ends the episode, as does a tool that `ends`. What was played is kept (see `keeping`), so that
+    each call runs once although it is asked about again after every later turn and by the reward; equal turns on one
+    problem share their results. The time that tools take is limited by each tool's `timeout_s` and by `turn_s` for all
+    calls of a turn (None: no limit), never by `reward.timeout_s`: what takes longer is told to the model, and the run
+    goes on. Episodes may be played in several threads; a tool is then called by as many of them at a time as its
+    `at_once` says.
     """
 
     tools: Callable[[Problem], Sequence[Tool]]
     format: str = "json"
     is_final: Callable[[str], bool] = lambda text: False
-    _kept: dict[tuple[str, tuple[str, ...]], Played] = field(default_factory=dict, repr=False, compare=False)
+    turn_s: float | None = TURN_S
+    _kept: dict[_Said, tuple[int, Played]] = field(default_factory=dict, repr=False, compare=False)
+    _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
     _guards: dict[str, Guard] = field(default_factory=dict, repr=False, compare=False)
+    _gates: dict[str, threading.Semaphore] = field(default_factory=dict, repr=False, compare=False)
+    _loop: Loop = field(default_factory=lambda: Loop(None), repr=False, compare=False)  # of coroutines
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -68,18 +114,25 @@ class Toolbox:
     def play(self, problem: Problem, turns: Sequence[str]) -> Played:
         """The episode after these turns of the model."""
         said = tuple(turns)
-        known = next(
-            (n for n in range(len(said), 0, -1) if (problem.key, said[:n]) in self._kept),
-            0,
-        )
-        played = self._kept[problem.key, said[:known]] if known else Played()
+        played, known = Played(), 0
+        for number in range(len(said), 0, -1):
+            if (found := self._kept.get((problem.key, said[:number]))) is not None:
+                played, known = found[1], number
+                self._keep((problem.key, said[:number]), played)  # again, as the newest
+                break
         for number in range(known, len(said)):
             if not played.over:
                 played = self._after(played, problem, said[number])
-            while len(self._kept) >= _KEPT:
-                self._kept.pop(next(iter(self._kept)))
-            self._kept[problem.key, said[: number + 1]] = played
+            self._keep((problem.key, said[: number + 1]), played)
         return played
+
+    def _keep(self, key: _Said, played: Played) -> None:
+        """Keep what was played as the newest, and let go of the oldest that is too much and no longer needed."""
+        with self._lock:
+            self._kept.pop(key, None)
+            self._kept[key] = _rollouts.last, played
+            while len(self._kept) > _KEPT and not _rollouts.is_needed(next(iter(self._kept.values()))[0]):
+                self._kept.pop(next(iter(self._kept)))
 
     def respond(self, problem: Problem, turns: Sequence[str]) -> str | list[Message] | None:
         """The results of the last turn's calls as messages, or None where the episode is over."""
@@ -111,17 +164,33 @@ class Toolbox:
         offered = {tool.name: tool for tool in self.tools(problem)}
         calls = [] if self.is_final(text) else parse_calls(text, self.format, tuple(offered.values()))
         results: list[Result] = []
+        limit, spent = self._turn_limit(offered.values()), 0.0
         for number, call in enumerate(calls):
             if number >= MOST_CALLS:
                 results.append(_error(call, "too_many", f"only {MOST_CALLS} calls a turn are answered"))
                 break
-            result = self._run(call, offered)
+            with aside(), self._gate(offered.get(call.name)):
+                began = time.monotonic()
+                result = self._run(call, offered, None if limit is None else limit - spent)
+                spent += time.monotonic() - began
             results.append(result)
             if not result.is_error and offered[call.name].ends:
                 return Played((*played.turns, tuple(results)), over=True)
         return Played((*played.turns, tuple(results)), over=not calls)
 
-    def _run(self, call: ToolCall, offered: Mapping[str, Tool]) -> Result:
+    def at_once(self, problem: Problem) -> int:
+        """How many episodes it helps to play at a time: as many as the tool of a problem allows that allows most."""
+        return max((tool.at_once for tool in self.tools(problem)), default=1)
+
+    def _gate(self, tool: Tool | None) -> AbstractContextManager[Any]:
+        return nullcontext() if tool is None else self._gates.setdefault(tool.name, threading.Semaphore(tool.at_once))
+
+    def _turn_limit(self, offered: Iterable[Tool]) -> float | None:
+        """Seconds for the calls of one turn: no less than any one of them may take."""
+        limits = [self.turn_s, *(tool.timeout_s for tool in offered)]
+        return None if None in limits else max(limit for limit in limits if limit is not None)
+
+    def _run(self, call: ToolCall, offered: Mapping[str, Tool], left_s: float | None) -> Result:
         if call.fault is not None:
             return _error(call, "malformed", call.fault)
         if call.name not in offered:
@@ -131,24 +200,42 @@ class Toolbox:
             arguments = tool.arguments(call.arguments or {})
         except ValueError as error:
             return _error(call, "bad_arguments", f"{tool.name}: {error}")
+        if left_s is not None and left_s <= 0:
+            return _error(call, "timeout", f"{tool.name} was not called: this turn's calls took too long together")
         guard = self._guards.setdefault(
             tool.name, Guard(tool.timeout_s, MOST_HUNG, option=f"timeout_s of the tool {tool.name}")
         )
         try:
-            value = guard.call(lambda: tool.function(**arguments))
+            value, content = self._value(guard, lambda: tool.function(**arguments), left_s)
         except CallFailed as failure:
-            if guard.hung > MOST_HUNG:
-                raise KeelError(
-                    f"tool {tool.name!r} hangs: {guard.hung} calls did not return and cannot be ended; mend it"
+            if (hung := guard.hung + self._loop.hung) > MOST_HUNG * tool.at_once:
+                raise TooManyHang(
+                    f"tool {tool.name!r} hangs: {hung} calls did not return and cannot be ended; mend it"
                 ) from failure
             kind = "timeout" if failure.kind == "timeout" else "failed"
             said = f"{tool.name} took too long" if kind == "timeout" else f"{tool.name} {failure.cause}"
             return _error(call, kind, said)
-        content = "" if value is None else str(value)
         if len(content) <= tool.max_characters:
             return Result(call, content, value)
         cut = f"{content[: tool.max_characters]}\n[cut: {len(content) - tool.max_characters} characters more]"
         return Result(call, cut, value, "too_long")
+
+    def _value(self, guard: Guard, function: Callable[[], Any], left_s: float | None) -> tuple[Any, str]:
+        """What a tool returned, awaited where it is to be, and as text; CallFailed where any of that failed."""
+        value = guard.call(function, within_s=left_s)
+        if inspect.isawaitable(value):
+            limit = min((limit for limit in (guard.timeout_s, left_s) if limit is not None), default=None)
+            ((value, error),) = self._loop.run([(_awaited, (value,))], limit)
+            if isinstance(error, Late):
+                raise CallFailed("timeout", late(limit, guard.option))
+            value = settled(value, error)
+        if value is None or type(value) is str:
+            return value, value or ""
+        return value, guard.call(str, value, within_s=left_s)
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
 
 
 def _error(call: ToolCall, kind: str, said: str) -> Result:

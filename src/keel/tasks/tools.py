@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from keel.errors import KeelError
+from keel.tasks.concurrent import is_async
 
 TIMEOUT_S = 10.0
 MAX_CHARACTERS = 4000
+ASYNC_AT_ONCE = 16
 _NAMES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
 
@@ -23,7 +25,7 @@ class Tool:
 
     `hints` are the parameters' types by name, `required` those without a default. A call that takes longer than
     `timeout_s` has failed; a result longer than `max_characters` is cut. `tag` is its name in the format `tags`, and a
-    tool that `ends` the episode is the last one called.
+    tool that `ends` the episode is the last one called. `at_once` calls of different episodes may run together.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Tool:
     max_characters: int = MAX_CHARACTERS
     tag: str = ""
     ends: bool = False
+    at_once: int = 1
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function itself, so that a decorated one can still be called."""
@@ -77,14 +80,17 @@ def tool(
     max_characters: int = MAX_CHARACTERS,
     tag: str | None = None,
     ends: bool = False,
+    at_once: int | None = None,
 ) -> Any:
     """A tool made of a function: `tool(search)`, or `@tool` or `@tool(timeout_s=2)` above it.
 
     The first paragraph of the docstring tells the model what it does, `Args:` entries or `:param name:` lines what its
-    parameters are. Types are str, int, float, bool, list, dict, Literal and their unions.
+    parameters are. Types are str, int, float, bool, list, dict, Literal and their unions. `at_once` says how many calls
+    may run at the same time, in any order: by default one of a function, 16 of a coroutine function.
     """
     if function is None:
-        return lambda f: tool(f, name=name, timeout_s=timeout_s, max_characters=max_characters, tag=tag, ends=ends)
+        options: dict[str, Any] = {"timeout_s": timeout_s, "max_characters": max_characters, "tag": tag, "ends": ends}
+        return lambda f: tool(f, name=name, at_once=at_once, **options)
     if isinstance(function, Tool):
         return function
     called = str(name or getattr(function, "__name__", type(function).__name__))
@@ -92,13 +98,17 @@ def tool(
         raise KeelError(f"a tool cannot be called {called!r}: give tool(…, name=…) a name of letters, digits and _")
     if not max_characters > 0:
         raise KeelError(f"tool {called!r}: max_characters is {max_characters}, it must be above 0")
+    together = at_once if at_once is not None else ASYNC_AT_ONCE if is_async(function) else 1
+    if not together > 0:
+        raise KeelError(f"tool {called!r}: at_once is {at_once}, it must be above 0")
     doc = inspect.getdoc(function) or ""
     description = " ".join(doc.partition("\n\n")[0].split()) if doc else ""
     if not description:
         raise KeelError(f"tool {called!r} has no docstring: its first sentence tells the model what it does")
     hints, required = _parameters(called, function)
     about = _described(doc, hints)
-    return Tool(called, description, function, hints, required, about, timeout_s, max_characters, tag or called, ends)
+    limits: dict[str, Any] = {"timeout_s": timeout_s, "max_characters": max_characters, "at_once": together}
+    return Tool(called, description, function, hints, required, about, tag=tag or called, ends=ends, **limits)
 
 
 def tools_of(entries: Sequence[Any]) -> tuple[Tool, ...]:

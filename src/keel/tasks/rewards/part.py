@@ -6,11 +6,11 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import fmean, pstdev
 from typing import Any
 
 from keel.errors import unknown
+from keel.tasks.concurrent import is_async
 from keel.types import Problem, Reward
 
 # `f(problem, text) -> float | dict | Reward`, where text is the model's last turn; a parameter called `turns` is given
@@ -54,13 +54,6 @@ def wrap(
         return function(problem, text, turns=turns) if wants_turns else function(problem, text)
 
     return RewardPart(called, judged, weight, trusted, at_once, is_async(function))
-
-
-def is_async(function: Any) -> bool:
-    """Whether a call gives a coroutine; also for a partial of one and an object whose `__call__` is one."""
-    while isinstance(function, partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def as_reward(value: Any) -> Reward:

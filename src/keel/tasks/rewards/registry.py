@@ -10,10 +10,11 @@ from typing import Any
 
 from keel.errors import KeelError, unknown
 from keel.tasks.base import Task
+from keel.tasks.concurrent import is_async
 from keel.tasks.registry import check_params, import_own, is_users_own
 from keel.tasks.rewards import http, maths, text
 from keel.tasks.rewards.checks import CHECKS, check_types
-from keel.tasks.rewards.part import RewardFunction, RewardPart, is_async, wrap
+from keel.tasks.rewards.part import RewardFunction, RewardPart, wrap
 
 REWARDS: dict[str, RewardFunction] = {
     "exact": text.exact,

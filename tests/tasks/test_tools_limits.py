@@ -1,0 +1,341 @@
+"""Tools that are slow, hang or are called at the same time: each episode hears its own results, within limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from keel.errors import KeelError
+from keel.tasks import build_task
+from keel.tasks.guard import CallFailed, Guard
+from keel.tasks.judge import Judge
+from keel.tasks.rewards import wrap
+from keel.tasks.toolbox import MOST_HUNG, Toolbox
+from keel.tasks.tools import tool
+from keel.types import Problem
+
+
+def turn(name: str, *queries: str) -> str:
+    """A turn with one call of the tool for each query."""
+    calls = (json.dumps({"name": name, "arguments": {"query": query}}) for query in queries)
+    return "".join(f"<tool_call>{call}</tool_call>" for call in calls)
+
+
+class Dawdles:
+    """A task of the user's whose replies come of a guard of its own: first slowly, then at once."""
+
+    name = "dawdles"
+
+    def __init__(self) -> None:
+        self.inner, self.asked = Guard(5.0), []  # type: ignore[var-annotated]
+
+    def respond(self, problem: Problem, turns: Any) -> str:
+        return " ".join(self.inner.call(self._look, f"{turns[-1]}{number}") for number in range(4))
+
+    def _look(self, query: str) -> str:
+        self.asked.append(query)
+        time.sleep(0.2 if query.startswith("slow") else 0.02)
+        return f"<{query}>"
+
+
+def test_an_abandoned_turn_neither_answers_others_nor_goes_on() -> None:
+    """The slow turn is given up in the middle of its second call, and the next one begins while that still runs."""
+    task = Dawdles()
+    judge = Judge.of(build_task("arithmetic"), timeout_s=0.3, on_error="zero")
+    with pytest.raises(CallFailed):
+        judge.respond(task, Problem("a", "?"), 0, ["slow"])
+    for word in ("b", "c", "d"):
+        said = judge.respond(task, Problem(word, "?"), 0, [word])
+        assert said == f"<{word}0> <{word}1> <{word}2> <{word}3>"
+    time.sleep(0.3)
+    assert [query for query in task.asked if query.startswith("slow")] == ["slow0", "slow1"]
+
+
+def test_a_guard_serves_several_threads_at_a_time() -> None:
+    """All eight calls wait for each other inside one guard, and each caller gets its own value."""
+    guard, together = Guard(20.0), threading.Barrier(8)
+    got: dict[int, int] = {}
+
+    def ask(number: int) -> None:
+        got[number] = guard.call(lambda: (together.wait(10), 10 * number)[1])
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == {number: 10 * number for number in range(8)}
+
+
+RELEASE = threading.Event()
+
+
+@pytest.fixture(autouse=True)
+def _release() -> Any:
+    """Let go of whatever hangs when a test is over."""
+    RELEASE.clear()
+    yield
+    RELEASE.set()
+
+
+def with_tools(*tools: Any) -> tuple[Any, Problem]:
+    task: Any = build_task("tools", task={"name": "arithmetic"}, tools=list(tools))
+    return task, task.sample(1, seed=0, step=0)[0]
+
+
+@tool(timeout_s=0.2)
+def hang(query: str) -> str:
+    """Never returns in time."""
+    RELEASE.wait(20)
+    return query
+
+
+def test_calls_that_hang_are_told_to_the_model_and_counted_however_many_a_turn_has() -> None:
+    """Four calls of 0.2 s take longer than reward.timeout_s, under which the reward and not the tools stand."""
+    task, problem = with_tools(hang)
+    text = turn("hang", "a", "b", "c", "d")
+    said = Judge.of(task, timeout_s=0.5).respond(task, problem, 0, [text])
+    assert [message["content"] for message in said or ()] == ["error: hang took too long"] * 4  # type: ignore[index]
+    counts = task.counts(problem, [text])
+    assert (counts["tool/timeout"], counts["tool/errors"], counts["tool/calls"]) == (4.0, 4.0, 4.0)
+
+
+def test_the_calls_of_a_turn_have_a_limit_together() -> None:
+    toolbox = Toolbox(lambda problem: [hang], turn_s=0.45)
+    began = time.monotonic()
+    said = toolbox.respond(Problem("p", "?"), [turn("hang", *"abcdefgh")])
+    assert time.monotonic() - began < 1.0
+    late, unmade = "error: hang took too long", "error: hang was not called: this turn's calls took too long together"
+    assert [message["content"] for message in said or ()] == [late] * 3 + [unmade] * 5  # type: ignore[index]
+
+
+def test_a_tool_may_take_as_long_as_it_says_whatever_the_reward_may() -> None:
+    @tool(timeout_s=5.0)
+    def slow(query: str) -> str:
+        """Slow."""
+        time.sleep(0.4)
+        return query
+
+    task, problem = with_tools(slow)
+    said = Judge.of(task, timeout_s=0.1).respond(task, problem, 0, [turn("slow", "a", "b")])
+    assert [message["content"] for message in said or ()] == ["a", "b"]  # type: ignore[index]
+
+
+def test_a_task_that_hangs_beside_its_tools_is_still_given_up() -> None:
+    class Stuck:
+        name = "stuck"
+        toolbox = Toolbox(lambda problem: [tool(look)])
+
+        def respond(self, problem: Problem, turns: Any) -> Any:
+            said = self.toolbox.respond(problem, turns)
+            RELEASE.wait(20)
+            return said
+
+    judge = Judge.of(build_task("arithmetic"), timeout_s=0.2, on_error="zero")
+    with pytest.raises(CallFailed, match="did not return"):
+        judge.respond(Stuck(), Problem("p", "?"), 0, [turn("look", "a")])
+
+
+def look(query: str) -> str:
+    """Look something up."""
+    time.sleep(0.05)
+    return f"<{query}>"
+
+
+def test_calls_that_return_late_are_no_longer_counted_as_hung() -> None:
+    """Twelve calls are given up, more than may hang at a time; each has returned before the next begins."""
+
+    @tool(timeout_s=0.02)
+    def late(query: str) -> str:
+        """Returns late."""
+        time.sleep(0.06)
+        return query
+
+    toolbox = Toolbox(lambda problem: [late])
+    for number in range(12):
+        said = toolbox.respond(Problem(f"p{number}", "?"), [turn("late", "a")])
+        assert [message["content"] for message in said or ()] == ["error: late took too long"]  # type: ignore[index]
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("on_error", ["stop", "zero", "skip_group"])
+def test_a_tool_that_hangs_for_good_stops_the_run_whatever_is_done_about_failures(on_error: str) -> None:
+    task, problem = with_tools(tool(hang.function, timeout_s=0.02))
+    judge = Judge.of(task, timeout_s=5.0, on_error=on_error)
+    for number in range(MOST_HUNG):
+        judge.respond(task, problem, 0, [turn("hang", str(number))])
+    with pytest.raises(KeelError, match=rf"^tool 'hang' hangs: {MOST_HUNG + 1} calls did not return"):
+        judge.respond(task, problem, 0, [turn("hang", "the last")])
+
+
+def test_a_reward_that_returns_late_does_not_stop_a_run_in_the_end() -> None:
+    def late(problem: Problem, text: str) -> float:
+        time.sleep(0.06)
+        return 1.0
+
+    judge = Judge([wrap(late)], timeout_s=0.02, on_error="zero", max_hung=2)
+    for _ in range(6):
+        judge.judge(Problem("p", "?"), [["a"]])
+        time.sleep(0.1)
+    assert judge.guard.hung == 0
+    assert judge.counts == {"late": 6}
+
+
+LOOPS: set[int] = set()
+
+
+async def fetch(query: str) -> list[str]:
+    """Fetch something, in a while."""
+    LOOPS.add(id(asyncio.get_running_loop()))
+    await asyncio.sleep(0.01)
+    if query == "gone":
+        raise OSError("no such page")
+    return [query, query]
+
+
+def contents(task: Any, problem: Problem, text: str) -> list[str]:
+    return [message["content"] for message in task.respond(problem, [text])]
+
+
+def test_a_coroutine_function_is_awaited_on_one_loop() -> None:
+    LOOPS.clear()
+    task, problem = with_tools(fetch)
+    assert contents(task, problem, turn("fetch", "a", "gone")) == [
+        "['a', 'a']",
+        "error: fetch raised OSError: no such page",
+    ]
+    assert contents(task, problem, turn("fetch", "b")) == ["['b', 'b']"]
+    assert len(LOOPS) == 1
+    assert task.counts(problem, [turn("fetch", "a", "gone")])["tool/failed"] == 1.0
+
+
+def test_a_coroutine_that_takes_too_long_is_ended_and_leaves_nothing_behind() -> None:
+    ended = threading.Event()
+
+    @tool(timeout_s=0.05)
+    async def forever(query: str) -> str:
+        """Never returns."""
+        try:
+            await asyncio.sleep(20)
+        finally:
+            ended.set()
+        return query
+
+    task, problem = with_tools(forever)
+    for number in range(12):  # more than may hang at a time
+        assert contents(task, problem, turn("forever", str(number))) == ["error: forever took too long"]
+    assert ended.is_set()
+
+
+class Untold:
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+class Unsayable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words either")
+
+
+def untold(query: str) -> Untold:
+    """Return what has no text."""
+    return Untold()
+
+
+def unsayable(query: str) -> str:
+    """Raise what has no text."""
+    raise Unsayable
+
+
+def test_results_and_errors_without_a_text_are_failures_of_the_tool() -> None:
+    task, problem = with_tools(untold, unsayable)
+    assert contents(task, problem, turn("untold", "a")) == ["error: untold raised ValueError: no words"]
+    assert contents(task, problem, turn("unsayable", "a")) == ["error: unsayable raised Unsayable"]
+    assert task.counts(problem, [turn("untold", "a")])["tool/failed"] == 1.0
+
+
+def many(task: Any, count: int) -> list[tuple[Problem, int, list[str]]]:
+    """One episode a problem, each with a call of its own."""
+    (name,) = (made.name for made in task.tools)
+    return [(problem, 0, [turn(name, problem.key)]) for problem in task.sample(count, seed=0, step=0)]
+
+
+def replies(task: Any, episodes: Any, **options: Any) -> list[Any]:
+    found = Judge.of(task, **options).respond_all(task, episodes)
+    return [reply[0]["content"] if isinstance(reply, list) else reply for reply in found]
+
+
+@pytest.mark.parametrize("kind", ["function", "coroutine"])
+def test_calls_of_different_episodes_run_together_and_keep_their_places(kind: str) -> None:
+    """Each of eight calls waits for the other seven: one after the other, none would return in time."""
+    here, there = threading.Barrier(8), asyncio.Barrier(8)
+
+    def waits(query: str) -> str:
+        """Wait for the others."""
+        here.wait(10)
+        return f"<{query}>"
+
+    async def awaits(query: str) -> str:
+        """Wait for the others."""
+        await there.wait()
+        return f"<{query}>"
+
+    task, _ = with_tools(tool(waits, at_once=8) if kind == "function" else awaits)
+    episodes = many(task, 8)
+    assert replies(task, episodes) == [f"<{problem.key}>" for problem, _, _ in episodes]
+
+
+def test_a_plain_function_is_called_by_one_episode_at_a_time() -> None:
+    """Also where another tool lets several episodes be played together, and however long the others have to wait."""
+    running, most = 0, 0
+
+    @tool(timeout_s=0.25)
+    def alone(query: str) -> str:
+        """Not to be called twice at a time."""
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.05)
+        running -= 1
+        return f"<{query}>"
+
+    task, _ = with_tools(alone, tool(look, at_once=8))
+    asked = [(problem, 0, [turn("alone", problem.key)]) for problem in task.sample(12, seed=0, step=0)]
+    assert replies(task, asked, timeout_s=0.3) == [f"<{problem.key}>" for problem, _, _ in asked]
+    assert most == 1
+
+
+def test_equal_episodes_share_one_call_and_failures_are_recorded_by_episode() -> None:
+    seen: list[str] = []
+
+    def note(query: str) -> str:
+        """Note a query."""
+        seen.append(query)
+        return f"call {len(seen)}"
+
+    task, problem = with_tools(tool(note, at_once=4))
+    assert replies(task, [(problem, sample, [turn("note", "a")]) for sample in range(6)]) == ["call 1"] * 6
+    assert seen == ["a"]
+
+    class Fails:
+        name, toolbox = "fails", task.toolbox
+
+        def respond(self, problem: Problem, turns: Any) -> Any:
+            raise OSError("gone")
+
+    judge = Judge.of(task, on_error="zero")
+    found = judge.respond_all(Fails(), [(problem, sample, ["a"]) for sample in range(3)])
+    assert [str(one) for one in found] == ["raised OSError: gone"] * 3
+    assert [failure.sample for failure in judge.drain()] == [0, 1, 2]
+    with pytest.raises(KeelError, match=r"fails\.respond on problem .* completion 1: raised OSError: gone"):
+        Judge.of(task).respond_all(Fails(), [(problem, 1, ["a"])])
+
+
+def test_no_calls_at_once_are_refused() -> None:
+    with pytest.raises(KeelError, match="at_once is 0"):
+        tool(look, at_once=0)
