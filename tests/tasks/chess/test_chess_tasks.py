@@ -180,6 +180,7 @@ def test_labels_of_data_need_no_engine(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 ROW = env_rows(1)[0]["text"]
+ROOK = "7k/8/8/8/8/8/8/R6K w - - 3 3"
 BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("chess_env", {"text": "hello"}, "broken.jsonl:2: column 'text' begins with neither 'P: ' nor 'A: '"),
     ("chess_env", {"fen": "8/8 w - - 0 1", "move": "e2e4"}, "broken.jsonl:2: the FEN .* is broken: .*eight ranks"),
@@ -187,6 +188,14 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("chess_env", {"fen": START, "move": "Nf3"}, r"broken.jsonl:2: the move 'Nf3' is not in UCI .*SAN.*g1f3"),
     ("chess_env", {"fen": START}, "broken.jsonl:2: it has no column 'move'"),
     ("chess_env", {"fen": START, "move": "e2e4", "history": "Nf3"}, "broken.jsonl:2: the move 'Nf3'"),
+    ("chess_env", {"fen": START, "move": "e2e4", "history": 5}, "broken.jsonl:2: its history is 5: give the moves"),
+    ("chess_env", {"fen": START, "move": "e2e4", "history": ["e2e2"]}, "broken.jsonl:2: the move 'e2e2' stays on"),
+    ("chess_env", {"fen": START, "move": "e2e2"}, "broken.jsonl:2: the move 'e2e2' stays on its square"),
+    (
+        "chess_env",
+        {"text": f"A: {ROOK}+a1a2+e5e5 a1a2+7k/8/8/8/8/8/R7/7K b - - 4 3+0.001+0+0"},
+        "broken.jsonl:2: the move 'e5e5' stays on its square",
+    ),
     ("chess_env", {"board": START}, "broken.jsonl:2: it has neither a text .* its columns are board"),
     (
         "chess_env",
