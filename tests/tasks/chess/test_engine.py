@@ -355,12 +355,31 @@ def test_where_the_engine_is_looked_for(tmp_path: Path, monkeypatch: pytest.Monk
         ({"nodes": 5}, "nodes is 5: it must be a whole number of at least 100"),
         ({"workers": 0}, "workers is 0"),
         ({"timeout_s": 0}, "timeout_s is 0"),
+        ({"timeout_s": "abc"}, "timeout_s is 'abc': it must be a number of seconds above 0"),
+        ({"timeout_s": None}, "timeout_s is None"),
+        ({"workers": True}, "workers is True"),
+        ({"nodes": "many"}, "nodes is 'many'"),
+        ({"path": 5}, "task.engine.path is 5: it must be a file's name"),
+        ({"cache": 5}, "task.engine.cache is 5: it must be a file's name"),
         ("stockfish", "task.engine is 'stockfish'"),
     ],
 )
 def test_options_are_checked(given: object, message: str) -> None:
     with pytest.raises(KeelError, match=message):
         engine_options(given)  # type: ignore[arg-type]
+
+
+def test_more_memory_than_the_engine_takes_is_named_with_its_limit(tmp_path: Path) -> None:
+    """Also where the engine's name is known and it is started later."""
+    path = Path(fake_engine(tmp_path))
+    option = 'print("option name Hash type spin default 16 min 1 max 64")'
+    path.write_text(path.read_text().replace('print("uciok"', f'{option}; print("uciok"'))
+    said = r"task.engine.hash_mb is 65: .*fake-engine takes at most 64"
+    with pytest.raises(KeelError, match=said):
+        pool(tmp_path, path=str(path), hash_mb=65)
+    assert pool(tmp_path, path=str(path), hash_mb=64).analyse([Query(chess.STARTING_FEN)])[0]
+    with pytest.raises(KeelError, match=said):
+        pool(tmp_path, path=str(path), hash_mb=65).analyse([Query(chess.STARTING_FEN)])
 
 
 def test_a_cache_that_is_none_is_named(tmp_path: Path) -> None:

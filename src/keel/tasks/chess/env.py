@@ -10,7 +10,7 @@ from typing import Any
 from keel.errors import KeelError, unknown
 from keel.tasks.chess.data import Record
 from keel.tasks.chess.format import HISTORY, Verdict, env_completion, env_prompt, read_env, read_env_row
-from keel.tasks.chess.notation import need_uci
+from keel.tasks.chess.notation import is_real, need_uci
 from keel.tasks.chess.positions import Position, any_move, games_of
 from keel.tasks.chess.rewards import env_reward
 from keel.tasks.chess.rules import DRAWS, board_of, legal_moves, step
@@ -70,8 +70,8 @@ def chess_env(
     """
     if not isinstance(history, int) or not 1 <= history <= HISTORY:
         raise KeelError(f"chess history is {history!r}: it must be from 1 (the move alone) to {HISTORY}")
-    if not 0 <= illegal < 1:
-        raise KeelError(f"chess illegal is {illegal}: it must be a share from 0 to below 1")
+    if not (is_real(illegal) and 0 <= illegal < 1):
+        raise KeelError(f"chess illegal is {illegal!r}: it must be a share from 0 to below 1")
     if draws not in DRAWS:
         raise unknown("chess draws", draws, DRAWS)
     marking = EnvMarking(check_marking(system, parse, malformed))

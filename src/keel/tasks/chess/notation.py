@@ -63,6 +63,11 @@ def need_uci(move: str) -> str:
     raise KeelError(f"the move {move!r} is not in UCI notation{other}: write from and to, such as g1f3 or a7a8q")
 
 
+def is_real(value: object) -> bool:
+    """Whether an option's value is a finite number; neither a truth value nor a text is."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def is_number(text: str) -> bool:
     """Whether a text is a decimal number of at most 12 characters, without an exponent."""
     return len(text) <= 12 and _NUMBER.fullmatch(text) is not None and math.isfinite(float(text))
