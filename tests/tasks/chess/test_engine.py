@@ -369,6 +369,17 @@ def test_options_are_checked(given: object, message: str) -> None:
         engine_options(given)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("moment", ["uci", "isready"])
+def test_an_engine_that_is_killed_in_its_first_moment_is_started_again(tmp_path: Path, moment: str) -> None:
+    path = Path(fake_engine(tmp_path))
+    flag = f"flag = pathlib.Path({str(tmp_path / 'died')!r})"
+    once = f"if words[:1] == [{moment!r}]: {flag}; first = not flag.exists(); flag.touch(); first and sys.exit(1)"
+    path.write_text(path.read_text().replace("    words = line.split()\n", f"    words = line.split()\n    {once}\n"))
+    engine = pool(tmp_path, path=str(path), workers=1)
+    assert engine.analyse([Query(chess.STARTING_FEN)])[0]
+    assert (engine.name, engine.counts["crashed"]) == ("Fake 1", 1)
+
+
 def test_more_memory_than_the_engine_takes_is_named_with_its_limit(tmp_path: Path) -> None:
     """Also where the engine's name is known and it is started later."""
     path = Path(fake_engine(tmp_path))

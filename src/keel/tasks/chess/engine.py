@@ -268,18 +268,26 @@ class Pool:
         return name
 
     async def _ask_name(self) -> str:
-        try:
-            engine = await self._start()
-        except (chess.engine.EngineError, OSError) as error:
-            why = f"it did not answer 'uci' in {START_S:g} s" if isinstance(error, TimeoutError) else "it ended"
-            if isinstance(error, OSError) and not isinstance(error, TimeoutError):
-                why = str(error.strerror or error)
-            raise KeelError(f"{self.path} is no UCI engine ({why}): {INSTALL}, or set task.engine.path") from error
+        engine = await self._first_start()
         name = str(engine[1].id.get("name", Path(self.path).name))
         self._free = asyncio.Queue()
         for held in [engine, *[None] * (self.workers - 1)]:
             self._free.put_nowait(held)
         return name
+
+    async def _first_start(self) -> Any:
+        """The first process, started again where one ends at once; what is never an engine is named."""
+        while True:
+            try:
+                return await self._start()
+            except (chess.engine.EngineError, OSError) as error:
+                if isinstance(error, chess.engine.EngineTerminatedError) and self.counts["crashed"] < ATTEMPTS - 1:
+                    self.counts["crashed"] += 1
+                    continue
+                why = f"it did not answer 'uci' in {START_S:g} s" if isinstance(error, TimeoutError) else "it ended"
+                if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+                    why = str(error.strerror or error)
+                raise KeelError(f"{self.path} is no UCI engine ({why}): {INSTALL}, or set task.engine.path") from error
 
     def _key(self, query: Query) -> str:
         options = self.options
