@@ -23,6 +23,8 @@ from keel.tasks.chess.rules import identity
 from keel.tasks.chess.selfplay import read_openings
 from keel.types import Problem
 
+from .fake_engine import fake_engine
+
 OPENINGS = "eco\tname\tpgn\nB00\tKing's Pawn\t1. e4\nC20\tWayward Queen\t1. e4 e5 2. Qh5\n"
 
 
@@ -101,6 +103,36 @@ def test_policy_rows_are_labelled_and_earn_the_full_reward(games: str, tmp_path:
         assert set(analysis.moves) <= legal
         assert len(analysis.moves) == min(5, len(legal))
         assert dict(zip(analysis.moves, analysis.evaluations, strict=True))[analysis.best] == max(analysis.evaluations)
+
+
+def test_rows_that_the_engine_did_not_label_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("KEEL_STOCKFISH", fake_engine(tmp_path, "board.turn == chess.BLACK and sys.exit(1)"))
+    # a pool belongs to its options: 4321 nodes are no other test's
+    words = ["--kind", "both", "--rows", "18", "--plies", "12", "--nodes", "4321"]
+    sides = made(tmp_path / "both", *words)
+    assert "\n6 P: rows are missing: the engine did not answer" in capsys.readouterr().out
+    rows = [row["prompt"] for row in sides["train"] + sides["held_out"]]
+    assert len(rows) == 18
+    assert {prompt.split()[2] for prompt in rows if prompt.startswith("P: ")} == {"w"}
+    assert json.loads((tmp_path / "both" / "data.json").read_text())["made"]["unavailable"] == 6
+    again = main(["data", "chess", "--out", str(tmp_path / "both"), "--jobs", "1", *words, "--json"])
+    assert (again, json.loads(capsys.readouterr().out)["unavailable"]) == (0, 6)
+
+
+@pytest.mark.parametrize("kind", ["p", "a"])
+def test_a_dead_engine_is_named(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("KEEL_STOCKFISH", fake_engine(tmp_path, "sys.exit(1)"))
+    words = ["--kind", kind, "--games", "engine", "--rows", "5", "--plies", "40", "--nodes", f"{4322 + (kind == 'a')}"]
+    assert main(["data", "chess", "--out", str(tmp_path / "p"), "--jobs", "1", *words]) == 2
+    error = capsys.readouterr().err
+    assert "fake-engine answered for none of" in error
+    assert error.count("\n") == 1
 
 
 def test_an_opening_is_played_to_its_end_and_then_goes_on(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ class Labelled:
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """As many as asked for: one that no engine could label gives its place to another of the batch, once more."""
         # the seed's offset is no other draw's: other positions, and the same ones each time
-        draws = (self.inner.sample(count, seed=seed + 15_485_863 * draw, step=step) for draw in range(DRAWS))
+        draws = (self.inner.sample(count, seed=seed + 32_452_843 * draw, step=step) for draw in range(DRAWS))
         labelled = self._first_labelled(draws) if count else []
         return [*labelled, *(_again(labelled[i % len(labelled)], i) for i in range(count - len(labelled)))]
 
