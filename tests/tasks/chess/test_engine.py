@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import threading
 import time
 from pathlib import Path
@@ -397,6 +398,33 @@ def test_a_cache_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "cache.sqlite").write_text("this is not a database, " * 50)
     with pytest.raises(KeelError, match=r"cache\.sqlite cannot be used.*task.engine.cache"):
         pool(tmp_path, path=fake_engine(tmp_path))
+
+
+def test_a_cache_that_is_damaged_during_a_run_is_not_known_and_stops_nothing(tmp_path: Path) -> None:
+    """Pages of nonsense behind a sound first one: reads and writes fail, and positions are analysed as without it."""
+    fens, path = some_positions(20), fake_engine(tmp_path)
+    right = pool(tmp_path, path=path).analyse([Query(fen) for fen in fens])
+    file = tmp_path / "cache.sqlite"
+    with sqlite3.connect(file) as db:
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    running = pool(tmp_path, path=path)
+    damaged = file.read_bytes()[:4096] + b"\xff" * (file.stat().st_size - 4096)
+    file.write_bytes(damaged)
+    for engine in (running, pool(tmp_path, path=path)):
+        assert engine.analyse([Query(fen) for fen in fens]) == right
+        assert (engine.counts["cached"], engine.counts["analysed"], engine.counts["unkept"]) == (0, 20, 20)
+
+
+@pytest.mark.parametrize("said", ["", "{", "5", "[]", "[[1]]", '[["e2e4", "x"]]'])
+def test_an_entry_that_is_damaged_is_asked_again_and_mended(tmp_path: Path, said: str) -> None:
+    first = pool(tmp_path, path=fake_engine(tmp_path))
+    right = first.analyse([Query(chess.STARTING_FEN)])
+    with sqlite3.connect(tmp_path / "cache.sqlite") as db:
+        db.execute("UPDATE lines SET lines = ?", (said,))
+    assert first.analyse([Query(chess.STARTING_FEN)]) == right
+    again = pool(tmp_path, path=fake_engine(tmp_path))
+    assert again.analyse([Query(chess.STARTING_FEN)]) == right
+    assert again.counts["cached"] == 1
 
 
 def test_scores_in_pawns_keep_their_order() -> None:
