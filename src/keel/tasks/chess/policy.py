@@ -66,10 +66,14 @@ class PolicyMarking:
         if losses:
             found["centipawn_loss"] = 100 * fmean(losses)
         found |= mate_in_one(groups, self.padding)
-        if self.engine is not None:
-            counts = pool_of(self.engine).counts
-            found |= {f"engine/{name}": float(counts[name]) for name in ("crashed", "timed_out", "unavailable")}
-        return found
+        return {**found, **self.totals()}
+
+    def totals(self) -> Mapping[str, float]:
+        """How often the engine failed since this process began."""
+        if self.engine is None:
+            return {}
+        counts = pool_of(self.engine).counts
+        return {f"engine/{name}": float(counts[name]) for name in ("crashed", "timed_out", "unavailable")}
 
     def _losses(self, groups: Sequence[Group]) -> list[float]:
         """Pawns lost by each legal best move: best score − its score, which is asked for where it is not a label."""
