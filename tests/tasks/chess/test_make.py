@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import chess
+import chess.pgn
 import pytest
 
 from keel.cli import main
@@ -214,6 +216,10 @@ def test_settings_that_mean_nothing_are_named(
         ("eco\tname\nA00\tGrob\n", "no column uci or pgn"),
         ("eco\tname\tpgn\nA00\tGrob\t1. g4 Ke7\n", "line 2"),
         ("uci\ne2e4 e7e5\nNf3\n", "line 3: the move 'Nf3' is not in UCI notation"),
+        ("pgn\n1. e4 e5 2. Nf9\n", "line 2: the move 'Nf9' of '1. e4 e5 2. Nf9' cannot be played"),
+        ("pgn\n1. e4\n1. e4 e5 Qh5 hello\n", "line 3: the move 'hello'"),
+        ("pgn\n1. e4 (1. d4\n", r"line 2: the move '\('"),
+        ("uci\ne2e4 e7e7\n", "line 2: the move 'e7e7' stays on its square"),
         ("eco\tname\tpgn\n", "holds no opening"),
     ],
 )
@@ -222,6 +228,24 @@ def test_broken_openings_are_named(text: str, said: str, tmp_path: Path) -> None
     path.write_text(text)
     with pytest.raises(KeelError, match=said):
         read_openings(str(path))
+
+
+@pytest.mark.parametrize(
+    "pgn",
+    [
+        "1. e4 e5 2. Nf3 Nc6 3. Bc4 Nf6 4. O-O",
+        "1.e4! e5?! 2.Nf3 $1 Nc6 3.Bc4 Nf6 4.O-O 1/2-1/2",
+        "1. e4 {the king's pawn} 1... e5 (1... c5 2. Nf3 (2. c3)) 2. Nf3 Nc6 3. Bc4 Nf6 4. O-O *",
+    ],
+)
+def test_pgn_openings_are_read_as_they_are_written(pgn: str, tmp_path: Path) -> None:
+    path = tmp_path / "openings.tsv"
+    path.write_text(f"pgn\tname\n{pgn}\tItalian\n")
+    game = chess.pgn.read_game(io.StringIO(pgn))
+    assert game is not None
+    moves = tuple(move.uci() for move in game.mainline_moves())
+    assert read_openings(str(path)) == (moves,)
+    assert len(moves) == 7
 
 
 def test_a_row_that_does_not_earn_the_full_reward_is_refused() -> None:
