@@ -305,7 +305,29 @@ def test_figures_of_the_environment_by_hand() -> None:
         "reward_value": 0.5,
         "flags": 0.25,
         "truncated_without_eos": 0.5,
+        "legal": 0.5,
     }
+
+
+def test_an_environments_answer_is_legal_where_some_move_leads_to_it() -> None:
+    """By hand: the king on a1 has three moves; the other side's king stays where it is."""
+    task = build_task("chess_env", pieces=3)
+    fen = "7k/8/8/8/8/8/8/K7 w - - 0 1"
+    asked, illegal = (
+        Problem(move, "", (answer, 0.001, False, False), {"fen": fen, "move": move})
+        for move, answer in (("a1a2", "7k/8/8/8/8/8/K7/8 b - - 1 1"), ("a1a3", fen))
+    )
+    texts = [
+        "7k/8/8/8/8/8/K7/8 b - - 1 1",  # right
+        "7k/8/8/8/8/8/8/1K6 b - - 1 1",  # another move
+        "7k/8/8/8/8/8/8/1K6 w - - 1 1",  # the wrong side
+        "7k/8/8/8/8/K7/8/8 b - - 1 1",  # two squares
+        fen,  # unchanged, which is right after a move that is not legal
+        "",
+    ]
+    answers = [text and f"{text}+0.001+0+0" for text in texts]
+    for problem, share in ((asked, 2 / 6), (illegal, 3 / 6)):
+        assert task.extra_metrics([judged(task, problem, answers)])["legal"] == share  # type: ignore[attr-defined]
 
 
 def test_figures_of_the_policy_by_hand(fake: dict[str, Any]) -> None:
