@@ -36,7 +36,7 @@ class EnvMarking:
 
     def metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """Means of the parts, and `legal`: the share of answers whose FEN some legal move leads to, or is right."""
-        legal = []
+        legal: list[bool] = []
         for group in groups:
             possible = next_positions(group.problem.info["fen"]) | {group.problem.answer[0]}
             legal += [read_env(completion.text).fen in possible for completion in group.completions]

@@ -55,7 +55,8 @@ def legal_moves(fen: str) -> tuple[str, ...]:
 
 def next_positions(fen: str) -> frozenset[str]:
     """The FENs that a legal move leads to."""
-    board, found = board_of(fen), set()
+    board = board_of(fen)
+    found: set[str] = set()
     for move in list(board.legal_moves):
         board.push(move)
         found.add(fen_of(board))
