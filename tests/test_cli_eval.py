@@ -152,6 +152,45 @@ def test_figures_of_a_tasks_own(tmp_path: Path, monkeypatch: Any, capsys: Any) -
     assert "share=nan" in capsys.readouterr().err
 
 
+PUZZLES = "FEN,Moves\n6k1/5ppp/8/8/8/8/8/R3R1K1 b - - 0 1,g8h8 a1a8\n6k1/5ppp/8/8/8/8/8/R3R1K1 b - - 0 1,g8g8 a1a8\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--task", "chess_puzzles:path=half.csv,padding=none", "data.on_broken=skip"],
+        ["--task", "chess_puzzles:padding=none", "data.path=half.csv", "data.on_broken=skip"],
+        ["--task", "chess_puzzles:path=half.csv,padding=none,data={on_broken: skip}"],
+        [
+            "--task",
+            "arithmetic:skill=copy",
+            "--task",
+            "chess_puzzles:padding=none",
+            "data.path=half.csv",
+            "--data.on_broken",
+            "skip",
+        ],
+    ],
+)
+def test_the_data_of_a_given_task_are_said_beside_it(
+    run: Path, words: list[str], tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """Of a run that was trained on something else, and of a bare model; lines that are left out are counted."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "half.csv").write_text(PUZZLES)
+    broken = [word for word in words if "skip" not in word and "on_broken" not in word]
+    if len(broken) > 1:
+        assert main(["eval", str(run), *broken]) == 2
+        assert "half.csv:3: the move 'g8g8' stays on its square" in capsys.readouterr().err
+    for model in (str(run), "train.small:small_model"):
+        length = ["--max-tokens", "3", "--k", "1"]
+        data = evaluated(capsys, model, *words, *length)
+        assert (data["tasks"][-1]["task"], data["tasks"][-1]["n"]) == ("chess_puzzles", 1)
+        assert "half.csv: 1 broken rows left out (data.on_broken=skip), the first at half.csv:3" in data["notes"][0]
+        assert main(["eval", model, *words, *length]) == 0
+        assert "1 broken rows left out" in capsys.readouterr().out
+
+
 def test_words_of_tasks() -> None:
     plain, with_params, own = map(
         spec_of_word, ("arithmetic", "arithmetic:skill=sort,digits=4", "my.task:make:a=[1,2]")
@@ -194,6 +233,8 @@ def test_a_configuration_brings_model_and_tasks(tmp_path: Path, capsys: Any) -> 
         (["tiny", "--task", "arithmetik"], "did you mean 'arithmetic'"),
         (["tiny", "--task", "arithmetic:skil=add"], "did you mean 'skill'"),
         (["tiny", "--task", "arithmetic", "task.skill=sort"], "give them in one way"),
+        (["tiny", "--task", "arithmetic", "data.path=x.csv"], "data.path=x.csv is given, but arithmetic makes its own"),
+        (["tiny", "--task", "chess_puzzles:path=5"], "path is 5"),
         (["tiny", "--task", "arithmetic", "--k", "0"], "eval.k"),
         (["tiny", "--task", "arithmetic", "--samples", "0"], "eval.samples"),
         (["tiny", "--task", "arithmetic", "--checkpoint", "best"], "needs the folder of a run"),

@@ -96,4 +96,6 @@ def chess(
     already = f" ({made.found:,} were there already)" if made.found and fresh else ""
     typer.echo(f"{out}: {made.train:,} rows to train on, {made.held_out:,} held out; {speed}{already}")
     typer.echo(f"{made.duplicates:,} rows left out because their position had come before")
+    if made.unavailable:
+        typer.echo(f"{made.unavailable:,} P: rows are missing: the engine did not answer for their position")
     return 0

@@ -16,7 +16,8 @@ EVAL_HELP = """Evaluate a model, a run's checkpoint or a configuration's model o
 
 Prints pass@1 and pass@k with 95 % intervals, the share of answers that could be read and of completions that were cut
 off. A run and a configuration bring their tasks (task and eval.tasks) and settings; a model needs --task. Answers are
-judged by each task's own reward. A baseline gets the same problems and the same noise, so that differences are paired.
+judged by each task's own reward. Options data.* beside --task say what the given tasks read.
+A baseline gets the same problems and the same noise, so that differences are paired.
 
 Examples:
 
@@ -27,6 +28,10 @@ Examples:
   keel eval HuggingFaceTB/SmolLM2-135M-Instruct --task arithmetic --task countdown --samples 200 --k 1,8
 
   keel eval ./my-model --task arithmetic:skill=sort,digits=4 --temperature 0 --json
+
+  keel eval runs/chess --task chess_puzzles data.path=puzzles.csv data.on_broken=skip
+
+Whole games of chess are played by keel play-chess.
 """
 
 
@@ -87,6 +92,8 @@ def eval(
 
     from keel.report.evaluation import show_evaluation
 
+    for note in data["notes"]:
+        typer.echo(note)
     show_evaluation(data, Console())
     for path in filter(None, (out, plot)):
         typer.echo(f"wrote {path}")
@@ -99,12 +106,21 @@ def _evaluate(
     from keel.train.evaluation import run_evaluation
     from keel.train.subject import find_subject
 
+    # what a task reads is the given tasks' where there are any, not that of the task a run was trained on
+    data = [item for item in own if tasks and _is_data(item)]
+    own = [item for item in own if item not in data]
     subject = find_subject(word, own, checkpoint)
     # the baseline's model is its own, so what the user says of the model does not hold for it; where it runs does
     place = [item for item in own if item.startswith(("model.device=", "model.dtype=", "model.trust_remote_code="))]
     other = None if baseline is None else find_subject(baseline, place)
     with bar() as watch:
-        return run_evaluation(subject, tasks=tasks, baseline=other, seed=seed, watch=watch)
+        return run_evaluation(subject, tasks=tasks, data=data, baseline=other, seed=seed, watch=watch)
+
+
+def _is_data(setting: str) -> bool:
+    from keel.config.checks import DATA_OF_TASKS
+
+    return setting.startswith(tuple(f"data.{name}{sign}" for name in DATA_OF_TASKS for sign in "=."))
 
 
 def _check_tasks(given: list[str], task: list[str] | None) -> None:

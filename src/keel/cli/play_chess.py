@@ -166,7 +166,7 @@ def _show(data: dict[str, Any]) -> None:
     from rich.table import Table
 
     title = escape(f"{data['model']} against {data['opponent']}")
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=0)
     shown = ("games", "wins", "draws", "losses", "forfeits", "unfinished")
     for name in (*shown, "score [95 %]", "plies"):
         table.add_column(escape(name), justify="right", no_wrap=True)

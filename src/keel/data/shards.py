@@ -26,20 +26,23 @@ SETTINGS, PARTS = "data.json", "parts"
 FILES = {False: "train.jsonl", True: "held_out.jsonl"}
 _PATIENCE = 20  # shards in a row that may bring nothing new before the games count as used up
 
-Item = tuple[str, tuple[str, ...], bool]  # what is never repeated, its rows as JSON, whether they are held out
+# What is never repeated, its rows as JSON ("" for one that could not be made), whether they are held out.
+Item = tuple[str, tuple[str, ...], bool]
 Work = Callable[[int], list[Item]]  # a shard's items by its number; sent to other processes
 Told = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class Made:
-    """What lies in the folder: rows on each side, duplicates left out, shards, and rows that were there already."""
+    """What lies in the folder: rows on each side, duplicates left out, shards, rows that were there already, and those
+    that could not be made (`unavailable`)."""
 
     train: int
     held_out: int
     duplicates: int
     shards: int
     found: int = 0
+    unavailable: int = 0
 
 
 def make_shards(
@@ -73,7 +76,9 @@ def make_shards(
                 raise KeelError(
                     f"no more than {ledger.kept} different rows can be made so: ask for fewer, in a new folder"
                 )
-    return _finish(out, wanted, Made(ledger.train, ledger.held_out, ledger.duplicates, number, found))
+    return _finish(
+        out, wanted, Made(ledger.train, ledger.held_out, ledger.duplicates, number, found, ledger.unavailable)
+    )
 
 
 class _Ledger:
@@ -81,7 +86,7 @@ class _Ledger:
 
     def __init__(self, rows: int, told: Told | None) -> None:
         self.rows, self.told = rows, told
-        self.train = self.held_out = self.duplicates = 0
+        self.train = self.held_out = self.duplicates = self.unavailable = 0
         self.seen: set[bytes] = set()
 
     @property
@@ -95,22 +100,24 @@ class _Ledger:
     def take(self, items: Sequence[Item]) -> str:
         """Keep what is new, as far as there is room; returns the part's text."""
         lines: list[str] = []
-        duplicates = 0
-        for name, texts, held in items:
-            if self._is_new(name):
-                room = self.left - len(lines)
+        duplicates = unavailable = 0
+        for name, given, held in items:
+            texts = [text for text in given if text]
+            room = self.left - len(lines)
+            unavailable += len(given) - len(texts) if room else 0
+            if texts and self._is_new(name):
                 lines += [f"{'h' if held else 't'}\t{name}\t{text}" for text in texts[:room]]
             else:
                 duplicates += len(texts)
-        self._count(lines, duplicates)
-        return "\n".join([str(duplicates), *lines]) + "\n"
+        self._count(lines, duplicates, unavailable)
+        return "\n".join([f"{duplicates} {unavailable}", *lines]) + "\n"
 
     def take_back(self, text: str) -> None:
         """Count a part that an earlier start has written."""
-        duplicates, *lines = text.splitlines()
+        counts, *lines = text.splitlines()
         for line in lines:
             self._is_new(line.split("\t", 2)[1])
-        self._count(lines, int(duplicates))
+        self._count(lines, *map(int, counts.split()))
 
     def _is_new(self, name: str) -> bool:
         digest = blake2b(name.encode(), digest_size=12).digest()  # millions of positions in some hundred megabytes
@@ -119,11 +126,12 @@ class _Ledger:
         self.seen.add(digest)
         return True
 
-    def _count(self, lines: Sequence[str], duplicates: int) -> None:
+    def _count(self, lines: Sequence[str], duplicates: int, unavailable: int = 0) -> None:
         held = sum(line.startswith("h") for line in lines)
         self.held_out += held
         self.train += len(lines) - held
         self.duplicates += duplicates
+        self.unavailable += unavailable
         if self.told is not None:
             self.told(len(lines))
 

@@ -21,6 +21,8 @@ class Task(Protocol):
     evaluation, such as how often a move was legal; they stand beside pass@1 in eval.jsonl and `keel eval`. One that
     reads data may have `fingerprint() -> str`, a digest of them: a run refuses to resume where it has changed. A task
     with `unanswered` true has no gold answers and no reward of its own: the configured rewards say what is good.
+    `totals() -> Mapping[str, float]` are running counts of what a task works with, such as an engine's crashes; each
+    step logs by how much they grew, as `task/NAME`.
     And `picture(problem, text) -> str | None`: an SVG of an answer, shown under the completions that the report tracks.
     """
 

@@ -65,6 +65,10 @@ class Mixture:
         counts = getattr(self._of(problem), "counts", None)
         return {} if counts is None else counts(problem, turns)
 
+    def totals(self) -> Mapping[str, float]:
+        """The running counts of its tasks; those that share an engine count the same."""
+        return {name: n for task in self.tasks if hasattr(task, "totals") for name, n in task.totals().items()}
+
     def picture(self, problem: Problem, text: str) -> str | None:
         """The picture of the problem's own task, where that draws any."""
         picture = getattr(self._of(problem), "picture", None)

@@ -17,7 +17,8 @@ from keel.build import (
     reward_entries,
     without_long_prompts,
 )
-from keel.config import Config, TaskSpec, text
+from keel.config import Config, TaskSpec, load_config, text
+from keel.config.checks import DATA_OF_TASKS, takes_data
 from keel.errors import KeelError, unknown
 from keel.rollout.collect import Engine
 from keel.rollout.sampling import SamplingParams
@@ -78,14 +79,25 @@ def spec_of_word(word: str) -> TaskSpec:
     return TaskSpec.model_validate({"name": match["name"], **params})
 
 
-def _given(subject: Subject, words: Sequence[str]) -> list[tuple[Task, str]]:
-    """The tasks of words; those of a bare model read what its `data` options name."""
+def _given(subject: Subject, words: Sequence[str], data: Sequence[str] = ()) -> list[tuple[Task, str]]:
+    """The tasks of words, each with the data that it reads."""
     specs = [spec_of_word(word) for word in words]
     for spec in specs:
         if spec.name not in TASKS and ":" not in spec.name:
             raise unknown("task", spec.name, TASKS)
-    homes = [subject.config if subject.has_tasks else subject.config.model_copy(update={"task": s}) for s in specs]
+    reads = [takes_data(spec.name) for spec in specs]
+    if data and not any(reads):
+        raise KeelError(f"{data[0]} is given, but {', '.join(words)} makes its own problems: leave it out")
+    homes = [_home(subject, spec, data) if reading else None for spec, reading in zip(specs, reads, strict=True)]
     return [(build_named_task(spec, home), "given") for spec, home in zip(specs, homes, strict=True)]
+
+
+def _home(subject: Subject, spec: TaskSpec, data: Sequence[str]) -> Config:
+    """A configuration whose task is this one: its data are those of a bare model, or of a run that trains on a task of
+    this name, changed as `data` says; a task with data beside its name reads those."""
+    shared = (not subject.has_tasks or spec.name == subject.config.task.name) and "data" not in spec.params
+    given = subject.config.data.model_dump(include=set(DATA_OF_TASKS)) if shared else {}
+    return load_config({"task": {"name": spec.name, **spec.params}, "data": given}, data)
 
 
 def evaluate_entry(
@@ -127,6 +139,7 @@ def run_evaluation(
     subject: Subject,
     *,
     tasks: Sequence[str] = (),
+    data: Sequence[str] = (),
     baseline: Subject | None = None,
     seed: int | None = None,
     watch: Watch | None = None,
@@ -134,12 +147,13 @@ def run_evaluation(
     """The figures of a model, as data; with a baseline also its figures and the paired differences.
 
     `tasks` are words such as `arithmetic:skill=sort,digits=4`; without any, the configuration's own are evaluated.
+    `data` are settings such as `data.on_broken=skip`, for those of `tasks` that read data.
     The baseline is sampled, rendered and judged by the subject's configuration: only the weights differ.
     """
     config = subject.config
     if not tasks and not subject.has_tasks:
         raise KeelError(f"{subject.name} is a model and names no task: say what to evaluate, such as --task arithmetic")
-    chosen = _given(subject, tasks) if tasks else configured_tasks(config)
+    chosen = _given(subject, tasks, data) if tasks else configured_tasks(config)
     after = _evaluated(subject, config, chosen, seed, watch)
     before = None if baseline is None else _evaluated(baseline, config, chosen, seed, watch)
     records = []
@@ -155,6 +169,7 @@ def run_evaluation(
         "seed": config.run.seed + 1 if seed is None else seed,
         "temperature": _temperature(config),
         "max_completion_length": config.rollout.max_completion_length,
+        "notes": [note for task, _ in chosen for note in getattr(task, "notes", ())],
         "tasks": records,
     }
 

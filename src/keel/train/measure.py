@@ -15,6 +15,7 @@ from torch import Tensor
 
 from keel.kl import k3, log_ratio, measure_kl
 from keel.losses import group_statistics, zero_variance
+from keel.tasks import Task
 from keel.train.batch import StepBatch, stitch
 from keel.train.state import Run
 from keel.types import Completion
@@ -122,6 +123,12 @@ def describe_groups(batch: StepBatch) -> dict[str, float]:
     for name in parts:
         line[f"reward/part/{name}"] = statistics.fmean(reward.parts.get(name, 0.0) for reward in given)
     return {**line, **describe_episodes(batch.completions)}
+
+
+def task_totals(task: Task) -> dict[str, float]:
+    """What a task's optional `totals()` has counted since this process began."""
+    method = getattr(task, "totals", None)
+    return {} if method is None else {f"task/{name}": float(total) for name, total in method().items()}
 
 
 def describe_episodes(completions: Sequence[Completion]) -> dict[str, float]:

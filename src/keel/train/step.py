@@ -14,7 +14,7 @@ from keel.metrics import Mean, Metric, Metrics, Sum, merge, values
 from keel.models.logprobs import FullScores
 from keel.train.batch import StepBatch, detached, keep_scores, pack_step, score_micro, score_policy, score_reference
 from keel.train.guards import over_budget, spike_limit, watch
-from keel.train.measure import Clock, describe_groups, measure_old, measure_policy
+from keel.train.measure import Clock, describe_groups, measure_old, measure_policy, task_totals
 from keel.train.state import Run, Skipped, State
 from keel.types import Group, Problem
 
@@ -30,7 +30,7 @@ class Step(NamedTuple):
 def train_step(run: Run, state: State) -> Step:
     """Sample, collect, pack, score, shape, update, measure, steer: one update of the policy (or `num_iterations`)."""
     # fmt: off
-    clock = Clock()
+    clock, before = Clock(), task_totals(run.task)
     with clock("rollout"):
         groups = sample_groups(run, state)                              # rollouts with rewards and sample_logp
     with clock("score"):
@@ -62,6 +62,7 @@ def train_step(run: Run, state: State) -> Step:
                 metrics = merge(metrics, run.optimizer.step(info["loss/total"].value, **guard))     # guarded
             batch = batch if batch.scores else keep_scores(batch, passes)
     line = {**values(metrics), **describe_groups(batch), **measure_policy(batch, run), "kl/beta": state.beta}
+    line |= {name: total - before[name] for name, total in task_totals(run.task).items()}
     line |= measure_old(batch, [scores.logp for scores in passes])
     line["guard/over_budget"] = float(over_budget(line, run.guards) is not None)
     skipped = Skipped.of(line)

@@ -180,6 +180,7 @@ def test_labels_of_data_need_no_engine(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 ROW = env_rows(1)[0]["text"]
+ROOK = "7k/8/8/8/8/8/8/R6K w - - 3 3"
 BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("chess_env", {"text": "hello"}, "broken.jsonl:2: column 'text' begins with neither 'P: ' nor 'A: '"),
     ("chess_env", {"fen": "8/8 w - - 0 1", "move": "e2e4"}, "broken.jsonl:2: the FEN .* is broken: .*eight ranks"),
@@ -187,6 +188,14 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("chess_env", {"fen": START, "move": "Nf3"}, r"broken.jsonl:2: the move 'Nf3' is not in UCI .*SAN.*g1f3"),
     ("chess_env", {"fen": START}, "broken.jsonl:2: it has no column 'move'"),
     ("chess_env", {"fen": START, "move": "e2e4", "history": "Nf3"}, "broken.jsonl:2: the move 'Nf3'"),
+    ("chess_env", {"fen": START, "move": "e2e4", "history": 5}, "broken.jsonl:2: its history is 5: give the moves"),
+    ("chess_env", {"fen": START, "move": "e2e4", "history": ["e2e2"]}, "broken.jsonl:2: the move 'e2e2' stays on"),
+    ("chess_env", {"fen": START, "move": "e2e2"}, "broken.jsonl:2: the move 'e2e2' stays on its square"),
+    (
+        "chess_env",
+        {"text": f"A: {ROOK}+a1a2+e5e5 a1a2+7k/8/8/8/8/8/R7/7K b - - 4 3+0.001+0+0"},
+        "broken.jsonl:2: the move 'e5e5' stays on its square",
+    ),
     ("chess_env", {"board": START}, "broken.jsonl:2: it has neither a text .* its columns are board"),
     (
         "chess_env",
@@ -231,6 +240,16 @@ def test_broken_rows_are_named_or_left_out(name: str, row: dict[str, Any], messa
         ("chess_env", {"system": "cliff"}, "unknown chess reward system 'cliff'"),
         ("chess_env", {"parse": "loose"}, "unknown chess parse 'loose'"),
         ("chess_env", {"malformed": 0.1}, "malformed is 0.1"),
+        ("chess_env", {"malformed": "x"}, "malformed is 'x': it must be a number below 0"),
+        ("chess_policy", {"malformed": [1]}, r"malformed is \[1\]"),
+        ("chess_env", {"illegal": "x"}, "illegal is 'x'"),
+        ("chess_env", {"illegal": None}, "illegal is None"),
+        ("chess_env", {"system": [1]}, r"unknown chess reward system \[1\]"),
+        ("chess_env", {"parse": [1]}, r"unknown chess parse \[1\]"),
+        ("chess_env", {"draws": [1]}, r"unknown chess draws \[1\]"),
+        ("chess_policy", {"padding": [1]}, r"unknown chess padding \[1\]"),
+        ("chess_puzzles", {"path": 5}, "chess_puzzles path is 5: it must be a file's name"),
+        ("chess", {"environment": "half"}, "environment is 'half'"),
         ("chess_env", {"held_out": 5}, "held_out is 5: without data it must be a share below 1"),
         ("chess_policy", {"padding": "wide"}, "unknown chess padding 'wide'"),
         ("chess", {"environment": 2}, "environment is 2"),
@@ -286,7 +305,29 @@ def test_figures_of_the_environment_by_hand() -> None:
         "reward_value": 0.5,
         "flags": 0.25,
         "truncated_without_eos": 0.5,
+        "legal": 0.5,
     }
+
+
+def test_an_environments_answer_is_legal_where_some_move_leads_to_it() -> None:
+    """By hand: the king on a1 has three moves; the other side's king stays where it is."""
+    task = build_task("chess_env", pieces=3)
+    fen = "7k/8/8/8/8/8/8/K7 w - - 0 1"
+    asked, illegal = (
+        Problem(move, "", (answer, 0.001, False, False), {"fen": fen, "move": move})
+        for move, answer in (("a1a2", "7k/8/8/8/8/8/K7/8 b - - 1 1"), ("a1a3", fen))
+    )
+    texts = [
+        "7k/8/8/8/8/8/K7/8 b - - 1 1",  # right
+        "7k/8/8/8/8/8/8/1K6 b - - 1 1",  # another move
+        "7k/8/8/8/8/8/8/1K6 w - - 1 1",  # the wrong side
+        "7k/8/8/8/8/K7/8/8 b - - 1 1",  # two squares
+        fen,  # unchanged, which is right after a move that is not legal
+        "",
+    ]
+    answers = [text and f"{text}+0.001+0+0" for text in texts]
+    for problem, share in ((asked, 2 / 6), (illegal, 3 / 6)):
+        assert task.extra_metrics([judged(task, problem, answers)])["legal"] == share  # type: ignore[attr-defined]
 
 
 def test_figures_of_the_policy_by_hand(fake: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import threading
 import time
 from pathlib import Path
@@ -355,6 +356,12 @@ def test_where_the_engine_is_looked_for(tmp_path: Path, monkeypatch: pytest.Monk
         ({"nodes": 5}, "nodes is 5: it must be a whole number of at least 100"),
         ({"workers": 0}, "workers is 0"),
         ({"timeout_s": 0}, "timeout_s is 0"),
+        ({"timeout_s": "abc"}, "timeout_s is 'abc': it must be a number of seconds above 0"),
+        ({"timeout_s": None}, "timeout_s is None"),
+        ({"workers": True}, "workers is True"),
+        ({"nodes": "many"}, "nodes is 'many'"),
+        ({"path": 5}, "task.engine.path is 5: it must be a file's name"),
+        ({"cache": 5}, "task.engine.cache is 5: it must be a file's name"),
         ("stockfish", "task.engine is 'stockfish'"),
     ],
 )
@@ -363,10 +370,61 @@ def test_options_are_checked(given: object, message: str) -> None:
         engine_options(given)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("moment", ["uci", "isready"])
+def test_an_engine_that_is_killed_in_its_first_moment_is_started_again(tmp_path: Path, moment: str) -> None:
+    path = Path(fake_engine(tmp_path))
+    flag = f"flag = pathlib.Path({str(tmp_path / 'died')!r})"
+    once = f"if words[:1] == [{moment!r}]: {flag}; first = not flag.exists(); flag.touch(); first and sys.exit(1)"
+    path.write_text(path.read_text().replace("    words = line.split()\n", f"    words = line.split()\n    {once}\n"))
+    engine = pool(tmp_path, path=str(path), workers=1)
+    assert engine.analyse([Query(chess.STARTING_FEN)])[0]
+    assert (engine.name, engine.counts["crashed"]) == ("Fake 1", 1)
+
+
+def test_more_memory_than_the_engine_takes_is_named_with_its_limit(tmp_path: Path) -> None:
+    """Also where the engine's name is known and it is started later."""
+    path = Path(fake_engine(tmp_path))
+    option = 'print("option name Hash type spin default 16 min 1 max 64")'
+    path.write_text(path.read_text().replace('print("uciok"', f'{option}; print("uciok"'))
+    said = r"task.engine.hash_mb is 65: .*fake-engine takes at most 64"
+    with pytest.raises(KeelError, match=said):
+        pool(tmp_path, path=str(path), hash_mb=65)
+    assert pool(tmp_path, path=str(path), hash_mb=64).analyse([Query(chess.STARTING_FEN)])[0]
+    with pytest.raises(KeelError, match=said):
+        pool(tmp_path, path=str(path), hash_mb=65).analyse([Query(chess.STARTING_FEN)])
+
+
 def test_a_cache_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "cache.sqlite").write_text("this is not a database, " * 50)
     with pytest.raises(KeelError, match=r"cache\.sqlite cannot be used.*task.engine.cache"):
         pool(tmp_path, path=fake_engine(tmp_path))
+
+
+def test_a_cache_that_is_damaged_during_a_run_is_not_known_and_stops_nothing(tmp_path: Path) -> None:
+    """Pages of nonsense behind a sound first one: reads and writes fail, and positions are analysed as without it."""
+    fens, path = some_positions(20), fake_engine(tmp_path)
+    right = pool(tmp_path, path=path).analyse([Query(fen) for fen in fens])
+    file = tmp_path / "cache.sqlite"
+    with sqlite3.connect(file) as db:
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    running = pool(tmp_path, path=path)
+    damaged = file.read_bytes()[:4096] + b"\xff" * (file.stat().st_size - 4096)
+    file.write_bytes(damaged)
+    for engine in (running, pool(tmp_path, path=path)):
+        assert engine.analyse([Query(fen) for fen in fens]) == right
+        assert (engine.counts["cached"], engine.counts["analysed"], engine.counts["unkept"]) == (0, 20, 20)
+
+
+@pytest.mark.parametrize("said", ["", "{", "5", "[]", "[[1]]", '[["e2e4", "x"]]'])
+def test_an_entry_that_is_damaged_is_asked_again_and_mended(tmp_path: Path, said: str) -> None:
+    first = pool(tmp_path, path=fake_engine(tmp_path))
+    right = first.analyse([Query(chess.STARTING_FEN)])
+    with sqlite3.connect(tmp_path / "cache.sqlite") as db:
+        db.execute("UPDATE lines SET lines = ?", (said,))
+    assert first.analyse([Query(chess.STARTING_FEN)]) == right
+    again = pool(tmp_path, path=fake_engine(tmp_path))
+    assert again.analyse([Query(chess.STARTING_FEN)]) == right
+    assert again.counts["cached"] == 1
 
 
 def test_scores_in_pawns_keep_their_order() -> None:

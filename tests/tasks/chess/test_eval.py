@@ -101,6 +101,8 @@ def test_puzzles_can_be_trained_on_only_where_some_are_left(puzzles: Path) -> No
         (HEAD + f"bad,{BACK_RANK},d8a8,1\n", "two at least"),
         (HEAD + f"bad,{BACK_RANK},Ra8 Rd8,1\n", "UCI notation"),
         (HEAD + f"bad,{BACK_RANK},d8a8 d1e8,1\n", "d1e8 is not legal"),
+        (HEAD + f"bad,{BACK_RANK},d8d8 d1d8,1\n", "puzzles.csv:2: the move 'd8d8' stays on its square"),
+        (HEAD + f"bad,{BACK_RANK},d8a8 d1d1,1\n", "puzzles.csv:2: the move 'd1d1' stays on its square"),
     ],
 )
 def test_broken_puzzles_are_named(text: str, said: str, tmp_path: Path) -> None:

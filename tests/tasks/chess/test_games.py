@@ -104,6 +104,17 @@ def test_the_command_plays_counts_and_writes(tmp_path: Path, capsys: pytest.Capt
     assert sorted(path.name for path in boards.iterdir()) == ["game-001.svg", "game-002.svg"]
 
 
+def test_the_table_fits_a_terminal_of_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["play-chess", "tiny", "--games", "2", "--max-tokens", "4"]) == 0
+    shown = capsys.readouterr().out
+    for word in ("games", "wins", "draws", "losses", "forfeits", "unfinished", "score [95 %]", "plies"):
+        assert f"{word} " in shown
+    assert "…" not in shown
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

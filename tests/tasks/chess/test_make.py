@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import chess
+import chess.pgn
 import pytest
 
 from keel.cli import main
@@ -22,6 +24,8 @@ from keel.tasks.chess.make import MakeOptions, check_options, checked, game_item
 from keel.tasks.chess.rules import identity
 from keel.tasks.chess.selfplay import read_openings
 from keel.types import Problem
+
+from .fake_engine import fake_engine
 
 OPENINGS = "eco\tname\tpgn\nB00\tKing's Pawn\t1. e4\nC20\tWayward Queen\t1. e4 e5 2. Qh5\n"
 
@@ -103,6 +107,36 @@ def test_policy_rows_are_labelled_and_earn_the_full_reward(games: str, tmp_path:
         assert dict(zip(analysis.moves, analysis.evaluations, strict=True))[analysis.best] == max(analysis.evaluations)
 
 
+def test_rows_that_the_engine_did_not_label_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("KEEL_STOCKFISH", fake_engine(tmp_path, "board.turn == chess.BLACK and sys.exit(1)"))
+    # a pool belongs to its options: 4321 nodes are no other test's
+    words = ["--kind", "both", "--rows", "18", "--plies", "12", "--nodes", "4321"]
+    sides = made(tmp_path / "both", *words)
+    assert "\n6 P: rows are missing: the engine did not answer" in capsys.readouterr().out
+    rows = [row["prompt"] for row in sides["train"] + sides["held_out"]]
+    assert len(rows) == 18
+    assert {prompt.split()[2] for prompt in rows if prompt.startswith("P: ")} == {"w"}
+    assert json.loads((tmp_path / "both" / "data.json").read_text())["made"]["unavailable"] == 6
+    again = main(["data", "chess", "--out", str(tmp_path / "both"), "--jobs", "1", *words, "--json"])
+    assert (again, json.loads(capsys.readouterr().out)["unavailable"]) == (0, 6)
+
+
+@pytest.mark.parametrize("kind", ["p", "a"])
+def test_a_dead_engine_is_named(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("KEEL_STOCKFISH", fake_engine(tmp_path, "sys.exit(1)"))
+    words = ["--kind", kind, "--games", "engine", "--rows", "5", "--plies", "40", "--nodes", f"{4322 + (kind == 'a')}"]
+    assert main(["data", "chess", "--out", str(tmp_path / "p"), "--jobs", "1", *words]) == 2
+    error = capsys.readouterr().err
+    assert "fake-engine answered for none of" in error
+    assert error.count("\n") == 1
+
+
 def test_an_opening_is_played_to_its_end_and_then_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "openings.tsv"
     path.write_text(OPENINGS)
@@ -182,6 +216,10 @@ def test_settings_that_mean_nothing_are_named(
         ("eco\tname\nA00\tGrob\n", "no column uci or pgn"),
         ("eco\tname\tpgn\nA00\tGrob\t1. g4 Ke7\n", "line 2"),
         ("uci\ne2e4 e7e5\nNf3\n", "line 3: the move 'Nf3' is not in UCI notation"),
+        ("pgn\n1. e4 e5 2. Nf9\n", "line 2: the move 'Nf9' of '1. e4 e5 2. Nf9' cannot be played"),
+        ("pgn\n1. e4\n1. e4 e5 Qh5 hello\n", "line 3: the move 'hello'"),
+        ("pgn\n1. e4 (1. d4\n", r"line 2: the move '\('"),
+        ("uci\ne2e4 e7e7\n", "line 2: the move 'e7e7' stays on its square"),
         ("eco\tname\tpgn\n", "holds no opening"),
     ],
 )
@@ -190,6 +228,24 @@ def test_broken_openings_are_named(text: str, said: str, tmp_path: Path) -> None
     path.write_text(text)
     with pytest.raises(KeelError, match=said):
         read_openings(str(path))
+
+
+@pytest.mark.parametrize(
+    "pgn",
+    [
+        "1. e4 e5 2. Nf3 Nc6 3. Bc4 Nf6 4. O-O",
+        "1.e4! e5?! 2.Nf3 $1 Nc6 3.Bc4 Nf6 4.O-O 1/2-1/2",
+        "1. e4 {the king's pawn} 1... e5 (1... c5 2. Nf3 (2. c3)) 2. Nf3 Nc6 3. Bc4 Nf6 4. O-O *",
+    ],
+)
+def test_pgn_openings_are_read_as_they_are_written(pgn: str, tmp_path: Path) -> None:
+    path = tmp_path / "openings.tsv"
+    path.write_text(f"pgn\tname\n{pgn}\tItalian\n")
+    game = chess.pgn.read_game(io.StringIO(pgn))
+    assert game is not None
+    moves = tuple(move.uci() for move in game.mainline_moves())
+    assert read_openings(str(path)) == (moves,)
+    assert len(moves) == 7
 
 
 def test_a_row_that_does_not_earn_the_full_reward_is_refused() -> None:

@@ -82,6 +82,8 @@ def _record(row: Row, source: Source) -> Record:
     if not isinstance(fen, str):
         raise KeelError(f"it has neither a text ({TEXT!r}) nor a position ('fen'): its columns are {', '.join(values)}")
     moves = values.get("history") or ()
+    if not isinstance(moves, str | list | tuple):
+        raise KeelError(f"its history is {moves!r}: give the moves before, as text or a list")
     history = tuple(moves.split() if isinstance(moves, str) else map(str, moves))
     for move in history:
         need_uci(move)

@@ -23,6 +23,7 @@ import chess.engine
 from keel.errors import KeelError, unknown
 from keel.tasks.chess.cache import Cache, Lines, default_path
 from keel.tasks.chess.format import LINES
+from keel.tasks.chess.notation import is_real
 from keel.tasks.chess.rules import board_of, legal_moves
 
 PLACES = ("/usr/games/stockfish", "/usr/local/bin/stockfish", "/opt/homebrew/bin/stockfish")
@@ -71,10 +72,13 @@ def engine_options(given: Mapping[str, Any] | EngineOptions | None) -> EngineOpt
     made = EngineOptions(**(given or {}))
     for name, low in (("nodes", 100), ("hash_mb", 1), ("workers", 1)):
         value = getattr(made, name)
-        if value is not None and (not isinstance(value, int) or value < low):
+        if value is not None and (type(value) is not int or value < low):
             raise KeelError(f"task.engine.{name} is {value!r}: it must be a whole number of at least {low}")
-    if not made.timeout_s > 0:
-        raise KeelError(f"task.engine.timeout_s is {made.timeout_s}: it must be above 0")
+    if not (is_real(made.timeout_s) and made.timeout_s > 0):
+        raise KeelError(f"task.engine.timeout_s is {made.timeout_s!r}: it must be a number of seconds above 0")
+    for name in ("path", "cache"):
+        if not isinstance(getattr(made, name), str | Path | None):
+            raise KeelError(f"task.engine.{name} is {getattr(made, name)!r}: it must be a file's name")
     return made
 
 
@@ -172,6 +176,8 @@ class Pool:
                 if engine is None:
                     engine = await self._start()
                 lines = await self._answer(engine[1], query)
+            except KeelError:  # what the user asked of it: no new process would do it
+                raise
             except Exception as error:  # an engine that breaks may break anything between it and here
                 late = isinstance(error, TimeoutError)
                 self.counts["timed_out" if late else "crashed"] += 1
@@ -196,6 +202,10 @@ class Pool:
         self.counts["started"] += 1
         wanted = {"Threads": 1, "Hash": self.options.hash_mb}
         known = {name: value for name, value in wanted.items() if name in engine[1].options}
+        most = engine[1].options["Hash"].max if "Hash" in known else None
+        if most is not None and self.options.hash_mb > most:
+            self._drop(engine)
+            raise KeelError(f"task.engine.hash_mb is {self.options.hash_mb}: {self.path} takes at most {most}")
         try:
             await asyncio.wait_for(engine[1].configure(known), START_S)
         except BaseException:
@@ -258,18 +268,26 @@ class Pool:
         return name
 
     async def _ask_name(self) -> str:
-        try:
-            engine = await self._start()
-        except (chess.engine.EngineError, OSError) as error:
-            why = f"it did not answer 'uci' in {START_S:g} s" if isinstance(error, TimeoutError) else "it ended"
-            if isinstance(error, OSError) and not isinstance(error, TimeoutError):
-                why = str(error.strerror or error)
-            raise KeelError(f"{self.path} is no UCI engine ({why}): {INSTALL}, or set task.engine.path") from error
+        engine = await self._first_start()
         name = str(engine[1].id.get("name", Path(self.path).name))
         self._free = asyncio.Queue()
         for held in [engine, *[None] * (self.workers - 1)]:
             self._free.put_nowait(held)
         return name
+
+    async def _first_start(self) -> Any:
+        """The first process, started again where one ends at once; what is never an engine is named."""
+        while True:
+            try:
+                return await self._start()
+            except (chess.engine.EngineError, OSError) as error:
+                if isinstance(error, chess.engine.EngineTerminatedError) and self.counts["crashed"] < ATTEMPTS - 1:
+                    self.counts["crashed"] += 1
+                    continue
+                why = f"it did not answer 'uci' in {START_S:g} s" if isinstance(error, TimeoutError) else "it ended"
+                if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+                    why = str(error.strerror or error)
+                raise KeelError(f"{self.path} is no UCI engine ({why}): {INSTALL}, or set task.engine.path") from error
 
     def _key(self, query: Query) -> str:
         options = self.options

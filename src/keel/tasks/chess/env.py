@@ -5,15 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from keel.errors import KeelError, unknown
 from keel.tasks.chess.data import Record
 from keel.tasks.chess.format import HISTORY, Verdict, env_completion, env_prompt, read_env, read_env_row
-from keel.tasks.chess.notation import need_uci
+from keel.tasks.chess.notation import is_real, need_uci
 from keel.tasks.chess.positions import Position, any_move, games_of
 from keel.tasks.chess.rewards import env_reward
-from keel.tasks.chess.rules import DRAWS, board_of, legal_moves, step
+from keel.tasks.chess.rules import DRAWS, board_of, legal_moves, next_positions, step
 from keel.tasks.chess.task import ChessTask, check_marking, part_means, problems_of
 from keel.tasks.problems import HELD_OUT_FRACTION
 from keel.types import Group, Problem, Reward
@@ -34,7 +35,12 @@ class EnvMarking:
         return env_reward(read_env(text), Verdict(*problem.answer), **self.options)
 
     def metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        return part_means(groups, PARTS, self.reward)
+        """Means of the parts, and `legal`: the share of answers whose FEN some legal move leads to, or is right."""
+        legal: list[bool] = []
+        for group in groups:
+            possible = next_positions(group.problem.info["fen"]) | {group.problem.answer[0]}
+            legal += [read_env(completion.text).fen in possible for completion in group.completions]
+        return {**part_means(groups, PARTS, self.reward), "legal": fmean(legal)}
 
 
 def env_problem(fen: str, move: str, before: Sequence[str], draws: str, key: str | None = None) -> Problem:
@@ -70,8 +76,8 @@ def chess_env(
     """
     if not isinstance(history, int) or not 1 <= history <= HISTORY:
         raise KeelError(f"chess history is {history!r}: it must be from 1 (the move alone) to {HISTORY}")
-    if not 0 <= illegal < 1:
-        raise KeelError(f"chess illegal is {illegal}: it must be a share from 0 to below 1")
+    if not (is_real(illegal) and 0 <= illegal < 1):
+        raise KeelError(f"chess illegal is {illegal!r}: it must be a share from 0 to below 1")
     if draws not in DRAWS:
         raise unknown("chess draws", draws, DRAWS)
     marking = EnvMarking(check_marking(system, parse, malformed))

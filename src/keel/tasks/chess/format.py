@@ -35,7 +35,7 @@ PADDINGS = {"source": Padding(), "none": Padding(0, 0, 0)}
 
 def padding_of(name: str) -> Padding:
     """The widths called `source` (90, 30 and 40) or `none` (one space behind each field)."""
-    if name not in PADDINGS:
+    if not isinstance(name, str) or name not in PADDINGS:
         raise unknown("chess padding", name, PADDINGS)
     return PADDINGS[name]
 

@@ -25,7 +25,8 @@ from keel.types import Problem
 KINDS = ("a", "p", "both")
 GAMES = ("random", "engine", "openings")
 FULL = {"a": FULL_ENV, "p": 5 * RUNG}
-Item = tuple[str, tuple[str, ...], bool]  # a position, its rows as JSON, whether its game is held out
+# A position, its rows as JSON ("" for P: where no engine answered), whether its game is held out.
+Item = tuple[str, tuple[str, ...], bool]
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,19 @@ def check_options(options: MakeOptions) -> None:
 def shard(options: MakeOptions, number: int) -> list[Item]:
     """All items of one shard: a second's work, or a game of engines, which is what a kill loses at most."""
     count = max(1, (PLIES[1] if options.needs_engine else 5 * PLIES[1]) // options.longest)
-    return [item for game in range(number * count, (number + 1) * count) for item in game_items(options, game)]
+    games = range(number * count, (number + 1) * count)
+    if not options.needs_engine:
+        return [item for game in games for item in game_items(options, game)]
+    pool = _pool(options)
+    before = pool.counts.copy()
+    items = [item for game in games for item in game_items(options, game)]
+    told = pool.counts - before
+    if told["unavailable"] and not told["analysed"] + told["cached"]:
+        raise KeelError(
+            f"the engine {pool.path} answered for none of {told['unavailable']} positions: "
+            "run it by hand, or name another in KEEL_STOCKFISH"
+        )
+    return items
 
 
 def game_items(options: MakeOptions, number: int) -> Iterator[Item]:
@@ -96,11 +109,12 @@ def game_items(options: MakeOptions, number: int) -> Iterator[Item]:
     held = is_held_out(name, HELD_OUT_FRACTION)
     for ply, lines in zip(plies, _labels(options, plies), strict=True):
         problems = [("a", _environment(options, ply, rng))] if options.kind != "p" else []
-        if lines:  # a row without labels teaches nothing
+        if lines:
             problems.append(("p", _policy(options, ply, lines)))
-        rows = tuple(json.dumps({**checked(options, kind, problem), "game": name}) for kind, problem in problems)
-        if rows:
-            yield identity(ply.position.fen), rows, held
+        rows = [json.dumps({**checked(options, kind, problem), "game": name}) for kind, problem in problems]
+        if options.kind != "a" and not lines:
+            rows.append("")  # a row without labels teaches nothing, and is counted
+        yield identity(ply.position.fen), tuple(rows), held
 
 
 def _plies(options: MakeOptions, source: str, number: int, rng: random.Random) -> Iterator[Ply]:

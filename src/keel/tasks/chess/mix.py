@@ -9,6 +9,7 @@ from typing import Any
 from keel.errors import KeelError
 from keel.tasks.chess.env import chess_env
 from keel.tasks.chess.format import HISTORY
+from keel.tasks.chess.notation import is_real
 from keel.tasks.chess.policy import chess_policy
 from keel.tasks.mixture import Mixture, mixture
 from keel.tasks.problems import HELD_OUT_FRACTION
@@ -33,7 +34,7 @@ def chess(
 
     The other parameters are those of `chess_policy` and `chess_env`. In `data`, each of them reads its own rows.
     """
-    if not isinstance(environment, int | float) or not 0 <= environment <= 1:
+    if not (is_real(environment) and 0 <= environment <= 1):
         raise KeelError(f"chess environment is {environment!r}: it must be a share from 0 to 1")
     both: dict[str, Any] = {
         "data": data,

@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)", re.ASCII)
 
 
 def is_uci(text: str) -> bool:
-    """Whether a text has the form of a move, such as e2e4 or a7a8q; not whether it is legal anywhere."""
+    """Whether a text has the form of a move, such as e2e4 or a7a8q; not whether it is legal or goes anywhere."""
     return UCI.fullmatch(text) is not None
 
 
@@ -54,11 +54,18 @@ def fen_fault(fen: str) -> str | None:
 
 
 def need_uci(move: str) -> str:
-    """The move, or a KeelError that names its notation."""
+    """The move, or a KeelError that names its notation, or that it goes nowhere."""
     if is_uci(move):
+        if move[:2] == move[2:4]:
+            raise KeelError(f"the move {move!r} stays on its square: a move goes from one square to another")
         return move
     other = " (it looks like SAN)" if looks_like_san(move) else ""
     raise KeelError(f"the move {move!r} is not in UCI notation{other}: write from and to, such as g1f3 or a7a8q")
+
+
+def is_real(value: object) -> bool:
+    """Whether an option's value is a finite number; neither a truth value nor a text is."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_number(text: str) -> bool:

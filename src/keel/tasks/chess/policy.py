@@ -66,10 +66,14 @@ class PolicyMarking:
         if losses:
             found["centipawn_loss"] = 100 * fmean(losses)
         found |= mate_in_one(groups, self.padding)
-        if self.engine is not None:
-            counts = pool_of(self.engine).counts
-            found |= {f"engine/{name}": float(counts[name]) for name in ("crashed", "timed_out", "unavailable")}
-        return found
+        return {**found, **self.totals()}
+
+    def totals(self) -> Mapping[str, float]:
+        """How often the engine failed since this process began."""
+        if self.engine is None:
+            return {}
+        counts = pool_of(self.engine).counts
+        return {f"engine/{name}": float(counts[name]) for name in ("crashed", "timed_out", "unavailable")}
 
     def _losses(self, groups: Sequence[Group]) -> list[float]:
         """Pawns lost by each legal best move: best score − its score, which is asked for where it is not a label."""
@@ -107,7 +111,7 @@ class Labelled:
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """As many as asked for: one that no engine could label gives its place to another of the batch, once more."""
         # the seed's offset is no other draw's: other positions, and the same ones each time
-        draws = (self.inner.sample(count, seed=seed + 15_485_863 * draw, step=step) for draw in range(DRAWS))
+        draws = (self.inner.sample(count, seed=seed + 32_452_843 * draw, step=step) for draw in range(DRAWS))
         labelled = self._first_labelled(draws) if count else []
         return [*labelled, *(_again(labelled[i % len(labelled)], i) for i in range(count - len(labelled)))]
 

@@ -76,6 +76,8 @@ def chess_puzzles(
     source = source_of(data)
     if (path is None) == (source.path is None):
         raise KeelError("chess_puzzles reads one file with columns FEN and Moves: give path, or data.path")
+    if not isinstance(path, str | None):
+        raise KeelError(f"chess_puzzles path is {path!r}: it must be a file's name")
     if not isinstance(held_out, int | float) or isinstance(held_out, bool) or not 0 < held_out <= 1:
         raise KeelError(f"chess_puzzles held_out is {held_out!r}: it must be a share above 0, 1 for all")
     widths = padding_of(padding)

@@ -6,12 +6,12 @@ silence never pays.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from statistics import fmean
 
 from keel.errors import KeelError, unknown
 from keel.tasks.chess.format import LINES, EnvAnswer, PolicyAnswer, Verdict
+from keel.tasks.chess.notation import is_real
 from keel.types import Reward
 
 SYSTEMS = {"graduated": -0.3, "binary": -1.0}  # and what a malformed answer earns
@@ -29,12 +29,14 @@ Lines = Sequence[tuple[str, float]]  # moves with their evaluations in pawns, be
 
 def malformed_value(system: str, malformed: float | None = None) -> float:
     """What a malformed answer earns under a system, or the user's own value for it."""
-    if system not in SYSTEMS:
+    if not isinstance(system, str) or system not in SYSTEMS:
         raise unknown("chess reward system", system, SYSTEMS)
     if malformed is None:
         return SYSTEMS[system]
-    if not math.isfinite(malformed) or malformed >= 0:
-        raise KeelError(f"chess malformed is {malformed}: it must be below 0, or a malformed answer would pay")
+    if not is_real(malformed) or malformed >= 0:
+        raise KeelError(
+            f"chess malformed is {malformed!r}: it must be a number below 0, or a malformed answer would pay"
+        )
     return float(malformed)
 
 

@@ -53,6 +53,17 @@ def legal_moves(fen: str) -> tuple[str, ...]:
     return tuple(sorted(move.uci() for move in board_of(fen).legal_moves))
 
 
+def next_positions(fen: str) -> frozenset[str]:
+    """The FENs that a legal move leads to."""
+    board = board_of(fen)
+    found: set[str] = set()
+    for move in list(board.legal_moves):
+        board.push(move)
+        found.add(fen_of(board))
+        board.pop()
+    return frozenset(found)
+
+
 def identity(fen: str) -> str:
     """What makes two FENs the same position: everything but the counters."""
     return " ".join(fen.split(" ")[:4])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import chess
-import chess.pgn
 
 from keel.errors import KeelError
 from keel.tasks.chess.engine import Pool, Query
@@ -23,6 +23,8 @@ from keel.tasks.chess.rules import fen_of
 LINES_COLUMNS = ("uci", "pgn")
 RANDOM_PLIES = 6  # with which a game of engines begins, or all of them would be one game
 NEAR = 0.5  # pawns: an engine's moves that are this close to its best are drawn from alike
+_NO_MOVES = re.compile(r"\{[^}]*\}|;[^\n]*|\[[^]]*\]|\$\d+|(?<![a-h])\d+\.+|[!?]+|1-0|0-1|1/2-1/2|\*")
+_VARIATION = re.compile(r"\([^()]*\)")
 Choose = Callable[[chess.Board], chess.Move | None]
 
 
@@ -109,16 +111,28 @@ def read_openings(path: str) -> tuple[tuple[str, ...], ...]:
 
 
 def _line(text: str, column: str) -> tuple[str, ...]:
+    board = chess.Board()
     if column == "uci":
-        board = chess.Board()
         for move in text.split():
             board.push_uci(need_uci(move))
     else:
-        game = chess.pgn.read_game(io.StringIO(text))
-        if game is not None and game.errors:
-            raise KeelError(f"{text[:40]!r} is no opening: {game.errors[0]}")
-        board = chess.Board() if game is None else game.end().board()
+        for word in _san_moves(text):
+            try:
+                board.push_san(word)
+            except ValueError as error:
+                raise KeelError(f"the move {word!r} of {text[:40]!r} cannot be played: it is no legal move") from error
     moves = tuple(move.uci() for move in board.move_stack)
     if not moves:
         raise KeelError(f"{text[:40]!r} has no moves")
     return moves
+
+
+def _san_moves(text: str) -> list[str]:
+    """The words of a PGN's moves, without headers, comments, variations, numbers, marks and the result.
+
+    python-chess skips a word that it cannot read, and the line would be cut there unseen.
+    """
+    rest, variations = _NO_MOVES.sub(" ", text), 1
+    while variations:
+        rest, variations = _VARIATION.subn(" ", rest)
+    return rest.split()

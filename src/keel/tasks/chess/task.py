@@ -93,6 +93,11 @@ class ChessTask:
         """Rates over all completions of an evaluation."""
         return self.marking.metrics(groups)
 
+    def totals(self) -> Mapping[str, float]:
+        """What went wrong with the engine so far, where there is one."""
+        totals = getattr(self.marking, "totals", None)
+        return {} if totals is None else totals()
+
     def picture(self, problem: Problem, text: str) -> str | None:
         """The board of an answer, as SVG, for the report."""
         from keel.tasks.chess.picture import answer_picture
