@@ -17,7 +17,7 @@ from keel.report.panels import panels
 from keel.report.read import Run, read_run
 from keel.report.rollouts import readable, scale
 from keel.report.samples import pick, span
-from keel.report.sections import flatten, seconds, since
+from keel.report.sections import flatten, retention_table, seconds, since
 from keel.report.verdict import Accuracy, accuracy, change_word, kl_figures, sentences, state
 
 RUN = Run(path=Path("r"), name="r")
@@ -215,3 +215,36 @@ def test_a_stop_is_said_where_it_ended_the_run():
     assert ("bad", "Stopped by a guard: too far: back to checkpoint step-6, the run stops.") in sentences(stopped)
     gone_on = Run(Path("x"), "x", metrics=({"step": 20},), events=events, config=config, summary={"steps": 20})
     assert not any("Stopped by a guard" in text for _, text in sentences(gone_on))
+
+
+def test_parts_of_the_reward_are_drawn_and_the_tasks_own_figures_stand_before_and_after():
+    metrics = tuple(
+        {"step": step, "reward/mean": 0.5, "reward/part/exact_match": 0.1 * step, "reward/part/format": 1.0}
+        for step in (1, 2, 3)
+    )
+    lines = [
+        {"step": step, "task": "hop", "split": "trained", "pass@1": 0.5, "ci95": [0.4, 0.6], "extra": extra}
+        for step, extra in (
+            (0, {"retrieval_recall": 0.25, "tool_calls": 1.5}),
+            (2, {"retrieval_recall": 0.5, "tool_calls": 1.75}),
+            (3, {"retrieval_recall": 0.75, "tool_calls": 2.0, "new": 0.1}),
+        )
+    ]
+    run = replace(RUN, metrics=metrics, evaluations=tuple(lines))
+    titles = [panel.title for panel in panels([run])]
+    assert titles[titles.index("Reward") + 1] == "Reward parts"
+    drawn = next(panel for panel in panels([run]) if panel.title == "Reward parts")
+    assert [series.label for series in drawn.series] == ["exact_match", "format"]
+    assert [y for _, y in drawn.series[0].points] == pytest.approx([0.1, 0.2, 0.3])
+    several = {panel.title: [series.label for series in panel.series] for panel in panels([run, run])}
+    assert several["Reward part: exact_match"] == ["r", "r"]
+    shown = retention_table(run)
+    for name, before, after, change in (
+        ("retrieval_recall", "0.25", "0.75", "+0.500"),
+        ("tool_calls", "1.5", "2", "+0.500"),
+        ("new", "–", "0.1", "–"),
+    ):
+        assert f"<td>{name}</td><td>{before}</td><td>{after}</td><td>{change}</td>" in shown
+    once = retention_table(replace(run, evaluations=tuple(lines[:1])))
+    assert "<td>tool_calls</td><td>1.5</td><td>–</td><td>–</td>" in once
+    assert "of its own" not in retention_table(replace(run, evaluations=({**lines[0], "extra": None},)))

@@ -115,7 +115,7 @@ def test_one_run_says_everything(runs):
     assert "guard/skipped" in page.text
     assert "prefers-color-scheme" in text
     assert "viewport" in text
-    assert page.tags.count("svg") == page.tags.count("figure") == 16
+    assert page.tags.count("svg") == page.tags.count("figure") == 17
 
 
 def test_chart_data_is_embedded_and_keeps_gaps(runs):
