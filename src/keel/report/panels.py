@@ -83,7 +83,7 @@ PANELS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 PART = "reward/part/"
 KL_KINDS = ("k3", "k1", "exact")
 FROM_ZERO = {"Completion length", "Time a step", "Speed", "Gradient norm"}
-NOTABLE = ("guard", "rollback", "stop", "resume", "abort", "spike", "nan", "interrupt", "over-budget")
+NOTABLE = ("guard", "rollback", "stop", "resume", "abort", "spike", "nan", "interrupt", "over-budget", "tool/errors")
 # Where an attempt that was given up is drawn beside what became of the run: dashed, the first metric of the chart only.
 TOLD_TWICE = {"Reward", "Gradient norm", "Learning rate", "KL(policy‖reference) a sequence"}
 
