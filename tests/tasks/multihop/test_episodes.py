@@ -172,3 +172,39 @@ def test_a_users_own_tool_stands_beside_the_retrieval(data: dict[str, Any]) -> N
     assert task.respond(problem, ["<tool>add(2, b=3)</tool>"]) == "\n<result>\n5\n</result>\n"
     with pytest.raises(KeelError, match="two tools are called 'complete'"):
         build_task("multihop", tools=[tool(add, name="complete")])
+
+
+def test_only_documents_that_were_shown_are_paid_for(data: dict[str, Any]) -> None:
+    """The result has document 2, then document 1: one character less than both cuts through the second."""
+    turns = ["<retrieve>Amber Hall</retrieve>", final("Old Ashford", "2, 1")]
+    for limit, recall in ((200, 1.0), (len(BOTH), 1.0), (len(BOTH) - 1, 0.5), (20, 0.0)):
+        task, problem = opened(data, retriever="golden", max_characters=limit)
+        assert task.reward(problem, turns).parts["retrieval_recall"] == recall, limit
+        assert task.counts(problem, turns)["tool/too_long"] == float(limit < len(BOTH))
+
+
+BOTH = (
+    "Document ID: 2\n# Amber Hall\nAmber Hall is a novel by Miria Vane.\n\n"
+    "Document ID: 1\n# Miria Vane\nMiria Vane was born in Old Ashford."
+)
+
+
+def test_a_retrieval_that_no_turn_follows_is_not_paid_for(data: dict[str, Any]) -> None:
+    task, problem = opened(data, retriever="golden", top_n=1)
+    first, second = "<retrieve>Amber Hall</retrieve>", "<retrieve>Miria Vane</retrieve>"
+    for turns, recall in (([first], 0.0), ([first, second], 0.5), ([first, second, "hm"], 1.0)):
+        parts = task.reward(problem, turns).parts
+        assert (parts["retrieval_recall"], parts["retrieval_precision"]) == (recall, float(recall > 0)), turns
+    task, problem = opened(data, **JSON)
+    both_at_once = asked("Amber Hall") + completed("Old Ashford")
+    assert task.reward(problem, [both_at_once]).parts["retrieval_recall"] == 0.0
+
+
+def test_gold_turns_ask_until_all_is_shown(data: dict[str, Any]) -> None:
+    """With both documents asked for and room for one, the second takes a call of its own."""
+    task, problem = opened(data, retriever="golden", max_characters=len(BOTH) - 1)
+    turns = task.gold_turns(problem)
+    assert len(turns) == 3
+    assert task.reward(problem, turns).total == pytest.approx(1.0, abs=1e-9)
+    with pytest.raises(KeelError, match="max_characters is 0"):
+        opened(data, max_characters=0)

@@ -6,18 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from statistics import fmean
+from typing import Any
 
 from keel.errors import KeelError
 from keel.tasks.answers import last_tag
 from keel.tasks.multihop import score
 from keel.tasks.multihop.answer import Answer, complete, read_answer, retrieve_documents
-from keel.tasks.multihop.question import Question
+from keel.tasks.multihop.question import Document, Question
 from keel.tasks.multihop.retrieve import Found, Retriever
 from keel.tasks.multihop.source import Source, Worlds
 from keel.tasks.multihop.world import words
 from keel.tasks.tool_calls import write_call
 from keel.tasks.toolbox import Played, Toolbox
-from keel.tasks.tools import Tool, tool
+from keel.tasks.tools import MAX_CHARACTERS, Tool, tool
 from keel.types import Group, Message, Problem, Reward
 
 
@@ -36,6 +37,7 @@ class Multihop:
     hop_factor: bool
     hops: tuple[int, ...]
     curriculum_steps: int = 0
+    max_characters: int = MAX_CHARACTERS
     instruction: str | None = None
     own_tools: tuple[Tool, ...] = ()
     notes: tuple[str, ...] = ()
@@ -70,7 +72,7 @@ class Multihop:
             if document is None or id in found:
                 continue
             for query in (document.title, f"{document.title} {document.text}"):
-                seen = self._retrieve(question, query).documents
+                seen = self._seen(question, query)
                 if id in {one.id for one in seen}:
                     break
             found |= {one.id for one in seen}
@@ -89,10 +91,16 @@ class Multihop:
         return f"{think}<cite> {' '.join(question.chain)} </cite> <answer> {answer} </answer>"
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
-        """The parts of an episode, each in [0, 1], and (hops / 2) × their weighted mean."""
+        """The parts of an episode, each in [0, 1], and (hops / 2) × their weighted mean.
+
+        A document is retrieved once the model was shown the whole of it: what the last turn asked for, or what was cut
+        off a long result, it never saw.
+        """
         question, played = _question(problem), self.toolbox.play(problem, turns)
         answer = self._answer(played, turns)
-        found = [one.id for r in played.results if isinstance(r.value, Found) for one in r.value.documents]
+        found = [
+            one.id for turn in played.turns[:-1] for result in turn for one in _shown(result.value, result.content)
+        ]
         exact = score.best(score.exact_match, answer.text, question.answers)
         parts = {
             "exact_match": exact,
@@ -134,7 +142,8 @@ class Multihop:
 
     def tools(self, problem: Problem) -> tuple[Tool, ...]:
         """The tools of a problem, the retrieval bound to its documents."""
-        bound = replace(self._base, function=partial(self._retrieve, _question(problem)))
+        function = partial(self._retrieve, _question(problem))
+        bound = replace(self._base, function=function, max_characters=self.max_characters)
         return (bound, *((complete,) if self.answer_style == "complete" else ()), *self.own_tools)
 
     @cached_property
@@ -152,6 +161,11 @@ class Multihop:
 
     def _retrieve(self, question: Question, query: str) -> Found:
         return Found(tuple(self.retriever(question, query)[: self.top_n]))
+
+    def _seen(self, question: Question, query: str) -> list[Document]:
+        """What the model is shown of a retrieval."""
+        found = self._retrieve(question, query)
+        return _shown(found, str(found)[: self.max_characters])
 
     def _is_answer(self, text: str) -> bool:
         return self.answer_style == "tags" and last_tag(text) is not None
@@ -192,6 +206,11 @@ class Multihop:
         if self.tool_format == "tags":
             return problem
         return replace(problem, tools=[offered.schema for offered in self.tools(problem)])
+
+
+def _shown(value: Any, content: str) -> list[Document]:
+    """The documents of a retrieval that stand whole in what the model was told."""
+    return [one for one in value.documents if str(one) in content] if isinstance(value, Found) else []
 
 
 def _question(problem: Problem) -> Question:
