@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from keel.report.charts import Axis, Panel, Series, log_ticks, svg, thin, tick_t
 from keel.report.panels import panels
 from keel.report.read import Run, read_run
 from keel.report.rollouts import readable, scale
-from keel.report.samples import pick, span
+from keel.report.samples import pages, pick, section, span, tokens
 from keel.report.sections import flatten, retention_table, seconds, since
 from keel.report.verdict import Accuracy, accuracy, change_word, kl_figures, sentences, state
 
@@ -248,3 +249,50 @@ def test_parts_of_the_reward_are_drawn_and_the_tasks_own_figures_stand_before_an
     once = retention_table(replace(run, evaluations=tuple(lines[:1])))
     assert "<td>tool_calls</td><td>1.5</td><td>–</td><td>–</td>" in once
     assert "of its own" not in retention_table(replace(run, evaluations=({**lines[0], "extra": None},)))
+
+
+def episode(step: int = 1, kl: list[float] | None = None, **changes: object) -> dict:
+    """Two turns of the policy with a tool's answer between them."""
+    return {
+        "step": step,
+        "problem": f"p{step}",
+        "prompt": "Who?",
+        "completion": "<find> x\nfound x\nx it is",
+        "tokens": ["<find>", " x", " found", " x", " x", " it", " is"],
+        "action": [True, True, False, False, True, True, True],
+        "kl": kl,
+        "reward": 0.5,
+        "counts": {"turn/count": 2.0, "tool/calls": 1.0},
+        **changes,
+    }
+
+
+def test_turns_and_untrained_tokens_are_marked_without_any_kl():
+    shown = tokens(episode(), 1.0)
+    assert shown == (
+        "<span class='turn'><b>policy</b><span class='t'>&lt;find&gt; x</span></span>"
+        "<span class='turn heard'><b>tools</b><span class='t x'> found x</span></span>"
+        "<span class='turn'><b>policy</b><span class='t'> x it is</span></span>"
+    )
+    assert "KL was not measured here" in section(replace(RUN, rollouts=(episode(),)))
+    coloured = tokens(episode(kl=[0.5, 0.1, 0.0, 0.0, 0.2, 0.2, 0.2]), 1.0)
+    assert coloured.count("title=") == 5
+    assert coloured.count("<b>") == 3
+
+
+def test_all_recorded_completions_are_there_a_step_at_a_time():
+    records = tuple(
+        episode(step, problem=f"p{step}-{group}", reward=float(sample), completion=f"said-{step}-{group}-{sample}",
+                tokens=None)
+        for step in range(1, 10) for group in range(3) for sample in range(4)
+    )  # fmt: skip
+    shown = section(replace(RUN, rollouts=records))
+    assert shown.count("<details>") == 9
+    assert "Step 4: 12 completions, mean reward 1.5" in shown
+    assert all(record["completion"] in shown for record in records)
+    assert shown.index("Step 3: ") < shown.index("Step 4: ")
+    each = len(pages(replace(RUN, rollouts=records[:12])))
+    few = pages(replace(RUN, rollouts=records), limit=int(3.5 * each))
+    assert [int(found) for found in re.findall(r"Step (\d+): ", few)] == [1, 5, 9]  # spread over the run
+    assert "3 steps of 9 recorded; keel show RUN --step N has the others" in few
+    assert pages(replace(RUN, rollouts=records), limit=1).count("<details>") == 1
