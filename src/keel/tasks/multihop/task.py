@@ -54,7 +54,7 @@ class Multihop:
 
     def keep(self, fits: Callable[[Problem], bool]) -> tuple[Multihop, int]:
         """The task with only the questions whose prompts `fits` accepts, and how many were left out."""
-        source, left_out = self.source.keep(lambda question: fits(self._problem(question)))
+        source, left_out = self.source.keep(lambda question: fits(self.problem(question)))
         return replace(self, source=source), left_out
 
     def hops_at(self, step: int) -> tuple[int, ...]:
@@ -89,6 +89,23 @@ class Multihop:
             return write_call("complete", given, self.tool_format, self.tools(problem))
         think = f"<think> {reasoning} </think> " if self.think else ""
         return f"{think}<cite> {' '.join(question.chain)} </cite> <answer> {answer} </answer>"
+
+    def problem(self, question: Question) -> Problem:
+        """A question as it is asked."""
+        told = f"{self.instruction}\n{question.text}\n" if self.instruction else f"{question.text}\n"
+        problem = Problem(
+            key=question.key,
+            prompt=[{"role": "user", "content": told}],
+            answer=question.answers[0],
+            info={"question": question, "hops": question.hops},
+        )
+        if self.tool_format == "tags":
+            return problem
+        return replace(problem, tools=[offered.schema for offered in self.tools(problem)])
+
+    def most(self, problem: Problem) -> float:
+        """What an episode earns whose parts are all 1."""
+        return score.total(dict.fromkeys(self.weights, 1.0), self.weights, _question(problem).hops, self.hop_factor)
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
         """The parts of an episode, each in [0, 1], and (hops / 2) × their weighted mean.
@@ -193,19 +210,7 @@ class Multihop:
         return turns[len(played.turns) - 1] if played.turns else ""
 
     def _asked(self, questions: Sequence[Question]) -> list[Problem]:
-        return [self._problem(question) for question in questions]
-
-    def _problem(self, question: Question) -> Problem:
-        told = f"{self.instruction}\n{question.text}\n" if self.instruction else f"{question.text}\n"
-        problem = Problem(
-            key=question.key,
-            prompt=[{"role": "user", "content": told}],
-            answer=question.answers[0],
-            info={"question": question, "hops": question.hops},
-        )
-        if self.tool_format == "tags":
-            return problem
-        return replace(problem, tools=[offered.schema for offered in self.tools(problem)])
+        return [self.problem(question) for question in questions]
 
 
 def _shown(value: Any, content: str) -> list[Document]:
