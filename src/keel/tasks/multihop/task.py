@@ -17,7 +17,7 @@ from keel.tasks.multihop.retrieve import Found, Retriever
 from keel.tasks.multihop.source import Source, Worlds
 from keel.tasks.multihop.world import words
 from keel.tasks.tool_calls import write_call
-from keel.tasks.toolbox import Played, Toolbox
+from keel.tasks.toolbox import MOST_CALLS, Played, Toolbox
 from keel.tasks.tools import MAX_CHARACTERS, Tool, tool
 from keel.types import Group, Message, Problem, Reward
 
@@ -169,12 +169,24 @@ class Multihop:
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
-        """Every word, by spaces, of the worlds' prompts, replies and gold episodes: for a word-level tokenizer."""
+        """Every word, by spaces, of the worlds' prompts, replies and gold episodes: for a word-level tokenizer.
+
+        Among the replies are those to calls that went wrong: a model that cannot read them cannot mend its calls.
+        """
         if not isinstance(self.source, Worlds):
             raise KeelError("multihop has a closed vocabulary only for its built-in worlds: leave data.path out")
         marks = [f"<{end}{tag}>" for tag in ("retrieve", "result", "think", "cite", "answer") for end in ("", "/")]
         told = (self.instruction or "").split()
-        return tuple(dict.fromkeys([*words(self.source.documents), *marks, ",", *told, "No", "document", "matches."]))
+        replies = ("No document matches.", "[cut: characters more]", *self._errors())
+        heard = [word for reply in replies for word in reply.split()]
+        return tuple(dict.fromkeys([*words(self.source.documents), *marks, ",", *told, *heard]))
+
+    def _errors(self) -> list[str]:
+        """What the tools say to a call that is not closed, and to one too many: all that these words can do wrong."""
+        (problem,) = self.sample(1, seed=0, step=0)
+        tag = self._base.tag
+        wrong = (f"<{tag}>", f"<{tag}>{{</{tag}>" * (MOST_CALLS + 1))
+        return [self.toolbox.play(problem, [text]).results[-1].content for text in wrong]
 
     def _retrieve(self, question: Question, query: str) -> Found:
         return Found(tuple(self.retriever(question, query)[: self.top_n]))
