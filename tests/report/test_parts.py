@@ -14,12 +14,13 @@ from keel.loggers.jsonl import JsonlLogger
 from keel.report import html
 from keel.report import read as reading
 from keel.report.charts import Axis, Panel, Series, log_ticks, svg, thin, tick_text, ticks, wants_log
-from keel.report.panels import panels
+from keel.report.panels import PANELS, panels
 from keel.report.read import Run, read_run
-from keel.report.rollouts import readable, scale
+from keel.report.rollouts import facts, readable, scale
 from keel.report.samples import pages, pick, section, span, tokens
 from keel.report.sections import flatten, retention_table, seconds, since
 from keel.report.verdict import Accuracy, accuracy, change_word, kl_figures, sentences, state
+from keel.tasks.toolbox import KINDS
 
 RUN = Run(path=Path("r"), name="r")
 
@@ -296,3 +297,17 @@ def test_all_recorded_completions_are_there_a_step_at_a_time():
     assert [int(found) for found in re.findall(r"Step (\d+): ", few)] == [1, 5, 9]  # spread over the run
     assert "3 steps of 9 recorded; keel show RUN --step N has the others" in few
     assert pages(replace(RUN, rollouts=records), limit=1).count("<details>") == 1
+
+
+def test_counts_of_an_end_stand_with_a_completion():
+    counts = {"turn/count": 2.0, "tool/calls": 3.0, "tool/errors": 1.0, "tool/too_many": 1.0, "answer/missing": 1.0}
+    said = facts(episode(counts={**counts, "answer/list": 0.0, "answer/unknown_document": 2.0}))
+    assert "3 tool calls (1 too many)" in said
+    assert "answer: missing" in said
+    assert "answer: unknown document (2)" in said
+    assert not any("list" in fact for fact in said)
+
+
+def test_every_kind_of_a_wrong_call_is_drawn():
+    drawn = {metric for _, _, _, names in PANELS for metric, _ in names}
+    assert {f"tool/{kind}" for kind in KINDS} <= drawn

@@ -49,6 +49,7 @@ PANELS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
             ("tool/bad_arguments", "bad arguments"),
             ("tool/failed", "tool failed"),
             ("tool/timeout", "tool too slow"),
+            ("tool/too_many", "too many calls"),
             ("tool/too_long", "result cut"),
         ],
     ),
