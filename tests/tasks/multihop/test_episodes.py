@@ -208,3 +208,52 @@ def test_gold_turns_ask_until_all_is_shown(data: dict[str, Any]) -> None:
     assert task.reward(problem, turns).total == pytest.approx(1.0, abs=1e-9)
     with pytest.raises(KeelError, match="max_characters is 0"):
         opened(data, max_characters=0)
+
+
+@pytest.mark.parametrize(
+    ("cited", "recall", "unknown"),
+    [
+        ("Document ID: 2, Document ID: 1", 1.0, 0.0),
+        ("Document ID:2", 0.5, 0.0),
+        ("(1) and (2)", 1.0, 0.0),
+        ("#1 #2", 1.0, 0.0),
+        ("1. 2.", 1.0, 0.0),
+        ("docs 1, 2", 1.0, 0.0),
+        ("Doc #2; [1]", 1.0, 0.0),
+        ("(Doc 2)", 0.5, 0.0),
+        ("doc2 1", 0.5, 1.0),
+        ("Amber Hall", 0.0, 2.0),
+    ],
+)
+def test_citations_as_they_are_written(data: dict[str, Any], cited: str, recall: float, unknown: float) -> None:
+    task, problem = opened(data, retriever="golden")
+    turn = final("Old Ashford", cited)
+    assert task.reward(problem, [turn]).parts["citation_recall"] == recall
+    assert task.counts(problem, [turn])["answer/unknown_document"] == unknown
+    task, problem = opened(data, **JSON)
+    assert task.reward(problem, [completed("Old Ashford", cited)]).parts["citation_recall"] == recall
+
+
+@pytest.mark.parametrize("empty", ["", "  ", "[]"])
+def test_an_empty_answer_is_missing_and_has_no_form(data: dict[str, Any], empty: str) -> None:
+    for options, turn in (({"retriever": "golden"}, final(empty, "1 2")), (JSON, completed(empty))):
+        task, problem = opened(data, **options)
+        reward = task.reward(problem, [turn])
+        assert (reward.parsed, reward.parts["format"], reward.parts["f1"]) == (False, 0.0, 0.0)
+        assert reward.parts["citation_recall"] == 1.0
+        assert task.counts(problem, [turn])["answer/missing"] == 1.0
+        assert task.respond(problem, [turn]) is None
+
+
+def test_a_tag_of_no_tool_is_a_call_of_an_unknown_one(data: dict[str, Any]) -> None:
+    task, problem = opened(data, retriever="golden")
+
+    def counted(turn: str) -> tuple[float, ...]:
+        found = task.counts(problem, [turn])
+        return tuple(found[f"tool/{name}"] for name in ("calls", "errors", "unknown_tool"))
+
+    assert counted("<find>x</find>") == (1.0, 1.0, 1.0)
+    assert counted("<think> a </think> <find> x </find> and <look>y</look>") == (1.0, 1.0, 1.0)
+    for turn in (final("x", "1"), "<think> hm </think>", "<find> not closed", "a < b > c", "<retrieve>x</retrieve>"):
+        assert counted(turn)[2] == 0.0, turn
+    assert counted("<find>x</find> " + final("x", "1")) == (0.0, 0.0, 0.0)

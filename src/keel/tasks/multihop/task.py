@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -20,6 +21,9 @@ from keel.tasks.tool_calls import write_call
 from keel.tasks.toolbox import MOST_CALLS, Played, Toolbox
 from keel.tasks.tools import MAX_CHARACTERS, Tool, tool
 from keel.types import Group, Message, Problem, Reward
+
+_TAG = re.compile(r"<(/?)([A-Za-z_][\w-]*)>")
+_OWN_TAGS = {"think", "cite", "answer", "result"}
 
 
 @dataclass(frozen=True)
@@ -135,11 +139,19 @@ class Multihop:
         return self.toolbox.respond(problem, turns)
 
     def counts(self, problem: Problem, turns: Sequence[str]) -> dict[str, float]:
-        """Calls and errors of the tools; answers that are missing or lists; cited documents that do not exist."""
-        question = _question(problem)
-        answer = self._answer(self.toolbox.play(problem, turns), turns)
+        """Calls and errors of the tools; answers that are missing or lists; cited documents that do not exist.
+
+        A last turn without an answer but with a tag that is none of the tools' was meant as a call of an unknown tool.
+        """
+        question, played = _question(problem), self.toolbox.play(problem, turns)
+        answer, counted = self._answer(played, turns), self.toolbox.counts(problem, turns)
+        if self.tool_format == "tags" and played.over and answer.text is None and not played.turns[-1]:
+            found = _TAG.findall(self._last(played, turns))
+            opened, closed = ({tag for end, tag in found if end == mark} for mark in ("", "/"))
+            for name in ("calls", "errors", "unknown_tool"):
+                counted[f"tool/{name}"] += float(bool((opened & closed) - _OWN_TAGS))
         return {
-            **self.toolbox.counts(problem, turns),
+            **counted,
             "answer/missing": float(answer.text is None),
             "answer/list": float(answer.listed),
             "answer/unknown_document": float(sum(question.document(id) is None for id in answer.cited)),
@@ -209,7 +221,9 @@ class Multihop:
         return read_answer((last_tag(text) or "").strip(), last_tag(text, "cite") or "")
 
     def _form(self, played: Played, turns: Sequence[str]) -> float:
-        """1 if the answer came in the form that was asked for."""
+        """1 if there is an answer and it came in the form that was asked for."""
+        if self._answer(played, turns).text is None:
+            return 0.0
         if self.answer_style == "complete":
             return float(any(isinstance(result.value, Answer) for result in played.results))
         text, tags = self._last(played, turns), (*(("think",) if self.think else ()), "cite", "answer")
