@@ -15,6 +15,7 @@ from keel.config.resolve import scale_rewards
 from keel.errors import KeelError, unknown
 from keel.kl import build_controller
 from keel.models.load import DTYPES, LoadedModel, import_attr, is_users_own, load_model
+from keel.models.lora import adapter_is_zero
 from keel.models.scorer import build_scorer
 from keel.reference import build_reference
 from keel.rollout import NativeEngine, SamplingParams
@@ -207,7 +208,8 @@ def build_run(
         scorer=scorer,
     )
     packing = [] if loaded.packing_note is None else [loaded.packing_note]
-    return Built(run, judge, sampling, (*packing, *getattr(task, "notes", ()), *dropped, *_one_turn(config, task)))
+    said = (*packing, *getattr(task, "notes", ()), *dropped, *_one_turn(config, task), *_kept_adapter(config, run))
+    return Built(run, judge, sampling, said)
 
 
 def _one_turn(config: Config, task: Task) -> list[str]:
@@ -215,6 +217,16 @@ def _one_turn(config: Config, task: Task) -> list[str]:
     if config.rollout.max_turns > 1 or not hasattr(task, "respond"):
         return []
     return [f"task {task.name!r} has several turns, but rollout.max_turns is 1: no tool is ever answered"]
+
+
+def _kept_adapter(config: Config, run: Run) -> list[str]:
+    """A word on adapter_off where the adapter has a past: what is held then is not the base alone."""
+    if config.reference.kind != "adapter_off" or run.reference is None or adapter_is_zero(run.policy.model):
+        return []
+    return [
+        "reference.kind=adapter_off: the adapter is not zero (continued or warm-started), so the reference is that "
+        "adapter as it is now, as with auto and frozen, and not the bare base model"
+    ]
 
 
 def _reference(config: Config, loaded: LoadedModel) -> Any:

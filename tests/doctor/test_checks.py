@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from doctor.histories import altered, configured, evaluation, healthy
 from keel.doctor.checks import CHECKS, check_history
-from keel.doctor.history import History
+from keel.doctor.history import History, Series
 from keel.doctor.thresholds import load_thresholds
 
 KL, ENTROPY = "kl/policy_ref/k3/mean", "entropy/mean"
@@ -271,3 +271,50 @@ def test_advice_names_the_option_of_the_runs_own_trainer():
     finding = next(f for f in check_history(base).findings if f.code == "kl/over-budget")
     assert "learning_rate" in finding.advice
     assert "optim.learning_rate" not in finding.advice
+
+
+def with_tools(history: History | None = None, **values: float) -> History:
+    """The healthy run with tools: two calls an episode, and figures `tool__failed=2.0` for tool/failed."""
+    base = healthy() if history is None else history
+    steps = base.series["reward/mean"].steps
+    given = {"tool/calls_mean": 2.0, "tool/error_fraction": 0.05, "answer/missing": 0.1}
+    given |= {name.replace("__", "/"): value for name, value in values.items()}
+    more = {name: Series.of((step, value) for step in steps) for name, value in given.items()}
+    return replace(base, series={**base.series, **more})
+
+
+def test_calls_that_fail_are_found_with_their_kind_and_what_the_model_was_told():
+    assert codes(with_tools()) == []
+    event = {"kind": "tool/errors", "step": 3, "error": "error: search raised KeyError: 'x'"}
+    all_fail = with_tools(tool__error_fraction=1.0, tool__failed=1.9, tool__malformed=0.1)
+    (finding,) = check_history(replace(all_fail, events=(event,))).findings
+    assert (finding.code, finding.severity) == ("tool/failing", "error")
+    assert "100 % of the tool calls of steps 51–60" in finding.evidence
+    assert "failed 1.9, malformed 0.1" in finding.evidence
+    assert "search raised KeyError: 'x'" in finding.evidence
+    assert finding.cause == "the tool's function raises"
+    (finding,) = check_history(with_tools(tool__error_fraction=0.6, tool__malformed=1.2)).findings
+    assert finding.severity == "warning"
+    assert "max_turn_length" in finding.advice
+
+
+def test_one_failed_call_among_thousands_is_no_alarm():
+    history = with_tools(tool__error_fraction=0.0)
+    rare = Series.of((step, 0.001 if step > 55 else 4.0) for step in history.series["reward/mean"].steps)
+    wrong = Series.of((step, 1.0 if step > 55 else 0.0) for step in rare.steps)
+    more = {"tool/calls_mean": rare, "tool/error_fraction": wrong}
+    assert codes(replace(history, series={**history.series, **more})) == []
+
+
+def test_ends_that_are_no_answer_are_found():
+    (finding,) = check_history(with_tools(answer__unknown_document=1.5)).findings
+    assert (finding.code, finding.severity) == ("answer/unusable", "warning")
+    assert "1.5 an episode over steps 51–60" in finding.evidence
+    assert codes(with_tools(answer__missing=0.7)) == ["answer/unusable"]
+    unread = altered("parse/ok_fraction", lambda step, was: 0.01, flat())
+    assert codes(with_tools(unread, answer__missing=0.99)) == ["output/unparseable"]
+
+
+def test_a_run_without_tools_is_not_asked_about_them_and_a_log_of_others_is():
+    assert not any("tool/" in line for line in check_history(healthy()).unchecked)
+    assert any(line.startswith("tool/failing: ") for line in check_history(healthy(source="table")).unchecked)

@@ -35,10 +35,10 @@ def test_each_suspect_is_decided_by_a_figure() -> None:
     assert tuple(rows) == NAMES
     for row in rows.values():
         assert row.verdict in ("confirmed", "ruled out"), row
-        assert row.name == "H01" or any(sign.isdigit() for sign in row.figure), row
+        assert any(sign.isdigit() for sign in row.figure), row
     # What a model that answers by guessing earns hardly differs within a group; nothing else is wrong with it.
     assert {name for name, row in rows.items() if row.verdict == "confirmed"} <= {"H05"}
-    assert rows["H01"].figure == "rewards are not divided by their deviation"  # dr_grpo
+    assert rows["H01"].figure == "differences of reward are multiplied by at most 1"  # dr_grpo divides by nothing
     assert "tokens of the environment, none of them trained" in rows["H07"].figure
 
 

@@ -288,3 +288,15 @@ def test_importing_the_loggers_loads_nothing_heavy():
     code = "import keel.loggers, keel.report, sys; print([m for m in ('torch', 'rich', 'wandb') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_an_evaluation_prints_the_tasks_own_figures_beside_the_first_ones():
+    stream = io.StringIO()
+    log = ConsoleLogger(10, stream=stream, live=False)
+    log.evaluation(0, {**EVALUATION, "extra": {"exact_match": 0.25, "tool_calls": 1.5}})
+    log.evaluation(4, {**EVALUATION, "extra": {"exact_match": 0.5, "tool_calls": 2.0, "new": 3.0}})
+    log.evaluation(4, {**EVALUATION, "task": "other"})
+    lines = [" ".join(line.split()) for line in stream.getvalue().splitlines()]
+    assert lines[1:3] == ["exact_match 0.25", "tool_calls 1.5"]
+    assert lines[4:8] == ["step 0 step 4", "exact_match 0.25 0.5", "tool_calls 1.5 2", "new – 3"]
+    assert len(lines) == 9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +14,13 @@ from keel.loggers.jsonl import JsonlLogger
 from keel.report import html
 from keel.report import read as reading
 from keel.report.charts import Axis, Panel, Series, log_ticks, svg, thin, tick_text, ticks, wants_log
-from keel.report.panels import panels
+from keel.report.panels import PANELS, panels
 from keel.report.read import Run, read_run
-from keel.report.rollouts import readable, scale
-from keel.report.samples import pick, span
-from keel.report.sections import flatten, seconds, since
+from keel.report.rollouts import facts, readable, scale
+from keel.report.samples import pages, pick, section, span, tokens
+from keel.report.sections import flatten, retention_table, seconds, since
 from keel.report.verdict import Accuracy, accuracy, change_word, kl_figures, sentences, state
+from keel.tasks.toolbox import KINDS
 
 RUN = Run(path=Path("r"), name="r")
 
@@ -215,3 +217,97 @@ def test_a_stop_is_said_where_it_ended_the_run():
     assert ("bad", "Stopped by a guard: too far: back to checkpoint step-6, the run stops.") in sentences(stopped)
     gone_on = Run(Path("x"), "x", metrics=({"step": 20},), events=events, config=config, summary={"steps": 20})
     assert not any("Stopped by a guard" in text for _, text in sentences(gone_on))
+
+
+def test_parts_of_the_reward_are_drawn_and_the_tasks_own_figures_stand_before_and_after():
+    metrics = tuple(
+        {"step": step, "reward/mean": 0.5, "reward/part/exact_match": 0.1 * step, "reward/part/format": 1.0}
+        for step in (1, 2, 3)
+    )
+    lines = [
+        {"step": step, "task": "hop", "split": "trained", "pass@1": 0.5, "ci95": [0.4, 0.6], "extra": extra}
+        for step, extra in (
+            (0, {"retrieval_recall": 0.25, "tool_calls": 1.5}),
+            (2, {"retrieval_recall": 0.5, "tool_calls": 1.75}),
+            (3, {"retrieval_recall": 0.75, "tool_calls": 2.0, "new": 0.1}),
+        )
+    ]
+    run = replace(RUN, metrics=metrics, evaluations=tuple(lines))
+    titles = [panel.title for panel in panels([run])]
+    assert titles[titles.index("Reward") + 1] == "Reward parts"
+    drawn = next(panel for panel in panels([run]) if panel.title == "Reward parts")
+    assert [series.label for series in drawn.series] == ["exact_match", "format"]
+    assert [y for _, y in drawn.series[0].points] == pytest.approx([0.1, 0.2, 0.3])
+    several = {panel.title: [series.label for series in panel.series] for panel in panels([run, run])}
+    assert several["Reward part: exact_match"] == ["r", "r"]
+    shown = retention_table(run)
+    for name, before, after, change in (
+        ("retrieval_recall", "0.25", "0.75", "+0.500"),
+        ("tool_calls", "1.5", "2", "+0.500"),
+        ("new", "–", "0.1", "–"),
+    ):
+        assert f"<td>{name}</td><td>{before}</td><td>{after}</td><td>{change}</td>" in shown
+    once = retention_table(replace(run, evaluations=tuple(lines[:1])))
+    assert "<td>tool_calls</td><td>1.5</td><td>–</td><td>–</td>" in once
+    assert "of its own" not in retention_table(replace(run, evaluations=({**lines[0], "extra": None},)))
+
+
+def episode(step: int = 1, kl: list[float] | None = None, **changes: object) -> dict:
+    """Two turns of the policy with a tool's answer between them."""
+    return {
+        "step": step,
+        "problem": f"p{step}",
+        "prompt": "Who?",
+        "completion": "<find> x\nfound x\nx it is",
+        "tokens": ["<find>", " x", " found", " x", " x", " it", " is"],
+        "action": [True, True, False, False, True, True, True],
+        "kl": kl,
+        "reward": 0.5,
+        "counts": {"turn/count": 2.0, "tool/calls": 1.0},
+        **changes,
+    }
+
+
+def test_turns_and_untrained_tokens_are_marked_without_any_kl():
+    shown = tokens(episode(), 1.0)
+    assert shown == (
+        "<span class='turn'><b>policy</b><span class='t'>&lt;find&gt; x</span></span>"
+        "<span class='turn heard'><b>tools</b><span class='t x'> found x</span></span>"
+        "<span class='turn'><b>policy</b><span class='t'> x it is</span></span>"
+    )
+    assert "KL was not measured here" in section(replace(RUN, rollouts=(episode(),)))
+    coloured = tokens(episode(kl=[0.5, 0.1, 0.0, 0.0, 0.2, 0.2, 0.2]), 1.0)
+    assert coloured.count("title=") == 5
+    assert coloured.count("<b>") == 3
+
+
+def test_all_recorded_completions_are_there_a_step_at_a_time():
+    records = tuple(
+        episode(step, problem=f"p{step}-{group}", reward=float(sample), completion=f"said-{step}-{group}-{sample}",
+                tokens=None)
+        for step in range(1, 10) for group in range(3) for sample in range(4)
+    )  # fmt: skip
+    shown = section(replace(RUN, rollouts=records))
+    assert shown.count("<details>") == 9
+    assert "Step 4: 12 completions, mean reward 1.5" in shown
+    assert all(record["completion"] in shown for record in records)
+    assert shown.index("Step 3: ") < shown.index("Step 4: ")
+    each = len(pages(replace(RUN, rollouts=records[:12])))
+    few = pages(replace(RUN, rollouts=records), limit=int(3.5 * each))
+    assert [int(found) for found in re.findall(r"Step (\d+): ", few)] == [1, 5, 9]  # spread over the run
+    assert "3 steps of 9 recorded; keel show RUN --step N has the others" in few
+    assert pages(replace(RUN, rollouts=records), limit=1).count("<details>") == 1
+
+
+def test_counts_of_an_end_stand_with_a_completion():
+    counts = {"turn/count": 2.0, "tool/calls": 3.0, "tool/errors": 1.0, "tool/too_many": 1.0, "answer/missing": 1.0}
+    said = facts(episode(counts={**counts, "answer/list": 0.0, "answer/unknown_document": 2.0}))
+    assert "3 tool calls (1 too many)" in said
+    assert "answer: missing" in said
+    assert "answer: unknown document (2)" in said
+    assert not any("list" in fact for fact in said)
+
+
+def test_every_kind_of_a_wrong_call_is_drawn():
+    drawn = {metric for _, _, _, names in PANELS for metric, _ in names}
+    assert {f"tool/{kind}" for kind in KINDS} <= drawn

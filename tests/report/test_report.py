@@ -115,7 +115,7 @@ def test_one_run_says_everything(runs):
     assert "guard/skipped" in page.text
     assert "prefers-color-scheme" in text
     assert "viewport" in text
-    assert page.tags.count("svg") == page.tags.count("figure") == 16
+    assert page.tags.count("svg") == page.tags.count("figure") == 17
 
 
 def test_chart_data_is_embedded_and_keeps_gaps(runs):
@@ -232,10 +232,11 @@ def test_everything_untrusted_is_escaped(tmp_path):
             log.rollouts(
                 step, [record, {**record, "tokens": None}, {"messages": [{"role": ATTACK, "content": ATTACK}]}]
             )
-    text, page = read(write_report([tmp_path / "run", tmp_path / "run"], tmp_path / "out.html"))
-    assert "alert(1)</script>" not in text
-    assert "<img" not in text
-    assert "alert" not in page.scripts[1]
+    for runs in ([tmp_path / "run"], [tmp_path / "run", tmp_path / "run"]):
+        text, page = read(write_report(runs, tmp_path / "out.html"))
+        assert "alert(1)</script>" not in text
+        assert "<img" not in text
+        assert "alert" not in page.scripts[1]
     assert "</script><script>alert(1)</script><img src=http://evil.example/x" in page.text  # shown as text
 
 

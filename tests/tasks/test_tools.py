@@ -461,3 +461,49 @@ def double(number: int) -> int:
 def test_tools_around_a_task_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(KeelError, match=message):
         build_task("tools", **options)
+
+
+CALL = '{"name": "search", "arguments": {"query": "x"}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        # words before a bare call, in a fence too
+        (f"Let me look.\n{CALL}", [ASKED]),
+        (f"Let me look: {CALL}; {CALL}", [ASKED, ASKED]),
+        (f"I look.\n```json\n{CALL}\n```", [ASKED]),
+        (f"I look. [{CALL}]", [ASKED]),
+        ('The capital is {"name": "Rome"}', []),
+        ('She is {"name": "Ann"} and that is that', []),
+        # what is thought is no call, and does not spoil the one that follows
+        (f"<think>I could write <tool_call> here</think>\n<tool_call>{CALL}</tool_call>", [ASKED]),
+        (f"so a <tool_call> would do</think><tool_call>{CALL}</tool_call>", [ASKED]),
+        (f"<think>maybe <tool_call>{CALL}</tool_call></think> It is Rome.", []),
+        (f"<think>{CALL}</think> It is Rome.", []),
+        # a mark that is only mentioned, and calls that are not closed
+        (f"A <tool_call> it is: <tool_call>{CALL}</tool_call>", [ASKED]),
+        (f"<tool_call>{CALL}\n<tool_call>{CALL}</tool_call>", [ASKED, ASKED]),
+        (
+            '<tool_call>{"name": "search", "arguments": {"query": "<tool_call>"}}</tool_call>',
+            [ToolCall("search", {"query": "<tool_call>"})],
+        ),
+    ],
+)
+def test_calls_among_words_and_thoughts(text: str, calls: list[ToolCall]) -> None:
+    assert parse_calls(text, "json", TOOLS) == calls
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'Let me look. {"name": "search", "arguments": {"query": "x"',
+        f"Let me look. {CALL} and then?",
+        "<tool_call>{oops <tool_call>",
+        "I could use <tool_call>",
+    ],
+)
+def test_attempts_among_words_are_malformed(text: str) -> None:
+    calls = parse_calls(text, "json", TOOLS)
+    assert calls
+    assert all(call.fault for call in calls)

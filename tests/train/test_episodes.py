@@ -12,6 +12,7 @@ import pytest
 import keel
 from keel.build import build_policy, build_run, build_warmstart
 from keel.config import load_config
+from keel.doctor.thresholds import shipped_thresholds
 from keel.errors import KeelError
 from keel.rollout.collect import collect
 from keel.rollout.native import Request
@@ -19,6 +20,7 @@ from keel.rollout.render import Renderer
 from keel.rollout.sampling import SamplingParams
 from keel.tasks import build_task
 from keel.tasks.mixture import mixture
+from keel.train.guards import TOOL_ERRORS
 from keel.train.sft import episode_example, gold_examples, sft
 from keel.types import Completion, Problem
 from train.worlds import CONFIG, TASK, model
@@ -111,3 +113,30 @@ def test_two_steps_from_a_configuration(tmp_path: Path) -> None:
     assert record["counts"]["turn/count"] >= 1.0
     evaluated = json.loads((result.directory / "eval.jsonl").read_text().splitlines()[-1])
     assert "retrieval_recall" in evaluated["extra"]
+
+
+def test_a_run_whose_tool_calls_all_fail_says_so_once_and_is_not_called_healthy(tmp_path: Path) -> None:
+    config: dict[str, Any] = {
+        **CONFIG,
+        "run": {"name": "failing", "dir": str(tmp_path), "max_steps": 3},
+        "model": {"name": "tiny", "device": "cpu"},
+        "task": {"name": "train.failing:task"},
+        "warmstart": None,
+        "rollout": {**CONFIG["rollout"], "max_turns": 2, "max_turn_length": 8, "max_completion_length": 200},  # type: ignore[dict-item]
+    }
+    folder = keel.train(load_config(config)).directory
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    (event,) = [event for event in events if event["kind"] == "tool/errors"]
+    assert event["step"] == 1
+    assert event["error"] == "error: search raised KeyError: 'x'"
+    assert "100 % of this step's tool calls" in event["message"]
+    findings = {finding["code"]: finding for finding in json.loads((folder / "findings.json").read_text())}
+    assert findings["tool/failing"]["severity"] == "error"
+    assert "search raised KeyError" in findings["tool/failing"]["evidence"]
+    page = (folder / "report.html").read_text()
+    assert "tool/failing" in page
+    assert "tool/errors" in page
+
+
+def test_training_and_the_doctor_mean_the_same_share() -> None:
+    assert shipped_thresholds()["tool_errors"].value == TOOL_ERRORS

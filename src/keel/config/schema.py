@@ -102,7 +102,9 @@ class ReferenceSpec(Part):
     """The reference and its own parameters."""
 
     kind: str = Field(
-        default="auto", description="auto, frozen, adapter_off, ema, snapshot, kl_triggered, or a user's module:attr."
+        default="auto",
+        description="auto, frozen, adapter_off (a fresh adapter's base; of a continued or warm-started one where it "
+        "starts), ema, snapshot, kl_triggered, or a user's module:attr.",
     )
 
 

@@ -264,6 +264,12 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "of them.",
     ),
     (
+        "tool/failing",
+        "error",
+        "Most calls of tools are answered with an error, so episodes never get what they ask for.",
+        "The share of failed calls is over `tool_errors` over the last steps; a warning up to `tool_errors_error`.",
+    ),
+    (
         "reward/cliff",
         "error",
         "Failing costs far more than anything else can earn, so a rare success or failure rules the update.",
@@ -295,6 +301,13 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
         "error",
         "Almost no completion has the form that the task can read.",
         "The share that parses is under `parse_rate`; a warning if it is between that and `parse_rate_warning`.",
+    ),
+    (
+        "answer/unusable",
+        "warning",
+        "Episodes end without an answer, with a list in place of one, or citing documents that do not exist.",
+        "A count an episode is over `unusable_answers` over the steps looked at; that most have no answer is "
+        "output/unparseable instead.",
     ),
     (
         "reward/constant",

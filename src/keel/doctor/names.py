@@ -99,7 +99,10 @@ TRL_OPTIONS: dict[str, str] = {
     "disable_dropout": "model.disable_dropout",
 }
 
-_ROOMS = ("kl", "reward", "loss", "logp", "entropy", "ratio", "grad", "optim", "guard", "length", "parse", "prompt")
+_ROOMS = (
+    *("kl", "reward", "loss", "logp", "entropy", "ratio", "grad", "optim", "guard", "length", "parse", "prompt"),
+    *("turn", "tool", "answer"),
+)
 _KEEL = re.compile(rf"^({'|'.join(_ROOMS)})/")
 _REWARD_PART = re.compile(r"^rewards/(.+)/mean$")
 

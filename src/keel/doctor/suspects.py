@@ -51,10 +51,13 @@ class Row:
 
 
 NOT_AMPLIFIED = (
-    clear("rewards are not divided by their deviation", ("advantage/divides", "at most", 0.0)),
     clear(
         "differences of reward are multiplied by at most {:.3g}",
         ("advantage/amplification_max", "at most", "advantage_amplification"),
+    ),
+    clear(
+        "rewards are divided by {:.0f} deviations, so that their differences are multiplied by 1",
+        ("advantage/divides", "at most", 0.0),
     ),
     clear("mean within-group std {:.3g}", ("reward/within_group_std", "at least", "reward_spread")),
 )

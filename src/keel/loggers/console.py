@@ -34,6 +34,7 @@ class ConsoleLogger(Quiet):
         self._step = start_step
         self._metrics: Mapping[str, float] = {}
         self._evaluations: dict[str, str] = {}
+        self._own: dict[str, tuple[int, Mapping[str, float]]] = {}  # a task's own figures when first evaluated
         self._use_live = self._console.is_terminal if live is None else live
         self._live: Any = None
 
@@ -49,9 +50,13 @@ class ConsoleLogger(Quiet):
 
     def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
         """Keep the last one of each task in the panel; print it too."""
-        line = evaluation_line(record)
-        self._evaluations[f"{record.get('split')}/{record.get('task')}"] = f"{line}  (step {step})"
+        line, key = evaluation_line(record), f"{record.get('split')}/{record.get('task')}"
+        self._evaluations[key] = f"{line}  (step {step})"
         self._print(f"eval at step {step}: {line}")
+        own = record.get("extra")
+        if own:
+            for row in own_figures(step, own, self._own.setdefault(key, (step, own))):
+                self._print(row)
         if self._live is not None:
             self._refresh()
 
@@ -166,6 +171,23 @@ def evaluation_line(record: Mapping[str, Any]) -> str:
     if record.get("n") is not None:
         text += f" (n {record['n']})"
     return text
+
+
+def own_figures(step: int, now: Mapping[str, float], first: tuple[int, Mapping[str, float]]) -> list[str]:
+    """A task's own figures, such as the parts of its reward, as a table: a row a figure, the first evaluation's too."""
+    began, before = first
+    wide = max(len(name) for name in now)
+    rows = [(name, before.get(name), value) for name, value in now.items()]
+    if began == step:
+        return [f"  {name:<{wide}}  {value:8.4g}" for name, _, value in rows]
+    head = f"  {'':<{wide}}  {f'step {began}':>8}  {f'step {step}':>8}"
+    return [
+        head,
+        *(
+            f"  {name:<{wide}}  {'–' if was is None else format(was, '.4g'):>8}  {value:8.4g}"
+            for name, was, value in rows
+        ),
+    ]
 
 
 def event_line(kind: str, fields: Mapping[str, Any]) -> str:

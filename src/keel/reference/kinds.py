@@ -108,7 +108,9 @@ def frozen(loaded: LoadedModel, *, offload: bool = False) -> Reference:
 def adapter_off(loaded: LoadedModel, *, offload: bool = False) -> Reference:
     """The policy's base with the adapters off; an adapter that has a past is kept as it is now, as a second one.
 
-    Fresh LoRA costs no memory this way, so there is nothing that `offload` would have to move.
+    A reference is where the policy starts, so that the KL begins at 0: that is the bare base model for a fresh adapter
+    only, and a run says so where it is not. Fresh LoRA costs no memory this way, so there is nothing that `offload`
+    would have to move.
     """
     if not is_lora(unwrap(loaded.model)):
         raise KeelError("reference.kind=adapter_off needs LoRA: set model.lora, or use reference.kind=frozen")

@@ -30,7 +30,7 @@ def page(runs: Sequence[Run]) -> str:
     body.append(block("Curves", curves(drawn, len(runs) > 1)))
     for heading, make in (
         ("Skills before and after", sections.retention_table),
-        ("Sample completions", samples.section),
+        ("Sample completions", samples.section if len(runs) == 1 else samples.before_and_after),
         ("Timeline", sections.timeline),
     ):
         body.append(block(heading, per_run(runs, make, opened=heading != "Timeline")))

@@ -47,7 +47,7 @@
     chosen = token;
     token.classList.add("on");
     const problem = token.closest(".problem");
-    const text = JSON.stringify(token.textContent) + ": " + (token.title || "not sampled by the policy");
+    const text = JSON.stringify(token.textContent) + ": " + (token.title || (token.classList.contains("x") ? "not sampled by the policy" : "KL was not measured"));
     let out = problem.querySelector("output.token-kl");
     if (!out) {
       out = document.createElement("output");

@@ -49,6 +49,7 @@ PANELS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
             ("tool/bad_arguments", "bad arguments"),
             ("tool/failed", "tool failed"),
             ("tool/timeout", "tool too slow"),
+            ("tool/too_many", "too many calls"),
             ("tool/too_long", "result cut"),
         ],
     ),
@@ -80,9 +81,10 @@ PANELS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("Learning rate", "", "", [("optim/learning_rate", "learning rate")]),
 ]
 
+PART = "reward/part/"
 KL_KINDS = ("k3", "k1", "exact")
 FROM_ZERO = {"Completion length", "Time a step", "Speed", "Gradient norm"}
-NOTABLE = ("guard", "rollback", "stop", "resume", "abort", "spike", "nan", "interrupt", "over-budget")
+NOTABLE = ("guard", "rollback", "stop", "resume", "abort", "spike", "nan", "interrupt", "over-budget", "tool/errors")
 # Where an attempt that was given up is drawn beside what became of the run: dashed, the first metric of the chart only.
 TOLD_TWICE = {"Reward", "Gradient norm", "Learning rate", "KL(policy‖reference) a sequence"}
 
@@ -90,7 +92,8 @@ TOLD_TWICE = {"Reward", "Gradient norm", "Learning rate", "KL(policy‖reference
 def panels(runs: Sequence[Run]) -> list[Panel]:
     """Every chart that has data, accuracy, reward, KL and β first; a colour a metric, or a run if there are several."""
     drawn = [_from_metrics(runs, *spec) for spec in PANELS]
-    return [panel for panel in (_accuracy(runs), drawn[0], *_kl(runs), *drawn[1:]) if panel is not None]
+    order = (_accuracy(runs), drawn[0], *_parts(runs), *_kl(runs), *drawn[1:])
+    return [panel for panel in order if panel is not None]
 
 
 def marks(runs: Sequence[Run]) -> list[float]:
@@ -124,6 +127,15 @@ def _from_metrics(runs: Sequence[Run], title: str, unit: str, hint: str, names: 
         curves += _abandoned(runs, names[0][0])
     title = "Time a step, all phases" if len(runs) > 1 and title == "Time a step" else title
     return Panel(title, unit, curves, hint, marks(runs), title in FROM_ZERO, saves(runs))
+
+
+def _parts(runs: Sequence[Run]) -> list[Panel | None]:
+    """What the reward is made of, before weights: all parts together for one run, a chart each for several."""
+    names = sorted({name for run in runs for name in run.metric_names if name.startswith(PART)})
+    labelled = [(name, name.removeprefix(PART)) for name in names]
+    if len(runs) == 1:
+        return [_from_metrics(runs, "Reward parts", "mean of a step, before weights", "", labelled)]
+    return [_from_metrics(runs, f"Reward part: {label}", "mean of a step", "", [(n, label)]) for n, label in labelled]
 
 
 def _abandoned(runs: Sequence[Run], metric: str) -> list[Series]:
@@ -196,12 +208,9 @@ def _accuracy(runs: Sequence[Run]) -> Panel | None:
     """pass@1 on held-out problems with its 95 % interval: the trained task, and for one run the retained skills."""
     curves: list[Series] = []
     for index, run in enumerate(runs):
-        tasks: dict[tuple[str, str], list[dict]] = {}
-        for line in run.evaluations:
-            split = "retention" if line.get("split") == "retention" else "trained"
-            if split == "trained" or len(runs) == 1:
-                tasks.setdefault((split, str(line.get("task"))), []).append(line)
-        for order, ((split, task), lines) in enumerate(sorted(tasks.items(), key=lambda item: item[0][0] != "trained")):
+        for order, ((split, task), lines) in enumerate(run.evaluated.items()):
+            if split != "trained" and len(runs) > 1:
+                continue
             points = [(number(line.get("step")) or 0.0, number(line.get("pass@1"))) for line in lines]
             bounds = [interval(line.get("ci95")) for line in lines] if split == "trained" else ()
             label = task if split == "trained" else f"{task} (retention)"

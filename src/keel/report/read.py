@@ -52,6 +52,15 @@ class Run:
         return {name for line in self.metrics for name in line}
 
     @property
+    def evaluated(self) -> dict[tuple[str, str], list[Record]]:
+        """The evaluations of each (split, task), the trained one first: a retention task may have the same name."""
+        grouped: dict[tuple[str, str], list[Record]] = {}
+        for line in self.evaluations:
+            split = "retention" if line.get("split") == "retention" else "trained"
+            grouped.setdefault((split, str(line.get("task", "task"))), []).append(line)
+        return dict(sorted(grouped.items(), key=lambda item: item[0][0] != "trained"))
+
+    @property
     def max_steps(self) -> int | None:
         """As configured."""
         section = self.config.get("run")

@@ -105,23 +105,25 @@ def facts(record: Record) -> list[str]:
 
 
 def _episode(record: Record) -> list[str]:
-    """How many turns an episode had and what its tools were asked, where it was counted."""
+    """How many turns an episode had, what its tools were asked, and what is wrong with its end, where counted."""
     counts = record.get("counts")
     if not isinstance(counts, dict):
         return []
     turns, calls = number(counts.get("turn/count")), number(counts.get("tool/calls"))
     found = [] if turns is None else [_many(turns, "turn")]
     if calls is not None:
-        wrong = [f"{value:.0f} {name.removeprefix('tool/').replace('_', ' ')}" for name, value in _odd(counts)]
+        wrong = [f"{value:.0f} {name}" for name, value in _odd(counts, "tool/")]
         found.append(_many(calls, "tool call") + (f" ({', '.join(wrong)})" if wrong else ""))
+    ends = _odd(counts, "answer/")
+    found += [f"answer: {name}" + (f" ({value:.0f})" if value > 1 else "") for name, value in ends]
     return found
 
 
-def _odd(counts: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """What went wrong in calls, by its name."""
-    known = [(str(name), number(value)) for name, value in counts.items()]
+def _odd(counts: Mapping[str, Any], room: str) -> list[tuple[str, float]]:
+    """What went wrong in calls or answers, in words."""
+    known = [(str(name), number(value)) for name, value in counts.items() if str(name).startswith(room)]
     skipped = ("tool/calls", "tool/errors")
-    return [(name, value) for name, value in known if value and name.startswith("tool/") and name not in skipped]
+    return [(n.removeprefix(room).replace("_", " "), value) for n, value in known if value and n not in skipped]
 
 
 def _many(count: float, thing: str) -> str:

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import groupby
 
 from keel.report.read import Record, Run, number
-from keel.report.rollouts import cut_words, facts, message_text, messages_of, scale, speaker, tokens_of, turns_of
+from keel.report.rollouts import (
+    Token,
+    as_list,
+    brief,
+    cut_words,
+    facts,
+    message_text,
+    messages_of,
+    scale,
+    speaker,
+    tokens_of,
+    turns_of,
+)
 
 PROBLEMS = 4
 EACH = 2
+PAGES_BYTES = 3 * 2**20  # of all recorded completions in a report
 
 
 def pick(rollouts: Sequence[Record]) -> list[tuple[list[Record], list[Record]]]:
@@ -39,13 +54,18 @@ def pick(rollouts: Sequence[Record]) -> list[tuple[list[Record], list[Record]]]:
 
 
 def section(run: Run) -> str:
+    """A few problems before and after, then all that was recorded."""
+    return before_and_after(run) + pages(run)
+
+
+def before_and_after(run: Run) -> str:
     """The samples of one run as HTML."""
     pairs = pick(run.rollouts)
     if not pairs:
         return "<p class='muted'>No completions were recorded.</p>"
     shown = [record for pair in pairs for side in pair for record in side]
     top = scale(shown)
-    parts = [legend(top)]
+    parts = [legend(top, any(as_list(record.get("kl")) for record in shown))]
     for before, after in pairs:
         same = bool(after) and before[0].get("problem") == after[0].get("problem")
         if same or not after:
@@ -61,8 +81,64 @@ def section(run: Run) -> str:
     return "".join(parts)
 
 
-def legend(top: float) -> str:
+def pages(run: Run, limit: int = PAGES_BYTES) -> str:
+    """Every recorded completion, folded a step, in the order of training.
+
+    Where all would be more than `limit` bytes, the first step, the last and those evenly between them are shown.
+    """
+    by_step: dict[float, list[Record]] = {}
+    for record in run.rollouts:
+        step = number(record.get("step"))
+        if step is not None:
+            by_step.setdefault(step, []).append(record)
+    top, made, size = scale(run.rollouts), {}, 0
+    for step in _spread(sorted(by_step)):
+        page = _page(step, by_step[step], top)
+        size += len(page.encode("utf-8", "replace"))
+        if made and size > limit:
+            break
+        made[step] = page
+    if not made:
+        return ""
+    left_out = len(by_step) - len(made)
+    rest = f" of {len(by_step)} recorded; keel show RUN --step N has the others" if left_out else ""
+    heading = f"All recorded completions, {len(made)} step{'s' * (len(made) > 1)}{rest}"
+    return f"<h3>{heading}</h3>{''.join(made[step] for step in sorted(made))}"
+
+
+def _spread(steps: Sequence[float]) -> Iterator[float]:
+    """The first, the last, the middle, then the middles between those: a part of them is spread over the run."""
+    spans = deque([(0, len(steps) - 1)])
+    yield from dict.fromkeys([*steps[:1], *steps[-1:]])
+    while spans:
+        low, high = spans.popleft()
+        if high - low > 1:
+            middle = (low + high) // 2
+            yield steps[middle]
+            spans += [(low, middle), (middle, high)]
+
+
+def _page(step: float, records: Sequence[Record], top: float) -> str:
+    """One step: each problem's prompt, and its completions under it."""
+    rewards = [value for record in records if (value := number(record.get("reward"))) is not None]
+    paid = f", mean reward {brief(sum(rewards) / len(rewards))}" if rewards else ""
+    parts = []
+    for _, group in groupby(records, key=lambda record: (str(record.get("problem")), bool(record.get("tracked")))):
+        several = list(group)
+        cards = "".join(completion(record, top) for record in several)
+        held_out = "<small>held out</small>" if several[0].get("tracked") else ""
+        parts.append(f"<div class='problem'>{held_out}{prompt(several[0])}<div class='pair'>{cards}</div></div>")
+    count = f"{len(records)} completion{'s' * (len(records) > 1)}"
+    return f"<details><summary>Step {step:g}: {count}{paid}</summary><div>{''.join(parts)}</div></details>"
+
+
+def legend(top: float, measured: bool = True) -> str:
     """What the colours mean."""
+    if not measured:
+        return (
+            "<p class='legend kl'><span class='muted'>KL was not measured here. Grey: not sampled by the policy, not "
+            "trained on.</span></p>"
+        )
     return (
         "<p class='legend kl'><span class='ramp'></span>"
         f"<span class='muted'>blue −{top:.2g} · none 0 · orange +{top:.2g} nats per token, policy against reference; "
@@ -94,20 +170,29 @@ def picture(record: Record) -> str:
 
 
 def tokens(record: Record, top: float) -> str:
-    """Spans a token, those of several turns under their speakers; plain text where tokens and KL do not fit."""
+    """Spans a token, those of several turns under their speakers; plain text where tokens and KL do not fit.
+
+    Neighbours without a KL are one span, so that turns and what was not trained on are told apart without any KL too.
+    """
     found = tokens_of(record)
-    if not found or record.get("kl") is None:
+    if not found:
         return escape(str(record.get("completion", "")))
-    turns = [
-        (sampled, "".join(span(token.text, token.kl, not token.sampled, top) for token in turn))
-        for sampled, turn in turns_of(found)
-    ]
+    turns = [(sampled, "".join(_spans(turn, top))) for sampled, turn in turns_of(found)]
     if len(turns) == 1:
         return turns[0][1]
     return "".join(
         f"<span class='turn{'' if sampled else ' heard'}'><b>{speaker(record, sampled)}</b>{words}</span>"
         for sampled, words in turns
     )
+
+
+def _spans(turn: Sequence[Token], top: float) -> Iterator[str]:
+    for measured, run in groupby(turn, key=lambda token: token.kl is not None):
+        if measured:
+            yield from (span(token.text, token.kl, False, top) for token in run)
+        else:
+            several = list(run)
+            yield span("".join(token.text for token in several), None, not several[0].sampled, top)
 
 
 def span(token: str, kl: float | None, outside: bool, top: float) -> str:

@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from keel.report.read import Record, Run, number
+from keel.report.rollouts import brief
 from keel.report.verdict import (
     accuracy,
     change_word,
@@ -142,7 +143,26 @@ def retention_table(run: Run) -> str:
         rows.append([name, *cells, change, f"<span class='pill {tone}'>{word}</span>"])
     if not rows:
         return "<p class='muted'>No evaluation was recorded.</p>"
-    return table(["skill", "before", "after", "points", "verdict"], rows, "numbers")
+    return table(["skill", "before", "after", "points", "verdict"], rows, "numbers") + own_figures(run)
+
+
+def own_figures(run: Run) -> str:
+    """What tasks measure of their own at an evaluation, such as the parts of a reward or calls of tools."""
+    rows = []
+    for (split, task), lines in run.evaluated.items():
+        first, last = (_extra(line) for line in (lines[0], lines[-1]))
+        name = escape(task) + (" <small>(trained)</small>" if split == "trained" else "")
+        for figure in dict.fromkeys([*first, *last]):
+            before, after = number(first.get(figure)), number(last.get(figure)) if len(lines) > 1 else None
+            change = "–" if before is None or after is None else f"{after - before:+.3f}"
+            rows.append([name, escape(str(figure)), *(brief(value) for value in (before, after)), change])
+    head = ["skill", "figure of its own", "before", "after", "change"]
+    return f"<div class='below'>{table(head, rows, 'numbers')}</div>" if rows else ""
+
+
+def _extra(line: Record) -> Record:
+    extra = line.get("extra")
+    return dict(extra) if isinstance(extra, Mapping) else {}
 
 
 def timeline(run: Run) -> str:

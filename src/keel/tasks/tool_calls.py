@@ -12,10 +12,13 @@ from typing import Any
 from keel.tasks.tools import Tool
 
 FORMATS = ("json", "tags")
-_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_THOUGHT = re.compile(r"(?:<think>|\A)(?:(?!<think>).)*?</think>", re.DOTALL)
 _LISTED = "[TOOL_CALLS]"
 _BARE = re.compile(r"\s*(?:<\|python_tag\|>)?\s*(?=[\[{])")
 _LOOKS_LIKE_A_CALL = re.compile(r"\[?\s*\{\s*\"(?:name|type|function)\"")
+_LATER_CALL = re.compile(r"\[?\s*\{\s*\"(?:name|type|function)\"\s*:")
+_ARGUMENTS = re.compile(r"\"(?:arguments|parameters)\"\s*:")
 _WRITTEN = re.compile(r"\s*([A-Za-z_][\w-]*)\s*\((.*)\)\s*", re.DOTALL)
 
 
@@ -47,17 +50,44 @@ def write_call(name: str, arguments: Mapping[str, Any], format: str, tools: Sequ
 
 
 def _json_calls(text: str) -> list[ToolCall]:
-    """`<tool_call>{…}</tool_call>`, `[TOOL_CALLS] [{…}]`, or a turn that is nothing but JSON with a name in it.
+    """`<tool_call>{…}</tool_call>`, `[TOOL_CALLS] [{…}]`, or JSON with a name in it at the end of a turn.
 
-    Decoding leaves special tokens out, so the markers of templates that have them as such may be gone.
+    Decoding leaves special tokens out, so the markers of templates that have them as such may be gone. What is thought
+    is no call.
     """
-    blocks = _BLOCK.findall(text)
-    if blocks:
-        return [call for block in blocks for call in _read_json(block, sure=True)]
+    text = _THOUGHT.sub("", text)
+    if _OPEN in text:
+        return [call for block in _blocks(text) for call in _read_json(block, sure=True)]
     if _LISTED in text:
         return _read_json(text.partition(_LISTED)[2], sure=True)
     start = _BARE.match(text)
-    return _read_json(text[start.end() :], sure=False) if start else []
+    if start:
+        return _read_json(text[start.end() :], sure=False)
+    later = _LATER_CALL.search(text)
+    if later and _ARGUMENTS.search(
+        text, later.end()
+    ):  # words before it: then only with arguments, as an answer has none
+        return _read_json(text[later.start() :].rstrip().removesuffix("```"), sure=False)
+    return []
+
+
+def _blocks(text: str) -> list[str]:
+    """What stands between the marks of a call; a mark that only mentions it, with another before its end, is none."""
+    found: list[str] = []
+    place = text.find(_OPEN)
+    while place >= 0:
+        start = place + len(_OPEN)
+        end = text.find(_CLOSE, start)
+        body = text[start:] if end < 0 else text[start:end]
+        again = body.find(_OPEN)
+        if again >= 0 and _values(body)[1] is not None:  # the mark may also stand inside an argument
+            body, end = body[:again], start + again
+            if not body.lstrip().startswith(("{", "[")):
+                place = end
+                continue
+        found.append(body)
+        place = text.find(_OPEN, end) if end >= 0 else -1
+    return found
 
 
 def _read_json(text: str, *, sure: bool) -> list[ToolCall]:

@@ -16,8 +16,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from keel.train.batch import StepBatch
     from keel.train.state import State
+    from keel.types import Completion
 
 WINDOW, ENOUGH = 50, 10  # gradient norms that the running median looks back on, and those it needs to say anything
+TOOL_ERRORS = 0.5  # the share of a step's calls above which their errors are said: the doctor's `tool_errors`
 P95_FACTOR = 2.0  # the 95th percentile may be this many times the budget of the mean
 
 
@@ -136,6 +138,18 @@ def stretches(state: State, options: GuardOptions) -> list[tuple[str, str]]:
     if state.zero_advantages == limit:
         return [("advantage/zero", f"every advantage of the last {limit} steps was 0: no group's rewards differed")]
     return []
+
+
+def tool_trouble(metrics: Mapping[str, float], completions: Sequence[Completion]) -> dict[str, str] | None:
+    """The fields of an event where most tool calls of a step failed: how many, and what the model was first told."""
+    share = metrics.get("tool/error_fraction", 0.0)
+    if share <= TOOL_ERRORS:
+        return None
+    wrong = [completion for completion in completions if completion.counts.get("tool/errors")]
+    lines = (line.strip() for completion in wrong for line in completion.text.splitlines())
+    told = next((line for line in lines if line.startswith("error: ")), "")
+    message = f"{100 * share:.0f} % of this step's tool calls were answered with an error"
+    return {"message": f"{message}; the first: {told}" if told else message, "error": told}
 
 
 def first_nonfinite(batch: StepBatch, metrics: Mapping[str, float], gradient: str | None) -> str | None:

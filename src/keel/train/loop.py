@@ -26,6 +26,7 @@ from keel.train.guards import (
     first_nonfinite,
     skipped_record,
     stretches,
+    tool_trouble,
     trouble_at_end,
 )
 from keel.train.records import rollout_records, tracked_records
@@ -56,7 +57,8 @@ class Cadence:
 class Job:
     """A run with everything around it. `evaluate` returns one record a task, the trained one first.
 
-    `final_kl` is the KL of the policy that the run ended with.
+    `final_kl` is the KL of the policy that the run ended with; `tools_failing` that most tool calls of the last step
+    failed, which is said once a stretch.
     """
 
     run: Run
@@ -71,6 +73,7 @@ class Job:
     saved_at: int | None = None
     stopped: str | None = None
     final_kl: Mapping[str, float] | None = None
+    tools_failing: bool = False
 
 
 class Interrupt:
@@ -231,6 +234,10 @@ def _log(job: Job, step: Step, before: State, state: State) -> None:
         _keep_skipped(job, step, state)
     for kind, message in stretches(state, job.run.guards):
         job.loggers.event(kind, step=state.step, message=message)
+    told = tool_trouble(step.metrics, step.batch.completions)
+    if told is not None and not job.tools_failing:
+        job.loggers.event("tool/errors", step=state.step, **told)
+    job.tools_failing = told is not None
     for failure in job.failures():
         job.loggers.event("reward/failed", step=state.step, message=str(failure), function=failure.function)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,28 @@ def test_an_empty_part_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", row())
     with pytest.raises(KeelError, match="names no row"):
         read_questions(source_of({"path": f"{path}[5:]"}), 1.0)
+
+
+def test_broken_rows_beyond_a_part_do_not_count_and_the_first_is_named(tmp_path: Path) -> None:
+    """Lines 2 and 5 are no JSON, line 3 has no paragraphs: a part counts lines as they stand in the file."""
+    good = [json.dumps(one) for one in many(4)]
+    lines = [good[0], "{", json.dumps(row(paragraphs=[])), good[1], "not JSON", good[2], good[3]]
+    path = tmp_path / "bad.jsonl"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    def read(part: str, on_broken: str = "skip") -> Any:
+        return read_questions(source_of({"path": f"{path}{part}", "on_broken": on_broken}), 1.0)
+
+    assert [q.key for q in read("[:1]", "error").questions] == ["r0"]
+    assert [q.key for q in read("[5:]", "error").questions] == ["r2", "r3"]
+    assert [q.key for q in read("[1:4]").questions] == ["r1"]
+    assert read("[1:4]").notes[0].endswith("2 broken rows left out (data.on_broken=skip), the first at bad.jsonl:2")
+    assert read("[2:6]").notes[0].endswith("the first at bad.jsonl:3")
+    assert read("").notes[0].endswith("3 broken rows left out (data.on_broken=skip), the first at bad.jsonl:2")
+    with pytest.raises(KeelError, match=r"bad\.jsonl:3: .*holds no paragraphs \(1 more: bad\.jsonl:5\)"):
+        read("[2:]", "error")
+    with pytest.raises(KeelError, match="has 7"):
+        read("[7:]")
 
 
 def without_support() -> dict[str, Any]:

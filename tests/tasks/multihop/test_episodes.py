@@ -172,3 +172,88 @@ def test_a_users_own_tool_stands_beside_the_retrieval(data: dict[str, Any]) -> N
     assert task.respond(problem, ["<tool>add(2, b=3)</tool>"]) == "\n<result>\n5\n</result>\n"
     with pytest.raises(KeelError, match="two tools are called 'complete'"):
         build_task("multihop", tools=[tool(add, name="complete")])
+
+
+def test_only_documents_that_were_shown_are_paid_for(data: dict[str, Any]) -> None:
+    """The result has document 2, then document 1: one character less than both cuts through the second."""
+    turns = ["<retrieve>Amber Hall</retrieve>", final("Old Ashford", "2, 1")]
+    for limit, recall in ((200, 1.0), (len(BOTH), 1.0), (len(BOTH) - 1, 0.5), (20, 0.0)):
+        task, problem = opened(data, retriever="golden", max_characters=limit)
+        assert task.reward(problem, turns).parts["retrieval_recall"] == recall, limit
+        assert task.counts(problem, turns)["tool/too_long"] == float(limit < len(BOTH))
+
+
+BOTH = (
+    "Document ID: 2\n# Amber Hall\nAmber Hall is a novel by Miria Vane.\n\n"
+    "Document ID: 1\n# Miria Vane\nMiria Vane was born in Old Ashford."
+)
+
+
+def test_a_retrieval_that_no_turn_follows_is_not_paid_for(data: dict[str, Any]) -> None:
+    task, problem = opened(data, retriever="golden", top_n=1)
+    first, second = "<retrieve>Amber Hall</retrieve>", "<retrieve>Miria Vane</retrieve>"
+    for turns, recall in (([first], 0.0), ([first, second], 0.5), ([first, second, "hm"], 1.0)):
+        parts = task.reward(problem, turns).parts
+        assert (parts["retrieval_recall"], parts["retrieval_precision"]) == (recall, float(recall > 0)), turns
+    task, problem = opened(data, **JSON)
+    both_at_once = asked("Amber Hall") + completed("Old Ashford")
+    assert task.reward(problem, [both_at_once]).parts["retrieval_recall"] == 0.0
+
+
+def test_gold_turns_ask_until_all_is_shown(data: dict[str, Any]) -> None:
+    """With both documents asked for and room for one, the second takes a call of its own."""
+    task, problem = opened(data, retriever="golden", max_characters=len(BOTH) - 1)
+    turns = task.gold_turns(problem)
+    assert len(turns) == 3
+    assert task.reward(problem, turns).total == pytest.approx(1.0, abs=1e-9)
+    with pytest.raises(KeelError, match="max_characters is 0"):
+        opened(data, max_characters=0)
+
+
+@pytest.mark.parametrize(
+    ("cited", "recall", "unknown"),
+    [
+        ("Document ID: 2, Document ID: 1", 1.0, 0.0),
+        ("Document ID:2", 0.5, 0.0),
+        ("(1) and (2)", 1.0, 0.0),
+        ("#1 #2", 1.0, 0.0),
+        ("1. 2.", 1.0, 0.0),
+        ("docs 1, 2", 1.0, 0.0),
+        ("Doc #2; [1]", 1.0, 0.0),
+        ("(Doc 2)", 0.5, 0.0),
+        ("doc2 1", 0.5, 1.0),
+        ("Amber Hall", 0.0, 2.0),
+    ],
+)
+def test_citations_as_they_are_written(data: dict[str, Any], cited: str, recall: float, unknown: float) -> None:
+    task, problem = opened(data, retriever="golden")
+    turn = final("Old Ashford", cited)
+    assert task.reward(problem, [turn]).parts["citation_recall"] == recall
+    assert task.counts(problem, [turn])["answer/unknown_document"] == unknown
+    task, problem = opened(data, **JSON)
+    assert task.reward(problem, [completed("Old Ashford", cited)]).parts["citation_recall"] == recall
+
+
+@pytest.mark.parametrize("empty", ["", "  ", "[]"])
+def test_an_empty_answer_is_missing_and_has_no_form(data: dict[str, Any], empty: str) -> None:
+    for options, turn in (({"retriever": "golden"}, final(empty, "1 2")), (JSON, completed(empty))):
+        task, problem = opened(data, **options)
+        reward = task.reward(problem, [turn])
+        assert (reward.parsed, reward.parts["format"], reward.parts["f1"]) == (False, 0.0, 0.0)
+        assert reward.parts["citation_recall"] == 1.0
+        assert task.counts(problem, [turn])["answer/missing"] == 1.0
+        assert task.respond(problem, [turn]) is None
+
+
+def test_a_tag_of_no_tool_is_a_call_of_an_unknown_one(data: dict[str, Any]) -> None:
+    task, problem = opened(data, retriever="golden")
+
+    def counted(turn: str) -> tuple[float, ...]:
+        found = task.counts(problem, [turn])
+        return tuple(found[f"tool/{name}"] for name in ("calls", "errors", "unknown_tool"))
+
+    assert counted("<find>x</find>") == (1.0, 1.0, 1.0)
+    assert counted("<think> a </think> <find> x </find> and <look>y</look>") == (1.0, 1.0, 1.0)
+    for turn in (final("x", "1"), "<think> hm </think>", "<find> not closed", "a < b > c", "<retrieve>x</retrieve>"):
+        assert counted(turn)[2] == 0.0, turn
+    assert counted("<find>x</find> " + final("x", "1")) == (0.0, 0.0, 0.0)

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from keel.errors import KeelError
+from keel.models.words import word_tokenizer
 from keel.tasks import build_task
 from keel.tasks.multihop.question import Question
 from keel.tasks.multihop.world import RELATIONS
@@ -57,6 +58,24 @@ def test_whole_episodes_are_short_and_in_the_closed_vocabulary(options: dict[str
         words = " ".join(said).split()
         assert len(words) <= 300
         assert set(words) <= known
+
+
+@pytest.mark.parametrize("options", [{}, {"instruction": None, "think": False}])
+def test_what_is_said_of_a_wrong_call_is_in_the_closed_vocabulary(options: dict[str, object]) -> None:
+    """All that a model of these words can do wrong: leave a call open, in any place, and make too many."""
+    task = build_task("multihop", **options)
+    known, tokenizer = set(task.vocabulary), word_tokenizer(task.vocabulary)
+    (problem,) = task.sample(1, seed=0, step=0)
+    name = problem.info["question"].documents[0].title
+    for turn in (
+        f"<retrieve> {name}",
+        f"<retrieve> {name} </retrieve> <retrieve>",
+        f"<retrieve> {name} </retrieve> " * 17,
+    ):
+        reply = task.respond(problem, [turn])
+        assert "error: " in reply
+        assert set(reply.split()) <= known
+        assert tokenizer.unk_token_id not in tokenizer.encode(reply, add_special_tokens=False)
 
 
 @pytest.mark.parametrize("options", [{"retriever": "golden"}, {"retriever": "lexical", "top_n": 1}])

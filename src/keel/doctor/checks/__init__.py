@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from keel.doctor.checks import evaluation, kl, optim, output, reward, sampler
+from keel.doctor.checks import episodes, evaluation, kl, optim, output, reward, sampler
 from keel.doctor.checks.base import Check, Unchecked
 from keel.doctor.diagnosis import Diagnosis, with_raised
 from keel.doctor.findings import Finding, ranked
@@ -16,6 +16,7 @@ from keel.doctor.thresholds import Thresholds, load_thresholds
 CHECKS: tuple[Check, ...] = (
     *reward.CHECKS,
     *output.CHECKS,
+    *episodes.CHECKS,
     *kl.CHECKS,
     *sampler.CHECKS,
     *optim.CHECKS,

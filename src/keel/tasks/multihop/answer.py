@@ -10,10 +10,13 @@ from typing import Any
 
 from keel.tasks.tools import tool
 
+_LABEL = re.compile(r"[(#]*(?:documents?|docs?|ids?|no|and)\b[.:#-]*", re.IGNORECASE)  # words around an id, not ids
+_AROUND = "()#.:"
+
 
 @dataclass(frozen=True)
 class Answer:
-    """What an episode ended with; `listed` where it was given as a list."""
+    """What an episode ended with; an empty text is none, and `listed` says that it was given as a list."""
 
     text: str | None
     cited: tuple[str, ...] = ()
@@ -42,15 +45,15 @@ def complete(reasoning: str, final_answer: str | list[str], cited_doc_ids: list[
 
 
 def read_answer(text: Any, cited: Any) -> Answer:
-    """An answer as it was given: a list is its entries joined by commas, so that it is one answer and not several."""
+    """An answer as it was given: a list is its entries joined by commas, so that it is one answer and not several.
+
+    Ids may stand as the retrieval prints them or as one cites: `Document ID: 3`, `(3)`, `#3` and `3.` are all `3`.
+    """
     several = _as_list(text)
+    said = str(text).strip() if several is None else ", ".join(map(str, several))
     ids = cited if isinstance(cited, list | tuple) else [cited]
-    found = [part for one in ids for part in re.split(r"[\s,;\[\]\"']+", str(one)) if part]
-    return Answer(
-        str(text).strip() if several is None else ", ".join(map(str, several)),
-        tuple(dict.fromkeys(found)),
-        several is not None,
-    )
+    parts = [_LABEL.sub("", part).strip(_AROUND) for one in ids for part in re.split(r"[\s,;\[\]\"']+", str(one))]
+    return Answer(said or None, tuple(dict.fromkeys(filter(None, parts))), several is not None)
 
 
 def _as_list(text: Any) -> list[Any] | None:

@@ -15,7 +15,7 @@ from keel.tasks.multihop.task import Multihop
 from keel.tasks.multihop.world import check_size
 from keel.tasks.problems import HELD_OUT_FRACTION
 from keel.tasks.tool_calls import FORMATS
-from keel.tasks.tools import distinct, tools_of
+from keel.tasks.tools import MAX_CHARACTERS, distinct, tools_of
 
 ANSWER_STYLES = ("tags", "complete")
 INSTRUCTIONS = {
@@ -43,6 +43,7 @@ def multihop(
     data: Mapping[str, Any] | None = None,
     retriever: str = "lexical",
     top_n: int = 2,
+    max_characters: int = MAX_CHARACTERS,
     embedding: str | Callable[[list[str]], Any] | None = None,
     tool_format: str = "tags",
     answer_style: str = "tags",
@@ -59,10 +60,10 @@ def multihop(
 ) -> Multihop:
     """The task `multihop`: rows of `data.path` in MuSiQue's form, or without one made-up worlds of `documents` each.
 
-    `retriever` is golden, lexical or hybrid (with `embedding`); a call returns `top_n` documents. `hops` keeps
-    questions with those numbers of supporting documents, `noise_rate` each other document with that probability, and
-    over `curriculum_steps` the longer chains come in. `tools` adds a user's own. `instruction: null` asks the question
-    alone.
+    `retriever` is golden, lexical or hybrid (with `embedding`); a call returns `top_n` documents, cut at
+    `max_characters`. `hops` keeps questions with those numbers of supporting documents, `noise_rate` each other
+    document with that probability, and over `curriculum_steps` the longer chains come in. `tools` adds a user's own.
+    `instruction: null` asks the question alone.
     """
     for option, value, choices in (
         ("tool_format", tool_format, FORMATS),
@@ -70,7 +71,7 @@ def multihop(
     ):
         if value not in choices:
             raise unknown(f"multihop {option}", value, choices)
-    _check_numbers(top_n, noise_rate, curriculum_steps)
+    _check_numbers(top_n, max_characters, noise_rate, curriculum_steps)
     lengths = _hops(hops)
     own = tools_of(tools)
     distinct(["retrieve_documents", "complete", *(made.name for made in own)])
@@ -95,6 +96,7 @@ def multihop(
         source=questions,
         retriever=build_retriever(retriever, embedding),
         top_n=top_n,
+        max_characters=max_characters,
         tool_format=tool_format,
         answer_style=answer_style,
         think=think,
@@ -109,9 +111,10 @@ def multihop(
     )
 
 
-def _check_numbers(top_n: int, noise_rate: float, curriculum_steps: int) -> None:
-    if isinstance(top_n, bool) or not isinstance(top_n, int) or top_n < 1:
-        raise KeelError(f"multihop top_n is {top_n!r}: give a whole number of documents, 1 or more")
+def _check_numbers(top_n: int, max_characters: int, noise_rate: float, curriculum_steps: int) -> None:
+    for option, value, what in (("top_n", top_n, "documents"), ("max_characters", max_characters, "characters")):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise KeelError(f"multihop {option} is {value!r}: give a whole number of {what}, 1 or more")
     if isinstance(noise_rate, bool) or not isinstance(noise_rate, int | float) or not 0 <= noise_rate <= 1:
         raise KeelError(f"multihop noise_rate is {noise_rate!r}: give a probability from 0 to 1")
     if isinstance(curriculum_steps, bool) or not isinstance(curriculum_steps, int) or curriculum_steps < 0:

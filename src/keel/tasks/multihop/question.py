@@ -10,7 +10,7 @@ from typing import Any
 from keel.errors import KeelError
 from keel.tasks.layouts import Source
 from keel.tasks.problems import stream
-from keel.tasks.rows import Broken, Row, Rows, read_rows, settle
+from keel.tasks.rows import Broken, Row, read_rows, settle
 
 _SLICE = re.compile(r"(?P<path>.*?)(?:\[(?P<low>\d*):(?P<high>\d*)\]|:(?P<first>\d+))?")
 
@@ -65,16 +65,16 @@ def read_questions(source: Source, noise_rate: float) -> Questions:
     specs = [spec.strip() for path in paths for spec in path.split(";") if spec.strip()]
     if not specs:
         raise KeelError("data.path names no data: give a JSONL file, or a hub name such as path,name,train[:100]")
-    parts = [_rows(spec, source.split) for spec in specs]
+    parts = [_records(spec, source.split) for spec in specs]
     found: list[Question] = []
-    broken = [item for part in parts for item in part.broken]
-    for row in (row for part in parts for row in part.rows):
-        made = _question(row)
+    broken: list[Broken] = []
+    for record in (record for _, records in parts for record in records):
+        made = record.why if isinstance(record, Broken) else _question(record)
         if isinstance(made, str):
-            broken.append(Broken(row.place, made))
+            broken.append(Broken(record.place, made))
         else:
             found.append(with_noise(made, noise_rate))
-    name = parts[0].source if len(parts) == 1 else f"{parts[0].source} and {len(parts) - 1} more"
+    name = parts[0][0] if len(parts) == 1 else f"{parts[0][0]} and {len(parts) - 1} more"
     note = settle(name, broken, source.on_broken)
     if not found:
         raise KeelError(f"{name} has no usable row: each needs a question, an answer and supporting paragraphs")
@@ -93,17 +93,25 @@ def with_noise(question: Question, noise_rate: float) -> Question:
     return replace(question, documents=kept)
 
 
-def _rows(spec: str, split: str) -> Rows:
+def _records(spec: str, split: str) -> tuple[str, list[Row | Broken]]:
+    """(source, records in the data's order): a part such as `[:100]` counts every record, those that are none too."""
     match = _SLICE.fullmatch(spec)
     assert match is not None
     rows = read_rows(match["path"], split)
+    records: list[Row | Broken] = sorted((*rows.rows, *rows.broken), key=_order) if rows.broken else list(rows.rows)
     if match["first"] is None and match["low"] is None:
-        return rows
+        return rows.source, records
     low, high = int(match["low"] or 0), match["high"] or match["first"]
-    kept = rows.rows[low : int(high) if high else None]
+    kept = records[low : int(high) if high else None]
     if not kept:
-        raise KeelError(f"{spec} names no row: {rows.source} has {len(rows.rows)}")
-    return Rows(rows.source, kept, rows.broken)
+        raise KeelError(f"{spec} names no row: {rows.source} has {len(records)}")
+    return rows.source, kept
+
+
+def _order(record: Row | Broken) -> tuple[str, int]:
+    """A place such as `mine.jsonl:3` by file and line."""
+    file, _, line = record.place.rpartition(":")
+    return file, int(line)
 
 
 def _question(row: Row) -> Question | str:

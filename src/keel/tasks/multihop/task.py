@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from statistics import fmean
+from typing import Any
 
 from keel.errors import KeelError
 from keel.tasks.answers import last_tag
 from keel.tasks.multihop import score
 from keel.tasks.multihop.answer import Answer, complete, read_answer, retrieve_documents
-from keel.tasks.multihop.question import Question
+from keel.tasks.multihop.question import Document, Question
 from keel.tasks.multihop.retrieve import Found, Retriever
 from keel.tasks.multihop.source import Source, Worlds
 from keel.tasks.multihop.world import words
 from keel.tasks.tool_calls import write_call
-from keel.tasks.toolbox import Played, Toolbox
-from keel.tasks.tools import Tool, tool
+from keel.tasks.toolbox import MOST_CALLS, Played, Toolbox
+from keel.tasks.tools import MAX_CHARACTERS, Tool, tool
 from keel.types import Group, Message, Problem, Reward
+
+_TAG = re.compile(r"<(/?)([A-Za-z_][\w-]*)>")
+_OWN_TAGS = {"think", "cite", "answer", "result"}
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class Multihop:
     hop_factor: bool
     hops: tuple[int, ...]
     curriculum_steps: int = 0
+    max_characters: int = MAX_CHARACTERS
     instruction: str | None = None
     own_tools: tuple[Tool, ...] = ()
     notes: tuple[str, ...] = ()
@@ -52,7 +58,7 @@ class Multihop:
 
     def keep(self, fits: Callable[[Problem], bool]) -> tuple[Multihop, int]:
         """The task with only the questions whose prompts `fits` accepts, and how many were left out."""
-        source, left_out = self.source.keep(lambda question: fits(self._problem(question)))
+        source, left_out = self.source.keep(lambda question: fits(self.problem(question)))
         return replace(self, source=source), left_out
 
     def hops_at(self, step: int) -> tuple[int, ...]:
@@ -70,7 +76,7 @@ class Multihop:
             if document is None or id in found:
                 continue
             for query in (document.title, f"{document.title} {document.text}"):
-                seen = self._retrieve(question, query).documents
+                seen = self._seen(question, query)
                 if id in {one.id for one in seen}:
                     break
             found |= {one.id for one in seen}
@@ -88,11 +94,34 @@ class Multihop:
         think = f"<think> {reasoning} </think> " if self.think else ""
         return f"{think}<cite> {' '.join(question.chain)} </cite> <answer> {answer} </answer>"
 
+    def problem(self, question: Question) -> Problem:
+        """A question as it is asked."""
+        told = f"{self.instruction}\n{question.text}\n" if self.instruction else f"{question.text}\n"
+        problem = Problem(
+            key=question.key,
+            prompt=[{"role": "user", "content": told}],
+            answer=question.answers[0],
+            info={"question": question, "hops": question.hops},
+        )
+        if self.tool_format == "tags":
+            return problem
+        return replace(problem, tools=[offered.schema for offered in self.tools(problem)])
+
+    def most(self, problem: Problem) -> float:
+        """What an episode earns whose parts are all 1."""
+        return score.total(dict.fromkeys(self.weights, 1.0), self.weights, _question(problem).hops, self.hop_factor)
+
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
-        """The parts of an episode, each in [0, 1], and (hops / 2) × their weighted mean."""
+        """The parts of an episode, each in [0, 1], and (hops / 2) × their weighted mean.
+
+        A document is retrieved once the model was shown the whole of it: what the last turn asked for, or what was cut
+        off a long result, it never saw.
+        """
         question, played = _question(problem), self.toolbox.play(problem, turns)
         answer = self._answer(played, turns)
-        found = [one.id for r in played.results if isinstance(r.value, Found) for one in r.value.documents]
+        found = [
+            one.id for turn in played.turns[:-1] for result in turn for one in _shown(result.value, result.content)
+        ]
         exact = score.best(score.exact_match, answer.text, question.answers)
         parts = {
             "exact_match": exact,
@@ -110,11 +139,19 @@ class Multihop:
         return self.toolbox.respond(problem, turns)
 
     def counts(self, problem: Problem, turns: Sequence[str]) -> dict[str, float]:
-        """Calls and errors of the tools; answers that are missing or lists; cited documents that do not exist."""
-        question = _question(problem)
-        answer = self._answer(self.toolbox.play(problem, turns), turns)
+        """Calls and errors of the tools; answers that are missing or lists; cited documents that do not exist.
+
+        A last turn without an answer but with a tag that is none of the tools' was meant as a call of an unknown tool.
+        """
+        question, played = _question(problem), self.toolbox.play(problem, turns)
+        answer, counted = self._answer(played, turns), self.toolbox.counts(problem, turns)
+        if self.tool_format == "tags" and played.over and answer.text is None and not played.turns[-1]:
+            found = _TAG.findall(self._last(played, turns))
+            opened, closed = ({tag for end, tag in found if end == mark} for mark in ("", "/"))
+            for name in ("calls", "errors", "unknown_tool"):
+                counted[f"tool/{name}"] += float(bool((opened & closed) - _OWN_TAGS))
         return {
-            **self.toolbox.counts(problem, turns),
+            **counted,
             "answer/missing": float(answer.text is None),
             "answer/list": float(answer.listed),
             "answer/unknown_document": float(sum(question.document(id) is None for id in answer.cited)),
@@ -134,7 +171,8 @@ class Multihop:
 
     def tools(self, problem: Problem) -> tuple[Tool, ...]:
         """The tools of a problem, the retrieval bound to its documents."""
-        bound = replace(self._base, function=partial(self._retrieve, _question(problem)))
+        function = partial(self._retrieve, _question(problem))
+        bound = replace(self._base, function=function, max_characters=self.max_characters)
         return (bound, *((complete,) if self.answer_style == "complete" else ()), *self.own_tools)
 
     @cached_property
@@ -143,15 +181,32 @@ class Multihop:
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
-        """Every word, by spaces, of the worlds' prompts, replies and gold episodes: for a word-level tokenizer."""
+        """Every word, by spaces, of the worlds' prompts, replies and gold episodes: for a word-level tokenizer.
+
+        Among the replies are those to calls that went wrong: a model that cannot read them cannot mend its calls.
+        """
         if not isinstance(self.source, Worlds):
             raise KeelError("multihop has a closed vocabulary only for its built-in worlds: leave data.path out")
         marks = [f"<{end}{tag}>" for tag in ("retrieve", "result", "think", "cite", "answer") for end in ("", "/")]
         told = (self.instruction or "").split()
-        return tuple(dict.fromkeys([*words(self.source.documents), *marks, ",", *told, "No", "document", "matches."]))
+        replies = ("No document matches.", "[cut: characters more]", *self._errors())
+        heard = [word for reply in replies for word in reply.split()]
+        return tuple(dict.fromkeys([*words(self.source.documents), *marks, ",", *told, *heard]))
+
+    def _errors(self) -> list[str]:
+        """What the tools say to a call that is not closed, and to one too many: all that these words can do wrong."""
+        (problem,) = self.sample(1, seed=0, step=0)
+        tag = self._base.tag
+        wrong = (f"<{tag}>", f"<{tag}>{{</{tag}>" * (MOST_CALLS + 1))
+        return [self.toolbox.play(problem, [text]).results[-1].content for text in wrong]
 
     def _retrieve(self, question: Question, query: str) -> Found:
         return Found(tuple(self.retriever(question, query)[: self.top_n]))
+
+    def _seen(self, question: Question, query: str) -> list[Document]:
+        """What the model is shown of a retrieval."""
+        found = self._retrieve(question, query)
+        return _shown(found, str(found)[: self.max_characters])
 
     def _is_answer(self, text: str) -> bool:
         return self.answer_style == "tags" and last_tag(text) is not None
@@ -166,7 +221,9 @@ class Multihop:
         return read_answer((last_tag(text) or "").strip(), last_tag(text, "cite") or "")
 
     def _form(self, played: Played, turns: Sequence[str]) -> float:
-        """1 if the answer came in the form that was asked for."""
+        """1 if there is an answer and it came in the form that was asked for."""
+        if self._answer(played, turns).text is None:
+            return 0.0
         if self.answer_style == "complete":
             return float(any(isinstance(result.value, Answer) for result in played.results))
         text, tags = self._last(played, turns), (*(("think",) if self.think else ()), "cite", "answer")
@@ -179,19 +236,12 @@ class Multihop:
         return turns[len(played.turns) - 1] if played.turns else ""
 
     def _asked(self, questions: Sequence[Question]) -> list[Problem]:
-        return [self._problem(question) for question in questions]
+        return [self.problem(question) for question in questions]
 
-    def _problem(self, question: Question) -> Problem:
-        told = f"{self.instruction}\n{question.text}\n" if self.instruction else f"{question.text}\n"
-        problem = Problem(
-            key=question.key,
-            prompt=[{"role": "user", "content": told}],
-            answer=question.answers[0],
-            info={"question": question, "hops": question.hops},
-        )
-        if self.tool_format == "tags":
-            return problem
-        return replace(problem, tools=[offered.schema for offered in self.tools(problem)])
+
+def _shown(value: Any, content: str) -> list[Document]:
+    """The documents of a retrieval that stand whole in what the model was told."""
+    return [one for one in value.documents if str(one) in content] if isinstance(value, Found) else []
 
 
 def _question(problem: Problem) -> Question:
