@@ -91,7 +91,8 @@ def pages(run: Run, limit: int = PAGES_BYTES) -> str:
         step = number(record.get("step"))
         if step is not None:
             by_step.setdefault(step, []).append(record)
-    top, made, size = scale(run.rollouts), {}, 0
+    top, size = scale(run.rollouts), 0
+    made: dict[float, str] = {}
     for step in _spread(sorted(by_step)):
         page = _page(step, by_step[step], top)
         size += len(page.encode("utf-8", "replace"))
