@@ -175,6 +175,7 @@ def test_a_guard_stops_one_point_and_another_fails(tmp_path):
     assert found["over budget"]["state"] == "stopped"
     assert float(found["over budget"]["steps"]) < 6
     assert float(found["over budget"]["kl_policy_ref"]) == 0  # the guard went back to the last good policy, the start
+    assert found["over budget"]["accuracy_after"] == found["over budget"]["accuracy_before"] != ""
     assert "1 of 3 runs failed: broken." in (tmp_path / "study" / "table.md").read_text()
     assert "1 of 3 runs stopped by a guard: over budget." in (tmp_path / "study" / "table.md").read_text()
     shutil.rmtree(tmp_path / "study")

@@ -133,7 +133,10 @@ def _figure(task: Mapping[str, Any], way: str, estimator: str, unit: str = "per_
 
 
 def _accuracy(run: Run, split: str) -> tuple[dict[str, float], dict[str, float]]:
-    """(first, last) accuracy by task, under "" for the trained one; the last is one after training began."""
+    """(first, last) accuracy by task, under "" for the trained one; the last is one after training began.
+
+    A run that its guard took back to step 0 ends as the start, which was evaluated once.
+    """
     first: dict[str, float] = {}
     last: dict[str, float] = {}
     for line in run.evaluations:
@@ -142,7 +145,8 @@ def _accuracy(run: Run, split: str) -> tuple[dict[str, float], dict[str, float]]
             continue
         name = "" if split == "trained" else str(line.get("task"))
         (last if number(line.get("step")) else first)[name] = value
-    return first, last
+    back_at_start = number((run.summary or {}).get("steps")) == 0
+    return first, dict(first) if back_at_start and not last else last
 
 
 def _skills(run: Run, drift: Mapping[str, Any]) -> dict[str, Skill]:
