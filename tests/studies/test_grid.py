@@ -141,9 +141,25 @@ def test_list_shows_the_points(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("name", ["beta", "estimators", "controllers", "references", "losses", "smollm2"])
+SHIPPED = ["beta", "estimators", "estimators_exact", "controllers", "references", "losses", "smollm2"]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
 def test_the_studies_that_come_with_keel_are_whole(name):
     found = read_study(name)
     assert found.name == name
     assert len(found.points) >= 4
     assert len(found.seeds) >= 2
+
+
+def test_the_two_studies_of_estimators_can_be_read_side_by_side():
+    """The same seeds, the same configuration and β, the same point without a penalty; no other point in common."""
+    first, second = read_study("estimators"), read_study("estimators_exact")
+    assert (first.config, first.seeds, first.baseline) == (second.config, second.seeds, second.baseline)
+    assert first.measure == second.measure
+    shared = [point.label for point in second.points if point.config in [other.config for other in first.points]]
+    assert shared == ["no penalty"]
+    behind = {(p.config.kl.estimator, p.config.kl.placement, p.config.kl.level) for p in second.points} - {
+        (p.config.kl.estimator, p.config.kl.placement, p.config.kl.level) for p in first.points
+    }
+    assert behind == {("exact", "reward", "token"), ("exact", "advantage", "token"), ("exact", "advantage", "sequence")}
