@@ -52,6 +52,15 @@ def test_the_product_then_the_listed_points():
     assert found.points[2].values == {"penalty": "k2", "kl.beta": "0.1"}
 
 
+def test_a_value_that_sets_more_is_not_the_one_that_sets_less():
+    """`k1` sets a part of what `k1 in reward` sets; every point of the product has its own value's label."""
+    penalty = {"k1": {"kl.estimator": "k1"}, "k1 in reward": {"kl.estimator": "k1", "kl.placement": "reward"}}
+    found = read_study(study(grid={"penalty": penalty, "kl.beta": [0.1, 0.2]}))
+    assert [point.values["penalty"] for point in found.points] == ["k1", "k1", "k1 in reward", "k1 in reward"]
+    shipped = read_study("estimators")
+    assert len({tuple(point.values.values()) for point in shipped.points}) == len(shipped.points)
+
+
 def test_seeds_and_baseline():
     assert read_study(study()).seeds == (0, 1)
     assert read_study(study(), ["run.seed=7"]).seeds == (7, 8)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,11 @@ import keel
 from keel.config import load_config
 from keel.errors import KeelError
 from keel.studies import read_study
-from keel.studies.folder import open_folder
+from keel.studies.folder import jobs, open_folder
 from keel.studies.report import write_study
+from keel.studies.rows import read_row
 from keel.studies.run import run_study
+from keel.studies.table import points_csv
 from studies.small_study import STUDY
 
 TESTS = Path(__file__).parents[1]
@@ -88,6 +91,21 @@ def test_the_figures_are_those_of_the_run_and_of_its_drift(whole):
     assert float(row["kl_k3"]) == pytest.approx(drift["letters"]["policy_ref"]["per_token"]["k3"]["mean"])
     assert float(row["kl_old_ref_policy"]) == pytest.approx(drift["digits"]["ref_policy"]["per_token"]["exact"]["mean"])
     assert float(row["wall_s"]) == json.loads((run / "summary.json").read_text())["wall_s"]
+
+
+def test_what_the_band_was_held_against_is_named(whole):
+    """The tiny study measures k3 only; the band is around its own figures, so they are inside."""
+    study, folder, ended = whole
+    job = jobs(folder, study)[1]
+    line = json.loads((job.folder / "metrics.jsonl").read_text().splitlines()[-1])
+    for unit, name in (("per_token", "k3"), ("per_sequence", "sequence")):
+        measure = replace(study.measure, target=line[f"kl/policy_ref/{name}/mean"], target_unit=unit)
+        row = read_row(job, ended[job.label], measure)
+        assert row.band_by == name
+        assert row.figures["share_in_band"] > 0
+        assert f",{name},{row.wall_s:.10g}" in points_csv([row])
+    assert row.figures["kl_reference_k3"] == pytest.approx(line["kl/policy_ref/k3/mean"])
+    assert row.figures["kl_reference_exact"] is None
 
 
 def test_a_point_is_the_run_that_keel_train_makes(whole, tmp_path):

@@ -260,9 +260,11 @@ def _point(config: Config, label: str, settings: Mapping[str, Any], axes: Sequen
         raise KeelError(f"the point {label}: {error}") from None
     values = {}
     for axis in axes:
-        held = (value.label for value in axis.values if value.settings.items() <= settings.items())
+        held = [value for value in axis.values if value.settings.items() <= settings.items()]
         own = settings.get(axis.name, {})
-        values[axis.name] = next(held, "") if isinstance(own, Mapping) else text.dump(own)
+        closest = max(held, key=lambda value: len(value.settings), default=None)  # {k1, reward} is not {k1} alone
+        named = "" if closest is None else closest.label
+        values[axis.name] = named if isinstance(own, Mapping) else text.dump(own)
     return Point(label, dict(settings), values, checked)
 
 
