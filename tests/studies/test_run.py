@@ -157,6 +157,43 @@ def test_killed_half_way_and_started_again(whole, tmp_path):
     assert (tmp_path / "out" / "table.csv").read_bytes() == (folder / "table.csv").read_bytes()
 
 
+def processes_of(folder):
+    """Ids of processes whose command line names the folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(folder).encode() in entry.read_bytes():
+                found.append(int(entry.parent.name))
+        except OSError:  # it has just ended
+            pass
+    return found
+
+
+def test_terminated_in_the_background_it_leaves_no_run_behind(tmp_path):
+    """SIGINT is ignored, as a shell has it for what runs in the background; the warm start would take minutes."""
+    long = {**STUDY["config"], "warmstart": {**STUDY["config"]["warmstart"], "steps": 100_000}}
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump({**STUDY, "config": long}))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "keel.cli", "ablate", "s.yaml", "--out", "out"],
+        cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )  # fmt: skip
+    try:
+        limit = time.monotonic() + 120
+        while not processes_of(tmp_path) and time.monotonic() < limit:
+            time.sleep(0.05)
+        time.sleep(2)
+        running = processes_of(tmp_path)
+        assert len(running) == 1
+        process.terminate()
+        _, said = process.communicate(timeout=25)  # less than it takes to be killed
+        assert process.returncode == 130
+        assert "keel: stopped; go on with the same command" in said
+        assert processes_of(tmp_path) == []
+    finally:
+        process.kill()
+
+
 def test_a_folder_that_holds_something_else_is_refused(whole, tmp_path):
     _, folder, _ = whole
     other = read_study({**STUDY, "grid": {"kl.beta": [0, 0.25]}})
