@@ -126,6 +126,42 @@ def test_refused(changes, overrides, words):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("grid", "overrides", "words"),
+    [
+        ("task.digits=4,abc", [], "the point digits=abc: "),
+        ("task.skill=sort,nonsense", [], "the point skill=nonsense: "),
+        (
+            "kl={estimator: k1},{estimator: exact_reverse, placement: reward, allow_biased: true}",
+            [],
+            "allow_biased=true: kl.estimator=exact_reverse is measured but not trained on",
+        ),
+        ("kl.beta=0,1", ["kl_beta=0.5"], "kl.beta is in the grid and among the options for all points"),
+        ("kl_beta=0,1", ["kl.beta=0.5"], "kl.beta is in the grid and among the options for all points"),
+        ("kl.beta=0,1", ["beta=0.5"], "kl.beta is in the grid and among the options for all points"),
+    ],
+)
+def test_refused_before_anything_runs(grid, overrides, words):
+    with pytest.raises(KeelError) as error:
+        read_study("default", overrides, grid=[grid])
+    assert words in str(error.value)
+
+
+def test_an_option_by_another_trainers_name_is_an_axis():
+    found = read_study("default", grid=["kl_beta=0,0.25"])
+    assert [point.config.kl.beta for point in found.points] == [0, 0.25]
+    with pytest.raises(KeelError, match="is in the grid twice"):
+        read_study("default", grid=["kl_beta=0,1", "kl.beta=0,1"])
+
+
+def test_an_unknown_place_is_refused_before_there_is_a_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(BASE))
+    assert main(["ablate", "c.yaml", "--grid", "kl.beta=0,1", "--on", "mars"]) == 2
+    assert capsys.readouterr().err == "keel: error: --on mars is not known: use local, ray or ray:ADDRESS\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
+
+
 def test_an_axis_that_cannot_be_read():
     for item in ("kl.beta", "kl.beta=", "=1", "kl.beta=[1"):
         with pytest.raises(KeelError):

@@ -50,6 +50,7 @@ def run_study(
     study: Study, path: Path, *, parallel: int = 1, on: str = "local", say: Callable[[str], None] | None = None
 ) -> dict[str, Outcome]:
     """Run what is not finished yet; how each job ended, by its label. Killed at any time, it can be started again."""
+    check_place(on)
     path = path.resolve()
     with open_folder(path, study, max(1, _cores() // parallel)) as threads:
         todo = jobs(path, study)
@@ -212,23 +213,29 @@ class Local:
         self._threads.shutdown(wait=True)
 
 
+def check_place(on: str) -> None:
+    """Refuse a place that runs cannot take place in, before there is a folder."""
+    kind, _, address = on.partition(":")
+    if kind != "ray" and (kind != "local" or address):
+        raise KeelError(f"--on {on} is not known: use local, ray or ray:ADDRESS")
+
+
 @contextmanager
 def open_pool(on: str, parallel: int) -> Iterator[Pool]:
     """`local`; `ray` for the cluster that RAY_ADDRESS names or one started here; `ray:ADDRESS` for that cluster."""
+    check_place(on)
     kind, _, address = on.partition(":")
-    if kind == "local" and not address:
+    if kind == "local":
         pool = Local(parallel)
         try:
             yield pool
         finally:
             pool.close()
-    elif kind == "ray":
+    else:
         from keel.studies.cluster import ray_pool
 
         with ray_pool(address or None, max(_cores(), parallel)) as cluster:
             yield cluster
-    else:
-        raise KeelError(f"--on {on} is not known: use local, ray or ray:ADDRESS")
 
 
 @contextmanager
