@@ -290,3 +290,18 @@ def test_the_reward_rises() -> None:
         state, metrics, _ = train_step(run, state)
         rewards.append(metrics["reward/mean"])
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15
+
+
+def test_under_auto_k1_k2_and_k3_in_the_loss_train_alike_and_report_otherwise() -> None:
+    """The gradient of all three is that of sg(ρ)·k2; plain k3 goes another way."""
+    ended, reported = {}, {}
+    for name in ("k1", "k2", "k3", "k3 plain"):
+        estimator, _, gradient = name.partition(" ")
+        run, state = make(f"kl.estimator={estimator}", f"kl.gradient={gradient or 'auto'}", "kl.beta=1.0")
+        for _ in range(3):
+            state, metrics, _ = train_step(run, state)
+        ended[name], reported[name] = weights(run), metrics["loss/kl"]
+    assert torch.allclose(ended["k1"], ended["k2"], atol=1e-5)
+    assert torch.allclose(ended["k3"], ended["k2"], atol=1e-5)
+    assert not torch.allclose(ended["k3 plain"], ended["k2"], atol=1e-4)
+    assert len({round(reported[name], 5) for name in ("k1", "k2", "k3")}) == 3
