@@ -41,7 +41,7 @@ def numbered(summaries: Sequence[Summary]) -> list[str]:
 
 def _axis(plt: Any, summaries: Sequence[Summary]) -> None:
     """A line a point, however many: names stand on the left once, and four figures beside them."""
-    panels = (
+    panels: tuple[tuple[Any, ...], ...] = (
         ("Accuracy on the trained task", "share right", ("accuracy_before", "before", BEFORE),
          ("accuracy_after", "after", PALETTE[0])),
         ("Exact KL, trained task's prompts", "nats per token", ("kl_policy_ref", "KL(policy‖start)", POLICY),

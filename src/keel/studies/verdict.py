@@ -67,7 +67,7 @@ def best(summaries: Sequence[Summary], metric: str) -> list[Sentence]:
         return [("warn", f"No run has a figure for {name}.")]
     missing = [one.label for one in summaries if one.label not in known]
     found: list[Sentence] = [("warn", f"Without a figure for {name}: {_few(missing)}.")] if missing else []
-    means = {one.label: mean for one in summaries if (mean := one.means[metric]) is not None}
+    means = {one.label: held for one in summaries if (held := one.means[metric]) is not None}
     mean = shown(metric, means[chosen.best])
     level = [label for label in known if math.isclose(means[label].mean, means[chosen.best].mean, abs_tol=1e-12)]
     if len(known) == 1:
