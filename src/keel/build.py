@@ -168,6 +168,14 @@ class Built:
     notes: tuple[str, ...]
 
 
+def check_trainable(config: Config) -> None:
+    """Refuse a penalty that has no place in the step."""
+    if config.kl.estimator == "exact_reverse" and config.kl.beta > 0:
+        raise KeelError(
+            "kl.estimator=exact_reverse is measured but not trained on: use exact, or k3 with gradient=plain"
+        )
+
+
 def build_run(
     config: Config, loaded: LoadedModel, *, task: Task | None = None, reward: RewardFunction | None = None
 ) -> Built:
@@ -180,10 +188,7 @@ def build_run(
     engine = build_engine(config, loaded)
     half = autocast_dtype(config, loaded)
     spec = kl_spec(config)
-    if spec.estimator == "exact_reverse" and config.kl.beta > 0:
-        raise KeelError(
-            "kl.estimator=exact_reverse is measured but not trained on: use exact, or k3 with gradient=plain"
-        )
+    check_trainable(config)
     scorer = build_scorer(config.model.scorer)
     shared = isinstance(engine, NativeEngine) and engine.model is loaded.model and half is None and scorer is None
     run = Run(

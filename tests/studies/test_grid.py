@@ -52,6 +52,15 @@ def test_the_product_then_the_listed_points():
     assert found.points[2].values == {"penalty": "k2", "kl.beta": "0.1"}
 
 
+def test_a_value_that_sets_more_is_not_the_one_that_sets_less():
+    """`k1` sets a part of what `k1 in reward` sets; every point of the product has its own value's label."""
+    penalty = {"k1": {"kl.estimator": "k1"}, "k1 in reward": {"kl.estimator": "k1", "kl.placement": "reward"}}
+    found = read_study(study(grid={"penalty": penalty, "kl.beta": [0.1, 0.2]}))
+    assert [point.values["penalty"] for point in found.points] == ["k1", "k1", "k1 in reward", "k1 in reward"]
+    shipped = read_study("estimators")
+    assert len({tuple(point.values.values()) for point in shipped.points}) == len(shipped.points)
+
+
 def test_seeds_and_baseline():
     assert read_study(study()).seeds == (0, 1)
     assert read_study(study(), ["run.seed=7"]).seeds == (7, 8)
@@ -117,6 +126,42 @@ def test_refused(changes, overrides, words):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("grid", "overrides", "words"),
+    [
+        ("task.digits=4,abc", [], "the point digits=abc: "),
+        ("task.skill=sort,nonsense", [], "the point skill=nonsense: "),
+        (
+            "kl={estimator: k1},{estimator: exact_reverse, placement: reward, allow_biased: true}",
+            [],
+            "allow_biased=true: kl.estimator=exact_reverse is measured but not trained on",
+        ),
+        ("kl.beta=0,1", ["kl_beta=0.5"], "kl.beta is in the grid and among the options for all points"),
+        ("kl_beta=0,1", ["kl.beta=0.5"], "kl.beta is in the grid and among the options for all points"),
+        ("kl.beta=0,1", ["beta=0.5"], "kl.beta is in the grid and among the options for all points"),
+    ],
+)
+def test_refused_before_anything_runs(grid, overrides, words):
+    with pytest.raises(KeelError) as error:
+        read_study("default", overrides, grid=[grid])
+    assert words in str(error.value)
+
+
+def test_an_option_by_another_trainers_name_is_an_axis():
+    found = read_study("default", grid=["kl_beta=0,0.25"])
+    assert [point.config.kl.beta for point in found.points] == [0, 0.25]
+    with pytest.raises(KeelError, match="is in the grid twice"):
+        read_study("default", grid=["kl_beta=0,1", "kl.beta=0,1"])
+
+
+def test_an_unknown_place_is_refused_before_there_is_a_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(BASE))
+    assert main(["ablate", "c.yaml", "--grid", "kl.beta=0,1", "--on", "mars"]) == 2
+    assert capsys.readouterr().err == "keel: error: --on mars is not known: use local, ray or ray:ADDRESS\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
+
+
 def test_an_axis_that_cannot_be_read():
     for item in ("kl.beta", "kl.beta=", "=1", "kl.beta=[1"):
         with pytest.raises(KeelError):
@@ -141,9 +186,25 @@ def test_list_shows_the_points(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("name", ["beta", "estimators", "controllers", "references", "losses", "smollm2"])
+SHIPPED = ["beta", "estimators", "estimators_exact", "controllers", "references", "losses", "smollm2"]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
 def test_the_studies_that_come_with_keel_are_whole(name):
     found = read_study(name)
     assert found.name == name
     assert len(found.points) >= 4
     assert len(found.seeds) >= 2
+
+
+def test_the_two_studies_of_estimators_can_be_read_side_by_side():
+    """The same seeds, the same configuration and β, the same point without a penalty; no other point in common."""
+    first, second = read_study("estimators"), read_study("estimators_exact")
+    assert (first.config, first.seeds, first.baseline) == (second.config, second.seeds, second.baseline)
+    assert first.measure == second.measure
+    shared = [point.label for point in second.points if point.config in [other.config for other in first.points]]
+    assert shared == ["no penalty"]
+    behind = {(p.config.kl.estimator, p.config.kl.placement, p.config.kl.level) for p in second.points} - {
+        (p.config.kl.estimator, p.config.kl.placement, p.config.kl.level) for p in first.points
+    }
+    assert behind == {("exact", "reward", "token"), ("exact", "advantage", "token"), ("exact", "advantage", "sequence")}

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,11 @@ import keel
 from keel.config import load_config
 from keel.errors import KeelError
 from keel.studies import read_study
-from keel.studies.folder import open_folder
+from keel.studies.folder import jobs, open_folder
 from keel.studies.report import write_study
+from keel.studies.rows import read_row
 from keel.studies.run import run_study
+from keel.studies.table import points_csv
 from studies.small_study import STUDY
 
 TESTS = Path(__file__).parents[1]
@@ -90,6 +93,21 @@ def test_the_figures_are_those_of_the_run_and_of_its_drift(whole):
     assert float(row["wall_s"]) == json.loads((run / "summary.json").read_text())["wall_s"]
 
 
+def test_what_the_band_was_held_against_is_named(whole):
+    """The tiny study measures k3 only; the band is around its own figures, so they are inside."""
+    study, folder, ended = whole
+    job = jobs(folder, study)[1]
+    line = json.loads((job.folder / "metrics.jsonl").read_text().splitlines()[-1])
+    for unit, name in (("per_token", "k3"), ("per_sequence", "sequence")):
+        measure = replace(study.measure, target=line[f"kl/policy_ref/{name}/mean"], target_unit=unit)
+        row = read_row(job, ended[job.label], measure)
+        assert row.band_by == name
+        assert row.figures["share_in_band"] > 0
+        assert f",{name},{row.wall_s:.10g}" in points_csv([row])
+    assert row.figures["kl_reference_k3"] == pytest.approx(line["kl/policy_ref/k3/mean"])
+    assert row.figures["kl_reference_exact"] is None
+
+
 def test_a_point_is_the_run_that_keel_train_makes(whole, tmp_path):
     """The shared warm start changes nothing: every figure of every step is the same without it."""
     _, folder, _ = whole
@@ -139,6 +157,43 @@ def test_killed_half_way_and_started_again(whole, tmp_path):
     assert (tmp_path / "out" / "table.csv").read_bytes() == (folder / "table.csv").read_bytes()
 
 
+def processes_of(folder):
+    """Ids of processes whose command line names the folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(folder).encode() in entry.read_bytes():
+                found.append(int(entry.parent.name))
+        except OSError:  # it has just ended
+            pass
+    return found
+
+
+def test_terminated_in_the_background_it_leaves_no_run_behind(tmp_path):
+    """SIGINT is ignored, as a shell has it for what runs in the background; the warm start would take minutes."""
+    long = {**STUDY["config"], "warmstart": {**STUDY["config"]["warmstart"], "steps": 100_000}}
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump({**STUDY, "config": long}))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "keel.cli", "ablate", "s.yaml", "--out", "out"],
+        cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )  # fmt: skip
+    try:
+        limit = time.monotonic() + 120
+        while not processes_of(tmp_path) and time.monotonic() < limit:
+            time.sleep(0.05)
+        time.sleep(2)
+        running = processes_of(tmp_path)
+        assert len(running) == 1
+        process.terminate()
+        _, said = process.communicate(timeout=25)  # less than it takes to be killed
+        assert process.returncode == 130
+        assert "keel: stopped; go on with the same command" in said
+        assert processes_of(tmp_path) == []
+    finally:
+        process.kill()
+
+
 def test_a_folder_that_holds_something_else_is_refused(whole, tmp_path):
     _, folder, _ = whole
     other = read_study({**STUDY, "grid": {"kl.beta": [0, 0.25]}})
@@ -175,6 +230,7 @@ def test_a_guard_stops_one_point_and_another_fails(tmp_path):
     assert found["over budget"]["state"] == "stopped"
     assert float(found["over budget"]["steps"]) < 6
     assert float(found["over budget"]["kl_policy_ref"]) == 0  # the guard went back to the last good policy, the start
+    assert found["over budget"]["accuracy_after"] == found["over budget"]["accuracy_before"] != ""
     assert "1 of 3 runs failed: broken." in (tmp_path / "study" / "table.md").read_text()
     assert "1 of 3 runs stopped by a guard: over budget." in (tmp_path / "study" / "table.md").read_text()
     shutil.rmtree(tmp_path / "study")

@@ -59,8 +59,24 @@ def test_mean_and_interval_by_hand():
 def test_few_and_equal_values():
     assert estimate([]) is None
     assert estimate([2.0]) == Estimate(2.0, None, None, 1)
-    assert estimate([2.0, 2.0]) == Estimate(2.0, 2.0, 2.0, 2, 0.0)
-    assert estimate([0.0, 0.0]).p == 1.0
+    assert estimate([2.0, 2.0]) == Estimate(2.0, None, None, 2, None)
+    assert estimate([0.0, 0.0]) == Estimate(0.0, None, None, 2, 1.0)
+
+
+def test_no_spread_is_no_proof():
+    """Two seeds of 128 problems that agree to the last digit, and differences whose spread is rounding."""
+    found = winner({"a": seeds(0.5, 0.5), "b": seeds(0.5078125, 0.5078125)})
+    assert (found.name, found.best, found.rivals, found.p) == (None, "b", ("a",), {"a": None})
+    assert winner({"a": seeds(0.5, 0.5, 0.5), "b": seeds(0.51, 0.51, 0.51)}).name is None
+    assert 0.6 - 0.5 != 0.2 - 0.1  # the same 0.1 to a reader
+    assert paired(seeds(0.1, 0.5, 0.9), seeds(0.2, 0.6, 1.0)).p is None
+    assert paired(seeds(0.1, 0.3, 0.7), seeds(0.1 + 1e-17, 0.3 + 6e-17, 0.7 + 1.2e-16)).p == 1.0
+
+
+def test_two_seeds_name_no_winner():
+    """The paired t of 0.4001 and 0.4 is 8001 on one degree of freedom: p = 8e-5."""
+    assert paired(seeds(0.1, 0.1001), seeds(0.5, 0.5002)).p < 0.001
+    assert winner({"a": seeds(0.1, 0.1001), "b": seeds(0.5, 0.5002)}).name is None
 
 
 def test_pairs_take_the_seeds_that_both_have():
@@ -88,13 +104,13 @@ def seeds(*values):
 
 
 def test_a_winner_beats_every_other():
-    found = winner({"low": seeds(0.50, 0.51, 0.52), "high": seeds(0.90, 0.91, 0.921), "mid": seeds(0.7, 0.71, 0.721)})
+    found = winner({"low": seeds(0.50, 0.51, 0.52), "high": seeds(0.90, 0.91, 0.921), "mid": seeds(0.7, 0.71, 0.72)})
     assert (found.name, found.best, found.rivals) == ("high", "high", ())
 
 
 def test_no_winner_when_intervals_overlap():
-    """Every seed favours b by the same 0.1, which the paired test sees; but the intervals overlap."""
-    found = winner({"a": seeds(0.1, 0.5, 0.9), "b": seeds(0.2, 0.6, 1.0)})
+    """Every seed favours b by about 0.1, which the paired test sees; but the intervals overlap."""
+    found = winner({"a": seeds(0.1, 0.5, 0.9), "b": seeds(0.2, 0.601, 1.002)})
     assert found.p["a"] < 0.05
     assert (found.name, found.best, found.rivals) == (None, "b", ("a",))
 
@@ -121,7 +137,19 @@ def test_correlations_by_hand():
 def test_correlations_that_say_nothing():
     assert pearson([1, 1, 1], [1, 2, 3]) is None
     assert spearman([1, 2], [1, 2]) is None
-    assert pearson([1, 2, 3], [2, 4, 6]).low is None
+    assert not pearson([1, 2, 3], [2, 4, 6]).excludes_zero
+
+
+def test_a_perfect_correlation_has_an_exact_p():
+    """Of n! orders one agrees and one opposes: 2/6, 2/24, 2/120; with two pairs of ties 2·2!·2!/6! at n = 6."""
+    for n, p in ((3, 1 / 3), (4, 1 / 12), (5, 1 / 60)):
+        rising, falling = spearman(range(n), [10**i for i in range(n)]), pearson(range(n), range(0, -n, -1))
+        assert (rising.value, falling.value) == (1, -1)
+        assert rising.p == pytest.approx(p)
+        assert falling.p == pytest.approx(p)
+        assert rising.excludes_zero == falling.excludes_zero == (p < 0.05)
+    tied = spearman([1, 1, 2, 2, 3, 4], [0.1, 0.1, 0.2, 0.2, 0.3, 0.7])
+    assert tied.p == pytest.approx(8 / 720)
 
 
 def test_equal_values_share_their_rank():

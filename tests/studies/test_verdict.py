@@ -34,7 +34,7 @@ def beta_study(**accuracies):
     table = {
         "0": ((0.90, 0.91, 0.92), (0.30, 0.31, 0.33), 0.9),
         "0.01": ((0.905, 0.90, 0.93), (0.20, 0.22, 0.21), 0.5),
-        "0.1": ((0.60, 0.61, 0.62), (0.01, -0.02, 0.015), 0.1),
+        "0.1": ((0.61, 0.60, 0.62), (0.01, -0.02, 0.015), 0.1),
         "1": ((0.35, 0.36, 0.35), (0.0, 0.01, -0.01), 0.01),
     }
     for beta, (right, forgotten, kl) in table.items():
@@ -97,7 +97,17 @@ def test_nothing_is_claimed_of_noise():
     assert words[0].startswith("No winner in accuracy")
     assert words[1] == "Against a=1, none of 2 points differs significantly in accuracy (paired over seeds, Holm)."
     assert words[2].startswith("No point forgets the old skills significantly")
-    assert all("is not tied to" in text for text in words if "Spearman" in text)
+    assert all("is not shown to be tied to" in text for text in words if "Spearman" in text)
+
+
+def test_a_perfect_rank_correlation_is_a_tie():
+    rows = [row("a=1", seed, 0.5, forgotten=0.1 * seed**2, kl=0.1 * (seed + 1), axis="a") for seed in range(5)]
+    words = next(text for text in said(rows, "a=1") if "Spearman" in text)
+    assert words.startswith("Forgetting grows with KL(policy‖start) over 5 runs: Spearman 1.00 (exact p 0.017)")
+    words = next(text for text in said(rows[:3], "a=1") if "Spearman" in text)
+    assert words.startswith(
+        "Forgetting is not shown to be tied to KL(policy‖start) over 3 runs: Spearman 1.00 (exact p"
+    )
 
 
 def test_too_few_seeds_and_failures_are_said_first():
@@ -106,8 +116,66 @@ def test_too_few_seeds_and_failures_are_said_first():
     words = said(rows, "a=1")
     assert words[0] == "1 of 3 runs failed: a=3."
     assert words[1] == "1 of 3 runs stopped by a guard: a=2."
-    assert words[2].startswith("1 seed a point: nothing here can be told from chance")
-    assert words[3].startswith("No winner in accuracy: a=2 has the highest mean, 90.0 %, but")
+    assert words[2].startswith("1 seed a point: no point can be told from another beyond chance")
+    assert words[3] == "Without a figure for accuracy: a=3."
+    assert words[4] == "The highest mean in accuracy is that of a=2, 90.0 %."
+
+
+def test_after_too_few_seeds_nothing_is_tested():
+    """Differences that a t-test over two seeds would call significant, and two that have no spread."""
+    for second in ((0.5, 0.5002), (0.5, 0.5)):
+        rows = [row("a=1", seed, 0.1, forgotten=0.3 + 0.0001 * seed, axis="a") for seed in range(2)]
+        rows += [row("a=2", seed, second[seed], forgotten=0.3, axis="a") for seed in range(2)]
+        words = said(rows, "a=1")
+        assert words[0].startswith("2 seeds a point: no point can be told")
+        assert not any("significant" in text or "(p " in text or "Holm" in text for text in words)
+
+
+def test_a_difference_without_spread_is_told_without_a_test():
+    rows = [row(point, seed, right, axis="a") for point, right in (("a=1", 0.5), ("a=2", 0.51)) for seed in range(3)]
+    words = said(rows, "a=1")
+    assert words[0].startswith("No winner in accuracy: a=2 has the highest mean, 51.0 %, not told apart from a=1 (")
+    assert words[1].endswith("a=2 +1.0 % at every seed (no spread, so no test).")
+
+
+def test_failed_runs_are_no_seeds():
+    rows = [row("a=1", seed, 0.1 + 0.01 * seed, axis="a") for seed in range(3)]
+    rows += [row("a=2", seed, 0.9, axis="a", state="done" if seed < 2 else "failed") for seed in range(3)]
+    assert "Not tested, for want of 3 seeds with a result: a=2 (2)." in said(rows, "a=1")
+    rows[0] = row("a=1", 0, 0.1, axis="a", state="failed")
+    assert any(text.startswith("2 seeds a point: ") for text in said(rows, "a=1"))
+
+
+def test_one_point_with_figures_is_compared_with_nothing():
+    rows = [row("a=1", seed, 0.5 + 0.1 * seed, axis="a") for seed in range(3)]
+    rows += [row("a=2", seed, 0.9, axis="a", state="failed") for seed in range(3)]
+    words = said(rows, "a=2")
+    assert "Without a figure for accuracy: a=2." in words
+    assert any(text.startswith("a=1: accuracy 60.0 % ± ") and "nothing to compare" in text for text in words)
+    assert "The baseline a=2 has no figure for accuracy: nothing is compared with it." in words
+
+
+def test_equal_means_are_no_lead():
+    same = {"a=1": (0.4, 0.5, 0.6), "a=2": (0.6, 0.5, 0.4), "a=3": (0.5, 0.4, 0.6)}
+    rows = [row(point, seed, value, axis="a") for point, right in same.items() for seed, value in enumerate(right)]
+    assert said(rows, "a=1")[0] == "No winner in accuracy: all 3 points have the same mean, 50.0 %."
+    rows += [row("a=4", seed, 0.1 + 0.05 * seed, axis="a") for seed in range(3)]
+    assert said(rows, "a=1")[0].startswith("No winner in accuracy: a=1, a=2, a=3 share the highest mean, 50.0 %")
+
+
+def test_a_cell_without_results_is_named():
+    """k3 fails at β = 1: the axis is compared over β = 0.1 alone, and that is said."""
+    axes = [Axis("penalty", (Value("k1", {}), Value("k3", {}))), Axis("kl.beta", (Value("0.1", {}), Value("1", {})))]
+    rows = [
+        row(f"{penalty} {beta}", seed, 0.5 + 0.2 * (penalty == "k3") + 0.01 * seed * (beta + (penalty == "k3")),
+            state="failed" if (penalty, beta) == ("k3", 1) else "done", **{"penalty": penalty, "kl.beta": str(beta)})
+        for penalty in ("k1", "k3")
+        for beta in (0.1, 1)
+        for seed in range(3)
+    ]  # fmt: skip
+    words = next(text for text in said(rows, "k1 0.1", axes=axes) if text.startswith("penalty,"))
+    assert "k3 +21.0 %" in words
+    assert words.endswith("Left out for want of a result on either side: k3 1.")
 
 
 def test_an_axis_among_several():

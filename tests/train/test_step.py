@@ -181,6 +181,46 @@ def test_reward_and_advantage_doors() -> None:
         assert moved == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("door", "weight"),
+    [("reward", "sum"), ("advantage", "own"), ("advantage level=sequence", "to go")],
+)
+def test_the_exact_kl_behind_the_first_doors_is_the_sum_over_the_vocabulary(door: str, weight: str) -> None:
+    """Every logit of both models written out: Σ_v π_v (log π_v − log p_v) is what rewards and advantages lose."""
+    placement, _, level = door.partition(" level=")
+    run, state = make(
+        f"kl.placement={placement}", f"kl.level={level or 'token'}", "kl.estimator=exact", "kl.allow_biased=true",
+        "kl.beta=0.5", "loss.scale_rewards=none",
+    )  # fmt: skip
+    state = train_step(run, state).state  # away from the reference
+    twin, frozen = (build_policy(small_config()).model for _ in range(2))
+    twin.load_state_dict(run.policy.model.state_dict())
+    with run.reference.model() as held:  # type: ignore[union-attr]
+        frozen.load_state_dict(held.state_dict())
+    batch = train_step(run, state).batch
+    rows = batch.rows
+    assert batch.kl is not None
+    assert rows.rewards is not None
+    assert rows.advantages is not None
+    plain, number = rows.rewards.tolist(), 0
+    for group in batch.groups:
+        rewards = torch.tensor([r.total for r in group.rewards])
+        for completion, reward in zip(group.completions, rewards, strict=True):
+            ids = torch.tensor([[*group.prompt_tokens, *completion.tokens]])
+            with torch.no_grad():
+                pi, p = (m(ids).logits[0, len(group.prompt_tokens) - 1 : -1].log_softmax(-1) for m in (twin, frozen))
+            kl = (pi.exp() * (pi - p)).sum(-1)
+            assert torch.allclose(batch.kl[number, : len(kl)], kl, atol=1e-5)
+            assert kl.max() > 1e-4
+            if weight == "sum":
+                assert plain[number] == pytest.approx(float(reward - 0.5 * kl.sum()), abs=1e-4)
+            else:
+                taken = kl if weight == "own" else kl.flip(0).cumsum(0).flip(0)
+                expected = reward - rewards.mean() - 0.5 * taken
+                assert torch.allclose(rows.advantages[number, : len(kl)], expected, atol=1e-4)
+            number += 1
+
+
 def test_exact_kl_is_measured_in_both_directions_and_close_to_the_sampled_one() -> None:
     run, state = make("kl.exact=true", "rollout.prompts_per_step=16")
     state = train_step(run, state).state
@@ -250,3 +290,18 @@ def test_the_reward_rises() -> None:
         state, metrics, _ = train_step(run, state)
         rewards.append(metrics["reward/mean"])
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15
+
+
+def test_under_auto_k1_k2_and_k3_in_the_loss_train_alike_and_report_otherwise() -> None:
+    """The gradient of all three is that of sg(ρ)·k2; plain k3 goes another way."""
+    ended, reported = {}, {}
+    for name in ("k1", "k2", "k3", "k3 plain"):
+        estimator, _, gradient = name.partition(" ")
+        run, state = make(f"kl.estimator={estimator}", f"kl.gradient={gradient or 'auto'}", "kl.beta=1.0")
+        for _ in range(3):
+            state, metrics, _ = train_step(run, state)
+        ended[name], reported[name] = weights(run), metrics["loss/kl"]
+    assert torch.allclose(ended["k1"], ended["k2"], atol=1e-5)
+    assert torch.allclose(ended["k3"], ended["k2"], atol=1e-5)
+    assert not torch.allclose(ended["k3 plain"], ended["k2"], atol=1e-4)
+    assert len({round(reported[name], 5) for name in ("k1", "k2", "k3")}) == 3

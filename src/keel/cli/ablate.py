@@ -52,11 +52,13 @@ def ablate(
 ) -> int:
     from keel.config import arguments
     from keel.studies import read_study
+    from keel.studies.run import check_place, run_study
 
     sys.path.insert(0, "")  # module:attr of the folder one stands in
     paths, overrides = arguments.split(words)
     if len(paths) != 1:
         raise KeelError(f"keel ablate takes one configuration or study, not {len(paths)}: {' '.join(paths)}")
+    check_place(on)
     study = read_study(paths[0], overrides, grid=grid or (), seeds=seeds, baseline=baseline, metric=metric)
     if list_only:
         for point in study.points:
@@ -64,7 +66,6 @@ def ablate(
         typer.echo(f"{len(study.points)} points × {len(study.seeds)} seeds")
         return 0
     from keel.studies.report import write_study
-    from keel.studies.run import run_study
 
     folder = out or Path("runs") / "studies" / study.name
     try:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from keel.config import Config, load_config, text
+from keel.config import Config, aliases, load_config, text
 from keel.config.load import is_option, leaves, unknown_option
 from keel.errors import KeelError, unknown
+from keel.studies.parts import check_parts
 
 METRICS = ("accuracy_after", "reward", "retention_after")
 _KEYS = ("config", "set", "grid", "points", "seeds", "baseline", "metric", "drift", "text", "target")
@@ -184,10 +185,10 @@ def _axis(name: str, values: Any) -> Axis:
         if not values or not all(isinstance(part, Mapping) and part for part in values.values()):
             raise KeelError(f"the axis {name} must map labels to options, such as k1-loss: {{kl.estimator: k1}}")
         return Axis(name, tuple(Value(str(label), dict(part)) for label, part in values.items()))
-    if not is_option(name):
+    if not is_option(native(name)):
         raise unknown_option(name, "the grid")
-    if name in _OWN:
-        raise KeelError(f"{name} cannot be in the grid: {_OWN[name]}")
+    if native(name) in _OWN:
+        raise KeelError(f"{name} cannot be in the grid: {_OWN[native(name)]}")
     if not isinstance(values, list) or not values:
         raise KeelError(f"the grid over {name} needs a list of values, such as {name}: [0, 0.01]")
     return Axis(name, tuple(Value(_label(name, value), {name: value}) for value in values))
@@ -200,8 +201,14 @@ def _label(name: str, value: Any) -> str:
     return f"{name.rpartition('.')[2]}={text.dump(value)}"
 
 
+def native(name: str) -> str:
+    """An option's own name, where another trainer's or a shorter one was given."""
+    alias = aliases.table().get(aliases.normal(name))
+    return name if alias is None or not alias.target or is_option(name) else alias.target
+
+
 def _options(settings: Mapping[str, Any]) -> set[str]:
-    return {name for name, _ in leaves("", settings)}
+    return {native(name) for name, _ in leaves("", settings)}
 
 
 def _overlap(first: str, second: str) -> bool:
@@ -213,7 +220,7 @@ def _names(given: Sequence[str]) -> list[str]:
     found: list[str] = []
     for item in given:
         name, _, value = item.partition("=")
-        found += [option for option, _ in leaves("", {name.strip().lstrip("+"): text.parse(value, name)})]
+        found += [native(option) for option, _ in leaves("", {name.strip().lstrip("+"): text.parse(value, name)})]
     return found
 
 
@@ -256,13 +263,16 @@ def _point(config: Config, label: str, settings: Mapping[str, Any], axes: Sequen
     overrides = [f"{name}={text.dump(value)}" for name, value in settings.items()]
     try:
         checked = load_config(config, overrides)
+        check_parts(checked)
     except KeelError as error:
         raise KeelError(f"the point {label}: {error}") from None
     values = {}
     for axis in axes:
-        held = (value.label for value in axis.values if value.settings.items() <= settings.items())
+        held = [value for value in axis.values if value.settings.items() <= settings.items()]
         own = settings.get(axis.name, {})
-        values[axis.name] = next(held, "") if isinstance(own, Mapping) else text.dump(own)
+        closest = max(held, key=lambda value: len(value.settings), default=None)  # {k1, reward} is not {k1} alone
+        named = "" if closest is None else closest.label
+        values[axis.name] = named if isinstance(own, Mapping) else text.dump(own)
     return Point(label, dict(settings), values, checked)
 
 

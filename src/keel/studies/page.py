@@ -5,16 +5,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from statistics import fmean
+from typing import Any
 
 from keel.report.charts import Panel, Point, Series, svg
 from keel.report.html import block, chart_data, curves, document
 from keel.report.sections import table
-from keel.studies.pictures import frontier_points, root
-from keel.studies.stats import Estimate
+from keel.studies.layout import bounds, colouring, facets
+from keel.studies.pictures import WAYS, frontier_line, frontier_points, root, root_bounds
+from keel.studies.rows import REWARD_CURVE, kl_curve
 from keel.studies.table import Summary, shown, shown_columns
 from keel.studies.verdict import Sentence, forgetting_pairs
 
 FITTING = 44  # characters of names that fit under a chart
+NUMBERS = 23  # of points, as many as fit
+AGAINST: tuple[tuple[Any, ...], ...] = (
+    ("Accuracy", "share right", ("accuracy_after", "after", 0), ("accuracy_before", "before", 7)),
+    ("Exact KL", "nats per token", ("kl_policy_ref", "KL(policy‖start)", 2), ("kl_ref_policy", "KL(start‖policy)", 3)),
+    ("Old skills", "share right", ("retention_after", "after", 2), ("retention_before", "before", 7)),
+    (
+        "KL on the old skills' prompts",
+        "nats per token",
+        ("kl_old_policy_ref", "KL(policy‖start)", 2),
+        ("kl_old_ref_policy", "KL(start‖policy)", 3),
+    ),
+    ("Reward", "mean of the last 10 steps", ("reward", "reward", 1)),
+    ("Held-out text", "log-probability per token", ("text_logprob_after", "after", 4)),
+    ("Steps inside the target band", "share", ("share_in_band", "share", 5)),
+)
+GREY = 7  # the colour of what belongs to no point
 
 
 def study_page(title: str, command: str, summaries: Sequence[Summary], baseline: str, said: Sequence[Sentence]) -> str:
@@ -48,67 +66,64 @@ def _names(summaries: Sequence[Summary]) -> list[str]:
 def _series(summaries: Sequence[Summary], figure: str, label: str, colour: int) -> Series:
     found = [one.means.get(figure) for one in summaries]
     points = [(float(i), None if e is None else e.mean) for i, e in enumerate(found)]
-    return Series(label, points, colour, [_bounds(e) for e in found], dots=True)
-
-
-def _bounds(found: Estimate | None) -> tuple[float, float] | None:
-    return None if found is None or found.low is None or found.high is None else (found.low, found.high)
+    return Series(label, points, colour, [bounds(figure, e) for e in found], dots=True)
 
 
 def against_axis(summaries: Sequence[Summary]) -> list[Panel]:
-    """Accuracy, KL, old skills and reward, point by point, with intervals."""
+    """Accuracy, KL, old skills and reward, point by point, with intervals; several charts where names would overlap."""
     names = _names(summaries)
-
-    def panel(title: str, unit: str, *figures: tuple[str, str, int]) -> Panel:
-        series = [_series(summaries, figure, label, colour) for figure, label, colour in figures]
-        return Panel(title, unit, series, "95 % t-intervals over seeds", across="point", names=names)
-
+    starts = range(0, len(names), len(names) if sum(map(len, names)) <= FITTING else NUMBERS)
     return [
-        panel("Accuracy", "share right", ("accuracy_after", "after", 0), ("accuracy_before", "before", 7)),
-        panel(
-            "Exact KL",
-            "nats per token",
-            ("kl_policy_ref", "KL(policy‖start)", 2),
-            ("kl_ref_policy", "KL(start‖policy)", 3),
-        ),
-        panel("Old skills", "share right", ("retention_after", "after", 2), ("retention_before", "before", 7)),
-        panel(
-            "KL on the old skills' prompts",
-            "nats per token",
-            ("kl_old_policy_ref", "KL(policy‖start)", 2),
-            ("kl_old_ref_policy", "KL(start‖policy)", 3),
-        ),
-        panel("Reward", "mean of the last 10 steps", ("reward", "reward", 1)),
-        panel("Held-out text", "log-probability per token", ("text_logprob_after", "after", 4)),
-        panel("Steps inside the target band", "share", ("share_in_band", "share", 5)),
+        Panel(
+            title if len(starts) == 1 else f"{title}, points {start + 1} to {start + len(part)}",
+            unit,
+            [_series(part, figure, label, colour) for figure, label, colour in figures],
+            "95 % t-intervals over seeds",
+            across="point",
+            names=names[start : start + len(part)],
+        )
+        for title, unit, *figures in AGAINST
+        for start in starts
+        for part in [summaries[start : start + NUMBERS] if len(starts) > 1 else summaries]
     ]
 
 
 def _frontier(summaries: Sequence[Summary]) -> list[Panel]:
+    known, colours = frontier_points(summaries), colouring(summaries)
+    if not known:
+        return []
     series = [
-        Series(label, [(root(kl.mean), reward.mean)], index, [_bounds(reward)], dots=True)
-        for index, (label, (kl, reward)) in enumerate(frontier_points(summaries).items())
+        Series(label, [(root(kl.mean), reward.mean)], colours.of[label], [bounds("reward", reward)], dots=True)
+        for label, (kl, reward) in known.items()
     ]
-    return [Panel("Reward against √KL(policy‖start)", "√(nats per token)", series, across="√KL")] if series else []
+    series.append(Series("frontier of the means", frontier_line(known), GREY, dashed=True))
+    wide = [(ends, reward.mean) for kl, reward in known.values() if (ends := root_bounds(kl)) is not None]
+    arms: list[Point] = [point for (low, high), y in wide for point in ((low, y), (high, y), (high, None))]
+    series += [Series("95 % intervals of √KL", arms, GREY)] if arms else []
+    unit = "reward, mean of the last 10 steps; across, √(nats per token)"
+    return [Panel("Reward against √KL(policy‖start)", unit, series, across="√KL")]
 
 
 def _curves(summaries: Sequence[Summary]) -> list[Panel]:
+    kl, colours = kl_curve([row for one in summaries for row in one.rows]), colouring(summaries)
     panels = []
-    for title, unit, names in (
-        ("Reward while training", "mean of a step", ("reward/mean",)),
-        ("KL(policy‖reference)", "nats per token", ("kl/policy_ref/exact/mean", "kl/policy_ref/k3/mean")),
-        ("β", "coefficient", ("kl/beta",)),
+    for title, unit, name in (
+        ("Reward while training", "mean of a step", REWARD_CURVE),
+        ("KL(policy‖reference)", f"nats per token by {kl.split('/')[2]}", kl),
+        ("β", "coefficient", "kl/beta"),
     ):
-        series = [_course(one, names, index) for index, one in enumerate(summaries)]
-        panels.append(Panel(title, unit, series, "mean over seeds, band from the lowest to the highest"))
+        for part, members in facets(summaries):
+            series = [_course(one, name, colours.of[one.label]) for one in members]
+            heading = f"{title}: {part}" if part else title
+            panels.append(Panel(heading, unit, series, "mean over seeds, band from the lowest to the highest"))
     return panels
 
 
-def _course(one: Summary, names: Sequence[str], colour: int) -> Series:
+def _course(one: Summary, name: str, colour: int) -> Series:
     """A point's curve: the mean of its runs at every step that some run has, and their range."""
     at: dict[float, list[float]] = {}
     for row in one.rows:
-        for step, value in next((row.curves[name] for name in names if name in row.curves), ()):
+        for step, value in row.curves.get(name, ()):
             if value is not None:
                 at.setdefault(step, []).append(value)
     steps = sorted(at)
@@ -116,13 +131,20 @@ def _course(one: Summary, names: Sequence[str], colour: int) -> Series:
 
 
 def _forgetting(summaries: Sequence[Summary]) -> list[Panel]:
-    panels = []
-    for figure, name in (("kl_policy_ref", "KL(policy‖start)"), ("kl_ref_policy", "KL(start‖policy)")):
+    colours, panels = colouring(summaries), []
+    for figure, name in WAYS.items():
         series = [
-            Series(one.label, _apart(forgetting_pairs(one.rows, figure)), index, dots=True)
-            for index, one in enumerate(summaries)
+            Series(
+                words,
+                _apart([pair for one in members for pair in forgetting_pairs(one.rows, figure)]),
+                index,
+                dots=True,
+            )
+            for index, words in enumerate(colours.names)
+            if (members := [one for one in summaries if colours.of[one.label] == index])
         ]
-        panels.append(Panel(f"Forgetting against {name}", "old skills, before − after", series, across=name))
+        unit = "old skills, before − after; across, nats per token"
+        panels.append(Panel(f"Forgetting against {name}", unit, series, across=name))
     return panels
 
 

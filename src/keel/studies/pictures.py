@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from keel.report.picture import picture
+from keel.studies.layout import COLOURS, Colouring, bounds, colouring, facets, limits
+from keel.studies.rows import REWARD_CURVE, kl_curve
 from keel.studies.stats import Estimate, frontier
 from keel.studies.table import Summary
 from keel.studies.verdict import forgetting_pairs
 
-COLOURS = ("#1f6fd6", "#d9660f", "#16916f", "#a33ea1", "#b58900", "#d2385b", "#4a8fa8", "#6b6b6b")
-POLICY, START = "#12756f", "#7a4ea3"
+PALETTE = ("#1f6fd6", "#d9660f", "#16916f", "#a33ea1", "#b58900", "#d2385b", "#4a8fa8", "#6b6b6b")
+POLICY, START, BEFORE = "#12756f", "#7a4ea3", "#9a9a9a"
+WAYS: Mapping[str, str] = {"kl_policy_ref": "KL(policy‖start)", "kl_ref_policy": "KL(start‖policy)"}
 
 
 def write_pictures(summaries: Sequence[Summary], folder: Path, title: str) -> list[str]:
@@ -27,41 +31,63 @@ def write_pictures(summaries: Sequence[Summary], folder: Path, title: str) -> li
     return made
 
 
-def _bars(axis: Any, summaries: Sequence[Summary], figure: str, colour: str, label: str, shift: float = 0.0) -> None:
-    found = [
-        (place + shift, mean) for place, one in enumerate(summaries) if (mean := one.means.get(figure)) is not None
-    ]
-    if found:
-        means, errors = [mean.mean for _, mean in found], [mean.half or 0.0 for _, mean in found]
-        axis.errorbar([x for x, _ in found], means, yerr=errors, fmt="o", color=colour, capsize=4, label=label)
+def numbered(summaries: Sequence[Summary]) -> list[str]:
+    """The points as the table numbers them."""
+    return [f"{number}  {one.label}" for number, one in enumerate(summaries, start=1)]
 
 
-def _named(axis: Any, summaries: Sequence[Summary], title: str, unit: str) -> None:
-    longest = max(len(one.label) for one in summaries)
-    axis.set_xticks(range(len(summaries)), [one.label for one in summaries])
-    if longest * len(summaries) > 60:
-        axis.tick_params(axis="x", labelrotation=60, labelsize=7)
-    axis.set(title=title, ylabel=unit, xlim=(-0.5, len(summaries) - 0.5))
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
+# --------------------------------------------------------------------------------------------- against the axis
 
 
 def _axis(plt: Any, summaries: Sequence[Summary]) -> None:
-    _, axes = plt.subplots(2, 2, figsize=(12.5, 9), layout="constrained")
-    _bars(axes[0, 0], summaries, "accuracy_before", COLOURS[7], "before", -0.1)
-    _bars(axes[0, 0], summaries, "accuracy_after", COLOURS[0], "after", 0.1)
-    _named(axes[0, 0], summaries, "Accuracy on the trained task", "share right")
-    _bars(axes[0, 1], summaries, "kl_policy_ref", POLICY, "KL(policy‖start)", -0.1)
-    _bars(axes[0, 1], summaries, "kl_ref_policy", START, "KL(start‖policy)", 0.1)
-    _named(axes[0, 1], summaries, "Exact KL on the trained task's prompts", "nats per token")
-    _bars(axes[1, 0], summaries, "retention_before", COLOURS[7], "before", -0.1)
-    _bars(axes[1, 0], summaries, "retention_after", COLOURS[2], "after", 0.1)
-    _named(axes[1, 0], summaries, "Old skills", "share right, mean over skills")
-    _bars(axes[1, 1], summaries, "reward", COLOURS[1], "mean of the last 10 steps")
-    _named(axes[1, 1], summaries, "Reward", "per completion")
-    for axis in axes.flat:
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(frameon=False)
+    """A line a point, however many: names stand on the left once, and four figures beside them."""
+    panels: tuple[tuple[Any, ...], ...] = (
+        ("Accuracy on the trained task", "share right", ("accuracy_before", "before", BEFORE),
+         ("accuracy_after", "after", PALETTE[0])),
+        ("Exact KL, trained task's prompts", "nats per token", ("kl_policy_ref", "KL(policy‖start)", POLICY),
+         ("kl_ref_policy", "KL(start‖policy)", START)),
+        ("Old skills", "share right, mean over skills", ("retention_before", "before", BEFORE),
+         ("retention_after", "after", PALETTE[2])),
+        ("Reward", "mean of the last 10 steps", ("reward", "", PALETTE[1])),
+    )  # fmt: skip
+    count = len(summaries)
+    figure, axes = plt.subplots(1, 4, figsize=(15, 2.2 + 0.26 * count), sharey=True, layout="constrained")
+    for axis, (title, unit, *figures) in zip(axes, panels, strict=True):
+        for index, (name, label, colour) in enumerate(figures):
+            _dots(axis, summaries, name, label, colour, 0.16 * (index - (len(figures) - 1) / 2))
+        known = {name: [e for one in summaries if (e := one.means.get(name)) is not None] for name, *_ in figures}
+        axis.set(title=title, xlabel=unit, xlim=limits(known))
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+        if len(figures) > 1 and any(known.values()):
+            axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.55 / axis_inches(count)))
+    axes[0].set_yticks(range(count), numbered(summaries), fontsize=8)
+    axes[0].set_ylim(count - 0.5, -0.5)
+    figure.supxlabel("95 % t-intervals over seeds; one that reaches the edge goes on beyond it", fontsize=8)
+
+
+def axis_inches(count: int) -> float:
+    """The height of the lines themselves."""
+    return 0.8 + 0.26 * count
+
+
+def _dots(axis: Any, summaries: Sequence[Summary], name: str, label: str, colour: str, shift: float) -> None:
+    found = [(place + shift, e) for place, one in enumerate(summaries) if (e := one.means.get(name)) is not None]
+    if found:
+        axis.errorbar(
+            [e.mean for _, e in found], [y for y, _ in found], xerr=_arms(name, [e for _, e in found]),
+            fmt="o", ms=4, lw=1, color=colour, capsize=2, label=label,
+        )  # fmt: skip
+
+
+def _arms(name: str, found: Sequence[Estimate]) -> list[list[float]]:
+    """The two lengths of every error bar, clipped to what is possible."""
+    ends = [bounds(name, e) or (e.mean, e.mean) for e in found]
+    lower = [max(0.0, e.mean - low) for e, (low, _) in zip(found, ends, strict=True)]
+    return [lower, [max(0.0, high - e.mean) for e, (_, high) in zip(found, ends, strict=True)]]
+
+
+# ---------------------------------------------------------------------------------------------------- frontier
 
 
 def frontier_points(summaries: Sequence[Summary]) -> dict[str, tuple[Estimate, Estimate]]:
@@ -73,57 +99,118 @@ def frontier_points(summaries: Sequence[Summary]) -> dict[str, tuple[Estimate, E
     }
 
 
+def frontier_line(known: Mapping[str, tuple[Estimate, Estimate]]) -> list[tuple[float, float]]:
+    """(√KL, reward) of the points that no other beats in both, by rising KL."""
+    kept = frontier({label: (kl.mean, reward.mean) for label, (kl, reward) in known.items()})
+    return [(root(known[label][0].mean), known[label][1].mean) for label in kept]
+
+
 def root(value: float) -> float:
     return math.sqrt(max(0.0, value))
 
 
+def root_bounds(kl: Estimate) -> tuple[float, float] | None:
+    """The interval of the KL under the root."""
+    found = bounds("kl_policy_ref", kl)
+    return None if found is None else (root(found[0]), root(found[1]))
+
+
 def _frontier(plt: Any, summaries: Sequence[Summary]) -> None:
-    _, axis = plt.subplots(figsize=(8, 5.5), layout="constrained")
-    known = frontier_points(summaries)
-    for index, (label, (kl, reward)) in enumerate(known.items()):
-        low, high = root(kl.mean - (kl.half or 0)), root(kl.mean + (kl.half or 0))
-        x = root(kl.mean)
-        axis.errorbar(
-            [x], [reward.mean], xerr=[[x - low], [high - x]], yerr=[reward.half or 0.0],
-            fmt="o", color=COLOURS[index % 8], capsize=4, label=label,
-        )  # fmt: skip
-    kept = frontier({label: (kl.mean, reward.mean) for label, (kl, reward) in known.items()})
-    axis.plot([root(known[k][0].mean) for k in kept], [known[k][1].mean for k in kept], color="#888", lw=1, ls="--")
-    axis.set(title="Reward against √KL(policy‖start)", xlabel="√(nats per token)", ylabel="reward")
+    """Every point with its number; the names stand beside the chart, where they cover nothing.
+
+    Of many points only those on the frontier have their intervals here; axis.png has them all.
+    """
+    known, colours = frontier_points(summaries), colouring(summaries)
+    many = len(summaries) > COLOURS
+    figure, axis = plt.subplots(figsize=(11, max(5.5, 1.2 + 0.19 * len(summaries))), layout="constrained")
+    line = frontier_line(known)
+    axis.plot(*_columns(line), color="#888", lw=1, ls="--", zorder=0)
+    for number, one in enumerate(summaries, start=1):
+        if one.label in known:
+            kl, reward = known[one.label]
+            x, (low, high) = root(kl.mean), root_bounds(kl) or (root(kl.mean), root(kl.mean))
+            arms = not many or (x, reward.mean) in line
+            axis.errorbar(
+                [x], [reward.mean], xerr=[[max(0.0, x - low)], [max(0.0, high - x)]] if arms else None,
+                yerr=_arms("reward", [reward]) if arms else None,
+                fmt="o", ms=5, color=_colour(colours, one.label), capsize=2, lw=0.7,
+            )  # fmt: skip
+            axis.annotate(str(number), (x, reward.mean), xytext=(4, 3), textcoords="offset points", fontsize=8)
+    axis.set(title="Reward against √KL(policy‖start)", xlabel="√(nats per token)", ylabel="reward, last 10 steps")
+    kept = [[replace(e, low=None, high=None) if many else e for e in pair] for pair in known.values()]
+    kls, rewards = limits({"kl_policy_ref": [kl for kl, _ in kept]}), limits({"reward": [reward for _, reward in kept]})
+    if rewards is not None and kls is not None:
+        axis.set(ylim=rewards, xlim=(-0.02 * root(kls[1]), root(kls[1])))
     axis.grid(alpha=0.25)
-    if known:
-        axis.legend(frameon=False, fontsize=7)
+    named = [*_keys(plt, colours, summaries if not many else None), plt.Line2D([], [], color="#888", ls="--")]
+    texts = [*(numbered(summaries) if not many else colours.names), "frontier of the means"]
+    figure.legend(named, texts, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    if many:
+        axis.text(1.02, 1, "\n".join(numbered(summaries)), transform=axis.transAxes, va="top", fontsize=7)
+
+
+def _colour(colours: Colouring, label: str) -> str:
+    return PALETTE[colours.of[label]]
+
+
+def _keys(plt: Any, colours: Colouring, summaries: Sequence[Summary] | None = None) -> list[Any]:
+    """A dot for every colour's name, or for every point."""
+    used = range(len(colours.names)) if summaries is None else [colours.of[one.label] for one in summaries]
+    return [plt.Line2D([], [], marker="o", ls="", color=PALETTE[index]) for index in used]
+
+
+# ------------------------------------------------------------------------------------------------------ curves
 
 
 def _curves(plt: Any, summaries: Sequence[Summary]) -> None:
-    _, axes = plt.subplots(1, 2, figsize=(12.5, 5), layout="constrained")
-    for axis, names, title in (
-        (axes[0], ("reward/mean",), "Reward, every run"),
-        (axes[1], ("kl/policy_ref/exact/mean", "kl/policy_ref/k3/mean"), "KL(policy‖reference), nats per token"),
-    ):
-        for index, one in enumerate(summaries):
-            for number, row in enumerate(one.rows):
-                series = next((row.curves[name] for name in names if name in row.curves), [])
-                points = [(x, y) for x, y in series if y is not None]
-                label = one.label if number == 0 else None
-                axis.plot(*_columns(points), color=COLOURS[index % 8], lw=0.9, alpha=0.7, label=label)
-        axis.set(title=title, xlabel="step")
+    """Reward and KL of every run, side by side; many points in several pairs of charts on the same scales."""
+    parts, colours, kl = (
+        facets(summaries),
+        colouring(summaries),
+        kl_curve([row for one in summaries for row in one.rows]),
+    )
+    across = 1 if len(parts) == 1 else 2
+    down = math.ceil(len(parts) / across)
+    size = (12.5, 5.5) if len(parts) == 1 else (15, 0.8 + 1.9 * down)
+    figure, axes = plt.subplots(
+        down, 2 * across, figsize=size, layout="constrained", squeeze=False, sharex=True, sharey=False
+    )
+    for index, axis in enumerate(axes.flat):
+        if index // 2 >= len(parts):
+            axis.set_visible(False)
+            continue
+        title, members = parts[index // 2]
+        what, name = (("reward", REWARD_CURVE), (f"KL(policy‖reference) per token, {kl.split('/')[2]}", kl))[index % 2]
+        for one in members:
+            for row in one.rows:
+                points = [(x, y) for x, y in row.curves.get(name, ()) if y is not None]
+                axis.plot(*_columns(points), color=_colour(colours, one.label), lw=0.9, alpha=0.8)
+        axis.set_title(f"{title}: {what}" if title else f"{what}, every run", fontsize=8 if title else 11)
+        axis.set_xlabel("step" if index >= len(axes.flat) - 2 * across else "", fontsize=8)
+        axis.tick_params(labelsize=7 if title else 9)
         axis.grid(alpha=0.25)
-    axes[0].legend(frameon=False, fontsize=7)
+    for column in range(2):  # one scale for all rewards, one for all KLs: charts can be compared by eye
+        same = [axis for index, axis in enumerate(axes.flat) if index % 2 == column and index // 2 < len(parts)]
+        low, high = min(axis.get_ylim()[0] for axis in same), max(axis.get_ylim()[1] for axis in same)
+        for axis in same:
+            axis.set_ylim(low, high)
+    figure.legend(_keys(plt, colours), colours.names, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
 
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
 
 
+# -------------------------------------------------------------------------------------------------- forgetting
+
+
 def _forgetting(plt: Any, summaries: Sequence[Summary]) -> None:
-    _, axes = plt.subplots(1, 2, figsize=(12.5, 5), layout="constrained")
-    ways: Mapping[str, str] = {"kl_policy_ref": "KL(policy‖start)", "kl_ref_policy": "KL(start‖policy)"}
-    for axis, (figure, name) in zip(axes, ways.items(), strict=True):
-        for index, one in enumerate(summaries):
-            points = forgetting_pairs(one.rows, figure)
-            axis.plot(*_columns(points), "o", color=COLOURS[index % 8], label=one.label)
+    figure, axes = plt.subplots(1, 2, figsize=(12.5, 5.5), layout="constrained")
+    colours = colouring(summaries)
+    for axis, (name, words) in zip(axes, WAYS.items(), strict=True):
+        for one in summaries:
+            axis.plot(*_columns(forgetting_pairs(one.rows, name)), "o", ms=4, color=_colour(colours, one.label))
         axis.axhline(0, color="#888", lw=0.8)
-        axis.set(title=f"Forgetting against {name}", xlabel="nats per token", ylabel="old skills: before − after")
+        axis.set(title=f"Forgetting against {words}", xlabel="nats per token", ylabel="old skills: before − after")
         axis.grid(alpha=0.25)
-    axes[0].legend(frameon=False, fontsize=7)
+    figure.legend(_keys(plt, colours), colours.names, loc="outside lower center", ncols=4, frameon=False, fontsize=8)

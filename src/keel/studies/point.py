@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import sys
-import threading
 from pathlib import Path
 
 import keel
@@ -103,21 +102,13 @@ def _measured(folder: Path) -> bool:
     return True
 
 
-def _end_with_parent() -> None:
-    """A run whose study was killed ends too: the study holds the other end of stdin."""
-    while os.read(0, 1):  # not sys.stdin, whose lock would keep the interpreter from ending
-        pass
-    os._exit(137)
-
-
 def main(argv: list[str] | None = None) -> int:
-    """`python -m keel.studies.point CONFIG --shared FOLDER [--measure JSON]`: without a measure the warm start only."""
-    parser = argparse.ArgumentParser(prog="keel.studies.point")
+    """`python -m keel.studies.child CONFIG --shared FOLDER [--measure JSON]`: without a measure the warm start only."""
+    parser = argparse.ArgumentParser(prog="keel.studies.child")
     parser.add_argument("config")
     parser.add_argument("--shared", type=Path, required=True)
     parser.add_argument("--measure")
     given = parser.parse_args(argv)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.path.insert(0, "")  # module:attr of the folder one stands in
     config = load_config(json.loads(given.config))
     try:
@@ -131,7 +122,3 @@ def main(argv: list[str] | None = None) -> int:
     if ended.reason:
         sys.stderr.write(f"keel: {ended.state}: {ended.reason}\n")
     return {DONE: 0, STOPPED: 0, INTERRUPTED: 130}.get(ended.state, 2)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -41,6 +41,7 @@ class Row:
     skills: Mapping[str, Skill] = field(default_factory=dict)
     wall_s: float | None = None
     curves: Mapping[str, Sequence[tuple[float, float | None]]] = field(default_factory=dict)
+    band_by: str = ""  # the estimate that the band was held against
 
 
 FIGURES = (
@@ -54,7 +55,8 @@ FIGURES = (
     "kl_k2",
     "kl_k3",
     "kl_sequence",
-    "kl_reference",
+    "kl_reference_exact",
+    "kl_reference_k3",
     "beta_last",
     "retention_before",
     "retention_after",
@@ -66,7 +68,15 @@ FIGURES = (
     "steps_to_band",
     "share_in_band",
 )
-CURVES = ("reward/mean", "kl/policy_ref/exact/mean", "kl/policy_ref/k3/mean", "kl/beta")
+REWARD_CURVE, EXACT_CURVE, K3_CURVE = "reward/mean", "kl/policy_ref/exact/mean", "kl/policy_ref/k3/mean"
+SEQUENCE_CURVE = "kl/policy_ref/sequence/mean"
+CURVES = (REWARD_CURVE, EXACT_CURVE, K3_CURVE, "kl/beta")
+
+
+def kl_curve(rows: Sequence[Row]) -> str:
+    """The KL whose curves can be laid beside each other: exact if every run has it, otherwise k3, which all have."""
+    measured = [row.curves for row in rows if K3_CURVE in row.curves]
+    return EXACT_CURVE if measured and all(EXACT_CURVE in curves for curves in measured) else K3_CURVE
 
 
 def read_row(job: Job, ended: Outcome, measure: Measure) -> Row:
@@ -81,8 +91,8 @@ def read_row(job: Job, ended: Outcome, measure: Measure) -> Row:
     first, last = _accuracy(run, "trained")
     text = drift.get("text_logprob") or {}
     before, after = (_mean(getattr(skill, side) for skill in skills.values()) for side in ("before", "after"))
-    rewards = [value for _, value in run.series("reward/mean")[-LAST_STEPS:] if value is not None]
-    exact = run.last("kl/policy_ref/exact/mean")
+    rewards = [value for _, value in run.series(REWARD_CURVE)[-LAST_STEPS:] if value is not None]
+    band_by, band = _band(run, measure)
     figures: dict[str, float | None] = {
         "steps": float(run.steps),
         "accuracy_before": first.get(""),
@@ -92,7 +102,8 @@ def read_row(job: Job, ended: Outcome, measure: Measure) -> Row:
         "kl_ref_policy": _figure(trained, "ref_policy", "exact"),
         **{f"kl_{name}": _figure(trained, "policy_ref", name) for name in ("k1", "k2", "k3")},
         "kl_sequence": _figure(trained, "policy_ref", "exact", "per_sequence"),
-        "kl_reference": run.last("kl/policy_ref/k3/mean") if exact is None else exact,
+        "kl_reference_exact": run.last(EXACT_CURVE),
+        "kl_reference_k3": run.last(K3_CURVE),
         "beta_last": run.last("kl/beta"),
         "retention_before": before,
         "retention_after": after,
@@ -101,11 +112,11 @@ def read_row(job: Job, ended: Outcome, measure: Measure) -> Row:
         "kl_old_ref_policy": _mean(skill.kl_ref_policy for skill in skills.values()),
         "text_logprob_before": number(text.get("before")),
         "text_logprob_after": number(text.get("after")),
-        **_band(run, measure),
+        **band,
     }
     wall = number((run.summary or {}).get("wall_s"))
     curves = {name: run.series(name) for name in CURVES if run.series(name)}
-    return Row(job.point.label, job.seed, ended.state, ended.reason, options, figures, skills, wall, curves)
+    return Row(job.point.label, job.seed, ended.state, ended.reason, options, figures, skills, wall, curves, band_by)
 
 
 def _drift(folder: Path) -> dict[str, Any]:
@@ -133,7 +144,10 @@ def _figure(task: Mapping[str, Any], way: str, estimator: str, unit: str = "per_
 
 
 def _accuracy(run: Run, split: str) -> tuple[dict[str, float], dict[str, float]]:
-    """(first, last) accuracy by task, under "" for the trained one; the last is one after training began."""
+    """(first, last) accuracy by task, under "" for the trained one; the last is one after training began.
+
+    A run that its guard took back to step 0 ends as the start, which was evaluated once.
+    """
     first: dict[str, float] = {}
     last: dict[str, float] = {}
     for line in run.evaluations:
@@ -142,7 +156,8 @@ def _accuracy(run: Run, split: str) -> tuple[dict[str, float], dict[str, float]]
             continue
         name = "" if split == "trained" else str(line.get("task"))
         (last if number(line.get("step")) else first)[name] = value
-    return first, last
+    back_at_start = number((run.summary or {}).get("steps")) == 0
+    return first, dict(first) if back_at_start and not last else last
 
 
 def _skills(run: Run, drift: Mapping[str, Any]) -> dict[str, Skill]:
@@ -165,17 +180,19 @@ def _mean(values: Any) -> float | None:
     return None if not found or None in found else fmean(found)
 
 
-def _band(run: Run, measure: Measure) -> dict[str, float | None]:
-    """Steps until the KL is first within a factor of 1.5 of its target, and the share of all steps inside."""
+def _band(run: Run, measure: Measure) -> tuple[str, dict[str, float | None]]:
+    """By which estimate; steps until it is first within a factor of 1.5 of its target, share of all steps inside.
+
+    The estimate is the one that steers a controller: a sequence's k1, or per token the exact one where it is measured.
+    """
     target = measure.target
     if target is None:
-        return {"steps_to_band": None, "share_in_band": None}
-    if measure.target_unit == "per_sequence":
-        series = run.series("kl/policy_ref/sequence/mean")
-    else:
-        series = run.series("kl/policy_ref/exact/mean") or run.series("kl/policy_ref/k3/mean")
+        return "", {"steps_to_band": None, "share_in_band": None}
+    names = (SEQUENCE_CURVE,) if measure.target_unit == "per_sequence" else (EXACT_CURVE, K3_CURVE)
+    name = next((name for name in names if run.series(name)), names[-1])
+    series = run.series(name)
     inside = [(step, value is not None and target / BAND <= value <= target * BAND) for step, value in series]
-    return {
+    return name.split("/")[2], {
         "steps_to_band": next((step for step, within in inside if within), None),
         "share_in_band": fmean(within for _, within in inside) if inside else None,
     }

@@ -24,6 +24,7 @@ from keel.studies.grid import Measure, Study
 from keel.studies.progress import Progress
 
 POLL_S = 0.3
+GRACE_S = 30.0  # for a run to finish its step and save
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ def run_study(
     study: Study, path: Path, *, parallel: int = 1, on: str = "local", say: Callable[[str], None] | None = None
 ) -> dict[str, Outcome]:
     """Run what is not finished yet; how each job ended, by its label. Killed at any time, it can be started again."""
+    check_place(on)
     path = path.resolve()
     with open_folder(path, study, max(1, _cores() // parallel)) as threads:
         todo = jobs(path, study)
@@ -153,7 +155,7 @@ def run_process(process: Process, started: Callable[[subprocess.Popen[bytes]], N
     process.log.parent.mkdir(parents=True, exist_ok=True)
     (process.log.parent / OUTCOME).unlink(missing_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": str(process.threads), "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "keel.studies.point", *process.arguments]
+    command = [sys.executable, "-m", "keel.studies.child", *process.arguments]
     with process.log.open("ab") as log:
         running = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
@@ -161,6 +163,12 @@ def run_process(process: Process, started: Callable[[subprocess.Popen[bytes]], N
         if started is not None:
             started(running)
         return running.wait()
+
+
+def _send(running: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for one in running:
+        if one.poll() is None:
+            one.send_signal(number)
 
 
 class Local:
@@ -183,37 +191,51 @@ class Local:
             self._running.append(running)
             over = self._over
         if over:
-            running.send_signal(signal.SIGINT)
+            running.terminate()
 
     def interrupt(self) -> None:
+        """Ask, ask again (training then ends at once), kill: no run outlives its study."""
         with self._lock:
             self._over = True
-            running = [one for one in self._running if one.poll() is None]
-        for one in running:
-            one.send_signal(signal.SIGINT)
-        self._threads.shutdown(wait=True, cancel_futures=True)
+            running = list(self._running)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        try:
+            for ask in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
+                _send(running, ask)
+                until = time.monotonic() + GRACE_S
+                while any(one.poll() is None for one in running) and time.monotonic() < until:
+                    time.sleep(0.05)
+        finally:  # a second Ctrl-C waits no longer
+            _send(running, signal.SIGKILL)
+            self._threads.shutdown(wait=True)
 
     def close(self) -> None:
         self._threads.shutdown(wait=True)
 
 
+def check_place(on: str) -> None:
+    """Refuse a place that runs cannot take place in, before there is a folder."""
+    kind, _, address = on.partition(":")
+    if kind != "ray" and (kind != "local" or address):
+        raise KeelError(f"--on {on} is not known: use local, ray or ray:ADDRESS")
+
+
 @contextmanager
 def open_pool(on: str, parallel: int) -> Iterator[Pool]:
     """`local`; `ray` for the cluster that RAY_ADDRESS names or one started here; `ray:ADDRESS` for that cluster."""
+    check_place(on)
     kind, _, address = on.partition(":")
-    if kind == "local" and not address:
+    if kind == "local":
         pool = Local(parallel)
         try:
             yield pool
         finally:
             pool.close()
-    elif kind == "ray":
+    else:
         from keel.studies.cluster import ray_pool
 
         with ray_pool(address or None, max(_cores(), parallel)) as cluster:
             yield cluster
-    else:
-        raise KeelError(f"--on {on} is not known: use local, ray or ray:ADDRESS")
 
 
 @contextmanager

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 
 LEVEL = 0.95
+MIN_SEEDS = 3  # two values have one degree of freedom: nothing short of a miracle is told from chance
+_NOISE = 1e-9  # a spread below this share of the values is rounding
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over `n` seeds with its t-interval, None where one value has none; `p` tests that the mean is 0."""
+    """A mean over `n` seeds with its t-interval and `p` of "the mean is 0"; None where there is no spread."""
 
     mean: float
     low: float | None
@@ -31,12 +33,22 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Correlation:
-    """A correlation with its 95 % interval by Fisher's z; None where there are too few points."""
+    """A correlation with its 95 % interval by Fisher's z; None where there are too few points, or where |r| = 1.
+
+    A perfect one has no such interval but an exact p instead: the share of orders that agree or oppose as perfectly.
+    """
 
     value: float
     low: float | None
     high: float | None
     n: int
+    p: float | None = None
+
+    @property
+    def excludes_zero(self) -> bool:
+        if self.p is not None:
+            return self.p < 1 - LEVEL
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 
 @dataclass(frozen=True)
@@ -106,23 +118,36 @@ def _off_zero(value: float, tiny: float) -> float:
 # --------------------------------------------------------------------------------------------------- estimates
 
 
-def estimate(values: Sequence[float]) -> Estimate | None:
-    """Mean, t-interval and two-sided p of "the mean is 0"; None of no values."""
+def estimate(values: Sequence[float], *, scale: float = 0.0) -> Estimate | None:
+    """Mean, t-interval and two-sided p of "the mean is 0"; None of no values.
+
+    Equal values, up to rounding at `scale` or their own size, have neither: that few seeds agree to the last digit is
+    coarse measurement, and no proof that the next one would.
+    """
     if not values:
         return None
     n, mean = len(values), fmean(values)
     if n == 1:
         return Estimate(mean, None, None, 1)
-    se = stdev(values) / math.sqrt(n)
+    rounding = _NOISE * max(scale, *map(abs, values))
+    deviation = stdev(values)
+    if deviation <= rounding:
+        return Estimate(mean, None, None, n, 1.0 if abs(mean) <= rounding else None)
+    se = deviation / math.sqrt(n)
     half = t_quantile(0.5 + LEVEL / 2, n - 1) * se
-    if se == 0:
-        return Estimate(mean, mean, mean, n, 1.0 if mean == 0 else 0.0)
     return Estimate(mean, mean - half, mean + half, n, 2 * (1 - t_cdf(abs(mean) / se, n - 1)))
 
 
 def paired(first: Mapping[int, float], second: Mapping[int, float]) -> Estimate | None:
     """The difference second − first over the seeds that both have."""
-    return estimate([second[seed] - first[seed] for seed in sorted(first.keys() & second.keys())])
+    both = sorted(first.keys() & second.keys())
+    scale = max((abs(values[seed]) for values in (first, second) for seed in both), default=0.0)
+    return estimate([second[seed] - first[seed] for seed in both], scale=scale)
+
+
+def tested(found: Estimate | None) -> float | None:
+    """The p of an estimate over enough seeds to speak of one."""
+    return None if found is None or found.n < MIN_SEEDS else found.p
 
 
 def holm(p: Mapping[str, float | None]) -> dict[str, float | None]:
@@ -139,16 +164,15 @@ def holm(p: Mapping[str, float | None]) -> dict[str, float | None]:
 def winner(points: Mapping[str, Mapping[int, float]]) -> Winner | None:
     """The point with the highest mean, named the winner only if it beats every other one.
 
-    That takes both: paired differences over the seeds whose p-values, adjusted by Holm for the number of rivals, are
-    below 0.05, and t-intervals that do not overlap.
+    That takes both: paired differences over at least three seeds whose p-values, adjusted by Holm for the number of
+    rivals, are below 0.05, and t-intervals that do not overlap.
     """
     means = {name: found for name, values in points.items() if (found := estimate(list(values.values()))) is not None}
     if not means:
         return None
     best = max(means, key=lambda name: means[name].mean)
     others = [name for name in means if name != best]
-    raw = {name: None if (d := paired(points[name], points[best])) is None else d.p for name in others}
-    adjusted = holm(raw)
+    adjusted = holm({name: tested(paired(points[name], points[best])) for name in others})
     rivals = tuple(
         name for name in others if (p := adjusted[name]) is None or p >= 1 - LEVEL or overlap(means[best], means[name])
     )
@@ -184,11 +208,18 @@ def _correlation(xs: Sequence[float], ys: Sequence[float], spread: Callable[[flo
     if sxx == 0 or syy == 0:
         return None
     r = sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / math.sqrt(sxx * syy)
-    r = min(1.0, max(-1.0, r))
-    if n < 4 or abs(r) == 1:
+    if abs(r) > 1 - _NOISE:
+        return Correlation(math.copysign(1.0, r), None, None, n, _perfect(xs))
+    if n < 4:
         return Correlation(r, None, None, n)
     half = NormalDist().inv_cdf(0.5 + LEVEL / 2) * math.sqrt(spread(r) / (n - 3))
     return Correlation(r, math.tanh(math.atanh(r) - half), math.tanh(math.atanh(r) + half), n)
+
+
+def _perfect(xs: Sequence[float]) -> float:
+    """Two-sided p of |r| = 1: of all n! orders, those that change nothing (equal values may swap), for each sign."""
+    same = math.prod(math.factorial(list(xs).count(value)) for value in set(xs))
+    return min(1.0, 2 * same / math.factorial(len(xs)))
 
 
 def ranks(values: Sequence[float]) -> list[float]:

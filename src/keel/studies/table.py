@@ -96,10 +96,12 @@ def points_csv(rows: Sequence[Row]) -> str:
     """A row a run."""
     axes = list(rows[0].options)
     names = figure_names(rows)
-    head = ["point", "seed", *axes, "state", "reason", *names, "wall_s"]
+    band = ["band_by"] * any(row.band_by for row in rows)
+    head = ["point", "seed", *axes, "state", "reason", *names, *band, "wall_s"]
     lines = [
         [row.point, row.seed, *row.options.values(), row.state, row.reason]
         + [_exact(figure_of(row, name)) for name in names]
+        + [row.band_by for _ in band]
         + [_exact(row.wall_s)]
         for row in rows
     ]

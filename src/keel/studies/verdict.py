@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from keel.studies.folder import DONE, FAILED, STOPPED
 from keel.studies.grid import Axis
 from keel.studies.rows import Row
-from keel.studies.stats import Correlation, Estimate, Winner, estimate, frontier, holm, pearson, spearman, winner
+from keel.studies.stats import (
+    MIN_SEEDS,
+    Correlation,
+    Estimate,
+    Winner,
+    frontier,
+    holm,
+    paired,
+    pearson,
+    spearman,
+    tested,
+    winner,
+)
 from keel.studies.table import Summary, figure_of, shown
 
 NAMES = {"accuracy_after": "accuracy", "reward": "reward", "retention_after": "accuracy on the old skills"}
@@ -28,60 +42,88 @@ def verdict(summaries: Sequence[Summary], baseline: str, metric: str, axes: Sequ
 
 def _ended(summaries: Sequence[Summary]) -> list[Sentence]:
     rows = [row for one in summaries for row in one.rows]
-    seeds = max(len(one.rows) for one in summaries)
     found: list[Sentence] = []
     for state, tone, words in ((FAILED, "bad", "failed"), (STOPPED, "warn", "stopped by a guard")):
         labels = list(dict.fromkeys(row.point for row in rows if row.state == state))
         count = sum(row.state == state for row in rows)
         if count:
             found.append((tone, f"{count} of {len(rows)} runs {words}: {', '.join(labels)}."))
-    if seeds < 3:
-        found.append(
-            ("warn", f"{seeds} seed{'s' * (seeds > 1)} a point: nothing here can be told from chance; run at least 3.")
-        )
+    counted = {one.label: sum(row.state in (DONE, STOPPED) for row in one.rows) for one in summaries}
+    few = [f"{label} ({count})" for label, count in counted.items() if count < MIN_SEEDS]
+    most = max(counted.values())
+    if most < MIN_SEEDS:
+        seeds = f"{most} seed{'s' * (most != 1)} a point"
+        found.append(("warn", f"{seeds}: no point can be told from another beyond chance; run at least {MIN_SEEDS}."))
+    elif few:
+        found.append(("warn", f"Not tested, for want of {MIN_SEEDS} seeds with a result: {', '.join(few)}."))
     return found
 
 
 def best(summaries: Sequence[Summary], metric: str) -> list[Sentence]:
     """Which point is best, and whether that is more than chance."""
-    chosen = winner({one.label: one.by_seed(metric) for one in summaries})
+    name, known = NAMES[metric], {one.label: values for one in summaries if (values := one.by_seed(metric))}
+    chosen = winner(known)
     if chosen is None:
-        return [("warn", f"No run has a figure for {NAMES[metric]}.")]
-    mean = shown(metric, next(one.means[metric] for one in summaries if one.label == chosen.best))
-    if len(summaries) == 1:
-        return [("plain", f"{chosen.best}: {NAMES[metric]} {mean}.")]
+        return [("warn", f"No run has a figure for {name}.")]
+    missing = [one.label for one in summaries if one.label not in known]
+    found: list[Sentence] = [("warn", f"Without a figure for {name}: {_few(missing)}.")] if missing else []
+    means = {one.label: held for one in summaries if (held := one.means[metric]) is not None}
+    mean = shown(metric, means[chosen.best])
+    level = [label for label in known if math.isclose(means[label].mean, means[chosen.best].mean, abs_tol=1e-12)]
+    if len(known) == 1:
+        only = "" if len(summaries) == 1 else ", with nothing to compare it with"
+        return [*found, ("plain", f"{chosen.best}: {name} {mean}{only}.")]
+    if len(level) == len(known):
+        share = shown(metric, replace(means[chosen.best], low=None, high=None))
+        return [*found, ("plain", f"No winner in {name}: all {len(known)} points have the same mean, {share}.")]
     if chosen.name is not None:
         others = [p for p in chosen.p.values() if p is not None]
         why = f"its interval overlaps no other, and every paired difference has p ≤ {max(others):.2g} (Holm)"
-        return [("good", f"{chosen.name} has the best {NAMES[metric]}, {mean}, and that is significant: {why}.")]
-    return [("plain", f"No winner in {NAMES[metric]}: {chosen.best} has the highest mean, {mean}, {_rivals(chosen)}.")]
+        return [*found, ("good", f"{chosen.name} has the best {name}, {mean}, and that is significant: {why}.")]
+    if max(len(values) for values in known.values()) < MIN_SEEDS:
+        return [*found, ("plain", f"The highest mean in {name} is that of {_few(level)}, {mean}.")]
+    first = f"{_few(level)} {'share' if len(level) > 1 else 'has'} the highest mean"
+    return [*found, ("plain", f"No winner in {name}: {first}, {mean}, {_rivals(chosen, level)}.")]
 
 
-def _rivals(chosen: Winner) -> str:
-    few = ", ".join(chosen.rivals[:4]) + (f" and {len(chosen.rivals) - 4} more" if len(chosen.rivals) > 4 else "")
-    return f"but is not told apart from {few} (overlapping 95 % intervals, or Holm's p ≥ {SIGNIFICANT:g})"
+def _few(labels: Sequence[str]) -> str:
+    return ", ".join(labels[:4]) + (f" and {len(labels) - 4} more" if len(labels) > 4 else "")
+
+
+def _rivals(chosen: Winner, level: Sequence[str]) -> str:
+    rivals = [label for label in chosen.rivals if label not in level]
+    if not rivals:
+        return "above all others"
+    why = f"overlapping 95 % intervals, no spread to test, or Holm's p ≥ {SIGNIFICANT:g}"
+    return f"not told apart from {_few(rivals)} ({why})"
 
 
 def against_baseline(summaries: Sequence[Summary], baseline: str, metric: str) -> list[Sentence]:
     """Which points differ from the baseline, seed by seed, after Holm's correction."""
-    others = [one for one in summaries if one.label != baseline and one.differences.get(metric) is not None]
-    if not others:
-        return []
-    adjusted = holm({one.label: _p(one.differences[metric]) for one in others})
-    telling = []
-    for one in others:
-        p, difference = adjusted[one.label], one.differences[metric]
-        if p is not None and p < SIGNIFICANT and difference is not None:
-            telling.append(f"{one.label} {_signed(metric, difference)} (p {p:.2g})")
     name = NAMES[metric]
+    if len(summaries) > 1 and not any(one.label == baseline and one.by_seed(metric) for one in summaries):
+        return [("warn", f"The baseline {baseline} has no figure for {name}: nothing is compared with it.")]
+    found = {one.label: d for one in summaries if (d := one.differences.get(metric)) is not None and d.n >= MIN_SEEDS}
+    if not found:
+        return []
+    telling = _telling(metric, found)
     if not telling:
-        count = f"none of {len(others)} points differs" if len(others) > 1 else f"{others[0].label} does not differ"
+        count = f"none of {len(found)} points differs" if len(found) > 1 else f"{next(iter(found))} does not differ"
         return [("plain", f"Against {baseline}, {count} significantly in {name} (paired over seeds, Holm).")]
     return [("plain", f"Against {baseline} in {name} (paired over seeds, Holm): {'; '.join(telling)}.")]
 
 
-def _p(found: Estimate | None) -> float | None:
-    return None if found is None else found.p
+def _telling(metric: str, differences: Mapping[str, Estimate]) -> list[str]:
+    """The differences beyond chance after Holm's correction, and those that are the same at every seed, untested."""
+    adjusted = holm({label: tested(found) for label, found in differences.items()})
+    telling = []
+    for label, found in differences.items():
+        p = adjusted[label]
+        if p is not None and p < SIGNIFICANT:
+            telling.append(f"{label} {_signed(metric, found)} (p {p:.2g})")
+        elif found.p is None and found.n >= MIN_SEEDS:
+            telling.append(f"{label} {_signed(metric, found)} at every seed (no spread, so no test)")
+    return telling
 
 
 def _signed(metric: str, found: Estimate) -> str:
@@ -94,7 +136,9 @@ def forgetting(summaries: Sequence[Summary]) -> list[Sentence]:
     known = {one.label: found for one in summaries if (found := one.means.get("forgetting")) is not None}
     if not known:
         return []
-    adjusted = holm({label: found.p for label, found in known.items()})
+    if max(found.n for found in known.values()) < MIN_SEEDS:
+        return []
+    adjusted = holm({label: tested(found) for label, found in known.items()})
     lost = [
         label
         for label, found in known.items()
@@ -140,31 +184,32 @@ def _axis_effect(summaries: Sequence[Summary], axis: Axis, metric: str) -> list[
     if len(at) < 2:
         return []
     first, *rest = at
-    p: dict[str, float | None] = {}
-    differences: dict[str, Estimate] = {}
-    for value in rest:
-        found = _over_cells(at[first], at[value])
-        if found is not None:
-            differences[value], p[value] = found, found.p
-    adjusted = holm(p)
-    telling = [
-        f"{value} {_signed(metric, differences[value])} (p {found:.2g})"
-        for value, found in adjusted.items()
-        if found is not None and found < SIGNIFICANT
-    ]
     where = f"{axis.name}, averaged over the other axes and paired with {first}"
-    if not telling:
-        return [("plain", f"{where}: no significant difference in {NAMES[metric]} (Holm).")]
-    return [("plain", f"{where}: {'; '.join(telling)} in {NAMES[metric]} (Holm).")]
+    differences: dict[str, Estimate] = {}
+    left: list[str] = []
+    for value in rest:
+        found, without = _over_cells(at[first], at[value])
+        if found is not None and found.n >= MIN_SEEDS:
+            differences[value] = found
+        left += [" ".join((value, *cell)) for cell in without]
+    apart = f" Left out for want of a result on either side: {_few(left)}." if left else ""
+    if not differences:
+        return [("warn", f"{where}: nothing to compare.{apart}")] if left else []
+    telling = "; ".join(_telling(metric, differences))
+    said = f"{telling} in {NAMES[metric]} (Holm)" if telling else f"no significant difference in {NAMES[metric]} (Holm)"
+    return [("plain", f"{where}: {said}.{apart}")]
 
 
-def _over_cells(
-    first: Mapping[tuple[str, ...], Mapping[int, float]], second: Mapping[tuple[str, ...], Mapping[int, float]]
-) -> Estimate | None:
-    """One difference a seed, the mean over the cells that both have: seeds are what repeats."""
-    cells = [cell for cell in first if cell in second]
+Cells = Mapping[tuple[str, ...], Mapping[int, float]]
+
+
+def _over_cells(first: Cells, second: Cells) -> tuple[Estimate | None, list[tuple[str, ...]]]:
+    """One difference a seed, the mean over the cells that both have figures in (seeds are what repeats); the others."""
+    shared = [cell for cell in first if cell in second]
+    cells = [cell for cell in shared if first[cell] and second[cell]]
     seeds = set.intersection(*(set(first[c]) & set(second[c]) for c in cells)) if cells else set()
-    return estimate([fmean(second[c][seed] - first[c][seed] for c in cells) for seed in sorted(seeds)])
+    means = [{seed: fmean(side[c][seed] for c in cells) for seed in seeds} for side in (first, second)]
+    return paired(*means), [cell for cell in shared if cell not in cells]
 
 
 def correlation(summaries: Sequence[Summary]) -> list[Sentence]:
@@ -175,8 +220,8 @@ def correlation(summaries: Sequence[Summary]) -> list[Sentence]:
         pairs = forgetting_pairs(rows, figure)
         rank, linear = spearman(*_columns(pairs)), pearson(*_columns(pairs))
         if rank is not None and linear is not None:
-            strong = rank.low is not None and rank.high is not None and (rank.low > 0 or rank.high < 0)
-            says = ("grows" if rank.value > 0 else "falls") + f" with {name}" if strong else f"is not tied to {name}"
+            way = "grows" if rank.value > 0 else "falls"
+            says = f"{way} with {name}" if rank.excludes_zero else f"is not shown to be tied to {name}"
             text = f"Forgetting {says} over {len(pairs)} runs: Spearman {_r(rank)}, Pearson {_r(linear)}"
             found.append(("plain", f"{text} (Fisher's intervals; runs of one seed share their start)."))
     return found
@@ -193,6 +238,8 @@ def _columns(pairs: Sequence[tuple[float, float]]) -> tuple[list[float], list[fl
 
 
 def _r(found: Correlation) -> str:
+    if found.p is not None:
+        return f"{found.value:.2f} (exact p {found.p:.2g})"
     ci = "" if found.low is None or found.high is None else f" [{found.low:.2f}, {found.high:.2f}]"
     return f"{found.value:.2f}{ci}"
 

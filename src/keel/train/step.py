@@ -7,12 +7,23 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from keel.errors import KeelError
 from keel.kl import estimate, shape_advantages, shape_rewards
 from keel.losses import advantages, global_denominators, objective, with_policy_mask, zero_variance
 from keel.metrics import Mean, Metric, Metrics, Sum, merge, values
 from keel.models.logprobs import FullScores
-from keel.train.batch import StepBatch, detached, keep_scores, pack_step, score_micro, score_policy, score_reference
+from keel.train.batch import (
+    StepBatch,
+    detached,
+    keep_scores,
+    pack_step,
+    score_micro,
+    score_policy,
+    score_reference,
+    stitch,
+)
 from keel.train.guards import over_budget, spike_limit, watch
 from keel.train.measure import Clock, describe_groups, measure_old, measure_policy, task_totals
 from keel.train.state import Run, Skipped, State
@@ -125,12 +136,22 @@ def score(batch: StepBatch, run: Run, state: State) -> StepBatch:
     early = kl.collect_max is not None or (kl.spec.placement != "loss" and state.beta != 0.0)
     if early or run.options.minibatches > 1:
         batch = score_policy(batch, run)
-    rows = batch.rows
-    if not early or rows.old_logp is None or rows.ref_logp is None:
+    if kl.spec.placement == "loss" or batch.rows.old_logp is None or batch.rows.ref_logp is None:
         return batch
-    name = "k3" if kl.spec.estimator.startswith("exact") else kl.spec.estimator
-    per_token = estimate(name, rows.old_logp, rows.ref_logp, rows.action_mask, clamp=kl.spec.log_ratio_clamp)
-    return replace(batch, kl=per_token)
+    return replace(batch, kl=penalty(batch, run))
+
+
+def penalty(batch: StepBatch, run: Run) -> Tensor:
+    """The KL `[B, T]` of the first two doors under the rollout weights: the vocabulary's sum, or the estimate."""
+    rows, spec = batch.rows, run.kl.spec
+    if spec.estimator == "exact":
+        exact = [scores.exact_kl for scores in batch.scores if scores.exact_kl is not None]
+        if len(exact) != len(batch.scores):
+            raise KeelError(f"kl.estimator=exact in the {spec.placement} needs the exact KL: set kl.exact=true")
+        return stitch(exact, batch.width)
+    assert rows.old_logp is not None
+    assert rows.ref_logp is not None
+    return estimate(spec.estimator, rows.old_logp, rows.ref_logp, rows.action_mask, clamp=spec.log_ratio_clamp)
 
 
 def reject(batch: StepBatch, run: Run) -> StepBatch:
