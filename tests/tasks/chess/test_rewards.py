@@ -196,7 +196,7 @@ def test_an_empty_answer_never_earns_more_than_any_other(text: str, system: str)
 
 def test_options_of_rewards() -> None:
     assert env_reward(read_env(""), TRUTH, malformed=-0.7).total == -0.7
-    with pytest.raises(KeelError, match="malformed is 0: it must be below 0"):
+    with pytest.raises(KeelError, match="malformed is 0: it must be a number below 0"):
         env_reward(read_env(""), TRUTH, malformed=0)
     with pytest.raises(KeelError, match="unknown chess reward system 'graded': did you mean 'graduated'"):
         env_reward(read_env(""), TRUTH, system="graded")
