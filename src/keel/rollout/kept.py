@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,16 +51,20 @@ class KeptContexts:
 
     limit: int
     rows: dict[int, KeptRow] = field(default_factory=dict)
+    bytes: int = 0  # a shared prompt counted once
+    _sharing: Counter[int] = field(default_factory=Counter)  # by prompt, the rows that begin with it
     _stamp: Any = None
 
     def enter(self, *stamp: Any) -> None:
         """Forget everything unless it was kept under this same stamp."""
         if stamp != self._stamp:
-            self.rows.clear()
+            self.forget()
             self._stamp = stamp
 
     def forget(self) -> None:
         self.rows.clear()
+        self._sharing.clear()
+        self.bytes = 0
 
     def find(self, key: int, tokens: tuple[int, ...]) -> KeptRow | None:
         """What is kept of this row, if its context begins with it."""
@@ -69,19 +73,19 @@ class KeptContexts:
 
     def keep(self, key: int, row: KeptRow) -> None:
         """Remember a row in the place of its turn before, if there is room."""
-        self.rows.pop(key, None)
-        if self.size([*self.rows.values(), row]) <= self.limit:
+        before = self.rows.pop(key, None)
+        if before is not None:
+            self._sharing[id(before.prompt.kv)] -= 1
+            self.bytes -= self._added(before)
+        if self.bytes + self._added(row) <= self.limit:
+            self.bytes += self._added(row)
+            self._sharing[id(row.prompt.kv)] += 1
             self.rows[key] = row
 
-    @property
-    def bytes(self) -> int:
-        return self.size(self.rows.values())
-
-    @staticmethod
-    def size(rows: Iterable[KeptRow]) -> int:
-        """Bytes of these rows, a shared prompt counted once."""
-        tensors = {id(kv): kv for row in rows for kv in (row.prompt.kv, row.kv)}
-        return sum(kv.numel() * kv.element_size() for kv in tensors.values())
+    def _added(self, row: KeptRow) -> int:
+        """The bytes of a row that no other row has."""
+        alone = [row.kv] if self._sharing[id(row.prompt.kv)] else [row.kv, row.prompt.kv]
+        return sum(kv.numel() * kv.element_size() for kv in alone)
 
 
 def weights_stamp(model: nn.Module) -> tuple[Any, ...]:
