@@ -239,7 +239,7 @@ def one(name: str, job: Job) -> dict[str, Any]:
         row[f"measured_{phase}_s"] = found["seconds"].get(phase, 0.0)
     row |= {f"{part.replace(' ', '_')}_gib": size / GIB for part, size in foretold.parts.items()}
     row |= {"flops": foretold.flops, "plan_s": planned_s, "decoder": found["decoder"], "torch": torch.__version__}
-    return {**row, "hardware": foretold.hardware.name, "overrides": " ".join(job.overrides())}
+    return {**row, "hardware": foretold.hardware.name}
 
 
 def apart(name: str, options: argparse.Namespace, job: Job) -> dict[str, Any]:
@@ -292,7 +292,8 @@ def main() -> None:
     options = parser.parse_args()
     jobs = {**(SMALL if options.small else JOBS), **(with_model(options.model, options.small) if options.model else {})}
     if options.one:
-        print(json.dumps(one(options.one, replace(jobs[options.one], model=options.place))))
+        row = one(options.one, replace(jobs[options.one], model=options.place))
+        print(json.dumps({**row, "overrides": " ".join(jobs[options.one].overrides())}))
         return
     wrong = sorted(set(options.jobs or ()) - set(jobs))
     if wrong:

@@ -74,6 +74,8 @@ def test_values_and_gradients_equal_the_masks(
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     for mine, theirs in zip(others, gradients, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-4)
+    with branches.as_on_cuda():  # grouped heads written out
+        torch.testing.assert_close(scored(model, packed)[0], expected, atol=1e-5, rtol=0)
     assert model.config._attn_implementation == "sdpa"
 
 

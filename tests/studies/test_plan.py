@@ -196,6 +196,15 @@ def test_half_precision_passes_hold_more_on_cuda():
     assert plan(again, KNOWN["h200"], 40).parts["activations"] < cuda.parts["activations"]
 
 
+def test_contexts_kept_between_turns_are_counted_up_to_their_limit():
+    native = [given for given in job() if not given.startswith("rollout.engine=")]
+    one, several = (load_config({}, [*native, f"rollout.max_turns={turns}"]) for turns in (1, 3))
+    small = load_config({}, [*native, "rollout.max_turns=3", "rollout.kept_gib=0.0001"])
+    cache, both, limited = (plan(config, find_hardware("cpu")).parts["cache"] for config in (one, several, small))
+    assert both == 2 * cache
+    assert limited == cache + int(0.0001 * 2**30)
+
+
 def test_what_does_not_fit_is_told_how_to(capsys):
     config = load_config({}, job("rollout.max_completion_length=160"))
     needed = plan(config, find_hardware("cpu")).peak

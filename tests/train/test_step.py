@@ -270,6 +270,7 @@ def test_a_snapshot_reference_moves_and_the_optimizer_forgets() -> None:
         ("loss.loss_type=dapo", "loss.entropy_coef=0.01"),
         ("kl.estimator=exact", "kl.level=sequence"),
         ("kl.controller.name=dual", "kl.controller.target=0.01"),
+        ("kl.placement=reward", "kl.estimator=exact_reverse", "kl.beta=0", "optim.minibatches=2"),
     ],
     ids=lambda overrides: overrides[0],
 )

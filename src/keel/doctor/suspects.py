@@ -56,7 +56,7 @@ NOT_AMPLIFIED = (
         ("advantage/amplification_max", "at most", "advantage_amplification"),
     ),
     clear(
-        "rewards are divided by {:.0f} deviations, so that their differences are multiplied by 1",
+        "rewards are not divided by their deviation (advantage/divides {:.0f})",
         ("advantage/divides", "at most", 0.0),
     ),
     clear("mean within-group std {:.3g}", ("reward/within_group_std", "at least", "reward_spread")),

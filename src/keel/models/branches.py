@@ -71,7 +71,7 @@ def attend(
 ) -> Tensor:
     """Attention of rows `[R, H, L, D]` over `[R, K, L, D]`, as `[R, L, H, D]`; differentiable, zero at padding."""
     grouped = query.shape[1] != key.shape[1]
-    if grouped and query.is_cuda:  # no fused kernel there takes a mask and grouped heads: they are written out instead
+    if grouped and (query.is_cuda or _like_cuda):  # no fused kernel there takes a mask and grouped heads together
         key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
         grouped = False
     out = torch.zeros_like(query.transpose(1, 2))
@@ -96,6 +96,17 @@ def attend(
 
 
 _active: list[list[Piece]] = []
+_like_cuda: list[bool] = []
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """For a rehearsal elsewhere: attention takes the memory that it takes on CUDA, grouped heads written out."""
+    _like_cuda.append(True)
+    try:
+        yield
+    finally:
+        _like_cuda.pop()
 
 
 def refuse_variants(given: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from keel.build import autocast_dtype, build_optimizer
 from keel.config import Config
-from keel.models.branches import Piece, may_branch, pieces_of
+from keel.models.branches import Piece, as_on_cuda, may_branch, pieces_of
 from keel.models.chunked import default_chunk
 from keel.models.head import Head, body_of, causal_lm, evaluating
 from keel.models.load import LoadedModel
@@ -163,8 +163,9 @@ class _Rehearsal:
         operations = Operations()
         self.live.now += visiting
         self.live.peak = self.live.now
-        like_cuda = self.half is not None and self.hardware.kind == "cuda"
-        with self.live, operations, CudaAutocast() if like_cuda else nullcontext():
+        cuda = self.hardware.kind == "cuda"
+        half = CudaAutocast() if cuda and self.half is not None else nullcontext()
+        with self.live, operations, half, as_on_cuda() if cuda else nullcontext():
             yield
         self.live.now -= visiting
         self.found.phases[name] = self.live.peak
@@ -253,6 +254,9 @@ class _Rehearsal:
             prefix = caches[0] if len(caches) == 1 else [_joined(layer) for layer in zip(*caches, strict=True)]
             del caches
             own = torch.empty(layers, 2, rows, heads, length, size, dtype=self.loaded.dtype)
+            pairs = sum(x.untyped_storage().nbytes() for pair in prefix for x in pair)
+            cache = pairs + own.untyped_storage().nbytes()
+            kept = torch.empty(self._kept(cache, rows), dtype=torch.uint8)
             noise = None
             if rollout.temperature:
                 keys = torch.ones(_NOISE_AHEAD, rows, dtype=torch.long)
@@ -262,8 +266,15 @@ class _Rehearsal:
             del scores, weights
             logits = torch.empty(rows, shape.vocab_size, dtype=self.loaded.dtype)
             draw(logits, SamplingParams(temperature=rollout.temperature), noise)
-        pairs = sum(x.untyped_storage().nbytes() for pair in prefix for x in pair)
-        return pairs + own.untyped_storage().nbytes()
+        return cache + kept.nbytes
+
+    def _kept(self, cache: int, rows: int) -> int:
+        """Bytes of keys and values that are kept between turns, of the rows of all waves at their longest."""
+        rollout = self.config.rollout
+        if rollout.max_turns == 1:
+            return 0
+        waves = math.ceil(rollout.prompts_per_step * rollout.num_generations / rows)
+        return min(int(rollout.kept_gib * 2**30), cache * waves)
 
 
 def _joined(pairs: tuple[tuple[Tensor, Tensor], ...]) -> tuple[Tensor, Tensor]:

@@ -73,7 +73,7 @@ def train_step(run: Run, state: State) -> Step:
                 metrics = merge(metrics, run.optimizer.step(info["loss/total"].value, **guard))     # guarded
             batch = batch if batch.scores else keep_scores(batch, passes)
     line = {**values(metrics), **describe_groups(batch), **measure_policy(batch, run), "kl/beta": state.beta}
-    line |= {name: total - before[name] for name, total in task_totals(run.task).items()}
+    line |= {name: total - before.get(name, 0.0) for name, total in task_totals(run.task).items()}
     line |= measure_old(batch, [scores.logp for scores in passes])
     line["guard/over_budget"] = float(over_budget(line, run.guards) is not None)
     skipped = Skipped.of(line)
@@ -136,7 +136,7 @@ def score(batch: StepBatch, run: Run, state: State) -> StepBatch:
     early = kl.collect_max is not None or (kl.spec.placement != "loss" and state.beta != 0.0)
     if early or run.options.minibatches > 1:
         batch = score_policy(batch, run)
-    if kl.spec.placement == "loss" or batch.rows.old_logp is None or batch.rows.ref_logp is None:
+    if kl.spec.placement == "loss" or state.beta == 0.0 or batch.rows.old_logp is None or batch.rows.ref_logp is None:
         return batch
     return replace(batch, kl=penalty(batch, run))
 

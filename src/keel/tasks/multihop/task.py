@@ -187,6 +187,8 @@ class Multihop:
         """
         if not isinstance(self.source, Worlds):
             raise KeelError("multihop has a closed vocabulary only for its built-in worlds: leave data.path out")
+        if self.tool_format != "tags":
+            raise KeelError("multihop has a closed vocabulary only for calls in tags: set tool_format: tags")
         marks = [f"<{end}{tag}>" for tag in ("retrieve", "result", "think", "cite", "answer") for end in ("", "/")]
         told = (self.instruction or "").split()
         replies = ("No document matches.", "[cut: characters more]", *self._errors())
