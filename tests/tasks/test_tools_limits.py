@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from keel.errors import KeelError
 from keel.tasks import build_task
+from keel.tasks.concurrent import Loop
 from keel.tasks.guard import CallFailed, Guard
 from keel.tasks.judge import Judge
 from keel.tasks.rewards import wrap
@@ -230,6 +233,63 @@ def test_a_coroutine_that_takes_too_long_is_ended_and_leaves_nothing_behind() ->
     for number in range(12):  # more than may hang at a time
         assert contents(task, problem, turn("forever", str(number))) == ["error: forever took too long"]
     assert ended.is_set()
+
+
+def test_a_coroutine_that_will_not_end_leaves_those_beside_it_alone() -> None:
+    """The stubborn call is given up after 0.8 s; the good one began before that and ends after it."""
+
+    @tool(timeout_s=0.2, at_once=2)
+    async def stubborn(query: str) -> str:
+        """Ignores that its time is over."""
+        while not RELEASE.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.05)
+        return query
+
+    @tool(timeout_s=10.0, at_once=2)
+    async def patient(query: str) -> str:
+        """Takes a while."""
+        await asyncio.sleep(1.2)
+        return f"<{query}>"
+
+    task, problem = with_tools(stubborn, patient)
+    asked = [(problem, sample, [turn(name, "a")]) for sample, name in enumerate(("stubborn", "patient"))]
+    assert replies(task, asked) == ["error: stubborn took too long", "<a>"]
+    assert task.toolbox._loop.hung == 1
+    RELEASE.set()
+    until = time.monotonic() + 5
+    while task.toolbox._loop.hung and time.monotonic() < until:
+        time.sleep(0.02)
+    assert task.toolbox._loop.hung == 0
+
+
+@pytest.mark.parametrize("timeout_s", [None, 5.0])
+def test_a_loop_that_is_closed_under_its_callers_loses_no_call(timeout_s: float | None) -> None:
+    """Four threads hand over calls while a fifth closes the loop again and again."""
+    loop, over = Loop(timeout_s), threading.Event()
+    got: list[Any] = []
+
+    async def same(number: int) -> int:
+        await asyncio.sleep(0)
+        return number
+
+    def ask() -> None:
+        for number in range(50):
+            got.extend(loop.run([(same, (number,))]))
+
+    def closing() -> None:
+        while not over.is_set():
+            loop.close()
+
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(4)]
+    closer = threading.Thread(target=closing)
+    for thread in (*threads, closer):
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    over.set()
+    closer.join()
+    assert Counter(got) == {(number, None): 4 for number in range(50)}
 
 
 class Untold:
