@@ -292,6 +292,32 @@ def test_a_loop_that_is_closed_under_its_callers_loses_no_call(timeout_s: float 
     assert Counter(got) == {(number, None): 4 for number in range(50)}
 
 
+class Tedious:
+    def __str__(self) -> str:
+        time.sleep(0.3)
+        return "at last"
+
+
+@pytest.mark.parametrize("kind", ["function", "coroutine"])
+def test_a_call_and_the_text_of_its_value_share_one_limit(kind: str) -> None:
+    """Each takes 0.3 s, within the limit alone and beyond it together."""
+
+    @tool(timeout_s=0.5)
+    def tedious(query: str) -> Any:
+        """Takes its time twice."""
+        time.sleep(0.3)
+        return Tedious()
+
+    @tool(name="tedious", timeout_s=0.5)
+    async def awaited(query: str) -> Any:
+        """Takes its time twice."""
+        await asyncio.sleep(0.3)
+        return Tedious()
+
+    task, problem = with_tools(tedious if kind == "function" else awaited)
+    assert contents(task, problem, turn("tedious", "a")) == ["error: tedious took too long"]
+
+
 class Untold:
     def __str__(self) -> str:
         raise ValueError("no words")
