@@ -50,11 +50,10 @@ def test_an_abandoned_turn_neither_answers_others_nor_goes_on() -> None:
     """The slow turn is given up in the middle of its second call, and the next one begins while that still runs."""
     task = Dawdles()
     judge = Judge.of(build_task("arithmetic"), timeout_s=0.3, on_error="zero")
-    with pytest.raises(CallFailed):
-        judge.respond(task, Problem("a", "?"), 0, ["slow"])
-    for word in ("b", "c", "d"):
-        said = judge.respond(task, Problem(word, "?"), 0, [word])
-        assert said == f"<{word}0> <{word}1> <{word}2> <{word}3>"
+    episodes = [(Problem(word, "?"), 0, [word]) for word in ("slow", "b", "c", "d")]
+    late, *said = judge.respond_all(task, episodes)
+    assert isinstance(late, CallFailed)
+    assert said == [f"<{word}0> <{word}1> <{word}2> <{word}3>" for word in ("b", "c", "d")]
     time.sleep(0.3)
     assert [query for query in task.asked if query.startswith("slow")] == ["slow0", "slow1"]
 
@@ -91,6 +90,11 @@ def with_tools(*tools: Any) -> tuple[Any, Problem]:
     return task, task.sample(1, seed=0, step=0)[0]
 
 
+def heard(reply: Any) -> list[str]:
+    """What the messages of a reply say."""
+    return [message["content"] for message in reply]
+
+
 @tool(timeout_s=0.2)
 def hang(query: str) -> str:
     """Never returns in time."""
@@ -98,14 +102,17 @@ def hang(query: str) -> str:
     return query
 
 
-def test_calls_that_hang_are_told_to_the_model_and_counted_however_many_a_turn_has() -> None:
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_calls_that_hang_are_told_to_the_model_and_counted_however_many_a_turn_has(at_once: int) -> None:
     """Four calls of 0.2 s take longer than reward.timeout_s, under which the reward and not the tools stand."""
-    task, problem = with_tools(hang)
+    task, _ = with_tools(tool(hang.function, timeout_s=0.2, at_once=at_once))
     text = turn("hang", "a", "b", "c", "d")
-    said = Judge.of(task, timeout_s=0.5).respond(task, problem, 0, [text])
-    assert [message["content"] for message in said or ()] == ["error: hang took too long"] * 4  # type: ignore[index]
-    counts = task.counts(problem, [text])
-    assert (counts["tool/timeout"], counts["tool/errors"], counts["tool/calls"]) == (4.0, 4.0, 4.0)
+    problems = task.sample(at_once, seed=0, step=0)
+    said = Judge.of(task, timeout_s=0.5).respond_all(task, [(problem, 0, [text]) for problem in problems])
+    assert [heard(reply) for reply in said] == [["error: hang took too long"] * 4] * at_once
+    for problem in problems:
+        counts = task.counts(problem, [text])
+        assert (counts["tool/timeout"], counts["tool/errors"], counts["tool/calls"]) == (4.0, 4.0, 4.0)
 
 
 def test_the_calls_of_a_turn_have_a_limit_together() -> None:
@@ -114,7 +121,7 @@ def test_the_calls_of_a_turn_have_a_limit_together() -> None:
     said = toolbox.respond(Problem("p", "?"), [turn("hang", *"abcdefgh")])
     assert time.monotonic() - began < 1.0
     late, unmade = "error: hang took too long", "error: hang was not called: this turn's calls took too long together"
-    assert [message["content"] for message in said or ()] == [late] * 3 + [unmade] * 5  # type: ignore[index]
+    assert heard(said) == [late] * 3 + [unmade] * 5
 
 
 def test_a_tool_may_take_as_long_as_it_says_whatever_the_reward_may() -> None:
@@ -125,8 +132,8 @@ def test_a_tool_may_take_as_long_as_it_says_whatever_the_reward_may() -> None:
         return query
 
     task, problem = with_tools(slow)
-    said = Judge.of(task, timeout_s=0.1).respond(task, problem, 0, [turn("slow", "a", "b")])
-    assert [message["content"] for message in said or ()] == ["a", "b"]  # type: ignore[index]
+    (said,) = Judge.of(task, timeout_s=0.1).respond_all(task, [(problem, 0, [turn("slow", "a", "b")])])
+    assert heard(said) == ["a", "b"]
 
 
 def test_a_task_that_hangs_beside_its_tools_is_still_given_up() -> None:
@@ -140,8 +147,9 @@ def test_a_task_that_hangs_beside_its_tools_is_still_given_up() -> None:
             return said
 
     judge = Judge.of(build_task("arithmetic"), timeout_s=0.2, on_error="zero")
-    with pytest.raises(CallFailed, match="did not return"):
-        judge.respond(Stuck(), Problem("p", "?"), 0, [turn("look", "a")])
+    (said,) = judge.respond_all(Stuck(), [(Problem("p", "?"), 0, [turn("look", "a")])])
+    assert isinstance(said, CallFailed)
+    assert "did not return" in said.cause
 
 
 def look(query: str) -> str:
@@ -162,7 +170,7 @@ def test_calls_that_return_late_are_no_longer_counted_as_hung() -> None:
     toolbox = Toolbox(lambda problem: [late])
     for number in range(12):
         said = toolbox.respond(Problem(f"p{number}", "?"), [turn("late", "a")])
-        assert [message["content"] for message in said or ()] == ["error: late took too long"]  # type: ignore[index]
+        assert heard(said) == ["error: late took too long"]
         time.sleep(0.1)
 
 
@@ -171,9 +179,9 @@ def test_a_tool_that_hangs_for_good_stops_the_run_whatever_is_done_about_failure
     task, problem = with_tools(tool(hang.function, timeout_s=0.02))
     judge = Judge.of(task, timeout_s=5.0, on_error=on_error)
     for number in range(MOST_HUNG):
-        judge.respond(task, problem, 0, [turn("hang", str(number))])
+        judge.respond_all(task, [(problem, 0, [turn("hang", str(number))])])
     with pytest.raises(KeelError, match=rf"^tool 'hang' hangs: {MOST_HUNG + 1} calls did not return"):
-        judge.respond(task, problem, 0, [turn("hang", "the last")])
+        judge.respond_all(task, [(problem, 0, [turn("hang", "the last")])])
 
 
 def test_a_reward_that_returns_late_does_not_stop_a_run_in_the_end() -> None:
@@ -202,7 +210,7 @@ async def fetch(query: str) -> list[str]:
 
 
 def contents(task: Any, problem: Problem, text: str) -> list[str]:
-    return [message["content"] for message in task.respond(problem, [text])]
+    return heard(task.respond(problem, [text]))
 
 
 def test_a_coroutine_function_is_awaited_on_one_loop() -> None:
