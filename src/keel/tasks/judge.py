@@ -41,6 +41,7 @@ class Judge:
 
     `stop` raises a KeelError; `zero` gives the completion 0 in every part; `skip_group` leaves the group out, since a
     made-up 0 would count in the comparison with its siblings. The loop reads and empties the record with `drain`.
+    Above `max_hung` calls that never returned the run stops whatever `on_error` says.
     `shuffle` (a seed) deals the rewards of a group out at random among its completions: a control that must not learn.
     """
 
@@ -64,8 +65,7 @@ class Judge:
         if twice is not None:
             raise KeelError(f"two rewards are called {twice!r}: give one of them another label")
         self.parts, self.aggregate, self.on_error, self.shuffle = tuple(parts), aggregate, on_error, shuffle
-        self.guard = Guard(timeout_s, max_hung)
-        self.loop = Loop(timeout_s)
+        self.guard, self.loop, self.max_hung = Guard(timeout_s), Loop(timeout_s), max_hung
         self.failures: list[Failure] = []
         self.counts: Counter[str] = Counter()  # by function, over the whole run
 
@@ -202,7 +202,7 @@ class Judge:
         if self.on_error == "stop":
             raise KeelError(f"reward {failure}; mend it, or set reward.on_error to zero or skip_group") from failed
         hung = self.guard.hung + self.loop.hung
-        if hung > self.guard.max_hung:
+        if hung > self.max_hung:
             raise TooManyHang(
                 f"reward {failure}; {hung} calls hang in threads that cannot be ended: mend the function"
             ) from failed

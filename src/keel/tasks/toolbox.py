@@ -202,9 +202,7 @@ class Toolbox:
             return _error(call, "bad_arguments", f"{tool.name}: {error}")
         if left_s is not None and left_s <= 0:
             return _error(call, "timeout", f"{tool.name} was not called: this turn's calls took too long together")
-        guard = self._guards.setdefault(
-            tool.name, Guard(tool.timeout_s, MOST_HUNG, option=f"timeout_s of the tool {tool.name}")
-        )
+        guard = self._guards.setdefault(tool.name, Guard(tool.timeout_s, option=f"timeout_s of the tool {tool.name}"))
         try:
             value, content = self._value(guard, lambda: tool.function(**arguments), left_s)
         except CallFailed as failure:
