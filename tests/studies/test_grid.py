@@ -132,6 +132,11 @@ def test_refused(changes, overrides, words):
         ("task.digits=4,abc", [], "the point digits=abc: "),
         ("task.skill=sort,nonsense", [], "the point skill=nonsense: "),
         (
+            "warmstart.task=[arithmetic],[{name: arithmetic, skill: nonsense}]",
+            [],
+            "the point task=[{name: arithmetic, skill: nonsense}]: ",
+        ),
+        (
             "kl={estimator: k1},{estimator: exact_reverse, placement: reward, allow_biased: true}",
             [],
             "allow_biased=true: kl.estimator=exact_reverse is measured but not trained on",

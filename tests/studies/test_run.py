@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from keel.studies import read_study
 from keel.studies.folder import jobs, open_folder
 from keel.studies.report import write_study
 from keel.studies.rows import read_row
-from keel.studies.run import run_study
+from keel.studies.run import Local, Process, run_study
 from keel.studies.table import points_csv
 from studies.small_study import STUDY
 
@@ -192,6 +193,37 @@ def test_terminated_in_the_background_it_leaves_no_run_behind(tmp_path):
         assert processes_of(tmp_path) == []
     finally:
         process.kill()
+
+
+DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(5)"
+
+
+@pytest.mark.parametrize("names", [("early",), ("early", "late"), ("late",)])
+def test_a_run_that_starts_while_its_study_ends_is_killed_too(names, tmp_path, monkeypatch):
+    """None of them hears that it is asked to end; the late one becomes known when the others were asked."""
+    ready, stopping = threading.Barrier(len(names) + 1), threading.Event()
+
+    def starts(process, started):
+        with subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE) as running:
+            running.stdout.readline()
+            if process.log.name == "late":
+                ready.wait(20)
+                stopping.wait(20)
+                time.sleep(0.1)
+                started(running)
+            else:
+                started(running)
+                ready.wait(20)
+            return running.wait()
+
+    monkeypatch.setattr("keel.studies.run.run_process", starts)
+    monkeypatch.setattr("keel.studies.run.GRACE_S", 0.3)
+    pool = Local(len(names))
+    futures = [pool.submit(Process((), tmp_path / name, 1)) for name in names]
+    ready.wait(20)
+    stopping.set()
+    pool.interrupt()
+    assert [future.result(0) for future in futures] == [-signal.SIGKILL] * len(names)
 
 
 def test_a_folder_that_holds_something_else_is_refused(whole, tmp_path):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -298,6 +299,16 @@ def test_mixture_shares_and_judges_where_it_belongs() -> None:
     assert 0.65 < share[0] / 400 < 0.85
     assert Counter(p.info["mixture"] for p in mixed.held_out(40)) == {0: 30, 1: 10}
     assert mixed.respond(problems[0], ["x"]) is None
+
+
+def test_no_total_of_a_mixture_hides_another() -> None:
+    def counting(name: str, **totals: float) -> Any:
+        return SimpleNamespace(name=name, totals=lambda: totals)
+
+    first, second, third = counting("a", crashed=1, cached=2), counting("b", crashed=3), counting("b", crashed=4)
+    assert mixture([first, arithmetic()]).totals() == {"crashed": 1, "cached": 2}
+    assert mixture([first, second]).totals() == {"a/crashed": 1, "cached": 2, "b/crashed": 3}
+    assert mixture([second, third]).totals() == {"0/b/crashed": 3, "1/b/crashed": 4}
 
 
 @pytest.mark.parametrize("weights", [[1], [1, -1], [0, 0], [1, float("nan")]])

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from keel.errors import KeelError
 from keel.tasks import build_task
+from keel.tasks.concurrent import Loop
 from keel.tasks.guard import CallFailed, Guard
 from keel.tasks.judge import Judge
 from keel.tasks.rewards import wrap
@@ -47,11 +50,10 @@ def test_an_abandoned_turn_neither_answers_others_nor_goes_on() -> None:
     """The slow turn is given up in the middle of its second call, and the next one begins while that still runs."""
     task = Dawdles()
     judge = Judge.of(build_task("arithmetic"), timeout_s=0.3, on_error="zero")
-    with pytest.raises(CallFailed):
-        judge.respond(task, Problem("a", "?"), 0, ["slow"])
-    for word in ("b", "c", "d"):
-        said = judge.respond(task, Problem(word, "?"), 0, [word])
-        assert said == f"<{word}0> <{word}1> <{word}2> <{word}3>"
+    episodes = [(Problem(word, "?"), 0, [word]) for word in ("slow", "b", "c", "d")]
+    late, *said = judge.respond_all(task, episodes)
+    assert isinstance(late, CallFailed)
+    assert said == [f"<{word}0> <{word}1> <{word}2> <{word}3>" for word in ("b", "c", "d")]
     time.sleep(0.3)
     assert [query for query in task.asked if query.startswith("slow")] == ["slow0", "slow1"]
 
@@ -88,6 +90,11 @@ def with_tools(*tools: Any) -> tuple[Any, Problem]:
     return task, task.sample(1, seed=0, step=0)[0]
 
 
+def heard(reply: Any) -> list[str]:
+    """What the messages of a reply say."""
+    return [message["content"] for message in reply]
+
+
 @tool(timeout_s=0.2)
 def hang(query: str) -> str:
     """Never returns in time."""
@@ -95,14 +102,17 @@ def hang(query: str) -> str:
     return query
 
 
-def test_calls_that_hang_are_told_to_the_model_and_counted_however_many_a_turn_has() -> None:
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_calls_that_hang_are_told_to_the_model_and_counted_however_many_a_turn_has(at_once: int) -> None:
     """Four calls of 0.2 s take longer than reward.timeout_s, under which the reward and not the tools stand."""
-    task, problem = with_tools(hang)
+    task, _ = with_tools(tool(hang.function, timeout_s=0.2, at_once=at_once))
     text = turn("hang", "a", "b", "c", "d")
-    said = Judge.of(task, timeout_s=0.5).respond(task, problem, 0, [text])
-    assert [message["content"] for message in said or ()] == ["error: hang took too long"] * 4  # type: ignore[index]
-    counts = task.counts(problem, [text])
-    assert (counts["tool/timeout"], counts["tool/errors"], counts["tool/calls"]) == (4.0, 4.0, 4.0)
+    problems = task.sample(at_once, seed=0, step=0)
+    said = Judge.of(task, timeout_s=0.5).respond_all(task, [(problem, 0, [text]) for problem in problems])
+    assert [heard(reply) for reply in said] == [["error: hang took too long"] * 4] * at_once
+    for problem in problems:
+        counts = task.counts(problem, [text])
+        assert (counts["tool/timeout"], counts["tool/errors"], counts["tool/calls"]) == (4.0, 4.0, 4.0)
 
 
 def test_the_calls_of_a_turn_have_a_limit_together() -> None:
@@ -111,7 +121,7 @@ def test_the_calls_of_a_turn_have_a_limit_together() -> None:
     said = toolbox.respond(Problem("p", "?"), [turn("hang", *"abcdefgh")])
     assert time.monotonic() - began < 1.0
     late, unmade = "error: hang took too long", "error: hang was not called: this turn's calls took too long together"
-    assert [message["content"] for message in said or ()] == [late] * 3 + [unmade] * 5  # type: ignore[index]
+    assert heard(said) == [late] * 3 + [unmade] * 5
 
 
 def test_a_tool_may_take_as_long_as_it_says_whatever_the_reward_may() -> None:
@@ -122,8 +132,8 @@ def test_a_tool_may_take_as_long_as_it_says_whatever_the_reward_may() -> None:
         return query
 
     task, problem = with_tools(slow)
-    said = Judge.of(task, timeout_s=0.1).respond(task, problem, 0, [turn("slow", "a", "b")])
-    assert [message["content"] for message in said or ()] == ["a", "b"]  # type: ignore[index]
+    (said,) = Judge.of(task, timeout_s=0.1).respond_all(task, [(problem, 0, [turn("slow", "a", "b")])])
+    assert heard(said) == ["a", "b"]
 
 
 def test_a_task_that_hangs_beside_its_tools_is_still_given_up() -> None:
@@ -137,8 +147,9 @@ def test_a_task_that_hangs_beside_its_tools_is_still_given_up() -> None:
             return said
 
     judge = Judge.of(build_task("arithmetic"), timeout_s=0.2, on_error="zero")
-    with pytest.raises(CallFailed, match="did not return"):
-        judge.respond(Stuck(), Problem("p", "?"), 0, [turn("look", "a")])
+    (said,) = judge.respond_all(Stuck(), [(Problem("p", "?"), 0, [turn("look", "a")])])
+    assert isinstance(said, CallFailed)
+    assert "did not return" in said.cause
 
 
 def look(query: str) -> str:
@@ -159,7 +170,7 @@ def test_calls_that_return_late_are_no_longer_counted_as_hung() -> None:
     toolbox = Toolbox(lambda problem: [late])
     for number in range(12):
         said = toolbox.respond(Problem(f"p{number}", "?"), [turn("late", "a")])
-        assert [message["content"] for message in said or ()] == ["error: late took too long"]  # type: ignore[index]
+        assert heard(said) == ["error: late took too long"]
         time.sleep(0.1)
 
 
@@ -168,9 +179,9 @@ def test_a_tool_that_hangs_for_good_stops_the_run_whatever_is_done_about_failure
     task, problem = with_tools(tool(hang.function, timeout_s=0.02))
     judge = Judge.of(task, timeout_s=5.0, on_error=on_error)
     for number in range(MOST_HUNG):
-        judge.respond(task, problem, 0, [turn("hang", str(number))])
+        judge.respond_all(task, [(problem, 0, [turn("hang", str(number))])])
     with pytest.raises(KeelError, match=rf"^tool 'hang' hangs: {MOST_HUNG + 1} calls did not return"):
-        judge.respond(task, problem, 0, [turn("hang", "the last")])
+        judge.respond_all(task, [(problem, 0, [turn("hang", "the last")])])
 
 
 def test_a_reward_that_returns_late_does_not_stop_a_run_in_the_end() -> None:
@@ -199,7 +210,7 @@ async def fetch(query: str) -> list[str]:
 
 
 def contents(task: Any, problem: Problem, text: str) -> list[str]:
-    return [message["content"] for message in task.respond(problem, [text])]
+    return heard(task.respond(problem, [text]))
 
 
 def test_a_coroutine_function_is_awaited_on_one_loop() -> None:
@@ -230,6 +241,89 @@ def test_a_coroutine_that_takes_too_long_is_ended_and_leaves_nothing_behind() ->
     for number in range(12):  # more than may hang at a time
         assert contents(task, problem, turn("forever", str(number))) == ["error: forever took too long"]
     assert ended.is_set()
+
+
+def test_a_coroutine_that_will_not_end_leaves_those_beside_it_alone() -> None:
+    """The stubborn call is given up after 0.8 s; the good one began before that and ends after it."""
+
+    @tool(timeout_s=0.2, at_once=2)
+    async def stubborn(query: str) -> str:
+        """Ignores that its time is over."""
+        while not RELEASE.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.05)
+        return query
+
+    @tool(timeout_s=10.0, at_once=2)
+    async def patient(query: str) -> str:
+        """Takes a while."""
+        await asyncio.sleep(1.2)
+        return f"<{query}>"
+
+    task, problem = with_tools(stubborn, patient)
+    asked = [(problem, sample, [turn(name, "a")]) for sample, name in enumerate(("stubborn", "patient"))]
+    assert replies(task, asked) == ["error: stubborn took too long", "<a>"]
+    assert task.toolbox._loop.hung == 1
+    RELEASE.set()
+    until = time.monotonic() + 5
+    while task.toolbox._loop.hung and time.monotonic() < until:
+        time.sleep(0.02)
+    assert task.toolbox._loop.hung == 0
+
+
+@pytest.mark.parametrize("timeout_s", [None, 5.0])
+def test_a_loop_that_is_closed_under_its_callers_loses_no_call(timeout_s: float | None) -> None:
+    """Four threads hand over calls while a fifth closes the loop again and again."""
+    loop, over = Loop(timeout_s), threading.Event()
+    got: list[Any] = []
+
+    async def same(number: int) -> int:
+        await asyncio.sleep(0)
+        return number
+
+    def ask() -> None:
+        for number in range(50):
+            got.extend(loop.run([(same, (number,))]))
+
+    def closing() -> None:
+        while not over.is_set():
+            loop.close()
+
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(4)]
+    closer = threading.Thread(target=closing)
+    for thread in (*threads, closer):
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    over.set()
+    closer.join()
+    assert Counter(got) == {(number, None): 4 for number in range(50)}
+
+
+class Tedious:
+    def __str__(self) -> str:
+        time.sleep(0.3)
+        return "at last"
+
+
+@pytest.mark.parametrize("kind", ["function", "coroutine"])
+def test_a_call_and_the_text_of_its_value_share_one_limit(kind: str) -> None:
+    """Each takes 0.3 s, within the limit alone and beyond it together."""
+
+    @tool(timeout_s=0.5)
+    def tedious(query: str) -> Any:
+        """Takes its time twice."""
+        time.sleep(0.3)
+        return Tedious()
+
+    @tool(name="tedious", timeout_s=0.5)
+    async def awaited(query: str) -> Any:
+        """Takes its time twice."""
+        await asyncio.sleep(0.3)
+        return Tedious()
+
+    task, problem = with_tools(tedious if kind == "function" else awaited)
+    assert contents(task, problem, turn("tedious", "a")) == ["error: tedious took too long"]
 
 
 class Untold:

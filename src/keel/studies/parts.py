@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from keel.config import Config
+from keel.config.checks import task_specs
 from keel.errors import KeelError
 
 
@@ -11,7 +14,8 @@ def check_parts(config: Config) -> None:
     from keel.build import check_trainable
 
     check_trainable(config)
-    _check_tasks(config.model_dump_json(include={"task", "data", "eval"}), config)
+    tasks: dict[str, Any] = {"task": True, "data": True, "eval": True, "warmstart": {"task"}}
+    _check_tasks(config.model_dump_json(include=tasks), config)
 
 
 _built: set[str] = set()
@@ -22,10 +26,9 @@ def _check_tasks(key: str, config: Config) -> None:
     from keel.build import build_named_task
 
     if key not in _built:
-        for spec in (config.task, *config.eval.tasks):
+        for _, spec in task_specs(config):
             try:
                 build_named_task(spec, config)
             except (TypeError, ValueError) as error:  # a value that the task has not looked at before it used it
-                name = spec if isinstance(spec, str) else spec.name
-                raise KeelError(f"the task {name} cannot be built from its parameters: {error}") from None
+                raise KeelError(f"the task {spec.name} cannot be built from its parameters: {error}") from None
         _built.add(key)

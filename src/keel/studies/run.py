@@ -165,12 +165,6 @@ def run_process(process: Process, started: Callable[[subprocess.Popen[bytes]], N
         return running.wait()
 
 
-def _send(running: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-    for one in running:
-        if one.poll() is None:
-            one.send_signal(number)
-
-
 class Local:
     """Threads that each wait for one process at a time."""
 
@@ -178,36 +172,42 @@ class Local:
         self._threads = ThreadPoolExecutor(parallel)
         self._running: list[subprocess.Popen[bytes]] = []
         self._lock = threading.Lock()
-        self._over = False
+        self._asked: signal.Signals | None = None  # the last signal that was sent to all
 
     def submit(self, process: Process) -> Future[int]:
         return self._threads.submit(self._run, process)
 
     def _run(self, process: Process) -> int:
-        return 130 if self._over else run_process(process, self._started)
+        return 130 if self._asked is not None else run_process(process, self._started)
 
     def _started(self, running: subprocess.Popen[bytes]) -> None:
         with self._lock:
             self._running.append(running)
-            over = self._over
-        if over:
-            running.terminate()
+            if self._asked is not None:
+                running.send_signal(self._asked)
 
     def interrupt(self) -> None:
         """Ask, ask again (training then ends at once), kill: no run outlives its study."""
-        with self._lock:
-            self._over = True
-            running = list(self._running)
         self._threads.shutdown(wait=False, cancel_futures=True)
         try:
             for ask in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
-                _send(running, ask)
+                self._ask(ask)
                 until = time.monotonic() + GRACE_S
-                while any(one.poll() is None for one in running) and time.monotonic() < until:
+                while self._alive() and time.monotonic() < until:
                     time.sleep(0.05)
         finally:  # a second Ctrl-C waits no longer
-            _send(running, signal.SIGKILL)
+            self._ask(signal.SIGKILL)
             self._threads.shutdown(wait=True)
+
+    def _ask(self, number: signal.Signals) -> None:
+        """Send a signal to all that run, and to those that are just being started as soon as they are known."""
+        with self._lock:
+            self._asked = number
+            for one in self._alive():
+                one.send_signal(number)
+
+    def _alive(self) -> list[subprocess.Popen[bytes]]:
+        return [one for one in list(self._running) if one.poll() is None]
 
     def close(self) -> None:
         self._threads.shutdown(wait=True)

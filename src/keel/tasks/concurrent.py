@@ -36,61 +36,73 @@ class Threads:
             return len(self._threads)
 
 
+class _Serving:
+    """An event loop in a thread of its own, and how many wait for what runs on it."""
+
+    def __init__(self) -> None:
+        self.loop, self.waiting = asyncio.new_event_loop(), 0
+        self.thread = threading.Thread(target=_serve, args=(self.loop,), name="keel-loop", daemon=True)
+        self.thread.start()
+
+
 class Loop:
     """An event loop in a thread, kept over calls: clients that a user's coroutine keeps open belong to one loop.
 
     Several threads may run calls at the same time.
-    A coroutine that blocks its thread cannot be ended: the loop is then left behind and counted in `hung`, as
-    long as it is blocked.
+    A coroutine that blocks its thread or will not be cancelled cannot be ended: the loop is then left behind and
+    counted in `hung` as long as it runs. New calls get another loop; those under way on the old one go on there.
     """
 
     def __init__(self, timeout_s: float | None) -> None:
         self.timeout_s = timeout_s
-        self._serving: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
+        self._serving: _Serving | None = None
         self._lock = threading.Lock()
         self._left = Threads()
 
     @property
     def hung(self) -> int:
-        """Loops that were given up and are still blocked."""
+        """Loops that were given up and still run."""
         return self._left.alive
 
     def run(self, calls: Sequence[Call], within_s: float | None = None) -> list[Outcome]:
         """All calls together, each with its own time limit (or `within_s`, if less); their outcomes in order."""
         limit = min((limit for limit in (self.timeout_s, within_s) if limit is not None), default=None)
-        serving = self._start()
-        whole = asyncio.run_coroutine_threadsafe(_all(calls, limit), serving[0])
+        with self._lock:  # also while the calls are handed over: a loop that is waited for is not stopped
+            serving = self._serving = self._serving or _Serving()
+            whole = asyncio.run_coroutine_threadsafe(_all(calls, limit), serving.loop)
+            serving.waiting += 1
         try:
             # Half as long again is for those that clean up after themselves when their time is over.
             return whole.result(None if limit is None else 1.5 * limit + 0.5)
         except BaseException as stopped:  # blocked, or Ctrl-C
             whole.cancel()
-            self._stop(serving)
+            self._leave(serving)
             if not isinstance(stopped, concurrent.futures.TimeoutError | concurrent.futures.CancelledError):
                 raise
-            self._left.add(serving[1])
+            self._left.add(serving.thread)
             return [(None, Late())] * len(calls)
+        finally:
+            with self._lock:
+                serving.waiting -= 1
+                self._stop_if_unused(serving)
 
     def close(self) -> None:
         """Let the thread end, when it comes to it."""
-        if self._serving is not None:
-            self._stop(self._serving)
-
-    def _start(self) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
         with self._lock:
-            if self._serving is None:
-                loop = asyncio.new_event_loop()
-                thread = threading.Thread(target=_serve, args=(loop,), name="keel-loop", daemon=True)
-                thread.start()
-                self._serving = loop, thread
-            return self._serving
+            serving, self._serving = self._serving, None
+            if serving is not None:
+                self._stop_if_unused(serving)
 
-    def _stop(self, serving: tuple[asyncio.AbstractEventLoop, threading.Thread]) -> None:
-        """Stop a loop, unless another thread that waited for it has done so."""
+    def _leave(self, serving: _Serving) -> None:
+        """Give no new calls to a loop."""
         with self._lock:
             if self._serving is serving:
                 self._serving = None
-                serving[0].call_soon_threadsafe(serving[0].stop)
+
+    def _stop_if_unused(self, serving: _Serving) -> None:
+        """Stop a loop that was left, with the last of those that wait for it."""
+        if self._serving is not serving and not serving.waiting:
+            serving.loop.call_soon_threadsafe(serving.loop.stop)
 
 
 def run_threads(calls: Sequence[Call], at_once: int, attempt: Callable[..., Outcome]) -> list[Outcome]:
@@ -104,10 +116,10 @@ def run_threads(calls: Sequence[Call], at_once: int, attempt: Callable[..., Outc
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
     """Run a loop until it is stopped, then let go of what it still holds."""
     loop.run_forever()
-    left = asyncio.all_tasks(loop)
-    for task in left:
-        task.cancel()
-    loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+    if left := asyncio.all_tasks(loop):
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
     loop.close()
 
 

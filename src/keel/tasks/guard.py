@@ -85,15 +85,15 @@ class Guard:
     """Calls functions in worker threads with a time limit; several threads may call at the same time.
 
     Python cannot end a thread. One that hangs is left behind (as a daemon, so that the process can end), counted in
-    `hung` until it returns after all, and replaced; each of them may go on using the CPU, so above `max_hung` at a
-    time the run stops whatever was configured. A call made from a thread that was itself left behind is not made:
+    `hung` until it returns after all, and replaced; each of them may go on using the CPU, so who calls should stop the
+    run where they become too many (TooManyHang). A call made from a thread that was itself left behind is not made:
     nobody would read its answer.
     """
 
-    def __init__(self, timeout_s: float | None = 30.0, max_hung: int = 8, option: str = "reward.timeout_s") -> None:
+    def __init__(self, timeout_s: float | None = 30.0, option: str = "reward.timeout_s") -> None:
         if timeout_s is not None and not timeout_s > 0:
             raise KeelError(f"{option} is {timeout_s}: it must be above 0, or null for no limit")
-        self.timeout_s, self.max_hung, self.option = timeout_s, max_hung, option
+        self.timeout_s, self.option = timeout_s, option
         self._idle: list[_Worker] = []
         self._left = Threads()
 

@@ -41,6 +41,7 @@ class Judge:
 
     `stop` raises a KeelError; `zero` gives the completion 0 in every part; `skip_group` leaves the group out, since a
     made-up 0 would count in the comparison with its siblings. The loop reads and empties the record with `drain`.
+    Above `max_hung` calls that never returned the run stops whatever `on_error` says.
     `shuffle` (a seed) deals the rewards of a group out at random among its completions: a control that must not learn.
     """
 
@@ -64,8 +65,7 @@ class Judge:
         if twice is not None:
             raise KeelError(f"two rewards are called {twice!r}: give one of them another label")
         self.parts, self.aggregate, self.on_error, self.shuffle = tuple(parts), aggregate, on_error, shuffle
-        self.guard = Guard(timeout_s, max_hung)
-        self.loop = Loop(timeout_s)
+        self.guard, self.loop, self.max_hung = Guard(timeout_s), Loop(timeout_s), max_hung
         self.failures: list[Failure] = []
         self.counts: Counter[str] = Counter()  # by function, over the whole run
 
@@ -100,13 +100,10 @@ class Judge:
             )
         return tuple(rewards)
 
-    def respond(self, task: Any, problem: Problem, sample: int, turns: Sequence[str]) -> Reply | None:
-        """The environment's message, under the same limits; raises CallFailed once the failure is written down."""
-        reply, error = attempt(self._reply, (task, problem, tuple(turns)))
-        return self._heard(task, problem, sample, reply, error)
-
     def respond_all(self, task: Any, episodes: Sequence[Episode]) -> list[Reply | CallFailed | None]:
         """The environment's message to each episode, in order; in the place of one that failed, why it did.
+
+        Each is under the same limits as a reward, and each failure is written down.
 
         Episodes of a task with a `toolbox` are answered several at a time, as its tools allow (`at_once`), and equal
         ones once; others one after the other.
@@ -123,26 +120,17 @@ class Judge:
         replies: list[Reply | CallFailed | None] = []
         for problem, sample, turns in episodes:
             said = tuple(turns)
-            outcome = found.get((problem.key, said)) or attempt(self._reply, (task, problem, said))
-            try:
-                replies.append(self._heard(task, problem, sample, *outcome))
-            except CallFailed as failure:
-                replies.append(failure)
+            reply, error = found.get((problem.key, said)) or attempt(self._reply, (task, problem, said))
+            if isinstance(error, CallFailed):
+                self._record(f"{task.name}.respond", problem, sample, error)
+            elif error is not None:
+                raise error
+            replies.append(error or reply)
         return replies
 
     def _reply(self, task: Any, problem: Problem, turns: tuple[str, ...]) -> Reply | None:
         message = self.guard.call(task.respond, problem, turns)
         return message if message is None or isinstance(message, str) else _messages(message)
-
-    def _heard(
-        self, task: Any, problem: Problem, sample: int, reply: Reply | None, error: BaseException | None
-    ) -> Reply | None:
-        """The reply, or what was raised in its place; a failure is written down first."""
-        if isinstance(error, CallFailed):
-            self._record(f"{task.name}.respond", problem, sample, error)
-        if error is not None:
-            raise error
-        return reply
 
     def drain(self) -> list[Failure]:
         """The failures since the last call."""
@@ -214,7 +202,7 @@ class Judge:
         if self.on_error == "stop":
             raise KeelError(f"reward {failure}; mend it, or set reward.on_error to zero or skip_group") from failed
         hung = self.guard.hung + self.loop.hung
-        if hung > self.guard.max_hung:
+        if hung > self.max_hung:
             raise TooManyHang(
                 f"reward {failure}; {hung} calls hang in threads that cannot be ended: mend the function"
             ) from failed

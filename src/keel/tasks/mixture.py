@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -66,8 +67,14 @@ class Mixture:
         return {} if counts is None else counts(problem, turns)
 
     def totals(self) -> Mapping[str, float]:
-        """The running counts of its tasks; those that share an engine count the same."""
-        return {name: n for task in self.tasks if hasattr(task, "totals") for name, n in task.totals().items()}
+        """The running counts of its tasks, under a task's name where several count what is called the same."""
+        counted = {i: dict(task.totals()) for i, task in enumerate(self.tasks) if hasattr(task, "totals")}
+        owners = Counter(name for totals in counted.values() for name in totals)
+        return {
+            name if owners[name] == 1 else f"{self._label(i)}/{name}": total
+            for i, totals in counted.items()
+            for name, total in totals.items()
+        }
 
     def picture(self, problem: Problem, text: str) -> str | None:
         """The picture of the problem's own task, where that draws any."""
@@ -81,10 +88,13 @@ class Mixture:
             own = [group for group in groups if group.problem.info["mixture"] == index]
             method = getattr(task, "extra_metrics", None)
             if own and method is not None:
-                twice = sum(other.name == task.name for other in self.tasks) > 1
-                label = f"{index}/{task.name}" if twice else task.name
-                found |= {f"{label}/{name}": value for name, value in method(own).items()}
+                found |= {f"{self._label(index)}/{name}": value for name, value in method(own).items()}
         return found
+
+    def _label(self, index: int) -> str:
+        """A task's name, with its place before it where another is called the same."""
+        name = self.tasks[index].name
+        return f"{index}/{name}" if sum(task.name == name for task in self.tasks) > 1 else name
 
     def _of(self, problem: Problem) -> Task:
         return self.tasks[problem.info["mixture"]]

@@ -202,9 +202,7 @@ class Toolbox:
             return _error(call, "bad_arguments", f"{tool.name}: {error}")
         if left_s is not None and left_s <= 0:
             return _error(call, "timeout", f"{tool.name} was not called: this turn's calls took too long together")
-        guard = self._guards.setdefault(
-            tool.name, Guard(tool.timeout_s, MOST_HUNG, option=f"timeout_s of the tool {tool.name}")
-        )
+        guard = self._guards.setdefault(tool.name, Guard(tool.timeout_s, option=f"timeout_s of the tool {tool.name}"))
         try:
             value, content = self._value(guard, lambda: tool.function(**arguments), left_s)
         except CallFailed as failure:
@@ -221,17 +219,24 @@ class Toolbox:
         return Result(call, cut, value, "too_long")
 
     def _value(self, guard: Guard, function: Callable[[], Any], left_s: float | None) -> tuple[Any, str]:
-        """What a tool returned, awaited where it is to be, and as text; CallFailed where any of that failed."""
-        value = guard.call(function, within_s=left_s)
+        """What a tool returned, awaited where it is to be, and as text, all within one limit; CallFailed where any of
+        that failed.
+        """
+        limit = min((limit for limit in (guard.timeout_s, left_s) if limit is not None), default=None)
+        began = time.monotonic()
+
+        def left() -> float | None:
+            return None if limit is None else max(0.0, limit - (time.monotonic() - began))
+
+        value = guard.call(function, within_s=limit)
         if inspect.isawaitable(value):
-            limit = min((limit for limit in (guard.timeout_s, left_s) if limit is not None), default=None)
-            ((value, error),) = self._loop.run([(_awaited, (value,))], limit)
+            ((value, error),) = self._loop.run([(_awaited, (value,))], left())
             if isinstance(error, Late):
                 raise CallFailed("timeout", late(limit, guard.option))
             value = settled(value, error)
         if value is None or type(value) is str:
             return value, value or ""
-        return value, guard.call(str, value, within_s=left_s)
+        return value, guard.call(str, value, within_s=left())
 
 
 async def _awaited(value: Awaitable[Any]) -> Any:
