@@ -3,6 +3,7 @@
     python bench/step.py --job cpu-37              # 2 prompts of 37 tokens × 8 completions × 32 tokens, β 0.04
     python bench/step.py --job cpu-512             # the same with prompts of 512 tokens
     python bench/step.py --job long-prompt         # 1 prompt of 2,300 tokens × 8 × 128 tokens, a random Llama of 19M
+    python bench/step.py --job long-prompt --device cuda
     python bench/step.py --job cpu-37 --side keel  # one side only
 
 The sides take turns, `--repeats` of them, so that a machine whose speed changes changes both. A turn is a process of
@@ -10,7 +11,8 @@ its own, so that its peak memory is its own: one warm-up step, then one that cou
 turns, and as `ratio` the median of TRL's time over Keel's in the same turn. Weights and AdamW are fp32 on both sides,
 completions are forced to full length, and neither recomputes activations (TRL's default gradient checkpointing is
 switched off, in TRL's favour). Keel's side is the engine room's step (engine, reference, scoring, loss, optimizer)
-without the loop of `keel train` around it: no tasks, judge, records or checkpoints. The last line is JSON.
+without the loop of `keel train` around it: no tasks, judge, records or checkpoints. On a GPU peak memory is the
+allocator's, and TF32 is off on both sides. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -45,7 +47,6 @@ class Job:
     group: int
     prompt_tokens: int
     new_tokens: int
-    device: str = "cpu"
     random_model: bool = False  # bench/random_model.py's, unless --model names another
 
     @property
@@ -90,20 +91,29 @@ def make_prompts(tokenizer: Any, job: Job) -> list[str]:
 
 
 class Clock:
-    """Seconds by phase, and when a step ended."""
+    """Seconds by phase; on a GPU, of work that is done and not only asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        self.device = device
         self.phases: dict[str, float] = {}
+
+    def now(self) -> float:
+        """Seconds, after all that was asked of the device."""
+        if self.device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     def timed(self, phase: str, work: Callable[..., Any]) -> Callable[..., Any]:
         """`work`, with its time added to a phase."""
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
+            started = self.now()
             try:
                 return work(*args, **kwargs)
             finally:
-                self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - started
+                self.phases[phase] = self.phases.get(phase, 0.0) + self.now() - started
 
         return wrapped
 
@@ -113,8 +123,12 @@ class Clock:
         return phases
 
 
-def peak_gib() -> float:
-    """The process's largest resident memory."""
+def peak_gib(device: str) -> float:
+    """The process's largest resident memory, or what the GPU's allocator gave out at most."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
@@ -135,7 +149,7 @@ def check_trl() -> None:
         )
 
 
-def run_keel(model: str, job: Job, steps: int) -> list[dict[str, float]]:
+def run_keel(model: str, job: Job, steps: int, device: str) -> list[dict[str, float]]:
     """Keel's step: shared prompts in the rollout, one row a group in the reference and in the update."""
     import torch
 
@@ -147,7 +161,7 @@ def run_keel(model: str, job: Job, steps: int) -> list[dict[str, float]]:
     from keel.rollout import NativeEngine, Request, SamplingParams
     from keel.types import Batch, Group, Problem
 
-    loaded = load_model(model, dtype="float32", device=job.device)
+    loaded = load_model(model, dtype="float32", device=device)
     policy, tokenizer = loaded.model, loaded.tokenizer
     reference = build_reference("frozen", loaded)
     engine = NativeEngine(policy, tokenizer)
@@ -155,7 +169,7 @@ def run_keel(model: str, job: Job, steps: int) -> list[dict[str, float]]:
     prompts = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in make_prompts(tokenizer, job)]
     requests = [Request(str(number), prompt) for number, prompt in enumerate(prompts)]
     sampling = SamplingParams(max_completion_length=job.new_tokens, num_generations=job.group, ignore_eos=True)
-    clock = Clock()
+    clock = Clock(device)
 
     def rollout(step: int) -> list[Group]:
         answers = engine.generate(requests, sampling, seed=0, step=step)
@@ -180,16 +194,16 @@ def run_keel(model: str, job: Job, steps: int) -> list[dict[str, float]]:
 
     results = []
     for step in range(steps):
-        started = time.perf_counter()
+        started = clock.now()
         groups = clock.timed("rollout", rollout)(step)
         packed = pack(groups, loaded.pad_id, shared_prefix=loaded.shared_prefix).to(loaded.device)
         ref_logp = clock.timed("reference", refer)(packed)
         clock.timed("update", update)(packed, ref_logp, groups)
-        results.append({**clock.take(), "total": time.perf_counter() - started})
+        results.append({**clock.take(), "total": clock.now() - started})
     return results
 
 
-def run_trl(model: str, job: Job, steps: int) -> list[dict[str, float]]:
+def run_trl(model: str, job: Job, steps: int, device: str) -> list[dict[str, float]]:
     """TRL's GRPOTrainer on the same job; its phases are timed by wrapping its own methods."""
     import torch
     from datasets import Dataset
@@ -197,17 +211,17 @@ def run_trl(model: str, job: Job, steps: int) -> list[dict[str, float]]:
     from trl import GRPOConfig, GRPOTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    clock, results = Clock(), []
+    clock, results = Clock(device), []
     last = [0.0]
 
     class StepTimer(TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             clock.take()
-            last[0] = time.perf_counter()
+            last[0] = clock.now()
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             phases = clock.take()
-            total = time.perf_counter() - last[0]
+            total = clock.now() - last[0]
             update = total - phases.get("rollout", 0.0) - phases.get("reference", 0.0)
             results.append({**phases, "update": update, "total": total})
 
@@ -225,7 +239,8 @@ def run_trl(model: str, job: Job, steps: int) -> list[dict[str, float]]:
             max_steps=steps,
             bf16=False,
             gradient_checkpointing=False,
-            use_cpu=job.device == "cpu",
+            use_cpu=device == "cpu",
+            tf32=None if device == "cpu" else False,
             model_init_kwargs={"dtype": "float32"},
             report_to=[],
             save_strategy="no",
@@ -252,19 +267,19 @@ def run_trl(model: str, job: Job, steps: int) -> list[dict[str, float]]:
     return results
 
 
-SIDES: dict[str, Callable[[str, Job, int], list[dict[str, float]]]] = {"keel": run_keel, "trl": run_trl}
+SIDES: dict[str, Callable[[str, Job, int, str], list[dict[str, float]]]] = {"keel": run_keel, "trl": run_trl}
 
 
-def measure_here(side: str, model: str, job: Job) -> dict[str, float]:
+def measure_here(side: str, model: str, job: Job, device: str) -> dict[str, float]:
     """One turn of a side in this process: the phases of the step after the warm-up."""
-    _, step = SIDES[side](model, job, 2)
-    return {**dict.fromkeys(("rollout", "reference", "update"), 0.0), **step, "peak_gib": peak_gib()}
+    _, step = SIDES[side](model, job, 2, device)
+    return {**dict.fromkeys(("rollout", "reference", "update"), 0.0), **step, "peak_gib": peak_gib(device)}
 
 
 def measure_apart(side: str, options: argparse.Namespace) -> dict[str, float]:
     """One turn of a side in a fresh process: the JSON on its last line."""
     command = [sys.executable, __file__, "--job", options.job, "--model", options.model, "--side", side]
-    command += ["--threads", str(options.threads), "--here"]
+    command += ["--threads", str(options.threads), "--device", options.device, "--here"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"bench/step.py: the {side} side failed:\n{done.stderr[-2000:]}")
@@ -287,6 +302,7 @@ def main() -> None:
     parser.add_argument("--side", choices=["both", *SIDES], default="both")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.repeats < 1:
@@ -310,15 +326,15 @@ def run(options: argparse.Namespace, job: Job) -> None:
         import torch
 
         torch.set_num_threads(options.threads)
-        print(json.dumps(measure_here(options.side, options.model, job)))
+        print(json.dumps(measure_here(options.side, options.model, job, options.device)))
         return
     sides = list(SIDES) if options.side == "both" else [options.side]
     if "trl" in sides:
         check_trl()
-    show(options.job, job, take_turns(sides, options))
+    show(options.job, options.device, job, take_turns(sides, options))
 
 
-def show(name: str, job: Job, turns: dict[str, list[dict[str, float]]]) -> None:
+def show(name: str, device: str, job: Job, turns: dict[str, list[dict[str, float]]]) -> None:
     """A table for a person, then one line of JSON."""
     results = {
         side: {key: statistics.median(turn[key] for turn in taken) for key in taken[0]} for side, taken in turns.items()
@@ -329,7 +345,7 @@ def show(name: str, job: Job, turns: dict[str, list[dict[str, float]]]) -> None:
         label = f"trl {TRL_VERSION}" if side == "trl" else side
         phases = f"{r['rollout']:8.2f}s {r['reference']:9.2f}s {r['update']:8.2f}s {r['total']:8.2f}s"
         print(f"{label:>10} {phases} {job.tokens / r['total']:9.1f} {r['peak_gib']:9.2f}")
-    line: dict[str, Any] = {"job": name}
+    line: dict[str, Any] = {"job": name, "device": device}
     for side, r in results.items():
         line |= {f"{side}_s": round(r["total"], 3), f"{side}_peak_gib": round(r["peak_gib"], 3)}
     if "trl" in turns:

@@ -15,8 +15,8 @@ from keel.config import load_config
 from keel.doctor.thresholds import shipped_thresholds
 from keel.errors import KeelError
 from keel.rollout.collect import collect
-from keel.rollout.native import Request
 from keel.rollout.render import Renderer
+from keel.rollout.request import Request
 from keel.rollout.sampling import SamplingParams
 from keel.tasks import build_task
 from keel.tasks.mixture import mixture

@@ -107,7 +107,7 @@ def _model(
 ) -> tuple[Any, str]:
     """The model as a player: one P: prompt a game and move, all games at once."""
     from keel.build import build_engine, build_renderer, build_sampling
-    from keel.rollout.native import Request
+    from keel.rollout.request import Request
     from keel.tasks.chess.format import padding_of, read_policy
     from keel.tasks.chess.policy import policy_problem
     from keel.tasks.chess.rules import fen_of

@@ -1,6 +1,7 @@
 """Rollouts: engines that sample completions from the policy."""
 
-from keel.rollout.native import NativeEngine, Request
+from keel.rollout.native import NativeEngine
+from keel.rollout.request import Request, Turn
 from keel.rollout.sampling import SamplingParams
 
-__all__ = ["NativeEngine", "Request", "SamplingParams"]
+__all__ = ["NativeEngine", "Request", "SamplingParams", "Turn"]

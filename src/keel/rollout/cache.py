@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
@@ -19,18 +20,36 @@ ATTENTION = "keel_shared_prefix"
 
 @dataclass(frozen=True)
 class Prefix:
-    """The prompts' keys and values: per layer `[G, kv_heads, P, D]`, right-padded, and the true lengths `[G]`."""
+    """The prompts: their tokens, and keys and values per layer `[G, kv_heads, P, D]`, right-padded."""
 
+    tokens: tuple[tuple[int, ...], ...]
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
-    lengths: Tensor
+    lengths: Tensor = field(init=False)  # true lengths `[G]`
 
-    def select(self, groups: Tensor) -> Prefix:
-        lengths = self.lengths[groups]
-        width = int(lengths.max())
-        keys = tuple(key[groups, :, :width] for key in self.keys)
-        values = tuple(value[groups, :, :width] for value in self.values)
-        return Prefix(keys, values, lengths)
+    def __post_init__(self) -> None:
+        lengths = torch.tensor([len(prompt) for prompt in self.tokens], device=self.keys[0].device)
+        object.__setattr__(self, "lengths", lengths)
+
+    def select(self, groups: list[int]) -> Prefix:
+        """These prompts alone, no wider than the longest of them."""
+        tokens = tuple(self.tokens[group] for group in groups)
+        width, index = max(map(len, tokens)), torch.tensor(groups, device=self.lengths.device)
+        keys, values = (tuple(one[index, :, :width] for one in all_) for all_ in (self.keys, self.values))
+        return Prefix(tokens, keys, values)
+
+    def __add__(self, other: Prefix) -> Prefix:
+        """Both one after the other."""
+        width = max(self.keys[0].shape[2], other.keys[0].shape[2])
+
+        def both(mine: Tensor, theirs: Tensor) -> Tensor:
+            return torch.cat([pad(one, (0, 0, 0, width - one.shape[2])) for one in (mine, theirs)])
+
+        keys, values = (
+            tuple(both(*pair) for pair in zip(*layers, strict=True))
+            for layers in ((self.keys, other.keys), (self.values, other.values))
+        )
+        return Prefix((*self.tokens, *other.tokens), keys, values)
 
 
 @dataclass(frozen=True)
@@ -152,11 +171,30 @@ class SharedPrefixCache(Cache):
         self._arrange()
         return order
 
+    def joined(self, other: SharedPrefixCache, length: int) -> SharedPrefixCache:
+        """These rows, then the other's, with room for `length` more tokens of each; a prompt of both is held once."""
+        prefix, places = self.prefix, {tokens: group for group, tokens in enumerate(self.prefix.tokens)}
+        new = sorted({group for group in other.group_of if other.prefix.tokens[group] not in places})
+        if new:
+            prefix = prefix + other.prefix.select(new)
+            places = {tokens: group for group, tokens in enumerate(prefix.tokens)}
+        theirs = [places[other.prefix.tokens[group]] for group in other.group_of]
+        pasts = [cache.length - unused for cache in (self, other) for unused in cache.unused]
+        made = SharedPrefixCache(prefix, [*self.group_of, *theirs], length, pasts)
+        first = 0
+        for cache in (self, other):
+            rows, columns = len(cache.group_of), cache.length - min(cache.unused)
+            block = cache.own[:, :, :rows, :, cache.length - columns : cache.length]
+            made.own[:, :, first : first + rows, :, made.past - columns : made.past] = block
+            first += rows
+        made.advance(made.past)
+        return made
+
     def _drop_groups(self) -> None:
         """Forget prompts without rows once they are half of all: copying at each would cost more than it saves."""
         used = sorted(set(self.group_of))
         if 2 * len(used) <= len(self.prefix.lengths):
-            self.prefix = self.prefix.select(torch.tensor(used, device=self.prefix.lengths.device))
+            self.prefix = self.prefix.select(used)
             self.group_of = [used.index(group) for group in self.group_of]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

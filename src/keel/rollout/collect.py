@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from keel.errors import KeelError
-from keel.rollout.native import Request
 from keel.rollout.render import Renderer, Reply, fit
+from keel.rollout.request import Request, Turn
 from keel.rollout.sampling import SamplingParams
 from keel.tasks.base import Task
 from keel.tasks.judge import CallFailed, Judge
@@ -94,6 +95,7 @@ def collect(
     that a message would overrun ends there with stop_reason `length`. `max_turn_length` is the budget of one turn: a
     turn that it cuts off is answered like any other. An episode that would go on after `max_turns` has the stop_reason
     `turns`. Tokens are only ever appended, never encoded again, and noise goes on at the position where it stopped.
+    Episodes do not wait for each other: one that is answered goes on beside those still in an earlier turn.
     """
     if max_turns < 1:
         raise KeelError(f"rollout.max_turns is {max_turns}: it must be at least 1")
@@ -108,22 +110,56 @@ def collect(
     limit = None if max_turn_length is None else min(max_turn_length, sampling.max_completion_length)
     _check_room(engine, problems, prompts, sampling)
     asked = [Request(p.key, tokens, max_new=limit) for p, tokens in zip(problems, prompts, strict=True)]
-    first = engine.generate(asked, sampling, **noise)
-    episodes = [_Episode(g, s) for g, group in enumerate(first) for s in range(len(group))]
-    for episode in episodes:
-        episode.act(first[episode.group][episode.sample])
-    live = episodes if max_turns > 1 else []
-    while live:
-        live = [e for e in live if len(e.tokens) < sampling.max_completion_length]
-        replies = judge.respond_all(task, [(problems[e.group], e.sample, e.turns) for e in live])
-        heard = zip(live, replies, strict=True)
-        live = [e for e, reply in heard if _go_on(e, problems[e.group], reply, renderer, sampling, max_turns)]
-        requests = [_request(e, problems[e.group], prompts[e.group], sampling, limit) for e in live]
-        turns = engine.generate(requests, sampling, **noise) if live else []
-        for episode, (turn,) in zip(live, turns, strict=True):
-            episode.act(turn)
+    group_of = {problem.key: group for group, problem in enumerate(problems)}
+    episodes: dict[tuple[int, int], _Episode] = {}
+
+    def answer(turns: Sequence[Turn]) -> list[Request]:
+        heard = []
+        for turn in turns:
+            place = group_of[turn.request.key], turn.sample
+            heard.append(episodes.setdefault(place, _Episode(*place)))
+            heard[-1].act(turn.completion)
+        if max_turns == 1:
+            return []
+        open_ = [e for e in heard if len(e.tokens) < sampling.max_completion_length]
+        replies = judge.respond_all(task, [(problems[e.group], e.sample, e.turns) for e in open_])
+        pairs = zip(open_, replies, strict=True)
+        live = [e for e, reply in pairs if _go_on(e, problems[e.group], reply, renderer, sampling, max_turns)]
+        return [_request(e, problems[e.group], prompts[e.group], sampling, limit) for e in live]
+
+    converse = _converse_of(engine) if max_turns > 1 else partial(_turn_by_turn, engine)
+    converse(asked, sampling, answer, **noise)
     marked = [_marked(p, len(t) - len(kept)) for p, t, kept in zip(problems, whole, prompts, strict=True)]
-    return _judged(task, marked, prompts, episodes, judge, step)
+    return _judged(task, marked, prompts, [episodes[place] for place in sorted(episodes)], judge, step)
+
+
+def _converse_of(engine: Any) -> Callable[..., None]:
+    """How an engine is asked for several turns: by its `converse`, in which a turn that goes on joins those running.
+
+    An engine that inherits that and has a `generate` of its own is asked by `generate`: its author meant every turn.
+    """
+    kinds = type(engine).__mro__
+    first = next((kind for kind in kinds if {"converse", "generate"} & set(vars(kind))), object)
+    found: Callable[..., None] = engine.converse if "converse" in vars(first) else partial(_turn_by_turn, engine)
+    return found
+
+
+def _turn_by_turn(
+    engine: Engine,
+    requests: Sequence[Request],
+    sampling: SamplingParams,
+    answer: Callable[[list[Turn]], list[Request]],
+    **noise: int,
+) -> None:
+    """For an engine that takes nothing up while others run: all episodes say their turn, then all are answered."""
+    while requests:
+        found = engine.generate(requests, sampling, **noise)
+        turns = [
+            Turn(request, sample, completion)
+            for request, group in zip(requests, found, strict=True)
+            for sample, completion in zip(request.drawn(sampling), group, strict=True)
+        ]
+        requests = answer(turns)
 
 
 def _go_on(

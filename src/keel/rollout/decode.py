@@ -24,7 +24,8 @@ _RESUME_SCORES = 2**25  # attention scores that one piece of a resumed context m
 class Decoder(Protocol):
     """What the engine drives: `start` reads prompts, `step` takes one token a row, `keep` drops rows.
 
-    One that can hold contexts between turns (`resumes`) also hands out what it has read, and goes on from it.
+    `join` puts the rows of another of its kind behind its own, with room for `length` more tokens of each. One that
+    can hold contexts between turns (`resumes`) also hands out what it has read, and goes on from it.
     """
 
     resumes: bool
@@ -34,6 +35,8 @@ class Decoder(Protocol):
     def step(self, tokens: Tensor) -> Tensor: ...
 
     def keep(self, live: list[int]) -> list[int]: ...
+
+    def join(self, other: Any, length: int) -> None: ...
 
 
 @contextmanager
@@ -80,8 +83,9 @@ class SharedPrefixDecoder:
         """
         prompts = {id(row.prompt): row.prompt for row in rows}
         places = {key: index for index, key in enumerate(prompts)}
-        kv, lengths = stacked(list(prompts.values()))
-        prefix = Prefix(tuple(kv[:, 0].unbind()), tuple(kv[:, 1].unbind()), lengths)
+        kv = stacked(list(prompts.values()))
+        tokens = tuple(prompt.tokens for prompt in prompts.values())
+        prefix = Prefix(tokens, tuple(kv[:, 0].unbind()), tuple(kv[:, 1].unbind()))
         own = [tuple(tokens[len(row.prompt.tokens) :]) for row, tokens in zip(rows, contexts, strict=True)]
         cache = SharedPrefixCache(prefix, [places[id(row.prompt)] for row in rows], length, [len(o) for o in own])
         for index, row in enumerate(rows):
@@ -90,7 +94,7 @@ class SharedPrefixDecoder:
         new = max(len(tokens) - len(row.own) for row, tokens in zip(rows, own, strict=True))
         ids = torch.tensor([[*[tokens[-1]] * (cache.past - len(tokens)), *tokens] for tokens in own])
         cache.length = cache.past - new
-        columns = int(lengths.max()) + cache.past
+        columns = kv.shape[4] + cache.past
         piece = max(
             1, _RESUME_SCORES // (len(rows) * self.inner.config.get_text_config().num_attention_heads * columns)
         )
@@ -125,7 +129,6 @@ class SharedPrefixDecoder:
         width = max(len(prompt) for prompt in prompts)
         rows = max(1, _PREFILL_TOKENS // width)
         parts = [self._prefill_chunk(prompts[i : i + rows], width) for i in range(0, len(prompts), rows)]
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         logits = torch.cat([logits for _, logits in parts])
         layers = [[(layer.keys, layer.values) for layer in cache.layers] for cache, _ in parts]
         if len(layers) == 1:
@@ -133,7 +136,7 @@ class SharedPrefixDecoder:
         else:
             pairs = [(torch.cat(k), torch.cat(v)) for k, v in (zip(*layer) for layer in zip(*layers))]  # noqa: B905
             keys, values = zip(*pairs, strict=True)
-        return Prefix(tuple(keys), tuple(values), lengths), logits
+        return Prefix(tuple(map(tuple, prompts)), tuple(keys), tuple(values)), logits
 
     def _prefill_chunk(self, prompts: Sequence[Sequence[int]], width: int) -> tuple[Any, Tensor]:
         """Right-padded and causal: no prompt token can see the padding, so no mask is needed."""
@@ -161,6 +164,9 @@ class SharedPrefixDecoder:
 
     def keep(self, live: list[int]) -> list[int]:
         return self.cache.keep(live)
+
+    def join(self, other: SharedPrefixDecoder, length: int) -> None:
+        self.cache = self.cache.joined(other.cache, length)
 
 
 class RepeatedDecoder:
@@ -213,6 +219,12 @@ class RepeatedDecoder:
         self.contexts = [self.contexts[bucket] for bucket in kept]
         self.caches = [self.caches[bucket] for bucket in kept]
         return live
+
+    def join(self, other: RepeatedDecoder, length: int) -> None:
+        first = sum(map(len, self.buckets))
+        self.buckets += [[first + row for row in rows] for rows in other.buckets]
+        self.contexts += other.contexts
+        self.caches += other.caches
 
     def _in_order(self, logits: list[Tensor]) -> Tensor:
         order = torch.tensor([row for rows in self.buckets for row in rows], device=self.device)

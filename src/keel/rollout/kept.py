@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from keel.models.fingerprint import adapter_layers
@@ -102,13 +101,13 @@ def weights_stamp(model: nn.Module) -> tuple[Any, ...]:
     return tensors, adapters, scales
 
 
-def stacked(prompts: list[KeptPrompt]) -> tuple[Tensor, Tensor]:
-    """Prompts as one `[layers, 2, G, kv_heads, P, D]`, right-padded with zeros, and their lengths."""
-    lengths = torch.tensor([len(prompt.tokens) for prompt in prompts], device=prompts[0].kv.device)
+def stacked(prompts: list[KeptPrompt]) -> Tensor:
+    """Prompts as one `[layers, 2, G, kv_heads, P, D]`, right-padded with zeros."""
     if len(prompts) == 1:
-        return prompts[0].kv.unsqueeze(2), lengths
+        return prompts[0].kv.unsqueeze(2)
     layers, two, heads, _, size = prompts[0].kv.shape
-    out = prompts[0].kv.new_zeros(layers, two, len(prompts), heads, int(lengths.max()), size)
+    width = max(len(prompt.tokens) for prompt in prompts)
+    out = prompts[0].kv.new_zeros(layers, two, len(prompts), heads, width, size)
     for index, prompt in enumerate(prompts):
         out[:, :, index, :, : len(prompt.tokens)] = prompt.kv
-    return out, lengths
+    return out

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,49 +12,14 @@ from torch import Tensor, nn
 from keel.errors import KeelError
 from keel.models.head import causal_lm, evaluating
 from keel.models.load import context_length, eos_ids
-from keel.rollout.decode import choose_decoder
-from keel.rollout.kept import KeptContexts, KeptPrompt, KeptRow, weights_stamp
-from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel, row_key
+from keel.rollout.batch import Batch, Row
+from keel.rollout.decode import Decoder, choose_decoder
+from keel.rollout.kept import KeptContexts, weights_stamp
+from keel.rollout.request import Request, Turn, check_noise
+from keel.rollout.sampling import SamplingParams, row_key
 from keel.rollout.stops import StopStrings
 from keel.rollout.weights import WeightCopy
 from keel.types import Completion
-
-_NOISE_AHEAD = 16  # positions whose noise is made at once: it costs many small operations
-
-
-@dataclass(frozen=True)
-class Request:
-    """One context to continue: the problem's key, and every token so far, exactly as they were sampled or given.
-
-    `samples` are the indices of the completions to draw (default: 0 to num_generations - 1). To continue a
-    conversation, ask for the one sample with its context's tokens (prompt, completion and tool output, never
-    re-encoded) and `start`, the number of tokens after the original prompt: noise goes on where it stopped.
-    `max_new` is this request's own limit, where the turns before have used some of max_completion_length.
-    """
-
-    key: str
-    tokens: tuple[int, ...]
-    samples: tuple[int, ...] | None = None
-    start: int = 0
-    max_new: int | None = None
-
-
-@dataclass
-class _Row:
-    """One completion being sampled."""
-
-    request: int
-    place: int
-    key: int
-    start: int
-    limit: int
-    tokens: list[int] = field(default_factory=list)
-    sample_logp: list[float] = field(default_factory=list)
-    filtered_logp: list[float] = field(default_factory=list)
-    text: str | None = None
-    stop_reason: str = ""
-    past: KeptRow | None = None  # what is kept of its context from the turn before
-    prompt: KeptPrompt | None = None  # where its context begins, if it is to be kept itself
 
 
 class NativeEngine:
@@ -131,101 +94,75 @@ class NativeEngine:
         self, requests: Sequence[Request], sampling: SamplingParams, *, seed: int = 0, attempt: int = 0, step: int = 0
     ) -> list[list[Completion]]:
         """Completions of each request, in order; what is wrong with a request is said before anything is computed."""
-        for request in requests:
-            self._check(request, sampling)
-        if not sampling.greedy:
-            _check_noise(requests, sampling)
-        rows = [
-            _Row(i, place, row_key(seed, attempt, step, request.key, sample), request.start, _limit(request, sampling))
-            for i, request in enumerate(requests)
-            for place, sample in enumerate(_samples(request, sampling))
-        ]
-        # prompts of like length together: less padding in a wave, and all rows of a group stay neighbours
-        rows.sort(key=lambda row: (len(requests[row.request].tokens), row.request))
-        if self.kept.limit:
-            self.kept.enter(seed, attempt, step, weights_stamp(self.model))
-        with evaluating(self.model):
-            for row in rows:
-                row.past = self.kept.find(row.key, tuple(requests[row.request].tokens))
-            for part in ([row for row in rows if row.past], [row for row in rows if not row.past]):
-                for wave in _waves(part, sampling.max_batch or len(rows)):
-                    self._run(wave, requests, sampling)
-        finished: list[list[Completion]] = [[] for _ in requests]
-        for row in sorted(rows, key=lambda row: (row.request, row.place)):
-            finished[row.request].append(self._completion(row))
-        return finished
+        rows = self._rows(requests, sampling, (seed, attempt, step))
+        self._run(rows, sampling, (seed, attempt, step))
+        said = iter([self._completion(row) for row in rows])
+        return [[next(said) for _ in request.drawn(sampling)] for request in requests]
 
-    def _check(self, request: Request, sampling: SamplingParams) -> None:
-        length, new = len(request.tokens), _limit(request, sampling)
-        if not length:
-            raise KeelError(
-                f"problem {request.key!r} has an empty prompt: a model needs at least one token to continue"
-            )
-        if not len(_samples(request, sampling)):
-            raise KeelError(f"problem {request.key!r} asks for no samples: leave samples out, or name at least one")
-        if new < 1:
-            raise KeelError(f"problem {request.key!r} asks for max_new={new} tokens: at least 1 is needed")
-        if self.context is None or length + new <= self.context:
-            return
-        if length >= self.context:
-            raise KeelError(
-                f"problem {request.key!r} has a prompt of {length} tokens and the model's context is {self.context}: "
-                f"shorten it to leave room for an answer"
-            )
-        raise KeelError(
-            f"problem {request.key!r}: {length} prompt tokens and {new} new ones exceed the model's context of "
-            f"{self.context}: set rollout.max_completion_length to {self.context - length} or less"
-        )
-
-    def _run(self, rows: list[_Row], requests: Sequence[Request], sampling: SamplingParams) -> None:
-        """Sample one wave of rows to their ends: all of them with a past that was kept, or none."""
-        decoder: Any = self._decoder(self.model)
-        logits = self._read(rows, requests, decoder)
-        noise = _Noise(rows, logits, sampling)
-        while rows:
-            token, sample_logp, filtered_logp = draw(logits, sampling, noise.next())
-            self._record(rows, token, sample_logp, filtered_logp, sampling)
-            live = [i for i, row in enumerate(rows) if not row.stop_reason]
-            if len(live) < len(rows):
-                self._keep(rows, requests, decoder)
-                if self.on_finished is not None:
-                    self.on_finished(len(rows) - len(live))
-                if not live:
-                    return
-                order = decoder.keep(live)
-                rows = [rows[i] for i in order]
-                token = token[torch.tensor(order, device=token.device)]
-                noise.keep(order)
-            logits = decoder.step(token)
-
-    def _read(self, rows: list[_Row], requests: Sequence[Request], decoder: Any) -> Tensor:
-        """Read the contexts of a wave, or what is new in them; the logits of each row's first token."""
-        contexts = [tuple(requests[row.request].tokens) for row in rows]
-        length = max(row.limit for row in rows)
-        pasts = [row.past for row in rows if row.past]
-        if pasts:
-            for row, past in zip(rows, pasts, strict=True):
-                row.prompt = past.prompt
-            return decoder.resume(pasts, contexts, length)
-        number: dict[tuple[int, ...], int] = {}
-        prompt_of = [number.setdefault(tokens, len(number)) for tokens in contexts]
-        logits: Tensor = decoder.start(list(number), prompt_of, length)
-        if self.kept.limit and decoder.resumes:
-            prompts = decoder.kept_prompts(list(number))
-            for row, index in zip(rows, prompt_of, strict=True):
-                row.prompt = prompts[index]
-        return logits
-
-    def _keep(self, rows: list[_Row], requests: Sequence[Request], decoder: Any) -> None:
-        """Keep the contexts of the rows that have just ended, all but the last token, which was never read."""
-        for index, row in enumerate(rows):
-            if row.stop_reason and row.prompt is not None:
-                own = (*requests[row.request].tokens[len(row.prompt.tokens) :], *row.tokens[:-1])
-                self.kept.keep(row.key, KeptRow(row.prompt, own, decoder.kept_row(index)))
-
-    def _record(
-        self, rows: list[_Row], token: Tensor, logp: Tensor, filtered: Tensor, sampling: SamplingParams
+    def converse(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingParams,
+        answer: Callable[[list[Turn]], Sequence[Request]],
+        *,
+        seed: int = 0,
+        attempt: int = 0,
+        step: int = 0,
     ) -> None:
+        """Sample until no request is left: `answer` is told of turns that have ended and returns the requests that go
+        on, which join those still running. When it is asked depends on the tokens alone, never on the clock.
+        """
+        noise = (seed, attempt, step)
+
+        def go_on(rows: list[Row]) -> list[Row]:
+            turns = [Turn(row.request, row.sample, self._completion(row)) for row in rows]
+            return self._rows(answer(turns), sampling, noise)
+
+        self._run(self._rows(requests, sampling, noise), sampling, noise, go_on)
+
+    def _rows(self, requests: Sequence[Request], sampling: SamplingParams, noise: tuple[int, int, int]) -> list[Row]:
+        """A row for each completion, once nothing is wrong with any request."""
+        for request in requests:
+            request.check(sampling, self.context)
+        if not sampling.greedy:
+            check_noise(requests, sampling)
+        return [
+            Row(request, sample, row_key(*noise, request.key, sample), request.limit(sampling))
+            for request in requests
+            for sample in request.drawn(sampling)
+        ]
+
+    def _run(
+        self,
+        rows: Sequence[Row],
+        sampling: SamplingParams,
+        noise: tuple[int, int, int],
+        go_on: Callable[[list[Row]], list[Row]] | None = None,
+    ) -> None:
+        """Sample rows to their ends, and whatever `go_on` makes of those that have ended."""
+        if not rows:
+            return
+        if self.kept.limit:
+            self.kept.enter(*noise, weights_stamp(self.model))
+        waiting, ended = _by_length(rows), list[Row]()
+        with evaluating(self.model):
+            batch = Batch(self._new_decoder, self.kept, sampling, sampling.max_batch or len(rows), self._record)
+            while waiting or batch.rows or ended:
+                if batch.has_room:
+                    if go_on is not None and ended:
+                        waiting = [*_by_length(go_on(ended)), *waiting]
+                    ended = []
+                    waiting = batch.fill(waiting)
+                if batch.rows:
+                    left = batch.step()
+                    if left and self.on_finished is not None:
+                        self.on_finished(len(left))
+                    ended += left
+
+    def _new_decoder(self) -> Decoder:
+        return self._decoder(self.model)
+
+    def _record(self, rows: list[Row], token: Tensor, logp: Tensor, filtered: Tensor, sampling: SamplingParams) -> None:
         """Write down what each row drew, and whether it is done."""
         numbers = torch.stack((token.double(), logp.double(), filtered.double())).tolist()  # one transfer
         for row, drawn, row_logp, row_filtered in zip(rows, *numbers, strict=True):
@@ -239,7 +176,7 @@ class NativeEngine:
             elif len(row.tokens) == row.limit:
                 row.stop_reason = "length"
 
-    def _completion(self, row: _Row) -> Completion:
+    def _completion(self, row: Row) -> Completion:
         return Completion(
             tokens=tuple(row.tokens),
             action=(True,) * len(row.tokens),
@@ -250,68 +187,6 @@ class NativeEngine:
         )
 
 
-class _Noise:
-    """Noise for the rows of a wave, made for several positions at a time."""
-
-    def __init__(self, rows: list[_Row], logits: Tensor, sampling: SamplingParams) -> None:
-        device = logits.device
-        self.width = 0 if sampling.greedy else sum(block_shape(logits.shape[-1]))
-        self.keys = torch.tensor([row.key for row in rows], device=device)
-        self.starts = torch.tensor([row.start for row in rows], device=device)
-        self.position = 0
-        self.ahead: Tensor | None = None
-
-    def next(self) -> Tensor | None:
-        if not self.width:
-            return None
-        offset = self.position % _NOISE_AHEAD
-        if offset == 0 or self.ahead is None:
-            first = self.position - offset
-            positions = self.starts + torch.arange(first, first + _NOISE_AHEAD, device=self.keys.device).unsqueeze(1)
-            self.ahead = gumbel(self.keys.expand(_NOISE_AHEAD, -1), positions, self.width)
-        self.position += 1
-        return self.ahead[offset]
-
-    def keep(self, order: list[int]) -> None:
-        index = torch.tensor(order, device=self.keys.device)
-        self.keys, self.starts = self.keys[index], self.starts[index]
-        if self.ahead is not None:
-            self.ahead = self.ahead[:, index]
-
-
-def _check_noise(requests: Sequence[Request], sampling: SamplingParams) -> None:
-    """Refuse two completions of the same noise: they would look like two samples and be one."""
-    seen: set[tuple[str, int, int]] = set()
-    for request in requests:
-        for sample in _samples(request, sampling):
-            place = (request.key, sample, request.start)
-            if place in seen:
-                raise KeelError(
-                    f"problem {request.key!r} asks twice for sample {sample} at start {request.start}, which draws the "
-                    f"same noise again: give each request its own key, or other samples"
-                )
-            seen.add(place)
-
-
-def _limit(request: Request, sampling: SamplingParams) -> int:
-    return sampling.max_completion_length if request.max_new is None else request.max_new
-
-
-def _waves(rows: list[_Row], size: int) -> Iterator[list[_Row]]:
-    """At most `size` rows at a time; a group is divided, and its prompt read again, only if it is larger than that."""
-    wave: list[_Row] = []
-    for _, group in groupby(rows, key=lambda row: row.request):
-        members = list(group)
-        if wave and len(wave) + len(members) > size:
-            yield wave
-            wave = []
-        wave += members
-        while len(wave) > size:
-            yield wave[:size]
-            wave = wave[size:]
-    if wave:
-        yield wave
-
-
-def _samples(request: Request, sampling: SamplingParams) -> Sequence[int]:
-    return range(sampling.num_generations) if request.samples is None else request.samples
+def _by_length(rows: Sequence[Row]) -> list[Row]:
+    """Contexts of like length together: less padding, and the rows of a request stay neighbours."""
+    return sorted(rows, key=lambda row: len(row.request.tokens))

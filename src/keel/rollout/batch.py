@@ -1,0 +1,163 @@
+"""Rows that are decoded together: those that end leave, those that wait join."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keel.rollout.kept import KeptContexts, KeptPrompt, KeptRow
+from keel.rollout.request import Request
+from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
+
+_NOISE_AHEAD = 16  # positions whose noise is made at once: it costs many small operations
+_REFILL = 4  # rows join once a fourth of the places is free: each time, what the others have read is moved
+
+
+@dataclass(eq=False)
+class Row:
+    """One completion being sampled, at most `limit` tokens long."""
+
+    request: Request
+    sample: int
+    key: int
+    limit: int
+    tokens: list[int] = field(default_factory=list)
+    sample_logp: list[float] = field(default_factory=list)
+    filtered_logp: list[float] = field(default_factory=list)
+    text: str | None = None
+    stop_reason: str = ""
+    prompt: KeptPrompt | None = None  # where its context begins, if it is to be kept itself
+
+
+class Batch:
+    """At most `size` rows at a time; `record` notes what each drew and sets the stop_reason of one that is done."""
+
+    def __init__(
+        self,
+        decoder: Callable[[], Any],
+        kept: KeptContexts,
+        sampling: SamplingParams,
+        size: int,
+        record: Callable[[list[Row], Tensor, Tensor, Tensor, SamplingParams], None],
+    ) -> None:
+        self.rows: list[Row] = []
+        self.size = size
+        self._new_decoder, self._kept, self._sampling, self._record = decoder, kept, sampling, record
+        self._decoder: Any = None
+        self._logits: Tensor
+        self._noise: _Noise
+
+    @property
+    def has_room(self) -> bool:
+        """Whether enough places are free that filling them is worth it."""
+        return not self.rows or self.size - len(self.rows) >= max(1, self.size // _REFILL)
+
+    def fill(self, waiting: list[Row]) -> list[Row]:
+        """Take the first rows that wait, as many as have a place; returns the others.
+
+        A request's rows come together, so that their context is read once, unless they are more than there are places.
+        """
+        room, count = self.size - len(self.rows), 0
+        for _, members in groupby(waiting, key=lambda row: id(row.request)):
+            more = len(list(members))
+            if count + more > room:
+                break
+            count += more
+        if not count and not self.rows:
+            count = room
+        if joining := waiting[:count]:
+            self._join(joining)
+        return waiting[count:]
+
+    def step(self) -> list[Row]:
+        """Draw a token for each row; returns the rows that have ended with it."""
+        token, sample_logp, filtered_logp = draw(self._logits, self._sampling, self._noise.next())
+        self._record(self.rows, token, sample_logp, filtered_logp, self._sampling)
+        live = [i for i, row in enumerate(self.rows) if not row.stop_reason]
+        ended = [row for row in self.rows if row.stop_reason]
+        if ended:
+            self._keep_contexts()
+            if not live:
+                self.rows, self._decoder = [], None
+                return ended
+            order = self._decoder.keep(live)
+            self.rows = [self.rows[i] for i in order]
+            token = token[torch.tensor(order, device=token.device)]
+            self._noise.keep(order)
+        self._logits = self._decoder.step(token)
+        return ended
+
+    def _join(self, rows: Sequence[Row]) -> None:
+        pasts = {row.key: self._kept.find(row.key, row.request.tokens) for row in rows}
+        for part in ([row for row in rows if pasts[row.key]], [row for row in rows if not pasts[row.key]]):
+            if not part:
+                continue
+            decoder = self._new_decoder()
+            logits = self._read(part, [past for row in part if (past := pasts[row.key])], decoder)
+            self.rows = [*self.rows, *part]
+            if self._decoder is None:
+                self._decoder, self._logits = decoder, logits
+            else:
+                self._decoder.join(decoder, max(row.limit - len(row.tokens) for row in self.rows))
+                self._logits = torch.cat((self._logits, logits))
+        self._noise = _Noise(self.rows, self._logits, self._sampling)
+
+    def _read(self, rows: list[Row], pasts: list[KeptRow], decoder: Any) -> Tensor:
+        """Read the contexts of rows, all of them with a past that was kept or none; the logits of the first tokens."""
+        contexts = [row.request.tokens for row in rows]
+        length = max(row.limit for row in rows)
+        logits: Tensor
+        if pasts:
+            for row, past in zip(rows, pasts, strict=True):
+                row.prompt = past.prompt
+            logits = decoder.resume(pasts, contexts, length)
+            return logits
+        number: dict[tuple[int, ...], int] = {}
+        prompt_of = [number.setdefault(tokens, len(number)) for tokens in contexts]
+        logits = decoder.start(list(number), prompt_of, length)
+        if self._kept.limit and decoder.resumes:
+            prompts = decoder.kept_prompts(list(number))
+            for row, index in zip(rows, prompt_of, strict=True):
+                row.prompt = prompts[index]
+        return logits
+
+    def _keep_contexts(self) -> None:
+        """Keep the contexts of the rows that have just ended, all but the last token, which was never read."""
+        for index, row in enumerate(self.rows):
+            if row.stop_reason and row.prompt is not None:
+                own = (*row.request.tokens[len(row.prompt.tokens) :], *row.tokens[:-1])
+                self._kept.keep(row.key, KeptRow(row.prompt, own, self._decoder.kept_row(index)))
+
+
+class _Noise:
+    """Noise for the rows of a batch, made for several positions at a time."""
+
+    def __init__(self, rows: list[Row], logits: Tensor, sampling: SamplingParams) -> None:
+        device = logits.device
+        self.width = 0 if sampling.greedy else sum(block_shape(logits.shape[-1]))
+        self.keys = torch.tensor([row.key for row in rows], device=device)
+        self.starts = torch.tensor([row.request.start + len(row.tokens) for row in rows], device=device)
+        self.position = 0
+        self.ahead: Tensor | None = None
+
+    def next(self) -> Tensor | None:
+        if not self.width:
+            return None
+        offset = self.position % _NOISE_AHEAD
+        if offset == 0 or self.ahead is None:
+            first = self.position - offset
+            positions = self.starts + torch.arange(first, first + _NOISE_AHEAD, device=self.keys.device).unsqueeze(1)
+            self.ahead = gumbel(self.keys.expand(_NOISE_AHEAD, -1), positions, self.width)
+        self.position += 1
+        return self.ahead[offset]
+
+    def keep(self, order: list[int]) -> None:
+        index = torch.tensor(order, device=self.keys.device)
+        self.keys, self.starts = self.keys[index], self.starts[index]
+        if self.ahead is not None:
+            self.ahead = self.ahead[:, index]

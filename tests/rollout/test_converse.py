@@ -1,0 +1,234 @@
+"""Turns that join a running batch say what the same turns say when all wait for each other."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from keel.rollout import NativeEngine, Request, SamplingParams, Turn
+from keel.rollout.batch import Batch, Row
+from keel.rollout.cache import SharedPrefixCache
+from keel.rollout.collect import collect
+from keel.types import Problem, Reward
+
+from . import shapes
+
+SAMPLING = SamplingParams(num_generations=3, max_completion_length=12)
+LAST_TURN = 2
+ROOM = 2**24
+
+
+def engine_of(model: Any, kept_bytes: int = ROOM) -> NativeEngine:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        engine = NativeEngine(model, shapes.tokenizer(), kept_bytes=kept_bytes)
+    engine.eos_ids = frozenset(range(200, 257))  # turns of many lengths
+    return engine
+
+
+class Talk:
+    """Conversations of three turns; the environment says one to five tokens after each."""
+
+    def __init__(self) -> None:
+        self.said: dict[tuple[str, int], list[Turn]] = {}
+        self.answered: list[int] = []  # how many at a time
+
+    def requests(self) -> list[Request]:
+        return [Request(f"p{i}", tokens) for i, tokens in enumerate(shapes.prompts(4))]
+
+    def answer(self, turns: Sequence[Turn]) -> list[Request]:
+        self.answered.append(len(turns))
+        return [request for turn in turns if (request := self._next(turn)) is not None]
+
+    def _next(self, turn: Turn) -> Request | None:
+        turns = self.said.setdefault((turn.request.key, turn.sample), [])
+        turns.append(turn)
+        if len(turns) > LAST_TURN:
+            return None
+        told = tuple(range(40, 41 + (turn.sample + len(turns)) % 5))
+        request, tokens = turn.request, turn.completion.tokens
+        return Request(
+            request.key,
+            (*request.tokens, *tokens, *told),
+            samples=(turn.sample,),
+            start=request.start + len(tokens) + len(told),
+            max_new=8 - len(turns),
+        )
+
+    def turn_by_turn(self, engine: NativeEngine, sampling: SamplingParams) -> None:
+        requests: Sequence[Request] = self.requests()
+        while requests:
+            found = engine.generate(requests, sampling, seed=3)
+            pairs = [(r, s, c) for r, group in zip(requests, found, strict=True) for s, c in enumerate(group)]
+            requests = self.answer([Turn(r, s if r.samples is None else r.samples[s], c) for r, s, c in pairs])
+
+
+def assert_same(one: Talk, other: Talk) -> None:
+    assert one.said.keys() == other.said.keys()
+    for key, turns in one.said.items():
+        for mine, theirs in zip(turns, other.said[key], strict=True):
+            assert mine.request == replace(theirs.request)
+            assert mine.completion.tokens == theirs.completion.tokens
+            assert mine.completion.stop_reason == theirs.completion.stop_reason
+            torch.testing.assert_close(
+                torch.tensor(mine.completion.sample_logp),
+                torch.tensor(theirs.completion.sample_logp),
+                atol=2e-5,
+                rtol=0,
+            )
+
+
+def talked(engine: NativeEngine, sampling: SamplingParams = SAMPLING) -> Talk:
+    talk = Talk()
+    engine.converse(talk.requests(), sampling, talk.answer, seed=3)
+    return talk
+
+
+def in_step(engine: NativeEngine, sampling: SamplingParams = SAMPLING) -> Talk:
+    talk = Talk()
+    talk.turn_by_turn(engine, sampling)
+    return talk
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For how many rows each step drew a token."""
+    found: list[int] = []
+    step = Batch.step
+
+    def noted(self: Batch) -> list[Row]:
+        found.append(len(self.rows))
+        return step(self)
+
+    monkeypatch.setattr(Batch, "step", noted)
+    return found
+
+
+@pytest.mark.parametrize("kept_bytes", [0, ROOM])
+@pytest.mark.parametrize("name", [*shapes.SHARED, *shapes.PLAIN])
+def test_the_same_is_said_as_turn_by_turn(name: str, kept_bytes: int) -> None:
+    model = shapes.model(name)
+    talk = talked(engine_of(model, kept_bytes))
+    assert_same(talk, in_step(engine_of(model, 0)))
+    lengths = {len(turn.completion.tokens) for turns in talk.said.values() for turn in turns}
+    assert len(lengths) > 4
+    assert len(talk.answered) > LAST_TURN + 1  # some went on while others were still in an earlier turn
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
+def test_log_probabilities_are_those_of_a_plain_forward(name: str) -> None:
+    model = shapes.model(name)
+    for turns in talked(engine_of(model)).said.values():
+        for turn in turns:
+            expected = shapes.full_logp(model, turn.request.tokens, turn.completion.tokens, 1.0)
+            torch.testing.assert_close(torch.tensor(turn.completion.sample_logp), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("max_batch", [1, 2, 4, 7])
+def test_at_any_batch_size(max_batch: int) -> None:
+    model = shapes.model("llama")
+    assert_same(talked(engine_of(model), replace(SAMPLING, max_batch=max_batch)), in_step(engine_of(model, 0)))
+
+
+def test_places_are_filled_while_anything_waits(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six groups of two and four places: as long as a group waits, no step runs with two places free."""
+    begun, fill = [], Batch.fill
+
+    def noted(self: Batch, waiting: list[Row]) -> list[Row]:
+        left = fill(self, waiting)
+        if len(left) < len(waiting):
+            begun.append(len(sizes))
+        return left
+
+    monkeypatch.setattr(Batch, "fill", noted)
+    requests = [Request(f"p{i}", tokens) for i, tokens in enumerate(shapes.prompts(6))]
+    sampling = SamplingParams(num_generations=2, max_completion_length=40, max_batch=4)
+    engine_of(shapes.model("llama")).generate(requests, sampling, seed=3)
+    assert len(begun) > 3  # three waves of four would be three
+    assert max(sizes) == 4
+    assert min(sizes[: begun[-1]]) > 2
+
+
+def test_fewer_steps_than_turn_by_turn(sizes: list[int]) -> None:
+    model = shapes.model("llama")
+    talked(engine_of(model))
+    joined = len(sizes)
+    in_step(engine_of(model))
+    assert joined < len(sizes) - joined
+
+
+def test_a_prompt_is_held_once_however_its_rows_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefixes: list[tuple[tuple[int, ...], ...]] = []
+    join = SharedPrefixCache.joined
+
+    def noted(self: SharedPrefixCache, other: SharedPrefixCache, length: int) -> SharedPrefixCache:
+        made = join(self, other, length)
+        prefixes.append(made.prefix.tokens)
+        return made
+
+    monkeypatch.setattr(SharedPrefixCache, "joined", noted)
+    talked(engine_of(shapes.model("llama")))
+    assert prefixes
+    for tokens in prefixes:
+        assert len(set(tokens)) == len(tokens) <= 4
+
+
+class Guess:
+    """Says a few words until the third turn; `slow` seconds a word."""
+
+    name = "guess"
+    slow = 0.0
+
+    def respond(self, problem: Problem, turns: Sequence[str]) -> str | None:
+        time.sleep(self.slow * (len(turns[-1]) % 3))
+        return None if len(turns) == 3 else "no" * (1 + len(turns[-1]) % 3)
+
+    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
+        return Reward(float(len(turns)))
+
+
+class Asked(NativeEngine):
+    """Inherits `converse`, and has a `generate` of its own."""
+
+    times = 0
+
+    def generate(self, *args: Any, **options: Any) -> Any:
+        type(self).times += 1
+        return super().generate(*args, **options)
+
+
+def groups(engine: Any, task: Any) -> Any:
+    problems = [Problem(f"p{i}", "abcdefgh"[: 2 + i]) for i in range(4)]
+    sampling = SamplingParams(num_generations=3, max_completion_length=60)
+    return collect(engine, task, problems, engine.tokenizer, sampling, seed=7, max_turns=3, max_turn_length=16)
+
+
+def tokens_of(found: Any) -> list[list[tuple[int, ...]]]:
+    return [[completion.tokens for completion in group.completions] for group in found]
+
+
+def test_episodes_are_those_of_an_engine_asked_turn_by_turn() -> None:
+    model = shapes.model("llama")
+    flowing, own = engine_of(model), Asked(model, shapes.tokenizer())
+    own.eos_ids = flowing.eos_ids
+    expected = groups(flowing, Guess())
+    assert Asked.times == 0
+    found = groups(own, Guess())
+    assert Asked.times == 3, "an engine with a generate of its own is asked by it, once a turn"
+    assert tokens_of(found) == tokens_of(expected)
+    assert len({len(completion.tokens) for group in expected for completion in group.completions}) > 3
+
+
+def test_a_slow_environment_changes_nothing() -> None:
+    engine, slow = engine_of(shapes.model("llama")), Guess()
+    slow.slow = 0.01
+    first, second = groups(engine, Guess()), groups(engine, slow)
+    assert [[c.sample_logp for c in g.completions] for g in first] == [
+        [c.sample_logp for c in g.completions] for g in second
+    ]
