@@ -184,7 +184,8 @@ def run_keel(model: str, job: Job, steps: int, device: str) -> list[dict[str, fl
 
     def update(packed: Any, ref_logp: Any, groups: list[Group]) -> None:
         texts = [completion.text for group in groups for completion in group.completions]
-        advantage = advantages(torch.tensor(checksum_reward(texts)), packed.group)
+        rewards = torch.tensor(checksum_reward(texts), device=device)
+        advantage = advantages(rewards, packed.group)
         scores = score_tokens(policy, packed, entropy=True)
         batch = Batch(packed.action_mask, advantage, ref_logp=ref_logp)
         optimizer.zero_grad()

@@ -138,7 +138,7 @@ def build_engine(config: Config, loaded: LoadedModel) -> Engine:
     name = config.rollout.engine
     if name == "native":
         kept = int(config.rollout.kept_gib * 2**30) if config.rollout.max_turns > 1 else 0
-        return NativeEngine(loaded.model, loaded.tokenizer, kept_bytes=kept)
+        return NativeEngine(loaded.model, loaded.tokenizer, kept_bytes=kept, graphs=config.rollout.cuda_graphs)
     if is_users_own(name):
         made: Engine = import_attr(name, "engine")(loaded.model, loaded.tokenizer)
         return made

@@ -213,8 +213,11 @@ def _rollout(config: Config) -> None:
         raise KeelError("rollout.engine=vllm is not available in this version: use rollout.engine=native")
     if rollout.engine not in ENGINES and not _is_users_own(rollout.engine):
         raise unknown("rollout.engine", rollout.engine, ENGINES)
-    if rollout.engine not in ENGINES and rollout.kept_gib != type(rollout).model_fields["kept_gib"].default:
-        raise KeelError(f"rollout.kept_gib is for the native engine: leave it out with rollout.engine={rollout.engine}")
+    for name in ("kept_gib", "cuda_graphs") if rollout.engine not in ENGINES else ():
+        if getattr(rollout, name) != type(rollout).model_fields[name].default:
+            raise KeelError(
+                f"rollout.{name} is for the native engine: leave it out with rollout.engine={rollout.engine}"
+            )
     if config.optim.minibatches > rollout.prompts_per_step:
         raise KeelError(
             f"optim.minibatches is {config.optim.minibatches} but a step has {rollout.prompts_per_step} groups "

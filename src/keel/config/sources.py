@@ -182,3 +182,6 @@ class Rollout(Section):
         default=1.0,
         description="GiB of the model's device for keys and values between turns; what finds no room is read again.",
     )
+    cuda_graphs: bool = Field(
+        default=True, description="Decode by CUDA graphs where the model allows it (Llama-shaped, on a GPU)."
+    )

@@ -45,7 +45,8 @@ class Batch:
         size: int,
         record: Callable[[list[Row], Tensor, Tensor, Tensor, SamplingParams], None],
     ) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[Row] = []  # as the decoder has them; some may have ended
+        self.live = 0
         self.size = size
         self._new_decoder, self._kept, self._sampling, self._record = decoder, kept, sampling, record
         self._decoder: Any = None
@@ -55,20 +56,20 @@ class Batch:
     @property
     def has_room(self) -> bool:
         """Whether enough places are free that filling them is worth it."""
-        return not self.rows or self.size - len(self.rows) >= max(1, self.size // _REFILL)
+        return not self.live or self.size - self.live >= max(1, self.size // _REFILL)
 
     def fill(self, waiting: list[Row]) -> list[Row]:
         """Take the first rows that wait, as many as have a place; returns the others.
 
         A request's rows come together, so that their context is read once, unless they are more than there are places.
         """
-        room, count = self.size - len(self.rows), 0
+        room, count = self.size - self.live, 0
         for _, members in groupby(waiting, key=lambda row: id(row.request)):
             more = len(list(members))
             if count + more > room:
                 break
             count += more
-        if not count and not self.rows:
+        if not count and not self.live:
             count = room
         if joining := waiting[:count]:
             self._join(joining)
@@ -76,23 +77,32 @@ class Batch:
 
     def step(self) -> list[Row]:
         """Draw a token for each row; returns the rows that have ended with it."""
+        before = [row for row in self.rows if not row.stop_reason]
         token, sample_logp, filtered_logp = draw(self._logits, self._sampling, self._noise.next())
         self._record(self.rows, token, sample_logp, filtered_logp, self._sampling)
-        live = [i for i, row in enumerate(self.rows) if not row.stop_reason]
-        ended = [row for row in self.rows if row.stop_reason]
+        ended = [row for row in before if row.stop_reason]
+        self.live -= len(ended)
         if ended:
-            self._keep_contexts()
-            if not live:
-                self.rows, self._decoder = [], None
-                return ended
-            order = self._decoder.keep(live)
-            self.rows = [self.rows[i] for i in order]
-            token = token[torch.tensor(order, device=token.device)]
-            self._noise.keep(order)
+            self._keep_contexts(ended)
+        if not self.live:
+            self.rows, self._decoder = [], None
+            return ended
+        if len(self.rows) - self.live > self._decoder.carries * len(self.rows):
+            order = torch.tensor(self._drop_ended(), device=token.device)
+            token = token[order]
         self._logits = self._decoder.step(token)
         return ended
 
+    def _drop_ended(self) -> list[int]:
+        """Leave the rows that go on; returns where each stood before."""
+        order: list[int] = self._decoder.keep([i for i, row in enumerate(self.rows) if not row.stop_reason])
+        self.rows = [self.rows[i] for i in order]
+        self._noise.keep(order)
+        return order
+
     def _join(self, rows: Sequence[Row]) -> None:
+        if len(self.rows) > self.live:
+            self._logits = self._logits[torch.tensor(self._drop_ended(), device=self._logits.device)]
         pasts = {row.key: self._kept.find(row.key, row.request.tokens) for row in rows}
         for part in ([row for row in rows if pasts[row.key]], [row for row in rows if not pasts[row.key]]):
             if not part:
@@ -105,6 +115,7 @@ class Batch:
             else:
                 self._decoder.join(decoder, max(row.limit - len(row.tokens) for row in self.rows))
                 self._logits = torch.cat((self._logits, logits))
+        self.live = len(self.rows)
         self._noise = _Noise(self.rows, self._logits, self._sampling)
 
     def _read(self, rows: list[Row], pasts: list[KeptRow], decoder: Any) -> Tensor:
@@ -126,10 +137,10 @@ class Batch:
                 row.prompt = prompts[index]
         return logits
 
-    def _keep_contexts(self) -> None:
-        """Keep the contexts of the rows that have just ended, all but the last token, which was never read."""
+    def _keep_contexts(self, ended: list[Row]) -> None:
+        """Keep the contexts of rows that have just ended, all but the last token, which was never read."""
         for index, row in enumerate(self.rows):
-            if row.stop_reason and row.prompt is not None:
+            if row in ended and row.prompt is not None:
                 own = (*row.request.tokens[len(row.prompt.tokens) :], *row.tokens[:-1])
                 self._kept.keep(row.key, KeptRow(row.prompt, own, self._decoder.kept_row(index)))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -200,16 +200,36 @@ class SharedPrefixCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.prefix.keys[0].shape[2] + self.length
 
+    @property
+    def next_positions(self) -> Tensor:
+        """The position of each row's newest token."""
+        return self.positions + self.length
+
     def attend(self, layer: int, query: Tensor, scaling: float, count: int = 1) -> Tensor:
         """Attention of the newest `count` tokens of each row over its prompt and itself.
 
         Queries are `[B, kv_heads, R, D]` for R query heads a KV head, or `[B, kv_heads, R·count, D]`, head-major.
+        """
+
+        def mask(scores: Tensor) -> None:
+            if self.hidden is not None:
+                scores[..., : self.past].masked_fill_(self.hidden[..., : scores.shape[-1]], -torch.inf)
+            if count > 1:
+                later = torch.ones(count, count, dtype=torch.bool, device=scores.device).triu(1)
+                scores[..., self.length :].masked_fill_(later.repeat(scores.shape[2] // count, 1), -torch.inf)
+
+        return self.attend_over(layer, query, scaling, self.length + count, mask)
+
+    def attend_over(
+        self, layer: int, query: Tensor, scaling: float, columns: int, mask: Callable[[Tensor], None]
+    ) -> Tensor:
+        """Attention over the prompts and the rows' first columns; `mask` hides some of those from their scores.
 
         Grouped matrix products: the query heads of a KV head, and for the prompt all rows of a group, are one matrix,
         so that neither heads nor prompts are ever repeated in memory. The softmax runs over both parts together.
         """
         rows, _, repeats, _ = query.shape
-        keys, values = self.own[layer, :, :rows, :, : self.length + count]
+        keys, values = self.own[layer, :, :rows, :, :columns]
         prompt_keys, prompt_values = self.prefix.keys[layer], self.prefix.values[layer]
         width = prompt_keys.shape[2]
         query = query * scaling
@@ -217,11 +237,7 @@ class SharedPrefixCache(Cache):
         if self.bias is not None:
             prompt_scores = prompt_scores + self.bias
         scores = torch.matmul(query, keys.transpose(-1, -2))
-        if self.hidden is not None:
-            scores[..., : self.past].masked_fill_(self.hidden[..., : scores.shape[-1]], -torch.inf)
-        if count > 1:
-            later = torch.ones(count, count, dtype=torch.bool, device=scores.device).triu(1)
-            scores[..., self.length :].masked_fill_(later.repeat(repeats // count, 1), -torch.inf)
+        mask(scores)
         weights = torch.cat((self.layout.scatter(prompt_scores, repeats), scores), dim=-1)
         weights = weights.softmax(-1, dtype=torch.float32).to(values.dtype)
         out = torch.matmul(self.layout.gather(weights[..., :width]), prompt_values)

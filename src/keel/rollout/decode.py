@@ -14,10 +14,12 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from keel.models.head import causal_lm
 from keel.models.lora import first_line
 from keel.rollout.cache import Prefix, SharedPrefixCache, shared_prefix_attention
+from keel.rollout.graph import GraphedStep, can_be_graphed
 from keel.rollout.kept import KeptPrompt, KeptRow, stacked
 from keel.rollout.lean import LlamaStep, is_llama_shaped
 
 _PREFILL_TOKENS = 16384  # prompts are read in chunks of about this many tokens, to bound their activations
+_PROBE_LENGTH = 32  # room for tokens in a probe: enough that steps run as graphs where they may
 _RESUME_SCORES = 2**25  # attention scores that one piece of a resumed context may have, for the same reason
 
 
@@ -29,6 +31,7 @@ class Decoder(Protocol):
     """
 
     resumes: bool
+    carries: float  # share of its rows that may have ended and still be carried along, where dropping them costs more
 
     def start(self, prompts: Sequence[Sequence[int]], prompt_of: Sequence[int], length: int) -> Tensor: ...
 
@@ -59,14 +62,19 @@ def _only_last(model: Any, last: Tensor) -> Iterator[None]:
 
 
 class SharedPrefixDecoder:
-    """Reads every distinct prompt once and keeps its keys and values once; `lean` steps past the model's forward."""
+    """Reads every distinct prompt once and keeps its keys and values once; `lean` steps past the model's forward.
+
+    With `graphs` those steps run as CUDA graphs.
+    """
 
     resumes = True
 
-    def __init__(self, model: nn.Module, *, lean: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, lean: bool = False, graphs: bool = False) -> None:
         self.model = model
         self.inner = causal_lm(model)
-        self.lean = LlamaStep(self.inner) if lean else None
+        step = LlamaStep(self.inner) if lean else None
+        self.lean = GraphedStep(step) if graphs and step is not None else step
+        self.carries = 0.25 if graphs else 0.0
         self.device = next(model.parameters()).device
         self.cache: SharedPrefixCache
 
@@ -154,7 +162,7 @@ class SharedPrefixDecoder:
             logits = self.lean(tokens, cache)
             cache.advance()
             return logits
-        positions = (cache.positions + cache.length).unsqueeze(1)
+        positions = cache.next_positions.unsqueeze(1)
         with shared_prefix_attention(self.inner.config, cache):
             out = self.model(
                 input_ids=tokens.unsqueeze(1), position_ids=positions, past_key_values=cache, use_cache=True
@@ -177,6 +185,7 @@ class RepeatedDecoder:
     """
 
     resumes = False
+    carries = 0.0
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -238,7 +247,7 @@ def _probe(model: nn.Module, decoder: Decoder) -> float:
     tokens = torch.randint(0, vocabulary, (10,), generator=generator).tolist()
     prompts, prompt_of = (tokens[:3], tokens[3:]), (0, 0, 1, 1)
     device = next(model.parameters()).device
-    logits = [decoder.start(prompts, prompt_of, 3)]
+    logits = [decoder.start(prompts, prompt_of, _PROBE_LENGTH)]
     fed = torch.randint(0, vocabulary, (3, 4), generator=generator)
     for column in fed.to(device):
         logits.append(decoder.step(column))
@@ -270,7 +279,7 @@ def _resumed(
     return decoder.resume(rows, contexts, 1)
 
 
-def choose_decoder(model: nn.Module) -> tuple[Callable[[nn.Module], Decoder], str | None]:
+def choose_decoder(model: nn.Module, *, graphs: bool = True) -> tuple[Callable[[nn.Module], Decoder], str | None]:
     """The fastest decoder that is exact for this model, and why its prompts are not shared where they are not.
 
     The cache's layer types tell of windows and recurrent states, which short inputs would not show; the probe finds
@@ -285,8 +294,12 @@ def choose_decoder(model: nn.Module) -> tuple[Callable[[nn.Module], Decoder], st
     if odd:
         return RepeatedDecoder, f"its cache has layers of type {', '.join(sorted(odd))}"
     reason = ""
-    for lean in (True, False) if is_llama_shaped(inner) else (False,):
-        shared = partial(SharedPrefixDecoder, lean=lean)
+    ways: list[Callable[[nn.Module], Decoder]] = [SharedPrefixDecoder]
+    if is_llama_shaped(inner):
+        ways.insert(0, partial(SharedPrefixDecoder, lean=True))
+        if graphs and can_be_graphed(inner):
+            ways.insert(0, partial(SharedPrefixDecoder, lean=True, graphs=True))
+    for shared in ways:
         try:
             difference = _probe(model, shared(model))
         except Exception as error:  # whatever a foreign model raises here, it can still run another way

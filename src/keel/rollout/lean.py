@@ -8,12 +8,22 @@ copied, nothing goes stale) and is used only where a numerical probe has found i
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from keel.rollout.cache import SharedPrefixCache
+
+class Cache(Protocol):
+    """What a step asks of a cache."""
+
+    @property
+    def next_positions(self) -> Tensor: ...
+
+    def store(self, layer: int, pair: Tensor) -> None: ...
+
+    def attend(self, layer: int, query: Tensor, scaling: float) -> Tensor: ...
+
 
 _MODEL = {"model", "lm_head"}
 _BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -66,7 +76,7 @@ def _rms_norm(module: Any, x: Tensor) -> Tensor:
 
 
 class LlamaStep:
-    """Runs tokens `[B]` at `positions` through the model's weights and a SharedPrefixCache; returns logits `[B, V]`."""
+    """Runs tokens `[B]` at `positions` through the model's weights and a cache; returns logits `[B, V]`."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -75,10 +85,10 @@ class LlamaStep:
         self.heads = inner.config.num_attention_heads
         self.kv_heads = inner.config.num_key_value_heads
 
-    def __call__(self, tokens: Tensor, cache: SharedPrefixCache) -> Tensor:
+    def __call__(self, tokens: Tensor, cache: Cache) -> Tensor:
         base = self.inner.model
         hidden = base.embed_tokens(tokens).t().clone(memory_format=torch.contiguous_format)
-        positions = (cache.positions + cache.length).unsqueeze(0)
+        positions = cache.next_positions.unsqueeze(0)
         cos, sin = (table[0].t().contiguous() for table in base.rotary_emb(hidden, position_ids=positions))
         rows, size = len(tokens), self.size
         raw = hidden.new_empty(self.heads + self.kv_heads, size, rows)
@@ -100,7 +110,7 @@ class LlamaStep:
         tables: tuple[Tensor, Tensor],
         raw: Tensor,
         turned: Tensor,
-        cache: SharedPrefixCache,
+        cache: Cache,
         index: int,
     ) -> Tensor:
         """Projections, rotation of queries and keys together, and attention; columns `[heads·D, rows]`."""

@@ -29,6 +29,7 @@ class NativeEngine:
     `device`) it holds its own, `merge=True` with the active adapters merged into them; `sync` updates them and
     `is_stale` tells whether that is due. `kept_bytes` is the memory for keys and values of past turns: a request that
     goes on where a turn ended reads only what is new, the prompt of a group is held once, and `forget` frees them.
+    `graphs` lets decoding steps run as CUDA graphs where they can.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class NativeEngine:
         device: torch.device | str | None = None,
         merge: bool = False,
         kept_bytes: int = 0,
+        graphs: bool = True,
     ) -> None:
         if getattr(tokenizer, "eos_token_id", None) is None:
             raise KeelError("the tokenizer has no end-of-sequence token: set tokenizer.eos_token before sampling")
@@ -53,7 +55,7 @@ class NativeEngine:
         self.eos_ids = frozenset(eos_ids(causal_lm(model), tokenizer))
         self.context = context_length(causal_lm(model))
         with evaluating(self.model):
-            self._decoder, self.fallback_reason = choose_decoder(self.model)
+            self._decoder, self.fallback_reason = choose_decoder(self.model, graphs=graphs)
         self.kept = KeptContexts(kept_bytes)
         if self.fallback_reason:
             warnings.warn(
@@ -147,13 +149,13 @@ class NativeEngine:
         waiting, ended = _by_length(rows), list[Row]()
         with evaluating(self.model):
             batch = Batch(self._new_decoder, self.kept, sampling, sampling.max_batch or len(rows), self._record)
-            while waiting or batch.rows or ended:
+            while waiting or batch.live or ended:
                 if batch.has_room:
                     if go_on is not None and ended:
                         waiting = [*_by_length(go_on(ended)), *waiting]
                     ended = []
                     waiting = batch.fill(waiting)
-                if batch.rows:
+                if batch.live:
                     left = batch.step()
                     if left and self.on_finished is not None:
                         self.on_finished(len(left))
@@ -166,6 +168,8 @@ class NativeEngine:
         """Write down what each row drew, and whether it is done."""
         numbers = torch.stack((token.double(), logp.double(), filtered.double())).tolist()  # one transfer
         for row, drawn, row_logp, row_filtered in zip(rows, *numbers, strict=True):
+            if row.stop_reason:  # it has ended and is carried along
+                continue
             row.tokens.append(int(drawn))
             row.sample_logp.append(row_logp)
             row.filtered_logp.append(row_filtered)

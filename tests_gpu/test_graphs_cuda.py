@@ -1,0 +1,107 @@
+"""Decoding by CUDA graphs: the same tokens as without them, whatever leaves, joins or is trained in between."""
+
+import random
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from test_engine_room_cuda import PROMPTS, Tokens, model_on
+
+from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.rollout.graph import GraphedStep
+
+ENDS = frozenset(range(5))
+
+
+def engine(model, *, graphs, kept_bytes=2**26):
+    made = NativeEngine(model, Tokens(), graphs=graphs, kept_bytes=kept_bytes)
+    made.eos_ids = ENDS
+    return made
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """How many graphs were made."""
+    found, make = [], GraphedStep._make
+
+    def noted(self, tokens, cache):
+        found.append(len(tokens))
+        make(self, tokens, cache)
+
+    monkeypatch.setattr(GraphedStep, "_make", noted)
+    return found
+
+
+def assert_close(one, other):
+    for mine, theirs in zip(one, other, strict=True):
+        assert [c.tokens for c in mine] == [c.tokens for c in theirs]
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(torch.tensor(a.sample_logp), torch.tensor(b.sample_logp), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("max_batch", [None, 7])
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_same_tokens_as_without(name, max_batch, lora, made):
+    model = model_on("cuda", name)
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).eval()
+    requests = [Request(str(i), prompt) for i, prompt in enumerate(PROMPTS)]
+    sampling = SamplingParams(max_completion_length=90, num_generations=8, max_batch=max_batch)
+    with_graphs, without = engine(model, graphs=True), engine(model, graphs=False)
+    assert made and with_graphs._new_decoder().carries
+    made.clear()
+    found = with_graphs.generate(requests, sampling, seed=3)
+    count = len(made)
+    assert count > 2
+    assert_close(found, without.generate(requests, sampling, seed=3))
+    assert len(made) == count
+    with torch.no_grad():  # weights move in place: the next rollout must see them
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    assert_close(with_graphs.generate(requests, sampling, seed=4), without.generate(requests, sampling, seed=4))
+    assert with_graphs.generate(requests, sampling, seed=3) != found
+
+
+def test_turns_that_join(made):
+    model, said = model_on("cuda", "llama"), {}
+
+    def talk(side):
+        told = said.setdefault(side, {})
+
+        def answer(turns):
+            requests = []
+            for turn in turns:
+                before = told.setdefault((turn.request.key, turn.sample), [])
+                before.append(turn.completion)
+                tokens = (*turn.request.tokens, *turn.completion.tokens, 11, 12, 13)
+                if len(before) < 3:
+                    start = turn.request.start + len(turn.completion.tokens) + 3
+                    limit = random.Random(f"{turn.request.key} {turn.sample} {len(before)}").randint(4, 20)
+                    requests.append(Request(turn.request.key, tokens, (turn.sample,), start, limit))
+            return requests
+
+        return answer
+
+    sampling = SamplingParams(max_completion_length=20, num_generations=8)
+    requests = [Request(str(i), prompt) for i, prompt in enumerate(PROMPTS)]
+    engine(model, graphs=True).converse(requests, sampling, talk("with"), seed=3)
+    assert len(made) > 3
+    engine(model, graphs=False, kept_bytes=0).converse(requests, sampling, talk("without"), seed=3)
+    assert said["with"].keys() == said["without"].keys()
+    for key, turns in said["with"].items():
+        assert_close([turns], [said["without"][key]])
+
+
+def test_bf16_runs_by_graphs(made):
+    model = model_on("cuda", "llama", torch.bfloat16)
+    sampling = SamplingParams(max_completion_length=70, num_generations=4, ignore_eos=True)
+    (group,) = engine(model, graphs=True).generate([Request("p", PROMPTS[0])], sampling)
+    assert made
+    assert all(len(c.tokens) == 70 for c in group)
+    context = torch.tensor([(*PROMPTS[0], *group[0].tokens)], device="cuda")
+    with torch.no_grad():
+        logp = model(input_ids=context).logits[0, len(PROMPTS[0]) - 1 : -1].float().log_softmax(-1)
+    expected = logp.gather(-1, context[0, len(PROMPTS[0]) :, None]).squeeze(-1).cpu()
+    torch.testing.assert_close(torch.tensor(group[0].sample_logp), expected, atol=0.1, rtol=0)
