@@ -15,7 +15,6 @@ from keel.rollout.request import Request
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
 
 _NOISE_AHEAD = 16  # positions whose noise is made at once: it costs many small operations
-_REFILL = 4  # rows join once a fourth of the places is free: each time, what the others have read is moved
 
 
 @dataclass(eq=False)
@@ -48,6 +47,7 @@ class Batch:
         self.rows: list[Row] = []  # as the decoder has them; some may have ended
         self.live = 0
         self.size = size
+        self._idle = 0.0  # steps, each by the share of places that stood empty, since rows could last join
         self._new_decoder, self._kept, self._sampling, self._record = decoder, kept, sampling, record
         self._decoder: Any = None
         self._logits: Tensor
@@ -55,14 +55,19 @@ class Batch:
 
     @property
     def has_room(self) -> bool:
-        """Whether enough places are free that filling them is worth it."""
-        return not self.live or self.size - self.live >= max(1, self.size // _REFILL)
+        """Whether places have stood empty for long enough that filling them is worth it.
+
+        Rows that join cost time: what the others have read is moved. They join once the empty places have cost as much,
+        so that the two together are at most twice what the best moment would have cost.
+        """
+        return not self.live or self._idle >= self._decoder.join_cost
 
     def fill(self, waiting: list[Row]) -> list[Row]:
         """Take the first rows that wait, as many as have a place; returns the others.
 
         A request's rows come together, so that their context is read once, unless they are more than there are places.
         """
+        self._idle = 0.0
         room, count = self.size - self.live, 0
         for _, members in groupby(waiting, key=lambda row: id(row.request)):
             more = len(list(members))
@@ -91,6 +96,7 @@ class Batch:
             order = torch.tensor(self._drop_ended(), device=token.device)
             token = token[order]
         self._logits = self._decoder.step(token)
+        self._idle += 1 - self.live / self.size
         return ended
 
     def _drop_ended(self) -> list[int]:

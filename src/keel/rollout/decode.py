@@ -19,6 +19,7 @@ from keel.rollout.kept import KeptPrompt, KeptRow, stacked
 from keel.rollout.lean import LlamaStep, is_llama_shaped
 
 _PREFILL_TOKENS = 16384  # prompts are read in chunks of about this many tokens, to bound their activations
+_JOIN, _JOIN_GRAPHED = 4.0, 16.0  # steps that rows which join cost: moving what was read, and making a graph anew
 _PROBE_LENGTH = 32  # room for tokens in a probe: enough that steps run as graphs where they may
 _RESUME_SCORES = 2**25  # attention scores that one piece of a resumed context may have, for the same reason
 
@@ -32,6 +33,7 @@ class Decoder(Protocol):
 
     resumes: bool
     carries: float  # share of its rows that may have ended and still be carried along, where dropping them costs more
+    join_cost: float  # in steps
 
     def start(self, prompts: Sequence[Sequence[int]], prompt_of: Sequence[int], length: int) -> Tensor: ...
 
@@ -74,7 +76,7 @@ class SharedPrefixDecoder:
         self.inner = causal_lm(model)
         step = LlamaStep(self.inner) if lean else None
         self.lean = GraphedStep(step) if graphs and step is not None else step
-        self.carries = 0.25 if graphs else 0.0
+        self.carries, self.join_cost = (0.25, _JOIN_GRAPHED) if graphs else (0.0, _JOIN)
         self.device = next(model.parameters()).device
         self.cache: SharedPrefixCache
 
@@ -190,6 +192,7 @@ class RepeatedDecoder:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.inner = causal_lm(model)
+        self.join_cost = _JOIN
         self.device = next(model.parameters()).device
 
     def start(self, prompts: Sequence[Sequence[int]], prompt_of: Sequence[int], length: int) -> Tensor:
