@@ -49,7 +49,8 @@ def test_the_same_tokens_as_without(name, max_batch, lora, made):
     requests = [Request(str(i), prompt) for i, prompt in enumerate(PROMPTS)]
     sampling = SamplingParams(max_completion_length=90, num_generations=8, max_batch=max_batch)
     with_graphs, without = engine(model, graphs=True), engine(model, graphs=False)
-    assert made and with_graphs._new_decoder().carries
+    assert made
+    assert with_graphs._new_decoder().carries
     made.clear()
     found = with_graphs.generate(requests, sampling, seed=3)
     count = len(made)

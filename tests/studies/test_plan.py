@@ -245,6 +245,11 @@ def test_a_large_model_is_planned_without_its_weights(tmp_path):
     assert found.parameters == 4 * layer + 2 * 32000 * 4096 + 4096
     assert found.parts["weights"] == pytest.approx(2 * found.parameters, rel=1e-3)
     assert found.seconds["step"] > 0
+    plainly = plan(
+        config.model_copy(update={"rollout": config.rollout.model_copy(update={"cuda_graphs": False})}), KNOWN["h200"]
+    )
+    assert plainly.seconds["rollout"] > found.seconds["rollout"]
+    assert plainly.seconds["update"] == found.seconds["update"]
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,19 @@ def test_a_mistake_is_one_line_before_any_model_loads() -> None:
         keel.train({**BASE, "kl": {"bet": 0.1}})
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"task": ["run.max_steps=1"]}, r"the task is a list without .*sample.*overrides="),
+        ({"reward": ["correct"]}, "the reward is a list: give a function"),
+    ],
+)
+def test_what_is_no_task_or_reward_is_refused(given: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(KeelError, match=said):
+        keel.train(BASE, **given, overrides=[f"run.dir={tmp_path}"])
+    assert not list(tmp_path.iterdir())
+
+
 class Undrawable(Letters):
     """Its pictures fail on whatever a model says."""
 

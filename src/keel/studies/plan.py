@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from keel.config import Config, load_config
 from keel.models.head import causal_lm
 from keel.models.load import LoadedModel
-from keel.studies.hardware import Hardware
 from keel.rollout.lean import is_llama_shaped
+from keel.studies.hardware import Hardware
 from keel.studies.rehearse import Found, full_micros, rehearse, rollout_waves
 from keel.studies.shapes import longest_prompt, place, shaped_policy, shaped_reference, source_of
 

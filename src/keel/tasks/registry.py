@@ -85,12 +85,17 @@ CHECKS: dict[str, Callable[[Mapping[str, Any]], None]] = {"reasoning_gym": check
 def build_task(name: str, **params: Any) -> Task:
     """The task called `name`, or made by the user's `module:attr`, with its own parameters."""
     check_task(name, params)
-    made: Task = _factory(name)(**params)
-    missing = [method for method in _METHODS if not callable(getattr(made, method, None))]
-    if missing or not isinstance(getattr(made, "name", None), str):
-        lacks = ", ".join(missing) if missing else "name"
+    made = _factory(name)(**params)
+    if lacks := lacking(made):
         raise KeelError(f"task {name!r} made a {type(made).__name__} without {lacks}: see keel.tasks.Task")
-    return made
+    task: Task = made
+    return task
+
+
+def lacking(made: Any) -> str:
+    """What an object lacks to be a task, empty where it is one."""
+    missing = [method for method in _METHODS if not callable(getattr(made, method, None))]
+    return ", ".join(missing) or ("" if isinstance(getattr(made, "name", None), str) else "name")
 
 
 def check_task(name: str, params: Mapping[str, Any]) -> None:

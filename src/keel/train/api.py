@@ -15,11 +15,13 @@ from typing import Any
 
 from keel.build import Built, build_named_task, build_policy, build_run, build_warmstart, reward_entries
 from keel.config import Config, load_config
+from keel.errors import KeelError
 from keel.loggers import Fanout, RunDirectory, build_loggers
 from keel.loggers.rundir import EVENTS
 from keel.models.load import LoadedModel
 from keel.tasks import Task
 from keel.tasks.judge import Judge
+from keel.tasks.registry import lacking
 from keel.tasks.rewards import build_rewards, probe_rewards
 from keel.train.checkpoint import clean, load_checkpoint, newest
 from keel.train.environment import environment
@@ -73,6 +75,7 @@ def train(
     function `f(problem, text) -> float | dict | Reward` that takes the place of the configured rewards. Each callback
     is called as `callback(state, metrics)` after every step; one that returns True ends the run after that step.
     """
+    _check_given(task, reward)
     checked = load_config(config, overrides)
     task = task or build_named_task(checked.task, checked)  # bad data is found before anything is written or loaded
     if reward is None:
@@ -82,6 +85,20 @@ def train(
         return _dry_run(checked, task, reward)
     with interruptible() as interrupt, open_run(checked, resume=resume) as (directory, resumed):
         return _train(checked, directory, resumed, interrupt, task, reward, callbacks)
+
+
+def _check_given(task: Any, reward: Any) -> None:
+    """Refuse a task or reward that is none, such as overrides in the second place."""
+    if task is not None and (lacks := lacking(task)):
+        raise KeelError(
+            f"keel.train: the task is a {type(task).__name__} without {lacks}: give an object of the shape of "
+            "keel.tasks.Task, and options as overrides=[...]"
+        )
+    if reward is not None and not callable(reward):
+        raise KeelError(
+            f"keel.train: the reward is a {type(reward).__name__}: give a function f(problem, text), and configured "
+            "rewards as `rewards:` of the configuration"
+        )
 
 
 def main(config: Source, *, resume: bool = False, dry_run: bool = False, overrides: Sequence[str] = ()) -> TrainResult:
