@@ -9,8 +9,8 @@ Episodes of `--prompts` groups: after each turn a tool answers with `--answer` t
 whole context. Three ways take turns: `joined` (as `keel train` does it: keys and values are held over the turns, the
 prompt once a group, and an episode that was answered joins those still speaking), `kept` (the same, but all episodes
 wait until the last has spoken), `again` (they wait, and each turn reads every context anew). The same tokens must come
-out of all three. With `--uneven` a turn has between an eighth of `--new` tokens and all of them. Times are medians of
-`--repeats` after a warm-up on a random Llama of 19M parameters; the last line is JSON.
+out of all three. With `--uneven` a turn has between an eighth of `--new` tokens and all of them. A tool takes
+`--tool-seconds`, however many episodes it answers at a time. Times are medians of `--repeats` after a warm-up on a random Llama of 19M parameters; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Episodes:
         """What a tool says to each, and the request that goes on."""
         from keel.rollout import Request
 
+        time.sleep(self.options.tool_seconds)
         requests = []
         for turn in turns:
             request, tokens = turn.request, turn.completion.tokens
@@ -92,6 +93,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--new", type=int, default=32, help="tokens that the model says in a turn")
     parser.add_argument("--answer", type=int, default=64, help="tokens that the tool says after it")
+    parser.add_argument("--tool-seconds", type=float, default=0.0, help="time of a tool")
     parser.add_argument("--uneven", action="store_true", help="turns of different lengths")
     parser.add_argument("--sides", default="joined,kept,again", help="which ways, the faster ones first")
     parser.add_argument("--repeats", type=int, default=3)
@@ -143,7 +145,7 @@ def show(options: argparse.Namespace, times: dict[str, list[float]]) -> None:
     print(f"prompt {options.prompt}, {episodes}, {spoken} + {options.answer} tokens a turn, {options.device}")
     line: dict[str, Any] = {
         name: getattr(options, name)
-        for name in ("device", "prompts", "prompt", "group", "turns", "new", "answer", "uneven")
+        for name in ("device", "prompts", "prompt", "group", "turns", "new", "answer", "uneven", "tool_seconds")
     }
     first = next(iter(times))
     for side, taken in times.items():

@@ -254,6 +254,7 @@ def _collector(
             step=step,
             max_turns=config.rollout.max_turns,
             max_turn_length=config.rollout.max_turn_length,
+            join_turns=config.rollout.join_turns,
             judge=judge,
             **rendering(config),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from keel.errors import KeelError
 from keel.rollout import NativeEngine, Request, SamplingParams, Turn
 from keel.rollout.batch import Batch, Row
 from keel.rollout.cache import SharedPrefixCache
@@ -74,7 +74,7 @@ def assert_same(one: Talk, other: Talk) -> None:
     assert one.said.keys() == other.said.keys()
     for key, turns in one.said.items():
         for mine, theirs in zip(turns, other.said[key], strict=True):
-            assert mine.request == replace(theirs.request)
+            assert mine.request == theirs.request
             assert mine.completion.tokens == theirs.completion.tokens
             assert mine.completion.stop_reason == theirs.completion.stop_reason
             torch.testing.assert_close(
@@ -126,7 +126,8 @@ def test_the_same_is_said_as_turn_by_turn(name: str, kept_bytes: int) -> None:
     assert_same(talk, in_step(engine_of(model, 0)))
     lengths = {len(turn.completion.tokens) for turns in talk.said.values() for turn in turns}
     assert len(lengths) > 4
-    assert len(talk.answered) > LAST_TURN + 1  # some went on while others were still in an earlier turn
+    # some went on while others were still in an earlier turn, except where each would be read by a forward of its own
+    assert (len(talk.answered) > LAST_TURN + 1) == (name in shapes.SHARED)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
@@ -195,13 +196,11 @@ def test_a_prompt_is_held_once_however_its_rows_joined(monkeypatch: pytest.Monke
 
 
 class Guess:
-    """Says a few words until the third turn; `slow` seconds a word."""
+    """Says a few words until the third turn."""
 
     name = "guess"
-    slow = 0.0
 
     def respond(self, problem: Problem, turns: Sequence[str]) -> str | None:
-        time.sleep(self.slow * (len(turns[-1]) % 3))
         return None if len(turns) == 3 else "no" * (1 + len(turns[-1]) % 3)
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
@@ -218,10 +217,12 @@ class Asked(NativeEngine):
         return super().generate(*args, **options)
 
 
-def groups(engine: Any, task: Any) -> Any:
+def groups(engine: Any, task: Any, **options: Any) -> Any:
     problems = [Problem(f"p{i}", "abcdefgh"[: 2 + i]) for i in range(4)]
     sampling = SamplingParams(num_generations=3, max_completion_length=60)
-    return collect(engine, task, problems, engine.tokenizer, sampling, seed=7, max_turns=3, max_turn_length=16)
+    return collect(
+        engine, task, problems, engine.tokenizer, sampling, seed=7, max_turns=3, max_turn_length=16, **options
+    )
 
 
 def tokens_of(found: Any) -> list[list[tuple[int, ...]]]:
@@ -240,10 +241,91 @@ def test_episodes_are_those_of_an_engine_asked_turn_by_turn() -> None:
     assert len({len(completion.tokens) for group in expected for completion in group.completions}) > 3
 
 
-def test_a_slow_environment_changes_nothing() -> None:
-    engine, slow = engine_of(shapes.model("llama")), Guess()
-    slow.slow = 0.01
-    first, second = groups(engine, Guess()), groups(engine, slow)
-    assert [[c.sample_logp for c in g.completions] for g in first] == [
-        [c.sample_logp for c in g.completions] for g in second
-    ]
+def test_a_generate_put_on_the_object_is_asked_too() -> None:
+    engine, times = engine_of(shapes.model("llama")), []
+    generate = engine.generate
+
+    def logged(*args: Any, **options: Any) -> Any:
+        times.append(len(args[0]))
+        return generate(*args, **options)
+
+    engine.generate = logged  # type: ignore[method-assign]
+    assert tokens_of(groups(engine, Guess())) == tokens_of(groups(engine_of(shapes.model("llama")), Guess()))
+    assert len(times) == 3
+
+
+def test_without_joining_all_are_answered_together() -> None:
+    class Counted(NativeEngine):
+        turns = 0
+
+        def converse(self, *args: Any, **options: Any) -> None:
+            raise AssertionError("asked to join")
+
+    model = shapes.model("llama")
+    engine = Counted(model, shapes.tokenizer())
+    engine.eos_ids = frozenset(range(200, 257))
+    found = groups(engine, Guess(), join_turns=False)
+    assert tokens_of(found) == tokens_of(groups(engine_of(model), Guess()))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("order", [1, -1])
+def test_rows_of_one_key_each_go_on_from_their_own_past(temperature: float, order: int) -> None:
+    """A context that merely has the key of one that was kept is read for itself."""
+    model = shapes.model("llama")
+    engine = engine_of(model)
+    sampling = SamplingParams(num_generations=1, max_completion_length=6, temperature=temperature, ignore_eos=True)
+    ((first,),) = engine.generate([Request("p", (1, 2, 3))], sampling)
+    goes_on = Request("p", (1, 2, 3, *first.tokens, 9), samples=(0,), start=7)
+    unrelated = Request("p", tuple(range(50, 62)), samples=(0,), start=50)
+    asked = [goes_on, unrelated][::order]
+    for request, (completion,) in zip(asked, engine.generate(asked, sampling), strict=True):
+        expected = shapes.full_logp(model, request.tokens, completion.tokens, temperature or 1.0)
+        torch.testing.assert_close(torch.tensor(completion.sample_logp), expected, atol=1e-4, rtol=0)
+
+
+def test_buffers_of_rows_that_join_are_not_twice_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row near its end beside one that begins: columns for what is there and a little more, not for both in full."""
+    columns, made = [], SharedPrefixCache.__init__
+
+    def noted(self: SharedPrefixCache, *args: Any, **options: Any) -> None:
+        made(self, *args, **options)
+        columns.append(self.own.shape[4])
+
+    monkeypatch.setattr(SharedPrefixCache, "__init__", noted)
+    monkeypatch.setattr("keel.rollout.cache._ROOM", 4)
+    model = shapes.model("llama")
+    requests = [Request(f"p{i}", (5, 6, i), max_new=10 + 5 * (i % 8)) for i in range(24)]
+    sampling = SamplingParams(num_generations=1, max_completion_length=45, ignore_eos=True, max_batch=4)
+    found = engine_of(model).generate(requests, sampling)
+    assert len(columns) > 12
+    assert max(columns) <= 45 + 2 * 4
+    monkeypatch.undo()
+    expected = engine_of(model).generate(requests, replace(sampling, max_batch=None))
+    assert [c.tokens for (c,) in found] == [c.tokens for (c,) in expected]
+
+
+def test_what_answers_sees_the_model_as_it_was_and_may_be_lazy() -> None:
+    model = shapes.model("llama").train()
+    engine, talk, seen = engine_of(model), Talk(), []
+
+    def lazily(turns: Sequence[Turn]) -> Any:
+        seen.append((model.training, torch.is_grad_enabled()))
+        return (request for request in talk.answer(turns))
+
+    engine.converse(talk.requests(), SAMPLING, lazily, seed=3)
+    assert set(seen) == {(True, True)}
+    assert {len(turns) for turns in talk.said.values()} == {LAST_TURN + 1}
+
+
+def test_noise_that_was_drawn_in_an_earlier_turn_is_refused() -> None:
+    def forgets_where(turns: Sequence[Turn]) -> list[Request]:
+        return [replace(turn.request, samples=(turn.sample,)) for turn in turns]
+
+    with pytest.raises(KeelError, match="same noise"):
+        engine_of(shapes.model("llama")).converse(Talk().requests(), SAMPLING, forgets_where)
+
+
+def test_tokens_may_be_a_list() -> None:
+    engine = engine_of(shapes.model("llama"))
+    assert engine.generate([Request("p", [1, 2, 3])], SAMPLING) == engine.generate([Request("p", (1, 2, 3))], SAMPLING)  # type: ignore[arg-type]

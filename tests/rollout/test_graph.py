@@ -22,7 +22,7 @@ from .test_converse import assert_same, engine_of, in_step, talked
 MADE: list[int] = []
 
 
-def replayed(work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+def replayed(work: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], None], Tensor]:
     """In the place of a recording: `work` runs at once and its window is set back, then anew at each replay."""
     window = work.__self__._window  # type: ignore[attr-defined]
     MADE.append(window.columns)
@@ -134,3 +134,31 @@ def test_only_a_gpu_and_fixed_rotations_are_graphed(kind: str) -> None:
 
     model.parameters = lambda: iter([OnGpu()])
     assert graph.can_be_graphed(model) == (kind == "default")
+
+
+@pytest.mark.usefixtures("graphed")
+def test_a_graph_that_cannot_be_made_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(shapes.model("llama"))
+    requests = [Request(f"p{i}", tokens) for i, tokens in enumerate(shapes.prompts(4))]
+    sampling = SamplingParams(num_generations=4, max_completion_length=30)
+
+    def fails(work: Callable[[], Tensor], device: torch.device) -> Any:
+        work()  # as far as it comes
+        raise RuntimeError("CUDA out of memory\nand more")
+
+    monkeypatch.setattr(graph, "record", fails)
+    with pytest.warns(RuntimeWarning, match="without CUDA graphs: CUDA out of memory$"):
+        found = engine.generate(requests, sampling, seed=4)
+    expected = plain("llama").generate(requests, sampling, seed=4)
+    assert [[c.tokens for c in group] for group in found] == [[c.tokens for c in group] for group in expected]
+
+
+@pytest.mark.usefixtures("graphed")
+def test_a_model_that_fails_in_the_probe_is_never_graphed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(work: Callable[[], Tensor], device: torch.device) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graph, "record", fails)
+    engine = engine_of(shapes.model("llama"))
+    assert engine._new_decoder().carries == 0.0
+    assert engine.fallback_reason is None

@@ -197,11 +197,13 @@ def test_half_precision_passes_hold_more_on_cuda():
 
 
 def test_contexts_kept_between_turns_are_counted_up_to_their_limit():
-    native = [given for given in job() if not given.startswith("rollout.engine=")]
+    native = [given for given in job("rollout.join_turns=false") if not given.startswith("rollout.engine=")]
     one, several = (load_config({}, [*native, f"rollout.max_turns={turns}"]) for turns in (1, 3))
     small = load_config({}, [*native, "rollout.max_turns=3", "rollout.kept_gib=0.0001"])
     cache, both, limited = (plan(config, find_hardware("cpu")).parts["cache"] for config in (one, several, small))
     assert both == 2 * cache
+    joining = plan(load_config({}, [*native[:-1], "rollout.max_turns=3"]), find_hardware("cpu")).parts["cache"]
+    assert both < joining < both + cache, "rows that join are moved, their prompts are not"
     assert limited == cache + int(0.0001 * 2**30)
 
 

@@ -176,6 +176,11 @@ class Rollout(Section):
     max_turn_length: Positive | None = Field(
         default=None, description="Longest turn of the model in tokens; null: only max_completion_length counts."
     )
+    join_turns: bool = Field(
+        default=True,
+        description="Episodes that were answered join those still speaking; false: all are answered together, which "
+        "suits slow tools.",
+    )
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), description="Texts that end a turn.")
     max_batch: Positive | None = Field(default=None, description="Completions sampled at a time; null for all of them.")
     kept_gib: NotNegative = Field(

@@ -67,7 +67,6 @@ class Batch:
 
         A request's rows come together, so that their context is read once, unless they are more than there are places.
         """
-        self._idle = 0.0
         room, count = self.size - self.live, 0
         for _, members in groupby(waiting, key=lambda row: id(row.request)):
             more = len(list(members))
@@ -78,6 +77,8 @@ class Batch:
             count = room
         if joining := waiting[:count]:
             self._join(joining)
+        if joining or not waiting:
+            self._idle = 0.0
         return waiting[count:]
 
     def step(self) -> list[Row]:
@@ -109,12 +110,13 @@ class Batch:
     def _join(self, rows: Sequence[Row]) -> None:
         if len(self.rows) > self.live:
             self._logits = self._logits[torch.tensor(self._drop_ended(), device=self._logits.device)]
-        pasts = {row.key: self._kept.find(row.key, row.request.tokens) for row in rows}
-        for part in ([row for row in rows if pasts[row.key]], [row for row in rows if not pasts[row.key]]):
+        found = [(row, self._kept.find(row.key, row.request.tokens)) for row in rows]
+        pasts = [past for _, past in found if past]
+        for part, known in (([row for row, past in found if past], pasts), ([r for r, past in found if not past], [])):
             if not part:
                 continue
             decoder = self._new_decoder()
-            logits = self._read(part, [past for row in part if (past := pasts[row.key])], decoder)
+            logits = self._read(part, known, decoder)
             self.rows = [*self.rows, *part]
             if self._decoder is None:
                 self._decoder, self._logits = decoder, logits
@@ -145,8 +147,9 @@ class Batch:
 
     def _keep_contexts(self, ended: list[Row]) -> None:
         """Keep the contexts of rows that have just ended, all but the last token, which was never read."""
+        now = set(map(id, ended))
         for index, row in enumerate(self.rows):
-            if row in ended and row.prompt is not None:
+            if id(row) in now and row.prompt is not None:
                 own = (*row.request.tokens[len(row.prompt.tokens) :], *row.tokens[:-1])
                 self._kept.keep(row.key, KeptRow(row.prompt, own, self._decoder.kept_row(index)))
 

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from keel.models.branches import refuse_variants
 
 ATTENTION = "keel_shared_prefix"
+_ROOM = 64  # columns by which the buffer of rows that have joined grows
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,18 @@ class SharedPrefixCache(Cache):
     The rows' own part is one preallocated buffer `[layers, 2, B, kv_heads, T, D]`: a step writes in place, and a row
     that leaves is replaced by the last one, so that live rows are always a leading slice and nothing is reallocated.
     Rows that come with a past of their own (`pasts`, tokens after the prompt) stand with its end in one column, so that
-    every row writes into the same one; the columns before a shorter past are masked.
+    every row writes into the same one; the columns before a shorter past are masked. `length` tokens may follow; the
+    buffer has room for all of them, or for `room` and then grows.
     """
 
-    def __init__(self, prefix: Prefix, group_of: list[int], length: int, pasts: list[int] | None = None) -> None:
+    def __init__(
+        self,
+        prefix: Prefix,
+        group_of: list[int],
+        length: int,
+        pasts: list[int] | None = None,
+        room: int | None = None,
+    ) -> None:
         super().__init__(layers=[])
         self.prefix = prefix
         self.group_of = list(group_of)
@@ -115,7 +124,9 @@ class SharedPrefixCache(Cache):
         pasts = pasts or [0] * len(group_of)
         self.past = max(pasts)
         self.unused = [self.past - past for past in pasts]  # columns before each row's past
-        self.own = first.new_empty(len(prefix.keys), 2, len(group_of), heads, self.past + length, size)
+        self.end = self.past + length  # columns that may come to be used
+        columns = min(self.end, self.past + (length if room is None else room))
+        self.own = first.new_empty(len(prefix.keys), 2, len(group_of), heads, columns, size)
         self.own[..., : self.past, :] = 0.0  # a masked column still enters a product, with weight 0
         self.layer = 0
         self._arrange()
@@ -180,7 +191,9 @@ class SharedPrefixCache(Cache):
             places = {tokens: group for group, tokens in enumerate(prefix.tokens)}
         theirs = [places[other.prefix.tokens[group]] for group in other.group_of]
         pasts = [cache.length - unused for cache in (self, other) for unused in cache.unused]
-        made = SharedPrefixCache(prefix, [*self.group_of, *theirs], length, pasts)
+        # not at full length: a row near its end beside one that begins would double the columns of both
+        room = _ROOM + -max(pasts) % _ROOM
+        made = SharedPrefixCache(prefix, [*self.group_of, *theirs], length, pasts, room)
         first = 0
         for cache in (self, other):
             rows, columns = len(cache.group_of), cache.length - min(cache.unused)
@@ -189,6 +202,14 @@ class SharedPrefixCache(Cache):
             first += rows
         made.advance(made.past)
         return made
+
+    def make_room(self) -> None:
+        """Let the buffer grow where the next token would find it full."""
+        if self.length == self.own.shape[4]:
+            rows, columns = len(self.group_of), min(self.end, self.length + _ROOM)
+            grown = self.own.new_empty(*self.own.shape[:2], rows, self.own.shape[3], columns, self.own.shape[5])
+            grown[..., : self.length, :] = self.own[:, :, :rows]
+            self.own = grown
 
     def _drop_groups(self) -> None:
         """Forget prompts without rows once they are half of all: copying at each would cost more than it saves."""

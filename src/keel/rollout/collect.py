@@ -82,6 +82,7 @@ def collect(
     step: int = 0,
     max_turns: int = 1,
     max_turn_length: int | None = None,
+    join_turns: bool = True,
     judge: Judge | None = None,
     chat_template: str = "auto",
     system_prompt: str | None = None,
@@ -95,7 +96,8 @@ def collect(
     that a message would overrun ends there with stop_reason `length`. `max_turn_length` is the budget of one turn: a
     turn that it cuts off is answered like any other. An episode that would go on after `max_turns` has the stop_reason
     `turns`. Tokens are only ever appended, never encoded again, and noise goes on at the position where it stopped.
-    Episodes do not wait for each other: one that is answered goes on beside those still in an earlier turn.
+    Episodes do not wait for each other: one that is answered goes on beside those still in an earlier turn. Without
+    `join_turns` they do, and all are answered together.
     """
     if max_turns < 1:
         raise KeelError(f"rollout.max_turns is {max_turns}: it must be at least 1")
@@ -127,7 +129,7 @@ def collect(
         live = [e for e, reply in pairs if _go_on(e, problems[e.group], reply, renderer, sampling, max_turns)]
         return [_request(e, problems[e.group], prompts[e.group], sampling, limit) for e in live]
 
-    converse = _converse_of(engine) if max_turns > 1 else partial(_turn_by_turn, engine)
+    converse = _converse_of(engine) if join_turns and max_turns > 1 else partial(_turn_by_turn, engine)
     converse(asked, sampling, answer, **noise)
     marked = [_marked(p, len(t) - len(kept)) for p, t, kept in zip(problems, whole, prompts, strict=True)]
     return _judged(task, marked, prompts, [episodes[place] for place in sorted(episodes)], judge, step)
@@ -138,8 +140,8 @@ def _converse_of(engine: Any) -> Callable[..., None]:
 
     An engine that inherits that and has a `generate` of its own is asked by `generate`: its author meant every turn.
     """
-    kinds = type(engine).__mro__
-    first = next((kind for kind in kinds if {"converse", "generate"} & set(vars(kind))), object)
+    places = (engine, *type(engine).__mro__)
+    first = next((place for place in places if {"converse", "generate"} & set(getattr(place, "__dict__", ()))), object)
     found: Callable[..., None] = engine.converse if "converse" in vars(first) else partial(_turn_by_turn, engine)
     return found
 

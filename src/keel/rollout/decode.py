@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -91,13 +92,12 @@ class SharedPrefixDecoder:
         Contexts end in one column. A row with less to read than the longest reads a few of its last tokens again, or
         columns before its past, which nothing sees: no row needs a shape of its own.
         """
-        prompts = {id(row.prompt): row.prompt for row in rows}
+        prompts = {row.prompt.tokens: row.prompt for row in rows}
         places = {key: index for index, key in enumerate(prompts)}
         kv = stacked(list(prompts.values()))
-        tokens = tuple(prompt.tokens for prompt in prompts.values())
-        prefix = Prefix(tokens, tuple(kv[:, 0].unbind()), tuple(kv[:, 1].unbind()))
+        prefix = Prefix(tuple(prompts), tuple(kv[:, 0].unbind()), tuple(kv[:, 1].unbind()))
         own = [tuple(tokens[len(row.prompt.tokens) :]) for row, tokens in zip(rows, contexts, strict=True)]
-        cache = SharedPrefixCache(prefix, [places[id(row.prompt)] for row in rows], length, [len(o) for o in own])
+        cache = SharedPrefixCache(prefix, [places[row.prompt.tokens] for row in rows], length, [len(o) for o in own])
         for index, row in enumerate(rows):
             start = cache.unused[index]
             cache.own[:, :, index, :, start : start + len(row.own)] = row.kv
@@ -160,6 +160,7 @@ class SharedPrefixDecoder:
 
     def step(self, tokens: Tensor) -> Tensor:
         cache = self.cache
+        cache.make_room()
         if self.lean is not None:
             logits = self.lean(tokens, cache)
             cache.advance()
@@ -176,6 +177,8 @@ class SharedPrefixDecoder:
         return self.cache.keep(live)
 
     def join(self, other: SharedPrefixDecoder, length: int) -> None:
+        if isinstance(self.lean, GraphedStep):
+            self.lean.release()
         self.cache = self.cache.joined(other.cache, length)
 
 
@@ -188,11 +191,11 @@ class RepeatedDecoder:
 
     resumes = False
     carries = 0.0
+    join_cost = math.inf  # rows that join are a bucket of their own, and each is one more forward in every later step
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.inner = causal_lm(model)
-        self.join_cost = _JOIN
         self.device = next(model.parameters()).device
 
     def start(self, prompts: Sequence[Sequence[int]], prompt_of: Sequence[int], length: int) -> Tensor:
@@ -250,6 +253,8 @@ def _probe(model: nn.Module, decoder: Decoder) -> float:
     tokens = torch.randint(0, vocabulary, (10,), generator=generator).tolist()
     prompts, prompt_of = (tokens[:3], tokens[3:]), (0, 0, 1, 1)
     device = next(model.parameters()).device
+    if isinstance(decoder, SharedPrefixDecoder) and isinstance(decoder.lean, GraphedStep):
+        decoder.lean.must = True
     logits = [decoder.start(prompts, prompt_of, _PROBE_LENGTH)]
     fed = torch.randint(0, vocabulary, (3, 4), generator=generator)
     for column in fed.to(device):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ class NativeEngine:
         self, requests: Sequence[Request], sampling: SamplingParams, *, seed: int = 0, attempt: int = 0, step: int = 0
     ) -> list[list[Completion]]:
         """Completions of each request, in order; what is wrong with a request is said before anything is computed."""
-        rows = self._rows(requests, sampling, (seed, attempt, step))
+        rows = self._rows(requests, sampling, (seed, attempt, step), set())
         self._run(rows, sampling, (seed, attempt, step))
         said = iter([self._completion(row) for row in rows])
         return [[next(said) for _ in request.drawn(sampling)] for request in requests]
@@ -105,32 +105,40 @@ class NativeEngine:
         self,
         requests: Sequence[Request],
         sampling: SamplingParams,
-        answer: Callable[[list[Turn]], Sequence[Request]],
+        answer: Callable[[list[Turn]], Iterable[Request]],
         *,
         seed: int = 0,
         attempt: int = 0,
         step: int = 0,
     ) -> None:
         """Sample until no request is left: `answer` is told of turns that have ended and returns the requests that go
-        on, which join those still running. When it is asked depends on the tokens alone, never on the clock.
+        on, which join those still running. When it is asked depends on what is sampled and how, never on the clock.
         """
         noise = (seed, attempt, step)
+        seen: set[tuple[str, int, int]] = set()
 
         def go_on(rows: list[Row]) -> list[Row]:
             turns = [Turn(row.request, row.sample, self._completion(row)) for row in rows]
-            return self._rows(answer(turns), sampling, noise)
+            return self._rows(answer(turns), sampling, noise, seen)
 
-        self._run(self._rows(requests, sampling, noise), sampling, noise, go_on)
+        self._run(self._rows(requests, sampling, noise, seen), sampling, noise, go_on)
 
-    def _rows(self, requests: Sequence[Request], sampling: SamplingParams, noise: tuple[int, int, int]) -> list[Row]:
-        """A row for each completion, once nothing is wrong with any request."""
-        for request in requests:
+    def _rows(
+        self,
+        requests: Iterable[Request],
+        sampling: SamplingParams,
+        noise: tuple[int, int, int],
+        seen: set[tuple[str, int, int]],
+    ) -> list[Row]:
+        """A row for each completion, once nothing is wrong with any request; `seen` is the noise drawn before."""
+        asked = list(requests)
+        for request in asked:
             request.check(sampling, self.context)
         if not sampling.greedy:
-            check_noise(requests, sampling)
+            check_noise(asked, sampling, seen)
         return [
             Row(request, sample, row_key(*noise, request.key, sample), request.limit(sampling))
-            for request in requests
+            for request in asked
             for sample in request.drawn(sampling)
         ]
 
@@ -142,24 +150,30 @@ class NativeEngine:
         go_on: Callable[[list[Row]], list[Row]] | None = None,
     ) -> None:
         """Sample rows to their ends, and whatever `go_on` makes of those that have ended."""
-        if not rows:
-            return
-        if self.kept.limit:
-            self.kept.enter(*noise, weights_stamp(self.model))
-        waiting, ended = _by_length(rows), list[Row]()
+        waiting = _by_length(rows)
+        batch = Batch(self._new_decoder, self.kept, sampling, sampling.max_batch or len(rows), self._record)
+        while waiting or batch.live:
+            if self.kept.limit:
+                self.kept.enter(*noise, weights_stamp(self.model))
+            waiting, ended = self._sample(batch, waiting, pausing=go_on is not None)
+            if go_on is not None and ended:  # a user's code: the model is as it was outside
+                waiting = [*_by_length(go_on(ended)), *waiting]
+
+    def _sample(self, batch: Batch, waiting: list[Row], *, pausing: bool) -> tuple[list[Row], list[Row]]:
+        """Go on until nothing is left, or (`pausing`) those that ended may join again; who waits, and who ended."""
+        ended: list[Row] = []
         with evaluating(self.model):
-            batch = Batch(self._new_decoder, self.kept, sampling, sampling.max_batch or len(rows), self._record)
-            while waiting or batch.live or ended:
+            while True:
                 if batch.has_room:
-                    if go_on is not None and ended:
-                        waiting = [*_by_length(go_on(ended)), *waiting]
-                    ended = []
+                    if pausing and ended:
+                        return waiting, ended
                     waiting = batch.fill(waiting)
-                if batch.live:
-                    left = batch.step()
-                    if left and self.on_finished is not None:
-                        self.on_finished(len(left))
-                    ended += left
+                if not batch.live:
+                    return waiting, ended
+                left = batch.step()
+                if left and self.on_finished is not None:
+                    self.on_finished(len(left))
+                ended += left
 
     def _new_decoder(self) -> Decoder:
         return self._decoder(self.model)

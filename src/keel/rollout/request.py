@@ -26,6 +26,9 @@ class Request:
     start: int = 0
     max_new: int | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", tuple(self.tokens))
+
     def drawn(self, sampling: SamplingParams) -> Sequence[int]:
         """The indices of the completions to draw."""
         return range(sampling.num_generations) if self.samples is None else self.samples
@@ -65,9 +68,8 @@ class Turn:
     completion: Completion
 
 
-def check_noise(requests: Sequence[Request], sampling: SamplingParams) -> None:
-    """Refuse two completions of the same noise: they would look like two samples and be one."""
-    seen: set[tuple[str, int, int]] = set()
+def check_noise(requests: Sequence[Request], sampling: SamplingParams, seen: set[tuple[str, int, int]]) -> None:
+    """Refuse two completions of the same noise, `seen` before or here: they would look like two samples and be one."""
     for request in requests:
         for sample in request.drawn(sampling):
             place = (request.key, sample, request.start)

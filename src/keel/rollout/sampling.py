@@ -20,7 +20,8 @@ _TOP_P_HEAD = 1024  # top-p looks at this many tokens first; sorting a whole voc
 class SamplingParams:
     """What to sample: temperature 0 is greedy, top_k 0 is off, `max_batch` rows run at a time (None: all of them).
 
-    `max_batch` bounds memory: keys and values of all rows that run together are allocated at their full length.
+    `max_batch` bounds memory: keys and values of all rows that run together are allocated at their full length, and for
+    a moment once more when others join them.
     `ignore_eos` runs every row to its full length, for benchmarks.
     """
 

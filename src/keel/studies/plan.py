@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from keel.config import Config, load_config
 from keel.models.head import causal_lm
 from keel.models.load import LoadedModel
+from keel.rollout.graph import has_fixed_rotations
 from keel.rollout.lean import is_llama_shaped
 from keel.studies.hardware import Hardware
 from keel.studies.rehearse import Found, full_micros, rehearse, rollout_waves
@@ -133,7 +134,9 @@ def _seconds(config: Config, loaded: LoadedModel, hardware: Hardware, found: Fou
     layers = model.config.num_hidden_layers
     computing = 2.0 * sum(p.numel() for p in model.parameters()) * rows / speed
     reading = waves * (parts["weights"] + parts["cache"] / 2) / hardware.bytes_per_s
-    graphed = hardware.kind == "cuda" and config.rollout.cuda_graphs and is_llama_shaped(model)
+    graphed = (
+        hardware.kind == "cuda" and config.rollout.cuda_graphs and is_llama_shaped(model) and has_fixed_rotations(model)
+    )
     launching = waves * (layers + _SAMPLING_LAYERS) * hardware.layer_s * (_GRAPHED if graphed else 1.0)
     micros = found.micros * config.optim.minibatches
     seconds = {

@@ -254,6 +254,9 @@ class _Rehearsal:
             prefix = caches[0] if len(caches) == 1 else [_joined(layer) for layer in zip(*caches, strict=True)]
             del caches
             own = torch.empty(layers, 2, rows, heads, length, size, dtype=self.loaded.dtype)
+            together = rows == rollout.prompts_per_step * rollout.num_generations
+            joins = not together or (rollout.max_turns > 1 and rollout.join_turns)
+            moved = torch.empty_like(own) if joins else own[:0]  # rows that join are put beside the others anew
             pairs = sum(x.untyped_storage().nbytes() for pair in prefix for x in pair)
             cache = pairs + own.untyped_storage().nbytes()
             kept = torch.empty(self._kept(cache, rows), dtype=torch.uint8)
@@ -266,7 +269,7 @@ class _Rehearsal:
             del scores, weights
             logits = torch.empty(rows, shape.vocab_size, dtype=self.loaded.dtype)
             draw(logits, SamplingParams(temperature=rollout.temperature), noise)
-        return cache + kept.nbytes
+        return cache + moved.nbytes + kept.nbytes
 
     def _kept(self, cache: int, rows: int) -> int:
         """Bytes of keys and values that are kept between turns, of the rows of all waves at their longest."""

@@ -122,6 +122,7 @@ def evaluate_entry(
         judge=entry.judge,
         max_turns=config.rollout.max_turns if hasattr(entry.task, "respond") else 1,
         max_turn_length=config.rollout.max_turn_length,
+        join_turns=config.rollout.join_turns,
         **rendering(config),
     )
 
