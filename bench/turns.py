@@ -10,7 +10,8 @@ whole context. Three ways take turns: `joined` (as `keel train` does it: keys an
 prompt once a group, and an episode that was answered joins those still speaking), `kept` (the same, but all episodes
 wait until the last has spoken), `again` (they wait, and each turn reads every context anew). The same tokens must come
 out of all three. With `--uneven` a turn has between an eighth of `--new` tokens and all of them. A tool takes
-`--tool-seconds`, however many episodes it answers at a time. Times are medians of `--repeats` after a warm-up on a random Llama of 19M parameters; the last line is JSON.
+`--tool-seconds`, however many episodes it answers at a time. Times are medians of `--repeats` after a warm-up on a
+random Llama of 19M parameters; the last line is JSON.
 """
 
 from __future__ import annotations

@@ -129,7 +129,8 @@ class Batch:
     def _read(self, rows: list[Row], pasts: list[KeptRow], decoder: Any) -> Tensor:
         """Read the contexts of rows, all of them with a past that was kept or none; the logits of the first tokens."""
         contexts = [row.request.tokens for row in rows]
-        length = max(row.limit for row in rows)
+        # rows that join others get their room there
+        length = max(row.limit for row in rows) if self._decoder is None else 1
         logits: Tensor
         if pasts:
             for row, past in zip(rows, pasts, strict=True):

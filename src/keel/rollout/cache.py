@@ -192,7 +192,7 @@ class SharedPrefixCache(Cache):
         theirs = [places[other.prefix.tokens[group]] for group in other.group_of]
         pasts = [cache.length - unused for cache in (self, other) for unused in cache.unused]
         # not at full length: a row near its end beside one that begins would double the columns of both
-        room = _ROOM + -max(pasts) % _ROOM
+        room = _ROOM // 4 + -(max(pasts) + _ROOM // 4) % _ROOM
         made = SharedPrefixCache(prefix, [*self.group_of, *theirs], length, pasts, room)
         first = 0
         for cache in (self, other):
