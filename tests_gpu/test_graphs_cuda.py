@@ -26,7 +26,7 @@ def made(monkeypatch):
 
     def noted(self, tokens, cache):
         found.append(len(tokens))
-        make(self, tokens, cache)
+        return make(self, tokens, cache)
 
     monkeypatch.setattr(GraphedStep, "_make", noted)
     return found
@@ -106,3 +106,45 @@ def test_bf16_runs_by_graphs(made):
         logp = model(input_ids=context).logits[0, len(PROMPTS[0]) - 1 : -1].float().log_softmax(-1)
     expected = logp.gather(-1, context[0, len(PROMPTS[0]) :, None]).squeeze(-1).cpu()
     torch.testing.assert_close(torch.tensor(group[0].sample_logp), expected, atol=0.1, rtol=0)
+
+
+class Looks(torch.nn.Module):
+    """An activation that waits for the device, which no graph can hold."""
+
+    def forward(self, x):
+        return torch.nn.functional.silu(x) if float(x.sum()) < 1e30 else x
+
+
+def test_a_model_that_no_graph_can_hold_decodes_without(made):
+    model = model_on("cuda", "llama")
+    sampling = SamplingParams(max_completion_length=40, num_generations=4)
+    requests = [Request(str(i), prompt) for i, prompt in enumerate(PROMPTS)]
+    expected = engine(model, graphs=False).generate(requests, sampling, seed=3)
+    waits = model_on("cuda", "llama")
+    for layer in waits.model.layers:
+        layer.mlp.act_fn = Looks()
+    tried = engine(waits, graphs=True)
+    assert made
+    assert not tried._new_decoder().carries
+    assert_close(tried.generate(requests, sampling, seed=3), expected)
+    torch.randn(4, device="cuda")  # the device is left as it was
+    made.clear()
+    assert_close(engine(model, graphs=True).generate(requests, sampling, seed=3), expected)
+    assert len(made) > 1
+
+
+def test_two_engines_take_turns_and_memory_stays(made):
+    engines = [engine(model_on("cuda", name), graphs=True) for name in ("llama", "qwen3")]
+    sampling = SamplingParams(max_completion_length=60, num_generations=8)
+    requests = [Request(str(i), prompt) for i, prompt in enumerate(PROMPTS)]
+    first = [each.generate(requests, sampling, seed=3) for each in engines]
+    for each in engines:
+        each.forget()
+    held = torch.cuda.memory_allocated()
+    made.clear()
+    for _ in range(4):
+        for each, expected in zip(engines, first, strict=True):
+            assert_close(each.generate(requests, sampling, seed=3), expected)
+            each.forget()
+    assert len(made) > 30
+    assert torch.cuda.memory_allocated() <= held + 2**20

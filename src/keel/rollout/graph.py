@@ -89,6 +89,8 @@ def record(work: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[
 
 def _captured(work: Callable[[], Tensor], place: _Place) -> tuple[Any, Tensor]:
     graph = torch.cuda.CUDAGraph()
+    random = torch.cuda.default_generators[place.stream.device_index]
+    before = random.clone_state()
     place.stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(place.stream):
         graph.capture_begin(pool=place.pool, capture_error_mode="thread_local")  # tools in threads may use the GPU
@@ -97,6 +99,7 @@ def _captured(work: Callable[[], Tensor], place: _Place) -> tuple[Any, Tensor]:
         except BaseException:
             with suppress(RuntimeError):  # it complains about the same failure
                 graph.capture_end()
+            random.graphsafe_set_state(before)  # a capture that failed leaves it in the midst of one
             raise
         graph.capture_end()
     torch.cuda.current_stream().wait_stream(place.stream)
