@@ -1,6 +1,6 @@
 """A small MCP server: `python mcp_server.py` over stdio, `python mcp_server.py http PORT` on the loopback.
 
-`once FILE` starts a first time only, `mute` never answers and `broken` ends at once.
+`once FILE` starts a first time only, `mute FILE` never answers but writes its number there, `broken` ends at once.
 """
 
 import os
@@ -68,6 +68,7 @@ def main(mode: str = "stdio", argument: str = "") -> None:
     if mode == "broken" or (mode == "once" and Path(argument).exists()):
         sys.exit("small: cannot find its database")
     if mode == "mute":
+        Path(argument).write_text(str(os.getpid()))
         time.sleep(60)
     if mode == "once":
         Path(argument).touch()

@@ -33,9 +33,9 @@ def mcp_tools(entry: Mapping[str, Any]) -> list[Tool]:
     """The tools of one entry; the server is started here, or found running where an equal entry started it."""
     address, only, env, limits = _checked(entry)
     try:
-        import mcp  # noqa: F401
+        from mcp import Client  # noqa: F401
     except ImportError as error:
-        raise KeelError(f"task.tools: mcp needs {error.name}: pip install 'keel-rl[mcp]'") from error
+        raise KeelError("task.tools: an mcp entry needs mcp, 2.0 or newer: pip install 'keel-rl[mcp]'") from error
     server = _server(address, env)
     listed = {tool.name: tool for tool in server.listed()}
     for name in only or ():
@@ -97,13 +97,15 @@ class Server:
 
     async def _listed(self) -> list[Any]:
         self._may_start = True
-        return (await asyncio.shield(self._connection()))[1]
+        _, tools = await asyncio.shield(self._connection())
+        self._may_start = True
+        return tools
 
     def _connection(self) -> asyncio.Future[tuple[Any, list[Any]]]:
         """The connection, begun anew where there is none."""
         if self._opened is None:
             if not (self._may_start or self.is_url):
-                raise ToolError("has ended and could not be started again")
+                raise ToolError("has ended and is not started again")
             self._may_start = False
             self._opened = self.loop.create_future()
             self._holder = self.loop.create_task(self._hold(self._opened, self._holder))

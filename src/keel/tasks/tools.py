@@ -141,7 +141,7 @@ def distinct(names: Sequence[str]) -> None:
     twice = next((name for name in names if list(names).count(name) > 1), None)
     if twice is not None:
         raise KeelError(
-            f"two tools are called {twice!r}: give one of them another with tool(…, name=…), or leave it out (mcp: only)"
+            f"two tools are called {twice!r}: give one of them another with tool(…, name=…), or leave it out by only"
         )
 
 
