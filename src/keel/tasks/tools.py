@@ -121,7 +121,7 @@ def tools_of(entries: Sequence[Any]) -> tuple[Tool, ...]:
     from keel.tasks.registry import import_own, is_users_own
 
     if isinstance(entries, str) or not isinstance(entries, Sequence):
-        raise KeelError(f"task.tools is {entries!r}: give a list of module:attr")
+        raise KeelError(f"task.tools is {entries!r}: give a list of module:attr or {{mcp: …}}")
     found: list[Tool] = []
     for entry in entries:
         if isinstance(entry, Mapping):
