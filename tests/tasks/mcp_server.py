@@ -46,7 +46,7 @@ def sleeps(seconds: float) -> str:
     return f"slept {seconds}"
 
 
-@server.tool()
+@server.tool(structured_output=False)
 def draws() -> list[str | Image]:
     """Draw something."""
     return ["here:", Image(data=b"0", format="png")]

@@ -69,6 +69,13 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def kill(tools: tuple[Tool, ...]) -> None:
+    """Kill the server behind some tools."""
+    pid = int(ask(tools, "server_pid")[0].split()[0])
+    os.kill(pid, signal.SIGKILL)
+    assert until(lambda: not is_running(pid))
+
+
 def until(condition: Any, seconds: float = 15.0) -> bool:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
@@ -172,11 +179,15 @@ def test_a_server_that_ends_fails_the_call_and_is_started_again_once() -> None:
 
 def test_a_server_that_is_killed_between_calls_is_started_again() -> None:
     tools = tools_of([entry(env={"SMALL_WORD": "killed"})])
-    pid = int(ask(tools, "server_pid")[0].split()[0])
-    os.kill(pid, signal.SIGKILL)
-    assert until(lambda: not is_running(pid))
+    kill(tools)
     assert ask(tools, "add", a=1)[1] == "failed"
     assert ask(tools, "add", a=1) == ("1 + 1.0 = 2.0", None)
+
+
+def test_a_task_built_later_finds_a_server_that_answers() -> None:
+    """The server that an equal entry started has ended unseen."""
+    kill(tools_of([entry(env={"SMALL_WORD": "later"})]))
+    assert ask(tools_of([entry(env={"SMALL_WORD": "later"})]), "add", a=1) == ("1 + 1.0 = 2.0", None)
 
 
 def test_a_server_that_does_not_start_again_is_left_alone(tmp_path: Path) -> None:
@@ -225,8 +236,8 @@ def test_a_server_that_never_answers_is_given_up_and_ended(tmp_path: Path, monke
         ({"mcp": "serve 'it"}, "mcp is .*: give the server's command, or its address"),
         ({"mcp": 3}, "mcp is 3: give the server's command"),
         ({"only": ["add"]}, "mcp is None: give the server's command"),
-        ({"mcp": "serve", "env": ["A"]}, "env is .*: give a mapping"),
-        ({"mcp": "http://127.0.0.1:1/mcp", "env": {"A": "1"}}, "env is .*: give a mapping .* beside a command"),
+        ({"mcp": "serve", "env": ["A"]}, "env of 'serve' must be a mapping"),
+        ({"mcp": "http://127.0.0.1:1/mcp", "env": {"A": "1"}}, "env of .* must be a mapping .* beside a command"),
     ],
 )
 def test_wrong_entries_are_one_line(wrong: dict[str, Any], message: str) -> None:

@@ -38,7 +38,7 @@ def mcp_tools(entry: Mapping[str, Any]) -> list[Tool]:
         raise KeelError("task.tools: an mcp entry needs mcp, 2.0 or newer: pip install 'keel-rl[mcp]'") from error
     server = _server(address, env)
     listed = {tool.name: tool for tool in server.listed()}
-    for name in only or ():
+    for name in only:
         if name not in listed:
             raise unknown(f"tool of the MCP server {address!r}", name, listed)
     if not listed:
@@ -96,6 +96,9 @@ class Server:
         self.loop.call_soon(self.loop.stop)
 
     async def _listed(self) -> list[Any]:
+        """The tools of a server that answers now, started again where it ended unseen."""
+        if self._opened is not None and self._opened.done() and not await _answers(self._opened.result()[0]):
+            self._lose(self._opened)
         self._may_start = True
         _, tools = await asyncio.shield(self._connection())
         self._may_start = True
@@ -168,7 +171,7 @@ def _server(address: str, env: Mapping[str, str]) -> Server:
 
 @atexit.register
 def end_servers() -> None:
-    """End every server that was started, and wait for it."""
+    """End every server that was started, and wait for it; its tools cannot be called any more."""
     with _lock:
         ending = [asyncio.run_coroutine_threadsafe(server.end(), server.loop) for server in _servers.values()]
         _servers.clear()
@@ -192,7 +195,7 @@ def _checked(entry: Mapping[str, Any]) -> tuple[str, list[str], dict[str, str], 
     if only is not None and not (isinstance(only, list | tuple) and only and all(isinstance(n, str) for n in only)):
         raise KeelError(f"task.tools: only is {only!r}: give a list of names of tools, or leave it out for all")
     if not isinstance(env, Mapping) or (env and _is_url(address)):
-        raise KeelError(f"task.tools: env is {env!r}: give a mapping of names to values, beside a command")
+        raise KeelError(f"task.tools: env of {address!r} must be a mapping of names to values, beside a command")
     limits = {"timeout_s": TIMEOUT_S, "max_characters": MAX_CHARACTERS, "at_once": 1}
     limits |= {option: entry[option] for option in limits if option in entry}
     for option, value in limits.items():
@@ -205,11 +208,10 @@ def _checked(entry: Mapping[str, Any]) -> tuple[str, list[str], dict[str, str], 
 
 def _tool(server: Server, listed: Any, limits: Mapping[str, Any]) -> Tool:
     """A tool as the server describes it; characters that calls cannot be written with become `_` in its name."""
-    schema = {"type": "object", "properties": {}, **listed.input_schema}
-    required = tuple(schema.get("required", ()))
-    hints = {
-        name: hint_of(schema["properties"].get(name)) for name in dict.fromkeys((*schema["properties"], *required))
-    }
+    given = listed.input_schema
+    properties, required = given.get("properties") or {}, tuple(given.get("required") or ())
+    hints = {name: hint_of(properties.get(name)) for name in dict.fromkeys((*properties, *required))}
+    schema = {"type": "object", **given, "properties": properties}
     called = re.sub(r"^(?=[\d-])|[^\w-]", "_", listed.name, flags=re.ASCII)
 
     async def call(**arguments: Any) -> str:
@@ -250,7 +252,8 @@ async def _all_tools(client: Any) -> list[Any]:
 async def _answers(client: Any) -> bool:
     """Whether a server still lists its tools."""
     try:
-        await client.list_tools(cache_mode="refresh")
+        async with asyncio.timeout(START_S):
+            await client.list_tools(cache_mode="refresh")
     except Exception:
         return False
     return True
