@@ -33,7 +33,7 @@ def mixture_of(tasks: Sequence[Mapping[str, Any]], weights: Sequence[float] | No
 
 
 def tools_around(task: Mapping[str, Any], tools: Sequence[Any], format: str = "json") -> WithTools:
-    """The task `tools`: another task, written as in `task:`, whose model may call tools (`module:attr`) first."""
+    """The task `tools`: another task, written as in `task:`, whose model may call tools (as `tools_of` takes them)."""
     if not isinstance(task, Mapping) or "name" not in task:
         raise KeelError("the task tools takes a task with a name, such as {name: arithmetic, style: words}")
     return with_tools(build_task(**task), tools_of(tools), format)

@@ -26,6 +26,7 @@ class Tool:
     `hints` are the parameters' types by name, `required` those without a default. A call that takes longer than
     `timeout_s` has failed; a result longer than `max_characters` is cut. `tag` is its name in the format `tags`, and a
     tool that `ends` the episode is the last one called. `at_once` calls of different episodes may run together.
+    `parameters` is the JSON schema of the parameters where somebody else wrote it; otherwise it is made of `hints`.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Tool:
     tag: str = ""
     ends: bool = False
     at_once: int = 1
+    parameters: Mapping[str, Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function itself, so that a decorated one can still be called."""
@@ -51,7 +53,8 @@ class Tool:
             name: {**json_type(hint), **({"description": self.about[name]} if name in self.about else {})}
             for name, hint in self.hints.items()
         }
-        parameters = {"type": "object", "properties": properties, "required": list(self.required)}
+        made = {"type": "object", "properties": properties, "required": list(self.required)}
+        parameters = made if self.parameters is None else dict(self.parameters)
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
 
@@ -112,17 +115,23 @@ def tool(
 
 
 def tools_of(entries: Sequence[Any]) -> tuple[Tool, ...]:
-    """Tools of `task.tools`: each a user's `module:attr`, a function, or a tool already made; names are distinct."""
+    """Tools of `task.tools`: each a user's `module:attr`, a function, a tool already made, or those of an MCP server
+    (`{mcp: …}`); names are distinct.
+    """
     from keel.tasks.registry import import_own, is_users_own
 
     if isinstance(entries, str) or not isinstance(entries, Sequence):
-        raise KeelError(f"task.tools is {entries!r}: give a list of module:attr")
-    found = []
+        raise KeelError(f"task.tools is {entries!r}: give a list of module:attr or {{mcp: …}}")
+    found: list[Tool] = []
     for entry in entries:
+        if isinstance(entry, Mapping):
+            from keel.tasks.mcp import mcp_tools
+
+            found += mcp_tools(entry)
+            continue
         if isinstance(entry, str) and not is_users_own(entry):
             raise KeelError(f"task.tools: {entry!r} is no tool: write it as module:attr, such as mytools:search")
-        made = tool(import_own(entry, "tool") if isinstance(entry, str) else entry)
-        found.append(made)
+        found.append(tool(import_own(entry, "tool") if isinstance(entry, str) else entry))
     distinct([made.name for made in found])
     return tuple(found)
 
@@ -131,7 +140,9 @@ def distinct(names: Sequence[str]) -> None:
     """Refuse two tools of one name."""
     twice = next((name for name in names if list(names).count(name) > 1), None)
     if twice is not None:
-        raise KeelError(f"two tools are called {twice!r}: give one of them another with tool(…, name=…)")
+        raise KeelError(
+            f"two tools are called {twice!r}: give one of them another with tool(…, name=…), or leave it out by only"
+        )
 
 
 def json_type(hint: Any) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def with_tools(task: Task, tools: Sequence[Tool], format: str = "json") -> WithT
     if format not in FORMATS:
         raise unknown("tool format", format, FORMATS)
     if not tools:
-        raise KeelError("the task tools needs tools: a list of module:attr")
+        raise KeelError("the task tools needs tools: a list of module:attr or {mcp: …}")
     if hasattr(task, "respond"):
         raise KeelError(f"task {task.name!r} has several turns of its own: tools are for tasks of one turn")
     return WithTools(task, tuple(tools), format)
