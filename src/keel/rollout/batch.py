@@ -60,7 +60,7 @@ class Batch:
         Rows that join cost time: what the others have read is moved. They join once the empty places have cost as much,
         so that the two together are at most twice what the best moment would have cost.
         """
-        return not self.live or self._idle >= self._decoder.join_cost
+        return not self.live or self._idle >= self._decoder.join_cost(self.size)
 
     def fill(self, waiting: list[Row]) -> list[Row]:
         """Take the first rows that wait, as many as have a place; returns the others.

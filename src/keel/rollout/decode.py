@@ -21,6 +21,7 @@ from keel.rollout.lean import LlamaStep, is_llama_shaped
 
 _PREFILL_TOKENS = 16384  # prompts are read in chunks of about this many tokens, to bound their activations
 _JOIN, _JOIN_GRAPHED = 4.0, 16.0  # steps that rows which join cost: moving what was read, and making a graph anew
+_CPU_ROWS = 16  # with more places a CPU's step costs by the row, and an empty place hardly anything
 _PROBE_LENGTH = 32  # room for tokens in a probe: enough that steps run as graphs where they may
 _RESUME_SCORES = 2**25  # attention scores that one piece of a resumed context may have, for the same reason
 
@@ -28,13 +29,13 @@ _RESUME_SCORES = 2**25  # attention scores that one piece of a resumed context m
 class Decoder(Protocol):
     """What the engine drives: `start` reads prompts, `step` takes one token a row, `keep` drops rows.
 
-    `join` puts the rows of another of its kind behind its own, with room for `length` more tokens of each. One that
-    can hold contexts between turns (`resumes`) also hands out what it has read, and goes on from it.
+    `join` puts the rows of another of its kind behind its own, with room for `length` more tokens of each; `join_cost`
+    is what that costs in steps, by the places of the batch. One that can hold contexts between turns (`resumes`) also
+    hands out what it has read, and goes on from it.
     """
 
     resumes: bool
     carries: float  # share of its rows that may have ended and still be carried along, where dropping them costs more
-    join_cost: float  # in steps
 
     def start(self, prompts: Sequence[Sequence[int]], prompt_of: Sequence[int], length: int) -> Tensor: ...
 
@@ -43,6 +44,8 @@ class Decoder(Protocol):
     def keep(self, live: list[int]) -> list[int]: ...
 
     def join(self, other: Any, length: int) -> None: ...
+
+    def join_cost(self, places: int) -> float: ...
 
 
 @contextmanager
@@ -77,7 +80,7 @@ class SharedPrefixDecoder:
         self.inner = causal_lm(model)
         step = LlamaStep(self.inner) if lean else None
         self.lean = GraphedStep(step) if graphs and step is not None else step
-        self.carries, self.join_cost = (0.25, _JOIN_GRAPHED) if graphs else (0.0, _JOIN)
+        self.carries, self._join = (0.25, _JOIN_GRAPHED) if graphs else (0.0, _JOIN)
         self.device = next(model.parameters()).device
         self.cache: SharedPrefixCache
 
@@ -181,6 +184,9 @@ class SharedPrefixDecoder:
             self.lean.release()
         self.cache = self.cache.joined(other.cache, length)
 
+    def join_cost(self, places: int) -> float:
+        return math.inf if self.device.type == "cpu" and places > _CPU_ROWS else self._join
+
 
 class RepeatedDecoder:
     """The plain way for models whose attention is their own business: the prompt once a row, transformers' own cache.
@@ -191,7 +197,6 @@ class RepeatedDecoder:
 
     resumes = False
     carries = 0.0
-    join_cost = math.inf  # rows that join are a bucket of their own, and each is one more forward in every later step
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -240,6 +245,10 @@ class RepeatedDecoder:
         self.buckets += [[first + row for row in rows] for rows in other.buckets]
         self.contexts += other.contexts
         self.caches += other.caches
+
+    def join_cost(self, places: int) -> float:
+        """Never worth it: rows that join are a bucket of their own, one forward more in every later step."""
+        return math.inf
 
     def _in_order(self, logits: list[Tensor]) -> Tensor:
         order = torch.tensor([row for rows in self.buckets for row in rows], device=self.device)
