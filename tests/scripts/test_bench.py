@@ -40,10 +40,11 @@ def test_the_ratio_is_within_turns_and_trl_is_named(
     phases = {"rollout": 0.1, "reference": 0.1, "update": 0.1, "peak_gib": 1.0}
     slowing = {"keel": [1.0, 2.0, 4.0], "trl": [3.0, 6.0, 12.0]}  # a machine that slows down under both
     turns = {side: [{**phases, "total": total} for total in totals] for side, totals in slowing.items()}
-    step.show("tiny", step.JOBS["tiny"], turns)
+    step.show("tiny", "cpu", step.JOBS["tiny"], turns)
     out = capsys.readouterr().out
     assert '"ratio": 3.0' in out
     assert out.count(step.TRL_VERSION) == 2
+    assert '"device": "cpu"' in out
 
 
 def test_another_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
