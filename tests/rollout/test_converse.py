@@ -241,6 +241,15 @@ def test_episodes_are_those_of_an_engine_asked_turn_by_turn() -> None:
     assert len({len(completion.tokens) for group in expected for completion in group.completions}) > 3
 
 
+def test_an_engine_that_returns_too_few_is_named() -> None:
+    class Short(Asked):
+        def generate(self, *args: Any, **options: Any) -> Any:
+            return [group[:-1] for group in super().generate(*args, **options)]
+
+    with pytest.raises(KeelError, match=r"engine Short was asked for 12 completions of 4 requests and returned 8 of 4"):
+        groups(Short(shapes.model("llama"), shapes.tokenizer()), Guess())
+
+
 def test_a_generate_put_on_the_object_is_asked_too() -> None:
     engine, times = engine_of(shapes.model("llama")), []
     generate = engine.generate

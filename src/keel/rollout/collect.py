@@ -156,6 +156,12 @@ def _turn_by_turn(
     """For an engine that takes nothing up while others run: all episodes say their turn, then all are answered."""
     while requests:
         found = engine.generate(requests, sampling, **noise)
+        asked, given = [len(request.drawn(sampling)) for request in requests], [len(group) for group in found]
+        if asked != given:
+            raise KeelError(
+                f"the engine {type(engine).__name__} was asked for {sum(asked)} completions of {len(asked)} requests "
+                f"and returned {sum(given)} of {len(given)}: its generate must return as many as each request draws"
+            )
         turns = [
             Turn(request, sample, completion)
             for request, group in zip(requests, found, strict=True)
