@@ -180,32 +180,36 @@ class RepetitionPenalty(Wrapped):
         self.tokenizer = tokenizer
 
     def generate(self, requests, sampling, *, seed=0, attempt=0, step=0):
+        first = seed * 7 + attempt * 13 + step * 1009
         return [
-            [
-                self._one(r.tokens, sampling, (seed * 7 + attempt * 13 + step * 1009 + i * 101 + k) % 2**31)
-                for k in _samples(r, sampling)
-            ]
+            self._group(r.tokens, sampling, [(first + i * 101 + k) % 2**31 for k in r.drawn(sampling)])
             for i, r in enumerate(requests)
         ]
 
-    def _one(self, prompt: tuple[int, ...], sampling: SamplingParams, seed: int) -> Completion:
-        generator, tokens, logps = torch.Generator().manual_seed(seed), [], []
-        end = self.tokenizer.eos_token_id
-        while len(tokens) < sampling.max_completion_length and end not in tokens:
-            context = [*prompt, *tokens]
+    def _group(self, prompt: tuple[int, ...], sampling: SamplingParams, seeds: list[int]) -> list[Completion]:
+        """All completions of a prompt in one forward a token; those that have ended are drawn on and cut afterwards."""
+        generators, end = [torch.Generator().manual_seed(seed) for seed in seeds], self.tokenizer.eos_token_id
+        contexts, logps = torch.tensor([prompt] * len(seeds)), torch.empty(len(seeds), 0)
+        for _ in range(sampling.max_completion_length):
+            if (contexts[:, len(prompt) :] == end).any(1).all():
+                break
             with torch.no_grad():
-                logits = self.model(input_ids=torch.tensor([context])).logits[0, -1].float() / sampling.temperature
-            held, seen = logits.clone(), sorted(set(context))
-            held[seen] = torch.where(held[seen] > 0, held[seen] / 1.5, held[seen] * 1.5)
-            tokens.append(int(torch.multinomial(held.softmax(-1), 1, generator=generator)))
-            logps.append(float(logits.log_softmax(-1)[tokens[-1]]))
+                logits = self.model(input_ids=contexts).logits[:, -1].float() / sampling.temperature
+            seen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, contexts, True)
+            held = torch.where(seen, torch.where(logits > 0, logits / 1.5, logits * 1.5), logits).softmax(-1)
+            drawn = [torch.multinomial(row, 1, generator=g) for row, g in zip(held, generators, strict=True)]
+            newest = torch.stack(drawn)
+            contexts = torch.cat((contexts, newest), 1)
+            logps = torch.cat((logps, logits.log_softmax(-1).gather(1, newest)), 1)
+        pairs = zip(contexts[:, len(prompt) :].tolist(), logps.tolist(), strict=True)
+        return [self._completion(tokens, logp, end) for tokens, logp in pairs]
+
+    def _completion(self, tokens: list[int], logp: list[float], end: int) -> Completion:
+        length = tokens.index(end) + 1 if end in tokens else len(tokens)
+        tokens, logp = tokens[:length], logp[:length]
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         stop = "eos" if tokens[-1] == end else "length"
-        return Completion(tuple(tokens), (True,) * len(tokens), tuple(logps), tuple(logps), text, stop)
-
-
-def _samples(request, sampling):
-    return range(sampling.num_generations) if request.samples is None else request.samples
+        return Completion(tuple(tokens), (True,) * length, tuple(logp), tuple(logp), text, stop)
 
 
 # Scorers
