@@ -264,14 +264,12 @@ def test_a_generate_put_on_the_object_is_asked_too() -> None:
 
 
 def test_without_joining_all_are_answered_together() -> None:
-    class Counted(NativeEngine):
-        turns = 0
-
+    class NeverJoins(NativeEngine):
         def converse(self, *args: Any, **options: Any) -> None:
             raise AssertionError("asked to join")
 
     model = shapes.model("llama")
-    engine = Counted(model, shapes.tokenizer())
+    engine = NeverJoins(model, shapes.tokenizer())
     engine.eos_ids = frozenset(range(200, 257))
     found = groups(engine, Guess(), join_turns=False)
     assert tokens_of(found) == tokens_of(groups(engine_of(model), Guess()))

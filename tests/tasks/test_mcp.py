@@ -29,8 +29,6 @@ from keel.types import Problem
 from rollout.chats import chats
 from rollout.test_turns_tools import Scripted
 
-pytest.importorskip("mcp")
-
 SERVER = Path(__file__).with_name("mcp_server.py")
 ENV = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 KEYS = count()

@@ -29,9 +29,8 @@ _RESUME_SCORES = 2**25  # attention scores that one piece of a resumed context m
 class Decoder(Protocol):
     """What the engine drives: `start` reads prompts, `step` takes one token a row, `keep` drops rows.
 
-    `join` puts the rows of another of its kind behind its own, with room for `length` more tokens of each; `join_cost`
-    is what that costs in steps, by the places of the batch. One that can hold contexts between turns (`resumes`) also
-    hands out what it has read, and goes on from it.
+    `join_cost` is what it costs in steps, by the places of the batch, to let rows join those running. One that can hold
+    contexts between turns (`resumes`) also hands out what it has read, goes on from it, and joins others of its kind.
     """
 
     resumes: bool
@@ -42,8 +41,6 @@ class Decoder(Protocol):
     def step(self, tokens: Tensor) -> Tensor: ...
 
     def keep(self, live: list[int]) -> list[int]: ...
-
-    def join(self, other: Any, length: int) -> None: ...
 
     def join_cost(self, places: int) -> float: ...
 
@@ -180,12 +177,13 @@ class SharedPrefixDecoder:
         return self.cache.keep(live)
 
     def join(self, other: SharedPrefixDecoder, length: int) -> None:
+        """Put the other's rows behind these, with room for `length` more tokens of each."""
         if isinstance(self.lean, GraphedStep):
             self.lean.release()
         self.cache = self.cache.joined(other.cache, length)
 
     def join_cost(self, places: int) -> float:
-        return math.inf if self.device.type == "cpu" and places > _CPU_ROWS else self._join
+        return self._join if may_join(self.device.type, places) else math.inf
 
 
 class RepeatedDecoder:
@@ -240,19 +238,18 @@ class RepeatedDecoder:
         self.caches = [self.caches[bucket] for bucket in kept]
         return live
 
-    def join(self, other: RepeatedDecoder, length: int) -> None:
-        first = sum(map(len, self.buckets))
-        self.buckets += [[first + row for row in rows] for rows in other.buckets]
-        self.contexts += other.contexts
-        self.caches += other.caches
-
     def join_cost(self, places: int) -> float:
-        """Never worth it: rows that join are a bucket of their own, one forward more in every later step."""
+        """Never worth it: rows that join would be a bucket of their own, one forward more in every later step."""
         return math.inf
 
     def _in_order(self, logits: list[Tensor]) -> Tensor:
         order = torch.tensor([row for rows in self.buckets for row in rows], device=self.device)
         return torch.cat(logits)[order.argsort()]
+
+
+def may_join(device: str, places: int) -> bool:
+    """Whether rows that join those running can pay there."""
+    return device != "cpu" or places <= _CPU_ROWS
 
 
 def _probe(model: nn.Module, decoder: Decoder) -> float:

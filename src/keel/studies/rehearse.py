@@ -19,6 +19,7 @@ from keel.models.head import Head, body_of, causal_lm, evaluating
 from keel.models.load import LoadedModel
 from keel.models.logprobs import hidden_states, score_hidden
 from keel.models.pack import PackedBatch, microbatches, pack
+from keel.rollout.decode import may_join
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
 from keel.studies.hardware import Hardware
 from keel.studies.live import CudaAutocast, LiveBytes, Operations
@@ -256,6 +257,7 @@ class _Rehearsal:
             own = torch.empty(layers, 2, rows, heads, length, size, dtype=self.loaded.dtype)
             together = rows == rollout.prompts_per_step * rollout.num_generations
             joins = not together or (rollout.max_turns > 1 and rollout.join_turns)
+            joins = joins and may_join(self.hardware.kind, rows)
             moved = torch.empty_like(own) if joins else own[:0]  # rows that join are put beside the others anew
             pairs = sum(x.untyped_storage().nbytes() for pair in prefix for x in pair)
             cache = pairs + own.untyped_storage().nbytes()
