@@ -187,6 +187,12 @@ def test_mistakes_in_a_file(tmp_path):
         (["kl.beta=0.1", "kl.placement=reward"], "use estimator=k1"),
         (["kl.beta=0.1", "kl.estimator=k2", "kl.gradient=rho", "loss.num_iterations=2"], "no divergence's gradient"),
         (["kl.estimator=k9"], "unknown estimator"),
+        (["kl.estimator=k1", "kl.gradient=plain", "kl.controller.name=dual", "kl.controller.target=0.1"], "zero"),
+        (["kl.placement=reward", "kl.controller.name=dual", "kl.controller.target=0.1"], "use estimator=k1"),
+        (["kl.beta=0.1", "kl.estimator=exact", "kl.ratio_cap=2"], "kl.ratio_cap has no meaning"),
+        (["kl.beta=0.1", "kl.gradient=plain", "kl.ratio_cap=2"], "kl.ratio_cap has no meaning"),
+        (["kl.beta=0.1", "kl.gradient=k2", "kl.ratio_cap=2"], "kl.ratio_cap has no meaning"),
+        (["kl.beta=0.1", "kl.ratio_cap=0.5"], "kl.ratio_cap"),
         (["kl.measure_every=0", "kl.beta=0.1"], "kl.measure_every is 0"),
         (["kl.measure_every=0", "kl.controller.name=step"], "needs the measured KL"),
         (["kl.measure_every=0", "reference.kind=kl_triggered"], "needs the measured KL"),
@@ -239,7 +245,17 @@ def test_at_beta_0_the_pairing_does_not_matter():
 
 def test_notes():
     assert load_config({}, ["kl.beta=0.01"]).notes() == []
-    assert "β/σ" in load_config({}, ["kl.beta=0.01", "kl.placement=reward", "kl.estimator=k1"]).notes()[0]
+    assert "β/σ" in load_config({}, ["kl.beta=0.01", "kl.placement=reward", "kl.estimator=k1"]).notes()[1]
+    for loss, near in (
+        ("grpo", True),
+        ("gspo", True),
+        ("gmpo", True),
+        ("sapo", True),
+        ("dapo", False),
+        ("cispo", False),
+    ):
+        shaped = ["kl.beta=0.01", "kl.placement=advantage", "kl.estimator=k1", f"loss.loss_type={loss}"]
+        assert any("1/length" in note for note in load_config({}, shaped).notes()) == near
     assert "∇KL(ref‖policy)" in load_config({}, ["kl.beta=0.01", "kl.gradient=plain"]).notes()[0]
     assert "kl/unneeded" in load_config({}, ["kl.beta=0.01", "loss.loss_type=dr_grpo"]).notes()[0]
     biased = ["kl.beta=0.01", "kl.estimator=k1", "kl.gradient=plain", "kl.allow_biased=true"]

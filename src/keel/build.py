@@ -168,14 +168,6 @@ class Built:
     notes: tuple[str, ...]
 
 
-def check_trainable(config: Config) -> None:
-    """Refuse a penalty that has no place in the step."""
-    if config.kl.estimator == "exact_reverse" and config.kl.beta > 0:
-        raise KeelError(
-            "kl.estimator=exact_reverse is measured but not trained on: use exact, or k3 with gradient=plain"
-        )
-
-
 def build_run(
     config: Config, loaded: LoadedModel, *, task: Task | None = None, reward: RewardFunction | None = None
 ) -> Built:
@@ -187,8 +179,7 @@ def build_run(
     sampling = build_sampling(config)
     engine = build_engine(config, loaded)
     half = autocast_dtype(config, loaded)
-    spec = kl_spec(config)
-    check_trainable(config)
+    spec, loss = kl_spec(config), loss_spec(config)
     scorer = build_scorer(config.model.scorer)
     shared = isinstance(engine, NativeEngine) and engine.model is loaded.model and half is None and scorer is None
     run = Run(
@@ -199,16 +190,16 @@ def build_run(
         reference=_reference(config, loaded),
         optimizer=build_optimizer(config, loaded, half),
         controller=build_controller(**controller_params(config)),
-        loss=loss_spec(config),
+        loss=loss,
         kl=KLOptions(
             spec=spec,
-            pairing=spec.pairing(off_policy=config.off_policy or not shared),
+            pairing=spec.pairing(loss, off_policy=config.off_policy or not shared),
             exact=config.kl.needs_exact,
             measure_every=config.kl.measure_every,
             collect_max=config.kl.collect_max,
         ),
         options=_step_options(config, loaded.shared_prefix and scorer is None, half),
-        mismatch=None if shared else mismatch_spec(config),
+        mismatch=mismatch_spec(config),
         guards=guard_options(config),
         scorer=scorer,
     )

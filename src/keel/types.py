@@ -69,11 +69,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Scores:
-    """What one pass of the policy returns, each `[B, T]`, fp32, aligned to the token it scores."""
+    """What one pass of the policy returns, each `[B, T]`, fp32, aligned to the token it scores.
+
+    `exact_kl` is KL(policy‖ref) over the vocabulary, `ref_policy_kl` KL(ref‖policy).
+    """
 
     logp: Tensor
     entropy: Tensor | None = None
     exact_kl: Tensor | None = None
+    ref_policy_kl: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,8 @@ class Batch:
     """One row a completion, right-padded: what the losses read. All tensors are `[B, T]` unless noted.
 
     `action_mask` is true only on tokens that the policy sampled. `policy_mask` (default: the same) leaves tokens out
-    of the policy term while they stay in the KL term. `group` `[B]` numbers the group of each row.
+    of the policy term while they stay under the KL penalty. `kl_advantages` `[B]` is what a penalty in the reward
+    adds to the advantages, apart from the rewards' own. `group` `[B]` numbers the group of each row.
     """
 
     action_mask: Tensor
@@ -92,3 +97,4 @@ class Batch:
     policy_mask: Tensor | None = None
     rewards: Tensor | None = None
     group: Tensor | None = None
+    kl_advantages: Tensor | None = None

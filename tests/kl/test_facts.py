@@ -111,7 +111,7 @@ MISTAKES = [
     (("k3", "loss", "roh"), {}, "unknown gradient form 'roh': did you mean 'rho'?"),
     (("k1", "reward", "rho"), {}, "kl.gradient=rho has no meaning with kl.placement=reward"),
     (("k1", "loss", "rho"), {"level": "sequence"}, "kl.gradient=rho has no meaning with kl.level=sequence"),
-    (("k1", "loss", "k3"), {}, "not a proven pairing"),
+    (("k1", "loss", "sg_rho*k1"), {}, "an expected gradient that is zero"),
     (("abs", "loss", "auto"), {"level": "sequence"}, "not a proven pairing"),
 ]
 
@@ -148,7 +148,41 @@ def test_what_each_value_estimates(estimator, on, weighted, unweighted):
 
 
 def test_a_row_nobody_wrote_is_none():
-    assert find_fact("k1", "loss", "on", "rho*abs") is None
+    assert find_fact("k1", "loss", "on", "rho*other") is None
+
+
+@pytest.mark.parametrize("off", [False, True])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "abs", "exact", "exact_reverse"])
+def test_a_carrier_decides_the_gradient_whatever_the_value_is(estimator, off):
+    """|d| with ρ·k3's gradient is as right as k1 with it."""
+    assert check_pairing(estimator, "loss", "rho*k3", off_policy=off).expected_gradient == "policy||ref"
+    assert check_pairing(estimator, "loss", "sg_rho*k3", off_policy=off).expected_gradient == "ref||policy"
+
+
+# placement, level, gradient, what a mean over each completion makes of it
+BY_LENGTH = [
+    ("k1", "reward", "sequence", "auto", "length-weighted policy||ref"),
+    ("k1", "advantage", "token", "auto", "length-weighted policy||ref"),
+    ("k1", "advantage", "sequence", "auto", "length-weighted policy||ref"),
+    ("k2", "loss", "token", "auto", "length-weighted policy||ref"),
+    ("k3", "loss", "token", "plain", "length-weighted ref||policy"),
+    ("k1", "loss", "sequence", "auto", "policy||ref"),  # over sequences under every loss
+]
+
+
+@pytest.mark.parametrize(("estimator", "placement", "level", "gradient", "expected"), BY_LENGTH)
+def test_a_mean_over_each_completion_is_named(estimator, placement, level, gradient, expected):
+    pairing = check_pairing(estimator, placement, gradient, level=level, reduction="sequence_mean")
+    assert pairing.expected_gradient == expected
+    assert ("1/length" in pairing.note) == expected.startswith("length-weighted")
+    even = check_pairing(estimator, placement, gradient, level=level, reduction="constant")
+    assert even.expected_gradient == expected.removeprefix("length-weighted ")
+
+
+def test_what_is_zero_where_tokens_weigh_alike_is_wrong_by_length():
+    for estimator, placement, gradient in (("k1", "loss", "plain"), ("exact", "advantage", "auto")):
+        with pytest.raises(KeelError, match="no divergence's gradient"):
+            check_pairing(estimator, placement, gradient, reduction="sequence_mean")
 
 
 def ask(*arguments, **options):

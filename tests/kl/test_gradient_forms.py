@@ -11,6 +11,7 @@ import torch
 
 from keel.errors import KeelError
 from keel.kl import FACTS, GradientForm, check_pairing, kl_loss, parse_gradient, straight_through, weighted_estimate
+from keel.kl.gradients import with_form
 
 SEEDS = range(4)
 VOCABULARY = 5
@@ -200,7 +201,7 @@ def fact_function(fact, on_policy):
         else:
             value = weighted_estimate(fact.estimator, GradientForm(), logp, ref, clamp=None)
         if fact.placement == "loss":
-            return value
+            return with_form(value, parse_gradient(fact.gradient), logp, ref, None if on_policy else old, clamp=None)
         return value.detach() * (logp - (logp.detach() if on_policy else old)).exp()
 
     return function

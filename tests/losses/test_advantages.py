@@ -71,6 +71,25 @@ def test_ragged_groups_in_any_order(data):
         np.testing.assert_allclose(got[labels == label], (mine - mine.mean()) / (std + 1e-4), atol=1e-9)
 
 
+@pytest.mark.parametrize("scale", ["group", "batch"])
+def test_without_a_baseline_the_deviation_is_from_zero(scale):
+    """R / √mean(R²): a unanimous group is as large as any other, where R / std is 1/ε of it."""
+    rewards, group = torch.tensor([1.0, 1.0, 1.0, 0.0, 3.0, 4.0]), torch.tensor([0, 0, 0, 1, 1, 1])
+    got = advantages(rewards, group, baseline="none", scale=scale, epsilon=0.0)
+    by = {"group": [1.0] * 3 + [(25 / 3) ** 0.5] * 3, "batch": [(28 / 6) ** 0.5] * 6}[scale]
+    assert got.tolist() == pytest.approx((rewards / torch.tensor(by)).tolist())
+    same = advantages(torch.full((4,), 0.7), torch.zeros(4, dtype=torch.long), baseline="none", scale=scale)
+    assert same.tolist() == pytest.approx([1.0] * 4, rel=1e-3)
+
+
+@given(st.lists(st.floats(-10, 10), min_size=4, max_size=4), st.sampled_from(["group", "batch"]))
+def test_no_advantage_is_larger_than_its_group(values, scale):
+    """With any baseline |A| stays below √n · n/(n−1): no scaling turns agreement into size."""
+    rewards, group = torch.tensor(values, dtype=torch.float64), torch.zeros(4, dtype=torch.long)
+    for baseline in ("group_mean", "leave_one_out", "none"):
+        assert advantages(rewards, group, baseline=baseline, scale=scale).abs().max() <= 4**0.5 * 4 / 3
+
+
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e6 + 0.1])
 @pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])

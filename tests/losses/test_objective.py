@@ -110,12 +110,49 @@ def test_beta_zero_has_no_kl_term_and_needs_no_reference(loss):
     assert np.array_equal(with_reference[1], without[1])
 
 
-@pytest.mark.parametrize("placement", ["reward", "advantage"])
-def test_other_doors_add_no_kl_term(placement):
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("door", ["reward", "advantage", "to go"])
+def test_a_penalty_in_reward_or_advantage_is_what_the_first_update_of_shaped_advantages_is(loss, door):
+    """At ratio 1 the term of its own adds what A − β·KL in the loss's own term would."""
     scores, batch = make()
-    shaped = run(scores, batch, kl=KLSpec("k1", placement=placement))
-    assert shaped[2]["loss/kl"] == 0
-    assert shaped[0] == run(scores, batch, beta=0.0)[0]
+    batch = replace(batch, old_logp=None)
+    logp = torch.as_tensor(scores.logp)
+    kl = torch.where(batch.action_mask, (logp - batch.ref_logp).detach(), 0.0)
+    level = "sequence" if door == "to go" else "token"
+    if door == "reward":
+        taken = -0.3 * kl.sum(-1)
+        spec, own = KLSpec("k1", placement="reward"), replace(batch, kl_advantages=taken)
+        taken = taken.unsqueeze(-1).expand_as(kl)
+    else:
+        spec, own = KLSpec("k1", placement="advantage", level=level), batch
+        taken = -0.3 * (kl if door == "advantage" else kl.flip(-1).cumsum(-1).flip(-1))
+    term = replace(batch, advantages=batch.advantages.unsqueeze(-1) + torch.where(batch.action_mask, taken, 0.0))
+    reduction = LOSSES[loss].reduction
+    token_loss = next(name for name in ("grpo", "bnpo", "dr_grpo", "dapo") if LOSSES[name].reduction == reduction)
+    plain, shaped = run(scores, batch, token_loss, beta=0.0), run(scores, term, token_loss, beta=0.0)
+    alone, together = run(scores, batch, loss, beta=0.0), run(scores, own, loss, spec, beta=0.3)
+    assert np.abs(shaped[1] - plain[1]).max() > 1e-3
+    np.testing.assert_allclose(together[1] - alone[1], shaped[1] - plain[1], atol=1e-12)
+    assert together[2]["loss/kl"] == pytest.approx(shaped[0] - plain[0], abs=1e-12)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("placement", ["loss", "reward", "advantage"])
+def test_the_penalty_does_not_see_the_policy_mask(loss, placement):
+    """Completions that leave the policy term (collect_max, truncated, no signal) keep their whole penalty."""
+    scores, batch = make(advantages=False)
+    spec = KLSpec("k1", placement=placement)
+    if placement == "reward":
+        batch = replace(batch, kl_advantages=torch.linspace(-1, 1, len(batch.action_mask), dtype=torch.float64))
+    whole = run(scores, batch, loss, spec, beta=0.5)
+    nobody = torch.zeros(len(batch.action_mask), dtype=torch.bool)
+    for keep in (nobody, torch.arange(len(nobody)) % 2 == 0):
+        masked = run(
+            scores, replace(batch, policy_mask=with_policy_mask(batch.action_mask, keep)), loss, spec, beta=0.5
+        )
+        np.testing.assert_allclose(masked[1], whole[1], atol=1e-14)
+        assert masked[2]["loss/kl"] == pytest.approx(whole[2]["loss/kl"], abs=1e-14)
+    assert np.abs(whole[1]).max() > 1e-3
 
 
 @given(st.integers(0, 10_000), st.sampled_from(["k1", "k2", "k3", "exact"]), st.sampled_from(["token", "sequence"]))

@@ -88,6 +88,7 @@ def test_entropy_and_exact_kl_equal_full_logits(name: str, temperature: float, g
         entropy=True,
         exact_kl=True,
         ref_policy=True,
+        ref_policy_grad=True,
         ref_hidden=ref_hidden,
         ref_head=head_of(reference),
         chunk_tokens=11,
@@ -104,11 +105,10 @@ def test_entropy_and_exact_kl_equal_full_logits(name: str, temperature: float, g
     }
     for key, value in expected.items():
         assert (getattr(scores, key)[mask] - value).abs().max() < 1e-5, key
-    assert not scores.ref_policy_kl.requires_grad
     assert not scores.ref_logp.requires_grad
     for key, coefficients in zip(
-        ["logp", "entropy", "exact_kl"],
-        [weights(len(p)), weights(len(p)).flip(0), weights(len(p)).square()],
+        ["logp", "entropy", "exact_kl", "ref_policy_kl"],
+        [weights(len(p)), weights(len(p)).flip(0), weights(len(p)).square(), weights(len(p)).roll(1)],
         strict=True,
     ):
         found = torch.autograd.grad((getattr(scores, key)[mask] * coefficients).sum(), parameters, retain_graph=True)

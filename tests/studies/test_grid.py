@@ -137,9 +137,9 @@ def test_refused(changes, overrides, words):
             "the point task=[{name: arithmetic, skill: nonsense}]: ",
         ),
         (
-            "kl={estimator: k1},{estimator: exact_reverse, placement: reward, allow_biased: true}",
+            "kl={estimator: k1},{estimator: exact_reverse, placement: reward}",
             [],
-            "allow_biased=true: kl.estimator=exact_reverse is measured but not trained on",
+            "kl.estimator=exact_reverse with gradient=plain and level=sequence in the reward is not a proven pairing",
         ),
         ("kl.beta=0,1", ["kl_beta=0.5"], "kl.beta is in the grid and among the options for all points"),
         ("kl_beta=0,1", ["kl.beta=0.5"], "kl.beta is in the grid and among the options for all points"),

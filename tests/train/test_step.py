@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from keel.build import build_policy, build_run
+from keel.losses.objective import advantage_penalty, objective
 from keel.train import step as step_module
 from keel.train.state import Run, State
-from keel.train.step import train_step
+from keel.train.step import train_step, with_advantages
+from keel.types import Problem
 from train.small import small_config
 
 NAMES = """reward/mean reward/std reward/penalized reward/part/letters reward/within_group_std
@@ -162,6 +164,62 @@ def test_rejected_completions_leave_the_policy_term_and_stay_in_the_kl_term() ->
     assert metrics["loss/kl"] > 0
 
 
+LEAVE_THE_POLICY_TERM = {
+    "no signal": ("loss.dynamic_sampling=true", "loss.dynamic_sampling_rounds=1"),
+    "too far": ("kl.collect_max=1e-9",),
+    "truncated": ("loss.mask_truncated_completions=true", "rollout.max_completion_length=4"),
+}
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "gspo"])
+@pytest.mark.parametrize("placement", ["loss", "advantage", "reward"])
+@pytest.mark.parametrize("reason", LEAVE_THE_POLICY_TERM)
+def test_the_penalty_stays_with_completions_that_leave_the_policy_term(
+    reason: str, placement: str, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient at β = 0.5 less that at β = 0 is the same whether or not the completions were left out."""
+
+    def gradient(beta: str, *overrides: str) -> torch.Tensor:
+        common = ("optim.max_grad_norm=1e9", "loss.scale_rewards=none")
+        run, state = make(
+            f"kl.beta={beta}", "kl.estimator=k1", f"kl.placement={placement}", f"loss.loss_type={loss}", *common,
+            *overrides,
+        )  # fmt: skip
+        with torch.no_grad():  # away from the reference, by the same displacement every time
+            for number, parameter in enumerate(run.optimizer.parameters):
+                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+                parameter.add_(0.1 * noise)
+        inner = run.collect
+        if reason == "no signal":
+
+            def flat(problems: Any, *, attempt: int, step: int) -> Any:
+                groups = inner(problems, attempt=attempt, step=step)
+                return [replace(g, rewards=(g.rewards[0],) * len(g.rewards)) for g in groups][:3]
+
+            run.collect = flat  # type: ignore[assignment]
+            monkeypatch.setattr(run.task.__class__, "sample", lambda *_, **__: same)
+            same = [Problem(f"p{i}", f"{i}=", "abc") for i in range(3)]
+        seen: list[torch.Tensor] = []
+        step = run.optimizer.step
+
+        def spy(total: float = 0.0, **guard: Any) -> Any:
+            seen.append(torch.cat([p.grad.flatten().clone() for p in run.optimizer.parameters]))
+            return step(total, **guard)
+
+        monkeypatch.setattr(run.optimizer, "step", spy)
+        batch = train_step(run, state).batch
+        if any(not option.startswith("rollout.") for option in overrides):
+            assert batch.rows.policy_mask is not None
+        return seen[0]
+
+    leave = LEAVE_THE_POLICY_TERM[reason]
+    alike = [option for option in leave if option.startswith("rollout.")]
+    inside = gradient("0.5", *alike) - gradient("0", *alike)
+    outside = gradient("0.5", *leave) - gradient("0", *leave)
+    assert inside.norm() > 1e-2
+    assert torch.allclose(inside, outside, atol=1e-5 * float(inside.norm()) + 1e-6)
+
+
 def test_truncated_completions_can_be_left_out_of_the_policy_term() -> None:
     run, state = make("loss.mask_truncated_completions=true", "rollout.max_completion_length=30")
     batch = train_step(run, state).batch
@@ -175,7 +233,7 @@ def test_reward_and_advantage_doors() -> None:
         run, state = make(f"kl.placement={placement}", "kl.estimator=k1", "kl.beta=0.5", "loss.scale_rewards=none")
         state = train_step(run, state).state
         metrics = train_step(run, state).metrics
-        assert metrics["loss/kl"] == 0.0
+        assert metrics["loss/kl"] != 0.0
         moved = metrics["reward/penalized"] - metrics["reward/mean"]
         expected = -0.5 * metrics["kl/policy_ref/sequence/mean"] if placement == "reward" else 0.0
         assert moved == pytest.approx(expected, abs=1e-6)
@@ -185,7 +243,9 @@ def test_reward_and_advantage_doors() -> None:
     ("door", "weight"),
     [("reward", "sum"), ("advantage", "own"), ("advantage level=sequence", "to go")],
 )
-def test_the_exact_kl_behind_the_first_doors_is_the_sum_over_the_vocabulary(door: str, weight: str) -> None:
+def test_the_exact_kl_behind_the_first_doors_is_the_sum_over_the_vocabulary(
+    door: str, weight: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every logit of both models written out: Σ_v π_v (log π_v − log p_v) is what rewards and advantages lose."""
     placement, _, level = door.partition(" level=")
     run, state = make(
@@ -197,28 +257,80 @@ def test_the_exact_kl_behind_the_first_doors_is_the_sum_over_the_vocabulary(door
     twin.load_state_dict(run.policy.model.state_dict())
     with run.reference.model() as held:  # type: ignore[union-attr]
         frozen.load_state_dict(held.state_dict())
+    taken: list[torch.Tensor] = []
+
+    def spy(scores: Any, view: Any, loss: Any, kl: Any, beta: float, *args: Any, **options: Any) -> Any:
+        if placement == "advantage":
+            taken.extend(advantage_penalty(kl, scores, view, beta))
+        return objective(scores, view, loss, kl, beta, *args, **options)
+
+    monkeypatch.setattr(step_module, "objective", spy)
     batch = train_step(run, state).batch
-    rows = batch.rows
-    assert batch.kl is not None
-    assert rows.rewards is not None
-    assert rows.advantages is not None
-    plain, number = rows.rewards.tolist(), 0
+    number = 0
     for group in batch.groups:
-        rewards = torch.tensor([r.total for r in group.rewards])
-        for completion, reward in zip(group.completions, rewards, strict=True):
+        for completion in group.completions:
             ids = torch.tensor([[*group.prompt_tokens, *completion.tokens]])
             with torch.no_grad():
                 pi, p = (m(ids).logits[0, len(group.prompt_tokens) - 1 : -1].log_softmax(-1) for m in (twin, frozen))
             kl = (pi.exp() * (pi - p)).sum(-1)
-            assert torch.allclose(batch.kl[number, : len(kl)], kl, atol=1e-5)
             assert kl.max() > 1e-4
             if weight == "sum":
-                assert plain[number] == pytest.approx(float(reward - 0.5 * kl.sum()), abs=1e-4)
+                assert float(batch.penalty[number]) == pytest.approx(float(-0.5 * kl.sum()), abs=1e-4)  # type: ignore[index]
             else:
-                taken = kl if weight == "own" else kl.flip(0).cumsum(0).flip(0)
-                expected = reward - rewards.mean() - 0.5 * taken
-                assert torch.allclose(rows.advantages[number, : len(kl)], expected, atol=1e-4)
+                lost = kl if weight == "own" else kl.flip(0).cumsum(0).flip(0)
+                assert torch.allclose(taken[number][: len(kl)], -0.5 * lost, atol=1e-4)
             number += 1
+
+
+def test_the_reverse_kl_over_the_vocabulary_is_trained_on_whatever_sets_beta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Σ_v p_v (log p_v − log π_v) of full logits, differentiated by autograd; β comes from a controller alone."""
+    run, state = make(
+        "kl.estimator=exact_reverse", "kl.beta=0", "kl.controller.name=dual", "kl.controller.target=1e-9",
+        "kl.controller.low=0.7", "optim.max_grad_norm=1e9",
+    )  # fmt: skip
+    state = train_step(run, state).state
+    assert state.beta >= 0.7
+    twin, frozen = (build_policy(small_config()).model for _ in range(2))
+    twin.load_state_dict(run.policy.model.state_dict())
+    with run.reference.model() as held:  # type: ignore[union-attr]
+        frozen.load_state_dict(held.state_dict())
+    seen: list[torch.Tensor] = []
+    inner = run.optimizer.step
+
+    def spy(total: float = 0.0, **guard: Any) -> Any:
+        seen.append(torch.cat([p.grad.flatten().clone() for p in run.optimizer.parameters]))
+        return inner(total, **guard)
+
+    monkeypatch.setattr(run.optimizer, "step", spy)
+    without = with_advantages
+    monkeypatch.setattr(
+        step_module, "with_advantages", lambda *a: (b := without(*a)).with_rows(advantages=0 * b.rows.advantages)
+    )
+    batch = train_step(run, state).batch
+    total, tokens = 0.0, 0
+    for group in batch.groups:
+        for completion in group.completions:
+            ids = torch.tensor([[*group.prompt_tokens, *completion.tokens]])
+            pi, p = (m(ids).logits[0, len(group.prompt_tokens) - 1 : -1].log_softmax(-1) for m in (twin, frozen))
+            total, tokens = total + (p.exp() * (p - pi)).sum(), tokens + len(completion.tokens)
+    (state.beta * total / tokens).backward()  # type: ignore[union-attr]
+    expected = torch.cat([p.grad.flatten() for p in twin.parameters()])
+    assert expected.norm() > 1e-4
+    assert torch.allclose(seen[0], expected, atol=1e-6, rtol=1e-4)
+
+
+def test_a_mismatch_of_half_precision_weights_is_weighed() -> None:
+    """The engine shares the weights, and still its numbers are not the trainer's: bf16 rounds by the batch's shape."""
+    run, state = make(
+        "model.dtype=bfloat16", "loss.mismatch.kind=icepop", "loss.mismatch.floor=0.9999", "loss.mismatch.cap=1.0001",
+        "kl.beta=0",
+    )  # fmt: skip
+    assert run.mismatch is not None
+    _, metrics, batch = train_step(run, state)
+    gap = (batch.rows.old_logp - batch.rows.sample_logp)[batch.rows.action_mask].abs()  # type: ignore[operator]
+    assert (gap > 1e-3).float().mean() > 0.1
+    plain, state = make("model.dtype=bfloat16", "loss.mismatch.kind=none", "kl.beta=0")
+    assert train_step(plain, state).metrics["loss/policy"] != metrics["loss/policy"]
 
 
 def test_exact_kl_is_measured_in_both_directions_and_close_to_the_sampled_one() -> None:

@@ -107,8 +107,8 @@ def _loss(config: Config) -> None:
 def _kl(config: Config) -> None:
     kl = config.kl
     spec = kl_spec(config)
-    if kl.beta > 0 or kl.controller.name != "fixed":
-        spec.pairing(off_policy=config.off_policy)
+    if kl.penalizes:
+        spec.pairing(loss_spec(config), off_policy=config.off_policy)
     else:
         _names_only(spec)
     if kl.placement != "loss" and kl.reduction == "loss":
@@ -315,8 +315,8 @@ def advice(config: Config) -> list[str]:
     from keel.kl import advise
 
     kl, notes = config.kl, []
-    if kl.beta > 0 or _steers(config):
-        pairing = kl_spec(config).pairing(off_policy=config.off_policy)
+    if kl.penalizes:
+        pairing = kl_spec(config).pairing(loss_spec(config), off_policy=config.off_policy)
         if pairing.expected_gradient != "policy||ref":
             notes.append(pairing.note)
         if kl.placement == "reward" and scale_rewards(config) != "none":

@@ -42,7 +42,7 @@ def kl_spec(config: Config) -> KLSpec:
         reduction=kl.reduction,
         log_ratio_clamp=kl.log_ratio_clamp,
         ratio_cap=kl.ratio_cap,
-        allow_biased=kl.allow_biased or kl.beta == 0,  # no penalty: no gradient that could be wrong
+        allow_biased=kl.allow_biased or not kl.penalizes,  # no penalty: no gradient that could be wrong
     )
 
 
@@ -92,7 +92,7 @@ def resolved(config: Config) -> dict[str, Any]:
         found["loss.scale_rewards"] = scale_rewards(config)
     if config.kl.gradient == "auto":
         spec = replace(kl_spec(config), allow_biased=True)  # at β = 0 any pairing may stand
-        pairing = spec.pairing(off_policy=config.off_policy)
+        pairing = spec.pairing(loss_spec(config), off_policy=config.off_policy)
         found["kl.gradient"] = (
             str(pairing.form) if pairing.placement == "loss" and pairing.level == "token" else "its own"
         )

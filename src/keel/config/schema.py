@@ -75,7 +75,7 @@ class KL(Section):
     log_ratio_clamp: Above0 | None = Field(
         default=20.0, description="Log-ratios are held within ± this many nats; null for no limit."
     )
-    ratio_cap: Above0 | None = Field(
+    ratio_cap: Annotated[Float, Field(ge=1)] | None = Field(
         default=None,
         description="Largest importance weight of the KL term when a batch serves several updates; null: none.",
     )
@@ -84,13 +84,19 @@ class KL(Section):
     )
     measure_every: Count = Field(default=1, description="Steps between measurements of the KL; 0 is never.")
     collect_max: Above0 | None = Field(
-        default=None, description="A completion above this KL (nats per token) leaves the policy term, not the KL term."
+        default=None,
+        description="A completion above this KL (nats per token) leaves the policy term and keeps its KL penalty.",
     )
     allow_biased: Flag = Field(default=False, description="Run pairings whose expected gradient is zero or wrong.")
     controller: ControllerSpec = Field(default=ControllerSpec(), description="What sets β over time.")
     budget: Annotated[Budget | None, BeforeValidator(_budget)] = Field(
         default=None, description="Largest KL of the run: nats per token, or {max, unit, action}; null for no limit."
     )
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether β is ever above 0: from the start, or because a controller may raise it."""
+        return self.beta > 0 or self.controller.name != "fixed"
 
     @property
     def needs_exact(self) -> bool:
@@ -145,7 +151,7 @@ class Loss(Section):
     )
     num_iterations: Positive = Field(default=1, description="Passes of updates over each batch of rollouts.")
     mask_truncated_completions: Flag = Field(
-        default=False, description="Leave completions that were cut off out of the policy term."
+        default=False, description="Leave completions that were cut off out of the policy term; their KL penalty stays."
     )
     dynamic_sampling: Flag = Field(
         default=False, description="Sample further problems in place of groups with equal rewards; their KL stays."
@@ -330,7 +336,7 @@ class Config(Section):
     @property
     def needs_reference(self) -> bool:
         """Whether any pass of the reference is ever spent: never at β = 0 without measurements."""
-        return self.kl.beta > 0 or self.kl.measure_every > 0 or self.kl.controller.name != "fixed"
+        return self.kl.penalizes or self.kl.measure_every > 0
 
     def notes(self) -> list[str]:
         """Advice on this configuration, one sentence each: what is allowed and yet may surprise."""

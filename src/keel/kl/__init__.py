@@ -4,9 +4,9 @@ from keel.kl.controllers import CONTROLLERS, Controller, KLState, build_controll
 from keel.kl.estimators import ESTIMATORS, absolute, estimate, k1, k2, k3, masked_mean
 from keel.kl.exact import exact_kl, topk_kl, topk_kl_unbiased
 from keel.kl.facts import FACTS, Fact, Pairing, advise, check_pairing, find_fact
-from keel.kl.gradients import GradientForm, parse_gradient, straight_through, weighted_estimate
+from keel.kl.gradients import GradientForm, parse_gradient, straight_through, weighted_estimate, with_form
 from keel.kl.measure import measure_kl, token_statistics
-from keel.kl.placement import EffectiveCoefficientWarning, kl_loss, shape_advantages, shape_rewards
+from keel.kl.placement import EffectiveCoefficientWarning, kl_loss, kl_score_loss, shape_advantages, shape_rewards
 from keel.kl.ratios import DEFAULT_CLAMP, LogRatio, importance_ratio, log_ratio
 from keel.kl.sequence import k1_to_go, k2_sequence, k3_sequence, rao_blackwell, reward_to_go, sequence_estimate
 
@@ -37,6 +37,7 @@ __all__ = [
     "k3",
     "k3_sequence",
     "kl_loss",
+    "kl_score_loss",
     "log_ratio",
     "masked_mean",
     "measure_kl",
@@ -51,4 +52,5 @@ __all__ = [
     "topk_kl",
     "topk_kl_unbiased",
     "weighted_estimate",
+    "with_form",
 ]

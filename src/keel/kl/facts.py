@@ -1,7 +1,8 @@
 """What is true of each KL pairing, as data: `keel verify` proves the rows, option validation reads them.
 
 A row says, for an estimator, a placement, a way of sampling and a gradient form: what its value estimates and what
-its expected gradient is. Derivations: kl.md in the docs; every row is checked by exact enumeration.
+its expected gradient is where every token weighs alike. `under` says what a loss's reduction makes of it. Derivations:
+kl.md in the docs; every row is checked by exact enumeration, and under every loss.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ PLACEMENTS = ("loss", "reward", "advantage")
 LEVELS = ("token", "sequence")
 POLICY_REF, REF_POLICY = "policy||ref", "ref||policy"
 NEAR = f"near {POLICY_REF}"
+LENGTH_WEIGHTED = "length-weighted "
 
 # What an expected gradient or a value can be, and in words.
 MEANINGS = {
@@ -24,6 +26,15 @@ MEANINGS = {
     "total-variation": "∇‖policy − ref‖₁, twice the total variation",
     **{
         f"near {name}": f"near {gradient}, and biased by the drift between the sampler and the policy"
+        for name, gradient in (
+            (POLICY_REF, "∇KL(policy‖ref)"),
+            (REF_POLICY, "∇KL(ref‖policy)"),
+            ("total-variation", "∇‖policy − ref‖₁"),
+        )
+    },
+    **{
+        f"{LENGTH_WEIGHTED}{name}": f"near {gradient}: the loss's mean over each completion weighs its tokens by "
+        "1/length, which is exact where lengths are equal"
         for name, gradient in (
             (POLICY_REF, "∇KL(policy‖ref)"),
             (REF_POLICY, "∇KL(ref‖policy)"),
@@ -50,41 +61,40 @@ class Fact:
     level: str = "token"
 
 
-# estimator: {form: (expected gradient on-policy, off-policy)} in the loss, per token.
-_LOSS: dict[str, dict[str, tuple[str, str]]] = {
-    "k1": {
-        "plain": ("zero", "away"),
-        "k2": (POLICY_REF, NEAR),
-        "rho": (POLICY_REF, POLICY_REF),
-        "sg_rho": ("zero", "zero"),
-        "sg_rho*k2": (POLICY_REF, POLICY_REF),
-        "rho*k3": (POLICY_REF, POLICY_REF),
-    },
-    "k2": {
-        "plain": (POLICY_REF, NEAR),
-        "rho": ("wrong", "wrong"),
-        "sg_rho": (POLICY_REF, POLICY_REF),
-        "sg_rho*k2": (POLICY_REF, POLICY_REF),
-        "rho*k3": (POLICY_REF, POLICY_REF),
-    },
+# estimator: {weight: (expected gradient on-policy, off-policy)} of its own gradient in the loss, per token.
+_SAMPLED: dict[str, dict[str, tuple[str, str]]] = {
+    "k1": {"plain": ("zero", "away"), "rho": (POLICY_REF, POLICY_REF), "sg_rho": ("zero", "zero")},
+    "k2": {"plain": (POLICY_REF, NEAR), "rho": ("wrong", "wrong"), "sg_rho": (POLICY_REF, POLICY_REF)},
     "k3": {
         "plain": (REF_POLICY, f"near {REF_POLICY}"),
-        "k2": (POLICY_REF, NEAR),
         "rho": (POLICY_REF, POLICY_REF),
         "sg_rho": (REF_POLICY, REF_POLICY),
-        "sg_rho*k2": (POLICY_REF, POLICY_REF),
     },
     "abs": {
         "plain": ("total-variation", "near total-variation"),
-        "k2": (POLICY_REF, NEAR),
         "rho": ("wrong", "wrong"),
         "sg_rho": ("total-variation", "total-variation"),
-        "sg_rho*k2": (POLICY_REF, POLICY_REF),
     },
-    # a sum over the vocabulary at a given prefix: no token is drawn, so a weight changes nothing in expectation
+}
+# A sum over the vocabulary at a given prefix: no token is drawn, so a weight changes nothing in expectation.
+_SUMMED = {
     "exact": dict.fromkeys(("plain", "rho", "sg_rho"), (POLICY_REF, POLICY_REF)),
     "exact_reverse": dict.fromkeys(("plain", "rho", "sg_rho"), (REF_POLICY, REF_POLICY)),
 }
+
+
+def _with_carriers(estimator: str, own: dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
+    """All forms of an estimator: with a carrier the gradient is the carrier's under that weight, whatever the value."""
+    carried = {
+        carrier if weight == "plain" else f"{weight}*{carrier}": verdicts
+        for carrier, forms in _SAMPLED.items()
+        if carrier != estimator
+        for weight, verdicts in forms.items()
+    }
+    return {**own, **carried}
+
+
+_LOSS = {name: _with_carriers(name, own) for name, own in (_SAMPLED | _SUMMED).items()}
 
 # estimator: expected gradient in the reward or the advantage (detached; the policy term carries the ratio).
 _SCORE = {"k1": POLICY_REF, "k2": "wrong", "k3": "wrong", "abs": "wrong", "exact": "zero", "exact_reverse": "zero"}
@@ -139,6 +149,18 @@ def find_fact(estimator: str, placement: str, sampling: str, gradient: str, leve
     return None
 
 
+def under(verdict: str, reduction: str) -> str:
+    """What a row's expected gradient becomes where the loss averages it by `reduction`.
+
+    A mean over each completion weighs its tokens by 1/length, and the length depends on the tokens drawn: a penalty
+    that was right is near, and what was zero no longer is.
+    """
+    if reduction != "sequence_mean":
+        return verdict
+    weighted = f"{LENGTH_WEIGHTED}{verdict.removeprefix('near ')}"
+    return weighted if weighted in MEANINGS else "wrong"
+
+
 @dataclass(frozen=True)
 class Pairing:
     """A checked choice: the gradient form to use and, in words, what it does."""
@@ -175,11 +197,13 @@ def check_pairing(
     level: str = "token",
     off_policy: bool = False,
     allow_biased: bool = False,
+    reduction: str = "token_mean",
 ) -> Pairing:
     """Refuse a pairing whose expected gradient is zero or wrong; name the nearest right one; resolve `auto`.
 
-    `off_policy` is true when a batch serves several updates or the sampler lags. `allow_biased` lets a researcher
-    through; the note then still says what the pairing does.
+    `off_policy` is true when a batch serves several updates or the sampler lags. `reduction` is what averages the term
+    over tokens (in the reward and the advantage the loss's own). `allow_biased` lets a researcher through; the note
+    then still says what the pairing does.
     """
     own = estimator not in _LOSS
     if own and estimator not in ESTIMATORS and estimator not in OWN:
@@ -217,7 +241,8 @@ def check_pairing(
             f"kl.estimator={estimator} with gradient={form} and level={level} in the {placement} is not a proven "
             f"pairing: {_advice(placement, level)}, or set kl.allow_biased=true"
         )
-    verdict = fact.expected_gradient if fact else "wrong"
+    per_sequence = placement == "loss" and level == "sequence"  # averaged over sequences under every loss
+    verdict = under(fact.expected_gradient, "token_mean" if per_sequence else reduction) if fact else "wrong"
     meaning = MEANINGS[verdict] if fact else "unproven"
     policy = "off-policy" if off_policy else "on-policy"
     how = f"gradient={form}, level={level}" if key == str(form) else f"level={level}"

@@ -9,8 +9,8 @@ from torch import Tensor
 from keel.errors import KeelError, unknown
 from keel.kl.facts import LEVELS, Pairing
 from keel.kl.gradients import weighted_estimate, with_form
-from keel.kl.ratios import DEFAULT_CLAMP, check_mask, select
-from keel.kl.sequence import reward_to_go, sequence_estimate
+from keel.kl.ratios import DEFAULT_CLAMP, check_mask, importance_ratio, select
+from keel.kl.sequence import reward_to_go, score, sequence_estimate
 
 
 class EffectiveCoefficientWarning(UserWarning):
@@ -65,6 +65,31 @@ def shape_advantages(
     if level == "sequence":
         penalty = reward_to_go(penalty)
     return select(advantages - beta * penalty, action_mask)
+
+
+def kl_score_loss(
+    kl_advantages: Tensor,
+    logp: Tensor,
+    action_mask: Tensor,
+    *,
+    old_logp: Tensor | None = None,
+    ratio_cap: float | None = None,
+) -> Tensor:
+    """Doors 1 and 2 as a loss: −ρ_t·A_t `[B, T]` of the penalty's own advantages (`[B]` or `[B, T]`).
+
+    Gradient −ρ_t·A_t·s_t with the token's ratio under every loss, so that a sequence's ratio, a clip or a mask of the
+    policy term cannot turn the penalty into something else. ρ is held at `ratio_cap`, and the pull stays.
+    """
+    check_mask(action_mask, logp.shape)
+    if kl_advantages.dim() == 1:
+        kl_advantages = kl_advantages.unsqueeze(-1)
+    if kl_advantages.shape[0] != logp.shape[0] or kl_advantages.shape[-1] not in (1, logp.shape[-1]):
+        raise KeelError(
+            f"kl_advantages has shape {tuple(kl_advantages.shape)}, logp {tuple(logp.shape)}: give [B] or [B, T]"
+        )
+    old_logp = logp.detach() if old_logp is None else old_logp
+    rho = importance_ratio(logp, old_logp, action_mask, cap=ratio_cap).detach()
+    return select(-rho * kl_advantages.detach() * (1 + score(logp, action_mask)), action_mask)
 
 
 def kl_loss(

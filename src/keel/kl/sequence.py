@@ -30,7 +30,7 @@ def reward_to_go(values: Tensor, mask: Tensor | None = None) -> Tensor:
     return select(values, mask).flip(-1).cumsum(-1).flip(-1)
 
 
-def _score(logp: Tensor, mask: Tensor | None) -> Tensor:
+def score(logp: Tensor, mask: Tensor | None) -> Tensor:
     """Zero in value, log π in gradient: multiply by a detached coefficient to get a score-function term."""
     logp = finite_floor(select(logp, mask))
     return logp - logp.detach()
@@ -53,7 +53,7 @@ def k1_to_go(
 ) -> Tensor:
     """Value Σu; gradient Σ_t sg(Σ_{j≥t} u_j) s_t: k1 in the reward, written as a loss."""
     u = -log_ratio(logp, ref_logp, mask, clamp).d.detach()
-    per_sequence = (u + reward_to_go(u) * _score(logp, mask)).sum(-1)
+    per_sequence = (u + reward_to_go(u) * score(logp, mask)).sum(-1)
     return _sequence_weight(logp, old_logp, mask, ratio_cap) * per_sequence
 
 
@@ -106,7 +106,7 @@ def rao_blackwell(
         check_mask(mask, logp.shape)
     kl = at_least_fp32(select(kl_per_token, mask))
     future = (reward_to_go(kl) - kl).detach()
-    per_sequence = (kl + future * _score(logp, mask)).sum(-1)
+    per_sequence = (kl + future * score(logp, mask)).sum(-1)
     return _sequence_weight(logp, old_logp, mask, ratio_cap) * per_sequence
 
 

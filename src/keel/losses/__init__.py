@@ -1,6 +1,6 @@
 """Policy losses as pure functions: advantages, terms, reductions, sampler mismatch, the objective."""
 
-from keel.losses.advantages import advantages, group_statistics, zero_variance
+from keel.losses.advantages import advantages, centred, deviation, group_statistics, zero_variance
 from keel.losses.mismatch import MismatchSpec, mismatch_weights
 from keel.losses.objective import (
     Counts,
@@ -9,6 +9,7 @@ from keel.losses.objective import (
     global_denominators,
     kl_term,
     objective,
+    summed_kl,
     with_policy_mask,
 )
 from keel.losses.policy import LOSSES, LossSpec, PolicyTerm, policy_term, resolve_limits
@@ -25,7 +26,9 @@ __all__ = [
     "Objective",
     "PolicyTerm",
     "advantages",
+    "centred",
     "count_denominators",
+    "deviation",
     "global_denominators",
     "group_statistics",
     "kl_term",
@@ -33,6 +36,7 @@ __all__ = [
     "objective",
     "policy_term",
     "resolve_limits",
+    "summed_kl",
     "with_policy_mask",
     "zero_variance",
 ]

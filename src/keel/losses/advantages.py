@@ -39,34 +39,52 @@ def group_statistics(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Te
 def advantages(
     rewards: Tensor, group: Tensor, *, baseline: str = "group_mean", scale: str = "group", epsilon: float = EPSILON
 ) -> Tensor:
-    """A = (R − baseline) / (std + ε), one a completion, `[B]`.
+    """A = (R − baseline) / (σ + ε), one a completion, `[B]`.
 
     baseline: `group_mean` (GRPO), `leave_one_out` (RLOO: the mean of the *other* completions), `none`.
-    scale: `group` std (GRPO), `batch` std, `none` (Dr. GRPO 2503.20783). A group whose rewards are all equal gets
-    exactly 0 under a baseline: rounding in its mean is not divided by ε.
+    scale: `group` deviation (GRPO), `batch` deviation, `none` (Dr. GRPO 2503.20783).
     """
+    spread = deviation(rewards, group, baseline=baseline, scale=scale, epsilon=epsilon)
+    return centred(rewards, group, baseline) / spread
+
+
+def centred(rewards: Tensor, group: Tensor, baseline: str = "group_mean") -> Tensor:
+    """R − baseline `[B]`. Under a baseline a group of equal rewards is exactly 0: its mean's rounding is no signal."""
     if baseline not in BASELINES:
         raise unknown("baseline", baseline, BASELINES)
-    if scale not in SCALES:
-        raise unknown("scale_rewards", scale, SCALES)
-    mean, std, size = group_statistics(rewards, group)
+    mean, _, size = group_statistics(rewards, group)
     rewards = _floating(rewards)
+    if baseline == "none":
+        return rewards
     if baseline == "leave_one_out" and bool((size < 2).any()):
         raise KeelError("baseline leave_one_out needs at least 2 completions a group: raise num_generations")
-    if baseline == "group_mean":
-        centred = rewards - mean
-    elif baseline == "leave_one_out":
-        centred = (rewards - mean) * size / (size - 1)
-    else:
-        centred = rewards
-    if baseline != "none":
-        centred = torch.where(zero_variance(rewards, group), torch.zeros_like(centred), centred)
+    above = rewards - mean
+    if baseline == "leave_one_out":
+        above = above * size / (size - 1)
+    return torch.where(zero_variance(rewards, group), torch.zeros_like(above), above)
+
+
+def deviation(
+    rewards: Tensor, group: Tensor, *, baseline: str = "group_mean", scale: str = "group", epsilon: float = EPSILON
+) -> Tensor:
+    """σ + ε, what advantages are divided by, `[B]`; ones for scale `none`.
+
+    σ is measured from the baseline: the standard deviation about a mean; without a baseline the root mean square, as
+    R / std would grow without bound where a group's rewards agree.
+    """
+    if scale not in SCALES:
+        raise unknown("scale_rewards", scale, SCALES)
+    _, std, _ = group_statistics(rewards, group)
+    rewards = _floating(rewards)
+    if scale == "none":
+        return torch.ones_like(rewards)
+    if baseline == "none":
+        squares = group_statistics(rewards.square(), group)[0] if scale == "group" else rewards.square().mean()
+        return squares.sqrt().expand_as(rewards) + epsilon
     if scale == "group":
-        return centred / (std + epsilon)
-    if scale == "batch":
-        batch_std = rewards.std() if rewards.numel() > 1 else rewards.new_zeros(())
-        return centred / (batch_std + epsilon)
-    return centred
+        return std + epsilon
+    spread = rewards.std() if rewards.numel() > 1 else rewards.new_zeros(())
+    return spread.expand_as(rewards) + epsilon
 
 
 def zero_variance(rewards: Tensor, group: Tensor) -> Tensor:

@@ -38,10 +38,13 @@ class MismatchSpec:
             raise KeelError(f"loss.mismatch.floor has no meaning with kind={self.kind}: use kind=icepop")
 
 
-def mismatch_weights(old_logp: Tensor, sample_logp: Tensor, mask: Tensor, spec: MismatchSpec) -> Tensor:
+def mismatch_weights(
+    old_logp: Tensor, sample_logp: Tensor, mask: Tensor, spec: MismatchSpec, *, mask_out: bool = True
+) -> Tensor:
     """Weights `[B, T]` for the policy term, detached; 1 outside the mask. A sequence's weight is Π_t w_t.
 
-    A NaN in `sample_logp` (an engine that did not report one) weighs 1: no correction rather than no training.
+    A NaN in `sample_logp` (an engine that did not report one) weighs 1: no correction rather than no training. Without
+    `mask_out` what `mask` and `icepop` would drop is held at their limits instead: a KL penalty acts on every token.
     """
     check_mask(mask, old_logp.shape)
     if spec.kind == "none":
@@ -49,9 +52,9 @@ def mismatch_weights(old_logp: Tensor, sample_logp: Tensor, mask: Tensor, spec: 
     old_logp = old_logp.detach()
     sample_logp = torch.where(sample_logp.isnan(), old_logp, sample_logp.detach())
     ratio = importance_ratio(old_logp, sample_logp, mask, level=spec.level).expand_as(old_logp)
-    if spec.kind == "truncate":
-        weights = ratio.clamp_max(spec.cap)
+    floor = spec.floor if spec.floor is not None else 0.0
+    if spec.kind == "truncate" or not mask_out:
+        weights = ratio.clamp(floor, spec.cap)
     else:
-        floor = spec.floor if spec.floor is not None else 0.0
         weights = torch.where((ratio >= floor) & (ratio <= spec.cap), ratio, torch.zeros_like(ratio))
     return torch.where(mask, weights, torch.ones_like(weights))

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from keel.errors import KeelError, unknown
+from keel.kl.estimators import estimate
 from keel.kl.facts import Pairing, check_pairing
-from keel.kl.placement import kl_loss
+from keel.kl.placement import kl_loss, kl_score_loss, shape_advantages
 from keel.kl.ratios import DEFAULT_CLAMP, check_mask, select
 from keel.losses.mismatch import MismatchSpec, mismatch_weights
 from keel.losses.policy import LossSpec, get_recipe, policy_term
@@ -39,9 +40,20 @@ class KLSpec:
             raise unknown("kl.reduction", self.reduction, KL_REDUCTIONS)
         if self.reduction == "loss" and self.level == "sequence":
             raise KeelError("kl.reduction=loss has no meaning with kl.level=sequence, which is averaged over sequences")
-        self.pairing()  # what is refused is refused here, before anything is computed
+        form = self.pairing().form  # what is refused is refused here, before anything is computed
+        if self.ratio_cap is not None and self.placement == "loss" and self.level == "token" and form.weight is None:
+            raise KeelError(
+                f"kl.ratio_cap has no meaning with kl.estimator={self.estimator} and kl.gradient={form}, which carry "
+                "no importance ratio: leave it out, or set kl.gradient to rho or sg_rho"
+            )
 
-    def pairing(self, *, off_policy: bool = False) -> Pairing:
+    def reduction_under(self, loss: LossSpec) -> str:
+        """What averages the term over tokens: in the reward and the advantage it is weighed as the reward is."""
+        of_the_loss = self.placement != "loss" or self.reduction == "loss"
+        return get_recipe(loss.loss_type).reduction if of_the_loss else "token_mean"
+
+    def pairing(self, loss: LossSpec | None = None, *, off_policy: bool = False) -> Pairing:
+        """The checked choice under that loss; without one, where every token weighs alike."""
         return check_pairing(
             self.estimator,
             self.placement,
@@ -49,6 +61,7 @@ class KLSpec:
             level=self.level,
             off_policy=off_policy,
             allow_biased=self.allow_biased,
+            reduction="token_mean" if loss is None else self.reduction_under(loss),
         )
 
 
@@ -89,14 +102,34 @@ def kl_term(kl: KLSpec, pairing: Pairing, loss: LossSpec, scores: Scores, batch:
         batch.ref_logp,
         batch.action_mask,
         old_logp=batch.old_logp,
-        exact_kl=scores.exact_kl,
+        exact_kl=summed_kl(kl, scores) if pairing.estimator.startswith("exact") else None,
         clamp=kl.log_ratio_clamp,
         ratio_cap=kl.ratio_cap,
     )
     if pairing.level == "sequence":
         return values.sum() / max(by.sequences, 1.0)
-    name = "token_mean" if kl.reduction == "token_mean" else get_recipe(loss.loss_type).reduction
-    return get_reduction(name)(values, batch.action_mask, by)
+    return get_reduction(kl.reduction_under(loss))(values, batch.action_mask, by)
+
+
+def advantage_penalty(kl: KLSpec, scores: Scores, batch: Batch, beta: float) -> Tensor:
+    """Door 2: −β·KL_t `[B, T]` of the policy as it is at this update, not as it was when it sampled."""
+    if kl.estimator.startswith("exact"):
+        values = summed_kl(kl, scores)
+    elif batch.ref_logp is None:
+        raise KeelError(f"kl.estimator={kl.estimator} needs ref_logp: score the batch with the reference first")
+    else:
+        values = estimate(
+            kl.estimator, scores.logp, batch.ref_logp, batch.action_mask, kl.log_ratio_clamp, old_logp=batch.old_logp
+        )
+    return shape_advantages(torch.zeros_like(values[:, 0]), values, batch.action_mask, beta, level=kl.level)
+
+
+def summed_kl(kl: KLSpec, scores: Scores) -> Tensor:
+    """The KL over the vocabulary `[B, T]`, in the direction that the estimator names."""
+    values = scores.ref_policy_kl if kl.estimator == "exact_reverse" else scores.exact_kl
+    if values is None:
+        raise KeelError(f"kl.estimator={kl.estimator} needs the KL over the vocabulary: set kl.exact=true")
+    return values
 
 
 def objective(
@@ -114,7 +147,8 @@ def objective(
     """loss = policy + β·KL − entropy_coef·H on one microbatch, divided by the minibatch's global `counts`.
 
     The sum over microbatches and ranks is the minibatch's loss. Without `counts` the microbatch is the minibatch.
-    With KL in the reward or the advantage the penalty is in `batch.advantages` already and no KL term is added.
+    A KL in the advantage, or in the reward (`batch.kl_advantages`, β included), is a policy-gradient term of its own
+    over all action tokens, so that neither `policy_mask` nor the loss's ratio and clip take the penalty away.
     """
     check_mask(batch.action_mask, scores.logp.shape)
     if batch.advantages is None:
@@ -125,20 +159,32 @@ def objective(
         raise KeelError("policy_mask holds tokens that action_mask does not: only sampled tokens can be trained on")
     if not (math.isfinite(beta) and beta >= 0):
         raise KeelError(f"kl.beta must be finite and not negative, got {beta}")
+    if mismatch is not None and batch.sample_logp is None:
+        raise KeelError("loss.mismatch needs batch.sample_logp, the engine's own log-probabilities")
     counts = counts or global_denominators(batch, max_completion_length)
+    reduce = get_reduction(get_recipe(loss.loss_type).reduction)
+    old = scores.logp if batch.old_logp is None else batch.old_logp
 
     term = policy_term(loss, scores.logp, batch.old_logp, batch.advantages, policy_mask)
     per_token = term.loss
-    if mismatch is not None:
-        if batch.sample_logp is None:
-            raise KeelError("loss.mismatch needs batch.sample_logp, the engine's own log-probabilities")
-        old = scores.logp if batch.old_logp is None else batch.old_logp
+    if mismatch is not None and batch.sample_logp is not None:
         per_token = per_token * mismatch_weights(old, batch.sample_logp, policy_mask, mismatch)
-    policy_loss = get_reduction(get_recipe(loss.loss_type).reduction)(per_token, policy_mask, counts.policy)
+    policy_loss = reduce(per_token, policy_mask, counts.policy)
 
     kl_loss_value = policy_loss.new_zeros(())
-    if beta != 0.0 and kl.placement == "loss":
-        pairing = pairing or kl.pairing(off_policy=batch.old_logp is not None)
+    penalty = batch.kl_advantages
+    if beta != 0.0 and kl.placement == "advantage":
+        penalty = advantage_penalty(kl, scores, batch, beta)
+    if penalty is not None:
+        per_token = kl_score_loss(
+            penalty, scores.logp, batch.action_mask, old_logp=batch.old_logp, ratio_cap=kl.ratio_cap
+        )
+        if mismatch is not None and batch.sample_logp is not None:
+            weights = mismatch_weights(old, batch.sample_logp, batch.action_mask, mismatch, mask_out=False)
+            per_token = per_token * weights
+        kl_loss_value = reduce(per_token, batch.action_mask, counts.kl)
+    elif beta != 0.0 and kl.placement == "loss":
+        pairing = pairing or kl.pairing(loss, off_policy=batch.old_logp is not None)
         kl_loss_value = beta * kl_term(kl, pairing, loss, scores, batch, counts.kl)
 
     total = policy_loss + kl_loss_value

@@ -21,18 +21,19 @@ from keel.models.head import Head, LogitsOf, at_least_fp32, shape_logits
 
 @dataclass(frozen=True)
 class Ask:
-    """What to compute beside the log-probability, and how."""
+    """What to compute beside the log-probability, and how; `ref_policy_grad` lets KL(ref‖policy) carry gradient."""
 
     temperature: float = 1.0
     entropy: bool = False
     ref_policy: bool = False
     ref_head: LogitsOf | None = None
     chunk_tokens: int = 256
+    ref_policy_grad: bool = False
 
 
 @dataclass(frozen=True)
 class TokenStats:
-    """One value a token `[N]`, fp32. `kl` is KL(policy‖ref), `ref_policy_kl` KL(ref‖policy), never with gradient."""
+    """One value a token `[N]`, fp32. `kl` is KL(policy‖ref), `ref_policy_kl` KL(ref‖policy)."""
 
     logp: Tensor
     entropy: Tensor | None = None
@@ -94,7 +95,7 @@ def _chunk_stats(logits: Tensor, tokens: Tensor, ask: Ask, ref_hidden: Tensor | 
         kl = (probs * (logprobs - ref)).sum(dim=-1)
         ref_logp = _pick(ref, tokens)
         if ask.ref_policy:
-            ref_policy = (ref.exp() * (ref - logprobs.detach())).sum(dim=-1)
+            ref_policy = (ref.exp() * (ref - (logprobs if ask.ref_policy_grad else logprobs.detach()))).sum(dim=-1)
     return logp, entropy, kl, ref_logp, ref_policy
 
 
@@ -124,7 +125,7 @@ class _Chunked(torch.autograd.Function):
     """The same for a plain linear head, with the gradient written out.
 
     With z the tempered logits, p = softmax(z), H the entropy and q the reference:
-    ∂logp(y)/∂z = 1[y] − p,  ∂H/∂z = −p (log p + H),  ∂KL(p‖q)/∂z = p (log p − log q − KL).
+    ∂logp(y)/∂z = 1[y] − p,  ∂H/∂z = −p (log p + H),  ∂KL(p‖q)/∂z = p (log p − log q − KL),  ∂KL(q‖p)/∂z = p − q.
     """
 
     @staticmethod
@@ -146,7 +147,8 @@ class _Chunked(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, tokens, ref_hidden, entropy, kl)
         ctx.head, ctx.ask = head, ask
-        ctx.mark_non_differentiable(*(x for x in (ref_logp, ref_policy) if x is not None))
+        plain = (ref_logp, None if ask.ref_policy_grad else ref_policy)
+        ctx.mark_non_differentiable(*(x for x in plain if x is not None))
         return logp, entropy, kl, ref_logp, ref_policy
 
     @staticmethod
@@ -154,9 +156,10 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, tokens, ref_hidden, entropy, kl = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        to_logp, to_entropy, to_kl = grads[:3]
-        if to_logp is None and to_entropy is None and to_kl is None:
+        to_logp, to_entropy, to_kl, _, to_ref_policy = grads
+        if all(upstream is None for upstream in (to_logp, to_entropy, to_kl, to_ref_policy)):
             return (None,) * 7
+        against_ref = to_kl is not None or to_ref_policy is not None
         wide = torch.promote_types(weight.dtype, torch.float32)
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         # Half-precision sums over many chunks lose small terms: accumulate in fp32, round once.
@@ -171,7 +174,8 @@ class _Chunked(torch.autograd.Function):
                 to_logp=None if to_logp is None else to_logp[at, None],
                 to_entropy=None if to_entropy is None else (to_entropy[at, None], entropy[at, None]),
                 to_kl=None if to_kl is None else (to_kl[at, None], kl[at, None]),
-                ref=None if to_kl is None else _ref_logprobs(ref_hidden[at], ctx.ask, len(weight)),
+                to_ref_policy=None if to_ref_policy is None else to_ref_policy[at, None],
+                ref=_ref_logprobs(ref_hidden[at], ctx.ask, len(weight)) if against_ref else None,
             )
             if d_bias is not None:
                 d_bias += d_raw.sum(dim=0)
@@ -199,9 +203,10 @@ def _d_raw(
     to_logp: Tensor | None,
     to_entropy: tuple[Tensor, Tensor] | None,
     to_kl: tuple[Tensor, Tensor] | None,
+    to_ref_policy: Tensor | None,
     ref: Tensor | None,
 ) -> Tensor:
-    """The gradient by W h of one chunk: p · (sum of the three factors), + upstream at the token, back through shape.
+    """The gradient by W h of one chunk: p · (sum of the factors) + what is added to it, back through shape.
 
     `to_entropy` and `to_kl` are pairs of the upstream gradient and the value, all `[n, 1]`.
     """
@@ -218,11 +223,16 @@ def _d_raw(
         factor = term if factor is None else factor.add_(term)
     if to_logp is not None:
         factor = -to_logp if factor is None else factor.sub_(to_logp)
+    if to_ref_policy is not None:
+        factor = to_ref_policy if factor is None else factor + to_ref_policy
     d_raw = logprobs.exp_()
     if factor is not None:
         d_raw.mul_(factor)
     if to_logp is not None:
         d_raw.scatter_add_(-1, tokens[:, None], to_logp)
+    if to_ref_policy is not None:
+        assert ref is not None
+        d_raw.sub_(ref.exp().mul_(to_ref_policy))
     if curve is not None:
         d_raw.mul_(curve)
     return d_raw if slope == 1.0 else d_raw.mul_(slope)

@@ -17,13 +17,9 @@ from keel.types import Scores
 
 @dataclass(frozen=True)
 class FullScores(Scores):
-    """Scores, and what the exact KL computes on its way; both `[B, T]` and without gradient.
-
-    `ref_logp` is the reference's log-probability of the tokens, `ref_policy_kl` is KL(ref‖policy).
-    """
+    """Scores, and `ref_logp` `[B, T]`, the reference's log-probability of the tokens, without gradient."""
 
     ref_logp: Tensor | None = None
-    ref_policy_kl: Tensor | None = None
 
 
 def hidden_states(model: nn.Module, packed: PackedBatch, pieces: list[Piece] | None = None) -> Tensor:
@@ -56,6 +52,7 @@ def score_hidden(
     entropy: bool = False,
     exact_kl: bool = False,
     ref_policy: bool = False,
+    ref_policy_grad: bool = False,
     ref_hidden: Tensor | None = None,
     ref_head: LogitsOf | None = None,
     chunk_tokens: int | None = None,
@@ -72,7 +69,7 @@ def score_hidden(
     if chunk_tokens is None:
         weight = getattr(head.module, "weight", None)
         chunk_tokens = default_chunk(len(weight) if weight is not None else 2**17, hidden.device)
-    ask = Ask(temperature, entropy, ref_policy, ref_head, chunk_tokens)
+    ask = Ask(temperature, entropy, ref_policy, ref_head, chunk_tokens, ref_policy_grad)
     stats = token_stats(hidden, head, tokens, ask, ref_hidden if exact_kl else None)
 
     def spread(values: Tensor | None) -> Tensor | None:
@@ -95,6 +92,7 @@ def score_tokens(
     entropy: bool = False,
     exact_kl: bool = False,
     ref_policy: bool = False,
+    ref_policy_grad: bool = False,
     ref_hidden: Tensor | None = None,
     ref_head: LogitsOf | None = None,
     chunk_tokens: int | None = None,
@@ -103,7 +101,7 @@ def score_tokens(
 
     `exact_kl` adds Σ_v π_v (log π_v − log p_v) against the reference given by `ref_hidden` (its `hidden_states` for
     this batch) and `ref_head` (its `head_of`, or any function from hidden states to logits); `ref_policy` adds the
-    other direction as a measurement. Zero outside the completions.
+    other direction, as a measurement unless `ref_policy_grad`. Zero outside the completions.
     """
     return score_hidden(
         hidden_states(model, packed),
@@ -113,6 +111,7 @@ def score_tokens(
         entropy=entropy,
         exact_kl=exact_kl,
         ref_policy=ref_policy,
+        ref_policy_grad=ref_policy_grad,
         ref_hidden=ref_hidden,
         ref_head=ref_head,
         chunk_tokens=chunk_tokens,

@@ -10,10 +10,7 @@ from keel.errors import KeelError
 
 
 def check_parts(config: Config) -> None:
-    """Refuse what only building finds: parameters that a task does not take, a penalty that cannot be trained on."""
-    from keel.build import check_trainable
-
-    check_trainable(config)
+    """Refuse what only building finds: parameters that a task does not take."""
     tasks: dict[str, Any] = {"task": True, "data": True, "eval": True, "warmstart": {"task"}}
     _check_tasks(config.model_dump_json(include=tasks), config)
 

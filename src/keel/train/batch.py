@@ -34,7 +34,8 @@ class StepBatch:
     """One step's data. `rows` is what the losses read; B is group-major, in the order of `groups`.
 
     `scores` are the rollout weights' own, one a microbatch, once there are any. `kl` `[B, T]` is the detached
-    estimate that the first two doors use. `rejected` `[B]` are the completions that `kl.collect_max` turned away.
+    estimate that the first door uses, `penalty` `[B]` what it adds to each reward. `rejected` `[B]` are
+    the completions that `kl.collect_max` turned away.
     """
 
     groups: tuple[Group, ...]
@@ -43,6 +44,7 @@ class StepBatch:
     ref_head: Head | None = None
     scores: tuple[FullScores, ...] = ()
     kl: Tensor | None = None
+    penalty: Tensor | None = None
     rejected: Tensor | None = None
 
     @property
@@ -166,6 +168,7 @@ def score_micro(micro: Micro, batch: StepBatch, run: Run) -> FullScores:
             entropy=True,
             exact_kl=exact,
             ref_policy=exact,
+            ref_policy_grad=run.kl.spec.estimator == "exact_reverse",
             ref_hidden=micro.ref_hidden,
             ref_head=batch.ref_head,
         )

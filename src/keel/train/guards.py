@@ -158,6 +158,7 @@ def first_nonfinite(batch: StepBatch, metrics: Mapping[str, float], gradient: st
     before: tuple[tuple[str, Tensor | None], ...] = (
         ("reward", rows.rewards),
         ("advantage", rows.advantages),
+        ("KL penalty", rows.kl_advantages),
         ("reference log-probability", rows.ref_logp),
         ("policy log-probability", rows.old_logp),
     )
@@ -189,6 +190,7 @@ def skipped_record(batch: StepBatch, metrics: Mapping[str, float], cause: str | 
                     "reward": reward.total,
                     "parts": dict(reward.parts),
                     "advantage": _row(rows.advantages, row, length),
+                    "kl_advantage": _row(rows.kl_advantages, row, length),
                     "sample_logp": list(completion.sample_logp),
                     "old_logp": _row(rows.old_logp, row, length),
                     "ref_logp": _row(rows.ref_logp, row, length),

@@ -102,14 +102,14 @@ def describe_groups(batch: StepBatch) -> dict[str, float]:
     totals = torch.tensor([reward.total for reward in given], dtype=torch.float64)
     group = batch.rows.group.cpu() if batch.rows.group is not None else torch.zeros(len(totals), dtype=torch.long)
     _, std, _ = group_statistics(totals, group)
-    shaped = batch.rows.rewards if batch.rows.rewards is not None else totals
+    taken = 0.0 if batch.penalty is None else batch.penalty.double().mean().item()
     lengths = [sum(completion.action) for completion in batch.completions]
     cut = [completion.stop_reason == "length" for completion in batch.completions]
     rejected = batch.rejected.float().mean().item() if batch.rejected is not None else 0.0
     line = {
         "reward/mean": totals.mean().item(),
         "reward/std": totals.std(correction=min(1, len(totals) - 1)).item(),
-        "reward/penalized": shaped.double().mean().item(),
+        "reward/penalized": totals.mean().item() + taken,
         "reward/within_group_std": std.mean().item(),
         "reward/zero_variance_fraction": zero_variance(totals, group).double().mean().item(),
         "kl/rejected_fraction": rejected,

@@ -14,7 +14,7 @@ from keel.losses import advantages
 from keel.train.batch import StepBatch, pack_step, score_policy, score_reference
 from keel.train.measure import token_kl
 from keel.train.state import Run
-from keel.types import Group, Problem
+from keel.types import Batch, Group, Problem
 
 logger = logging.getLogger("keel")
 
@@ -29,7 +29,7 @@ def rollout_records(batch: StepBatch, tokenizer: Any, *, groups: int, tracked: b
     user turns are not), and log π − log p there; `kl` is null where it was not measured.
     """
     kl = token_kl(batch)
-    given = batch.rows.advantages
+    given = shaped_advantages(batch.rows)
     found, row = [], 0
     for number, group in enumerate(batch.groups[:groups]):
         for completion, reward in zip(group.completions, group.rewards, strict=True):
@@ -49,7 +49,7 @@ def rollout_records(batch: StepBatch, tokenizer: Any, *, groups: int, tracked: b
                     "kl": per_token,
                     "reward": reward.total,
                     "parts": dict(reward.parts),
-                    "advantage": None if given is None else _advantage(given[row]),
+                    "advantage": None if given is None else float(given[row]),
                     "stop_reason": completion.stop_reason,
                     **({"counts": dict(completion.counts)} if completion.counts else {}),
                 }
@@ -103,9 +103,11 @@ def _first(group: Group, count: int) -> Group:
     return replace(group, completions=group.completions[:count], rewards=group.rewards[:count])
 
 
-def _advantage(value: torch.Tensor) -> float:
-    """One number a completion; with KL in the advantage each token has its own and their mean is shown."""
-    return float(value.mean())
+def shaped_advantages(rows: Batch) -> torch.Tensor | None:
+    """One number a completion `[B]`: its reward's advantage, with what a KL in the reward adds to it."""
+    if rows.advantages is None or rows.kl_advantages is None:
+        return rows.advantages
+    return rows.advantages + rows.kl_advantages
 
 
 def _messages(problem: Problem) -> list[dict[str, str]]:

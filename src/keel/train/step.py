@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from keel.errors import KeelError
-from keel.kl import estimate, shape_advantages, shape_rewards
-from keel.losses import advantages, global_denominators, objective, with_policy_mask, zero_variance
+from keel.kl import estimate, shape_rewards
+from keel.losses import centred, deviation, global_denominators, objective, summed_kl, with_policy_mask, zero_variance
 from keel.metrics import Mean, Metric, Metrics, Sum, merge, values
 from keel.models.logprobs import FullScores
 from keel.train.batch import (
@@ -50,7 +49,6 @@ def train_step(run: Run, state: State) -> Step:
     batch = reject(batch, run)                                          # kl.collect_max, truncated completions
     batch = penalize_rewards(batch, run, state.beta)                    # door 1: KL in the reward
     batch = with_advantages(batch, run, state.step)
-    batch = penalize_advantages(batch, run, state.beta)                 # door 2: KL in the advantage
     metrics: Metrics = {}
     guard: dict[str, Any] = {"spike": spike_limit(state.norms, run.guards), "skip_spike": run.guards.on_spike == "skip"}
     run.optimizer.begin()
@@ -62,7 +60,7 @@ def train_step(run: Run, state: State) -> Step:
                 info: Metrics = {}
                 for micro in minibatch:
                     scores = score_micro(micro, batch, run)             # logp, entropy, exact KL: each [b, t]
-                    out = objective(                                    # door 3: KL in the loss
+                    out = objective(                                    # doors 2 and 3: KL in advantage or loss
                         scores, batch.view(micro), run.loss, run.kl.spec, state.beta, counts,
                         pairing=run.kl.pairing, mismatch=run.mismatch,
                     )
@@ -133,31 +131,25 @@ def score(batch: StepBatch, run: Run, state: State) -> StepBatch:
     wanted = state.beta != 0.0 or kl.collect_max is not None or kl.measures(state.step)
     if run.reference is not None and wanted:
         batch = score_reference(batch, run)
-    early = kl.collect_max is not None or (kl.spec.placement != "loss" and state.beta != 0.0)
-    if early or run.options.minibatches > 1:
+    in_reward = kl.spec.placement == "reward" and state.beta != 0.0
+    if kl.collect_max is not None or in_reward or run.options.minibatches > 1:
         batch = score_policy(batch, run)
-    if kl.spec.placement == "loss" or state.beta == 0.0 or batch.rows.old_logp is None or batch.rows.ref_logp is None:
-        return batch
-    return replace(batch, kl=penalty(batch, run))
+    return replace(batch, kl=sampled_kl(batch, run)) if in_reward else batch
 
 
-def penalty(batch: StepBatch, run: Run) -> Tensor:
-    """The KL `[B, T]` of the first two doors under the rollout weights: the vocabulary's sum, or the estimate."""
+def sampled_kl(batch: StepBatch, run: Run) -> Tensor:
+    """The KL `[B, T]` of the first door under the rollout weights: the vocabulary's sum, or the estimate."""
     rows, spec = batch.rows, run.kl.spec
-    if spec.estimator == "exact":
-        exact = [scores.exact_kl for scores in batch.scores if scores.exact_kl is not None]
-        if len(exact) != len(batch.scores):
-            raise KeelError(f"kl.estimator=exact in the {spec.placement} needs the exact KL: set kl.exact=true")
-        return stitch(exact, batch.width)
+    if spec.estimator.startswith("exact"):
+        return stitch((summed_kl(spec, scores) for scores in batch.scores), batch.width)
     assert rows.old_logp is not None
     assert rows.ref_logp is not None
     return estimate(spec.estimator, rows.old_logp, rows.ref_logp, rows.action_mask, clamp=spec.log_ratio_clamp)
 
 
 def reject(batch: StepBatch, run: Run) -> StepBatch:
-    """Completions that stay in the KL term but leave the policy term: too far from the reference, or cut off.
-
-    With `resample_tries` the groups without signal leave it too, so that they do not dilute its mean.
+    """Completions that leave the policy term and stay under the KL penalty, wherever that enters: too far from the
+    reference, or cut off. With `resample_tries` the groups without signal leave it too.
     """
     rows = batch.rows
     assert rows.group is not None
@@ -176,32 +168,32 @@ def reject(batch: StepBatch, run: Run) -> StepBatch:
 
 
 def penalize_rewards(batch: StepBatch, run: Run, beta: float) -> StepBatch:
-    """Door 1."""
+    """Door 1: what the KL takes from each reward."""
     if run.kl.spec.placement != "reward" or beta == 0.0 or batch.kl is None:
         return batch
     assert batch.rows.rewards is not None
-    return batch.with_rows(rewards=shape_rewards(batch.rows.rewards, batch.kl, batch.rows.action_mask, beta))
+    nothing = torch.zeros_like(batch.rows.rewards)
+    return replace(batch, penalty=shape_rewards(nothing, batch.kl, batch.rows.action_mask, beta))
 
 
 def with_advantages(batch: StepBatch, run: Run, step: int) -> StepBatch:
-    """Rewards against their group's mean; the reward's warm-up scales them, after any division by the std."""
+    """Rewards, and what the first door took from them, against their group; both divided by their sum's deviation.
+
+    The reward's warm-up scales the rewards' part after any such division, never the penalty's.
+    """
     options, rows = run.options, batch.rows
     assert rows.rewards is not None
     assert rows.group is not None
-    advantage = advantages(rows.rewards, rows.group, baseline=options.baseline, scale=options.scale_rewards)
+    penalized = rows.rewards if batch.penalty is None else rows.rewards + batch.penalty
+    scale = deviation(penalized, rows.group, baseline=options.baseline, scale=options.scale_rewards)
+    advantage = centred(rows.rewards, rows.group, options.baseline) / scale
     if options.reward_warmup_steps:
         advantage = advantage * min(1.0, (step + 1) / options.reward_warmup_steps)
-    return batch.with_rows(advantages=advantage)
-
-
-def penalize_advantages(batch: StepBatch, run: Run, beta: float) -> StepBatch:
-    """Door 2, after normalisation."""
-    rows = batch.rows
-    if run.kl.spec.placement != "advantage" or beta == 0.0 or batch.kl is None:
-        return batch
-    assert rows.advantages is not None
-    shaped = shape_advantages(rows.advantages, batch.kl, rows.action_mask, beta, level=run.kl.spec.level)
-    return batch.with_rows(advantages=shaped)
+    if batch.penalty is None:
+        return batch.with_rows(advantages=advantage)
+    return batch.with_rows(
+        advantages=advantage, kl_advantages=centred(batch.penalty, rows.group, options.baseline) / scale
+    )
 
 
 def per_update(info: Metrics) -> dict[str, Metric]:

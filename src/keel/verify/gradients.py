@@ -36,9 +36,11 @@ from keel.verify.values import right_k3
 
 def formula_of(fact: Fact, vocabulary_kl: Callable[[Tensor, Tensor], Tensor]) -> Formula:
     """The per-token term that a row of the facts speaks of."""
-    if fact.estimator.startswith("exact"):
-        return lambda logp, ref, old: vocabulary_kl(logp, ref).expand_as(logp)
     form = parse_gradient("plain" if fact.gradient == "score" else fact.gradient)
+    if fact.estimator.startswith("exact"):
+        return lambda logp, ref, old: kl.with_form(
+            vocabulary_kl(logp, ref).expand_as(logp), form, logp, ref, old, clamp=None
+        )
     return lambda logp, ref, old: kl.weighted_estimate(fact.estimator, form, logp, ref, old, clamp=None)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from keel.verify.check import Check
 from keel.verify.gradients import gradients, sequence, sequence_facts
+from keel.verify.losses import losses
 from keel.verify.optimum import optimum
 from keel.verify.values import direction, gaussian, numerics, truncation
 
@@ -15,6 +16,7 @@ SECTIONS: dict[str, Callable[[], list[Check]]] = {
     "Expected gradients, by enumeration over random distributions": gradients,
     "Sequence level: a 3-step, 4-token policy, all 64 sequences": sequence,
     "Sequence level: every row of the facts": sequence_facts,
+    "Under every loss: completions that end where they like, half of them out of the policy term": losses,
     "Vocabulary truncation": truncation,
     "Numerics": numerics,
     "The KL-regularised optimum, and where each trainer ends": optimum,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from keel.doctor.checks.base import (
     RECENT,
@@ -219,6 +221,7 @@ def pairing(history: History, thresholds: Thresholds) -> Answers:
             level=str(kl.get("level", "token")),
             off_policy=several,
             allow_biased=True,
+            reduction=_reduction(history, kl),
         )
     except KeelError as error:
         for code in ("kl/no-gradient", "kl/reversed"):
@@ -232,6 +235,15 @@ def pairing(history: History, thresholds: Thresholds) -> Answers:
             "this pairing of estimator, placement and gradient is no KL penalty, whatever β is",
             "kl.gradient=auto with kl.placement=loss, or kl.estimator=k1 with kl.placement=reward",
         )
+
+
+def _reduction(history: History, kl: Mapping[str, Any]) -> str:
+    """What averaged the KL term over tokens, as far as the run's configuration tells."""
+    from keel.losses import LOSSES
+
+    loss = LOSSES.get(str(history.option("loss.loss_type") or "grpo"))
+    own = kl.get("placement", "loss") != "loss" or kl.get("reduction") == "loss"
+    return loss.reduction if own and loss is not None else "token_mean"
 
 
 CHECKS = (at_start, explosion, over_budget, not_learning, unneeded, pairing)

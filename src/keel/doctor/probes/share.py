@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from keel.doctor.bench import Bench
-from keel.kl import estimate, shape_advantages
-from keel.losses import KLSpec, global_denominators, objective
-from keel.losses.advantages import advantages
+from keel.losses import KLSpec, centred, global_denominators, objective
 from keel.train.batch import StepBatch, score_micro, score_policy, score_reference
-from keel.train.step import with_advantages
+from keel.train.step import sampled_kl, with_advantages
 
 
 @dataclass(frozen=True)
@@ -54,25 +52,16 @@ def gradient_norms(bench: Bench) -> Norms:
     with_policy = with_advantages(batch, bench.run, warm)
     spec = bench.run.kl.spec
     still = batch.with_rows(advantages=torch.zeros_like(bench.batch.rows.rewards))  # type: ignore[arg-type]
-    if spec.placement == "loss":
-        return Norms(_norm(bench, with_policy, 0.0, spec), _norm(bench, still, 1.0, spec))
-    penalty = batch.with_rows(advantages=_penalty(bench, batch))
-    return Norms(_norm(bench, with_policy, 0.0, spec), _norm(bench, penalty, 0.0, spec))
+    if spec.placement == "reward":
+        still = still.with_rows(kl_advantages=_in_reward(bench, batch))
+    return Norms(_norm(bench, with_policy, 0.0, spec), _norm(bench, still, 1.0, spec))
 
 
-def _penalty(bench: Bench, batch: StepBatch) -> Tensor:
-    """The advantages that the first two doors would add at β = 1."""
-    rows, spec = batch.rows, bench.run.kl.spec
-    assert rows.old_logp is not None
-    assert rows.ref_logp is not None
-    assert rows.group is not None
-    name = "k3" if spec.estimator.startswith("exact") else spec.estimator
-    kl = estimate(name, rows.old_logp, rows.ref_logp, rows.action_mask, clamp=spec.log_ratio_clamp)
-    if spec.placement == "advantage":
-        nothing = torch.zeros(len(kl), device=kl.device)
-        return shape_advantages(nothing, kl, rows.action_mask, 1.0, level=spec.level)
-    options = bench.run.options
-    return advantages(-kl.sum(-1), rows.group, baseline=options.baseline, scale="none")
+def _in_reward(bench: Bench, batch: StepBatch) -> Tensor:
+    """What the first door would add to the advantages at β = 1."""
+    assert batch.rows.group is not None
+    taken = sampled_kl(batch, bench.run).sum(-1)
+    return centred(-taken, batch.rows.group, bench.run.options.baseline)
 
 
 def _norm(bench: Bench, batch: StepBatch, beta: float, spec: KLSpec) -> float:

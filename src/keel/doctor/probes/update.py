@@ -19,7 +19,7 @@ from keel.doctor.thresholds import Thresholds
 from keel.losses import global_denominators, objective
 from keel.train.batch import StepBatch, score_micro, score_policy, score_reference
 from keel.train.optim import Optimizer
-from keel.train.step import penalize_advantages, penalize_rewards, with_advantages
+from keel.train.step import penalize_rewards, with_advantages
 
 FACTORS = (0.5, 1.0, 2.0)
 LOWER = tuple(2.0**-k for k in range(2, 13))
@@ -79,7 +79,7 @@ def _scored(bench: Bench) -> StepBatch:
     run, beta = bench.run, bench.beta
     batch = score_policy(bench.batch if run.reference is None else score_reference(bench.batch, run), run)
     batch = penalize_rewards(batch, run, beta)
-    return penalize_advantages(with_advantages(batch, run, run.options.reward_warmup_steps), run, beta)
+    return with_advantages(batch, run, run.options.reward_warmup_steps)
 
 
 def _with_signal(batch: StepBatch, bench: Bench) -> tuple[StepBatch, bool]:

@@ -1,0 +1,160 @@
+"""Proofs under every loss: a KL penalty goes through the real objective, on completions that end where they like.
+
+The facts are proven token by token; a loss then weighs the tokens, takes ratios of its own and leaves completions out.
+Here every completion of a small world is enumerated, the policy term drops half of them, and the expected gradient is
+still the one that `check_pairing` names for that loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keel.kl import estimate, exact_kl, shape_rewards
+from keel.kl.facts import LENGTH_WEIGHTED, MEANINGS, POLICY_REF, Pairing
+from keel.losses import (
+    LOSSES,
+    Counts,
+    Denominators,
+    KLSpec,
+    LossSpec,
+    objective,
+    with_policy_mask,
+)
+from keel.types import Batch, Scores
+from keel.verify.check import EXACT, Check
+from keel.verify.oracle import OFF, ON, SequenceWorld, relative_error, sequence_world
+
+BUILT_IN = tuple(LOSSES)
+ONE = Denominators(1.0, 1.0, 1.0, 1, 1)  # every reduction then weighs a token by 1, or by 1/length
+# placement, estimator, level, kl.reduction
+PENALTIES = (
+    ("reward", "k1", "sequence", "token_mean"),
+    ("advantage", "k1", "token", "token_mean"),
+    ("advantage", "k1", "sequence", "token_mean"),
+    ("loss", "k2", "token", "loss"),
+    ("loss", "k2", "token", "token_mean"),
+    ("loss", "k1", "sequence", "token_mean"),
+)
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Every completion of a world: log-probabilities `[N, T]`, which tokens there are, how likely each one is drawn."""
+
+    theta: Tensor
+    logp: Tensor
+    ref: Tensor
+    old: Tensor | None
+    exact: Tensor
+    mask: Tensor
+    weights: Tensor
+
+
+def completions(world: SequenceWorld, sampling: str, *, end: int | None = 0) -> Completions:
+    """All completions up to and with their first `end` token; without one all are as long as the world allows."""
+    sequences = world.sequences()
+    over = (sequences == end).cumsum(-1) - (sequences == end).long() > 0 if end is not None else sequences < 0
+    once = (~over | (sequences == end)).all(-1)  # behind the end only one continuation counts
+    sequences, mask = sequences[once], ~over[once]
+    theta = world.policy.clone().requires_grad_()
+    rows, index = world.rows(sequences), sequences.unsqueeze(-1)
+
+    def drawn(table: Tensor) -> Tensor:
+        return torch.where(mask, table[rows].gather(-1, index).squeeze(-1), 0.0)
+
+    policy, reference = theta.log_softmax(-1), world.reference.log_softmax(-1)
+    logp, old = drawn(policy), drawn(world.sampler.log_softmax(-1)) if sampling == OFF else None
+    weights = (logp if old is None else old).sum(-1).exp().detach()
+    exact = torch.where(mask, exact_kl(policy[rows], reference[rows]), 0.0)
+    return Completions(theta, logp, drawn(reference), old, exact, mask, weights)
+
+
+def target(all_: Completions, level: str) -> Tensor:
+    """∇KL(policy‖ref): of each token at the states that the sampler visits, or of the whole sequence."""
+    if level == "token":
+        value = (all_.weights.unsqueeze(-1) * all_.exact).sum()
+    else:
+        total = all_.logp.sum(-1)
+        value = (total.exp() * (total - all_.ref.sum(-1))).sum()
+    return torch.autograd.grad(value, all_.theta, retain_graph=True)[0]
+
+
+def penalty_gradient(all_: Completions, loss: LossSpec, kl: KLSpec, pairing: Pairing) -> Tensor:
+    """The expected gradient of the penalty at β = 1 under a loss whose policy term leaves half of them out."""
+    nothing = torch.zeros(len(all_.mask), dtype=all_.logp.dtype)
+    shaped = None
+    if kl.placement == "reward":  # of the policy that sampled: a reward is given once
+        old = all_.logp.detach() if all_.old is None else all_.old
+        shaped = shape_rewards(nothing, estimate(kl.estimator, old, all_.ref, all_.mask, clamp=None), all_.mask, 1.0)
+    leaf = all_.logp.detach().requires_grad_()
+    batch = Batch(
+        action_mask=all_.mask,
+        advantages=nothing,
+        old_logp=all_.old,
+        ref_logp=all_.ref,
+        policy_mask=with_policy_mask(all_.mask, torch.arange(len(all_.mask)) % 2 == 0),
+        kl_advantages=shaped,
+    )
+    out = objective(Scores(leaf), batch, loss, kl, 1.0, Counts(ONE, ONE), pairing=pairing)
+    (coefficient,) = torch.autograd.grad(out.loss, leaf)
+    expected = (all_.weights.unsqueeze(-1) * coefficient * all_.logp).sum()
+    return torch.autograd.grad(expected, all_.theta, retain_graph=True)[0]
+
+
+def _cosine(first: Tensor, second: Tensor) -> float:
+    return ((first * second).sum() / (first.norm() * second.norm())).item()
+
+
+def penalty_check(name: str, penalty: tuple[str, str, str, str], sampling: str, world: SequenceWorld) -> Check:
+    """One row: a penalty under one loss, against what `check_pairing` says of it there."""
+    placement, estimator, level, reduction = penalty
+    loss = LossSpec(name)
+    kl = KLSpec(estimator, placement=placement, level=level, reduction=reduction, log_ratio_clamp=None)
+    pairing = kl.pairing(loss, off_policy=sampling == OFF)
+
+    def measure(world: SequenceWorld, end: int | None = 0) -> tuple[Tensor, Tensor]:
+        all_ = completions(world, sampling, end=end)
+        return penalty_gradient(all_, loss, kl, pairing), target(all_, pairing.level)
+
+    measured, truth = measure(world)
+    error, cosine = relative_error(measured, truth), _cosine(measured, truth)
+    verdict = pairing.expected_gradient
+    if verdict == POLICY_REF:
+        ok = error < EXACT
+    elif verdict.startswith(LENGTH_WEIGHTED):
+        alike, alike_truth = measure(world.with_sampler_near(), end=None)
+        ok = error > 1e-3 and cosine > 0.9 and relative_error(world.steps * alike, alike_truth) < 1e-4
+    else:
+        limit, limit_truth = measure(world.with_sampler_near())
+        ok = error > 1e-3 and relative_error(limit, limit_truth) < 1e-4
+    shown = f"error {error:.1e}" if verdict == POLICY_REF else f"cosine {cosine:.3f}"
+    how = ", reduction loss" if reduction == "loss" else ""
+    label = f"{name}: {estimator} in the {placement}, {pairing.level} level{how}, {sampling}-policy"
+    return Check("losses", label, shown, MEANINGS[verdict].split(":")[0], ok)
+
+
+def _no_longer_zero(world: SequenceWorld) -> Check:
+    """k1 in the loss has an expected gradient of zero; weighed by 1/length it has one, and no KL's."""
+    kl = KLSpec("k1", gradient="plain", reduction="loss", log_ratio_clamp=None, allow_biased=True)
+    pairing = kl.pairing(LossSpec("grpo"))
+    all_ = completions(world, ON)
+    size = (penalty_gradient(all_, LossSpec("grpo"), kl, pairing).norm() / target(all_, "token").norm()).item()
+    even = penalty_gradient(all_, LossSpec("dapo"), kl, kl.pairing(LossSpec("dapo"))).norm().item()
+    fact = "grpo: k1 in the loss, plain gradient, reduction loss: zero under token_mean, no longer under 1/length"
+    ok = size > 1e-3 and even < EXACT and pairing.expected_gradient == "wrong"
+    return Check("losses", fact, f"size {size:.3f}", MEANINGS["wrong"], ok)
+
+
+def losses() -> list[Check]:
+    """Every built-in loss with every sound penalty, on- and off-policy; the policy term leaves half of them out."""
+    world = sequence_world()
+    rows = [
+        penalty_check(name, penalty, sampling, world)
+        for name in BUILT_IN
+        for penalty in PENALTIES
+        for sampling in (ON, OFF)
+    ]
+    return [*rows, _no_longer_zero(world)]
