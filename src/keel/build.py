@@ -26,6 +26,7 @@ from keel.tasks.judge import Judge
 from keel.tasks.mixture import mixture
 from keel.tasks.rewards import wrap
 from keel.train.guards import GuardOptions
+from keel.train.integrity import check_model
 from keel.train.optim import Optimizer, build_schedule
 from keel.train.sft import Encode, Examples, SFTOptions, file_examples, gold_examples
 from keel.train.state import Engine, KLOptions, Run, StepOptions
@@ -42,6 +43,9 @@ def build_policy(config: Config, weights: Path | None = None, *, probe: bool = T
     model = config.model
     lora: Mapping[str, Any] | None = model.lora.model_dump() if model.lora else None
     name = model.name
+    for folder in (model.lora and model.lora.adapter, name):  # another run's checkpoint, perhaps
+        if folder and weights is None:
+            check_model(Path(folder).expanduser())
     if weights is not None and lora is not None:
         lora = {**lora, "adapter": str(weights)}
     elif weights is not None:

@@ -156,6 +156,16 @@ def lines_past(path: Path, step: int) -> bytes:
     return b"".join(line + b"\n" for line in _lines(path) if not _within(line, step))
 
 
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a file of JSON lines, none where there is no file; lines that are no JSON object are left out."""
+    return [record for line in _lines(path) if (record := _record(line)) is not None]
+
+
+def unreadable_lines(path: Path) -> list[int]:
+    """The numbers of the lines that are no JSON object."""
+    return [number for number, line in enumerate(_lines(path), start=1) if _record(line) is None]
+
+
 def _lines(path: Path) -> list[bytes]:
     if not path.exists():
         return []

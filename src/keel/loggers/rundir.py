@@ -10,7 +10,16 @@ from types import TracebackType
 from typing import Any
 
 from keel.errors import KeelError
-from keel.loggers.files import LineFile, encode, keep_lines, lines_past, one_line_errors, write_atomic
+from keel.loggers.files import (
+    LineFile,
+    encode,
+    keep_lines,
+    lines_past,
+    one_line_errors,
+    read_records,
+    unreadable_lines,
+    write_atomic,
+)
 from keel.loggers.lock import RunLock
 
 CONFIG = "config.yaml"
@@ -119,6 +128,11 @@ class RunDirectory:
             dropped[name] = keep_lines(self.path / name, step, HISTORY if name == EVENTS else ())
         return dropped
 
+    def unreadable(self) -> dict[str, list[int]]:
+        """The numbers of the lines that are no JSON object, a file that has some."""
+        found = {name: unreadable_lines(self.path / name) for name in LINE_FILES}
+        return {name: numbers for name, numbers in found.items() if numbers}
+
     def set_aside(self, step: int, attempt: int) -> Path:
         """Move metrics, rollouts and evaluations past `step` to `abandoned/attempt-K/`; events stay where they are.
 
@@ -162,10 +176,8 @@ class RunDirectory:
             raise KeelError(f"{path} is not JSON: {error}") from error
 
     def read_lines(self, name: str) -> list[dict[str, Any]]:
-        """The records of one of the line files."""
-        path = self.path / name
-        with one_line_errors(f"cannot read {path}"):
-            return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+        """The records of one of the line files; lines that cannot be read are left out."""
+        return read_records(self.path / name)
 
     def sync(self) -> None:
         """All lines to the disk itself: call it before a checkpoint, so that the checkpoint never outlives them."""

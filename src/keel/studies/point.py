@@ -18,6 +18,7 @@ from keel.report.read import read_run
 from keel.studies.folder import DONE, DRIFT, FAILED, INTERRUPTED, STOPPED, Outcome, write_outcome
 from keel.studies.grid import Measure
 from keel.train.checkpoint import without_bars, writing
+from keel.train.integrity import damages
 from keel.train.warmstart import is_whole, warmstart, warmstart_place
 
 
@@ -27,8 +28,8 @@ def start_place(shared: Path, config: Config) -> Path:
 
 
 def make_start(config: Config, place: Path) -> None:
-    """The warm start as a run itself would make it; nothing where it is there already."""
-    if not is_whole(place):
+    """The warm start as a run itself would make it; nothing where it is there already and as it was saved."""
+    if not is_whole(place) or damages(place):
         with without_bars():
             warmstart(place, build_policy(config), lambda model: build_warmstart(config, model))
 

@@ -12,7 +12,7 @@ from keel.config import Config, load_config
 from keel.errors import KeelError
 from keel.loggers import RunDirectory
 from keel.train.api import Source, TrainResult, evaluator, open_loggers, open_run, to_yaml, write_report_of
-from keel.train.checkpoint import save_weights, writing
+from keel.train.checkpoint import save_manifest, save_weights, writing
 from keel.train.environment import environment
 from keel.train.sft import sft
 from keel.train.state import State
@@ -74,4 +74,5 @@ def _save(place: Path, config: Config, loaded: Any) -> Path:
     with writing(place) as temporary:
         save_weights(temporary, loaded.model, loaded.tokenizer)
         (temporary / "README.md").write_text(card, encoding="utf-8")
+        save_manifest(temporary)
     return place
