@@ -37,6 +37,8 @@ from keel.train.resume import (
     choose_checkpoint,
     cut_lines,
     fingerprint,
+    keep_schedule,
+    schedule_change,
     to_yaml,
 )
 from keel.train.rollback import finish_rollback
@@ -155,12 +157,15 @@ def _train(
     clean(directory.checkpoints)
     checkpoint: Path | None = None
     told: list[Told] = []
+    decay_before: int | None = None
     if resumed:
         check_same_run(directory.path, config)
         finish_rollback(directory)
         checkpoint, told = choose_checkpoint(directory, lambda: _start_reference(config, directory.path, task, reward))
         if checkpoint is not None:
             check_same_data(checkpoint, config, task)
+            config, decay_before, kept = keep_schedule(directory.path, config)
+            told += kept
         step = -1 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
         told += cut_lines(directory, step)
     directory.write_text("config.yaml", to_yaml(config))
@@ -182,6 +187,8 @@ def _train(
             state = load_checkpoint(checkpoint, built.run)
             job.saved_at = state.step
             loggers.event("resume", step=state.step, message=f"resumed from {checkpoint.name}")
+            if changed := schedule_change(decay_before, config, built.run.optimizer, state.step):
+                loggers.event("schedule", step=state.step, message=changed)
         state = train_loop(job, state, interrupt)
         return _finish(config, built, job, state, interrupt)
     finally:

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from keel.build import learning_rate_schedule
 from keel.config import Config, load_config
 from keel.errors import KeelError
 from keel.loggers import RunDirectory
@@ -17,6 +18,7 @@ from keel.reference import Reference
 from keel.tasks import Task
 from keel.train.checkpoint import REFERENCE, exchange_reference, newest_whole, numbered, read_record
 from keel.train.integrity import STATE, TRAINER, Damage, damages, saved_sums
+from keel.train.optim import Optimizer
 from keel.train.paths import absolute_paths
 
 # What may change between a run and its resumption without making it another run.
@@ -28,6 +30,7 @@ FREE_TO_CHANGE = (
     "guards.",
     "doctor.",
     "kl.budget",
+    "optim.decay_steps",  # kept from before unless it is given: `keep_schedule`
     "reward.timeout_s",
     "reward.on_error",
 )
@@ -46,6 +49,47 @@ def check_same_run(folder: Path, config: Config) -> None:
                 f"{name} was {before.get(name)!r} in {folder} and is {now.get(name)!r} now: resume with what it was, "
                 "or start a new run from its checkpoint with model.name"
             )
+
+
+def decay_end(settings: Mapping[str, Any]) -> int | None:
+    """The step at which the learning rate's decay ends, None of a constant rate."""
+    optim, run = settings.get("optim") or {}, settings.get("run") or {}
+    if optim.get("schedule", "constant") == "constant":
+        return None
+    return optim.get("decay_steps") or run.get("max_steps")
+
+
+def keep_schedule(folder: Path, config: Config) -> tuple[Config, int | None, list[Told]]:
+    """The configuration with the end of the decay that the run had, unless another is given; and that end.
+
+    `optim.decay_steps=null` stands for `run.max_steps` when a run begins. When a run is extended it stays what it was:
+    another length must not move the learning rate of the steps that come next.
+    """
+    before = decay_end(read_settings(folder) or {})
+    if before is None or config.optim.decay_steps is not None or config.run.max_steps == before:
+        return config, before, []
+    kept = load_config(config, [f"optim.decay_steps={before}"])
+    floor = config.optim.learning_rate * config.optim.final_ratio
+    message = (
+        f"run.max_steps is {config.run.max_steps}, and the {config.optim.schedule} decay of the learning rate still "
+        f"ends at step {before}, as the run was begun: the rate is {floor:g} from there; give "
+        f"optim.decay_steps={config.run.max_steps} to let it end with the run"
+    )
+    return kept, before, [Told("schedule", message)]
+
+
+def schedule_change(before: int | None, config: Config, optimizer: Optimizer, step: int) -> str | None:
+    """The sentence on a decay that was given another end: at which step the learning rate jumps, from what to what."""
+    now = decay_end(config.to_dict())
+    if before is None or now is None or before == now:
+        return None
+    rate, updates = optimizer.learning_rate * optimizer.factor, optimizer.updates
+    course = learning_rate_schedule(config, before)
+    last, due = (rate * course(update) for update in (max(0, updates - 1), updates))
+    return (
+        f"optim.decay_steps was {before} and is {now}: the learning rate goes from {last:.4g} at step {step} to "
+        f"{optimizer.lr:.4g} at step {step + 1}, where it would have been {due:.4g}"
+    )
 
 
 def read_settings(folder: Path) -> dict[str, Any] | None:
