@@ -58,11 +58,11 @@ def one_line_errors(doing: str) -> Iterator[None]:
         raise KeelError(f"{doing}: {error.strerror or error}") from error
 
 
-def write_atomic(path: Path, data: bytes | str) -> None:
+def write_atomic(path: Path, data: bytes | str, mode: int = 0o666) -> None:
     """The whole file or nothing: a temporary file beside it, fsync, rename, and the folder synced too."""
     with one_line_errors(f"cannot write {path}"):
         name = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(to_bytes(data) if isinstance(data, str) else data)

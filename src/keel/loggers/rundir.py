@@ -21,6 +21,7 @@ from keel.loggers.files import (
     write_atomic,
 )
 from keel.loggers.lock import RunLock
+from keel.redact import hidden
 
 CONFIG = "config.yaml"
 ENV = "env.json"
@@ -151,15 +152,16 @@ class RunDirectory:
             keep_lines(self.path / name, step)
         return place
 
-    def write_text(self, name: str, text: str) -> Path:
-        """A whole text file, atomically."""
+    def write_text(self, name: str, text: str, *, private: bool = False) -> Path:
+        """A whole text file, atomically; a private one can be read by its owner alone."""
         path = self.path / name
         _make_folder(path.parent)
-        write_atomic(path, text)
+        write_atomic(path, text, mode=0o600 if private else 0o666)
         return path
 
     def write_json(self, name: str, data: Any) -> Path:
-        """A whole JSON file, atomically; NaN and infinities as null."""
+        """A whole JSON file, atomically; NaN and infinities as null, secrets masked."""
+        data = hidden(data)
         if isinstance(data, Mapping):
             return self.write_text(name, encode(data, indent=2) + "\n")
         wrapped = json.loads(encode({"data": data}))["data"]

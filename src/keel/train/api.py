@@ -39,7 +39,7 @@ from keel.train.resume import (
     fingerprint,
     keep_schedule,
     schedule_change,
-    to_yaml,
+    write_config,
 )
 from keel.train.rollback import finish_rollback
 from keel.train.state import State
@@ -168,7 +168,7 @@ def _train(
             told += kept
         step = -1 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
         told += cut_lines(directory, step)
-    directory.write_text("config.yaml", to_yaml(config))
+    write_config(directory, config)
     directory.write_json("env.json", environment())
     loggers = open_loggers(config, directory, None if checkpoint is None else step)
     try:

@@ -14,6 +14,7 @@ from keel.build import learning_rate_schedule
 from keel.config import Config, load_config
 from keel.errors import KeelError
 from keel.loggers import RunDirectory
+from keel.redact import masked, secrets_in
 from keel.reference import Reference
 from keel.tasks import Task
 from keel.train.checkpoint import REFERENCE, exchange_reference, newest_whole, numbered, read_record
@@ -45,9 +46,10 @@ def check_same_run(folder: Path, config: Config) -> None:
     now = _leaves(absolute_paths(config.to_dict()))
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name) and (name == "run.seed" or not name.startswith(FREE_TO_CHANGE)):
+            was, is_now = (masked(settings.get(name), name) for settings in (before, now))
             raise KeelError(
-                f"{name} was {before.get(name)!r} in {folder} and is {now.get(name)!r} now: resume with what it was, "
-                "or start a new run from its checkpoint with model.name"
+                f"{name} was {was!r} in {folder} and is {is_now!r} now: resume with what it was, or start a new run "
+                "from its checkpoint with model.name"
             )
 
 
@@ -212,6 +214,14 @@ def _check_nothing_lost(directory: RunDirectory) -> None:
             f"{directory.path} has {logged} steps and no checkpoint: put its checkpoints back, or start again with "
             "run.if_exists=replace"
         )
+
+
+def write_config(directory: RunDirectory, config: Config) -> None:
+    """config.yaml, from which the run is resumed: with references to the environment as they are, never their values.
+
+    A secret that is written out has to stay, or nothing could be resumed: then its owner alone can read the file.
+    """
+    directory.write_text("config.yaml", to_yaml(config), private=bool(secrets_in(config.to_dict())))
 
 
 def to_yaml(config: Config) -> str:
