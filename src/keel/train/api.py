@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.build import Built, build_named_task, build_policy, build_run, build_warmstart, reward_entries
+from keel.build import (
+    Built,
+    build_named_task,
+    build_policy,
+    build_run,
+    build_warmstart,
+    learning_rate_schedule,
+    reward_entries,
+)
 from keel.config import Config, load_config
 from keel.errors import KeelError
 from keel.loggers import Fanout, RunDirectory, build_loggers
@@ -187,7 +195,8 @@ def _train(
             state = load_checkpoint(checkpoint, built.run)
             job.saved_at = state.step
             loggers.event("resume", step=state.step, message=f"resumed from {checkpoint.name}")
-            if changed := schedule_change(decay_before, config, built.run.optimizer, state.step):
+            course = learning_rate_schedule(config, decay_before)
+            if changed := schedule_change(decay_before, course, config, built.run.optimizer, state.step):
                 loggers.event("schedule", step=state.step, message=changed)
         state = train_loop(job, state, interrupt)
         return _finish(config, built, job, state, interrupt)

@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 
-from keel.build import learning_rate_schedule
 from keel.config import Config, load_config
 from keel.errors import KeelError
 from keel.loggers import RunDirectory
@@ -19,7 +18,7 @@ from keel.reference import Reference
 from keel.tasks import Task
 from keel.train.checkpoint import REFERENCE, exchange_reference, newest_whole, numbered, read_record
 from keel.train.integrity import STATE, TRAINER, Damage, damages, saved_sums
-from keel.train.optim import Optimizer
+from keel.train.optim import Optimizer, Schedule
 from keel.train.paths import absolute_paths
 
 # What may change between a run and its resumption without making it another run.
@@ -80,13 +79,17 @@ def keep_schedule(folder: Path, config: Config) -> tuple[Config, int | None, lis
     return kept, before, [Told("schedule", message)]
 
 
-def schedule_change(before: int | None, config: Config, optimizer: Optimizer, step: int) -> str | None:
-    """The sentence on a decay that was given another end: at which step the learning rate jumps, from what to what."""
+def schedule_change(
+    before: int | None, course: Schedule, config: Config, optimizer: Optimizer, step: int
+) -> str | None:
+    """The sentence on a decay that was given another end: at which step the learning rate jumps, from what to what.
+
+    `before` is the end that it had, and `course` the schedule with that.
+    """
     now = decay_end(config.to_dict())
     if before is None or now is None or before == now:
         return None
     rate, updates = optimizer.learning_rate * optimizer.factor, optimizer.updates
-    course = learning_rate_schedule(config, before)
     last, due = (rate * course(update) for update in (max(0, updates - 1), updates))
     return (
         f"optim.decay_steps was {before} and is {now}: the learning rate goes from {last:.4g} at step {step} to "
