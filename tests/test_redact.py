@@ -239,3 +239,21 @@ def test_a_studys_labels_and_record_have_no_secrets(tmp_path: Path) -> None:
     assert len({point.label for point in found.points}) == 2
     assert "secret-number" not in json.dumps([_record(found, "", 1), [point.label for point in found.points]])
     assert [point.config.rewards[0].params["url"] for point in found.points] == urls
+
+
+def test_a_studys_processes_do_not_show_their_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command line can be read by every user of the machine."""
+    from keel.studies import run as module
+
+    started: list[tuple[list[str], dict[str, str]]] = []
+
+    def popen(command: list[str], *, env: dict[str, str], **_: Any) -> Any:
+        started.append((command, env))
+        return types.SimpleNamespace(wait=lambda: 0)
+
+    monkeypatch.setattr(module.subprocess, "Popen", popen)
+    config = json.dumps(reward(headers={"X-Judge": "my-own-secret-77"}))
+    assert module.run_process(module.Process((config, "--shared", "x"), tmp_path / "log", 1)) == 0
+    ((command, env),) = started
+    assert "my-own-secret-77" not in " ".join(command)
+    assert json.loads(env[module.CONFIG]) == json.loads(config)

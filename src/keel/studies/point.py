@@ -15,6 +15,7 @@ from keel.config import Config, load_config
 from keel.errors import KeelError
 from keel.loggers.files import encode, write_atomic
 from keel.report.read import read_run
+from keel.studies.child import CONFIG
 from keel.studies.folder import DONE, DRIFT, FAILED, INTERRUPTED, STOPPED, Outcome, write_outcome
 from keel.studies.grid import Measure
 from keel.train.checkpoint import without_bars, writing
@@ -104,14 +105,16 @@ def _measured(folder: Path) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`python -m keel.studies.child CONFIG --shared FOLDER [--measure JSON]`: without a measure the warm start only."""
+    """`python -m keel.studies.child --shared FOLDER [--measure JSON]`: without a measure the warm start only.
+
+    The configuration is in the environment, as JSON.
+    """
     parser = argparse.ArgumentParser(prog="keel.studies.child")
-    parser.add_argument("config")
     parser.add_argument("--shared", type=Path, required=True)
     parser.add_argument("--measure")
     given = parser.parse_args(argv)
     sys.path.insert(0, "")  # module:attr of the folder one stands in
-    config = load_config(json.loads(given.config))
+    config = load_config(json.loads(os.environ.pop(CONFIG)))
     try:
         if given.measure is None:
             make_start(config, start_place(given.shared, config))
