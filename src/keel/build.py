@@ -26,7 +26,8 @@ from keel.tasks.judge import Judge
 from keel.tasks.mixture import mixture
 from keel.tasks.rewards import wrap
 from keel.train.guards import GuardOptions
-from keel.train.optim import Optimizer, build_schedule
+from keel.train.integrity import check_model
+from keel.train.optim import Optimizer, Schedule, build_schedule
 from keel.train.sft import Encode, Examples, SFTOptions, file_examples, gold_examples
 from keel.train.state import Engine, KLOptions, Run, StepOptions
 from keel.types import Problem
@@ -42,6 +43,9 @@ def build_policy(config: Config, weights: Path | None = None, *, probe: bool = T
     model = config.model
     lora: Mapping[str, Any] | None = model.lora.model_dump() if model.lora else None
     name = model.name
+    for folder in (model.lora and model.lora.adapter, name):  # another run's checkpoint, perhaps
+        if folder and weights is None:
+            check_model(Path(folder).expanduser())
     if weights is not None and lora is not None:
         lora = {**lora, "adapter": str(weights)}
     elif weights is not None:
@@ -293,19 +297,25 @@ def autocast_dtype(config: Config, loaded: LoadedModel) -> torch.dtype | None:
     return DTYPES[name]
 
 
+def learning_rate_schedule(config: Config, decay_steps: int | None = None) -> Schedule:
+    """The course of the learning rate, or what it would be with another end of its decay."""
+    optim = config.optim
+    return build_schedule(
+        optim.schedule,
+        warmup_steps=optim.warmup_steps,
+        total_steps=decay_steps or optim.decay_steps or config.run.max_steps,
+        final_ratio=optim.final_ratio,
+        updates_per_step=config.loss.num_iterations * optim.minibatches,
+    )
+
+
 def build_optimizer(config: Config, loaded: LoadedModel, half: torch.dtype | None = None) -> Optimizer:
     optim = config.optim
     return Optimizer(
         loaded.model,
         name=optim.optimizer,
         learning_rate=optim.learning_rate,
-        schedule=build_schedule(
-            optim.schedule,
-            warmup_steps=optim.warmup_steps,
-            total_steps=optim.decay_steps or config.run.max_steps,
-            final_ratio=optim.final_ratio,
-            updates_per_step=config.loss.num_iterations * optim.minibatches,
-        ),
+        schedule=learning_rate_schedule(config),
         weight_decay=optim.weight_decay,
         betas=optim.betas,
         eps=optim.eps,

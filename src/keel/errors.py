@@ -5,9 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from keel.redact import hide
+
 
 class KeelError(ValueError):
-    """A mistake in what the user gave us: one line that names the thing, the place and the fix."""
+    """A mistake in what the user gave us: one line that names the thing, the place and the fix; secrets are covered."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(hide(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> KeelError:

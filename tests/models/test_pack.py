@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from keel.errors import KeelError
-from keel.models.pack import microbatches, pack
+from keel.models.pack import _bins, microbatches, pack
 from keel.types import Completion, Group, Problem, Reward
 
 from .packing_cases import RAGGED, make_completion, make_groups
@@ -121,6 +124,83 @@ def test_a_split_group_keeps_each_completion_with_its_reward(shared_prefix: bool
     assert [pair for g in parts for pair in zip(g.completions, g.rewards, strict=True)] == list(
         zip(judged.completions, judged.rewards, strict=True)
     )
+
+
+def slow_microbatches(groups: list[Group], budget: int, shared_prefix: bool) -> list[list[Group]]:
+    """The same rule read off its sentence: every candidate is packed to see what it costs."""
+
+    def fits(part: list[Group]) -> bool:
+        if not shared_prefix:  # an empty completion behind its prompt is a row too
+            spans = [len(g.prompt_tokens) + len(c.tokens) - 1 for g in part for c in g.completions]
+            return len(spans) * max(spans) <= budget
+        return pack(part, 0).input_ids.numel() <= budget
+
+    def cut(group: Group, start: int, stop: int) -> Group:
+        return replace(group, completions=group.completions[start:stop], rewards=group.rewards[start:stop])
+
+    pieces = []
+    for group in groups:
+        starts = [0]
+        for index in range(1, len(group.completions)):
+            if not fits([cut(group, starts[-1], index + 1)]):
+                starts.append(index)
+        edges = [*starts, len(group.completions)]
+        pieces += [cut(group, a, b) for a, b in pairwise(edges)]
+    batches: list[list[Group]] = []
+    for piece in pieces:
+        if batches and fits([*batches[-1], piece]):
+            batches[-1].append(piece)
+        else:
+            batches.append([piece])
+    return batches
+
+
+SHAPES = st.lists(
+    st.tuples(st.integers(1, 6), st.lists(st.integers(0, 7), min_size=1, max_size=6).map(tuple)), min_size=1, max_size=8
+)
+
+
+@given(shapes=SHAPES, budget=st.integers(1, 120), shared_prefix=st.booleans())
+def test_microbatches_are_the_partition_of_the_slow_rule(
+    shapes: list[tuple[int, tuple[int, ...]]], budget: int, shared_prefix: bool
+) -> None:
+    groups = make_groups(shapes)
+    assert microbatches(groups, budget, shared_prefix=shared_prefix) == slow_microbatches(groups, budget, shared_prefix)
+
+
+@given(lengths=st.lists(st.integers(0, 12), max_size=30), capacity=st.integers(1, 20))
+def test_bins_are_first_fit_by_decreasing_length(lengths: list[int], capacity: int) -> None:
+    """Against the rule walked bin by bin."""
+    bins: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        for members in bins:
+            if capacity - sum(lengths[i] for i in members) >= lengths[index]:
+                members.append(index)
+                break
+        else:
+            bins.append([index])
+    assert _bins(lengths, capacity) == bins
+
+
+class Counted(tuple[int, ...]):
+    """Tokens that count how often somebody asks for their number."""
+
+    looks = 0
+
+    def __len__(self) -> int:
+        Counted.looks += 1
+        return super().__len__()
+
+
+@pytest.mark.parametrize("shared_prefix", [True, False])
+@pytest.mark.parametrize(("groups", "generations"), [(200, 2), (2, 200)])
+def test_microbatches_look_at_every_completion_a_few_times(groups: int, generations: int, shared_prefix: bool) -> None:
+    """Under a budget that holds everything the work grows with the batch, not with its square."""
+    one = replace(completion(1, 2, 3), tokens=Counted((1, 2, 3)))
+    batch = [Group(Problem(str(i), ""), (5, 6), (one,) * generations) for i in range(groups)]
+    Counted.looks = 0
+    assert microbatches(batch, 10**9, shared_prefix=shared_prefix) == [batch]
+    assert Counted.looks <= 4 * groups * generations
 
 
 GOOD = make_groups([(4, (3,))])[0]

@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -349,3 +351,35 @@ def test_configurations_and_check_task_take_such_entries(tmp_path: Path, capsys:
     path.write_text(json.dumps({"task": task}))
     assert main(["check-task", str(path)]) == 2
     assert "the MCP server 'no-such-command' did not start" in capsys.readouterr().err
+
+
+def test_an_entrys_variables_are_read_when_the_server_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEEL_TEST_WORD", "from-outside")
+    given = entry(only=["server.pid"], env={"SMALL_WORD": "$KEEL_TEST_WORD"})
+    assert ask(tools_of([given]), "server_pid")[0].split()[1] == "from-outside"
+    monkeypatch.delenv("KEEL_TEST_WORD")
+    with pytest.raises(KeelError, match=r"names \$KEEL_TEST_WORD, which the environment does not have"):
+        tools_of([entry(env={"SMALL_WORD": "$KEEL_TEST_WORD-2"})])
+
+
+def test_headers_go_to_an_address_and_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEEL_TEST_TOKEN", "s3cret-token")
+    seen: list[tuple[str, str | None]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            seen.append((self.path, self.headers["Authorization"]))
+            self.send_error(403, "s3cret-token may not")
+
+        def log_message(self, *args: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_address[1]}/mcp?k=$KEEL_TEST_TOKEN"
+        with pytest.raises(KeelError) as caught:
+            tools_of([{"mcp": address, "headers": {"Authorization": "Bearer $KEEL_TEST_TOKEN"}}])
+        server.shutdown()
+    assert seen[0] == ("/mcp?k=s3cret-token", "Bearer s3cret-token")
+    assert "s3cret" not in str(caught.value)
+    with pytest.raises(KeelError, match=r"headers of .* must be a mapping .* beside an address"):
+        tools_of([{"mcp": "server", "headers": {"A": "1"}}])

@@ -253,3 +253,82 @@ def test_no_score_is_a_failure_and_not_a_zero(server: Server, reply: str, says: 
     server.answer = replies(reply)
     with pytest.raises(KeelError, match=says):
         totals(chat(server.url), "x")
+
+
+def redirecting(server: Server, to: str, status: int) -> None:
+    """Answer with a redirect: the handler reads the place from the text."""
+    inner = server.http.RequestHandlerClass
+
+    class Redirects(inner):  # type: ignore[misc,valid-type]
+        def do_POST(self) -> None:
+            if self.path == "/judge":
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.send_response(status)
+                self.send_header("Location", to)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+            else:
+                super().do_POST()
+
+    server.http.RequestHandlerClass = Redirects
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_to_another_origin_is_not_followed(
+    server: Server, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """Not with the token, not at all: another port is another server."""
+    monkeypatch.setenv("JUDGE_TOKEN", "s3cret-token")
+    other = Server()
+    asked: list[str] = []
+    other.http.RequestHandlerClass.do_GET = lambda self: asked.append(self.path)  # type: ignore[attr-defined]
+    try:
+        redirecting(server, other.url + "?from=here", status)
+        judge = judge_of(server.url, headers={"Authorization": "Bearer $JUDGE_TOKEN"})
+        with pytest.raises(KeelError, match=rf"redirects to {other.url}, another origin.* give that url") as caught:
+            totals(judge, "7")
+    finally:
+        other.http.shutdown()
+        other.http.server_close()
+    assert (other.asked, other.headers, asked) == ([], [], [])
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_redirect_to_another_scheme_is_not_followed(server: Server) -> None:
+    redirecting(server, server.url.replace("http://", "https://"), 307)
+    with pytest.raises(KeelError, match=r"redirects to https://.*another origin"):
+        totals(judge_of(server.url), "7")
+
+
+@pytest.mark.parametrize("status", [307, 308])
+def test_a_redirect_within_the_origin_keeps_body_and_headers(
+    server: Server, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", "s3cret-token")
+    redirecting(server, "/judge/", status)
+    judge = judge_of(server.url, headers={"Authorization": "Bearer $JUDGE_TOKEN"})
+    assert totals(judge, "7") == [1.0]
+    assert server.paths == ["/judge/"]
+    assert server.asked[0]["completion"] == "7"
+    assert server.headers[0]["Authorization"] == "Bearer s3cret-token"
+
+
+def test_the_query_comes_from_the_environment_too(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "k-1234567")
+    assert totals(judge_of(server.url + "?api_key=$JUDGE_KEY"), "7") == [1.0]
+    assert server.paths == ["/judge?api_key=k-1234567"]
+    server.answer = replies("Score: 10")
+    assert totals(chat(server.url + "?api-version=2&key=${JUDGE_KEY}"), "7") == [1.0]
+    assert server.paths[1] == "/judge/chat/completions?api-version=2&key=k-1234567"
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(KeelError, match=r"rewards\.url names \$JUDGE_KEY, which the environment does not have"):
+        probe_rewards([{"name": "http", "url": server.url + "?api_key=$JUDGE_KEY"}])
+
+
+def test_what_a_judge_echoes_of_the_token_is_masked(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", "s3cret-token")
+    server.answer = lambda body: (200, json.dumps({"detail": "unknown s3cret-token"}))
+    with pytest.raises(KeelError) as caught:
+        totals(judge_of(server.url, score="detail", headers={"X-Key": "$JUDGE_TOKEN"}), "7")
+    assert "s3cret" not in str(caught.value)
+    assert "unknown <masked>" in str(caught.value)

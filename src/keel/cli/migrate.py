@@ -87,10 +87,16 @@ def _cells(row: Became) -> tuple[str, str, str, str]:
     from rich.markup import escape
 
     from keel.config import text
+    from keel.redact import masked
 
-    became = " ".join(f"{name}={text.dump(value)}" for name, value in row.options.items())
+    became = " ".join(f"{name}={text.dump(masked(value, name))}" for name, value in row.options.items())
     lost = "[yellow]by hand[/yellow]" if row.by_hand else "[red]no counterpart[/red]"
     said = became or (lost if row.reason else "nothing to set")
     name = f"({row.name})" if row.silent else row.name
     note = row.reason or row.note
-    return escape(name), escape(text.dump(row.value)), escape(became) if became else said, escape(note)
+    return (
+        escape(name),
+        escape(text.dump(masked(row.value, row.name))),
+        escape(became) if became else said,
+        escape(note),
+    )

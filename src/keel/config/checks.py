@@ -11,6 +11,7 @@ from typing import Any
 from keel.config.resolve import controller_params, kl_spec, loss_spec, mismatch_spec, scale_rewards
 from keel.config.schema import Config, TaskSpec
 from keel.errors import KeelError, unknown
+from keel.redact import secrets_in
 
 ENGINES = ("native",)
 DATA_OF_TASKS = ("path", "split", "columns", "on_broken")  # the rest of `data` says how prompts are rendered
@@ -333,6 +334,11 @@ def advice(config: Config) -> list[str]:
         )
     if config.model.dropout or (config.model.lora is not None and config.model.lora.dropout > 0):
         notes.append("dropout is on: policy and reference differ from the first step, so the KL does not start at 0")
+    if written := dict.fromkeys(name for name, _ in secrets_in(config.to_dict())):
+        notes.append(
+            f"{', '.join(written)} looks like a secret that is written out: config.yaml keeps it, readable by you "
+            "alone, and it is masked wherever it is shown; write $NAME instead, and put it into the environment"
+        )
     return notes
 
 

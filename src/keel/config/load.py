@@ -17,6 +17,7 @@ from keel.config.checks import check
 from keel.config.fields import Part
 from keel.config.schema import Config
 from keel.errors import KeelError
+from keel.redact import MASK, hide, remember
 
 logger = logging.getLogger("keel")
 Setting = tuple[str, Any, str]  # dotted name, value, where it was given
@@ -42,7 +43,11 @@ def read_config(
     else:
         data = source if isinstance(source, Mapping) else text.read(Path(source))
     where = "the configuration" if isinstance(source, Mapping | Config) else str(source)
+    remember(data)
     layers = [list(_settings(data, where)), [leaf for item in overrides for leaf in _override(item)]]
+    for name, value, _ in layers[1]:
+        remember(value, name)
+    _check_masks(layers)
     given = {aliases.normal(name): value for layer in layers for name, value, _ in layer}
     tree: dict[str, Any] = {}
     renamed: list[str] = []
@@ -55,7 +60,17 @@ def read_config(
     # a section whose options are all commented out is null in YAML: it has its defaults
     config = validate({key: value for key, value in tree.items() if value is not None})
     check(config, installed=installed)
-    return config, renamed
+    return config, [hide(note) for note in renamed]
+
+
+def _check_masks(layers: Sequence[Sequence[Setting]]) -> None:
+    """Refuse a configuration that was copied from where secrets are covered."""
+    for name, value, origin in (setting for layer in layers for setting in layer):
+        if MASK in str(value):
+            raise KeelError(
+                f"{name} in {origin} has {MASK}, which covers a secret where a configuration is shown: write $NAME "
+                "there, and put the secret into the environment"
+            )
 
 
 def _choose_task(tree: dict[str, Any]) -> list[str]:

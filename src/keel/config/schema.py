@@ -178,7 +178,8 @@ class Optim(Section):
     )
     warmup_steps: Count = Field(default=0, description="Steps over which the learning rate rises from 0.")
     decay_steps: Positive | None = Field(
-        default=None, description="Step at which the decay ends; null is run.max_steps."
+        default=None,
+        description="Step at which the decay ends; null is the run.max_steps that the run was begun with.",
     )
     final_ratio: Share = Field(default=0.0, description="Learning rate at the decay's end, as a share of its peak.")
     betas: tuple[Share, Share] = Field(

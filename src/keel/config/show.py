@@ -12,12 +12,16 @@ from keel.config.aliases import Alias, tables
 from keel.config.fields import Part
 from keel.config.resolve import resolved
 from keel.config.schema import Config, plain
+from keel.redact import masked
 
 COLUMN = 40  # where comments begin
 
 
 def show_config(config: Config, *, comments: bool = True) -> str:
-    """The resolved configuration as YAML; what `null` and `auto` stand for is said in the comment."""
+    """The resolved configuration as YAML; what `null` and `auto` stand for is said in the comment.
+
+    Secrets are masked: the page is for reading.
+    """
     return "\n".join(_lines(config, "", "", resolved(config), comments)) + "\n"
 
 
@@ -31,10 +35,11 @@ def _lines(model: BaseModel, path: str, indent: str, stands_for: dict[str, Any],
             yield _line(f"{indent}{name}:", sentence, comments)
             yield from _lines(value, dotted + ".", indent + "  ", stands_for, comments)
         else:
-            yield _line(f"{indent}{name}: {text.dump(_data(value))}", sentence, comments)
+            yield _line(f"{indent}{name}: {text.dump(masked(_data(value), name))}", sentence, comments)
     if isinstance(model, Part):
         for name, value in model.params.items():
-            yield _line(f"{indent}{text.dump(name)}: {text.dump(_data(value))}", _own(path), comments)
+            shown = text.dump(masked(_data(value), name))
+            yield _line(f"{indent}{text.dump(name)}: {shown}", _own(path), comments)
 
 
 def _own(path: str) -> str:

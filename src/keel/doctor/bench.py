@@ -24,6 +24,7 @@ from keel.rollout.sampling import SamplingParams
 from keel.tasks import Task
 from keel.tasks.judge import Failure
 from keel.train.batch import StepBatch, detached, pack_step, score_micro, score_reference, stitch
+from keel.train.integrity import check_model
 from keel.train.sft import sft
 from keel.train.state import Run
 from keel.train.warmstart import is_whole, warmstart_place
@@ -257,6 +258,8 @@ def _policy(config: Config, task: Task | None, limit_s: float) -> tuple[LoadedMo
 
 def _loaded(config: Config, weights: Path | None = None) -> tuple[LoadedModel, tuple[str, ...]]:
     """The policy; one that training would refuse because its scores do not repeat is loaded all the same, and said."""
+    if weights is not None:
+        check_model(weights)
     try:
         return build_policy(config, weights), ()
     except KeelError as refusal:

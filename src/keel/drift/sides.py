@@ -15,6 +15,7 @@ from keel.errors import KeelError
 from keel.models.head import evaluating
 from keel.models.load import LoadedModel, own_memory
 from keel.models.lora import check_bias, first_line
+from keel.train.integrity import check_model
 
 Switch = Callable[[Any], AbstractContextManager[Any]]
 _FIRST, _SECOND = "default", "second"  # peft calls the first adapter so
@@ -62,6 +63,7 @@ def load_pair(policy: Source, reference: Source) -> tuple[Side, Side]:
 def _add_second(model: Any, folder: Path) -> None:
     from peft import LoraConfig, PeftConfig
 
+    check_model(folder)
     try:
         found = PeftConfig.from_pretrained(str(folder))
         if not isinstance(found, LoraConfig):

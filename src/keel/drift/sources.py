@@ -10,6 +10,7 @@ from typing import Any
 from keel.config import Config, text
 from keel.errors import KeelError
 from keel.models.load import LoadedModel, load_model
+from keel.train.integrity import check_model
 from keel.train.subject import Subject, adapter_base, find_subject
 
 
@@ -29,6 +30,8 @@ class Source:
     def load(self, adapter: Path | None) -> LoadedModel:
         """The base as configured, with an adapter; nothing of what only training needs."""
         model = self.config.model
+        for folder in (Path(self.base), *(() if adapter is None else (adapter,))):
+            check_model(folder.expanduser())
         return load_model(
             self.base,
             dtype=model.dtype,

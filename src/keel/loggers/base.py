@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from keel.redact import hidden
+
 
 class Logger(Protocol):
     """Told what happened, in order; a user's own class follows this too (derive from `Quiet` to fill in the rest)."""
@@ -71,7 +73,7 @@ class Fanout:
 
     def event(self, kind: str, **fields: Any) -> None:
         """Stamped here with the last step and the time (seconds since 1970), so that every logger says the same."""
-        fields = {"step": self._step, "time": round(self._clock(), 3), **fields}
+        fields = {"step": self._step, "time": round(self._clock(), 3), **hidden(fields)}
         self._tell("event", kind, **fields)
 
     def close(self) -> None:

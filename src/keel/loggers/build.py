@@ -14,6 +14,7 @@ from keel.loggers.jsonl import JsonlLogger
 from keel.loggers.rundir import RunDirectory
 from keel.loggers.tensorboard import TensorBoardLogger
 from keel.loggers.wandb import WandbLogger
+from keel.redact import masked
 
 OPTIONS = ("console", "tensorboard", "wandb", "extra", "rollouts_every")
 CONSOLES = ("auto", "rich", "plain", "none")
@@ -72,7 +73,7 @@ def _wandb(options: Any, run: RunDirectory, name: str | None, config: Mapping[st
         if option not in known:
             raise unknown("log.wandb option", option, known)
     given = {option: value for option, value in given.items() if value is not None}
-    return WandbLogger(run.path, config=config, **{"name": name, **given})
+    return WandbLogger(run.path, config=masked(config), **{"name": name, **given})
 
 
 def user_logger(spec: Any, **offered: Any) -> tuple[str, Logger]:

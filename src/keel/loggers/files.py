@@ -58,11 +58,11 @@ def one_line_errors(doing: str) -> Iterator[None]:
         raise KeelError(f"{doing}: {error.strerror or error}") from error
 
 
-def write_atomic(path: Path, data: bytes | str) -> None:
+def write_atomic(path: Path, data: bytes | str, mode: int = 0o666) -> None:
     """The whole file or nothing: a temporary file beside it, fsync, rename, and the folder synced too."""
     with one_line_errors(f"cannot write {path}"):
         name = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(to_bytes(data) if isinstance(data, str) else data)
@@ -154,6 +154,16 @@ def keep_lines(path: Path, step: int, history: Collection[str] = ()) -> int:
 def lines_past(path: Path, step: int) -> bytes:
     """The lines that `keep_lines` would drop, as they stand in the file."""
     return b"".join(line + b"\n" for line in _lines(path) if not _within(line, step))
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a file of JSON lines, none where there is no file; lines that are no JSON object are left out."""
+    return [record for line in _lines(path) if (record := _record(line)) is not None]
+
+
+def unreadable_lines(path: Path) -> list[int]:
+    """The numbers of the lines that are no JSON object."""
+    return [number for number, line in enumerate(_lines(path), start=1) if _record(line) is None]
 
 
 def _lines(path: Path) -> list[bytes]:

@@ -10,8 +10,18 @@ from types import TracebackType
 from typing import Any
 
 from keel.errors import KeelError
-from keel.loggers.files import LineFile, encode, keep_lines, lines_past, one_line_errors, write_atomic
+from keel.loggers.files import (
+    LineFile,
+    encode,
+    keep_lines,
+    lines_past,
+    one_line_errors,
+    read_records,
+    unreadable_lines,
+    write_atomic,
+)
 from keel.loggers.lock import RunLock
+from keel.redact import hidden
 
 CONFIG = "config.yaml"
 ENV = "env.json"
@@ -119,6 +129,11 @@ class RunDirectory:
             dropped[name] = keep_lines(self.path / name, step, HISTORY if name == EVENTS else ())
         return dropped
 
+    def unreadable(self) -> dict[str, list[int]]:
+        """The numbers of the lines that are no JSON object, a file that has some."""
+        found = {name: unreadable_lines(self.path / name) for name in LINE_FILES}
+        return {name: numbers for name, numbers in found.items() if numbers}
+
     def set_aside(self, step: int, attempt: int) -> Path:
         """Move metrics, rollouts and evaluations past `step` to `abandoned/attempt-K/`; events stay where they are.
 
@@ -137,15 +152,16 @@ class RunDirectory:
             keep_lines(self.path / name, step)
         return place
 
-    def write_text(self, name: str, text: str) -> Path:
-        """A whole text file, atomically."""
+    def write_text(self, name: str, text: str, *, private: bool = False) -> Path:
+        """A whole text file, atomically; a private one can be read by its owner alone."""
         path = self.path / name
         _make_folder(path.parent)
-        write_atomic(path, text)
+        write_atomic(path, text, mode=0o600 if private else 0o666)
         return path
 
     def write_json(self, name: str, data: Any) -> Path:
-        """A whole JSON file, atomically; NaN and infinities as null."""
+        """A whole JSON file, atomically; NaN and infinities as null, secrets masked."""
+        data = hidden(data)
         if isinstance(data, Mapping):
             return self.write_text(name, encode(data, indent=2) + "\n")
         wrapped = json.loads(encode({"data": data}))["data"]
@@ -162,10 +178,8 @@ class RunDirectory:
             raise KeelError(f"{path} is not JSON: {error}") from error
 
     def read_lines(self, name: str) -> list[dict[str, Any]]:
-        """The records of one of the line files."""
-        path = self.path / name
-        with one_line_errors(f"cannot read {path}"):
-            return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+        """The records of one of the line files; lines that cannot be read are left out."""
+        return read_records(self.path / name)
 
     def sync(self) -> None:
         """All lines to the disk itself: call it before a checkpoint, so that the checkpoint never outlives them."""

@@ -173,23 +173,53 @@ def microbatches(groups: Sequence[Group], max_tokens: int, *, shared_prefix: boo
     if max_tokens < 1:
         raise KeelError(f"microbatch_tokens must be at least 1, got {max_tokens}")
     batches: list[list[Group]] = []
+    size = _Size()
     for piece in (part for group in groups for part in _split(group, max_tokens, shared_prefix)):
-        if batches and _area([*batches[-1], piece], shared_prefix) <= max_tokens:
+        grown = size.plus(_size(piece, shared_prefix))
+        if batches and grown.area <= max_tokens:
             batches[-1].append(piece)
+            size = grown
         else:
             batches.append([piece])
+            size = _size(piece, shared_prefix)
     return batches
+
+
+@dataclass(frozen=True)
+class _Size:
+    """Rows and the longest of them: enough to know what one more costs without a look at the others."""
+
+    rows: int = 0
+    longest: int = 0
+
+    def plus(self, other: _Size) -> _Size:
+        return _Size(self.rows + other.rows, max(self.longest, other.longest))
+
+    @property
+    def area(self) -> int:
+        """Tokens that the model computes, padding included."""
+        return self.rows * self.longest
+
+
+def _size(group: Group, shared_prefix: bool) -> _Size:
+    if shared_prefix:
+        return _Size(1, _row_length(group))
+    return _Size(len(group.completions), _span(group) - 1)
 
 
 def _split(group: Group, max_tokens: int, shared_prefix: bool) -> list[Group]:
     """The group itself if it fits, otherwise its completions cut into runs that do."""
     runs: list[range] = []
-    for index in range(len(group.completions)):
-        longer = range(runs[-1].start, index + 1) if runs else range(0)
-        if runs and _area([_part(group, longer)], shared_prefix) <= max_tokens:
-            runs[-1] = longer
+    size, prompt = _Size(), len(group.prompt_tokens)
+    for index, completion in enumerate(group.completions):
+        alone = _Size(1, prompt + (_inner(completion) if shared_prefix else len(completion.tokens) - 1))
+        grown = _Size(1, size.longest + alone.longest - prompt) if shared_prefix else size.plus(alone)
+        if runs and grown.area <= max_tokens:
+            runs[-1] = range(runs[-1].start, index + 1)
+            size = grown
         else:
             runs.append(range(index, index + 1))
+            size = alone
     return [group] if len(runs) <= 1 else [_part(group, run) for run in runs]
 
 
@@ -198,13 +228,6 @@ def _part(group: Group, run: range) -> Group:
     return replace(
         group, completions=group.completions[run.start : run.stop], rewards=group.rewards[run.start : run.stop]
     )
-
-
-def _area(groups: Sequence[Group], shared_prefix: bool) -> int:
-    """Tokens that the model computes for these groups, padding included."""
-    if shared_prefix:
-        return len(groups) * max(_row_length(group) for group in groups)
-    return sum(len(group.completions) for group in groups) * max(_span(group) - 1 for group in groups)
 
 
 def _inner(completion: Completion) -> int:
@@ -268,13 +291,39 @@ def _bins(lengths: Sequence[int], capacity: int | None) -> list[list[int]]:
     if capacity is None:
         return [[index] for index in range(len(lengths))]
     bins: list[list[int]] = []
-    free: list[int] = []
+    room = _Room(len(lengths))
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        slot = next((i for i, room in enumerate(free) if room >= lengths[index]), None)
+        slot = room.first(lengths[index])
         if slot is None:
+            slot = len(bins)
             bins.append([])
-            free.append(capacity)
-            slot = len(bins) - 1
+            room.set(slot, capacity)
         bins[slot].append(index)
-        free[slot] -= lengths[index]
+        room.set(slot, room.of(slot) - lengths[index])
     return bins
+
+
+class _Room:
+    """What is left in each bin, as a tree of maxima: the first bin with enough is found without a look at all."""
+
+    def __init__(self, bins: int) -> None:
+        self._leaves = 1 << max(0, bins - 1).bit_length()
+        self._most = [-1] * (2 * self._leaves)  # a bin that is not open has no room, not even for nothing
+
+    def of(self, slot: int) -> int:
+        return self._most[self._leaves + slot]
+
+    def set(self, slot: int, room: int) -> None:
+        node = self._leaves + slot
+        self._most[node] = room
+        while node := node >> 1:
+            self._most[node] = max(self._most[2 * node], self._most[2 * node + 1])
+
+    def first(self, length: int) -> int | None:
+        """The first bin with room for `length`, None where there is none."""
+        if self._most[1] < length:
+            return None
+        node = 1
+        while node < self._leaves:
+            node = 2 * node if self._most[2 * node] >= length else 2 * node + 1
+        return node - self._leaves

@@ -12,6 +12,7 @@ from typing import Any
 from keel.errors import KeelError
 from keel.loggers import rundir
 from keel.loggers.lock import in_use
+from keel.redact import hidden, hide, masked, remember
 
 Record = dict[str, Any]
 
@@ -97,18 +98,20 @@ def read_run(path: Path) -> Run:
     config_text = _text(path / rundir.CONFIG, notes)
     metrics = read_lines(path / rundir.METRICS, notes)
     summary = _current(_json(path / rundir.SUMMARY, notes), metrics, notes)
+    config = _yaml(config_text, notes)
+    remember(config)
     return Run(
         path=path,
         name=path.resolve().name,
-        config_text=config_text,
-        config=_yaml(config_text, notes),
+        config_text=_shown(config_text, config),
+        config=masked(config),
         env=_mapping(_json(path / rundir.ENV, notes)),
         metrics=metrics,
         rollouts=read_lines(path / rundir.ROLLOUTS, notes, limit=ROLLOUT_BYTES),
         evaluations=read_lines(path / rundir.EVAL, notes),
-        events=read_lines(path / rundir.EVENTS, notes),
+        events=tuple(hidden(event) for event in read_lines(path / rundir.EVENTS, notes)),
         abandoned=_abandoned(path / rundir.ABANDONED),
-        findings=_findings(_json(path / rundir.FINDINGS, notes)),
+        findings=_findings(hidden(_json(path / rundir.FINDINGS, notes))),
         summary=summary,
         running=in_use(path / rundir.LOCK),
         missing=tuple(notes),
@@ -153,6 +156,15 @@ def _yaml(text: str | None, notes: list[str]) -> Record:
     except yaml.YAMLError:
         notes.append(f"{rundir.CONFIG} is not YAML")
         return {}
+
+
+def _shown(text: str | None, config: Record) -> str | None:
+    """The configuration as it was written, where it holds no secrets."""
+    if text is None or masked(config) == config:
+        return None if text is None else hide(text)
+    import yaml
+
+    return str(yaml.safe_dump(masked(config), sort_keys=False, allow_unicode=True))
 
 
 def _mapping(value: Any) -> Record:

@@ -181,7 +181,8 @@ def timeline(run: Run) -> str:
         words = [str(event["message"])] if event.get("message") else []
         words += [text_of(rest)] if rest else []
         grave = any(
-            word in kind for word in ("abort", "guard", "rollback", "stop", "over-budget", "dropped", "nan", "error")
+            word in kind
+            for word in ("abort", "guard", "rollback", "stop", "over-budget", "dropped", "nan", "error", "damaged")
         )
         step = event.get("step")
         rows.append(

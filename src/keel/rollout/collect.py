@@ -218,8 +218,10 @@ def _judged(
     step: int,
 ) -> list[Group]:
     groups = []
-    for g, (problem, prompt) in enumerate(zip(problems, prompts, strict=True)):
-        members = [e for e in episodes if e.group == g]
+    of_group: list[list[_Episode]] = [[] for _ in problems]
+    for episode in episodes:
+        of_group[episode.group].append(episode)
+    for problem, prompt, members in zip(problems, prompts, of_group, strict=True):
         rewards = judge.judge(problem, [e.turns for e in members], {e.sample for e in members if e.broken})
         if rewards is not None:
             groups.append(Group(problem, prompt, tuple(_finished(e, task, problem) for e in members), rewards))

@@ -15,6 +15,7 @@ from keel.config import Config, load_config
 from keel.errors import KeelError
 from keel.loggers.files import encode, one_line_errors, write_atomic
 from keel.loggers.lock import RunLock
+from keel.redact import masked
 from keel.studies.grid import Point, Study, fingerprint
 
 STUDY, POINTS, STARTS, LOG, OUTCOME, DRIFT = "study.json", "points", "starts", "log.txt", "outcome.json", "drift.json"
@@ -94,10 +95,10 @@ def _record(study: Study, mine: str, threads: int) -> dict[str, Any]:
         "digest": mine,
         "name": study.name,
         "seeds": list(study.seeds),
-        "points": [{"label": point.label, "settings": dict(point.settings)} for point in study.points],
+        "points": [{"label": point.label, "settings": masked(dict(point.settings))} for point in study.points],
         "measure": asdict(study.measure),
         "threads": threads,
-        "config": study.config.to_dict(),
+        "config": masked(study.config.to_dict()),
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from keel.config import Config, aliases, load_config, text
 from keel.config.load import is_option, leaves, unknown_option
 from keel.errors import KeelError, unknown
+from keel.redact import masked
 from keel.studies.parts import check_parts
 
 METRICS = ("accuracy_after", "reward", "retention_after")
@@ -197,8 +198,8 @@ def _axis(name: str, values: Any) -> Axis:
 def _label(name: str, value: Any) -> str:
     """`beta=0.01`; the options of a mapping by their own names."""
     if isinstance(value, Mapping):
-        return ",".join(f"{key}={text.dump(inner)}" for key, inner in leaves("", value))
-    return f"{name.rpartition('.')[2]}={text.dump(value)}"
+        return ",".join(f"{key}={text.dump(masked(inner, key))}" for key, inner in leaves("", value))
+    return f"{name.rpartition('.')[2]}={text.dump(masked(value, name))}"
 
 
 def native(name: str) -> str:
@@ -272,7 +273,7 @@ def _point(config: Config, label: str, settings: Mapping[str, Any], axes: Sequen
         own = settings.get(axis.name, {})
         closest = max(held, key=lambda value: len(value.settings), default=None)  # {k1, reward} is not {k1} alone
         named = "" if closest is None else closest.label
-        values[axis.name] = named if isinstance(own, Mapping) else text.dump(own)
+        values[axis.name] = named if isinstance(own, Mapping) else text.dump(masked(own, axis.name))
     return Point(label, dict(settings), values, checked)
 
 

@@ -15,9 +15,11 @@ from keel.config import Config, load_config
 from keel.errors import KeelError
 from keel.loggers.files import encode, write_atomic
 from keel.report.read import read_run
+from keel.studies.child import CONFIG
 from keel.studies.folder import DONE, DRIFT, FAILED, INTERRUPTED, STOPPED, Outcome, write_outcome
 from keel.studies.grid import Measure
 from keel.train.checkpoint import without_bars, writing
+from keel.train.integrity import damages
 from keel.train.warmstart import is_whole, warmstart, warmstart_place
 
 
@@ -27,8 +29,8 @@ def start_place(shared: Path, config: Config) -> Path:
 
 
 def make_start(config: Config, place: Path) -> None:
-    """The warm start as a run itself would make it; nothing where it is there already."""
-    if not is_whole(place):
+    """The warm start as a run itself would make it; nothing where it is there already and as it was saved."""
+    if not is_whole(place) or damages(place):
         with without_bars():
             warmstart(place, build_policy(config), lambda model: build_warmstart(config, model))
 
@@ -103,14 +105,16 @@ def _measured(folder: Path) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`python -m keel.studies.child CONFIG --shared FOLDER [--measure JSON]`: without a measure the warm start only."""
+    """`python -m keel.studies.child --shared FOLDER [--measure JSON]`: without a measure the warm start only.
+
+    The configuration is in the environment, as JSON.
+    """
     parser = argparse.ArgumentParser(prog="keel.studies.child")
-    parser.add_argument("config")
     parser.add_argument("--shared", type=Path, required=True)
     parser.add_argument("--measure")
     given = parser.parse_args(argv)
     sys.path.insert(0, "")  # module:attr of the folder one stands in
-    config = load_config(json.loads(given.config))
+    config = load_config(json.loads(os.environ.pop(CONFIG)))
     try:
         if given.measure is None:
             make_start(config, start_place(given.shared, config))

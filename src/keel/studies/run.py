@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from keel.config import Config
 from keel.errors import KeelError
+from keel.studies.child import CONFIG
 from keel.studies.folder import FAILED, INTERRUPTED, LOG, OUTCOME, STARTS, Job, Outcome, jobs, open_folder, outcome
 from keel.studies.grid import Measure, Study
 from keel.studies.progress import Progress
@@ -29,7 +30,7 @@ GRACE_S = 30.0  # for a run to finish its step and save
 
 @dataclass(frozen=True)
 class Process:
-    """A process to run: its arguments, the file of its output, its threads."""
+    """A process to run: its configuration and other arguments, the file of its output, its threads."""
 
     arguments: tuple[str, ...]
     log: Path
@@ -91,6 +92,7 @@ def _as_they_end(futures: Sequence[Future[int]] | dict[Future[int], Any], progre
 def _starts(waiting: Sequence[Job], shared: Path, threads: int, pool: Pool, progress: Progress) -> dict[str, str]:
     """Make every warm start that jobs share, once; the reason for each job whose warm start failed, by label."""
     from keel.studies.point import start_place
+    from keel.train.integrity import damages
     from keel.train.warmstart import is_whole
 
     wanted: dict[Path, list[Job]] = {}
@@ -99,7 +101,7 @@ def _starts(waiting: Sequence[Job], shared: Path, threads: int, pool: Pool, prog
             wanted.setdefault(start_place(shared, job.config), []).append(job)
     made: dict[Future[int], tuple[Path, list[Job]]] = {}
     for place, sharing in wanted.items():
-        if not is_whole(place):
+        if not is_whole(place) or damages(place):
             log = shared / f"{place.name}.log"
             command = (_plain(sharing[0].config), "--shared", str(shared))
             made[pool.submit(Process(command, log, threads))] = (log, sharing)
@@ -151,11 +153,15 @@ def last_line(log: Path) -> str:
 
 
 def run_process(process: Process, started: Callable[[subprocess.Popen[bytes]], None] | None = None) -> int:
-    """Run to the end, output to the log; the process ends by itself when this one dies, since its stdin closes."""
+    """Run to the end, output to the log; the process ends by itself when this one dies, since its stdin closes.
+
+    The configuration, which may hold secrets, travels in the environment: a command line is for all to see.
+    """
     process.log.parent.mkdir(parents=True, exist_ok=True)
     (process.log.parent / OUTCOME).unlink(missing_ok=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": str(process.threads), "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "keel.studies.child", *process.arguments]
+    config, *others = process.arguments
+    environment = {**os.environ, "OMP_NUM_THREADS": str(process.threads), "PYTHONUNBUFFERED": "1", CONFIG: config}
+    command = [sys.executable, "-m", "keel.studies.child", *others]
     with process.log.open("ab") as log:
         running = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True

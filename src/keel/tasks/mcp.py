@@ -10,16 +10,17 @@ import re
 import shlex
 import tempfile
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from functools import reduce
 from operator import or_
 from typing import Any, Literal
 
 from keel.errors import KeelError, unknown
+from keel.redact import NoVariable, fill, hide
 from keel.tasks.tools import MAX_CHARACTERS, TIMEOUT_S, Tool
 
-OPTIONS = ("mcp", "only", "timeout_s", "max_characters", "at_once", "env")
+OPTIONS = ("mcp", "only", "timeout_s", "max_characters", "at_once", "env", "headers")
 START_S = 30.0  # until a server has listed its tools
 STOP_S = 10.0  # for a server to end when Python does; one that does not end by itself is killed sooner
 _TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "null": type(None), "object": dict}
@@ -31,12 +32,12 @@ class ToolError(Exception):
 
 def mcp_tools(entry: Mapping[str, Any]) -> list[Tool]:
     """The tools of one entry; the server is started here, or found running where an equal entry started it."""
-    address, only, env, limits = _checked(entry)
+    address, only, given, limits = _checked(entry)
     try:
         from mcp import Client  # noqa: F401
     except ImportError as error:
         raise KeelError("task.tools: an mcp entry needs mcp, 2.0 or newer: pip install 'keel-rl[mcp]'") from error
-    server = _server(address, env)
+    server = _server(address, given)
     listed = {tool.name: tool for tool in server.listed()}
     for name in only:
         if name not in listed:
@@ -53,8 +54,8 @@ class Server:
     after it has answered a call is there another attempt, so that a server which dies at every call is left alone.
     """
 
-    def __init__(self, address: str, env: Mapping[str, str]) -> None:
-        self.address, self.env, self.is_url = address, dict(env), _is_url(address)
+    def __init__(self, address: str, given: Mapping[str, str]) -> None:
+        self.address, self.given, self.is_url = address, dict(given), _is_url(address)
         self.loop = asyncio.new_event_loop()
         self._opened: asyncio.Future[tuple[Any, list[Any]]] | None = None  # the client and the tools it listed
         self._holder: asyncio.Task[None] | None = None
@@ -142,10 +143,11 @@ class Server:
     def _client(self) -> Any:
         from mcp import Client, StdioServerParameters, stdio_client
 
+        given = {name: _filled(value) for name, value in self.given.items()}
         if self.is_url:
-            return Client(self.address)
-        command, *arguments = shlex.split(self.address)
-        parameters = StdioServerParameters(command=command, args=arguments, env=self.env)
+            return Client(_over_http(_filled(self.address), given))
+        command, *arguments = [_filled(word) for word in shlex.split(self.address)]
+        parameters = StdioServerParameters(command=command, args=arguments, env=given)
         return Client(stdio_client(parameters, errlog=self._errors))
 
     def _why(self, error: BaseException) -> str:
@@ -153,19 +155,19 @@ class Server:
         size = os.fstat(self._errors.fileno()).st_size
         said = os.pread(self._errors.fileno(), 4096, max(0, size - 4096)).decode(errors="replace").strip().splitlines()
         last = said[-1].strip() if said else ""
-        return _first_line(_cause(error)) + (f" (it said: {last[:200]})" if last else "")
+        return hide(_first_line(_cause(error)) + (f" (it said: {last[:200]})" if last else ""))
 
 
 _servers: dict[tuple[str, tuple[tuple[str, str], ...]], Server] = {}
 _lock = threading.Lock()
 
 
-def _server(address: str, env: Mapping[str, str]) -> Server:
-    """The server of an address and environment: one for all tasks of this process."""
-    key = address, tuple(sorted(env.items()))
+def _server(address: str, given: Mapping[str, str]) -> Server:
+    """The server of an address and its environment or headers: one for all tasks of this process."""
+    key = address, tuple(sorted(given.items()))
     with _lock:
         if key not in _servers:
-            _servers[key] = Server(address, env)
+            _servers[key] = Server(address, given)
         return _servers[key]
 
 
@@ -181,11 +183,12 @@ def end_servers() -> None:
 
 
 def _checked(entry: Mapping[str, Any]) -> tuple[str, list[str], dict[str, str], dict[str, Any]]:
-    """Address, names, environment and limits of an entry; what is wrong with it in one line."""
+    """Address, names, environment or headers, and limits of an entry; what is wrong with it in one line."""
     for option in entry:
         if option not in OPTIONS:
             raise unknown("option of an mcp entry in task.tools", option, OPTIONS)
-    address, only, env = entry.get("mcp"), entry.get("only"), entry.get("env") or {}
+    address, only = entry.get("mcp"), entry.get("only")
+    env, headers = entry.get("env") or {}, entry.get("headers") or {}
     try:
         fine = isinstance(address, str) and bool(shlex.split(address))
     except ValueError:  # a quote that is not closed
@@ -196,6 +199,8 @@ def _checked(entry: Mapping[str, Any]) -> tuple[str, list[str], dict[str, str], 
         raise KeelError(f"task.tools: only is {only!r}: give a list of names of tools, or leave it out for all")
     if not isinstance(env, Mapping) or (env and _is_url(address)):
         raise KeelError(f"task.tools: env of {address!r} must be a mapping of names to values, beside a command")
+    if not isinstance(headers, Mapping) or (headers and not _is_url(address)):
+        raise KeelError(f"task.tools: headers of {address!r} must be a mapping of names to values, beside an address")
     limits = {"timeout_s": TIMEOUT_S, "max_characters": MAX_CHARACTERS, "at_once": 1}
     limits |= {option: entry[option] for option in limits if option in entry}
     for option, value in limits.items():
@@ -203,7 +208,28 @@ def _checked(entry: Mapping[str, Any]) -> tuple[str, list[str], dict[str, str], 
         is_number = isinstance(value, number) and not isinstance(value, bool) and value > 0
         if not is_number and not (option == "timeout_s" and value is None):
             raise KeelError(f"task.tools: {option} of {address!r} is {value!r}: it must be a number above 0")
-    return address, list(only or ()), {str(name): str(value) for name, value in env.items()}, limits
+    given = {str(name): str(value) for name, value in (env or headers).items()}
+    return address, list(only or ()), given, limits
+
+
+@asynccontextmanager
+async def _over_http(url: str, headers: dict[str, str]) -> AsyncIterator[Any]:
+    """The transport to an address; it sends the headers to that origin alone."""
+    from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+
+    async with (
+        create_mcp_http_client(headers=headers) as client,
+        streamable_http_client(url, http_client=client) as both,
+    ):
+        yield both
+
+
+def _filled(text: str) -> str:
+    """Text of an entry with the environment's variables, read when the server is asked for: no entry keeps them."""
+    try:
+        return fill(text)
+    except NoVariable as error:
+        raise ToolError(f"cannot be asked: its entry {error}") from None
 
 
 def _tool(server: Server, listed: Any, limits: Mapping[str, Any]) -> Tool:

@@ -13,22 +13,42 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.build import Built, build_named_task, build_policy, build_run, build_warmstart, reward_entries
+from keel.build import (
+    Built,
+    build_named_task,
+    build_policy,
+    build_run,
+    build_warmstart,
+    learning_rate_schedule,
+    reward_entries,
+)
 from keel.config import Config, load_config
 from keel.errors import KeelError
 from keel.loggers import Fanout, RunDirectory, build_loggers
 from keel.loggers.rundir import EVENTS
 from keel.models.load import LoadedModel
+from keel.reference import Reference
 from keel.tasks import Task
 from keel.tasks.judge import Judge
 from keel.tasks.registry import lacking
 from keel.tasks.rewards import build_rewards, probe_rewards
-from keel.train.checkpoint import clean, load_checkpoint, newest
+from keel.train.checkpoint import clean, lay_aside, load_checkpoint
 from keel.train.environment import environment
 from keel.train.evaluation import configured_tasks, entries, eval_record, evaluate_entry
 from keel.train.guards import guard_findings
+from keel.train.integrity import damages
 from keel.train.loop import Cadence, Callback, Interrupt, Job, interruptible, train_loop
-from keel.train.resume import check_nothing_lost, check_same_data, check_same_run, fingerprint, to_yaml
+from keel.train.resume import (
+    Told,
+    check_same_data,
+    check_same_run,
+    choose_checkpoint,
+    cut_lines,
+    fingerprint,
+    keep_schedule,
+    schedule_change,
+    write_config,
+)
 from keel.train.rollback import finish_rollback
 from keel.train.state import State
 from keel.train.step import train_step
@@ -143,21 +163,27 @@ def _train(
 ) -> TrainResult:
     began = time.monotonic()
     clean(directory.checkpoints)
-    checkpoint = newest(directory.checkpoints) if resumed else None
+    checkpoint: Path | None = None
+    told: list[Told] = []
+    decay_before: int | None = None
     if resumed:
         check_same_run(directory.path, config)
-        if finish_rollback(directory):
-            checkpoint = newest(directory.checkpoints)
-        if checkpoint is None:
-            check_nothing_lost(directory)
-        else:
+        finish_rollback(directory)
+        checkpoint, told = choose_checkpoint(directory, lambda: _start_reference(config, directory.path, task, reward))
+        if checkpoint is not None:
             check_same_data(checkpoint, config, task)
+            config, decay_before, kept = keep_schedule(directory.path, config)
+            told += kept
         step = -1 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
-        directory.cut_after(step)
-    directory.write_text("config.yaml", to_yaml(config))
+        told += cut_lines(directory, step)
+    write_config(directory, config)
     directory.write_json("env.json", environment())
     loggers = open_loggers(config, directory, None if checkpoint is None else step)
     try:
+        for event in told:
+            loggers.event(event.kind, step=max(step, 0), message=event.message)
+            if event.damaged is not None:
+                lay_aside(event.damaged)
         loaded = _policy(config, directory.path, checkpoint, loggers, task, interrupt)
         built = build_run(config, loaded, task=task, reward=reward)
         for note in (*built.notes, *config.notes()):
@@ -169,6 +195,9 @@ def _train(
             state = load_checkpoint(checkpoint, built.run)
             job.saved_at = state.step
             loggers.event("resume", step=state.step, message=f"resumed from {checkpoint.name}")
+            course = learning_rate_schedule(config, decay_before)
+            if changed := schedule_change(decay_before, course, config, built.run.optimizer, state.step):
+                loggers.event("schedule", step=state.step, message=changed)
         state = train_loop(job, state, interrupt)
         return _finish(config, built, job, state, interrupt)
     finally:
@@ -282,7 +311,11 @@ def _policy(
     if config.warmstart is None:
         return build_policy(config)
     place = warmstart_place(folder, config)
-    if is_whole(place):
+    wrong = damages(place) if is_whole(place) else []
+    if wrong:
+        message = f"the warm start {place.relative_to(folder)} is damaged: {wrong[0]}; it is made again"
+        loggers.event("checkpoint/damaged", step=0, message=message)
+    elif is_whole(place):
         loggers.event("warmstart", step=0, message="the warm start of this configuration is there: loaded")
         return build_policy(config, place)
     loaded, began = build_policy(config), time.monotonic()
@@ -298,6 +331,16 @@ def _policy(
     spent = time.monotonic() - began
     loggers.event("warmstart", step=0, message=f"done in {spent:.1f} s, loss {loss:.3f}: this is the reference")
     return loaded
+
+
+def _start_reference(
+    config: Config, folder: Path, task: Task | None, reward: Callable[..., Any] | None
+) -> Reference | None:
+    """The reference as it was when the run began: of the warm start where there was one, or of the named model."""
+    place = None if config.warmstart is None else warmstart_place(folder, config)
+    if place is not None and (not is_whole(place) or damages(place)):
+        return None
+    return build_run(config, build_policy(config, place), task=task, reward=reward).run.reference
 
 
 def open_loggers(

@@ -9,6 +9,7 @@ from typing import Any
 
 import keel
 from keel.models.lora import is_lora
+from keel.redact import hide
 from keel.reference.held import unwrap
 from keel.train.state import Run, State
 from keel.train.summary import final_kl
@@ -46,7 +47,7 @@ def model_card(run: Run, state: State, about: Mapping[str, Any]) -> str:
     """README.md of a checkpoint."""
     lora = is_lora(unwrap(run.policy.model))
     spec, base = run.kl.spec, str(about.get("model", run.policy.name))
-    return _CARD.format(
+    card = _CARD.format(
         library="peft" if lora else "transformers",
         base=f"base_model: {base}\n" if is_hub_name(base) else "",
         name=about.get("name", "run"),
@@ -62,6 +63,7 @@ def model_card(run: Run, state: State, about: Mapping[str, Any]) -> str:
         evaluation=_evaluation(state),
         code=_adapter_code(base) if lora else MODEL_CODE,
     )
+    return hide(card)
 
 
 def is_hub_name(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 `checkpoints/step-N/` is an ordinary transformers folder (or a peft adapter) with a model card; `trainer/` inside it
 holds the rest. It is written beside its place, brought to the disk, and renamed: a folder called `step-N` is whole.
+Its record, `trainer/state.json`, has the sha256 of every file: one that has changed since is named (`integrity.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,10 @@ from keel.models.lora import is_lora
 from keel.reference import Reference
 from keel.reference.held import unwrap
 from keel.train.card import model_card
+from keel.train.integrity import MANIFEST, TRAINER, Damage, checksum, checksums, damages, saved_sums, sealed
+from keel.train.integrity import STATE as RECORD
 from keel.train.state import Run, State
 
-TRAINER = "trainer"
 STATE, OPTIMIZER, REFERENCE, RNG = "state.json", "optimizer.pt", "reference.pt", "rng.pt"
 _NAME = re.compile(r"step-(\d+)")
 _TEMPORARY = ".writing-"
@@ -104,6 +106,11 @@ def writing(place: Path) -> Iterator[Path]:
         raise KeelError(f"cannot write {place}: {_reason(error)}; free some space and run it again") from error
 
 
+def save_manifest(folder: Path) -> None:
+    """The checksums of a folder that has no record of its own."""
+    (folder / MANIFEST).write_text(sealed({"keel": keel.__version__}, checksums(folder)), encoding="utf-8")
+
+
 def _save_trainer(folder: Path, run: Run, state: State, previous: Path | None) -> None:
     torch.save(run.optimizer.state_dict(), folder / OPTIMIZER)
     torch.save(rng_state(), folder / RNG)
@@ -118,7 +125,7 @@ def _save_trainer(folder: Path, run: Run, state: State, previous: Path | None) -
         for path in sorted(folder.parent.rglob("*"))
         if path.is_file()
     }
-    (folder / STATE).write_text(json.dumps(record, indent=1), encoding="utf-8")
+    (folder / STATE).write_text(sealed(record, checksums(folder.parent)), encoding="utf-8")
 
 
 def _held(reference: Reference) -> dict[str, Any]:
@@ -130,11 +137,15 @@ def _held(reference: Reference) -> dict[str, Any]:
 
 
 def _save_reference(path: Path, held: Mapping[str, Any], previous: Path | None) -> None:
-    """A reference that has not moved since the last checkpoint is the same file: a hard link instead of a copy."""
+    """A reference that has not moved since the last checkpoint is the same file: a hard link instead of a copy.
+
+    A file that is not as it was saved is not linked: its new checksum would make the damage good.
+    """
     if previous is not None and (before := read_record(previous)) is not None:
         same = (before.get("reference") or {}).get("fingerprint") == held["fingerprint"]
         old = previous / TRAINER / REFERENCE
-        if same and old.is_file():
+        saved = (saved_sums(previous) or {}).get(f"{TRAINER}/{REFERENCE}")
+        if same and saved is not None and old.is_file() and checksum(old) == saved:
             moved = torch.load(old, map_location="cpu", weights_only=True, mmap=True)["moves"]
             if moved is not None and moved == held["moves"]:
                 try:
@@ -147,23 +158,21 @@ def _save_reference(path: Path, held: Mapping[str, Any], previous: Path | None) 
 
 def load_checkpoint(folder: Path, run: Run) -> State:
     """Everything but the weights, which the model was built from; a reference that does not match is refused."""
-    record = read_record(folder)
-    if record is None:
-        raise KeelError(f"the checkpoint {folder} is damaged: resume from an earlier one by moving it away")
+    record = _record_of(folder)
     trainer = folder / TRAINER
-    run.optimizer.load_state_dict(torch.load(trainer / OPTIMIZER, map_location="cpu", weights_only=True))
+    run.optimizer.load_state_dict(_load(trainer / OPTIMIZER))
     if (run.reference is None) != (record["reference"] is None):
         there = "has a reference" if record["reference"] else "has no reference"
         raise KeelError(f"the checkpoint {folder} {there} and this configuration wants it otherwise: keep kl as it was")
     if run.reference is not None:
-        held = torch.load(trainer / REFERENCE, map_location="cpu", weights_only=True)
+        held = _load(trainer / REFERENCE)
         if held["fingerprint"] != record["reference"]["fingerprint"]:
             raise KeelError(
                 f"the reference in {folder} has fingerprint {held['fingerprint'][:12]} but the checkpoint says "
                 f"{record['reference']['fingerprint'][:12]}: the file was exchanged; use the one that was saved"
             )
         run.reference.load_state_dict(held.get("own", held))
-    set_rng_state(torch.load(trainer / RNG, map_location="cpu", weights_only=True))
+    set_rng_state(_load(trainer / RNG))
     state = State.from_dict(record["state"])
     run.optimizer.factor = state.lr_factor
     run.engine.sync(run.policy.model, state.policy_version)
@@ -196,10 +205,41 @@ def restore_weights(folder: Path, model: Any) -> None:
 
 def rewrite_state(folder: Path, state: State) -> None:
     """Exchange the state of a checkpoint, atomically, and leave the rest as it is."""
+    record = {**_record_of(folder), "state": state.to_dict()}
+    sums = saved_sums(folder)
+    write_atomic(folder / RECORD, json.dumps(record, indent=1) if sums is None else sealed(record, sums))
+
+
+def exchange_reference(folder: Path, reference: Reference) -> None:
+    """Write a checkpoint's reference anew, as a file of its own, if it is the one that the checkpoint names."""
+    name, held = f"{TRAINER}/{REFERENCE}", _held(reference)
+    record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    if (record["reference"] or {}).get("fingerprint") != held["fingerprint"]:
+        return
+    fresh = folder / TRAINER / f".{REFERENCE}.new"
+    torch.save(dict(held), fresh)
+    sums = saved_sums(folder)
+    record["files"][name] = fresh.stat().st_size
+    text = json.dumps(record, indent=1) if sums is None else sealed(record, {**sums, name: checksum(fresh)})
+    fresh.replace(folder / name)  # a kill here leaves a damaged checkpoint, which is what it was
+    write_atomic(folder / RECORD, text)
+
+
+def _record_of(folder: Path) -> dict[str, Any]:
     record = read_record(folder)
     if record is None:
-        raise KeelError(f"the checkpoint {folder} is damaged: resume from an earlier one by moving it away")
-    write_atomic(folder / TRAINER / STATE, json.dumps({**record, "state": state.to_dict()}, indent=1))
+        wrong = next(iter(damages(folder, record=RECORD)), "it cannot be read")
+        raise KeelError(f"the checkpoint {folder} is damaged: {wrong}; put the file back, or move the checkpoint away")
+    return record
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # its own types differ by what is wrong
+        raise KeelError(
+            f"{path} cannot be read ({type(error).__name__}): put the file back, or move its checkpoint away"
+        ) from error
 
 
 def saved_state(folder: Path) -> State | None:
@@ -210,17 +250,45 @@ def saved_state(folder: Path) -> State | None:
 
 def last_good(folder: Path, confirmed: int) -> Path | None:
     """The newest checkpoint whose step was fine, and whose weights the step after it found fine; or the start."""
+    return next(iter(good_ones(folder, confirmed)), None)
+
+
+def good_ones(folder: Path, confirmed: int) -> Iterator[Path]:
+    """`last_good`, and those before it that are good too."""
     for path in reversed(checkpoints(folder)):
         state = saved_state(path)
         if state is not None and (state.step == 0 or (state.good and state.step <= confirmed)):
-            return path
-    return None
+            yield path
+
+
+def newest_whole(
+    folder: Path, mend: Callable[[Path, list[Damage]], bool] | None = None
+) -> tuple[Path | None, list[tuple[Path, Damage]]]:
+    """The newest checkpoint with every file as it was saved, and the damaged ones after it with their first damage.
+
+    `mend` is asked of a damaged one, and says whether it made it whole.
+    """
+    found: list[tuple[Path, Damage]] = []
+    for path in reversed(numbered(folder)):
+        wrong = damages(path, record=RECORD)
+        if not wrong or (mend is not None and mend(path, wrong)):
+            return path, found
+        found.append((path, wrong[0]))
+    return None, found
+
+
+def lay_aside(path: Path) -> Path:
+    """Take a damaged checkpoint out of the run's way, for whoever wants to look at it."""
+    place = path.with_name(f"damaged-{path.name}")
+    shutil.rmtree(place, ignore_errors=True)
+    path.rename(place)
+    return place
 
 
 def drop_after(folder: Path, step: int) -> None:
     """Remove the checkpoints past `step`, damaged ones too."""
-    for path in folder.glob("step-*"):
-        if _NAME.fullmatch(path.name) and step_of(path) > step:
+    for path in numbered(folder):
+        if step_of(path) > step:
             _remove(path)
 
 
@@ -230,10 +298,14 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
+def numbered(folder: Path) -> list[Path]:
+    """The folders called `step-N`, oldest first, damaged or not."""
+    return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=step_of)
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """Whole checkpoints, oldest first; temporary folders and damaged ones are passed over."""
-    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and read_record(path) is not None]
-    return sorted(found, key=step_of)
+    return [path for path in numbered(folder) if read_record(path) is not None]
 
 
 def newest(folder: Path) -> Path | None:
@@ -249,11 +321,12 @@ def step_of(path: Path) -> int:
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """`trainer/state.json` if the checkpoint is whole: every file there, at its size."""
+    """`trainer/state.json` if the checkpoint looks whole: every file there, at its size. `damages` reads them all."""
     try:
         record: dict[str, Any] = json.loads((path / TRAINER / STATE).read_text(encoding="utf-8"))
         whole = all((path / name).stat().st_size == size for name, size in record["files"].items())
-    except (OSError, ValueError, KeyError):
+        whole = whole and isinstance(record["state"], dict)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # it may hold any JSON
         return None
     return record if whole else None
 

@@ -15,7 +15,8 @@ from keel.errors import KeelError
 from keel.models.load import first_line
 from keel.rollout.weights import merge
 from keel.train.card import MODEL_CODE, is_hub_name
-from keel.train.checkpoint import TRAINER, save_weights
+from keel.train.checkpoint import save_weights
+from keel.train.integrity import MANIFEST, TRAINER, WARMSTART
 from keel.train.subject import Subject, find_subject, model_folder
 
 _REPO = re.compile(r"[\w.\-]+(/[\w.\-]+)?")
@@ -153,7 +154,7 @@ def model_files(folder: Path) -> list[Path]:
     """A model's files, without what resuming needs and what tools keep to themselves (a pulled folder has .cache)."""
 
     def stays(parts: tuple[str, ...]) -> bool:
-        return parts[0] == TRAINER or any(part.startswith(".") for part in parts)
+        return parts[0] in (TRAINER, MANIFEST, WARMSTART) or any(part.startswith(".") for part in parts)
 
     return sorted(p for p in folder.rglob("*") if p.is_file() and not stays(p.relative_to(folder).parts))
 

@@ -10,14 +10,17 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass, replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
+from keel.errors import KeelError
 from keel.loggers import Fanout, RunDirectory
 from keel.loggers.jsonl import JsonlLogger
 from keel.loggers.rundir import ABANDONED, EVENTS, ROLLBACK
 from keel.train.checkpoint import (
+    RECORD,
     drop_after,
-    last_good,
+    good_ones,
     load_checkpoint,
     restore_weights,
     rewrite_state,
@@ -25,6 +28,7 @@ from keel.train.checkpoint import (
     step_of,
 )
 from keel.train.guards import Trouble
+from keel.train.integrity import damages
 from keel.train.state import Run, State
 
 
@@ -79,7 +83,7 @@ def _go_back(
     words: str,
     **changes: Any,
 ) -> State | None:
-    target = last_good(directory.checkpoints, state.confirmed)
+    target = _whole_target(directory, loggers, state)
     if target is None:
         return None
     step = step_of(target)
@@ -101,6 +105,17 @@ def _go_back(
     return load_checkpoint(target, run)
 
 
+def _whole_target(directory: RunDirectory, loggers: Fanout, state: State) -> Path | None:
+    """The last good checkpoint whose files are as they were saved; those passed over are said."""
+    for path in good_ones(directory.checkpoints, state.confirmed):
+        wrong = damages(path, record=RECORD)
+        if not wrong:
+            return path
+        message = f"the checkpoint {path.name} is damaged: {wrong[0]}; it is passed over for one before it"
+        loggers.event("checkpoint/damaged", step=state.step, message=message, file=wrong[0].file)
+    return None
+
+
 def _fresh(directory: RunDirectory, attempt: int) -> int:
     """The attempt's number, or the next one that nothing was set aside under: a resumed stop has its attempt again."""
     taken = {path.name for path in (directory.path / ABANDONED).glob("attempt-*")}
@@ -112,7 +127,11 @@ def finish_rollback(directory: RunDirectory) -> bool:
     data = directory.read_json(ROLLBACK)
     if data is None:
         return False
-    plan = Rollback(**data)
+    try:
+        plan = Rollback(**data)
+    except TypeError as error:
+        path = directory.path / ROLLBACK
+        raise KeelError(f"{path} does not hold a rollback ({error}): remove it to resume without that") from error
     told = directory.read_lines(EVENTS)
     if not any(event.get("kind") == plan.kind and event.get("time") == plan.time for event in told):
         _announce(Fanout(JsonlLogger(directory)), plan)

@@ -13,7 +13,8 @@ from keel.config import Config, load_config, text
 from keel.config.arguments import is_run
 from keel.errors import KeelError
 from keel.models.load import LoadedModel
-from keel.train.checkpoint import TRAINER, read_record, step_of, without_bars
+from keel.train.checkpoint import read_record, step_of, without_bars
+from keel.train.integrity import TRAINER, check_model
 from keel.train.warmstart import is_whole, warmstart_place
 
 MOMENTS = ("best", "start", "warmstart")
@@ -33,6 +34,8 @@ class Subject:
 
     def load(self) -> LoadedModel:
         """The model, with the adapter where it has one."""
+        if self.weights is not None:
+            check_model(self.weights)
         with without_bars():
             return build_policy(self.config, self.weights)
 
@@ -107,13 +110,16 @@ def model_folder(source: str, checkpoint: str | None = None) -> Path:
     """The folder with a model's files: a run's checkpoint (newest, best, a step), or the folder itself."""
     path = Path(source).expanduser()
     if is_run(path):
-        return checkpoint_of(path, checkpoint)
+        found = checkpoint_of(path, checkpoint)
+        check_model(found)
+        return found
     if checkpoint is not None:
         raise KeelError(f"--checkpoint {checkpoint} needs the folder of a run, and {source} is none: leave it out")
     if not path.is_dir():
         raise KeelError(f"there is no folder {source}: give a run, or a folder that holds a model")
     if not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise KeelError(f"{source} holds no model: it has neither config.json nor adapter_config.json")
+    check_model(path)
     return path
 
 

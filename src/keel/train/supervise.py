@@ -11,9 +11,10 @@ from keel.build import build_policy, build_run, build_warmstart
 from keel.config import Config, load_config
 from keel.errors import KeelError
 from keel.loggers import RunDirectory
-from keel.train.api import Source, TrainResult, evaluator, open_loggers, open_run, to_yaml, write_report_of
-from keel.train.checkpoint import save_weights, writing
+from keel.train.api import Source, TrainResult, evaluator, open_loggers, open_run, write_report_of
+from keel.train.checkpoint import save_manifest, save_weights, writing
 from keel.train.environment import environment
+from keel.train.resume import write_config
 from keel.train.sft import sft
 from keel.train.state import State
 from keel.train.summary import summarise
@@ -30,7 +31,7 @@ def supervise(config: Source) -> TrainResult:
 
 def _supervise(config: Config, directory: RunDirectory) -> TrainResult:
     began = time.monotonic()
-    directory.write_text("config.yaml", to_yaml(config))
+    write_config(directory, config)
     directory.write_json("env.json", environment())
     loaded = build_policy(config)
     examples, options = build_warmstart(config, loaded)
@@ -74,4 +75,5 @@ def _save(place: Path, config: Config, loaded: Any) -> Path:
     with writing(place) as temporary:
         save_weights(temporary, loaded.model, loaded.tokenizer)
         (temporary / "README.md").write_text(card, encoding="utf-8")
+        save_manifest(temporary)
     return place

@@ -10,6 +10,7 @@ from typing import Any
 
 from keel.models.load import LoadedModel
 from keel.train.checkpoint import save_weights, writing
+from keel.train.integrity import WARMSTART, checksums, sealed
 from keel.train.paths import absolute_paths
 from keel.train.sft import Examples, Report, SFTOptions, sft
 
@@ -44,7 +45,7 @@ def _file_stamps(path: Path) -> list[tuple[str, int, int]]:
 
 def is_whole(folder: Path) -> bool:
     """Whether a warm start was finished there: the folder gets its name last."""
-    return (folder / "warmstart.json").is_file()
+    return (folder / WARMSTART).is_file()
 
 
 def warmstart(
@@ -58,5 +59,6 @@ def warmstart(
     loss = sft(loaded, examples, options, report)
     with writing(folder) as temporary:
         save_weights(temporary, loaded.model, loaded.tokenizer)
-        (temporary / "warmstart.json").write_text(json.dumps({"loss": loss, "steps": options.steps}), encoding="utf-8")
+        record = sealed({"loss": loss, "steps": options.steps}, checksums(temporary))
+        (temporary / WARMSTART).write_text(record, encoding="utf-8")
     return loss

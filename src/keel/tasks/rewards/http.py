@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from http.client import HTTPException
-from string import Template
-from typing import Any
+from http.client import HTTPException, HTTPMessage
+from typing import IO, Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit, urlunsplit
-from urllib.request import Request, getproxies, proxy_bypass, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener, getproxies, proxy_bypass
 
 from keel.errors import KeelError
+from keel.redact import NoVariable, fill
 from keel.types import Problem
 
 CONCURRENCY = 8
@@ -47,8 +46,8 @@ def http(
 
     It is sent `{"key", "prompt", "completion", "turns", "answer"}` as JSON; the score is read from its answer by the
     path `score`, such as `score` or `results.0.value`. No connection, no answer within `timeout_s`, status 429 and 5xx
-    are tried again `retries` times, after `backoff_s`, twice that, … `headers` may name variables of the environment:
-    `{Authorization: Bearer $JUDGE_TOKEN}`. `concurrency` completions of a group are judged at a time.
+    are tried again `retries` times, after `backoff_s`, twice that, … `headers` and `url` may name variables of the
+    environment: `{Authorization: Bearer $JUDGE_TOKEN}`. `concurrency` completions of a group are judged at a time.
     """
     body = {
         "key": problem.key,
@@ -90,7 +89,7 @@ def chat_judge(
         "temperature": 0,
         "max_tokens": max_tokens,
     }
-    place = url if url.endswith("/chat/completions") else url.rstrip("/") + "/chat/completions"
+    place = _below(url, "/chat/completions")
     reply = _at(_ask(place, body, headers, timeout_s, retries, backoff_s), "choices.0.message.content", place)
     found = re.findall(pattern, str(reply))
     if not found:
@@ -102,12 +101,12 @@ def chat_judge(
 
 
 def probe(url: str, headers: Mapping[str, str] | None = None, timeout_s: float = 10.0) -> None:
-    """Raise a KeelError if nobody listens at `url` or a header's variable is not set; nothing is asked of the judge."""
+    """Raise a KeelError if nobody listens at `url` or a variable is not set; nothing is asked of the judge."""
     try:
+        parts = urlsplit(_filled(url, "url"))
         _headers(headers)
     except JudgeFailed as error:
         raise KeelError(str(error)) from None
-    parts = urlsplit(url)
     host = str(parts.hostname)
     if parts.scheme in getproxies() and not proxy_bypass(host):
         return  # who listens behind a proxy shows at the first call
@@ -123,10 +122,40 @@ def shown(url: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
+def _below(url: str, path: str) -> str:
+    """The URL with the path at the end of its own, before its query."""
+    parts = urlsplit(url)
+    own = parts.path if parts.path.endswith(path) else parts.path.rstrip("/") + path
+    return urlunsplit(parts._replace(path=own))
+
+
+class _SameOrigin(HTTPRedirectHandler):
+    """Follows a redirect within the origin (scheme, host and port) that was asked, with its body where 307 and 308 say
+    so. What was sent, headers with tokens among it, is for that origin alone: one to another is refused by name."""
+
+    def redirect_request(
+        self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
+    ) -> Request | None:
+        if _origin(newurl) != _origin(req.full_url):
+            raise JudgeFailed(
+                f"{shown(req.full_url)} redirects to {shown(newurl)}, another origin: what is meant for the first "
+                "is not sent there; if it is the judge, give that url"
+            )
+        if code in (307, 308):
+            return Request(newurl, req.data, req.headers, req.origin_req_host, method=req.get_method())
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _origin(url: str) -> tuple[str, str | None, int | None]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+
+
 def _ask(
     url: str, body: Any, headers: Mapping[str, str] | None, timeout_s: float, retries: int, backoff_s: float
 ) -> Any:
-    request = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json", **_headers(headers)})
+    given = {"Content-Type": "application/json", **_headers(headers)}
+    request = Request(_filled(url, "url"), json.dumps(body).encode(), given)
     for attempt in range(retries + 1):
         try:
             return _answer(request, timeout_s)
@@ -148,7 +177,7 @@ def _answer(request: Request, timeout_s: float) -> Any:
     """One try; the limit holds for the whole answer, which may otherwise drip in byte by byte for ever."""
     ends = time.monotonic() + timeout_s
     data = b""
-    with urlopen(request, timeout=timeout_s) as response:
+    with build_opener(_SameOrigin).open(request, timeout=timeout_s) as response:
         while chunk := response.read1(1 << 16):
             data += chunk
             if time.monotonic() > ends:
@@ -160,14 +189,14 @@ def _answer(request: Request, timeout_s: float) -> Any:
 
 def _headers(headers: Mapping[str, str] | None) -> dict[str, str]:
     """Headers with the environment's variables filled in; they are read here so that no token stands in a config."""
+    return {name: _filled(value, "headers") for name, value in (headers or {}).items()}
+
+
+def _filled(text: str, option: str) -> str:
     try:
-        return {name: Template(value).substitute(os.environ) for name, value in (headers or {}).items()}
-    except KeyError as error:
-        raise JudgeFailed(
-            f"rewards.headers names ${error.args[0]}, which the environment does not have: set it"
-        ) from None
-    except ValueError as error:
-        raise JudgeFailed(f"rewards.headers: {error}; a dollar sign is written $$") from None
+        return fill(text)
+    except NoVariable as error:
+        raise JudgeFailed(f"rewards.{option} {error}") from None
 
 
 def _at(data: Any, path: str, url: str) -> Any:
