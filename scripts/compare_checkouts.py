@@ -69,7 +69,7 @@ ENVIRONMENT = {
 
 # --- what is masked ---------------------------------------------------------------------------------------------------
 
-CHANGING_KEY = re.compile(r"time|wall_s|seconds|rows_per_minute|keel|commit|(time|speed|memory)/.*")
+CHANGING_KEY = re.compile(r"time|wall_s|seconds|rows_per_minute|keel|commit|(time|speed|memory)/.*|.*\brng\.pt")
 CHANGING_CHARTS = ("Time a step", "Speed", "Memory")
 CHANGING_TEXT = (
     (re.compile(r"\d[\d.,]*(e-?\d+)? (s|ms|seconds?|minutes?|hours?)\b"), rf"{MASK} \2"),
@@ -79,6 +79,7 @@ CHANGING_TEXT = (
     (re.compile(r"\b([Kk]eel) \d+\.\d+\.\d+[\w.+-]*"), rf"\1 {MASK}"),
     (re.compile(r"events\.out\.tfevents\.\S+"), f"events.out.tfevents.{MASK}"),
 )
+WARMSTART_PATH = re.compile(r"^warmstart:\n(?:  .*\n)*?  path: <", re.MULTILINE)
 ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
 BAR = re.compile(r"[^\r\n]*\d+%\|[^\r\n]*[\r\n]?")  # a library's progress bar
 FRAMES = re.compile(r"(Traceback \(most recent call last\):\n)(?:[ \t].*\n)+")
@@ -100,6 +101,13 @@ class Masks:
             text = text.replace(path, self.paths[path])
         text = FRAMES.sub(rf"\1  {MASK}\n", ADDRESS.sub(f"0x{MASK}", BAR.sub("", text)))
         return "\n".join(map(self._line, text.split("\n"))) if self.times else text
+
+    def stream(self, text: str) -> str:
+        """What a command printed: data where all of it is JSON, else text."""
+        if self.times and text.lstrip()[:1] in ("{", "["):
+            with suppress(ValueError):
+                return json.dumps(self.data(json.loads(text)), ensure_ascii=False, indent=2) + "\n"
+        return self.text(text)
 
     def data(self, value: Any, key: str = "") -> Any:
         """JSON data with the values of changing keys masked, and every text in it."""
@@ -430,7 +438,7 @@ def printed(item: Item, answers: Sequence[Mapping[str, Any]], masks: Masks) -> s
     """What the commands of an item printed, and how they ended."""
     blocks = []
     for line, answer in zip(item.commands, answers, strict=True):
-        streams = [f"[{name}]\n{masks.text(answer[name])}" for name in ("stdout", "stderr") if answer[name].strip()]
+        streams = [f"[{name}]\n{masks.stream(answer[name])}" for name in ("stdout", "stderr") if answer[name].strip()]
         streams = [stream if stream.endswith("\n") else f"{stream}\n" for stream in streams]
         blocks.append(f"$ keel {line}\nstatus {answer['status']}\n{''.join(streams)}")
     return "\n".join(blocks)
@@ -440,11 +448,15 @@ def run_files(run: Path, masks: Masks) -> dict[str, str]:
     """A run's files as texts by name, and `files.txt`: every file with the digest of what it holds."""
     texts: dict[str, str] = {}
     listed = []
+    config = run / "config.yaml"
+    # The name of a warm start's folder is a digest of its settings, which tells nothing where a path is one of them.
+    moved = config.is_file() and WARMSTART_PATH.search(masks.text(config.read_text(encoding="utf-8"))) is not None
     for path in sorted(path for path in run.rglob("*") if path.is_file()):
         name = path.relative_to(run).as_posix()
         text = file_text(path, masks)
         digest = "" if text is None else hashlib.sha256(text if isinstance(text, bytes) else text.encode()).hexdigest()
-        listed.append(f"{masks.text(name)} {digest}".rstrip())
+        shown = re.sub(r"^warmstart/\w+", f"warmstart/{MASK}", name) if moved else name
+        listed.append(f"{masks.text(shown)} {digest}".rstrip())
         if isinstance(text, str) and (path.parent == run or name.endswith("trainer/state.json")):
             texts[f"{name}.txt"] = text
     texts["files.txt"] = "\n".join(listed) + "\n"

@@ -92,6 +92,21 @@ def test_data_is_masked_by_the_names_of_keys() -> None:
     assert tool.keys_only({"a": {"b": 1}, "c": [2]}) == {"a": {"b": "…"}, "c": "…"}
 
 
+def test_json_on_stdout_is_masked_as_data() -> None:
+    assert tool.Masks().stream('{"rows": 3, "seconds": 0.25}\n') == '{\n  "rows": 3,\n  "seconds": "…"\n}\n'
+    assert tool.Masks().stream("[not JSON\n") == "[not JSON\n"
+
+
+def test_a_warm_start_is_named_unless_a_path_goes_into_its_name(tmp_path: Path) -> None:
+    (tmp_path / "warmstart" / "ab12").mkdir(parents=True)
+    (tmp_path / "warmstart" / "ab12" / "model.safetensors").write_bytes(b"")
+    masks, empty = tool.Masks({"/tmp/x": "<tmp>"}), "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    for path, name in (("null", "ab12"), ("/tmp/x/calls.jsonl", "…")):
+        (tmp_path / "config.yaml").write_text(f"warmstart:\n  task: []\n  path: {path}\n  steps: 3\n")
+        listed = tool.run_files(tmp_path, masks)["files.txt"].splitlines()
+        assert listed[1] == f"warmstart/{name}/model.safetensors {empty}"
+
+
 def test_a_traceback_is_told_without_its_frames() -> None:
     text = 'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    g()\nValueError: no\n'
     assert tool.Masks(times=False).text(text) == "Traceback (most recent call last):\n  …\nValueError: no\n"
