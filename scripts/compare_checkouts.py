@@ -304,6 +304,7 @@ class Keel:
         )
         origin = self._answer()["keel"]
         if not str(origin).startswith(str(folder / "checkout")):
+            self.close()
             raise SystemExit(f"compare: {checkout} has no src/keel: {python} finds {origin}")
 
     def run(self, batch: Sequence[Sequence[Mapping[str, Any]]], tick: Callable[[], None]) -> list[dict[str, Any]]:
@@ -350,11 +351,13 @@ class Keel:
 def keel_of(python: str, checkout: Path, jobs: int, warm: bool = True) -> Iterator[Keel]:
     """The checkout's `keel` with a temporary folder; both are gone at the end."""
     folder = Path(tempfile.mkdtemp(prefix="keel-golden-")).resolve()
-    keel = Keel(python, checkout.resolve(), folder, jobs, warm)
     try:
-        yield keel
+        keel = Keel(python, checkout.resolve(), folder, jobs, warm)
+        try:
+            yield keel
+        finally:
+            keel.close()
     finally:
-        keel.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 

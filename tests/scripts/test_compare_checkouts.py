@@ -194,10 +194,15 @@ def test_an_entry_without_a_reason_or_a_pattern_is_refused(tmp_path: Path, entry
         tool.read_meant(tmp_path / "meant.yaml")
 
 
-def test_a_checkout_without_keel_and_a_folder_of_something_else_are_refused(tmp_path: Path) -> None:
+def test_a_checkout_without_keel_and_a_folder_of_something_else_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
     with pytest.raises(SystemExit, match="has no src/keel"):
         recorded(tmp_path / "empty", tmp_path / "out")
+    assert not list((tmp_path / "scratch").iterdir())  # nothing is left behind
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "thesis.txt").write_text("years of work")
     with pytest.raises(SystemExit, match="something else"):
