@@ -16,9 +16,9 @@ from keel.doctor.checks.base import (
     solved,
 )
 from keel.doctor.findings import found
+from keel.doctor.formula import formula_of
 from keel.doctor.history import History, Series
 from keel.doctor.thresholds import Thresholds
-from keel.errors import KeelError
 
 KL = "KL(policy‖reference)"
 MOVING = ("ema", "snapshot", "kl_triggered")
@@ -199,38 +199,24 @@ def unneeded(history: History, thresholds: Thresholds) -> Answers:
 
 def pairing(history: History, thresholds: Thresholds) -> Answers:
     """What the configured estimator's gradient is, by the table of proven pairings."""
-    kl = history.option("kl")
-    if history.source == "TRL" and history.option("kl.beta") is not None:
-        return  # k3 in the loss with or without its weight: a KL's gradient either way
-    if history.source != "keel" or not isinstance(kl, dict):
-        for code in ("kl/no-gradient", "kl/reversed"):
-            yield Unchecked(code, "the KL term's estimator and placement are not in the log")
-        return
-    if not kl.get("beta") and (history.option("kl.controller.name") or "fixed") == "fixed":
-        return
-    from keel.kl.facts import check_pairing
-
-    several = (history.option("loss.num_iterations") or 1) > 1 or (history.option("optim.minibatches") or 1) > 1
-    try:
-        proven = check_pairing(
-            str(kl.get("estimator", "k3")),
-            str(kl.get("placement", "loss")),
-            str(kl.get("gradient", "auto")),
-            level=str(kl.get("level", "token")),
-            off_policy=several,
-            allow_biased=True,
+    formula = formula_of(history.config, history.source)
+    if formula is None:
+        kl = history.option("kl.estimator") if history.source == "keel" else None
+        why = (
+            "the KL term's estimator and placement are not in the log"
+            if kl is None
+            else f"kl.estimator={kl} is no estimator of Keel's: keel doctor on the configuration tries it"
         )
-    except KeelError as error:
         for code in ("kl/no-gradient", "kl/reversed"):
-            yield Unchecked(code, str(error))
+            yield Unchecked(code, why)
         return
-    named = {"zero": "kl/no-gradient", "away": "kl/reversed", "wrong": "kl/reversed"}.get(proven.expected_gradient)
-    if named is not None:
+    named = {"zero": "kl/no-gradient", "away": "kl/reversed", "wrong": "kl/reversed"}.get(formula.expected)
+    if formula.acts and named is not None:
         yield found(
             named,
-            f"{proven.note}; β is {kl.get('beta')}",
+            f"{formula.note}; β is {history.option('kl.beta')}",
             "this pairing of estimator, placement and gradient is no KL penalty, whatever β is",
-            "kl.gradient=auto with kl.placement=loss, or kl.estimator=k1 with kl.placement=reward",
+            formula.advice,
         )
 
 

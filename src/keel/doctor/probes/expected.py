@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class Measured:
     states: int
     factor: float = 1.0
     off_policy_cosine: float | None = None
+    cosines: Mapping[str, float] = field(default_factory=dict)  # to every target's gradient
 
     @property
     def words(self) -> str:
@@ -70,7 +72,8 @@ def measure_term(
         older = cosine(term_gradient(logits, ref_logp, kl, lagging)[0], exact)
     apart = exact_kl(logits.log_softmax(-1), ref_logp).mean().item()
     factor = factors[nearest] if name == nearest else 1.0
-    return Measured(name, cosine(gradient, exact), size, value, apart, len(logits), factor, older)
+    cosines = {target: cosine(gradient, theirs) for target, theirs in targets.items()}
+    return Measured(name, cosine(gradient, exact), size, value, apart, len(logits), factor, older, cosines)
 
 
 def spread_factor(reference: Tensor, direction: Tensor) -> float:
