@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from doctor.followed import check_advice
 from doctor.schooled import schooled_config
 from keel.config import load_config
 from keel.doctor.preflight import preflight
@@ -44,7 +45,9 @@ HEALTHY: dict[str, list[str]] = {
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_no_alarm_on_a_healthy_configuration(name: str) -> None:
-    diagnosis = preflight(schooled_config(*HEALTHY[name]))
+    config = schooled_config(*HEALTHY[name])
+    diagnosis = preflight(config)
+    check_advice(config, diagnosis)
     assert diagnosis.healthy, [finding for finding in diagnosis.findings if finding.severity != "note"]
     assert diagnosis.exit_status == 0
     assert not [line for line in diagnosis.unchecked if "Error" in line]

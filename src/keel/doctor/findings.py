@@ -26,6 +26,8 @@ class Advice:
     proposals: tuple[Options, ...] = ()
 
     def __str__(self) -> str:
+        if not self.proposals:
+            return self.words
         return self.words.format(*(" ".join(overrides(options)) for options in self.proposals))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from keel.doctor.advice import no_penalty
 from keel.doctor.bench import Bench
 from keel.doctor.findings import Advice, Finding, found, propose
 from keel.doctor.formula import formula_of
@@ -161,7 +162,11 @@ def _reward_scale(bench: Bench, figures: dict[str, float]) -> tuple[Finding, ...
             "kl/scale",
             f"rewards have std {std:.3g}: β = {bench.full_beta:g} acts like {bench.full_beta / std:.3g}",
             f"kl.placement=reward is divided by the rewards' deviation (loss.scale_rewards={scale})",
-            "set loss.scale_rewards=none, or kl.placement=advantage, which comes after the division",
+            propose(
+                "set {}, or {}, which comes after the division",
+                {"loss.scale_rewards": "none"},
+                {"kl.placement": "advantage"},
+            ),
             severity="note",
         ),
     )
@@ -175,7 +180,10 @@ def _unneeded(bench: Bench) -> tuple[Finding, ...]:
             "kl/unneeded",
             f"kl.beta={config.kl.beta:g} with loss.loss_type={config.loss.loss_type}",
             note.removeprefix("kl/unneeded: "),
-            "set kl.beta=0 (the KL is still measured), or keep it if a skill outside the reward has to stay",
+            propose(
+                "set {} (the KL is still measured), or keep it if a skill outside the reward has to stay",
+                no_penalty(config.to_dict()),
+            ),
         )
         for note in said
     )
