@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,8 @@ def test_what_loading_calls_surprising_goes_away_as_it_says() -> None:
 def test_braces_in_words_stay_as_they_are() -> None:
     assert str(either("use {this}", propose("set {}", {"kl.beta": 0.1}))) == "use {this}, or set kl.beta=0.1"
     assert str(either("use {this}", "")) == "use {this}"
+    whole_section = propose("{}", {"kl.controller": {"name": "dual", "target": 0.1}, "kl.beta": 0.01})
+    assert shlex.split(str(whole_section)) == ["kl.controller={name: dual, target: 0.1}", "kl.beta=0.01"]
     assert setting("set {}", {}, "nothing") == either("nothing")
 
 

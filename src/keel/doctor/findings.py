@@ -28,12 +28,17 @@ class Advice:
     def __str__(self) -> str:
         if not self.proposals:
             return self.words
-        return self.words.format(*(" ".join(overrides(options)) for options in self.proposals))
+        return self.words.format(*(" ".join(map(_typed, overrides(options))) for options in self.proposals))
 
 
 def propose(words: str, *proposals: Options) -> Advice:
     """An advice, written shortly."""
     return Advice(words, proposals)
+
+
+def _typed(word: str) -> str:
+    """As a shell takes it for one word."""
+    return f"'{word}'" if " " in word else word
 
 
 def overrides(options: Options) -> tuple[str, ...]:
