@@ -10,7 +10,7 @@ import pytest
 from keel.cli import main
 from report.synthetic import make_run
 
-FIELDS = {"code", "severity", "evidence", "cause", "advice"}
+FIELDS = {"code", "severity", "evidence", "cause", "advice", "options"}
 
 
 @pytest.fixture

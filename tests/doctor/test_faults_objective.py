@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from doctor.followed import check_advice
 from doctor.schooled import schooled_config
 from doctor.test_faults_scoring import LORA, TALK
 from keel.doctor.bench import build_bench
@@ -72,8 +73,10 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_fault_is_named_first(fault: str) -> None:
     code, overrides = FAULTS[fault]
-    diagnosis = preflight(schooled_config(*overrides))
+    config = schooled_config(*overrides)
+    diagnosis = preflight(config)
     found = diagnosis.findings
+    check_advice(config, diagnosis)
     assert [finding.code for finding in found][:1] == [code], found
     assert found[0].severity in ("error", "warning")
     assert not [line for line in diagnosis.unchecked if "Error" in line], diagnosis.unchecked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from doctor.followed import check_advice
 from doctor.schooled import schooled_config
 from keel.doctor.findings import Finding
 from keel.doctor.preflight import preflight
@@ -39,8 +40,10 @@ FAULTS = {
 
 
 def findings(*overrides: str) -> list[Finding]:
-    diagnosis = preflight(schooled_config(*overrides))
+    config = schooled_config(*overrides)
+    diagnosis = preflight(config)
     assert not [line for line in diagnosis.unchecked if "Error" in line]
+    check_advice(config, diagnosis)
     return list(diagnosis.findings)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from doctor.followed import check_advice
 from doctor.schooled import schooled_config
 from keel.doctor.diagnosis import Diagnosis
 from keel.doctor.preflight import preflight
@@ -106,7 +107,10 @@ def diagnosed(*overrides: str) -> Diagnosis:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_fault_is_named_first(fault: str) -> None:
     code, overrides = FAULTS[fault]
-    found = preflight(schooled_config(*overrides)).findings
+    config = schooled_config(*overrides)
+    diagnosis = preflight(config)
+    found = diagnosis.findings
+    check_advice(config, diagnosis)
     assert [finding.code for finding in found][:1] == [code], found
     assert found[0].severity in ("error", "warning")
     assert found[0].evidence

@@ -86,6 +86,7 @@ def test_a_diagnosis_is_healthy_with_notes_only():
         "evidence": "e",
         "cause": "c",
         "advice": "a",
+        "options": (),
     }
     assert data["notes"] == ["green"]
     assert isinstance(note, Finding)

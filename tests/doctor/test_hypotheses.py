@@ -93,7 +93,7 @@ def test_a_row_none_of_whose_codes_was_checked_is_not_ruled_out() -> None:
     row = weighed(unchecked=(why,), entropy__share=0.2)["E01"]
     assert (row.verdict, row.figure) == ("not testable here", why)
     assert weighed(entropy__share=0.2)["E01"].verdict == "ruled out"
-    both = {"kl__configured": 1.0, "kl__at_start": 0.0}
+    both = {"kl_term__cosine": 1.0, "reference__kl_at_start": 0.0}
     assert weighed(**both)["H03"].verdict == "ruled out"
     assert weighed(unchecked=("kl/no-gradient, kl/reversed: unknown estimator",), **both)["H03"].verdict != "ruled out"
     assert weighed(unchecked=("reward/weak: 8 steps are too few",), reward__within_group_std=0.3)["H05"].verdict == (
@@ -175,7 +175,6 @@ def test_the_figures_of_a_history() -> None:
     assert figures["entropy/share"] == pytest.approx(0.5)
     assert figures["reward/within_group_std"] == pytest.approx(0.3)
     assert figures["parse/first_steps"] == pytest.approx(0.01)
-    assert "kl/configured" not in figures
 
 
 def test_output_that_could_not_be_read_at_first_confirms_its_link_of_the_chain() -> None:

@@ -109,7 +109,7 @@ def test_the_explanation_is_the_first_hypothesis_that_fits(
 ) -> None:
     names = ("kl_at_start_evaluation_mode", "reference_repeats_to", "sums_against_means")
     measured = dict(zip(names, figures, strict=True))
-    cause, advice = explain_start(measured, 1e-3, difference(dtypes), False, scale)
+    cause, advice = explain_start(measured, 1e-3, difference(dtypes), False, scale, schooled_config())
     assert said in cause
     assert advice
 

@@ -23,6 +23,7 @@ class Hypothesis:
     priority: str  # high | medium | low
     interacts: str
     action: str
+    options: tuple[tuple[str, ...], ...] = ()  # what the action proposes to set, as a finding's
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from keel.errors import unknown
 
@@ -12,15 +12,60 @@ Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
 
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to change: words with a `{}` for every proposal, each of which is options to set together.
+
+    Proposals are data, so that a test can follow them; any of them alone is worth trying.
+    """
+
+    words: str
+    proposals: tuple[Options, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.proposals:
+            return self.words
+        return self.words.format(*(" ".join(map(_typed, overrides(options))) for options in self.proposals))
+
+
+def propose(words: str, *proposals: Options) -> Advice:
+    """An advice, written shortly."""
+    return Advice(words, proposals)
+
+
+def _typed(word: str) -> str:
+    """As a shell takes it for one word."""
+    return f"'{word}'" if " " in word else word
+
+
+def overrides(options: Options) -> tuple[str, ...]:
+    """Options as one types them: `kl.beta=0.1` of Keel's, `beta=0.1` of a trainer that is configured in Python."""
+    from keel.config.text import dump
+
+    def value(name: str, given: Any) -> str:
+        if isinstance(given, float):
+            return f"{given:g}"
+        return dump(given) if "." in name else repr(given)
+
+    return tuple(f"{name}={value(name, given)}" for name, given in options.items())
+
+
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong: the figures and steps that show it, the likely cause, the exact option to change."""
+    """One thing that is wrong: the figures and steps that show it, the likely cause, the exact option to change.
+
+    `options` are the advice's proposals as overrides, one tuple for each.
+    """
 
     code: str
     severity: Severity
     evidence: str
     cause: str
     advice: str
+    options: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -465,11 +510,12 @@ CODES: dict[str, Code] = {
 }
 
 
-def found(code: str, evidence: str, cause: str, advice: str, severity: Severity | None = None) -> Finding:
+def found(code: str, evidence: str, cause: str, advice: str | Advice, severity: Severity | None = None) -> Finding:
     """A finding under a known code, as severe as its row says unless `severity` does."""
     if code not in CODES:
         raise unknown("finding code", code, CODES)
-    return Finding(code, severity or CODES[code].severity, evidence, cause, advice)
+    options = tuple(overrides(proposal) for proposal in advice.proposals) if isinstance(advice, Advice) else ()
+    return Finding(code, severity or CODES[code].severity, evidence, cause, str(advice), options)
 
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:

@@ -11,9 +11,11 @@ from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
 from keel.doctor.diagnosis import Hypothesis
-from keel.doctor.findings import CODES, Finding
+from keel.doctor.findings import CODES, Advice, Finding, overrides
+from keel.doctor.formula import Formula
 from keel.doctor.suspects import ROWS, Clear, Row
 from keel.doctor.thresholds import Thresholds
+from keel.kl.facts import MEANINGS
 
 if TYPE_CHECKING:
     from keel.doctor.history import History
@@ -27,11 +29,17 @@ def weigh(
     figures: Mapping[str, float],
     thresholds: Thresholds,
     unchecked: Iterable[str] = (),
+    formula: Formula | None = None,
 ) -> tuple[Hypothesis, ...]:
-    """Every row with its verdict; a note confirms nothing. `unchecked` are lines `code, code: why`."""
+    """Every row with its verdict; a note confirms nothing. `unchecked` are lines `code, code: why`.
+
+    `formula` is what the configured KL term is: where it is known it decides H03, whatever a batch has measured.
+    """
     serious = [finding for finding in findings if finding.severity != "note"]
     lines = tuple(unchecked)
-    return tuple(_decided(row, serious, figures, thresholds, lines) for row in ROWS)
+    return tuple(
+        _decided(row, serious, figures, thresholds, lines, formula if row.by_formula else None) for row in ROWS
+    )
 
 
 def _decided(
@@ -40,6 +48,7 @@ def _decided(
     figures: Mapping[str, float],
     thresholds: Thresholds,
     unchecked: Sequence[str],
+    formula: Formula | None = None,
 ) -> Hypothesis:
     against = [finding for finding in findings if finding.code in row.codes]
     beyond = [name for name, limit in row.over if figures.get(name, -math.inf) > thresholds[limit]]
@@ -50,11 +59,13 @@ def _decided(
         against = [finding for finding in findings if finding.code.startswith("mask/")]
     if against:
         worst = min(against, key=lambda finding: CODES[finding.code].rank)
-        return _said(row, CONFIRMED, f"{worst.code}: {worst.evidence}", row.if_confirmed)
+        return _said(row, CONFIRMED, f"{worst.code}: {worst.evidence}", row.if_confirmed or worst.advice, worst.options)
     if beyond:
         limits = dict((*row.over, *row.under))
         shown = "; ".join(f"{name} is {figures[name]:.3g} (limit {thresholds[limits[name]]:g})" for name in beyond)
-        return _said(row, CONFIRMED, shown, row.if_confirmed)
+        return _said(row, CONFIRMED, shown, row.if_confirmed or row.to_test)
+    if formula is not None:
+        return _by_formula(row, formula, figures)
     open_question = _not_checked(row, unchecked)
     if open_question is not None:
         return _said(row, UNTESTED, open_question, row.to_test)
@@ -64,6 +75,21 @@ def _decided(
     if there:
         return _said(row, UNTESTED, str(_unsafe(there[0], figures, thresholds)), row.to_test)
     return _said(row, UNTESTED, "no figure here decides it", row.to_test)
+
+
+def _by_formula(row: Row, formula: Formula, figures: Mapping[str, float]) -> Hypothesis:
+    """What the formula is decides; a measured cosine only says beside it that the code does that."""
+    measured = figures.get("kl_term/cosine_expected", math.nan)
+    seen = f"; measured on this batch: cosine {measured:.3f} to it" if math.isfinite(measured) else ""
+    if not formula.acts:
+        return _said(row, RULED_OUT, formula.note, row.if_ruled_out)
+    if formula.right:
+        return _said(row, RULED_OUT, formula.note + seen, row.if_ruled_out)
+    is_meant = MEANINGS[formula.expected].partition(":")[0]
+    words = f"{formula.advice.words} for ∇KL(policy‖ref)" + (
+        f", or keep it if {is_meant} is meant" if "∇" in is_meant else ""
+    )
+    return _said(row, CONFIRMED, f"{formula.note}, not ∇KL(policy‖ref){seen}", Advice(words, formula.advice.proposals))
 
 
 def _unsafe(way: Clear, figures: Mapping[str, float], thresholds: Thresholds) -> str | None:
@@ -92,8 +118,12 @@ def _line_of(code: str, unchecked: Sequence[str]) -> str | None:
     return None
 
 
-def _said(row: Row, verdict: str, figure: str, action: str) -> Hypothesis:
-    return Hypothesis(row.name, row.title, verdict, figure, row.priority, row.interacts, action)
+def _said(
+    row: Row, verdict: str, figure: str, action: str | Advice, options: tuple[tuple[str, ...], ...] = ()
+) -> Hypothesis:
+    if isinstance(action, Advice):
+        options = tuple(overrides(proposal) for proposal in action.proposals)
+    return Hypothesis(row.name, row.title, verdict, figure, row.priority, row.interacts, str(action), options)
 
 
 def preflight_figures(outcomes: Iterable[Outcome], *, several_turns: bool = False) -> dict[str, float]:
@@ -125,8 +155,6 @@ def history_figures(history: History, recent: int = 10) -> dict[str, float]:
     parsed = history.get("parse/ok_fraction")
     if parsed is not None:
         figures["parse/first_steps"] = parsed.finite.head(3).mean
-    if history.source == "keel" and history.option("kl.beta"):
-        figures["kl/configured"] = 1.0
     if history.option("loss.scale_rewards") == "none":
         figures["advantage/divides"] = 0.0
     entropy = history.get("entropy/mean")

@@ -97,6 +97,7 @@ TRL_OPTIONS: dict[str, str] = {
     "model_init_kwargs": "model.init",
     "sync_ref_model": "reference.moves",
     "disable_dropout": "model.disable_dropout",
+    "use_bias_correction_kl": "kl.bias_correction",
 }
 
 _ROOMS = (

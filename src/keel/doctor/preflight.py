@@ -11,6 +11,7 @@ from keel.config import Config
 from keel.doctor.bench import WARMSTART_S, build_bench
 from keel.doctor.diagnosis import Diagnosis, with_raised
 from keel.doctor.findings import Finding, found, ranked
+from keel.doctor.formula import formula_of
 from keel.doctor.hypotheses import preflight_figures, weigh
 from keel.doctor.probes import PROBES, Outcome
 from keel.doctor.thresholds import Thresholds, load_thresholds
@@ -53,7 +54,13 @@ def preflight(
     unchecked = tuple(line for outcome in outcomes for line in outcome.unchecked)
     diagnosis = Diagnosis(
         findings=findings,
-        hypotheses=weigh(findings, preflight_figures(decisive, several_turns=several), limits, unchecked),
+        hypotheses=weigh(
+            findings,
+            preflight_figures(decisive, several_turns=several),
+            limits,
+            unchecked,
+            formula_of(config.to_dict()),
+        ),
         unchecked=unchecked,
         notes=(*bench.notes, *(line for outcome in outcomes for line in outcome.lines)),
     )

@@ -28,7 +28,8 @@ keel doctor log.csv --map step=it,kl=my_kl   # a CSV or JSONL file
 
 | option | what it does |
 | --- | --- |
-| `--json` | prints `findings` (a list of objects with `code`, `severity`, `evidence`, `cause`, `advice`), \
+| `--json` | prints `findings` (a list of objects with `code`, `severity`, `evidence`, `cause`, `advice`, and \
+`options`, the advice's proposals as lists of overrides), \
 `hypotheses`, `unchecked`, `notes` and `raised_thresholds` |
 | `--map kl=COLUMN,…` | names the columns of a table, or the tags of a TensorBoard folder |
 | `--threshold NAME=VALUE` | another value for a threshold, shown in the output if it makes an alarm less sensitive |
@@ -58,7 +59,9 @@ The last table lists what was suspected in two investigations of failed runs: H0
 learn, E01 on the chain by which a chess run blew up. Each is confirmed, ruled out, or not testable here, with the
 figure that decides, what it interacts with, and what to do next. A finding confirms. That nothing was found rules
 nothing out: it takes a figure on the safe side of its threshold, by any one way of the fourth column; a row whose
-codes could not be checked stays open.
+codes could not be checked stays open. H03 asks what the KL term is, which no batch has to decide: the
+[table of proven pairings](kl.md) says along which gradient the configured one pulls, and the preflight measures that
+the code does so. Plain k3 in the loss pulls along ∇KL(ref‖policy) and so confirms it: `kl.gradient=auto` is the other.
 
 {hypotheses}
 
@@ -108,10 +111,7 @@ def doctor_page() -> str:
         (f"`{t.name}`", f"{t.alarm} {t.value:g}", t.unit, t.source, t.reason) for t in shipped_thresholds().values()
     )
     tried = ((name, (inspect.getdoc(probe) or "").splitlines()[0]) for name, probe in PROBES)
-    rows = (
-        (f"{row.name} {row.title}", row.priority, ", ".join(f"`{c}`" for c in row.codes), _ways(row), row.interacts)
-        for row in ROWS
-    )
+    rows = ((f"{row.name} {row.title}", row.priority, _confirmed(row), _ways(row), row.interacts) for row in ROWS)
     return PAGE.format(
         probes=_table(("experiment", "what it does"), tried),
         hypotheses=_table(("hypothesis", "priority", "confirmed by", "ruled out by", "interacts with"), rows),
@@ -124,13 +124,20 @@ def doctor_page() -> str:
     )
 
 
+def _confirmed(row: Row) -> str:
+    """The codes; and the formula, where it pulls elsewhere."""
+    codes = ", ".join(f"`{code}`" for code in row.codes)
+    return codes + "; or a formula whose gradient is another than ∇KL(policy‖ref)" * row.by_formula
+
+
 def _ways(row: Row) -> str:
     """The ways to rule a row out, each a list of figures that all have to be safe."""
 
     def said(name: str, side: str, limit: str | float) -> str:
         return f"`{name}` {side} {f'`{limit}`' if isinstance(limit, str) else f'{limit:g}'}"
 
-    return "; or ".join(" and ".join(said(*figure) for figure in way.figures) for way in row.clears)
+    first = "the configured formula, before and after a run alike; where it is not known " if row.by_formula else ""
+    return first + "; or ".join(" and ".join(said(*figure) for figure in way.figures) for way in row.clears)
 
 
 def _names(whose: str, names: dict[str, str]) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from keel.doctor.findings import Advice
+
 Side = Literal["at least", "at most"]
 
 
@@ -42,12 +44,13 @@ class Row:
     codes: tuple[str, ...]
     clears: tuple[Clear, ...]
     interacts: str
-    if_confirmed: str
+    if_confirmed: str | Advice | None  # None: what the finding that confirms it advises
     if_ruled_out: str
     to_test: str = "run keel doctor on the configuration"
     over: tuple[tuple[str, str], ...] = ()
     under: tuple[tuple[str, str], ...] = ()
     needs: tuple[str, ...] = ()
+    by_formula: bool = False  # what the configured KL term is decides, where it is known
 
 
 NOT_AMPLIFIED = (
@@ -70,7 +73,7 @@ ROWS: tuple[Row, ...] = (
         ("advantage/amplified",),
         NOT_AMPLIFIED,
         "amplifies H03 (the KL term has to hold against it) and noise of H05",
-        "set loss.scale_rewards=none and run again before anything else is changed",
+        None,
         "leave loss.scale_rewards as it is",
         to_test="needs rewards that differ within a group: see H05",
     ),
@@ -102,17 +105,13 @@ ROWS: tuple[Row, ...] = (
                 ("kl_term/cosine", "at least", "kl_gradient_cosine"),
                 ("reference/kl_at_start", "at most", "kl_at_start"),
             ),
-            clear(
-                "estimator, gradient and placement are a proven pairing, and KL starts at 0",
-                ("kl/configured", "at least", 1.0),
-                ("kl/at_start", "at most", "kl_at_start"),
-            ),
         ),
         "amplified by H01: fix that first, then test this alone",
-        "set kl.estimator=k3 with kl.gradient=auto and reference.kind=auto",
+        None,
         "leave the formula; turn kl.beta if the share of the gradient is wrong",
-        to_test="set kl.measure_every=1, so that there is a reference, and run keel doctor on the configuration",
+        over=(("kl/at_start", "kl_at_start"), ("reference/kl_at_start", "kl_at_start")),
         needs=("kl/reversed", "kl/no-gradient"),
+        by_formula=True,
     ),
     Row(
         "H04",
@@ -242,7 +241,7 @@ ROWS: tuple[Row, ...] = (
         ("advantage/amplified",),
         NOT_AMPLIFIED,
         "from E03 (the lone survivor of a group); is H01; leads to E05",
-        "set loss.scale_rewards=none",
+        None,
         "none",
         to_test="needs rewards that differ within a group: see H05",
     ),

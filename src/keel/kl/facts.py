@@ -149,6 +149,11 @@ def find_fact(estimator: str, placement: str, sampling: str, gradient: str, leve
     return None
 
 
+def term_reduction(placement: str, kl_reduction: str, loss_reduction: str) -> str:
+    """What averages the KL over tokens: in the reward and the advantage it is weighed as the reward is."""
+    return loss_reduction if placement != "loss" or kl_reduction == "loss" else "token_mean"
+
+
 def under(verdict: str, reduction: str) -> str:
     """What a row's expected gradient becomes where the loss averages it by `reduction`.
 
@@ -183,7 +188,9 @@ def _auto(estimator: str) -> str:
     return "sg_rho" if estimator == "k2" else "sg_rho*k2"
 
 
-def _advice(placement: str, level: str) -> str:
+def _advice(placement: str, level: str, own: bool) -> str:
+    if placement == "loss" and level == "token" and own:
+        return "use estimator=k3 with gradient=auto"  # auto leaves a user's own its own gradient
     if placement == "loss":
         return "use gradient=auto" if level == "token" else "use estimator=exact (Rao-Blackwell) or k1"
     return f"use estimator=k1 in the {placement}, or move the term to placement=loss"
@@ -239,7 +246,7 @@ def check_pairing(
     if fact is None and not allow_biased:
         raise KeelError(
             f"kl.estimator={estimator} with gradient={form} and level={level} in the {placement} is not a proven "
-            f"pairing: {_advice(placement, level)}, or set kl.allow_biased=true"
+            f"pairing: {_advice(placement, level, own)}, or set kl.allow_biased=true"
         )
     per_sequence = placement == "loss" and level == "sequence"  # averaged over sequences under every loss
     verdict = under(fact.expected_gradient, "token_mean" if per_sequence else reduction) if fact else "wrong"
@@ -249,7 +256,7 @@ def check_pairing(
     what = f"kl.estimator={estimator} in the {placement} ({how}, {policy})"
     if verdict in REFUSED and not allow_biased:
         raise KeelError(
-            f"{what} has an expected gradient that is {meaning}: {_advice(placement, level)}, or set "
+            f"{what} has an expected gradient that is {meaning}: {_advice(placement, level, own)}, or set "
             "kl.allow_biased=true to run it all the same"
         )
     return Pairing(estimator, placement, level, form, verdict, f"{what}: expected gradient is {meaning}")

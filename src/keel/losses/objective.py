@@ -10,7 +10,7 @@ from torch import Tensor
 
 from keel.errors import KeelError, unknown
 from keel.kl.estimators import estimate
-from keel.kl.facts import Pairing, check_pairing
+from keel.kl.facts import Pairing, check_pairing, term_reduction
 from keel.kl.placement import kl_loss, kl_score_loss, shape_advantages
 from keel.kl.ratios import DEFAULT_CLAMP, check_mask, select
 from keel.losses.mismatch import MismatchSpec, mismatch_weights
@@ -48,9 +48,8 @@ class KLSpec:
             )
 
     def reduction_under(self, loss: LossSpec) -> str:
-        """What averages the term over tokens: in the reward and the advantage it is weighed as the reward is."""
-        of_the_loss = self.placement != "loss" or self.reduction == "loss"
-        return get_recipe(loss.loss_type).reduction if of_the_loss else "token_mean"
+        """What averages the term over tokens under that loss."""
+        return term_reduction(self.placement, self.reduction, get_recipe(loss.loss_type).reduction)
 
     def pairing(self, loss: LossSpec | None = None, *, off_policy: bool = False) -> Pairing:
         """The checked choice under that loss; without one, where every token weighs alike."""

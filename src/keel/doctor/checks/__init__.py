@@ -9,6 +9,7 @@ from keel.doctor.checks import episodes, evaluation, kl, optim, output, reward, 
 from keel.doctor.checks.base import Check, Unchecked
 from keel.doctor.diagnosis import Diagnosis, with_raised
 from keel.doctor.findings import Finding, ranked
+from keel.doctor.formula import formula_of
 from keel.doctor.history import History
 from keel.doctor.hypotheses import history_figures, weigh
 from keel.doctor.thresholds import Thresholds, load_thresholds
@@ -38,7 +39,7 @@ def check_history(history: History, thresholds: Thresholds | None = None) -> Dia
     kept = one_a_code(findings)
     diagnosis = Diagnosis(
         kept,
-        hypotheses=weigh(kept, history_figures(history), limits, unchecked),
+        hypotheses=weigh(kept, history_figures(history), limits, unchecked, formula_of(history.config, history.source)),
         unchecked=tuple(unchecked),
         notes=(*history.notes, *history.missing),
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from keel.doctor.checks.base import Answers, not_recorded, opt, reward_trend
+from keel.doctor.advice import either, stronger, times
+from keel.doctor.checks.base import Answers, not_recorded, reward_trend
 from keel.doctor.findings import found
 from keel.doctor.history import History, Record
 from keel.doctor.thresholds import Thresholds
@@ -50,8 +51,11 @@ def retention(history: History, thresholds: Thresholds) -> Answers:
             "retention/dropping",
             f"at step {step}: {', '.join(lost)}; the intervals do not touch",
             "the policy gives up what it is not paid for",
-            f"a larger {opt(history, 'kl.beta')} (kl.estimator=exact where it can be afforded), a smaller "
-            f"{opt(history, 'optim.learning_rate')}, or those skills in the task mix",
+            either(
+                stronger(history.config, history.source),
+                times(history.config, "optim.learning_rate", 0.5, "half of", history.source),
+                "those skills in the task mix",
+            ),
         )
 
 

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
+from keel.doctor.advice import (
+    budget,
+    either,
+    no_penalty,
+    setting,
+    steered,
+    stronger,
+    times,
+    weaker,
+    without_dropout,
+)
 from keel.doctor.checks.base import (
     RECENT,
     Answers,
@@ -17,14 +26,14 @@ from keel.doctor.checks.base import (
     running_median,
     solved,
 )
-from keel.doctor.findings import found
+from keel.doctor.findings import Advice, found
+from keel.doctor.formula import formula_of
 from keel.doctor.history import History, Series
 from keel.doctor.thresholds import Thresholds
-from keel.errors import KeelError
 
 KL = "KL(policy‖reference)"
 MOVING = ("ema", "snapshot", "kl_triggered")
-OFF = {"model.dropout": "false", "model.lora.dropout": "0"}
+DROPS = ("model.dropout", "model.lora.dropout")
 
 
 def at_start(history: History, thresholds: Thresholds) -> Answers:
@@ -43,27 +52,31 @@ def at_start(history: History, thresholds: Thresholds) -> Answers:
                 "scoring/dropout",
                 f"{', '.join(f'{option} is {history.option(option)}' for option in on)}, and {evidence}",
                 "the policy's pass drops units, the reference's and the sampler's do not",
-                _dropout_advice(history),
+                _no_dropout(history),
             )
         yield found(
             "kl/at-start",
             evidence,
             "policy and reference are scored differently or are different models: dropout on in one pass only, a "
             "reference from another checkpoint, wrong positions under padding, or sums compared with means",
-            f"{_dropout_advice(history)}, and run keel doctor on the configuration: its preflight tells these apart",
+            either(
+                _no_dropout(history),
+                "run keel doctor on the configuration: its preflight tells these apart",
+                joined=", and ",
+            ),
         )
 
 
 def _dropout(history: History) -> list[str]:
     """The options of this run that leave dropout on."""
-    return [option for option in OFF if history.option(option)]
+    return [option for option in DROPS if history.option(option)]
 
 
-def _dropout_advice(history: History) -> str:
+def _no_dropout(history: History) -> Advice:
+    off = without_dropout(history.config)
     if history.source == "TRL":
-        return "set disable_dropout=True"
-    on = _dropout(history)
-    return f"set {' '.join(f'{option}={OFF[option]}' for option in on)}" if on else "check that no dropout is on"
+        off = {} if history.option("model.disable_dropout") else {"disable_dropout": True}
+    return setting("set {}", off, otherwise="check that no dropout is on")
 
 
 def explosion(history: History, thresholds: Thresholds) -> Answers:
@@ -104,20 +117,28 @@ def explosion(history: History, thresholds: Thresholds) -> Answers:
         evidence,
         f"the policy has left the reference's support{token}: too large updates, a reward that pays for noise, or a KL "
         "gradient that itself grows like e^d",
-        _explosion_advice(history),
+        _explosion_advice(history, thresholds),
         severity="warning" if back else None,
     )
 
 
-def _explosion_advice(history: History) -> str:
-    lr = opt(history, "optim.learning_rate")
-    if history.option("loss.loss_type") == "dr_grpo":
-        return f"{opt(history, 'kl.beta')}=0 as dr_grpo with a rule-based reward is meant, and a tenth of {lr}"
+def _explosion_advice(history: History, thresholds: Thresholds) -> Advice:
+    lower = times(history.config, "optim.learning_rate", 0.1, "a tenth of", history.source)
+    if history.option("loss.loss_type") == "dr_grpo" and history.option("kl.beta"):
+        return either(lower, _unpenalized(history, "as dr_grpo with a rule-based reward is meant"))
     if history.source == "keel":
-        how = "kl.gradient=auto (it grows like d, not e^d)" if history.option("kl.gradient") != "auto" else ""
-        budget = "kl.budget={max: 0.2, action: rollback}" if history.option("kl.budget") is None else ""
-        return ", ".join(filter(None, (f"a tenth of {lr}", how, budget))) + "; then keel doctor on the configuration"
-    return f"a tenth of {lr}; and look at the reward's spread and at sampler and mask before raising the KL's alarm"
+        grows = history.option("kl.beta") and history.option("kl.estimator") == "k3"
+        grows = grows and history.option("kl.gradient") in ("plain", "k3", "rho", "sg_rho")
+        how = setting("{} (it grows like d, not e^d)", {"kl.gradient": "auto"} if grows else {})
+        held = setting("{}", budget(history.config, thresholds["kl_over_budget"]))
+        return either(either(lower, how, held), "then keel doctor on the configuration", joined="; ")
+    look = "look at the reward's spread and at sampler and mask before raising the KL's alarm"
+    return either(lower, look, joined="; and ")
+
+
+def _unpenalized(history: History, why: str) -> Advice:
+    options = no_penalty(history.config) if history.source == "keel" else {opt(history, "kl.beta"): 0}
+    return setting(f"{{}} {why}", options)
 
 
 def over_budget(history: History, thresholds: Thresholds) -> Answers:
@@ -148,8 +169,14 @@ def over_budget(history: History, thresholds: Thresholds) -> Answers:
         "kl/over-budget",
         f"{name} is {now.mean:.3g} nats per token over {now.span}{with_beta}; {whose} is {limit:g}",
         "the penalty is too weak for the pull of the reward, or the updates are too large",
-        f"a larger {opt(history, 'kl.beta')}, or a controller with a target (kl.controller={{name: ziegler, "
-        f"target: 0.05}}), or a smaller {opt(history, 'optim.learning_rate')}",
+        either(
+            stronger(history.config, history.source),
+            setting(
+                "a controller with a target, {} (nats per token)",
+                steered(history.config, limit) if history.source == "keel" else {},
+            ),
+            times(history.config, "optim.learning_rate", 0.5, "half of", history.source),
+        ),
     )
 
 
@@ -177,8 +204,14 @@ def not_learning(history: History, thresholds: Thresholds) -> Answers:
             "kl/not-learning",
             f"{name} is {now.mean:.3g} nats per token over {now.span}, and {trend.words}",
             "updates are too small, the penalty too strong, or no group's rewards differ",
-            f"a {opt(history, 'optim.learning_rate')} ten times as large, or a smaller {opt(history, 'kl.beta')}; see "
-            "reward/zero_variance_fraction first",
+            either(
+                either(
+                    times(history.config, "optim.learning_rate", 10, "ten times", history.source),
+                    weaker(history.config, history.source),
+                ),
+                "see reward/zero_variance_fraction first",
+                joined="; ",
+            ),
         )
 
 
@@ -195,55 +228,31 @@ def unneeded(history: History, thresholds: Thresholds) -> Answers:
             "kl/unneeded",
             f"{opt(history, 'kl.beta')} is {beta:g} with loss_type dr_grpo ({PAPERS['dr_grpo'].paper})",
             "a reward that is a rule stays right however far the policy drifts, so the recipe runs at β = 0",
-            f"try {opt(history, 'kl.beta')}=0, unless what is not trained must be retained",
+            _unpenalized(history, "is worth a try, unless what is not trained must be retained"),
         )
 
 
 def pairing(history: History, thresholds: Thresholds) -> Answers:
     """What the configured estimator's gradient is, by the table of proven pairings."""
-    kl = history.option("kl")
-    if history.source == "TRL" and history.option("kl.beta") is not None:
-        return  # k3 in the loss with or without its weight: a KL's gradient either way
-    if history.source != "keel" or not isinstance(kl, dict):
-        for code in ("kl/no-gradient", "kl/reversed"):
-            yield Unchecked(code, "the KL term's estimator and placement are not in the log")
-        return
-    if not kl.get("beta") and (history.option("kl.controller.name") or "fixed") == "fixed":
-        return
-    from keel.kl.facts import check_pairing
-
-    several = (history.option("loss.num_iterations") or 1) > 1 or (history.option("optim.minibatches") or 1) > 1
-    try:
-        proven = check_pairing(
-            str(kl.get("estimator", "k3")),
-            str(kl.get("placement", "loss")),
-            str(kl.get("gradient", "auto")),
-            level=str(kl.get("level", "token")),
-            off_policy=several,
-            allow_biased=True,
-            reduction=_reduction(history, kl),
+    formula = formula_of(history.config, history.source)
+    if formula is None:
+        kl = history.option("kl.estimator") if history.source == "keel" else None
+        why = (
+            "the KL term's estimator and placement are not in the log"
+            if kl is None
+            else f"kl.estimator={kl} is no estimator of Keel's: keel doctor on the configuration tries it"
         )
-    except KeelError as error:
         for code in ("kl/no-gradient", "kl/reversed"):
-            yield Unchecked(code, str(error))
+            yield Unchecked(code, why)
         return
-    named = {"zero": "kl/no-gradient", "away": "kl/reversed", "wrong": "kl/reversed"}.get(proven.expected_gradient)
-    if named is not None:
+    named = {"zero": "kl/no-gradient", "away": "kl/reversed", "wrong": "kl/reversed"}.get(formula.expected)
+    if formula.acts and named is not None:
         yield found(
             named,
-            f"{proven.note}; β is {kl.get('beta')}",
+            f"{formula.note}; β is {history.option('kl.beta')}",
             "this pairing of estimator, placement and gradient is no KL penalty, whatever β is",
-            "kl.gradient=auto with kl.placement=loss, or kl.estimator=k1 with kl.placement=reward",
+            formula.advice,
         )
-
-
-def _reduction(history: History, kl: Mapping[str, Any]) -> str:
-    """What averaged the KL term over tokens, as far as the run's configuration tells."""
-    from keel.losses import LOSSES
-
-    loss = LOSSES.get(str(history.option("loss.loss_type") or "grpo"))
-    own = kl.get("placement", "loss") != "loss" or kl.get("reduction") == "loss"
-    return loss.reduction if own and loss is not None else "token_mean"
 
 
 CHECKS = (at_start, explosion, over_budget, not_learning, unneeded, pairing)

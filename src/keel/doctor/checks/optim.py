@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+from keel.doctor.advice import changes, either, setting, times, warmed_up
 from keel.doctor.checks.base import RECENT, Answers, Unchecked, not_recorded, opt, running_median
-from keel.doctor.findings import Finding, found
+from keel.doctor.findings import Finding, Options, found
 from keel.doctor.history import History, Series
 from keel.doctor.thresholds import Thresholds
 
@@ -68,7 +69,10 @@ def _too_high(history: History, evidence: str) -> Finding:
         "optim/lr-too-high",
         evidence,
         "the learning rate is too high: an update leaves the region in which its advantages were estimated",
-        f"a tenth of {opt(history, 'optim.learning_rate')}, or a warm-up (optim.warmup_steps)",
+        either(
+            times(history.config, "optim.learning_rate", 0.1, "a tenth of", history.source),
+            setting("a warm-up, {}", warmed_up(history.config) if history.source == "keel" else {}, "a longer warm-up"),
+        ),
     )
 
 
@@ -95,10 +99,20 @@ def non_finite(history: History, thresholds: Thresholds) -> Answers:
         f"{len(bad)} steps had a loss or gradient that is not finite (steps {shown}), {len(kept)} of them among the "
         f"{steps} that count",
         "a reward that is NaN, log-probabilities of −inf, an overflow in half precision, or an explosion before it",
-        f"model.dtype=float32 to rule out precision, a lower {opt(history, 'optim.learning_rate')}; the kept batch of "
-        "a skipped step shows which number was first",
+        either(
+            either(
+                setting("{} to rule out precision", _in_full(history), "full precision to rule rounding out"),
+                times(history.config, "optim.learning_rate", 0.1, "a tenth of", history.source),
+            ),
+            "the kept batch of a skipped step shows which number was first",
+            joined="; ",
+        ),
         severity="error" if lasting else "warning",
     )
+
+
+def _in_full(history: History) -> Options:
+    return changes(history.config, {"model.dtype": "float32"}) if history.source == "keel" else {}
 
 
 def spike(history: History, thresholds: Thresholds) -> Answers:
@@ -129,10 +143,23 @@ def spike(history: History, thresholds: Thresholds) -> Answers:
         f"{value / median:.0f} times the running median of {median:.3g}"
         + (f"; {skipped} of them were skipped" if skipped else ""),
         "a rare completion with a large advantage or a large log-ratio rules the update",
-        f"{opt(history, 'optim.max_grad_norm')} near the running median, or guards.on_spike; look at that step's "
-        "rollouts",
+        either(
+            either(
+                setting("{}, the running median", _clipped(history, median)),
+                setting("{}", changes(history.config, {"guards.on_spike": "skip"}) if history.source == "keel" else {}),
+            ),
+            "look at that step's rollouts",
+            joined="; ",
+        ),
         severity="warning" if many or unclipped else "note",
     )
+
+
+def _clipped(history: History, median: float) -> Options:
+    """Clipping at the usual norm, where it is looser than that."""
+    now, wanted = history.option("optim.max_grad_norm"), float(f"{median:.2g}")
+    loose = now is None or (isinstance(now, int | float) and now > wanted)
+    return {opt(history, "optim.max_grad_norm"): wanted} if loose else {}
 
 
 def _skipped_steps(history: History) -> set[float]:

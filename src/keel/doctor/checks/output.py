@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
+from keel.doctor.advice import either, setting, stronger, times
 from keel.doctor.checks.base import RECENT, Answers, Unchecked, not_recorded, opt, reward_trend, rose, solved
-from keel.doctor.findings import found
+from keel.doctor.findings import Options, found
 from keel.doctor.history import History
 from keel.doctor.thresholds import Thresholds
 
@@ -46,8 +47,11 @@ def truncated(history: History, thresholds: Thresholds) -> Answers:
         "output/truncated",
         f"{100 * now.mean:.0f} % of the completions of {now.span} end at the length limit{at}",
         "the limit is too short for the task, or the model never writes its end-of-text token",
-        f"a larger {opt(history, 'rollout.max_completion_length')}; if completions ramble on, a stop string "
-        "(rollout.stop) or a warm start that ends its answers",
+        either(
+            times(history.config, "rollout.max_completion_length", 2, "twice", history.source),
+            "if completions ramble on, a stop string (rollout.stop) or a warm start that ends its answers",
+            joined="; ",
+        ),
         severity="error" if now.mean > thresholds["truncated_completions_error"] else "warning",
     )
 
@@ -64,7 +68,9 @@ def prompts(history: History, thresholds: Thresholds) -> Answers:
             "prompt/truncated",
             f"{100 * series.mean:.1f} % of the prompts of {series.span} were cut at the limit",
             "the prompt limit is shorter than the data",
-            "a larger data.max_prompt_length, or leave overlong rows out",
+            either(
+                times(history.config, "data.max_prompt_length", 2, "twice", history.source), "leave overlong rows out"
+            ),
         )
 
 
@@ -105,7 +111,13 @@ def longer(history: History, thresholds: Thresholds) -> Answers:
             f"completions have {first.mean:.0f} tokens over {first.span} and {now.mean:.0f} over {now.span}"
             + (f", and {trend.words}" if trend is not None else ""),
             "a loss that divides by length makes long failures cheap, or the reward pays for length",
-            "loss.loss_type=dr_grpo or dapo, whose denominators do not favour length; look at the completions",
+            either(
+                either(*(setting("{}", _loss(history, name)) for name in ("dr_grpo", "dapo"))),
+                "which do not favour length: look at the completions",
+                joined=", ",
+            )
+            if _loss(history, "dr_grpo") or _loss(history, "dapo")
+            else "a loss whose denominator does not favour length; look at the completions",
         )
 
 
@@ -125,9 +137,31 @@ def collapse(history: History, thresholds: Thresholds) -> Answers:
             code,
             f"entropy fell from {first:.3g} to {now.mean:.3g} nats per token ({now.span})",
             "the policy repeats one answer, so groups have no spread left to learn from",
-            f"a larger {opt(history, 'kl.beta')}, loss.epsilon_high=0.28, loss.entropy_coef, or a smaller "
-            f"{opt(history, 'optim.learning_rate')}",
+            either(
+                stronger(history.config, history.source),
+                setting("{}", _wider(history)),
+                setting("{}", {} if history.source != "keel" or history.option("loss.entropy_coef") else BONUS),
+                times(history.config, "optim.learning_rate", 0.5, "half of", history.source),
+            ),
         )
+
+
+BONUS = {"loss.entropy_coef": 0.001}
+
+
+def _loss(history: History, name: str) -> Options:
+    """Another loss, unless one of those that do not favour length is used or none is known."""
+    now = history.option("loss.loss_type")
+    if now in (None, "dr_grpo", "dapo"):
+        return {}
+    return {opt(history, "loss.loss_type"): name}
+
+
+def _wider(history: History) -> Options:
+    """DAPO's upper limit, for losses that clip ratios and have a lower one."""
+    clips = history.option("loss.loss_type") in ("grpo", "dr_grpo", "dapo", "bnpo")
+    wide = (history.option("loss.epsilon_high") or 0.0) >= 0.28
+    return {"loss.epsilon_high": 0.28} if history.source == "keel" and clips and not wide else {}
 
 
 CHECKS = (random_weights, truncated, prompts, unparseable, longer, collapse)

@@ -6,8 +6,9 @@ import math
 import re
 import statistics
 
+from keel.doctor.advice import either, times
 from keel.doctor.checks.base import RECENT, Answers, Unchecked, no_trend, not_recorded, opt, reward_trend, rose, solved
-from keel.doctor.findings import found
+from keel.doctor.findings import found, propose
 from keel.doctor.history import History, Record, Series
 from keel.doctor.thresholds import Thresholds
 
@@ -82,8 +83,11 @@ def constant(history: History, thresholds: Thresholds) -> Answers:
         else "every completion fails, or every one succeeds, or the reward does not look at the completion",
         "harder problems, or stop here"
         if done
-        else f"problems that succeed now and then (a larger {opt(history, 'rollout.num_generations')}, easier "
-        "problems, a warm start), or a reward part that pays for coming closer",
+        else either(
+            times(history.config, "rollout.num_generations", 2, "twice", history.source),
+            "problems that succeed now and then (easier ones, a warm start)",
+            "a reward part that pays for coming closer",
+        ),
         severity="note" if done else None,
     )
 
@@ -145,8 +149,10 @@ def amplified(history: History, thresholds: Thresholds) -> Answers:
             f"{known} is {middle:.3g} (median over {spread.span}): dividing by it amplifies {1 / middle:.0f} times"
             + ("; whether this run divides is not in the log" if unsure else ""),
             "rewards of a group differ by noise, and the division by their std gives the noise full size",
-            f"{opt(history, 'loss.scale_rewards')}=none (or loss_type dr_grpo), or a reward whose differences mean "
-            "something",
+            either(
+                propose("{} (dr_grpo does so too)", {opt(history, "loss.scale_rewards"): "none"}),
+                "a reward whose differences mean something",
+            ),
             severity="warning" if unsure else None,
         )
 
@@ -178,7 +184,7 @@ def cliff(history: History, thresholds: Thresholds) -> Answers:
         f"{gap:.3g} higher, the others span {spread:.3g}",
         "failing costs more than all that could be learned is worth, so a chance success or failure rules the update",
         "a graduated reward: parts for form before content, and a malformed answer at −0.3 or 0 instead of "
-        f"{lowest:g}; reward.warmup_steps eases it in",
+        f"{lowest:g}" + ("; reward.warmup_steps eases it in" if history.source == "keel" else ""),
     )
 
 

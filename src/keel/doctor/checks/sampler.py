@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from keel.doctor.advice import either, setting, unfiltered
 from keel.doctor.checks.base import RECENT, Answers, Unchecked, not_recorded
-from keel.doctor.findings import found
+from keel.doctor.findings import Advice, found
 from keel.doctor.history import History, Series
 from keel.doctor.thresholds import Thresholds
 
@@ -58,10 +59,20 @@ def sampler(history: History, thresholds: Thresholds) -> Answers:
         code,
         evidence,
         f"{since}: {cause}",
-        "take log-probabilities at the sampling temperature and before any filter, in the trainer's precision; "
-        "loss.mismatch={kind: truncate, cap: 2} holds what remains",
+        either(
+            setting("set {}", unfiltered(history.config, history.source)),
+            "take log-probabilities at the sampling temperature and before any filter, in the trainer's precision",
+            _weighed(history),
+            joined="; ",
+        ),
         severity="error" if now.mean > thresholds["sampler_kl_error"] else "warning",
     )
+
+
+def _weighed(history: History) -> Advice:
+    """The correction by truncated weights, where it is not on: it holds what remains."""
+    off = history.source == "keel" and history.option("loss.mismatch.kind") == "none"
+    return setting("{} holds what remains", {"loss.mismatch.kind": "truncate"} if off else {})
 
 
 def _left_behind(history: History, gap: Series) -> float | None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from keel.doctor.bench import Bench
-from keel.doctor.findings import Finding, found
+from keel.doctor.findings import Finding, found, propose
 from keel.doctor.probes.outcome import Outcome
 from keel.doctor.thresholds import Thresholds
 from keel.losses import count_denominators, group_statistics, zero_variance
@@ -78,7 +78,9 @@ def _amplified(figures: dict[str, float], scale: str, thresholds: Thresholds) ->
             f"of reward are multiplied by {times:.3g} (over {limit:g})",
             f"loss.scale_rewards={scale} divides advantages by a spread that is nearly nothing, so noise in the "
             "reward becomes an update of full size",
-            "set loss.scale_rewards=none (as dr_grpo does), or make the reward tell completions apart",
+            propose(
+                "set {} (as dr_grpo does), or make the reward tell completions apart", {"loss.scale_rewards": "none"}
+            ),
             severity=None if typical else "note",
         ),
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from keel.doctor.advice import either, times
 from keel.doctor.bench import Bench
 from keel.doctor.findings import Finding, found
 from keel.doctor.probes.outcome import Outcome
@@ -191,8 +192,8 @@ def _cliff(
             if deep
             else "failing costs about as much as success earns, so that one lucky completion rules the update of its "
             "group",
-            "pay malformed output little less than a wrong answer (−0.3 or 0), in graded steps; set "
-            "reward.warmup_steps=100",
+            "pay malformed output little less than a wrong answer (−0.3 or 0), in graded steps; "
+            "reward.warmup_steps eases it in",
         )
     ]
 
@@ -203,14 +204,17 @@ def _truncated(figures: dict[str, float], bench: Bench, thresholds: Thresholds) 
         return []
     limit, turn = bench.config.rollout.max_completion_length, bench.config.rollout.max_turn_length
     a_turn = "" if turn is None else f", or a turn at max_turn_length={turn}"
-    wider = "" if turn is None else f" (rollout.max_turn_length above {turn})"
     return [
         found(
             "output/truncated",
             f"{100 * share:.0f} % of the completions were cut at max_completion_length={limit}{a_turn}"
             f"{_mislabelled(bench)}",
             "the limit is too short for the answers, or the model never writes its end token",
-            f"raise rollout.max_completion_length above {limit}{wider}, or check the end token and rollout.stop",
+            either(
+                times(bench.config.to_dict(), "rollout.max_completion_length", 2, "twice"),
+                times(bench.config.to_dict(), "rollout.max_turn_length", 2, "twice") if turn else "",
+                "check the end token and rollout.stop",
+            ),
             severity="error" if share > thresholds["truncated_completions_error"] else "warning",
         )
     ]
@@ -269,8 +273,11 @@ def _constant(bench: Bench, figures: dict[str, float], thresholds: Thresholds) -
                 "reward/constant",
                 f"in {100 * flat:.0f} % of {len(groups)} groups all completions earn the same (seen: {values[:4]})",
                 "without a spread there is no advantage and no policy gradient",
-                "choose problems that the model solves now and then, reward partial success, or raise "
-                "rollout.num_generations",
+                either(
+                    "choose problems that the model solves now and then",
+                    "reward partial success",
+                    times(bench.config.to_dict(), "rollout.num_generations", 2, "twice"),
+                ),
             )
         ]
     if fmean(spreads) < thresholds["reward_spread"]:
@@ -279,7 +286,11 @@ def _constant(bench: Bench, figures: dict[str, float], thresholds: Thresholds) -
                 "reward/weak",
                 f"the mean standard deviation within groups is {fmean(spreads):.3g} on {len(groups)} groups",
                 "rewards of a problem hardly differ, so that the update is mostly noise",
-                "reward partial success, choose harder or easier problems, or raise rollout.num_generations",
+                either(
+                    "reward partial success",
+                    "choose harder or easier problems",
+                    times(bench.config.to_dict(), "rollout.num_generations", 2, "twice"),
+                ),
             )
         ]
     return []

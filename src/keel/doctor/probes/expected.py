@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from keel.kl import estimate, exact_kl
 from keel.kl.facts import MEANINGS, POLICY_REF, REF_POLICY
-from keel.kl.placement import kl_loss
+from keel.kl.placement import kl_loss, kl_score_loss
 from keel.train.state import KLOptions
 
 TARGET_KL = 0.3  # nats per token: far enough apart that estimators which agree to first order part
@@ -32,6 +33,7 @@ class Measured:
     states: int
     factor: float = 1.0
     off_policy_cosine: float | None = None
+    cosines: Mapping[str, float] = field(default_factory=dict)  # to every target's gradient
 
     @property
     def words(self) -> str:
@@ -70,7 +72,8 @@ def measure_term(
         older = cosine(term_gradient(logits, ref_logp, kl, lagging)[0], exact)
     apart = exact_kl(logits.log_softmax(-1), ref_logp).mean().item()
     factor = factors[nearest] if name == nearest else 1.0
-    return Measured(name, cosine(gradient, exact), size, value, apart, len(logits), factor, older)
+    cosines = {target: cosine(gradient, theirs) for target, theirs in targets.items()}
+    return Measured(name, cosine(gradient, exact), size, value, apart, len(logits), factor, older, cosines)
 
 
 def spread_factor(reference: Tensor, direction: Tensor) -> float:
@@ -113,11 +116,13 @@ def _enumerated(logp: Tensor, ref_logp: Tensor, old: Tensor, kl: KLOptions) -> T
     spec, pairing = kl.spec, kl.pairing
     mask = torch.ones_like(logp, dtype=torch.bool)
     if spec.placement != "loss":
-        name = "k3" if spec.estimator.startswith("exact") else spec.estimator
-        penalty = estimate(name, old, ref_logp, mask, clamp=spec.log_ratio_clamp).detach()
-        return penalty * (logp - old).exp()  # the policy term carries the ratio
-    direction = "ref_policy" if pairing.estimator == "exact_reverse" else "policy_ref"
-    whole = exact_kl(logp, ref_logp, direction).unsqueeze(-1).expand_as(logp)
+        at = old if spec.placement == "reward" else logp.detach()  # a reward is given once, by the policy that sampled
+        if spec.estimator.startswith("exact"):
+            penalty = _summed(at, ref_logp, spec.estimator)
+        else:
+            penalty = estimate(spec.estimator, at, ref_logp, mask, clamp=spec.log_ratio_clamp)
+        return -kl_score_loss(penalty, logp, mask, old_logp=old, ratio_cap=spec.ratio_cap)
+    whole = _summed(logp, ref_logp, pairing.estimator)
     one = (-1, 1) if pairing.level == "sequence" else logp.shape  # a state is then a sequence of one token
     values = kl_loss(
         pairing,
@@ -130,6 +135,12 @@ def _enumerated(logp: Tensor, ref_logp: Tensor, old: Tensor, kl: KLOptions) -> T
         ratio_cap=spec.ratio_cap,
     )
     return values.reshape(logp.shape)
+
+
+def _summed(logp: Tensor, ref_logp: Tensor, estimator: str) -> Tensor:
+    """The KL over the vocabulary at each state, in the estimator's direction, for every token of it `[N, V]`."""
+    direction = "ref_policy" if estimator == "exact_reverse" else "policy_ref"
+    return exact_kl(logp, ref_logp, direction).unsqueeze(-1).expand_as(logp)
 
 
 def sampled_values(policy: Tensor, reference: Tensor, kl: KLOptions, draws: int = 64) -> dict[str, float]:

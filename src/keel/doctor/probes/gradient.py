@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from keel.doctor.bench import Bench
 from keel.doctor.findings import Finding, found
 from keel.doctor.probes.gap import in_half
-from keel.doctor.probes.modes import NO_DROPOUT, drops, in_mode
+from keel.doctor.probes.modes import drops, in_mode, no_dropout
 from keel.doctor.thresholds import Thresholds
 from keel.train.batch import score_micro
 
@@ -49,7 +49,7 @@ def gradient_findings(bench: Bench, figures: dict[str, float], thresholds: Thres
             f"the gradient of log-probabilities is off by {error:.3g} of its size in training mode, by {calm:.1g} in "
             f"evaluation mode; active dropout layers: {', '.join(active[:3]) or 'none known to torch'}",
             "dropout is on in the policy's pass: the first update makes policy and reference differ by it",
-            NO_DROPOUT,
+            no_dropout(bench.config),
         )
     else:
         yield found(

@@ -7,16 +7,19 @@ from collections.abc import Mapping
 
 import torch
 
+from keel.doctor.advice import no_penalty
 from keel.doctor.bench import Bench
-from keel.doctor.findings import Finding, found
+from keel.doctor.findings import Advice, Finding, found, propose
+from keel.doctor.formula import formula_of
 from keel.doctor.probes.expected import WORDS, Measured, measure_term, sampled_values
 from keel.doctor.probes.outcome import Outcome
 from keel.doctor.probes.share import gradient_norms
 from keel.doctor.probes.states import mean_kl, policy_states, reference_states
 from keel.doctor.thresholds import Thresholds
 from keel.kl import advise
-from keel.kl.facts import POLICY_REF, REF_POLICY
+from keel.kl.facts import MEANINGS, POLICY_REF, REF_POLICY
 
+DIVERGENCES = (POLICY_REF, REF_POLICY, "total-variation")
 SHARES = (0.01, 0.1, 0.5)
 NOISE = 0.2  # of each weight's RMS: far enough that the KL is no rounding error
 SEEN_KL = 0.1  # nats per token
@@ -26,8 +29,8 @@ def probe_kl_term(bench: Bench, thresholds: Thresholds) -> Outcome:
     """Direction and size of the configured term, its share of the gradient, and the β that would change it."""
     config, kl = bench.config, bench.run.kl
     unneeded = _unneeded(bench)
-    if bench.run.reference is None:
-        return Outcome("kl_term", unneeded, unchecked=("kl/no-gradient, kl/reversed: this run has no reference",))
+    if bench.run.reference is None:  # only at β = 0 without measurements
+        return Outcome("kl_term", unneeded, lines=("kl.beta is 0: no KL term acts, and this run has no reference",))
     with bench.perturbed(_noise(bench)):
         policy, reference = policy_states(bench), reference_states(bench)
         figures = {"kl_perturbed": mean_kl(policy, reference)}
@@ -39,6 +42,9 @@ def probe_kl_term(bench: Bench, thresholds: Thresholds) -> Outcome:
     measured = measure_term(policy, reference, kl, off_policy=config.off_policy, named=thresholds["kl_gradient_named"])
     used = bench.full_beta > 0 or config.kl.controller.name != "fixed"
     figures |= measured.figures()
+    expected = _expected(bench)
+    if expected is not None and expected in measured.cosines:
+        figures["cosine_expected"] = measured.cosines[expected]
     figures |= {f"sampled_{name}": value for name, value in values.items()}
     figures |= norms.figures(bench.full_beta, SHARES)
     lines = [_gradient_line(bench, measured), norms.line(bench.full_beta, SHARES, figures["kl_perturbed"])]
@@ -78,8 +84,7 @@ def _gradient_line(bench: Bench, measured: Measured) -> str:
 
 def _judged(bench: Bench, measured: Measured, thresholds: Thresholds) -> tuple[Finding, ...]:
     """What the experiment says of the configured term; the two KLs and the total variation are allowed."""
-    in_loss = bench.config.kl.placement == "loss"
-    proven = "kl.estimator=k3 with kl.gradient=auto" if in_loss else "kl.estimator=k1, or kl.placement=loss"
+    expected = _expected(bench)
     size = f"{measured.size:.3g} times the size of ∇KL(policy‖ref), cosine {measured.cosine:.3f}"
     if measured.size < thresholds["kl_gradient_zero"]:
         away = measured.off_policy_cosine is not None and measured.off_policy_cosine < 0
@@ -89,13 +94,14 @@ def _judged(bench: Bench, measured: Measured, thresholds: Thresholds) -> tuple[F
                 f"the expected gradient, summed over the vocabulary at {measured.states} visited states, is {size}",
                 f"{_what(bench)} has no expected gradient on the policy's own samples: β costs a pass and holds nothing"
                 + (", and on older samples it pushes away" if away else ""),
-                f"set {proven}",
+                _proven(bench),
             ),
         )
-    beta, allowed = bench.full_beta, (POLICY_REF, REF_POLICY, "total-variation")
+    beta = bench.full_beta
+    allowed = (expected,) if expected in DIVERGENCES else DIVERGENCES
     if measured.name in allowed and abs(measured.factor - 1) <= thresholds["kl_gradient_named"]:
         return ()
-    near = measured.name is None and measured.cosine > thresholds["kl_gradient_cosine"]
+    near = measured.name is None and POLICY_REF in allowed and measured.cosine > thresholds["kl_gradient_cosine"]
     if near or (measured.name in allowed and measured.factor > 0):
         factor = measured.size if near else measured.factor
         along = (WORDS[POLICY_REF] if near else measured.words).partition(":")[0]
@@ -105,7 +111,7 @@ def _judged(bench: Bench, measured: Measured, thresholds: Thresholds) -> tuple[F
                 f"the expected gradient is {factor:.3g} times {along} ({size}): β = {beta:g} acts like "
                 f"{beta * factor:.3g}",
                 f"{_what(bench)} points along {along} and has another size",
-                f"divide the estimator by {factor:.3g}, or set {proven}",
+                _proven(bench, f"divide the estimator by {factor:.3g}"),
             ),
         )
     times = "" if measured.name is None or abs(measured.factor - 1) < 0.05 else f"{measured.factor:.3g} times "
@@ -115,10 +121,31 @@ def _judged(bench: Bench, measured: Measured, thresholds: Thresholds) -> tuple[F
             f"the expected gradient, summed over the vocabulary at {measured.states} visited states, is {size}; the "
             f"term's mean is {measured.value:.3g} where the KL is {measured.kl:.3g}",
             f"{_what(bench)} follows {times}{measured.words}"
-            + (": it rewards distance" if measured.factor < 0 else ", no KL between policy and reference"),
-            f"set {proven}",
+            + (": it rewards distance" if measured.factor < 0 else _but(expected)),
+            _proven(bench),
         ),
     )
+
+
+def _expected(bench: Bench) -> str | None:
+    """The gradient that the configured formula has by the table: what its code is measured against."""
+    formula = formula_of(bench.config.to_dict())
+    return None if formula is None else formula.expected.removeprefix("near ")
+
+
+def _but(expected: str | None) -> str:
+    if expected in DIVERGENCES:
+        return f", where the configured formula has {MEANINGS[expected].partition(':')[0]}: its code is broken"
+    return ", no KL between policy and reference"
+
+
+def _proven(bench: Bench, otherwise: str = "") -> Advice:
+    """The nearest pairing that is right; where the configured one is already, its code is what to mend."""
+    formula = formula_of(bench.config.to_dict())
+    change = {} if formula is None else formula.change
+    if not change:
+        return Advice(otherwise or "mend the estimator or the loss: the formula that is configured is a right one")
+    return propose(f"{otherwise}, or set {{}}" if otherwise else "set {}", change)
 
 
 def _reward_scale(bench: Bench, figures: dict[str, float]) -> tuple[Finding, ...]:
@@ -135,7 +162,11 @@ def _reward_scale(bench: Bench, figures: dict[str, float]) -> tuple[Finding, ...
             "kl/scale",
             f"rewards have std {std:.3g}: β = {bench.full_beta:g} acts like {bench.full_beta / std:.3g}",
             f"kl.placement=reward is divided by the rewards' deviation (loss.scale_rewards={scale})",
-            "set loss.scale_rewards=none, or kl.placement=advantage, which comes after the division",
+            propose(
+                "set {}, or {}, which comes after the division",
+                {"loss.scale_rewards": "none"},
+                {"kl.placement": "advantage"},
+            ),
             severity="note",
         ),
     )
@@ -149,7 +180,10 @@ def _unneeded(bench: Bench) -> tuple[Finding, ...]:
             "kl/unneeded",
             f"kl.beta={config.kl.beta:g} with loss.loss_type={config.loss.loss_type}",
             note.removeprefix("kl/unneeded: "),
-            "set kl.beta=0 (the KL is still measured), or keep it if a skill outside the reward has to stay",
+            propose(
+                "set {} (the KL is still measured), or keep it if a skill outside the reward has to stay",
+                no_penalty(config.to_dict()),
+            ),
         )
         for note in said
     )

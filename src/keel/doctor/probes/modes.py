@@ -8,7 +8,18 @@ from contextlib import contextmanager
 from torch import nn
 from torch.nn import functional
 
-NO_DROPOUT = "set model.dropout=false model.lora.dropout=0; a loader or scorer of your own must leave model.eval() on"
+from keel.config import Config
+from keel.doctor import advice
+from keel.doctor.findings import Advice
+
+
+def no_dropout(config: Config) -> Advice:
+    """Off where the configuration turns it on; otherwise a part of one's own does."""
+    return advice.either(
+        advice.setting("set {}", advice.without_dropout(config.to_dict())),
+        "a loader or scorer of your own must leave model.eval() on",
+        joined="; ",
+    )
 
 
 def drops(module: nn.Module) -> bool:

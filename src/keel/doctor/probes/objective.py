@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from keel.doctor.advice import no_penalty
 from keel.doctor.bench import Bench
-from keel.doctor.findings import Finding, found
+from keel.doctor.findings import Finding, found, propose
 from keel.doctor.probes.advantage import token_weights
 from keel.doctor.probes.outcome import Outcome
 from keel.doctor.thresholds import Thresholds
@@ -165,7 +166,7 @@ def _steered(bench: Bench, figures: dict[str, float], thresholds: Thresholds) ->
             "kl/controller",
             f"kl.controller={name} gives β = 0 at the start and after {UPDATES} updates, whatever the KL is",
             f"kl.beta={told:g} never acts",
-            "mend the controller, or set kl.beta=0 if no penalty is wanted",
+            propose("mend the controller, or set {} if no penalty is wanted", no_penalty(bench.config.to_dict())),
             severity="warning",
         )
 

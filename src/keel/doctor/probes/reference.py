@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from keel.doctor.advice import either, setting
+from keel.doctor.advice import reference as as_kind
 from keel.doctor.bench import Bench
-from keel.doctor.findings import Finding, found
+from keel.doctor.findings import Advice, Finding, found
 from keel.doctor.probes.outcome import Outcome
 from keel.doctor.probes.start import at_start, largest_gap, reference_logp, token_kl
 from keel.doctor.thresholds import Thresholds
@@ -135,13 +137,19 @@ def _follows(bench: Bench, figures: Mapping[str, float]) -> Finding:
             evidence,
             "the reference is scored with the policy's adapter on: both are the same model, and the KL stays near 0 "
             "however far the policy goes",
-            "set reference.kind=adapter_off, or switch the adapter off inside your reference's model()",
+            either(
+                setting("set {}", as_kind(bench.config.to_dict(), "adapter_off")),
+                "switch the adapter off inside your reference's model()",
+            ),
         )
     return found(
         "reference/moving",
         evidence,
         "the reference shares its weights with the policy, so every update moves both",
-        "set reference.kind=frozen, or hold a deep copy of the policy in your reference",
+        either(
+            setting("set {}", as_kind(bench.config.to_dict(), "frozen")),
+            "hold a deep copy of the policy in your reference",
+        ),
     )
 
 
@@ -151,7 +159,11 @@ def _moving(bench: Bench, how: str, figures: Mapping[str, float]) -> Finding:
         f"{how}: the reference's log-probabilities moved by {figures['reference_moved']:.3g} nats",
         f"reference.kind={bench.config.reference.kind} changes without saying so (its kind is "
         f"{_kind(bench)!r}): the KL is measured from a point that follows the policy",
-        "set reference.kind=frozen; for one that is meant to move use ema, snapshot or kl_triggered",
+        either(
+            setting("set {}", as_kind(bench.config.to_dict(), "frozen")),
+            "for one that is meant to move use ema, snapshot or kl_triggered",
+            joined="; ",
+        ),
     )
 
 
@@ -205,9 +217,17 @@ def _at_once(bench: Bench, figures: dict[str, float], thresholds: Thresholds) ->
             f"one update() at step 1 leaves {left:.2g} of the KL between policy and reference",
             f"reference.kind={bench.config.reference.kind} takes the policy over at every step: the KL stays near 0 "
             "and holds nothing, however far the policy goes",
-            "set reference.every=100 or more, or a smaller reference.alpha; reference.kind=frozen never moves",
+            _slower(bench),
         )
     ]
+
+
+def _slower(bench: Bench) -> Advice:
+    """Rarer or smaller steps of Keel's own kinds; one that never moves for any."""
+    tree, now = bench.config.to_dict(), _parameters(bench)
+    rarer = {"reference.every": 100} if not is_users_own(bench.config.reference.kind) and "every" in now else {}
+    still = setting("{}, which never moves", as_kind(tree, "frozen"))
+    return either(setting("set {}", rarer), still)
 
 
 def _parameters(bench: Bench) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from keel.doctor.advice import either, setting
+from keel.doctor.advice import unfiltered as whole_distribution
 from keel.doctor.bench import Bench
 from keel.doctor.findings import Finding, Severity, found
 from keel.doctor.probes.draws import (
@@ -143,7 +145,11 @@ def _reported(bench: Bench, given: Draws, gap: Tensor, thresholds: Thresholds) -
                 "sampler/filter",
                 f"{size}; the gap closes under {name}",
                 "the engine reports log-probabilities after filtering, the trainer computes them before",
-                "let sample_logp be the unfiltered one, and set rollout.top_p=1 rollout.top_k=0 rollout.min_p=0",
+                either(
+                    "let sample_logp be the unfiltered one",
+                    setting("set {}", whole_distribution(bench.config.to_dict())),
+                    joined=", and ",
+                ),
             )
     if len(given) == len(bench.mask[bench.mask]) and _after_shorter(bench, given, limit):
         return found(
@@ -258,7 +264,7 @@ def _configured(bench: Bench, more: Draws, thresholds: Thresholds) -> Finding:
         f"{100 * (1 - float((-lost).exp().mean())):.1f} % of the probability on average: KL(sampler‖policy) is "
         f"{kl:.3g} nats per token",
         "completions come from the filtered distribution, ratios and KL are of the unfiltered policy",
-        "set rollout.top_p=1 rollout.top_k=0 rollout.min_p=0 for training",
+        setting("set {} for training", whole_distribution(bench.config.to_dict())),
         severity=_worth(kl, thresholds),
     )
 

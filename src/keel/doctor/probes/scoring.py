@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keel.doctor.advice import changes, either, setting
 from keel.doctor.bench import Bench
 from keel.doctor.findings import Finding, found
 from keel.doctor.probes.gap import (
@@ -30,7 +31,7 @@ from keel.doctor.probes.gap import (
 )
 from keel.doctor.probes.gradient import gradient_findings
 from keel.doctor.probes.masks import is_blind
-from keel.doctor.probes.modes import NO_DROPOUT, drops, in_mode, without_dropout
+from keel.doctor.probes.modes import drops, in_mode, no_dropout, without_dropout
 from keel.doctor.probes.outcome import Outcome
 from keel.doctor.thresholds import Thresholds
 
@@ -75,7 +76,11 @@ def _not_finite(bench: Bench, broken: int, total: int) -> Finding:
         "scoring/non-finite",
         f"{broken} of {total} log-probabilities are NaN or infinite before any update",
         cause,
-        "load whole weights in model.name" if weights else "use model.dtype=float32 or bfloat16, or mend model.scorer",
+        "load whole weights in model.name"
+        if weights
+        else either(
+            setting("set {}", changes(bench.config.to_dict(), {"model.dtype": "float32"})), "mend model.scorer"
+        ),
     )
 
 
@@ -97,7 +102,7 @@ def _unsteady(bench: Bench, apart: float, thresholds: Thresholds) -> Finding:
                 f"two passes over the same tokens differ by up to {apart:.3g} nats, with {way} by {again:.1g}{named}",
                 "dropout (or another layer that acts in training mode only) is on where log-probabilities are taken, "
                 "and off in the reference and the sampler",
-                NO_DROPOUT,
+                no_dropout(bench.config),
             )
     return found(
         "scoring/nondeterministic",
@@ -121,7 +126,7 @@ def _explained(gap: Gap) -> Iterator[Finding]:
             "scoring/dropout",
             f"{size} in training mode and by {gap.worst(calm):.1g} in evaluation mode",
             "a layer that acts only in training mode is on while log-probabilities are computed",
-            NO_DROPOUT,
+            no_dropout(bench.config),
         )
         return
     alone = alone_scores(bench)

@@ -8,8 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from keel.config import Config
+from keel.doctor.advice import changes, either, setting
+from keel.doctor.advice import reference as as_kind
 from keel.doctor.bench import Bench
-from keel.doctor.findings import Finding, found
+from keel.doctor.findings import Advice, Finding, found
+from keel.doctor.probes.modes import no_dropout
 from keel.doctor.probes.states import policy_states, reference_states
 from keel.doctor.thresholds import Thresholds
 from keel.kl import k3
@@ -18,7 +22,11 @@ from keel.models.head import evaluating
 from keel.models.lora import adapter_is_zero
 from keel.train.batch import score_micro, stitch
 
-NOT_TRAINED = "set reference.kind=auto (frozen, or adapter_off under LoRA)"
+
+def not_trained(config: Config) -> Advice:
+    """The reference that Keel makes from the policy as it starts."""
+    own = setting("set {} (frozen, or adapter_off under LoRA)", as_kind(config.to_dict(), "auto"))
+    return own if str(own) else Advice("load one checkpoint for both")
 
 
 @dataclass(frozen=True)
@@ -125,7 +133,7 @@ def at_start(bench: Bench, thresholds: Thresholds, figures: dict[str, float]) ->
         return [_wrong(bench, difference, figures)]
     if start <= limit:
         return []
-    cause, advice = explain_start(figures, limit, difference, training, _scale(bench))
+    cause, advice = explain_start(figures, limit, difference, training, _scale(bench), bench.config)
     size = largest_gap(logp, ref, mask)
     evidence = (
         f"KL(policy‖reference) is {start:.3g} nats per token before any update (over {limit:g}; largest log-ratio "
@@ -143,44 +151,54 @@ def _wrong(bench: Bench, difference: Difference, figures: Mapping[str, float]) -
         f"{difference.largest:.3g}); {sizes}; KL at step 0 is {figures['kl_at_start']:.3g} nats per token",
         f"reference.kind={bench.config.reference.kind} holds other weights than model.name={bench.policy.name} "
         "gives: another checkpoint, or a copy made before a warm start or an adapter was loaded",
-        f"{NOT_TRAINED}: it is made from the policy as it starts",
+        either(not_trained(bench.config), "it is made from the policy as it starts", joined=": ")
+        if as_kind(bench.config.to_dict(), "auto")
+        else not_trained(bench.config),
     )
 
 
 def explain_start(
-    figures: Mapping[str, float], limit: float, difference: Difference, held_trains: bool, scale: float
-) -> tuple[str, str]:
+    figures: Mapping[str, float],
+    limit: float,
+    difference: Difference,
+    held_trains: bool,
+    scale: float,
+    config: Config,
+) -> tuple[str, Advice]:
     """Cause and advice for a KL that is not 0 between equal weights, by recomputing under each hypothesis."""
     if figures["kl_at_start_evaluation_mode"] <= limit:
         return (
             "dropout: with the policy in evaluation mode the KL is "
             f"{figures['kl_at_start_evaluation_mode']:.3g}; its training pass drops units, the reference's does not",
-            "set model.dropout=false and model.lora.dropout=0",
+            no_dropout(config),
         )
     if figures["reference_repeats_to"] > 0 or held_trains:
         return (
             "the reference's own passes differ from each other by up to "
             f"{figures['reference_repeats_to']:.3g} nats: it is scored in training mode, with dropout",
-            f"call eval() on the reference's model, or {NOT_TRAINED}",
+            either("call eval() on the reference's model", not_trained(config)),
         )
     if figures["sums_against_means"]:
         return (
             "sums against means: one pass gives every token the sum over its completion, the other the mean",
-            "let the scorer return one log-probability a token (model.scorer=native does)",
+            either(
+                "let the scorer return one log-probability a token",
+                setting("set {}", changes(config.to_dict(), {"model.scorer": "native"})),
+            ),
         )
     if difference.dtypes[0] != difference.dtypes[1]:
         return (
             f"the policy computes in {difference.dtypes[0]}, the reference in {difference.dtypes[1]}",
-            f"give both one type, or {NOT_TRAINED}",
+            either("give both one type", not_trained(config)),
         )
     if abs(scale - 1.0) > 0.01:  # a choice between causes of a finding that stands; no alarm hangs on it
         return (
             f"the reference's logits are {scale:.3g} times the policy's: the two are taken at different temperatures",
-            "score both at rollout.temperature",
+            Advice("score both at rollout.temperature"),
         )
     return (
         "the weights agree and the log-probabilities do not: the two passes read other tokens or positions",
-        f"compare the two scorings token by token, or {NOT_TRAINED}",
+        either("compare the two scorings token by token", not_trained(config)),
     )
 
 

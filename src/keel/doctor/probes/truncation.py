@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from statistics import fmean
 
+from keel.doctor.advice import either, times
 from keel.doctor.bench import Bench
 from keel.doctor.findings import Finding, found
 from keel.doctor.probes.outcome import Outcome
@@ -50,6 +51,9 @@ def _cut_prompts(figures: dict[str, float], bench: Bench, thresholds: Thresholds
             "prompt/truncated",
             f"{share:.0%} of the prompts are cut to data.max_prompt_length={bench.config.data.max_prompt_length}",
             f"prompts are longer than the limit and data.truncation={bench.config.data.truncation} cuts them",
-            "raise data.max_prompt_length, or filter long problems out of the data",
+            either(
+                times(bench.config.to_dict(), "data.max_prompt_length", 2, "twice"),
+                "filter long problems out of the data",
+            ),
         ),
     )

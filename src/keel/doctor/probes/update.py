@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from keel.config import Config
+from keel.doctor.advice import warmed_up
 from keel.doctor.bench import Bench
-from keel.doctor.findings import Finding, found
+from keel.doctor.findings import Finding, found, propose
 from keel.doctor.probes.outcome import Outcome
 from keel.doctor.probes.states import mean_kl, policy_states
 from keel.doctor.thresholds import Thresholds
@@ -65,7 +67,7 @@ def probe_update(bench: Bench, thresholds: Thresholds) -> Outcome:
             (f for f in LOWER if _step(bench, gradients, loss, before, f).kl <= wanted), LOWER[-1]
         )
     bench.run.optimizer.inner.zero_grad(set_to_none=True)
-    findings = _judged(figures, thresholds)
+    findings = _judged(figures, thresholds, bench.config)
     line = (
         f"one update at optim.learning_rate={figures['learning_rate']:g}: loss {loss:.3g}, gradient norm "
         f"{one.norm:.3g}, KL to the policy before it {one.kl:.2g} nats per token ({taken[0.5].kl:.2g} at half the "
@@ -145,7 +147,7 @@ def _too_far(figures: dict[str, float], thresholds: Thresholds) -> bool:
     return not (figures["kl_after"] <= first and figures["kl_after_peak"] <= peak)
 
 
-def _judged(figures: dict[str, float], thresholds: Thresholds) -> tuple[Finding, ...]:
+def _judged(figures: dict[str, float], thresholds: Thresholds, config: Config) -> tuple[Finding, ...]:
     rate, limit, kl = figures["learning_rate"], thresholds["kl_per_update"], figures["kl_after"]
     if not (math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"])):
         return (
@@ -153,8 +155,7 @@ def _judged(figures: dict[str, float], thresholds: Thresholds) -> tuple[Finding,
                 "optim/non-finite",
                 f"the first update has loss {figures['loss']:g} and gradient norm {figures['grad_norm']:g}",
                 "a reward, an advantage or a log-probability in the batch is not finite",
-                "look for findings on rewards and scoring; on half precision set model.dtype=float32 or "
-                "optim.precision=bfloat16",
+                "look for findings on rewards and scoring; in half precision model.dtype may be too narrow",
             ),
         )
     if not _too_far(figures, thresholds):
@@ -168,7 +169,9 @@ def _judged(figures: dict[str, float], thresholds: Thresholds) -> tuple[Finding,
             + ("" if figures["real_rewards"] else "; rewards do not differ, so signs stood in for advantages"),
             "the step is longer than the region in which the advantages were measured; gradient clipping does not "
             "shorten it, because Adam divides by the gradient's own size",
-            f"set optim.learning_rate={_one_digit(figures['fitting_rate']):g}, and optim.warmup_steps=10 or more",
+            propose(
+                "set {}", {"optim.learning_rate": _one_digit(figures["fitting_rate"]), **warmed_up(config.to_dict())}
+            ),
             severity=None if figures["real_rewards"] or not kl <= thresholds["update_margin"] * limit else "warning",
         ),
     )

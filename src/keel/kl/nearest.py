@@ -1,0 +1,49 @@
+"""From any pairing to one whose expected gradient is ∇KL(policy‖ref), by the fewest options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from keel.errors import KeelError
+from keel.kl.facts import LENGTH_WEIGHTED, NEAR, POLICY_REF, check_pairing
+
+RIGHT = (POLICY_REF, NEAR, f"{LENGTH_WEIGHTED}{POLICY_REF}")
+
+# What is tried, in this order: the gradient alone, then an estimator that has a right one at this door and level.
+_STEPS: tuple[Mapping[str, str], ...] = (
+    {"gradient": "auto"},
+    {"gradient": "auto", "estimator": "k3"},
+    {"gradient": "auto", "estimator": "exact"},
+    {"gradient": "auto", "estimator": "k1"},
+    {"gradient": "auto", "estimator": "k3", "placement": "loss", "level": "token"},
+)
+
+
+def nearest_right(estimator: str, placement: str, gradient: str, level: str, **context: Any) -> dict[str, str]:
+    """Options of `kl` to set, none of them as it is already; empty where the pairing is right, or none near it is.
+
+    `context` is what `check_pairing` is told beside the pairing, such as `off_policy`.
+    """
+    now = {"estimator": estimator, "placement": placement, "gradient": gradient, "level": level}
+    exact_first = sorted(_STEPS, key=lambda step: step.get("estimator", "") == "k3") if "exact" in estimator else _STEPS
+    for step in ({}, *exact_first):
+        changed = {name: value for name, value in step.items() if value != now[name]}
+        if (changed or not step) and _is_right({**now, **changed}, context):
+            needed = {name: value for name, value in changed.items() if name != "gradient"}
+            # an explicit gradient may stand beside the new estimator
+            if len(needed) < len(changed) and needed and _is_right({**now, **needed}, context):
+                changed = needed
+            return {f"kl.{name}": value for name, value in changed.items()}
+    return {}
+
+
+def _is_right(pairing: Mapping[str, str], context: Mapping[str, Any]) -> bool:
+    told: dict[str, Any] = {**pairing, **context}
+    try:
+        return check_pairing(**told).expected_gradient in RIGHT
+    except KeelError:
+        return False
+
+
+__all__ = ["RIGHT", "nearest_right"]
