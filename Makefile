@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.keel-installed
+SEED   ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-gpu soak lint verify clean
+.PHONY: help setup train test test-gpu test-metamorphic soak lint verify clean
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## create .venv and install everything (a second call is instant)
 
@@ -26,6 +27,9 @@ test: setup  ## run all tests
 
 test-gpu: setup  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest tests_gpu
+
+test-metamorphic: setup  ## the metamorphic tests on 60 random draws each instead of a few fixed ones: SEED=7 for others
+	KEEL_METAMORPHIC_EXAMPLES=60 $(BIN)/python -m pytest -n 2 tests/metamorphic --hypothesis-seed=$(SEED)
 
 soak: setup  ## kill a run 20 times at random and compare it with one left alone (some minutes)
 	$(BIN)/python scripts/soak_resume.py --kills 20

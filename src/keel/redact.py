@@ -122,11 +122,11 @@ def hidden(value: Any) -> Any:
 
 def names_secret(name: str) -> bool:
     """Whether a value of this name is a secret: api_key, HF_TOKEN, clientSecret, Authorization."""
-    return bool(_words(name) & _WORDS)
+    return not _WORDS.isdisjoint(_words(name))
 
 
-def _words(name: str) -> set[str]:
-    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+def _words(name: str) -> list[str]:
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
 
 
 def _covered(text: str) -> str:
@@ -166,7 +166,7 @@ def _leaf(value: Any, name: str, parent: str, cover: Cover) -> Any:
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int | float):
-        return cover(str(value)) if inside or _words(name) & _NUMBERS_TOO else value
+        return cover(str(value)) if inside or not _NUMBERS_TOO.isdisjoint(_words(name)) else value
     if isinstance(value, list | tuple):
         items = []
         for before, item in zip(("", *value), value, strict=False):
@@ -203,8 +203,8 @@ def _option(match: re.Match[str], cover: Cover) -> str:
 def _setting(match: re.Match[str], cover: Cover) -> str:
     """`api_key=…`, `Authorization: Bearer …`; a word such as token or key alone is too common in texts."""
     words, value = _words(match[1]), match[3]
-    compound = len(words) > 1 and bool(words & (_WORDS - {"keys"}))
-    if not (words & _STRONG or compound) or value == MASK or _is_figure(value):
+    named = len(words) > 1 and words[-1] in _WORDS - {"keys"}  # access_token, but neither KeyError nor token_mean
+    if not (_STRONG & set(words) or named) or value == MASK or _is_figure(value):
         return match[0]
     if value.lower() in ("null", "none", "true", "false") or value.startswith(("{", "[", "//")):
         return match[0]

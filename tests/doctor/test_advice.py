@@ -226,7 +226,9 @@ def test_a_log_without_options_gets_words() -> None:
 
 
 def test_what_loading_calls_surprising_goes_away_as_it_says() -> None:
-    config = schooled_config("kl.placement=reward", "kl.estimator=k1", "loss.scale_rewards=group")
+    config = schooled_config(
+        "kl.placement=reward", "kl.estimator=k1", "loss.scale_rewards=group", "loss.loss_type=dapo"
+    )
     (said,) = surprises(config)
     for proposal in ("loss.scale_rewards=none", "kl.placement=advantage"):
         assert proposal in said

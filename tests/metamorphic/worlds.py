@@ -1,7 +1,7 @@
 """Random models, rollouts and configurations: what the metamorphic tests draw from.
 
 Nothing here is a list of known cases: hypothesis composes the shapes. `make test` runs a fixed draw of them, and
-`make test-metamorphic` a longer, random one.
+`make test-metamorphic` a longer one of another seed.
 """
 
 from __future__ import annotations

@@ -10,9 +10,13 @@ from keel.kl.facts import LENGTH_WEIGHTED, NEAR, POLICY_REF, check_pairing
 
 RIGHT = (POLICY_REF, NEAR, f"{LENGTH_WEIGHTED}{POLICY_REF}")
 
-# What is tried, in this order: the gradient alone, then an estimator that has a right one at this door and level.
+# What is tried, in this order: one option alone, then an estimator with a right gradient at this door and level.
 _STEPS: tuple[Mapping[str, str], ...] = (
     {"gradient": "auto"},
+    {"estimator": "k3"},
+    {"estimator": "exact"},
+    {"estimator": "k1"},
+    {"gradient": "sg_rho*k2"},
     {"gradient": "auto", "estimator": "k3"},
     {"gradient": "auto", "estimator": "exact"},
     {"gradient": "auto", "estimator": "k1"},
@@ -30,10 +34,6 @@ def nearest_right(estimator: str, placement: str, gradient: str, level: str, **c
     for step in ({}, *exact_first):
         changed = {name: value for name, value in step.items() if value != now[name]}
         if (changed or not step) and _is_right({**now, **changed}, context):
-            needed = {name: value for name, value in changed.items() if name != "gradient"}
-            # an explicit gradient may stand beside the new estimator
-            if len(needed) < len(changed) and needed and _is_right({**now, **needed}, context):
-                changed = needed
             return {f"kl.{name}": value for name, value in changed.items()}
     return {}
 

@@ -115,7 +115,7 @@ def _failed(bench: Bench) -> list[Finding]:
                 "reward/non-finite",
                 f"{count} got no finite reward; the first: {first}",
                 "the reward divides by zero, takes the logarithm of 0, or passes a NaN on",
-                "mend the reward function; reward.on_error=zero would hide it",
+                "mend the reward function; reward.on_error would only hide it",
             )
         ]
     return [
