@@ -5,10 +5,10 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.keel-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-gpu soak lint verify clean
+.PHONY: help setup train test test-architectures test-gpu soak lint verify clean
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## create .venv and install everything (a second call is instant)
 
@@ -23,6 +23,9 @@ train: setup  ## warm start, GRPO under a KL leash, evaluation and report: confi
 
 test: setup  ## run all tests
 	$(BIN)/python -m pytest -n 2
+
+test-architectures: setup  ## score and sample every causal architecture of transformers, built small (about ten minutes)
+	$(BIN)/python -m pytest -n 2 tests_architectures
 
 test-gpu: setup  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest tests_gpu

@@ -63,8 +63,98 @@ _SIZES: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True)
+class Variant:
+    """An architecture, the kind of its rotary embedding (None: its own) and whether local attention is switched on."""
+
+    name: str
+    rope: str | None = None
+    window: bool = False
+
+    def __str__(self) -> str:
+        return self.name + (f"+{self.rope}" if self.rope else "") + ("+window" if self.window else "")
+
+
+# Architectures of transformers that cannot be built small, and why.
+UNBUILT = {
+    "blt": "its byte patcher has 96 million parameters at any size",
+    "gemma3n": "its image tower needs the timm package",
+    "gemma4_assistant": "its config cannot be made without a target model's",
+    "musicgen": "it is a model of sound: its config holds a text encoder, a codec and a decoder",
+    "musicgen_melody": "it is a model of sound: its config holds a text encoder, a codec and a decoder",
+}
+
+
 def names() -> list[str]:
+    """Every architecture that transformers lists as a causal language model."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def variants() -> list[Variant]:
+    """All that the sweep builds: each architecture as it is, then with other rotary embeddings and local attention."""
+    plain = [Variant(name) for name in names() if name not in UNBUILT]
+    turned = [Variant(name, _KINDS[i % len(_KINDS)]) for i, name in enumerate(TURNED)]
+    switched = [Variant(name, "longrope") for name in ("llama", "phi3", "phimoe", "qwen2", "mistral")]
+    local = [Variant(name, window=True) for name in WINDOWED]
+    return list(dict.fromkeys([*plain, *turned, *switched, *local]))
+
+
+_KINDS = ("longrope", "linear", "longrope", "yarn", "dynamic", "longrope", "llama3")
+# Whose config takes every kind of rotary embedding, and whose local attention is off by default.
+TURNED = [
+    "afmoe",
+    "apertus",
+    "arcee",
+    "axk1",
+    "bamba",
+    "cohere",
+    "cohere2",
+    "dbrx",
+    "deepseek_v3",
+    "diffllama",
+    "dots1",
+    "emu3",
+    "ernie4_5",
+    "exaone4",
+    "falcon",
+    "falcon_h1",
+    "flex_olmo",
+    "gemma",
+    "gemma2",
+    "glm",
+    "glm4_moe",
+    "gpt_oss",
+    "granite",
+    "granitemoe",
+    "granitemoehybrid",
+    "helium",
+    "hunyuan_v1_dense",
+    "jetmoe",
+    "lfm2",
+    "llama",
+    "llama4_text",
+    "minicpm3",
+    "minimax",
+    "minimax_m2",
+    "mistral",
+    "mixtral",
+    "nemotron",
+    "olmo",
+    "olmo2",
+    "olmoe",
+    "persimmon",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "seed_oss",
+    "smollm3",
+    "starcoder2",
+    "zamba2",
+]
+WINDOWED = ["ministral3", "mixtral", "phi3", "phimoe", "qwen2", "qwen3", "qwen3_moe", "smollm3", "starcoder2"]
 
 
 def _lengths(seed: int) -> dict[str, Any]:
@@ -79,31 +169,49 @@ def _lengths(seed: int) -> dict[str, Any]:
     }
 
 
+_TWICE = {"attention_hidden_size": 2 * _WIDTH}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
 # What an architecture asks for beyond that.
 _OWN: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"layer_group_size": 2},
     "bamba": {"attn_layer_indices": [1, 3]},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": dict(_ROPE), "sliding_attention": dict(_ROPE)}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48},
+    },
     "dots1": {"n_shared_experts": 1},
     "falcon_h1": {"mamba_d_ssm": 32},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "mamba2": {"num_heads": 8},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
     "reformer": {"axial_pos_shape": [10, 16], "axial_pos_embds_dim": [16, 16]},
     "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "num_hidden_layers": 6,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 0,
+        "attention_head_dim": 16,
+        **_TWICE,
+    },
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "attention_head_dim": 16,
+        **_TWICE,
+        "mamba_headdim": 8,
+        "mamba_expand": 2,
+    },
     "zaya": {"num_experts_per_tok": 1},
-    "zamba2": {"layer_types": None},
     "roc_bert": {"shape_vocab_size": 50, "pronunciation_vocab_size": 50},
 }
-
-
-@dataclass(frozen=True)
-class Variant:
-    """An architecture, the kind of its rotary embedding (None: its own) and whether local attention is switched on."""
-
-    name: str
-    rope: str | None = None
-    window: bool = False
-
-    def __str__(self) -> str:
-        return self.name + (f"+{self.rope}" if self.rope else "") + ("+window" if self.window else "")
 
 
 def small_config(variant: Variant, seed: int = 0) -> PreTrainedConfig:
@@ -154,7 +262,7 @@ def _small(kind: type[PreTrainedConfig], sizes: dict[str, Any], window: bool) ->
         own["num_key_value_heads"] = _HEADS
     for part in kind.sub_configs or {}:
         inner = getattr(plain, part, None)
-        if isinstance(inner, PreTrainedConfig):
+        if isinstance(inner, PreTrainedConfig) and part not in own:
             own[part] = _small(type(inner), {**sizes, **_OWN.get(inner.model_type, {})}, window).to_dict()
     return kind(**own)
 

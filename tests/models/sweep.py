@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import transformers
 from torch import Tensor
 
 from keel.errors import KeelError
@@ -21,7 +24,7 @@ from keel.rollout.decode import RepeatedDecoder, SharedPrefixDecoder, SwitchingD
 from keel.types import Completion, Group, Problem
 from rollout import shapes
 
-from .architectures import VOCABULARY
+from .architectures import UNBUILT, VOCABULARY, Variant
 
 TOLERANCE = 5e-3  # nats; a lost window, scale or table costs some tenths
 
@@ -41,16 +44,31 @@ def own_logp(model: Any, context: Sequence[int], tokens: Sequence[int]) -> Tenso
     """The oracle: plain forwards of what stands before a token, alone, without a cache, a mask or positions.
 
     One forward of the whole gives all of them, unless what follows a context changes its logits, as in a model that
-    turns to other rotary tables: asked at the ends and in the middle, and then each context by itself.
+    turns to other rotary tables.
     """
-    whole = _own_logits(model, (*context, *tokens[:-1]))[len(context) - 1 :]
-    asked = {0, len(tokens) // 2, len(tokens) - 1}
-    alone = {index: _own_logits(model, (*context, *tokens[:index]))[-1] for index in asked}
-    if max(float((whole[index] - logits).abs().max()) for index, logits in alone.items()) > 1e-3:
-        whole = torch.stack([_own_logits(model, (*context, *tokens[:i]))[-1] for i in range(len(tokens))])
-    return torch.log_softmax(whole, -1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+    if _length_matters(model):
+        logits = torch.stack([_own_logits(model, (*context, *tokens[:i]))[-1] for i in range(len(tokens))])
+    else:
+        logits = _own_logits(model, (*context, *tokens[:-1]))[len(context) - 1 :]
+    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
 
 
+_matters: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
+def _length_matters(model: Any) -> bool:
+    """Whether the logits after a context differ with what follows it; asked of the model, at many lengths."""
+    if model not in _matters:
+        tokens = torch.randint(VOCABULARY, (64,), generator=torch.Generator().manual_seed(4)).tolist()
+        whole = _own_logits(model, tokens)
+        _matters[model] = any(
+            float((_own_logits(model, tokens[:length])[-1] - whole[length - 1]).abs().max()) > 1e-3
+            for length in (1, 3, 6, 9, 12, 16, 20, 26, 32, 40, 52)
+        )
+    return _matters[model]
+
+
+@torch.no_grad()
 def _own_logits(model: Any, tokens: Sequence[int]) -> Tensor:
     forget_lengths(model)
     logits: Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
@@ -142,6 +160,8 @@ def _sampling_error(model: Any, engine: NativeEngine, draw: random.Random) -> fl
             ended.add(len(completion.tokens))
             own = own_logp(model, request.tokens, completion.tokens)
             worst = max(worst, _apart(torch.tensor(completion.sample_logp), own))
+            if sample:
+                continue
             context = (*request.tokens, *completion.tokens, *prompts[0])
             turns.append(Request(request.key, context, samples=(sample,), start=len(completion.tokens), max_new=5))
     assert len(ended) > 1
@@ -155,4 +175,53 @@ def _apart(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected).abs().max().nan_to_num(nan=torch.inf))
 
 
-__all__ = ["TOLERANCE", "Outcome", "judge", "own_logp"]
+_HEAD = """# Architectures
+
+Written by `python scripts/architectures.py`, and held against the code by `make test-architectures` (ten of its rows
+by `make test`). Every architecture that transformers {version} lists as a causal language model is built small, with
+random weights, windows, chunks and rotary switches that a few dozen tokens cross; then Keel scores it (shared-prefix
+rows, padded rows, groups alone and beside longer ones) and samples from it (rows of different lengths that end at
+different times, and second turns), and every log-probability is compared with the model's own plain forward of the
+same context alone. None may be further from it than {tolerance} nats; what cannot be right is refused by name when it
+is loaded.
+
+- **scored** `packed`: the prompt once a group; `padded`: one row a completion, where the model computes shared rows
+  wrongly or does not take positions.
+- **sampled** `lean`: steps past the model's own forward; `shared prompts`: the model's forward over one copy of each
+  prompt; `own cache`: the prompt once a row and transformers' own cache; `read again …`: that cache is wrong, or
+  cannot drop rows, so that contexts are read again; `switching`: rows on either side of a rotary switch apart, those
+  that cross it read again.
+
+A model that changes all of its rotary tables with the length of the sequence (LongRoPE beyond
+`original_max_position_embeddings`) has no single answer for a finished sequence: a token drawn before the switch was
+drawn from the short tables, and a forward of the whole turns it by the long ones. In Keel the log-probability of a
+token is the model's at the length of the context it was drawn from, in the engine and in scoring alike, so that the
+two agree and the numbers of every step are those of one distribution. A batch that crosses the switch is scored by
+one forward for each side.
+
+| architecture | scored | sampled | why not the fastest way |
+| --- | --- | --- | --- |
+"""
+
+
+def page(outcomes: dict[Variant, Outcome]) -> str:
+    """docs/architectures.md."""
+    rows = [f"| {v} | {o.scoring} | {o.sampling} | {_reason(o.note)} |" for v, o in outcomes.items()]
+    unbuilt = [f"- `{name}`: {reason}" for name, reason in sorted(UNBUILT.items())]
+    head = _HEAD.format(version=transformers.__version__, tolerance=TOLERANCE)
+    return head + "\n".join([*rows, "", "Not built, and so not known:", "", *unbuilt, ""])
+
+
+def rows_of(text: str) -> dict[str, tuple[str, str]]:
+    """How each architecture is scored and sampled from, read from the page."""
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    return {row[0]: (row[1], row[2]) for row in cells if row[0] not in ("architecture", "---")}
+
+
+def _reason(note: str) -> str:
+    """The reasons without numbers that differ from one machine to the next."""
+    plain = re.sub(r" by up to \S+ nats| by \S+ of their spread|: one row a completion", "", note)
+    return re.sub(r" \(best guess[^)]*\)| are off by \S+ from", "", plain).replace("|", "/")
+
+
+__all__ = ["TOLERANCE", "Outcome", "judge", "own_logp", "page", "rows_of"]

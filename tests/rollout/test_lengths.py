@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from keel.errors import KeelError
 from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
 from keel.models.probe import probe_packing
 from keel.rollout import NativeEngine, Request, SamplingParams
 from keel.types import Completion, Group, Problem
-from models.architectures import VOCABULARY, Variant, build
+from models.architectures import VOCABULARY, Variant, build, small_config
 from models.sweep import own_logp
 
 from . import shapes
@@ -83,6 +86,78 @@ def test_a_group_is_scored_alike_alone_and_beside_a_longer_one(shared: bool) -> 
             packed = pack([short, long], 0, shared_prefix=shared, max_row_tokens=row)
             beside = score_tokens(model, packed).logp[:2, :8]
             torch.testing.assert_close(beside, alone, atol=1e-5, rtol=0)
+
+
+def test_dynamic_tables_are_those_of_each_context_whatever_was_computed_before() -> None:
+    """Dynamic NTK turns otherwise with every token beyond the context it was made for, and keeps the longest tables."""
+    config = small_config(Variant("llama", "dynamic"))
+    config.max_position_embeddings = 16
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    zeros = (0.0,) * 6
+    completion = Completion(tokens(6, 1), (True,) * 6, zeros, zeros, "", "length")
+    group = Group(Problem("a", ""), tokens(13, 2), (completion,))
+    own = own_logp(model, group.prompt_tokens, completion.tokens)
+    with torch.no_grad():
+        model(input_ids=torch.tensor([tokens(60, 3)]))
+        for shared in (True, False):
+            found = score_tokens(model, pack([group], 0, shared_prefix=shared)).logp[0]
+            torch.testing.assert_close(found, own, atol=1e-5, rtol=0)
+    engine = engine_of(model)
+    engine.context = None
+    (answer,) = engine.generate(
+        [Request("a", group.prompt_tokens)], SamplingParams(num_generations=2, max_completion_length=8), seed=1
+    )
+    for said in answer:
+        own = own_logp(model, group.prompt_tokens, said.tokens)
+        torch.testing.assert_close(torch.tensor(said.sample_logp), own, atol=1e-4, rtol=0)
+
+
+def test_contexts_beyond_what_a_probe_could_reach_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("mistral")
+    monkeypatch.setattr("keel.rollout.decode.longest_probe", lambda _: 6)
+    engine = engine_of(model)
+    sampling = SamplingParams(num_generations=1, max_completion_length=3)
+    assert engine.generate([Request("a", tokens(3, 1))], sampling)
+    with pytest.raises(KeelError, match="'a' may reach 7 tokens and MistralForCausalLM is known to decode") as caught:
+        engine.generate([Request("a", tokens(4, 1))], sampling)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_whose_cache_is_wrong_reads_its_contexts_again() -> None:
+    """Whatever is wrong with a cache, the plain forward is left; what is used is said."""
+    model = build("mistral")
+    own = model.forward
+
+    def forgetful(*args: Any, **kwargs: Any) -> Any:
+        out = own(*args, **kwargs)
+        if kwargs.get("past_key_values") is not None:
+            out.logits = out.logits.roll(1, -1)
+        return out
+
+    forgetful.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
+    model.forward = forgetful
+    assert "read again at every step" in str(engine_of(model).fallback_reason)
+    assert_own(model, sampled(model, (4, 12), 10))
+
+
+def test_a_model_that_no_decoder_computes_is_refused_by_name() -> None:
+    model = build("mistral")
+    own, calls = model.forward, [0]
+
+    def random(*args: Any, **kwargs: Any) -> Any:
+        out = own(*args, **kwargs)
+        calls[0] += 1
+        out.logits = out.logits.roll(calls[0], -1)
+        return out
+
+    model.forward = random
+    with pytest.raises(KeelError, match="MistralForCausalLM cannot be sampled from") as caught:
+        engine_of(model)
+    assert "\n" not in str(caught.value)
 
 
 def test_scores_across_the_switch_have_gradients() -> None:

@@ -30,6 +30,7 @@ from keel.models.head import (
 )
 from keel.models.lengths import forget_lengths, length_regimes
 from keel.models.logprobs import score_tokens
+from keel.models.lora import first_line
 from keel.models.pack import pack
 from keel.types import Completion, Group, Problem
 
@@ -103,13 +104,20 @@ def probe_packing(
     length = max(len(g.prompt_tokens) + len(c.tokens) for g in groups for c in g.completions)
     window = windows[0] if windows else None
     name = type(causal_lm(model)).__name__
-    origins = [0, *_origins(model, longest, length)] if takes_positions(body_of(model)) else [0]
     worst, agrees = 0.0, True
+    tries = [(groups, 0)]
+    if takes_positions(body_of(model)):
+        short = _random_groups(model, vocab_size, prompt=_EXTRA)
+        tries += [(short, origin) for origin in _origins(model, longest, length)]
     with evaluating(model):
-        for origin in origins:
-            tried = groups if origin == 0 else _random_groups(model, vocab_size, prompt=_EXTRA)
-            own, spread = _own_logp(model, tried, origin)
-            _check_single_rows(model, tried, own, spread, origin)
+        for tried, origin in tries:
+            with _refused_by_name(model):
+                own, spread = _own_logp(model, tried, origin)
+                if origin and not _single_rows_agree(model, tried, own, spread, origin):
+                    # No position can be had without all those before it (compressed attention): as many tokens, then.
+                    tried, origin = _random_groups(model, vocab_size, prompt=min(origin + _EXTRA, max_length)), 0
+                    own, spread = _own_logp(model, tried)
+                _check_single_rows(model, tried, own, spread, origin)
             try:
                 error = _error(_scored(model, tried, shared_prefix=True, origin=origin), own)
             except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as refusal:  # a KeelError too
@@ -154,13 +162,18 @@ def _problem(model: nn.Module, agrees: bool, worst: float, windows: list[int], r
 
 def _check_single_rows(model: nn.Module, groups: list[Group], own: Tensor, spread: float, origin: int = 0) -> None:
     """One row a completion is what everything else falls back to: if it is wrong, the model cannot be scored."""
-    error = _error(_scored(model, groups, shared_prefix=False, origin=origin), own)
-    if not _within(error, model, spread, slack=10.0):
+    if not _single_rows_agree(model, groups, own, spread, origin):
+        error = _error(_scored(model, groups, shared_prefix=False, origin=origin), own)
         _check_causal(model, groups[0], spread)
         raise KeelError(
             f"{type(causal_lm(model)).__name__}: log-probabilities of padded rows are off by {float(error.max()):.1e} "
             "from the model's own logits: give a scorer of your own as module:attr"
         )
+
+
+def _single_rows_agree(model: nn.Module, groups: list[Group], own: Tensor, spread: float, origin: int) -> bool:
+    error = _error(_scored(model, groups, shared_prefix=False, origin=origin), own)
+    return _within(error, model, spread, slack=10.0)
 
 
 def _check_causal(model: nn.Module, group: Group, spread: float) -> None:
@@ -219,6 +232,21 @@ def _own_logp(model: nn.Module, groups: list[Group], origin: int = 0) -> tuple[T
             spreads.append(float(logits.std(dim=-1).mean()))
             parts.append(torch.log_softmax(logits, dim=-1).gather(-1, row[0, first:, None]).squeeze(-1))
     return torch.cat(parts), sum(spreads) / len(spreads)
+
+
+@contextmanager
+def _refused_by_name(model: nn.Module) -> Iterator[None]:
+    """A model that cannot read plain or padded rows of tokens is no fault of the user's code: one line says so."""
+    try:
+        yield
+    except (KeelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever a foreign model raises
+        raise KeelError(
+            f"{type(causal_lm(model)).__name__} cannot be scored: its forward of rows of tokens ends in "
+            f"{type(error).__name__}: {first_line(error).rstrip('.')}; load a causal language model that reads input_ids "
+            "alone, or give a scorer of your own as module:attr"
+        ) from error
 
 
 def _last_logits(model: nn.Module, row: Tensor, count: int, origin: int) -> Tensor:

@@ -362,26 +362,35 @@ class _Case:
     origin: int = 0
 
 
-def _cases(model: nn.Module) -> tuple[list[_Case], int | None]:
-    """Contexts that cross every length at which the model may change, and how long they cannot be probed beyond.
+def _cases(model: nn.Module, *, shared: bool) -> list[_Case]:
+    """Contexts that cross every length at which the model may change, as far as a probe reaches.
 
-    What depends on positions (scaled queries, rotary tables) shows in a few tokens that stand there; what depends on
-    how many tokens there are (windows, chunks) needs as many. The last case stands at the end of the context.
+    What depends on positions (scaled queries, rotary tables) shows with `shared` prompts in a few tokens that stand
+    there, and once more at the end of the context; what depends on how many tokens there are (windows, chunks) needs as
+    many, and so does a cache of the model's own, which may count tokens by itself.
     """
-    limit = context_length(causal_lm(model))
-    windows = local_windows(model)
-    reachable = [window for window in windows if past(window) <= longest_probe(model)]
+    limit, most = context_length(causal_lm(model)), longest_probe(model)
+    switches = position_switches(model)
+    lengths = [window for window in local_windows(model) if past(window) <= most]
     cases = [_Case()]
-    origins = [point - 5 for point in position_switches(model) if point > 16 and (limit is None or point + 16 < limit)]
-    if limit is not None and limit > 64:
-        origins.append(limit - 16)
-    if "position_ids" in inspect.signature(causal_lm(model).forward).parameters:
-        cases += [_Case(origin=origin) for origin in sorted(set(origins))]
-    for window in reachable:
-        longest = past(window) if limit is None else min(past(window), limit - 8)
+    if shared:
+        origins = {point - 5 for point in switches if point > 16 and (limit is None or point + 16 < limit)}
+        if limit is not None and limit > 64:
+            origins.add(limit - 16)
+        cases += [_Case(origin=origin) for origin in sorted(origins)]
+    else:
+        lengths += [point for point in switches if past(point) <= most]
+    for length in sorted(set(lengths)):
+        longest = past(length) if limit is None else min(past(length), limit - 8)
         if longest > 1:
-            cases.append(_Case((max(1, min(window - 1, longest - 1)), longest)))
-    return cases, None if len(reachable) == len(windows) else longest_probe(model)
+            cases.append(_Case((max(1, min(length - 1, longest - 1)), longest)))
+    return cases
+
+
+def _vouched(model: nn.Module) -> int | None:
+    """The longest context that a probe of the model's windows could reach; None where it reached past all of them."""
+    most = longest_probe(model)
+    return most if any(past(window) > most for window in local_windows(model)) else None
 
 
 def _probe(model: nn.Module, decoder: Callable[..., Decoder], case: _Case) -> float:
@@ -479,14 +488,13 @@ def choose_decoder(model: nn.Module, *, graphs: bool = True) -> Choice:
     inner = causal_lm(model)
     half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)
     shared, reason = _shared_ways(inner, graphs)
-    cases, vouched = _cases(model)
     regimes = length_regimes(inner)
     for way in (*shared, *_REPEATED):
         made = way if regimes is None else partial(SwitchingDecoder, inner=way, regimes=regimes)
-        fault = _fault(model, made, cases, half)
+        fault = _fault(model, made, _cases(model, shared=way in shared), half)
         if fault is None:
-            note = _REREADS.get(way)
-            return Choice(made, None if way in shared else f"{reason}{note or ''}", None if way in shared else vouched)
+            note = None if way in shared else f"{reason}{_REREADS.get(way, '')}"
+            return Choice(made, note, _vouched(model))
         reason = reason if reason and way in _REPEATED else fault
     raise KeelError(
         f"{type(inner).__name__} cannot be sampled from: without any cache its logits still are not those of a plain "
