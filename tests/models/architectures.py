@@ -185,7 +185,11 @@ _OWN: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 32},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},
+    "minicpm3": {"dim_model_base": 16},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,

@@ -23,7 +23,14 @@ from keel.models.pack import PackedBatch
 ATTENTION = "keel_branches"
 LONG_ROW = 1024  # below this a mask costs little, and the pieces cost more calls
 _OUTPUTS = ("attentions", "hidden_states", "router_logits")  # asked of the model, nothing to do with what it attends to
-_BENIGN = {"position_ids", "use_cache", "return_dict", "is_causal", *(f"output_{x}" for x in _OUTPUTS)}
+_BENIGN = {
+    "position_ids",
+    "use_cache",
+    "return_dict",
+    "is_causal",
+    "logits_to_keep",
+    *(f"output_{x}" for x in _OUTPUTS),
+}
 
 
 @dataclass(frozen=True)

@@ -98,12 +98,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def body_of(model: nn.Module) -> nn.Module:
     """The transformer without its head: its output is the last hidden state, final norm included."""
     causal: Any = causal_lm(model)
-    body = causal.get_decoder() if hasattr(causal, "get_decoder") else None
-    if body is None or body is causal:
-        body = getattr(causal, "base_model", None)
-    if body is None or body is causal:
-        raise KeelError(f"cannot find the transformer body inside {type(causal).__name__}: it needs `get_decoder`")
-    return body
+    head = causal.get_output_embeddings() if hasattr(causal, "get_output_embeddings") else None
+    named = (causal.get_decoder() if hasattr(causal, "get_decoder") else None, getattr(causal, "base_model", None))
+    for body in (*named, getattr(causal, "model", None)):
+        # a model may call its head `decoder` (ModernBERT), or its body by another name than its prefix (Llama 4)
+        if isinstance(body, nn.Module) and body is not causal and body is not head:
+            return body
+    raise KeelError(f"cannot find the transformer body inside {type(causal).__name__}: it needs `get_decoder`")
 
 
 def takes_positions(body: nn.Module) -> bool:
@@ -215,6 +216,7 @@ def _measure(causal: Any, module: nn.Module) -> tuple[float, float | None]:
     numbers = config_numbers(causal)
     caps = [value for name, value in numbers.items() if "soft" in name and "cap" in name]
     scales = [value for name, value in numbers.items() if any(part in name for part in ("logit", "multiplier", "scal"))]
+    scales += [value / numbers["hidden_size"] for name, value in numbers.items() if "dim_model_base" in name]  # MiniCPM
     candidates = [(s, cap) for cap in [None, *caps] for s in [1.0, *scales, *(1.0 / value for value in scales)]]
     peak = own.abs().max().clamp_min(1e-6)
     errors = [float((shape_logits(raw, *candidate) - own).abs().max() / peak) for candidate in candidates]

@@ -244,8 +244,8 @@ def _refused_by_name(model: nn.Module) -> Iterator[None]:
     except Exception as error:  # whatever a foreign model raises
         raise KeelError(
             f"{type(causal_lm(model)).__name__} cannot be scored: its forward of rows of tokens ends in "
-            f"{type(error).__name__}: {first_line(error).rstrip('.')}; load a causal language model that reads input_ids "
-            "alone, or give a scorer of your own as module:attr"
+            f"{type(error).__name__}: {first_line(error).rstrip('.')}; load a causal language model that reads "
+            "input_ids alone, or give a scorer of your own as module:attr"
         ) from error
 
 

@@ -491,7 +491,9 @@ def choose_decoder(model: nn.Module, *, graphs: bool = True) -> Choice:
     regimes = length_regimes(inner)
     for way in (*shared, *_REPEATED):
         made = way if regimes is None else partial(SwitchingDecoder, inner=way, regimes=regimes)
-        fault = _fault(model, made, _cases(model, shared=way in shared), half)
+        # a cache of the model's own may be wrong by little (NemotronH, Zamba 2): where rounding is finer, so is the limit
+        allowed = 0.2 if half else 1e-3 if way in shared or next(model.parameters()).is_cuda else 1e-4
+        fault = _fault(model, made, _cases(model, shared=way in shared), allowed)
         if fault is None:
             note = None if way in shared else f"{reason}{_REREADS.get(way, '')}"
             return Choice(made, note, _vouched(model))
@@ -510,7 +512,7 @@ _REPEATED: tuple[Callable[..., Decoder], ...] = (
 )
 _REREADS = {
     _REPEATED[2]: "; its cache cannot drop rows, so that contexts are read again when one ends",
-    _REPEATED[3]: "; its own cache gives wrong logits, so that contexts are read again at every step",
+    _REPEATED[3]: "; its own cache does not serve, so that contexts are read again at every step",
 }
 
 
@@ -530,14 +532,14 @@ def _shared_ways(inner: Any, graphs: bool) -> tuple[list[Callable[..., Decoder]]
     return ways, ""
 
 
-def _fault(model: nn.Module, decoder: Callable[..., Decoder], cases: Sequence[_Case], half: bool) -> str | None:
+def _fault(model: nn.Module, decoder: Callable[..., Decoder], cases: Sequence[_Case], allowed: float) -> str | None:
     """What is wrong with a decoder, None if nothing is."""
     for case in cases:
         try:
             difference = _probe(model, decoder, case)
         except Exception as error:  # whatever a foreign model raises here, it can still run another way
             return _line(error)
-        if not difference < (0.2 if half else 1e-3):
+        if not difference < allowed:
             where = f" at positions from {case.origin}" if case.origin else ""
             return f"its logits differ by {difference:.1g} of their spread{where}"
     return None
