@@ -20,7 +20,7 @@ TEN = {
     Variant("deepseek_v3"): ("packed", "own cache"),  # latent attention
     Variant("bamba"): ("padded", "own cache"),  # state space and attention
     Variant("minimax"): ("padded", "own cache"),  # linear attention, experts
-    Variant("bert"): ("refused", "refused"),
+    Variant("xlnet"): ("refused", "refused"),  # it sees what comes later
 }
 
 

@@ -22,15 +22,8 @@ from keel.models.pack import PackedBatch
 
 ATTENTION = "keel_branches"
 LONG_ROW = 1024  # below this a mask costs little, and the pieces cost more calls
-_OUTPUTS = ("attentions", "hidden_states", "router_logits")  # asked of the model, nothing to do with what it attends to
-_BENIGN = {
-    "position_ids",
-    "use_cache",
-    "return_dict",
-    "is_causal",
-    "logits_to_keep",
-    *(f"output_{x}" for x in _OUTPUTS),
-}
+_OUTPUTS = {"output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep", "return_dict"}
+_BENIGN = {"position_ids", "use_cache", "is_causal"} | _OUTPUTS  # nothing of it changes what is attended to
 
 
 @dataclass(frozen=True)

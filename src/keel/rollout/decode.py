@@ -491,7 +491,7 @@ def choose_decoder(model: nn.Module, *, graphs: bool = True) -> Choice:
     regimes = length_regimes(inner)
     for way in (*shared, *_REPEATED):
         made = way if regimes is None else partial(SwitchingDecoder, inner=way, regimes=regimes)
-        # a cache of the model's own may be wrong by little (NemotronH, Zamba 2): where rounding is finer, so is the limit
+        # a model's own cache may be wrong by little (NemotronH, Zamba 2): where rounding is finer, so is the limit
         allowed = 0.2 if half else 1e-3 if way in shared or next(model.parameters()).is_cuda else 1e-4
         fault = _fault(model, made, _cases(model, shared=way in shared), allowed)
         if fault is None:
