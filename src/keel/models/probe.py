@@ -134,12 +134,12 @@ def probe_packing(
 
 
 def _origins(model: nn.Module, longest: int | None, length: int) -> list[int]:
-    """Where short sequences are put to see what depends on positions: across each switch, and at the context's end."""
+    """Where short sequences are put to see what depends on positions: across each switch."""
     limit = longest or context_length(causal_lm(model))
     room = 2 * _EXTRA
     origins = {switch - _EXTRA - 4 for switch in position_switches(model, longest)}
     if limit is not None:
-        origins = {min(origin, limit - room) for origin in origins} | {limit - room}
+        origins = {min(origin, limit - room) for origin in origins}
     return sorted(origin for origin in origins if origin > 0 and origin + room > length)
 
 

@@ -356,28 +356,30 @@ def may_join(device: str, places: int) -> bool:
 
 @dataclass(frozen=True)
 class _Case:
-    """What a probe decodes: prompts of these lengths, the first token at position `origin`."""
+    """What a probe decodes: prompts of these lengths and `steps` tokens, the first token at position `origin`."""
 
     prompts: tuple[int, ...] = (3, 7)
     origin: int = 0
+    steps: int = 3
 
 
-def _cases(model: nn.Module, *, shared: bool) -> list[_Case]:
+def _cases(model: nn.Module, *, shared: bool, lean: bool) -> list[_Case]:
     """Contexts that cross every length at which the model may change, as far as a probe reaches.
 
     What depends on positions (scaled queries, rotary tables) shows with `shared` prompts in a few tokens that stand
-    there, and once more at the end of the context; what depends on how many tokens there are (windows, chunks) needs as
-    many, and so does a cache of the model's own, which may count tokens by itself.
+    there; what depends on how many tokens there are (windows, chunks) needs as many, and so does a cache of the model's
+    own, which may count tokens by itself. A `lean` step is no code of the model's: it is tried at the end of the
+    context too, where whatever no config names would show.
     """
     limit, most = context_length(causal_lm(model)), longest_probe(model)
     switches = position_switches(model)
     lengths = [window for window in local_windows(model) if past(window) <= most]
     cases = [_Case()]
     if shared:
-        origins = {point - 5 for point in switches if point > 16 and (limit is None or point + 16 < limit)}
-        if limit is not None and limit > 64:
-            origins.add(limit - 16)
-        cases += [_Case(origin=origin) for origin in sorted(origins)]
+        origins = {point - 5 if limit is None else min(point - 5, limit - 16) for point in switches}
+        cases += [_Case(origin=origin) for origin in sorted(origins) if origin > 0]
+        if lean and limit is not None and limit > 64:
+            cases.append(_Case((3, 4), limit - 16, steps=1))
     else:
         lengths += [point for point in switches if past(point) <= most]
     for length in sorted(set(lengths)):
@@ -404,12 +406,14 @@ def _probe(model: nn.Module, decoder: Callable[..., Decoder], case: _Case) -> fl
     if isinstance(made, SharedPrefixDecoder) and isinstance(made.lean, GraphedStep):
         made.lean.must = True
     logits = [made.start(prompts, prompt_of, _PROBE_LENGTH)]
-    fed = torch.randint(0, vocabulary, (3, 4), generator=generator)
+    fed = torch.randint(0, vocabulary, (case.steps, 4), generator=generator)
     for column in fed.to(device):
         logits.append(made.step(column))
     contexts = [[*prompts[prompt], *fed[:, row].tolist()] for row, prompt in enumerate(prompt_of)]
     found = {row: [step[row] for step in logits] for row in range(4)}
-    if isinstance(made, SharedPrefixDecoder):
+    if case.steps == 1:
+        pass
+    elif isinstance(made, SharedPrefixDecoder):
         after = _resumed(made, prompts, prompt_of, contexts)
         for row in found:
             found[row].append(after[row])
@@ -493,7 +497,8 @@ def choose_decoder(model: nn.Module, *, graphs: bool = True) -> Choice:
         made = way if regimes is None else partial(SwitchingDecoder, inner=way, regimes=regimes)
         # a model's own cache may be wrong by little (NemotronH, Zamba 2): where rounding is finer, so is the limit
         allowed = 0.2 if half else 1e-3 if way in shared or next(model.parameters()).is_cuda else 1e-4
-        fault = _fault(model, made, _cases(model, shared=way in shared), allowed)
+        lean = isinstance(way, partial) and "lean" in way.keywords
+        fault = _fault(model, made, _cases(model, shared=way in shared, lean=lean), allowed)
         if fault is None:
             note = None if way in shared else f"{reason}{_REREADS.get(way, '')}"
             return Choice(made, note, _vouched(model))
