@@ -24,7 +24,7 @@ train: setup  ## warm start, GRPO under a KL leash, evaluation and report: confi
 test: setup  ## run all tests
 	$(BIN)/python -m pytest -n 2
 
-test-architectures: setup  ## score and sample every causal architecture of transformers, built small (about ten minutes)
+test-architectures: setup  ## score and sample every causal architecture of transformers, built small (some ten minutes)
 	$(BIN)/python -m pytest -n 2 tests_architectures
 
 test-gpu: setup  ## run the tests that need a CUDA device
