@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.keel-installed
 SEED   ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-gpu test-metamorphic soak lint verify clean
+.PHONY: help setup train test test-architectures test-gpu test-metamorphic soak lint verify clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -24,6 +24,9 @@ train: setup  ## warm start, GRPO under a KL leash, evaluation and report: confi
 
 test: setup  ## run all tests
 	$(BIN)/python -m pytest -n 2
+
+test-architectures: setup  ## score and sample every causal architecture of transformers, built small (some ten minutes)
+	$(BIN)/python -m pytest -n 2 tests_architectures
 
 test-gpu: setup  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest tests_gpu

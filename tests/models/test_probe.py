@@ -10,10 +10,12 @@ import torch
 from keel.errors import KeelError
 from keel.models.checks import context_length
 from keel.models.head import head_of
+from keel.models.lengths import LengthRegimes, length_regimes
 from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
-from keel.models.probe import local_windows, probe_packing
+from keel.models.probe import local_windows, position_switches, probe_packing
 
+from .architectures import Variant, build
 from .packing_cases import make_groups, make_model, naive_logp
 
 
@@ -103,3 +105,54 @@ def test_no_logits_of_the_prompt_are_computed(name: str) -> None:
     head_of(model).module.register_forward_hook(lambda _, __, out: counts.append(out.numel() // out.shape[-1]))
     probe_packing(model, max_length=100)
     assert max(counts) <= 27  # the 27 tokens of the completions, a chunk; a row of the model's own has 9
+
+
+def test_positions_from_which_a_model_changes_are_read_from_its_rotary_settings() -> None:
+    ministral = build("ministral3")
+    assert position_switches(ministral) == [ministral.config.rope_parameters["original_max_position_embeddings"]]
+    assert position_switches(ministral, longest=10) == []
+    llama4 = build("llama4_text")
+    assert llama4.config.floor_scale in position_switches(llama4)
+    assert position_switches(make_model("llama")) == []
+
+
+def test_the_probe_stands_where_a_model_changes() -> None:
+    """Tokens at the switch, not as many tokens as there are positions before it."""
+    model, seen, longest = build(Variant("phi3", "longrope")), set(), 0
+    switch = model.config.rope_parameters["original_max_position_embeddings"]
+
+    def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal longest
+        positions = kwargs.get("position_ids")
+        longest = max(longest, kwargs["input_ids"].shape[1])
+        seen.update(() if positions is None else positions.flatten().tolist())
+
+    hook = model.model.register_forward_pre_hook(note, with_kwargs=True)
+    assert probe_packing(model).ok
+    hook.remove()
+    assert {switch - 1, switch, switch + 1} <= seen
+    assert longest < 60
+
+
+def test_the_lengths_at_which_all_positions_turn() -> None:
+    assert length_regimes(make_model("llama")) is None
+    assert length_regimes(build(Variant("llama", "yarn"))) is None
+    model = build(Variant("llama", "longrope"))
+    switch = model.config.rope_parameters["original_max_position_embeddings"]
+    assert length_regimes(model) == LengthRegimes((switch,))
+    regimes = LengthRegimes((4,), moving=6)
+    assert [regimes.of(length) for length in (1, 4, 5, 6, 7, 8)] == [0, 0, 1, 1, 2, 3]
+    assert list(regimes.spans(8)) == [(0, 4), (4, 6), (6, 7), (7, 8)]
+
+
+def test_a_model_that_sees_later_tokens_is_refused_by_name() -> None:
+    model = build("bert-generation")
+    for module in model.modules():
+        if hasattr(module, "is_decoder"):
+            module.is_decoder = False
+        if hasattr(module, "is_causal"):
+            module.is_causal = False
+    model.config.is_decoder = False
+    with pytest.raises(KeelError, match="BertGenerationDecoder sees tokens that come later") as caught:
+        probe_packing(model)
+    assert "\n" not in str(caught.value)

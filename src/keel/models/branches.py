@@ -22,7 +22,8 @@ from keel.models.pack import PackedBatch
 
 ATTENTION = "keel_branches"
 LONG_ROW = 1024  # below this a mask costs little, and the pieces cost more calls
-_BENIGN = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "is_causal"}
+_OUTPUTS = {"output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep", "return_dict"}
+_BENIGN = {"position_ids", "use_cache", "is_causal"} | _OUTPUTS  # nothing of it changes what is attended to
 
 
 @dataclass(frozen=True)

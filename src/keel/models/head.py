@@ -7,6 +7,7 @@ differ from model to model, so they are measured on the model itself and never a
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,12 +22,15 @@ from keel.errors import KeelError
 
 LogitsOf = Callable[[Tensor], Tensor]
 
-_measured: WeakKeyDictionary[nn.Module, tuple[float, float | None]] = WeakKeyDictionary()
+_measured: WeakKeyDictionary[nn.Module, tuple[int, float, float | None]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Head:
-    """logits = scale · W h, or cap · tanh(scale · W h / cap), in fp32 at least."""
+    """logits = scale · W h, or cap · tanh(scale · W h / cap), in fp32 at least.
+
+    `module` is the output embedding, or what holds it where hidden states are transformed once more (BERT's decoders).
+    """
 
     module: nn.Module
     scale: float = 1.0
@@ -94,12 +98,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def body_of(model: nn.Module) -> nn.Module:
     """The transformer without its head: its output is the last hidden state, final norm included."""
     causal: Any = causal_lm(model)
-    body = causal.get_decoder() if hasattr(causal, "get_decoder") else None
-    if body is None or body is causal:
-        body = getattr(causal, "base_model", None)
-    if body is None or body is causal:
-        raise KeelError(f"cannot find the transformer body inside {type(causal).__name__}: it needs `get_decoder`")
-    return body
+    head = causal.get_output_embeddings() if hasattr(causal, "get_output_embeddings") else None
+    named = (causal.get_decoder() if hasattr(causal, "get_decoder") else None, getattr(causal, "base_model", None))
+    for body in (*named, getattr(causal, "model", None)):
+        # a model may call its head `decoder` (ModernBERT), or its body by another name than its prefix (Llama 4)
+        if isinstance(body, nn.Module) and body is not causal and body is not head:
+            return body
+    raise KeelError(f"cannot find the transformer body inside {type(causal).__name__}: it needs `get_decoder`")
 
 
 def takes_positions(body: nn.Module) -> bool:
@@ -115,9 +120,28 @@ def head_of(model: nn.Module) -> Head:
     if module is None:
         raise KeelError(f"{type(causal).__name__} has no output embedding: only causal language models can be scored")
     if causal not in _measured:
-        _measured[causal] = _measure(causal, module)
-    scale, softcap = _measured[causal]
-    return Head(module, scale, softcap)
+        _measured[causal] = _measure_around(causal, module)
+    depth, scale, softcap = _measured[causal]
+    return Head(_around(causal, module)[depth], scale, softcap)
+
+
+def _around(causal: Any, module: nn.Module) -> list[nn.Module]:
+    """The output embedding, then each module that holds the one before, the model itself left out."""
+    path = next(name for name, part in causal.named_modules() if part is module).split(".")
+    return [causal.get_submodule(".".join(path[:length])) for length in range(len(path), 0, -1)]
+
+
+def _measure_around(causal: Any, module: nn.Module) -> tuple[int, float, float | None]:
+    """How far around the output embedding the head reaches, its scale and its soft cap."""
+    body = body_of(causal)
+    heads = [part for part in _around(causal, module) if not any(inner is body for inner in part.modules())]
+    for depth, part in enumerate(heads):
+        try:
+            return (depth, *_measure(causal, part))
+        except (KeelError, TypeError, RuntimeError, IndexError, AttributeError):  # a container computes nothing
+            if depth == len(heads) - 1:
+                break
+    return (0, *_measure(causal, module))
 
 
 def frozen_head(model: nn.Module) -> Head:
@@ -134,7 +158,9 @@ def frozen_head(model: nn.Module) -> Head:
     off = getattr(head.module, "disable_adapters", False) and not getattr(head.module, "merged", False)
     if off and isinstance(inner, nn.Linear) and not _hooked(head.module) and not _hooked(inner):
         return replace(head, module=inner)
-    original: Any = head.module.weight
+    original: Any = getattr(head.module, "weight", None)
+    if original is None:  # more than one map: whatever adapters are on or off in it stay so in a copy
+        return replace(head, module=copy.deepcopy(head.module).requires_grad_(False))
     vocabulary, width = original.shape
     with evaluating(head.module):
         like = next(p for p in head.module.parameters() if p.is_floating_point())
@@ -190,6 +216,7 @@ def _measure(causal: Any, module: nn.Module) -> tuple[float, float | None]:
     numbers = config_numbers(causal)
     caps = [value for name, value in numbers.items() if "soft" in name and "cap" in name]
     scales = [value for name, value in numbers.items() if any(part in name for part in ("logit", "multiplier", "scal"))]
+    scales += [value / numbers["hidden_size"] for name, value in numbers.items() if "dim_model_base" in name]  # MiniCPM
     candidates = [(s, cap) for cap in [None, *caps] for s in [1.0, *scales, *(1.0 / value for value in scales)]]
     peak = own.abs().max().clamp_min(1e-6)
     errors = [float((shape_logits(raw, *candidate) - own).abs().max() / peak) for candidate in candidates]

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from keel.errors import KeelError
 from keel.models.branches import Piece, branch_attention, by_structure, pieces_of
 from keel.models.chunked import Ask, default_chunk, token_stats
 from keel.models.head import Head, LogitsOf, body_of, head_of, takes_positions
+from keel.models.lengths import by_length, forget_lengths, length_regimes
 from keel.models.pack import PackedBatch
 from keel.types import Scores
 
@@ -22,25 +24,47 @@ class FullScores(Scores):
     ref_logp: Tensor | None = None
 
 
-def hidden_states(model: nn.Module, packed: PackedBatch, pieces: list[Piece] | None = None) -> Tensor:
+def hidden_states(model: nn.Module, packed: PackedBatch) -> Tensor:
     """The hidden states `[N, H]` that score the batch's tokens, final norm included, in the order of `[B, T]`.
 
-    Of a reference they are computed once a batch and kept over all of its updates, instead of its logits. `pieces`, for
-    who has them already, are attended by without asking whether the model is one for that.
+    Of a reference they are computed once a batch and kept over all of its updates, instead of its logits. A model that
+    reads longer contexts otherwise is run once for each kind of them that the batch has.
     """
     body = body_of(model)
+    regimes = length_regimes(body)
+    parts = [] if regimes is None else by_length(packed, regimes)
+    if not parts:
+        return states_at_once(model, packed)
+    hidden = []
+    for part in parts:
+        forget_lengths(body)
+        hidden.append(_body_states(body, part.rows).flatten(0, 1).index_select(0, part.where))
+    return torch.cat(hidden).index_select(0, torch.cat([part.scored for part in parts]).argsort())
+
+
+def states_at_once(model: nn.Module, packed: PackedBatch, pieces: list[Piece] | None = None) -> Tensor:
+    """The hidden states of `hidden_states` by one forward of the whole batch.
+
+    `pieces`, for who has them already, are attended by without asking whether the model is one for that.
+    """
+    where, _ = packed.scored()
+    return _body_states(body_of(model), packed, pieces).flatten(0, 1).index_select(0, where)
+
+
+def _body_states(body: Any, packed: PackedBatch, pieces: list[Piece] | None = None) -> Tensor:
+    """The body's hidden states `[R, L, H]` of a batch's rows, whatever scores them."""
     inputs: dict[str, Any] = {"input_ids": packed.input_ids, "use_cache": False}
     if takes_positions(body):
         inputs["position_ids"] = packed.position_ids
     elif packed.shared_prefix:
         raise KeelError(f"{type(body).__name__} takes no position ids: pack with shared_prefix=False")
+    hidden: Tensor
     if pieces is not None or by_structure(body, packed):
         with branch_attention(body.config, pieces_of(packed) if pieces is None else pieces):
             hidden = body(**inputs, attention_mask=None)[0]
     else:
         hidden = body(**inputs, attention_mask=packed.attention_mask())[0]
-    where, _ = packed.scored()
-    return hidden.flatten(0, 1).index_select(0, where)
+    return hidden
 
 
 def score_hidden(

@@ -2,27 +2,42 @@
 
 transformers hands a 4-D mask to every layer unchanged: sliding-window, hybrid and eager-attention models then
 compute something else, without an error. The probe scores random tokens three ways: through the model's own
-logits (one plain row, no mask of ours), through one row a completion, and through a shared-prefix row.
+logits (one plain row, no mask of ours), through one row a completion, and through a shared-prefix row. It does so at
+every length where the model may change: past the windows that its config names, and at the positions where it scales
+queries or turns to other rotary tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from keel.errors import KeelError
 from keel.models.checks import context_length
-from keel.models.head import causal_lm, config_numbers, evaluating, head_of, module_dtype
+from keel.models.head import (
+    body_of,
+    causal_lm,
+    config_numbers,
+    evaluating,
+    head_of,
+    module_dtype,
+    takes_positions,
+)
+from keel.models.lengths import forget_lengths, length_regimes
 from keel.models.logprobs import score_tokens
+from keel.models.lora import first_line
 from keel.models.pack import pack
 from keel.types import Completion, Group, Problem
 
 LONGEST_PROBE = 8192
 _EXTRA = 8
+_WINDOWS = ("window", "chunk_size", "chunk_length", "local_attention", "block_size", "index_topk", "rel_extent")
+_POSITIONS = ("original_max_position", "floor_scale")
 
 
 @dataclass(frozen=True)
@@ -47,10 +62,31 @@ def local_windows(model: nn.Module, longest: int | None = None) -> list[int]:
     named = {
         int(value)
         for name, value in numbers.items()
-        if any(part in name for part in ("window", "chunk_size", "local_attention"))
-        and not any(part in name for part in ("layers", "pattern"))
+        if any(part in name for part in _WINDOWS) and not any(part in name for part in ("layers", "pattern"))
     }
     return sorted(value for value in named if limit is None or value < limit)
+
+
+def position_switches(model: nn.Module, longest: int | None = None) -> list[int]:
+    """Positions in the config from which a model of `longest` tokens (default: the context) may compute otherwise."""
+    config: Any = causal_lm(model).config.get_text_config(decoder=True)
+    limit = longest or context_length(causal_lm(model))
+    named = {int(value) for name, value in _nested(config.to_dict()) if any(part in name for part in _POSITIONS)}
+    return sorted(value for value in named if limit is None or value < limit)
+
+
+def _nested(settings: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Every positive number in a config, those of the rotary embedding included."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _nested(value)
+        elif isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+            yield name, value
+
+
+def longest_probe(model: nn.Module) -> int:
+    """The longest sequence that a probe may take: some seconds of a model's time."""
+    return LONGEST_PROBE if next(model.parameters()).device.type == "cpu" else 8 * LONGEST_PROBE
 
 
 def probe_packing(
@@ -63,22 +99,33 @@ def probe_packing(
     row a completion disagrees with the model's own logits.
     """
     windows = local_windows(model, longest)
-    reachable = [window for window in windows if _past(window) + 2 * _EXTRA <= max_length]
-    groups = _random_groups(model, vocab_size, prompt=_past(max(reachable, default=0)))
+    reachable = [window for window in windows if past(window) + 2 * _EXTRA <= max_length]
+    groups = _random_groups(model, vocab_size, prompt=past(max(reachable, default=0)))
     length = max(len(g.prompt_tokens) + len(c.tokens) for g in groups for c in g.completions)
     window = windows[0] if windows else None
     name = type(causal_lm(model)).__name__
+    worst, agrees = 0.0, True
+    tries = [(groups, 0)]
+    if takes_positions(body_of(model)):
+        short = _random_groups(model, vocab_size, prompt=_EXTRA)
+        tries += [(short, origin) for origin in _origins(model, longest, length)]
     with evaluating(model):
-        own, spread = _own_logp(model, groups)
-        _check_single_rows(model, groups, own, spread)
-        try:
-            error = _error(_scored(model, groups, shared_prefix=True), own)
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as refusal:  # a KeelError too
-            cause = str(refusal).splitlines()[0] if str(refusal) else type(refusal).__name__
-            reason = f"{name} refuses shared-prefix rows ({cause}): one row a completion"
-            return ProbeResult(False, float("inf"), reason, length, window)
-    worst = float(error.max())
-    problem = _problem(model, _within(error, model, spread), worst, windows, reachable)
+        for tried, origin in tries:
+            with _refused_by_name(model):
+                own, spread = _own_logp(model, tried, origin)
+                if origin and not _single_rows_agree(model, tried, own, spread, origin):
+                    # No position can be had without all those before it (compressed attention): as many tokens, then.
+                    tried, origin = _random_groups(model, vocab_size, prompt=min(origin + _EXTRA, max_length)), 0
+                    own, spread = _own_logp(model, tried)
+                _check_single_rows(model, tried, own, spread, origin)
+            try:
+                error = _error(_scored(model, tried, shared_prefix=True, origin=origin), own)
+            except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as refusal:  # a KeelError too
+                cause = str(refusal).splitlines()[0] if str(refusal) else type(refusal).__name__
+                reason = f"{name} refuses shared-prefix rows ({cause}): one row a completion"
+                return ProbeResult(False, float("inf"), reason, length, window)
+            worst, agrees = max(worst, float(error.max())), agrees and _within(error, model, spread)
+    problem = _problem(model, agrees, worst, windows, reachable)
     if problem:
         return ProbeResult(False, worst, f"{name} {problem}: one row a completion", length, window)
     return ProbeResult(
@@ -86,7 +133,17 @@ def probe_packing(
     )
 
 
-def _past(window: int) -> int:
+def _origins(model: nn.Module, longest: int | None, length: int) -> list[int]:
+    """Where short sequences are put to see what depends on positions: across each switch."""
+    limit = longest or context_length(causal_lm(model))
+    room = 2 * _EXTRA
+    origins = {switch - _EXTRA - 4 for switch in position_switches(model, longest)}
+    if limit is not None:
+        origins = {min(origin, limit - room) for origin in origins}
+    return sorted(origin for origin in origins if origin > 0 and origin + room > length)
+
+
+def past(window: int) -> int:
     """A prompt length well past the window: the further past it, the more a forgotten window shows."""
     return window + max(_EXTRA, window // 4)
 
@@ -103,13 +160,31 @@ def _problem(model: nn.Module, agrees: bool, worst: float, windows: list[int], r
     return None
 
 
-def _check_single_rows(model: nn.Module, groups: list[Group], own: Tensor, spread: float) -> None:
+def _check_single_rows(model: nn.Module, groups: list[Group], own: Tensor, spread: float, origin: int = 0) -> None:
     """One row a completion is what everything else falls back to: if it is wrong, the model cannot be scored."""
-    error = _error(_scored(model, groups, shared_prefix=False), own)
-    if not _within(error, model, spread, slack=10.0):
+    if not _single_rows_agree(model, groups, own, spread, origin):
+        error = _error(_scored(model, groups, shared_prefix=False, origin=origin), own)
+        _check_causal(model, groups[0], spread)
         raise KeelError(
             f"{type(causal_lm(model)).__name__}: log-probabilities of padded rows are off by {float(error.max()):.1e} "
             "from the model's own logits: give a scorer of your own as module:attr"
+        )
+
+
+def _single_rows_agree(model: nn.Module, groups: list[Group], own: Tensor, spread: float, origin: int) -> bool:
+    error = _error(_scored(model, groups, shared_prefix=False, origin=origin), own)
+    return _within(error, model, spread, slack=10.0)
+
+
+def _check_causal(model: nn.Module, group: Group, spread: float) -> None:
+    """Refuse a model whose logits at a position change with the tokens after it: it has no policy to train."""
+    row = torch.tensor([group.prompt_tokens + group.completions[0].tokens], device=next(model.parameters()).device)
+    whole = model(input_ids=row, use_cache=False).logits[0, 0].float()
+    alone = model(input_ids=row[:, : row.shape[1] // 2], use_cache=False).logits[0, 0].float()
+    if not float((whole - alone).abs().max()) <= 1e-2 * max(1.0, spread):
+        raise KeelError(
+            f"{type(causal_lm(model)).__name__} sees tokens that come later, so that it is no policy to sample from "
+            "and score: load a causal language model (a decoder), or set is_decoder in its config"
         )
 
 
@@ -135,22 +210,52 @@ def _random_groups(model: nn.Module, vocab_size: int | None, prompt: int) -> lis
     ]
 
 
-def _own_logp(model: nn.Module, groups: list[Group]) -> tuple[Tensor, float]:
+def _own_logp(model: nn.Module, groups: list[Group], origin: int = 0) -> tuple[Tensor, float]:
     """Log-probabilities from the model's own logits, one plain row at a time: no mask, no positions, no packing.
 
-    Also the standard deviation of the logits over the vocabulary, which rounding errors are proportional to.
+    A model that reads longer contexts otherwise is asked at every length by itself. `origin` is the position of the
+    first token. Also the standard deviation of the logits over the vocabulary, which rounding is proportional to.
     """
     parts, spreads = [], []
     device = next(model.parameters()).device
+    regimes = length_regimes(causal_lm(model))
     for group in groups:
         for completion in group.completions:
             row = torch.tensor([group.prompt_tokens + completion.tokens], device=device)
-            count = len(completion.tokens)
-            with _head_sees_last(model, count + 1):
-                logits = model(input_ids=row, use_cache=False).logits[0, -count - 1 : -1].float()
+            first, end = len(group.prompt_tokens), row.shape[1] - 1  # contexts of so many tokens
+            if regimes is None:
+                logits = _last_logits(model, row, end - first + 2, origin)[:-1]
+            else:
+                spans = [(max(first, above - origin + 1), upto - origin) for above, upto in regimes.spans(origin + end)]
+                spans = [(begin, stop) for begin, stop in spans if begin <= stop]
+                logits = torch.cat([_last_logits(model, row[:, :b], b - a + 1, origin) for a, b in spans])
             spreads.append(float(logits.std(dim=-1).mean()))
-            parts.append(torch.log_softmax(logits, dim=-1).gather(-1, row[0, -count:, None]).squeeze(-1))
+            parts.append(torch.log_softmax(logits, dim=-1).gather(-1, row[0, first:, None]).squeeze(-1))
     return torch.cat(parts), sum(spreads) / len(spreads)
+
+
+@contextmanager
+def _refused_by_name(model: nn.Module) -> Iterator[None]:
+    """A model that cannot read plain or padded rows of tokens is no fault of the user's code: one line says so."""
+    try:
+        yield
+    except (KeelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever a foreign model raises
+        raise KeelError(
+            f"{type(causal_lm(model)).__name__} cannot be scored: its forward of rows of tokens ends in "
+            f"{type(error).__name__}: {first_line(error).rstrip('.')}; load a causal language model that reads "
+            "input_ids alone, or give a scorer of your own as module:attr"
+        ) from error
+
+
+def _last_logits(model: nn.Module, row: Tensor, count: int, origin: int) -> Tensor:
+    """The logits `[count, V]` at the last positions of a plain row that nothing before it has left a mark on."""
+    positions = {"position_ids": origin + torch.arange(row.shape[1], device=row.device)[None]} if origin else {}
+    forget_lengths(causal_lm(model))
+    with _head_sees_last(model, count):
+        logits: Tensor = model(input_ids=row, use_cache=False, **positions).logits[0, -count:]
+    return logits.float()
 
 
 @contextmanager
@@ -168,11 +273,11 @@ def _head_sees_last(model: nn.Module, count: int) -> Iterator[None]:
         hook.remove()
 
 
-def _scored(model: nn.Module, groups: list[Group], shared_prefix: bool) -> Tensor:
+def _scored(model: nn.Module, groups: list[Group], shared_prefix: bool, origin: int = 0) -> Tensor:
     """The same log-probabilities by way of `pack` and `score_tokens`; packed rows hold several groups."""
     longest = sum(len(g.prompt_tokens) + sum(len(c.tokens) for c in g.completions) for g in groups)
     packed = pack(groups, 0, shared_prefix=shared_prefix, max_row_tokens=longest if shared_prefix else None)
-    packed = packed.to(next(model.parameters()).device)
+    packed = replace(packed, position_ids=packed.position_ids + origin).to(next(model.parameters()).device)
     return score_tokens(model, packed).logp[packed.completion_mask]
 
 

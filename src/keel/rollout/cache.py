@@ -104,7 +104,7 @@ class SharedPrefixCache(Cache):
     that leaves is replaced by the last one, so that live rows are always a leading slice and nothing is reallocated.
     Rows that come with a past of their own (`pasts`, tokens after the prompt) stand with its end in one column, so that
     every row writes into the same one; the columns before a shorter past are masked. `length` tokens may follow; the
-    buffer has room for all of them, or for `room` and then grows.
+    buffer has room for all of them, or for `room` and then grows. `origin` is the position of the first token.
     """
 
     def __init__(
@@ -114,9 +114,11 @@ class SharedPrefixCache(Cache):
         length: int,
         pasts: list[int] | None = None,
         room: int | None = None,
+        origin: int = 0,
     ) -> None:
         super().__init__(layers=[])
         self.prefix = prefix
+        self.origin = origin
         self.group_of = list(group_of)
         self.length = 0
         first = prefix.keys[0]
@@ -136,7 +138,7 @@ class SharedPrefixCache(Cache):
         groups, width = len(lengths), self.prefix.keys[0].shape[2]
         self.layout = Layout.of(self.group_of, groups, device)
         unused = torch.tensor(self.unused, device=device)
-        self.positions = lengths[torch.tensor(self.group_of, device=device)] - unused
+        self.positions = lengths[torch.tensor(self.group_of, device=device)] - unused + self.origin
         padding = torch.arange(width, device=device) >= lengths[:, None]
         bias = torch.zeros(groups, 1, 1, width, dtype=self.own.dtype, device=device)
         # None where no prompt is padded: one pass over the scores less
@@ -193,7 +195,7 @@ class SharedPrefixCache(Cache):
         pasts = [cache.length - unused for cache in (self, other) for unused in cache.unused]
         # not at full length: a row near its end beside one that begins would double the columns of both
         room = _ROOM // 4 + -(max(pasts) + _ROOM // 4) % _ROOM
-        made = SharedPrefixCache(prefix, [*self.group_of, *theirs], length, pasts, room)
+        made = SharedPrefixCache(prefix, [*self.group_of, *theirs], length, pasts, room, self.origin)
         first = 0
         for cache in (self, other):
             rows, columns = len(cache.group_of), cache.length - min(cache.unused)

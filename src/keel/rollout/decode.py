@@ -1,10 +1,12 @@
-"""Two ways to run a model token by token: with shared prompts where that is exact, plainly everywhere else."""
+"""Ways to run a model token by token: with shared prompts where that is exact, plainly everywhere else."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -12,8 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from keel.errors import KeelError
+from keel.models.checks import context_length
 from keel.models.head import causal_lm
+from keel.models.lengths import LengthRegimes, forget_lengths, length_regimes
 from keel.models.lora import first_line
+from keel.models.probe import local_windows, longest_probe, past, position_switches
 from keel.rollout.cache import Prefix, SharedPrefixCache, shared_prefix_attention
 from keel.rollout.graph import GraphedStep, can_be_graphed
 from keel.rollout.kept import KeptPrompt, KeptRow, stacked
@@ -72,8 +78,9 @@ class SharedPrefixDecoder:
 
     resumes = True
 
-    def __init__(self, model: nn.Module, *, lean: bool = False, graphs: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, lean: bool = False, graphs: bool = False, origin: int = 0) -> None:
         self.model = model
+        self.origin = origin  # the position of the first token, which a probe moves to where a model might change
         self.inner = causal_lm(model)
         step = LlamaStep(self.inner) if lean else None
         self.lean = GraphedStep(step) if graphs and step is not None else step
@@ -83,7 +90,7 @@ class SharedPrefixDecoder:
 
     def start(self, prompts: Sequence[Sequence[int]], prompt_of: Sequence[int], length: int) -> Tensor:
         prefix, logits = self._prefill(prompts)
-        self.cache = SharedPrefixCache(prefix, list(prompt_of), length)
+        self.cache = SharedPrefixCache(prefix, list(prompt_of), length, origin=self.origin)
         return logits[torch.tensor(prompt_of, device=self.device)]
 
     def resume(self, rows: Sequence[KeptRow], contexts: Sequence[Sequence[int]], length: int) -> Tensor:
@@ -97,7 +104,8 @@ class SharedPrefixDecoder:
         kv = stacked(list(prompts.values()))
         prefix = Prefix(tuple(prompts), tuple(kv[:, 0].unbind()), tuple(kv[:, 1].unbind()))
         own = [tuple(tokens[len(row.prompt.tokens) :]) for row, tokens in zip(rows, contexts, strict=True)]
-        cache = SharedPrefixCache(prefix, [places[row.prompt.tokens] for row in rows], length, [len(o) for o in own])
+        group_of, pasts = [places[row.prompt.tokens] for row in rows], [len(tokens) for tokens in own]
+        cache = SharedPrefixCache(prefix, group_of, length, pasts, origin=self.origin)
         for index, row in enumerate(rows):
             start = cache.unused[index]
             cache.own[:, :, index, :, start : start + len(row.own)] = row.kv
@@ -105,15 +113,14 @@ class SharedPrefixDecoder:
         ids = torch.tensor([[*[tokens[-1]] * (cache.past - len(tokens)), *tokens] for tokens in own])
         cache.length = cache.past - new
         columns = kv.shape[4] + cache.past
-        piece = max(
-            1, _RESUME_SCORES // (len(rows) * self.inner.config.get_text_config().num_attention_heads * columns)
-        )
+        heads = self.inner.config.get_text_config(decoder=True).num_attention_heads
+        piece = max(1, _RESUME_SCORES // (len(rows) * heads * columns))
         for part in ids[:, cache.length :].to(self.device).split(piece, dim=1):
             positions = cache.positions[:, None] + cache.length + torch.arange(part.shape[1], device=self.device)
             with shared_prefix_attention(self.inner.config, cache):
                 out = self.model(
                     input_ids=part,
-                    position_ids=positions.clamp(min=0),
+                    position_ids=positions.clamp(min=self.origin),
                     past_key_values=cache,
                     use_cache=True,
                     logits_to_keep=1,
@@ -152,7 +159,7 @@ class SharedPrefixDecoder:
         """Right-padded and causal: no prompt token can see the padding, so no mask is needed."""
         ids = torch.tensor([[*prompt, *[prompt[-1]] * (width - len(prompt))] for prompt in prompts], device=self.device)
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
-        positions = torch.arange(width, device=self.device).expand(len(prompts), -1)
+        positions = (self.origin + torch.arange(width, device=self.device)).expand(len(prompts), -1)
         cache = DynamicCache(config=self.inner.config)
         with _only_last(self.inner, last):
             out = self.model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
@@ -190,16 +197,26 @@ class RepeatedDecoder:
     """The plain way for models whose attention is their own business: the prompt once a row, transformers' own cache.
 
     Rows of one prompt length run together, so that nothing is padded and no mask is needed: right for sliding windows
-    and recurrent layers, where padding is not neutral. A model that returns no such cache reads its tokens again.
+    and recurrent layers, where padding is not neutral. Positions are given wherever the model takes them, since not
+    every model (Bamba) counts on from its cache. `drop` is the cache's method that leaves rows out, None where it has
+    none that works: then what is left is read again. A model that returns no cache, or (`cached` False) one whose cache
+    is wrong, reads all of its tokens again at every step.
     """
 
     resumes = False
     carries = 0.0
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self, model: nn.Module, *, drop: str | None = "reorder_cache", cached: bool = True, origin: int = 0
+    ) -> None:
         self.model = model
+        self.origin = origin  # as above
         self.inner = causal_lm(model)
         self.device = next(model.parameters()).device
+        self.drop, self.cached = drop, cached
+        takes = inspect.signature(self.inner.forward).parameters
+        self._options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self._takes_positions = "position_ids" in takes
 
     def start(self, prompts: Sequence[Sequence[int]], prompt_of: Sequence[int], length: int) -> Tensor:
         lengths = [len(prompts[prompt]) for prompt in prompt_of]
@@ -218,8 +235,11 @@ class RepeatedDecoder:
 
     def _forward(self, bucket: int, ids: Tensor) -> Tensor:
         given = {} if self.caches[bucket] is None else {"past_key_values": self.caches[bucket]}
-        out = self.model(input_ids=ids.to(self.device), use_cache=True, logits_to_keep=1, **given)
-        self.caches[bucket] = getattr(out, "past_key_values", None)
+        if self._takes_positions:
+            stop = self.origin + self.contexts[bucket].shape[1]
+            given["position_ids"] = torch.arange(stop - ids.shape[1], stop, device=self.device).expand(len(ids), -1)
+        out = self.model(input_ids=ids.to(self.device), use_cache=self.cached, **self._options, **given)
+        self.caches[bucket] = getattr(out, "past_key_values", None) if self.cached else None
         logits: Tensor = out.logits[:, -1]
         return logits
 
@@ -229,8 +249,10 @@ class RepeatedDecoder:
         for bucket, places in enumerate(alive):
             if 0 < len(places) < len(self.buckets[bucket]):
                 self.contexts[bucket] = self.contexts[bucket][places]
-                if self.caches[bucket] is not None:
-                    self.caches[bucket].reorder_cache(torch.tensor(places, device=self.device))
+                if self.drop is None:
+                    self.caches[bucket] = None
+                elif self.caches[bucket] is not None:
+                    getattr(self.caches[bucket], self.drop)(torch.tensor(places, device=self.device))
             self.buckets[bucket] = [renumber[self.buckets[bucket][i]] for i in places]
         kept = [bucket for bucket, places in enumerate(alive) if places]
         self.buckets = [self.buckets[bucket] for bucket in kept]
@@ -247,35 +269,191 @@ class RepeatedDecoder:
         return torch.cat(logits)[order.argsort()]
 
 
+class SwitchingDecoder:
+    """For models that turn every position otherwise once a context is longer than some length (LongRoPE).
+
+    Rows on either side of it are decoded apart, each side by a decoder of its own, and a row that crosses it is read
+    again: the keys it has were turned for shorter contexts.
+    """
+
+    resumes = False
+    carries = 0.0
+
+    def __init__(
+        self, model: nn.Module, *, inner: Callable[..., Decoder], regimes: LengthRegimes, origin: int = 0
+    ) -> None:
+        self.model, self.regimes, self.origin = model, regimes, origin
+        self.inner = partial(inner, origin=origin) if origin else inner
+        self.parts: list[tuple[int, Any, list[int]]] = []  # regime, decoder, rows
+
+    def start(self, prompts: Sequence[Sequence[int]], prompt_of: Sequence[int], length: int) -> Tensor:
+        self.contexts = [tuple(prompts[prompt]) for prompt in prompt_of]
+        self.length = length
+        logits: dict[int, Tensor] = {}
+        self._read(range(len(prompt_of)), logits)
+        return torch.stack([logits[row] for row in range(len(prompt_of))])
+
+    def step(self, tokens: Tensor) -> Tensor:
+        before = [self._regime(context) for context in self.contexts]
+        self.contexts = [(*context, token) for context, token in zip(self.contexts, tokens.tolist(), strict=True)]
+        crossing = [row for row, context in enumerate(self.contexts) if self._regime(context) != before[row]]
+        if crossing:
+            self._leave(set(range(len(self.contexts))) - set(crossing))
+        logits: dict[int, Tensor] = {}
+        for _, decoder, rows in self.parts:
+            forget_lengths(self.model)
+            logits |= zip(rows, decoder.step(tokens[torch.tensor(rows, device=tokens.device)]), strict=True)
+        self._read(crossing, logits)
+        return torch.stack([logits[row] for row in range(len(self.contexts))])
+
+    def keep(self, live: list[int]) -> list[int]:
+        self._leave(set(live))
+        renumber = {row: i for i, row in enumerate(live)}
+        self.parts = [(regime, decoder, [renumber[row] for row in rows]) for regime, decoder, rows in self.parts]
+        self.contexts = [self.contexts[row] for row in live]
+        return live
+
+    def join_cost(self, places: int) -> float:
+        """Rows join when the others have ended: they would have to be told apart by their lengths again."""
+        return math.inf
+
+    def _regime(self, context: tuple[int, ...]) -> int:
+        return self.regimes.of(self.origin + len(context))
+
+    def _leave(self, live: set[int]) -> None:
+        """Let go of all rows but these; their numbers stay."""
+        parts = []
+        for regime, decoder, rows in self.parts:
+            places = [i for i, row in enumerate(rows) if row in live]
+            if 0 < len(places) < len(rows):
+                rows = [rows[i] for i in decoder.keep(places)]
+            if places:
+                parts.append((regime, decoder, rows))
+        self.parts = parts
+
+    def _read(self, rows: Sequence[int], logits: dict[int, Tensor]) -> None:
+        """Read the contexts of these rows from their beginning, those of a regime together."""
+        for regime in sorted({self._regime(self.contexts[row]) for row in rows}):
+            members = [row for row in rows if self._regime(self.contexts[row]) == regime]
+            number: dict[tuple[int, ...], int] = {}
+            prompt_of = [number.setdefault(self.contexts[row], len(number)) for row in members]
+            decoder: Any = self.inner(self.model)
+            forget_lengths(self.model)
+            logits |= zip(members, decoder.start(list(number), prompt_of, self.length), strict=True)
+            same = [i for i, (other, there, _) in enumerate(self.parts) if other == regime and there.resumes]
+            if decoder.resumes and same:
+                _, there, beside = self.parts[same[0]]
+                there.join(decoder, self.length)
+                self.parts[same[0]] = (regime, there, [*beside, *members])
+            else:
+                self.parts.append((regime, decoder, members))
+
+
 def may_join(device: str, places: int) -> bool:
     """Whether rows that join those running can pay there."""
     return device != "cpu" or places <= _CPU_ROWS
 
 
-def _probe(model: nn.Module, decoder: Decoder) -> float:
-    """Largest difference of the decoder's logits from plain full forwards, relative to the logits' own spread."""
-    vocabulary = causal_lm(model).config.get_text_config().vocab_size
+@dataclass(frozen=True)
+class _Case:
+    """What a probe decodes: prompts of these lengths and `steps` tokens, the first token at position `origin`."""
+
+    prompts: tuple[int, ...] = (3, 7)
+    origin: int = 0
+    steps: int = 3
+
+
+def _cases(model: nn.Module, *, shared: bool, lean: bool) -> list[_Case]:
+    """Contexts that cross every length at which the model may change, as far as a probe reaches.
+
+    What depends on positions (scaled queries, rotary tables) shows with `shared` prompts in a few tokens that stand
+    there; what depends on how many tokens there are (windows, chunks) needs as many, and so does a cache of the model's
+    own, which may count tokens by itself. A `lean` step is no code of the model's: it is tried at the end of the
+    context too, where whatever no config names would show.
+    """
+    limit, most = context_length(causal_lm(model)), longest_probe(model)
+    switches = position_switches(model)
+    lengths = [window for window in local_windows(model) if past(window) <= most]
+    cases = [_Case()]
+    if shared:
+        origins = {point - 5 if limit is None else min(point - 5, limit - 16) for point in switches}
+        cases += [_Case(origin=origin) for origin in sorted(origins) if origin > 0]
+        if lean and limit is not None and limit > 64:
+            cases.append(_Case((3, 4), limit - 16, steps=1))
+    else:
+        lengths += [point for point in switches if past(point) <= most]
+    for length in sorted(set(lengths)):
+        longest = past(length) if limit is None else min(past(length), limit - 8)
+        if longest > 1:
+            cases.append(_Case((max(1, min(length - 1, longest - 1)), longest)))
+    return cases
+
+
+def _vouched(model: nn.Module) -> int | None:
+    """The longest context that a probe of the model's windows could reach; None where it reached past all of them."""
+    most = longest_probe(model)
+    return most if any(past(window) > most for window in local_windows(model)) else None
+
+
+def _probe(model: nn.Module, decoder: Callable[..., Decoder], case: _Case) -> float:
+    """Largest difference of a decoder's logits from plain full forwards, relative to the logits' own spread."""
+    vocabulary = causal_lm(model).config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, vocabulary, (10,), generator=generator).tolist()
-    prompts, prompt_of = (tokens[:3], tokens[3:]), (0, 0, 1, 1)
+    tokens = torch.randint(0, vocabulary, (sum(case.prompts),), generator=generator).tolist()
+    prompts, prompt_of = (tokens[: case.prompts[0]], tokens[case.prompts[0] :]), (0, 0, 1, 1)
     device = next(model.parameters()).device
-    if isinstance(decoder, SharedPrefixDecoder) and isinstance(decoder.lean, GraphedStep):
-        decoder.lean.must = True
-    logits = [decoder.start(prompts, prompt_of, _PROBE_LENGTH)]
-    fed = torch.randint(0, vocabulary, (3, 4), generator=generator)
+    made: Any = decoder(model, origin=case.origin) if case.origin else decoder(model)
+    if isinstance(made, SharedPrefixDecoder) and isinstance(made.lean, GraphedStep):
+        made.lean.must = True
+    logits = [made.start(prompts, prompt_of, _PROBE_LENGTH)]
+    fed = torch.randint(0, vocabulary, (case.steps, 4), generator=generator)
     for column in fed.to(device):
-        logits.append(decoder.step(column))
+        logits.append(made.step(column))
     contexts = [[*prompts[prompt], *fed[:, row].tolist()] for row, prompt in enumerate(prompt_of)]
-    resumed = _resumed(decoder, prompts, prompt_of, contexts) if isinstance(decoder, SharedPrefixDecoder) else None
+    found = {row: [step[row] for step in logits] for row in range(4)}
+    if case.steps == 1:
+        pass
+    elif isinstance(made, SharedPrefixDecoder):
+        after = _resumed(made, prompts, prompt_of, contexts)
+        for row in found:
+            found[row].append(after[row])
+            contexts[row].append(-1)  # the same context twice
+    else:  # rows leave, in one bucket the first and in the other the last, and the others go on
+        order = made.keep([1, 2])
+        more = torch.randint(0, vocabulary, (4,), generator=generator)
+        step = made.step(more[order].to(device))
+        for place, row in enumerate(order):
+            contexts[row].append(int(more[row]))
+            found[row].append(step[place])
     worst = 0.0
     for row, tokens in enumerate(contexts):
-        expected = model(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits[0, -4:].float()
-        found = torch.stack([step[row] for step in logits]).float()
-        apart = (found - expected).abs().max()
-        if resumed is not None:
-            apart = torch.maximum(apart, (resumed[row].float() - expected[-1]).abs().max())
-        worst = max(worst, float(apart / expected.std().clamp(min=1e-6)))
+        first = case.prompts[prompt_of[row]]
+        expected = _own_logits(model, [token for token in tokens if token >= 0], first, case.origin)
+        if tokens[-1] < 0:
+            expected = torch.cat((expected, expected[-1:]))
+        apart = (torch.stack(found[row]).float() - expected).abs().max() / expected.std().clamp(min=1e-6)
+        worst = max(worst, float(apart.nan_to_num(nan=torch.inf)))
     return worst
+
+
+def _own_logits(model: nn.Module, tokens: list[int], first: int, origin: int) -> Tensor:
+    """The model's own logits after `first` tokens and after each one more, by plain forwards of the context alone.
+
+    One forward where the logits of a context do not depend on what follows it; else one a regime of lengths.
+    """
+    device = next(model.parameters()).device
+    regimes = length_regimes(causal_lm(model))
+    spans = [(0, origin + len(tokens))] if regimes is None else list(regimes.spans(origin + len(tokens)))
+    parts = []
+    for above, upto in spans:
+        begin, end = max(first, above - origin + 1), upto - origin
+        if begin > end:
+            continue
+        ids = torch.tensor([tokens[:end]], device=device)
+        given = {"position_ids": origin + torch.arange(end, device=device)[None]} if origin else {}
+        forget_lengths(model)
+        parts.append(model(input_ids=ids, use_cache=False, **given).logits[0, begin - 1 :].float())
+    return torch.cat(parts)
 
 
 def _resumed(
@@ -293,36 +471,83 @@ def _resumed(
     return decoder.resume(rows, contexts, 1)
 
 
-def choose_decoder(model: nn.Module, *, graphs: bool = True) -> tuple[Callable[[nn.Module], Decoder], str | None]:
-    """The fastest decoder that is exact for this model, and why its prompts are not shared where they are not.
+@dataclass(frozen=True)
+class Choice:
+    """The fastest decoder that is exact for a model; `reason` says why prompts are not shared where they are not.
 
-    The cache's layer types tell of windows and recurrent states, which short inputs would not show; the probe finds
-    everything else, since a model that computes attention in its own way gives other numbers without an error.
+    `vouched` is the longest context that could be tried, None where none is too long.
+    """
+
+    decoder: Callable[[nn.Module], Decoder]
+    reason: str | None = None
+    vouched: int | None = None
+
+
+def choose_decoder(model: nn.Module, *, graphs: bool = True) -> Choice:
+    """Try every way to decode, fastest first, across the lengths at which the model changes: the first right one.
+
+    The cache's layer types tell of windows and recurrent states; the probe finds everything else, since a model that
+    computes attention in its own way gives other numbers without an error.
     """
     inner = causal_lm(model)
     half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)
+    shared, reason = _shared_ways(inner, graphs)
+    regimes = length_regimes(inner)
+    for way in (*shared, *_REPEATED):
+        made = way if regimes is None else partial(SwitchingDecoder, inner=way, regimes=regimes)
+        # a model's own cache may be wrong by little (NemotronH, Zamba 2): where rounding is finer, so is the limit
+        allowed = 0.2 if half else 1e-3 if way in shared or next(model.parameters()).is_cuda else 1e-4
+        lean = isinstance(way, partial) and "lean" in way.keywords
+        fault = _fault(model, made, _cases(model, shared=way in shared, lean=lean), allowed)
+        if fault is None:
+            note = None if way in shared else f"{reason}{_REREADS.get(way, '')}"
+            return Choice(made, note, _vouched(model))
+        reason = reason if reason and way in _REPEATED else fault
+    raise KeelError(
+        f"{type(inner).__name__} cannot be sampled from: without any cache its logits still are not those of a plain "
+        f"forward of the same tokens ({reason}): give an engine of your own as rollout.engine=module:attr"
+    )
+
+
+_REPEATED: tuple[Callable[..., Decoder], ...] = (
+    RepeatedDecoder,
+    partial(RepeatedDecoder, drop="batch_select_indices"),
+    partial(RepeatedDecoder, drop=None),
+    partial(RepeatedDecoder, drop=None, cached=False),
+)
+_REREADS = {
+    _REPEATED[2]: "; its cache cannot drop rows, so that contexts are read again when one ends",
+    _REPEATED[3]: "; its own cache does not serve, so that contexts are read again at every step",
+}
+
+
+def _shared_ways(inner: Any, graphs: bool) -> tuple[list[Callable[..., Decoder]], str]:
+    """Ways to decode with shared prompts that nothing known of the model forbids, and what does."""
     try:
         odd = {type(layer).__name__ for layer in DynamicCache(config=inner.config).layers} - {DynamicLayer.__name__}
     except Exception as error:
-        return RepeatedDecoder, _line(error)
+        return [], _line(error)
     if odd:
-        return RepeatedDecoder, f"its cache has layers of type {', '.join(sorted(odd))}"
-    reason = ""
-    ways: list[Callable[[nn.Module], Decoder]] = [SharedPrefixDecoder]
+        return [], f"its cache has layers of type {', '.join(sorted(odd))}"
+    ways: list[Callable[..., Decoder]] = [SharedPrefixDecoder]
     if is_llama_shaped(inner):
         ways.insert(0, partial(SharedPrefixDecoder, lean=True))
         if graphs and can_be_graphed(inner):
             ways.insert(0, partial(SharedPrefixDecoder, lean=True, graphs=True))
-    for shared in ways:
+    return ways, ""
+
+
+def _fault(model: nn.Module, decoder: Callable[..., Decoder], cases: Sequence[_Case], allowed: float) -> str | None:
+    """What is wrong with a decoder, None if nothing is."""
+    for case in cases:
         try:
-            difference = _probe(model, shared(model))
+            difference = _probe(model, decoder, case)
         except Exception as error:  # whatever a foreign model raises here, it can still run another way
-            reason = _line(error)
-            continue
-        if difference < (0.2 if half else 1e-3):
-            return shared, None
-        reason = f"its logits differ by {difference:.1g} of their spread"
-    return RepeatedDecoder, reason
+            return _line(error)
+        if not difference < allowed:
+            where = f" at positions from {case.origin}" if case.origin else ""
+            return f"its logits differ by {difference:.1g} of their spread{where}"
+    return None
 
 
 def _line(error: Exception) -> str:

@@ -55,7 +55,8 @@ class NativeEngine:
         self.eos_ids = frozenset(eos_ids(causal_lm(model), tokenizer))
         self.context = context_length(causal_lm(model))
         with evaluating(self.model):
-            self._decoder, self.fallback_reason = choose_decoder(self.model, graphs=graphs)
+            chosen = choose_decoder(self.model, graphs=graphs)
+        self._decoder, self.fallback_reason, self._vouched = chosen.decoder, chosen.reason, chosen.vouched
         self.kept = KeptContexts(kept_bytes)
         if self.fallback_reason:
             warnings.warn(
@@ -134,6 +135,7 @@ class NativeEngine:
         asked = list(requests)
         for request in asked:
             request.check(sampling, self.context)
+            self._check_vouched(request, sampling)
         if not sampling.greedy:
             check_noise(asked, sampling, seen)
         return [
@@ -141,6 +143,15 @@ class NativeEngine:
             for request in asked
             for sample in request.drawn(sampling)
         ]
+
+    def _check_vouched(self, request: Request, sampling: SamplingParams) -> None:
+        """Refuse contexts beyond a window that no probe could reach: nobody has seen the model decode them rightly."""
+        longest = len(request.tokens) + request.limit(sampling)
+        if self._vouched is not None and longest > self._vouched:
+            raise KeelError(
+                f"problem {request.key!r} may reach {longest} tokens and {type(causal_lm(self._policy)).__name__} is "
+                f"known to decode rightly up to {self._vouched}, short of its window: shorten prompt and completion"
+            )
 
     def _run(
         self,

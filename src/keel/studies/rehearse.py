@@ -17,7 +17,7 @@ from keel.models.branches import Piece, as_on_cuda, may_branch, pieces_of
 from keel.models.chunked import default_chunk
 from keel.models.head import Head, body_of, causal_lm, evaluating
 from keel.models.load import LoadedModel
-from keel.models.logprobs import hidden_states, score_hidden
+from keel.models.logprobs import score_hidden, states_at_once
 from keel.models.pack import PackedBatch, microbatches, pack
 from keel.rollout.decode import may_join
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
@@ -190,7 +190,7 @@ class _Rehearsal:
     def _hidden(self, model: nn.Module, micro: Micro) -> Tensor:
         """By structure wherever nothing forbids it: whether that is exact for a model takes its weights to tell."""
         branch = may_branch(body_of(model), micro.packed)
-        return hidden_states(model, micro.packed, micro.pieces if branch else None)
+        return states_at_once(model, micro.packed, micro.pieces if branch else None)
 
     def _chunk(self, head: Head) -> int:
         """As scoring chooses it on the planned device."""
