@@ -149,11 +149,12 @@ def test_no_penalty_is_no_wrong_one() -> None:
 
 
 def test_a_pairing_without_a_row_is_measured_and_not_called_reversed() -> None:
-    for gradient, expected in (("rho*k1", POLICY_REF), ("abs", "total-variation"), ("rho*k2", "wrong")):
-        config = schooled_config(f"kl.gradient={gradient}", "kl.allow_biased=true")
+    for level in ("token", "sequence"):
+        reverse = ("kl.estimator=exact_reverse", "kl.placement=reward", f"kl.level={level}")
+        config = schooled_config(*reverse, "kl.allow_biased=true")
         formula = formula_of(config.to_dict())
         assert formula is not None
-        assert formula.expected == expected
+        assert formula.expected in ("zero", "wrong")
         assert before(config).verdict == after(config).verdict == ("ruled out" if formula.right else "confirmed")
 
 

@@ -112,7 +112,8 @@ MISTAKES = [
     (("k1", "reward", "rho"), {}, "kl.gradient=rho has no meaning with kl.placement=reward"),
     (("k1", "loss", "rho"), {"level": "sequence"}, "kl.gradient=rho has no meaning with kl.level=sequence"),
     (("k1", "loss", "sg_rho*k1"), {}, "an expected gradient that is zero"),
-    (("abs", "loss", "auto"), {"level": "sequence"}, "not a proven pairing"),
+    (("abs", "loss", "auto"), {"level": "sequence"}, "kl.level=sequence has no form for kl.estimator=abs: use"),
+    (("abs", "loss", "auto"), {"level": "sequence", "allow_biased": True}, "has no form for kl.estimator=abs: use"),
 ]
 
 
@@ -179,8 +180,17 @@ def test_a_mean_over_each_completion_is_named(estimator, placement, level, gradi
     assert even.expected_gradient == expected.removeprefix("length-weighted ")
 
 
+def test_drift_is_named_beside_the_lengths():
+    pairing = check_pairing("k1", "reward", off_policy=True, reduction="sequence_mean")
+    assert pairing.expected_gradient == "near length-weighted policy||ref"
+    assert "drift" in pairing.note
+    assert "exact where" not in pairing.note
+
+
 def test_what_is_zero_where_tokens_weigh_alike_is_wrong_by_length():
-    for estimator, placement, gradient in (("k1", "loss", "plain"), ("exact", "advantage", "auto")):
+    """ρ·k1 carries a bare score beside its pull: by length it pushes towards longer completions."""
+    wrong = [("k1", "loss", "plain"), ("exact", "advantage", "auto"), ("k1", "loss", "rho"), ("k3", "loss", "rho*k1")]
+    for estimator, placement, gradient in wrong:
         with pytest.raises(KeelError, match="no divergence's gradient"):
             check_pairing(estimator, placement, gradient, reduction="sequence_mean")
 

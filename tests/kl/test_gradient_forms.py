@@ -269,11 +269,13 @@ def test_truncated_ratio(cap):
     close(gradient, rho * u)
 
 
-def test_truncated_rho_loses_only_its_own_gradient_above_the_cap():
-    world, _, gradient = per_sample("k3", "rho", 1.0)
-    u, rho = np.log(world.pi / world.p), world.pi / world.mu
-    k3, slope = np.exp(-u) - 1 + u, 1 - np.exp(-u)
-    close(gradient, np.where(rho > 1.0, slope, rho * (k3 + slope)))
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_truncated_rho_keeps_its_pull_above_the_cap(estimator):
+    """min(ρ, c)·(k + ∂k/∂logp): another weight, and still the gradient that ρ·k has."""
+    world, _, gradient = per_sample(estimator, "rho", 1.0)
+    u, rho = np.log(world.pi / world.p), np.minimum(world.pi / world.mu, 1.0)
+    k, slope = (u, 1.0) if estimator == "k1" else (np.exp(-u) - 1 + u, 1 - np.exp(-u))
+    close(gradient, rho * (k + slope))
 
 
 def test_rho_on_policy_is_no_no_op():

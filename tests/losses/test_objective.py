@@ -133,7 +133,8 @@ def test_a_penalty_in_reward_or_advantage_is_what_the_first_update_of_shaped_adv
     alone, together = run(scores, batch, loss, beta=0.0), run(scores, own, loss, spec, beta=0.3)
     assert np.abs(shaped[1] - plain[1]).max() > 1e-3
     np.testing.assert_allclose(together[1] - alone[1], shaped[1] - plain[1], atol=1e-12)
-    assert together[2]["loss/kl"] == pytest.approx(shaped[0] - plain[0], abs=1e-12)
+    by = kl.sum() / (batch.action_mask.sum() if door == "advantage" else len(kl))
+    assert together[2]["loss/kl"] == pytest.approx(0.3 * float(by), abs=1e-12)  # β × KL, a token's or a sequence's
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -346,6 +347,7 @@ def test_mistakes_are_one_line():
         (lambda: run(scores, replace(batch, policy_mask=torch.ones_like(batch.action_mask))), "policy_mask holds"),
         (lambda: KLSpec(reduction="mean"), "unknown kl.reduction 'mean'"),
         (lambda: run(scores, batch, "dr_grpo", max_completion_length=None), "max_completion_length"),
+        (lambda: run(scores, replace(batch, kl_advantages=torch.ones(5))), "kl_advantages is for kl.placement=reward"),
         (lambda: with_policy_mask(batch.action_mask, torch.ones(5)), "keep must be boolean [B]"),
     ]
     for call, says in cases:

@@ -27,7 +27,7 @@ from keel.train.batch import StepBatch, pack_step, score_policy
 from keel.train.state import Run
 from keel.train.step import train_step
 from keel.types import Completion, Group
-from metamorphic.worlds import BASE, FAMILIES, budget, configure, groups, make_run, options
+from metamorphic.worlds import BASE, budget, configure, groups, make_run, options
 
 pytestmark = pytest.mark.filterwarnings("ignore:decoding without shared prompts")
 CLOSE = 2e-5  # nats, in fp32
@@ -179,10 +179,11 @@ def test_the_penalty_acts_on_every_completion(chosen, rollouts, reason):
         width = max(part.shape[1] for part in seen)
         return torch.cat([torch.nn.functional.pad(part.grad, (0, width - part.shape[1])) for part in seen])
 
-    moved = (slopes(0.5) - slopes(0.0)).abs().sum(-1)
-    assert bool((moved > 0).all()) or chosen["kl.placement"] == "reward"
-    if chosen["kl.placement"] == "reward" and chosen["loss.baseline"] == "none":
-        assert bool((moved > 0).all())
+    moved = ((slopes(0.5) - slopes(0.0)).abs().sum(-1) > 0).reshape(len(rollouts), -1)
+    if chosen["kl.placement"] == "reward" and chosen["loss.baseline"] != "none":
+        assert bool(moved.any(-1).all())  # against its group's mean one penalty may be nothing, never all of them
+    else:
+        assert bool(moved.all())
 
 
 @budget(21)
@@ -248,12 +249,3 @@ def test_a_resumed_run_is_the_run_that_never_stopped(chosen, schedule):
         assert lines(parts, "metrics.jsonl") == lines(whole, "metrics.jsonl")
         trained = [[r for r in lines(run, "rollouts.jsonl") if not r["tracked"]] for run in (parts, whole)]
         assert trained[0] == trained[1]  # the end of the first part has its own comparison of held-out problems
-
-
-def test_every_family_is_drawn():
-    """The fixed draw of seeds reaches every family of models."""
-    drawn = {FAMILIES[seed % len(FAMILIES)] for seed in range(len(FAMILIES))}
-    assert drawn == set(FAMILIES)
-    for seed in range(len(FAMILIES)):
-        run, _ = make_run(configure({"run.seed": seed}))
-        assert run.policy.model is not None

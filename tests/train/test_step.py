@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from keel.build import build_policy, build_run
+from keel.losses import mismatch_weights
 from keel.losses.objective import advantage_penalty, objective
 from keel.train import step as step_module
 from keel.train.state import Run, State
@@ -331,6 +332,9 @@ def test_a_mismatch_of_half_precision_weights_is_weighed() -> None:
     assert (gap > 1e-3).float().mean() > 0.1
     plain, state = make("model.dtype=bfloat16", "loss.mismatch.kind=none", "kl.beta=0")
     assert train_step(plain, state).metrics["loss/policy"] != metrics["loss/policy"]
+    rows = batch.rows
+    weights_ = mismatch_weights(rows.old_logp, rows.sample_logp, rows.action_mask, run.mismatch)  # type: ignore[arg-type]
+    assert (weights_ == 0).float().mean() > 0.1
 
 
 def test_exact_kl_is_measured_in_both_directions_and_close_to_the_sampled_one() -> None:

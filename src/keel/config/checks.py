@@ -323,8 +323,8 @@ def advice(config: Config) -> list[str]:
         if kl.placement == "reward" and scale_rewards(config) != "none":
             notes.append(
                 f"kl.placement=reward with loss.scale_rewards={scale_rewards(config)}: the penalty is divided by the "
-                "rewards' deviation σ, so the effective coefficient is β/σ; set loss.scale_rewards=none or "
-                "kl.placement=advantage"
+                "rewards' deviation σ, so the effective coefficient is β/σ, and where a group's rewards agree σ is the "
+                "penalty's own and β drops out; set loss.scale_rewards=none or kl.placement=advantage"
             )
     notes += advise(config.loss.loss_type, kl.beta)
     if config.rollout.top_p < 1 or config.rollout.top_k > 0 or config.rollout.min_p > 0:

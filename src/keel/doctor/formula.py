@@ -49,7 +49,8 @@ def formula_of(config: Mapping[str, Any], source: str = "keel") -> Formula | Non
         told["gradient"] = "rho" if kl.get("bias_correction") else "plain"
     several = _inner(config, "loss", "num_iterations", 1) > 1 or _inner(config, "optim", "minibatches", 1) > 1
     loss = LOSSES.get(str(_inner(config, "loss", "loss_type", "grpo")))
-    averaged = term_reduction(told["placement"], str(kl.get("reduction")), loss.reduction if loss else "token_mean")
+    tied = "loss" if source == "TRL" else str(kl.get("reduction"))  # TRL averages its KL as it does its loss
+    averaged = term_reduction(told["placement"], tied, loss.reduction if loss else "token_mean")
     context = {"off_policy": several, "reduction": averaged}
     try:
         pairing = check_pairing(**told, **context, allow_biased=True)

@@ -19,27 +19,27 @@ POLICY_REF, REF_POLICY = "policy||ref", "ref||policy"
 NEAR = f"near {POLICY_REF}"
 LENGTH_WEIGHTED = "length-weighted "
 
+_PULLS = {
+    POLICY_REF: "∇KL(policy‖ref)",
+    REF_POLICY: "∇KL(ref‖policy)",
+    "total-variation": "∇‖policy − ref‖₁",
+}
+_DRIFT = "the drift between the sampler and the policy"
+_BY_LENGTH = "the loss's mean over each completion weighs its tokens by 1/length"
+
 # What an expected gradient or a value can be, and in words.
 MEANINGS = {
     POLICY_REF: "∇KL(policy‖ref): the penalty one means",
     REF_POLICY: "∇KL(ref‖policy): a pull along the forward KL",
     "total-variation": "∇‖policy − ref‖₁, twice the total variation",
+    **{f"near {name}": f"near {gradient}, and biased by {_DRIFT}" for name, gradient in _PULLS.items()},
     **{
-        f"near {name}": f"near {gradient}, and biased by the drift between the sampler and the policy"
-        for name, gradient in (
-            (POLICY_REF, "∇KL(policy‖ref)"),
-            (REF_POLICY, "∇KL(ref‖policy)"),
-            ("total-variation", "∇‖policy − ref‖₁"),
-        )
+        f"{LENGTH_WEIGHTED}{name}": f"near {gradient}: {_BY_LENGTH}, which is exact where lengths are equal"
+        for name, gradient in _PULLS.items()
     },
     **{
-        f"{LENGTH_WEIGHTED}{name}": f"near {gradient}: the loss's mean over each completion weighs its tokens by "
-        "1/length, which is exact where lengths are equal"
-        for name, gradient in (
-            (POLICY_REF, "∇KL(policy‖ref)"),
-            (REF_POLICY, "∇KL(ref‖policy)"),
-            ("total-variation", "∇‖policy − ref‖₁"),
-        )
+        f"near {LENGTH_WEIGHTED}{name}": f"near {gradient}: {_BY_LENGTH}, and it is biased by {_DRIFT}"
+        for name, gradient in _PULLS.items()
     },
     "zero": "zero: it regularises nothing",
     "away": "−∇KL(sampler‖policy): it pushes the policy away from its own samples",
@@ -154,16 +154,23 @@ def term_reduction(placement: str, kl_reduction: str, loss_reduction: str) -> st
     return loss_reduction if placement != "loss" or kl_reduction == "loss" else "token_mean"
 
 
-def under(verdict: str, reduction: str) -> str:
+def under(verdict: str, reduction: str, *, with_score: bool = False) -> str:
     """What a row's expected gradient becomes where the loss averages it by `reduction`.
 
     A mean over each completion weighs its tokens by 1/length, and the length depends on the tokens drawn: a penalty
-    that was right is near, and what was zero no longer is.
+    that was right is near, and what was zero no longer is. `with_score` says that the gradient holds a bare score ρ·s
+    (ρ·k1's is ρ·(u + 1)·s): zero in the mean where tokens weigh alike, by length a push towards longer completions.
     """
     if reduction != "sequence_mean":
         return verdict
-    weighted = f"{LENGTH_WEIGHTED}{verdict.removeprefix('near ')}"
-    return weighted if weighted in MEANINGS else "wrong"
+    drift = "near " if verdict.startswith("near ") else ""
+    weighted = f"{drift}{LENGTH_WEIGHTED}{verdict.removeprefix('near ')}"
+    return weighted if weighted in MEANINGS and not with_score else "wrong"
+
+
+def divergence_of(verdict: str) -> str:
+    """The divergence that a verdict is near, whatever keeps it from being its gradient."""
+    return verdict.removeprefix("near ").removeprefix(LENGTH_WEIGHTED)
 
 
 @dataclass(frozen=True)
@@ -219,8 +226,11 @@ def check_pairing(
         raise unknown("placement", placement, PLACEMENTS)
     if level not in LEVELS:
         raise unknown("level", level, LEVELS)
-    if own and level == "sequence" and placement == "loss":
-        raise KeelError(f"kl.level=sequence has no form for kl.estimator={estimator}: use kl.level=token")
+    if level == "sequence" and placement == "loss" and estimator not in _SEQUENCE:
+        raise KeelError(
+            f"kl.level=sequence has no form for kl.estimator={estimator}: use kl.level=token, or one of "
+            f"{', '.join(_SEQUENCE)}"
+        )
     if placement == "reward":
         level = "sequence"  # a reward is one number a completion: its penalty is the sum over all tokens
     if gradient == "auto":
@@ -249,7 +259,9 @@ def check_pairing(
             f"pairing: {_advice(placement, level, own)}, or set kl.allow_biased=true"
         )
     per_sequence = placement == "loss" and level == "sequence"  # averaged over sequences under every loss
-    verdict = under(fact.expected_gradient, "token_mean" if per_sequence else reduction) if fact else "wrong"
+    scored = form.weight == "rho" and (form.carrier or estimator) == "k1"
+    averaged = "token_mean" if per_sequence else reduction
+    verdict = under(fact.expected_gradient, averaged, with_score=scored) if fact else "wrong"
     meaning = MEANINGS[verdict] if fact else "unproven"
     policy = "off-policy" if off_policy else "on-policy"
     how = f"gradient={form}, level={level}" if key == str(form) else f"level={level}"

@@ -8,7 +8,7 @@ from typing import Any
 from keel.errors import KeelError
 from keel.kl.facts import LENGTH_WEIGHTED, NEAR, POLICY_REF, check_pairing
 
-RIGHT = (POLICY_REF, NEAR, f"{LENGTH_WEIGHTED}{POLICY_REF}")
+RIGHT = (POLICY_REF, NEAR, f"{LENGTH_WEIGHTED}{POLICY_REF}", f"near {LENGTH_WEIGHTED}{POLICY_REF}")
 
 # What is tried, in this order: one option alone, then an estimator with a right gradient at this door and level.
 _STEPS: tuple[Mapping[str, str], ...] = (

@@ -105,7 +105,7 @@ def importance_ratio(
 ) -> Tensor:
     """ρ = π/μ per token `[B, T]`, or of the whole sequence `[B, 1]`, carrying gradient; 1 outside the mask.
 
-    `cap` truncates it to min(ρ, cap); above the cap it carries no gradient (truncated importance sampling).
+    `cap` truncates it to min(ρ, cap), and its gradient to min(ρ, cap)·s: the pull stays above the cap.
     """
     if cap is not None and not cap > 0:
         raise KeelError(f"the ratio's cap must be positive or null, got {cap}")
@@ -115,4 +115,4 @@ def importance_ratio(
     elif level != "token":
         raise KeelError(f"unknown ratio level {level!r}: known: token, sequence")
     rho = clamp_through(log_rho, clamp)[0].exp()
-    return rho if cap is None else rho.clamp_max(cap)
+    return rho if cap is None else rho * (cap / rho).clamp_max(1.0).detach()

@@ -110,16 +110,28 @@ def kl_term(kl: KLSpec, pairing: Pairing, loss: LossSpec, scores: Scores, batch:
     return get_reduction(kl.reduction_under(loss))(values, batch.action_mask, by)
 
 
+def kl_values(kl: KLSpec, scores: Scores, batch: Batch) -> Tensor:
+    """The estimator's KL `[B, T]` of the policy as it is at this update, detached."""
+    if kl.estimator.startswith("exact"):
+        return summed_kl(kl, scores).detach()
+    if batch.ref_logp is None:
+        raise KeelError(f"kl.estimator={kl.estimator} needs ref_logp: score the batch with the reference first")
+    logp, clamp = scores.logp.detach(), kl.log_ratio_clamp
+    return estimate(kl.estimator, logp, batch.ref_logp, batch.action_mask, clamp, old_logp=batch.old_logp)
+
+
+def mean_penalty(kl: KLSpec, scores: Scores, batch: Batch, by: Denominators) -> float:
+    """The mean KL that a penalty in the reward or the advantage is made of: a token's, or a sequence's sum."""
+    if batch.ref_logp is None and not kl.estimator.startswith("exact"):
+        return 0.0  # a penalty that was shaped elsewhere
+    values = select(kl_values(kl, scores, batch), batch.action_mask).sum()
+    whole = kl.placement == "reward" or kl.level == "sequence"
+    return (values / max(by.sequences if whole else by.tokens, 1.0)).item()
+
+
 def advantage_penalty(kl: KLSpec, scores: Scores, batch: Batch, beta: float) -> Tensor:
     """Door 2: −β·KL_t `[B, T]` of the policy as it is at this update, not as it was when it sampled."""
-    if kl.estimator.startswith("exact"):
-        values = summed_kl(kl, scores)
-    elif batch.ref_logp is None:
-        raise KeelError(f"kl.estimator={kl.estimator} needs ref_logp: score the batch with the reference first")
-    else:
-        values = estimate(
-            kl.estimator, scores.logp, batch.ref_logp, batch.action_mask, kl.log_ratio_clamp, old_logp=batch.old_logp
-        )
+    values = kl_values(kl, scores, batch)
     return shape_advantages(torch.zeros_like(values[:, 0]), values, batch.action_mask, beta, level=kl.level)
 
 
@@ -158,6 +170,8 @@ def objective(
         raise KeelError("policy_mask holds tokens that action_mask does not: only sampled tokens can be trained on")
     if not (math.isfinite(beta) and beta >= 0):
         raise KeelError(f"kl.beta must be finite and not negative, got {beta}")
+    if batch.kl_advantages is not None and kl.placement != "reward":
+        raise KeelError(f"batch.kl_advantages is for kl.placement=reward, and this is {kl.placement}: leave it out")
     if mismatch is not None and batch.sample_logp is None:
         raise KeelError("loss.mismatch needs batch.sample_logp, the engine's own log-probabilities")
     counts = counts or global_denominators(batch, max_completion_length)
@@ -171,7 +185,7 @@ def objective(
     policy_loss = reduce(per_token, policy_mask, counts.policy)
 
     kl_loss_value = policy_loss.new_zeros(())
-    penalty = batch.kl_advantages
+    penalty, logged = batch.kl_advantages, None
     if beta != 0.0 and kl.placement == "advantage":
         penalty = advantage_penalty(kl, scores, batch, beta)
     if penalty is not None:
@@ -182,6 +196,7 @@ def objective(
             weights = mismatch_weights(old, batch.sample_logp, batch.action_mask, mismatch, mask_out=False)
             per_token = per_token * weights
         kl_loss_value = reduce(per_token, batch.action_mask, counts.kl)
+        logged = beta * mean_penalty(kl, scores, batch, counts.kl)
     elif beta != 0.0 and kl.placement == "loss":
         pairing = pairing or kl.pairing(loss, off_policy=batch.old_logp is not None)
         kl_loss_value = beta * kl_term(kl, pairing, loss, scores, batch, counts.kl)
@@ -191,7 +206,7 @@ def objective(
         if scores.entropy is None:
             raise KeelError("loss.entropy_coef needs the entropy of the scores: score with entropy=True")
         total = total - loss.entropy_coef * token_mean(scores.entropy, policy_mask, counts.policy)
-    losses = (total.item(), policy_loss.item(), kl_loss_value.item())
+    losses = (total.item(), policy_loss.item(), kl_loss_value.item() if logged is None else logged)
     return Objective(
         total,
         _metrics(scores, batch.action_mask, policy_mask, term.ratio, (term.clipped_low, term.clipped_high), losses),

@@ -17,7 +17,7 @@ from keel.doctor.probes.share import gradient_norms
 from keel.doctor.probes.states import mean_kl, policy_states, reference_states
 from keel.doctor.thresholds import Thresholds
 from keel.kl import advise
-from keel.kl.facts import MEANINGS, POLICY_REF, REF_POLICY
+from keel.kl.facts import MEANINGS, POLICY_REF, REF_POLICY, divergence_of
 
 DIVERGENCES = (POLICY_REF, REF_POLICY, "total-variation")
 SHARES = (0.01, 0.1, 0.5)
@@ -130,7 +130,7 @@ def _judged(bench: Bench, measured: Measured, thresholds: Thresholds) -> tuple[F
 def _expected(bench: Bench) -> str | None:
     """The gradient that the configured formula has by the table: what its code is measured against."""
     formula = formula_of(bench.config.to_dict())
-    return None if formula is None else formula.expected.removeprefix("near ")
+    return None if formula is None else divergence_of(formula.expected)
 
 
 def _but(expected: str | None) -> str:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from keel.doctor.bench import Bench
-from keel.losses import KLSpec, centred, global_denominators, objective
+from keel.losses import KLSpec, global_denominators, objective
 from keel.train.batch import StepBatch, score_micro, score_policy, score_reference
-from keel.train.step import sampled_kl, with_advantages
+from keel.train.step import penalize_rewards, sampled_kl, with_advantages
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,16 @@ def gradient_norms(bench: Bench) -> Norms:
     spec = bench.run.kl.spec
     still = batch.with_rows(advantages=torch.zeros_like(bench.batch.rows.rewards))  # type: ignore[arg-type]
     if spec.placement == "reward":
-        still = still.with_rows(kl_advantages=_in_reward(bench, batch))
+        still = still.with_rows(kl_advantages=_in_reward(bench, replace(batch, kl=sampled_kl(batch, bench.run))))
     return Norms(_norm(bench, with_policy, 0.0, spec), _norm(bench, still, 1.0, spec))
 
 
 def _in_reward(bench: Bench, batch: StepBatch) -> Tensor:
-    """What the first door would add to the advantages at β = 1."""
-    assert batch.rows.group is not None
-    taken = sampled_kl(batch, bench.run).sum(-1)
-    return centred(-taken, batch.rows.group, bench.run.options.baseline)
+    """What the first door adds to the advantages, divided as the step divides it, for each unit of β."""
+    beta = bench.full_beta or 1.0
+    shaped = with_advantages(penalize_rewards(batch, bench.run, beta), bench.run, bench.run.options.reward_warmup_steps)
+    assert shaped.rows.kl_advantages is not None
+    return shaped.rows.kl_advantages / beta
 
 
 def _norm(bench: Bench, batch: StepBatch, beta: float, spec: KLSpec) -> float:
