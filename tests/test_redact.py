@@ -68,6 +68,15 @@ PLACES: dict[str, Callable[[str], dict[str, Any]]] = {
 }
 
 
+PLACES |= {
+    "one-word variable": lambda s: tool(mcp=f"env TOKEN={s} npx server"),
+    "mapping of a secret's name": lambda s: {"rewards": [{"name": "myrewards:judge", "token": {"value": s}}]},
+    "other headers": lambda s: {"rewards": [{"name": "myrewards:judge", "extra_headers": {"X-Any": s}}]},
+    "environment": lambda s: {"rewards": [{"name": "myrewards:judge", "environment": {"ANY": s}}]},
+    "joined word": lambda s: {"rewards": [{"name": "myrewards:judge", "accesstoken": s}]},
+}
+
+
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A W&B that keeps what it is given."""
@@ -257,3 +266,47 @@ def test_a_studys_processes_do_not_show_their_configuration(tmp_path: Path, monk
     ((command, env),) = started
     assert "my-own-secret-77" not in " ".join(command)
     assert json.loads(env[module.CONFIG]) == json.loads(config)
+
+
+ORDINARY = [
+    "unknown reduction 'token_men': did you mean 'token_mean'?",
+    "counts of task 'weather' raised KeyError: 'x'",
+    "pad_token: <|endoftext|> is not in the vocabulary",
+    "eos_token=</s>",
+    "api_key: missing",
+    "authorization: required",
+    "HF_TOKEN: set it",
+    "the option --hub-token takes a value",
+    "give --key NAME",
+    "group_key=gsm8k-0001",
+    "install sk-learn-something",
+]
+
+
+@pytest.mark.parametrize("text", ORDINARY)
+def test_ordinary_texts_stay_as_they_are(text: str) -> None:
+    assert hide(text) == text
+
+
+SECRET_TEXTS = ["token=abcdef0123456789abcdef", '{"token": "s3cr3tvalue99"}', "cookie=abc123def456", "password: hunter"]
+
+
+@pytest.mark.parametrize("text", SECRET_TEXTS)
+def test_texts_that_name_a_secret_lose_it(text: str) -> None:
+    assert MASK in hide(text)
+
+
+def test_words_paths_and_names_of_models_are_not_remembered() -> None:
+    """They stand where a secret may stand, and are masked there alone."""
+    env = {"MODEL": "Qwen/Qwen2.5-0.5B", "MODE": "accuracy", "PYTHONPATH": "/some/project"}
+    tree = {**tool(env=env), **reward(url="https://judge.test/score?split=validation")}
+    redact.remember(tree)
+    for text in ("model Qwen/Qwen2.5-0.5B not found", "reward/accuracy fell", "/some/project/a", "validation accuracy"):
+        assert hide(text) == text
+
+
+def test_a_long_word_is_read_a_few_times_and_not_from_each_of_its_letters() -> None:
+    """Matching may not start inside a word: as many attempts as there are words, however long they are."""
+    for pattern in (redact._SETTING, redact._OPTION, redact._URL):
+        assert len(list(pattern.finditer("a" * 4096))) == 0
+        assert pattern.match("a" * 4096, 1) is None

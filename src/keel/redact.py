@@ -19,8 +19,11 @@ _SHORTEST = 6  # a shorter secret is masked in its place; in texts it would cove
 _NUMBERS_TOO = frozenset(("secret", "password", "passwd", "pwd", "passphrase", "pin"))
 _STRONG = frozenset(("apikey", "secret", "password", "passwd", "passphrase", "authorization", "credentials"))
 _SHORT = frozenset(("key", "keys", "token", "secrets", "credential", "auth", "bearer", "cookie", "signature", "sig"))
-_WORDS = _NUMBERS_TOO | _STRONG | _SHORT
-_WHOLE = ("headers", "env")  # sections whose every value may be a secret
+_JOINED = frozenset(("accesstoken", "authtoken", "jwt"))
+_WORDS = _NUMBERS_TOO | _STRONG | _SHORT | _JOINED
+_ALONE = _WORDS - {"key", "keys", "pin", "sig", "signature"}  # words that name a secret by themselves, in a text
+_KEYS = frozenset(("access", "account", "api", "auth", "client", "private", "secret", "service", "signing"))
+_OF_TEXT = frozenset(("pad", "eos", "bos", "unk", "sep", "cls", "mask"))  # tokens of a tokenizer
 _HARMLESS = frozenset(
     (
         *("accept", "accept-encoding", "accept-language", "cache-control", "connection", "content-type", "user-agent"),
@@ -30,14 +33,15 @@ _HARMLESS = frozenset(
 _REFERENCE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
 _SCHEME = re.compile(r"(?:bearer|basic|token|digest|apikey)\s+", re.IGNORECASE)
 _KNOWN_SHAPE = re.compile(
-    r"\b(?:hf_[\w-]{8,}|sk-[\w-]{8,}|gh[opsru]_\w{8,}|github_pat_\w{8,}|glpat-[\w-]{8,}|xox[a-z]-[\w-]{8,}"
+    r"\b(?:hf_[\w-]{8,}|sk-(?=[\w-]*\d)[\w-]{12,}|gh[opsru]_\w{8,}|github_pat_\w{8,}|glpat-[\w-]{8,}|xox[a-z]-[\w-]{8,}"
     r"|A[KS]IA[0-9A-Z]{12,}|AIza[\w-]{20,}|eyJ[\w-]{8,}\.[\w-]+(?:\.[\w-]*)?)"
 )
 _URL = re.compile(r"\b[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>`]+")
 _VALUE = r"(?:\$\{\w+\}|[^\s'\",;\])}])+"
 _OPTION = re.compile(rf"(?<![\w-])(--?([A-Za-z][\w-]*))(\s+|=)(\"[^\"]*\"|'[^']*'|{_VALUE})")
 _SETTING = re.compile(
-    rf"([A-Za-z][\w.-]*)(['\"]?\s*[:=]\s*['\"]?(?:(?:bearer|basic|token|digest)\s+)?)({_VALUE})", re.IGNORECASE
+    rf"(?<![\w.-])([A-Za-z][\w.-]{{0,63}})(['\"]?\s*[:=]\s*['\"]?(?:(?:bearer|basic|token|digest)\s+)?)({_VALUE})",
+    re.IGNORECASE,
 )
 _BEARER = re.compile(rf"\b(bearer\s+)({_VALUE})", re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?[\d.]+(?:e[-+]?\d+)?%?", re.IGNORECASE)
@@ -59,8 +63,9 @@ def fill(text: str) -> str:
         raise NoVariable(f"names ${error.args[0]}, which the environment does not have: set it") from None
     except ValueError:
         raise NoVariable("has a dollar sign that begins no name: a dollar sign itself is written $$") from None
-    for value in values.values():
-        _keep(value)
+    for name, value in values.items():
+        if names_secret(name) or _random(value):
+            _keep(value)
     return filled
 
 
@@ -91,9 +96,15 @@ def secrets_in(value: Any, name: str = "") -> list[tuple[str, str]]:
 
 def remember(value: Any, name: str = "") -> None:
     """Cover the secrets of a configuration in every text from now on."""
-    for _, secret in secrets_in(value, name):
-        _keep(secret)
-        _keep(unquote(secret))
+    for path, secret in secrets_in(value, name):
+        if _random(secret) or (names_secret(path.rpartition(".")[2]) and _looks(secret)):
+            _keep(secret)
+            _keep(unquote(secret))
+
+
+def _random(text: str) -> bool:
+    """Whether a value is unlike a word, a path and a hub's name, so that it may be covered wherever it turns up."""
+    return len(text) >= 8 and _looks(text) and not re.search(r"[/\\\s]", text)
 
 
 def _keep(secret: str) -> None:
@@ -122,7 +133,8 @@ def hidden(value: Any) -> Any:
 
 def names_secret(name: str) -> bool:
     """Whether a value of this name is a secret: api_key, HF_TOKEN, clientSecret, Authorization."""
-    return not _WORDS.isdisjoint(_words(name))
+    words = _words(name)
+    return not _WORDS.isdisjoint(words) and not (words[-1] == "token" and _OF_TEXT & set(words))
 
 
 def _words(name: str) -> list[str]:
@@ -161,8 +173,8 @@ def _walk(value: Any, name: str, cover: Cover, parent: str = "") -> Any:
 def _leaf(value: Any, name: str, parent: str, cover: Cover) -> Any:
     """A value that is no mapping, masked by where it stands, by its name, or by its looks."""
     name = re.sub(r"\[\d+\]", "", name)
-    inside = parent.lower() in _WHOLE and name.lower() not in _HARMLESS
-    whole = inside or name.lower() in _WHOLE or names_secret(name)
+    inside = (_is_whole(parent) and name.lower() not in _HARMLESS) or names_secret(parent)
+    whole = inside or _is_whole(name) or names_secret(name)
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int | float):
@@ -177,6 +189,11 @@ def _leaf(value: Any, name: str, parent: str, cover: Cover) -> Any:
     if not isinstance(value, str) or not value:
         return value
     return cover(value) if whole else _texts(value, cover)
+
+
+def _is_whole(name: str) -> bool:
+    """Whether every value of a section of this name may be a secret: headers, extra_headers, env, environment."""
+    return name.lower().endswith("headers") or name.lower() in ("env", "environment")
 
 
 def _texts(text: str, cover: Cover) -> str:
@@ -196,15 +213,23 @@ def _looks(word: str) -> bool:
 def _option(match: re.Match[str], cover: Cover) -> str:
     if not names_secret(match[2]) or match[4].startswith("-") or match[4] == MASK:
         return match[0]
+    if "=" not in match[3] and not _looks(match[4]):
+        return match[0]  # a sentence about the option
     quote = match[4][0] if match[4][0] in "'\"" else ""
     return f"{match[1]}{match[3]}{quote}{cover(match[4].strip(quote) if quote else match[4])}{quote}"
 
 
 def _setting(match: re.Match[str], cover: Cover) -> str:
-    """`api_key=…`, `Authorization: Bearer …`; a word such as token or key alone is too common in texts."""
+    """`api_key=…`, `token: …`, `Authorization: Bearer …`, where the value looks like a secret or is a password.
+
+    The last word names the thing: access_token is one, KeyError, token_mean and group_key are none.
+    """
     words, value = _words(match[1]), match[3]
-    named = len(words) > 1 and words[-1] in _WORDS - {"keys"}  # access_token, but neither KeyError nor token_mean
-    if not (_STRONG & set(words) or named) or value == MASK or _is_figure(value):
+    last = words[-1] if words else ""
+    named = last in _ALONE or (last == "key" and not _KEYS.isdisjoint(words[:-1]))
+    named = named and not (last == "token" and _OF_TEXT & set(words))
+    spoken = not _looks(value) and not {"password", "passwd", "passphrase", "secret"} & set(words)
+    if not named or spoken or value == MASK or _is_figure(value):
         return match[0]
     if value.lower() in ("null", "none", "true", "false") or value.startswith(("{", "[", "//")):
         return match[0]

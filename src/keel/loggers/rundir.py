@@ -159,9 +159,9 @@ class RunDirectory:
         write_atomic(path, text, mode=0o600 if private else 0o666)
         return path
 
-    def write_json(self, name: str, data: Any) -> Path:
-        """A whole JSON file, atomically; NaN and infinities as null, secrets masked."""
-        data = hidden(data)
+    def write_json(self, name: str, data: Any, *, as_it_is: bool = False) -> Path:
+        """A whole JSON file, atomically; NaN and infinities as null, secrets masked unless it is a model's own text."""
+        data = data if as_it_is else hidden(data)
         if isinstance(data, Mapping):
             return self.write_text(name, encode(data, indent=2) + "\n")
         wrapped = json.loads(encode({"data": data}))["data"]

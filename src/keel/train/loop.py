@@ -255,7 +255,8 @@ def _keep_skipped(job: Job, step: Step, state: State) -> None:
     name = f"{SKIPPED}/step-{state.step}{f'.attempt-{state.attempt}' if state.attempt else ''}.json"
     there = job.directory.path / SKIPPED
     if (job.directory.path / name).exists() or len(list(there.glob("*.json"))) < SKIPPED_KEPT:
-        job.directory.write_json(name, {"step": state.step, **skipped_record(step.batch, step.metrics, first)})
+        record = {"step": state.step, **skipped_record(step.batch, step.metrics, first)}
+        job.directory.write_json(name, record, as_it_is=True)  # its texts belong to its tokens
         fields["batch"] = name
     job.loggers.event("guard/skipped", step=state.step, **fields)
 
