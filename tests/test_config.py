@@ -211,6 +211,7 @@ def test_mistakes_in_a_file(tmp_path):
         (["rollout.engine=nativ"], "did you mean 'native'?"),
         (["rollout.engine=mine:Engine", "rollout.kept_gib=2"], "rollout.kept_gib is for the native engine"),
         (["rollout.engine=mine:Engine", "rollout.cuda_graphs=false"], "rollout.cuda_graphs is for the native engine"),
+        (["rollout.engine=nowhere:engine"], "cannot import rollout.engine=nowhere:engine"),
         (["rollout.kept_gib=-1"], "kept_gib"),
         (["loss.loss_type=cispo", "loss.epsilon=0.2"], "no meaning with cispo"),
         (["loss.delta=1.1"], "must be above"),

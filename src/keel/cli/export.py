@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -31,6 +32,7 @@ def export(
 ) -> int:
     from keel.train.export import export as write
 
+    sys.path.insert(0, "")  # module:attr of the folder one stands in, as with python -m
     place = write(source, folder, checkpoint=checkpoint, merged=merged)
     typer.echo(f"exported {source} into {place}")
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -43,6 +44,7 @@ def push(
 ) -> int:
     from keel.train import hub
 
+    sys.path.insert(0, "")  # module:attr of the folder one stands in, as with python -m
     pushed = hub.push(source, repo, checkpoint=checkpoint, private=private, merged=merged)
     for note in pushed.notes:
         typer.echo(f"keel: note: {note}", err=True)

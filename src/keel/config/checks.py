@@ -219,6 +219,8 @@ def _rollout(config: Config) -> None:
             raise KeelError(
                 f"rollout.{name} is for the native engine: leave it out with rollout.engine={rollout.engine}"
             )
+    if rollout.engine not in ENGINES:
+        import_part(rollout.engine, "rollout.engine")
     if config.optim.minibatches > rollout.prompts_per_step:
         raise KeelError(
             f"optim.minibatches is {config.optim.minibatches} but a step has {rollout.prompts_per_step} groups "
