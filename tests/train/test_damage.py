@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -15,7 +16,9 @@ import torch
 import keel
 from keel.cli import main
 from keel.errors import KeelError
+from keel.train import integrity
 from keel.train.integrity import damages
+from keel.train.subject import checkpoint_of
 from train.small import BASE
 from train.test_resume import lines
 
@@ -200,13 +203,129 @@ def test_a_damaged_reference_is_not_linked_into_the_next_checkpoint(run: Path) -
     [["eval", "RUN"], ["kl", "RUN"], ["export", "RUN", "OUT"], ["push", "RUN", "me/model"], ["eval", "RUN@6"]],
     ids=" ".join,
 )
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "trainer/state.json"])
 def test_a_model_that_is_not_the_saved_one_is_not_read(
-    run: Path, tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, words: list[str], file: str, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flip(run / "checkpoints" / "step-6" / "model.safetensors")
+    """Nor is an older one read in its place: the command ends with the file's name and the way to name another."""
+    DAMAGE[kind](run / "checkpoints" / "step-6" / file)
     given = [word.replace("RUN", str(run)).replace("OUT", str(tmp_path / "out")) for word in words]
     assert main(given) == 2
-    assert "model.safetensors is not as it was saved" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"step-6 is damaged: {file} " in said
+    assert f"{run}@STEP (there are: 3, 4)" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_checkpoint_that_is_given_by_its_folder_needs_its_record(
+    run: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run / "checkpoints" / "step-6"
+    DAMAGE[kind](folder / "trainer" / "state.json")
+    assert main(["export", str(folder), str(tmp_path / "out")]) == 2
+    assert "step-6 is damaged: trainer/state.json " in capsys.readouterr().err
+
+
+def test_the_best_is_known_without_the_optimizer_and_not_without_the_record(run: Path) -> None:
+    newest = run / "checkpoints" / "step-6"
+    best = json.loads((newest / "trainer" / "state.json").read_text())["state"]["best"]["step"]
+    (newest / "trainer" / "optimizer.pt").unlink()
+    assert checkpoint_of(run, "best").name == f"step-{best}"
+    flip(newest / "trainer" / "state.json")
+    with pytest.raises(KeelError, match=r"step-6 is damaged: trainer/state\.json"):
+        checkpoint_of(run, "best")
+
+
+def test_another_step_is_exported_by_the_words_of_the_refusal(run: Path, tmp_path: Path) -> None:
+    flip(run / "checkpoints" / "step-6" / "model.safetensors")
+    assert main(["export", f"{run}@4", str(tmp_path / "out")]) == 0
+    saved = run / "checkpoints" / "step-4" / "model.safetensors"
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == saved.read_bytes()
+
+
+@pytest.mark.parametrize("lost", ["nothing more", "checkpoints"])
+@pytest.mark.parametrize("beta", [0.05, 5])
+def test_a_run_without_its_configuration_is_not_resumed(run: Path, beta: float, lost: str) -> None:
+    """Nothing could say whether it is the same run."""
+    (run / "config.yaml").unlink()
+    if lost == "checkpoints":
+        shutil.rmtree(run / "checkpoints")
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(KeelError, match=r"config\.yaml is missing.*put it back.*or start a new run") as caught:
+        keel.train(BASE, overrides=[*OPTIONS[:3], f"kl.beta={beta}", f"run.dir={run.parent}"], resume=True)
+    assert "\n" not in str(caught.value)
+    assert (run / "metrics.jsonl").read_bytes() == before
+    assert not (run / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["pytorch_model.bin", "model.safetensors.index.json", "adapter_config.json", "chat.jinja", "trainer/extra.pt"],
+)
+def test_a_file_that_was_not_saved_is_damage(whole: Path, run: Path, file: str) -> None:
+    folder = run / "checkpoints" / "step-6"
+    (folder / file).write_text("{}")
+    assert [str(damage) for damage in damages(folder)] == [f"{file} was not saved here"]
+    assert len(damages(folder, model_only=True)) == (not file.startswith("trainer/"))
+    resume(run)
+    assert told(run)[0].startswith(f"the checkpoint step-6 is damaged: {file} was not saved here")
+    assert lines(run, "metrics.jsonl") == lines(whole, "metrics.jsonl")
+
+
+def test_notes_hidden_files_and_folders_of_ones_own_are_no_damage(run: Path, tmp_path: Path) -> None:
+    folder = run / "checkpoints" / "step-6"
+    (folder / "notes.md").write_text("the good one")
+    (folder / ".reference.json.tmp").write_text("")
+    assert main(["export", str(folder), str(folder / "exported")]) == 0
+    assert damages(folder) == []
+
+
+def test_a_file_that_cannot_be_read_now_is_no_damage(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that does not answer for a moment must not cost a checkpoint."""
+    true = integrity.checksum
+
+    def failing(path: Path) -> str:
+        if path.name == "model.safetensors" and path.parent.name == "step-6":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return true(path)
+
+    before = {path: path.read_bytes() for path in run.rglob("*.jsonl")}
+    with monkeypatch.context() as patch:
+        patch.setattr(integrity, "checksum", failing)
+        with pytest.raises(KeelError, match=r"step-6/model\.safetensors cannot be read now \(Input/output error\)"):
+            resume(run)
+    assert {path: path.read_bytes() for path in run.rglob("*.jsonl")} == before
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-3", "step-4", "step-6"]
+    assert damages(run / "checkpoints" / "step-6") == []
+
+
+def test_what_was_logged_between_is_kept(run: Path) -> None:
+    """As after a rollback: the steps that the run takes again are in abandoned/ as they were."""
+    names = ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl", "events.jsonl")
+    before = {name: (run / name).read_bytes().splitlines() for name in names}
+    flip(run / "checkpoints" / "step-6" / "model.safetensors")
+    resume(run)
+    for name in names:
+        past = [line for line in before[name] if json.loads(line)["step"] > 4]
+        kept = run / "abandoned" / "attempt-0" / name
+        assert (kept.read_bytes().splitlines() if kept.exists() else []) == past, name
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_bytes().splitlines()] == [*range(1, 7)]
+    assert any(
+        event.get("message") == "what was logged after step 4 is kept in abandoned/attempt-0"
+        for event in lines(run, "events.jsonl")
+    )
+
+
+def test_every_damaged_checkpoint_is_kept_under_its_own_name(run: Path) -> None:
+    for _ in range(3):
+        flip(run / "checkpoints" / "step-6" / "model.safetensors")
+        resume(run)
+    kept = ["damaged-step-6", "damaged-step-6-2", "damaged-step-6-3"]
+    assert sorted(path.name for path in (run / "checkpoints").glob("damaged-*")) == kept
+    assert told(run)[-1].endswith("is kept as checkpoints/damaged-step-6-3")
+    assert sorted(path.name for path in (run / "abandoned").iterdir()) == ["attempt-0", "attempt-1", "attempt-2"]
 
 
 def test_a_run_from_a_damaged_checkpoint_of_another_is_refused(run: Path, tmp_path: Path) -> None:
@@ -216,9 +335,12 @@ def test_a_run_from_a_damaged_checkpoint_of_another_is_refused(run: Path, tmp_pa
         keel.train(BASE, overrides=[*OPTIONS, f"run.dir={tmp_path / 'other'}", start])
 
 
-def test_a_damaged_optimizer_does_not_keep_a_model_from_being_exported(run: Path, tmp_path: Path) -> None:
-    flip(run / "checkpoints" / "step-6" / "trainer" / "optimizer.pt")
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_optimizer_does_not_keep_a_model_from_being_exported(run: Path, tmp_path: Path, kind: str) -> None:
+    DAMAGE[kind](run / "checkpoints" / "step-6" / "trainer" / "optimizer.pt")
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    newest = run / "checkpoints" / "step-6" / "model.safetensors"
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == newest.read_bytes()
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(f for f in FILES if "/" not in f)
 
 

@@ -140,20 +140,26 @@ def keep_lines(path: Path, step: int, history: Collection[str] = ()) -> int:
 
     Lines up to the last one whose `kind` is in `history` tell of what was given up since, and stay whatever their step.
     """
+    kept, dropped = _parted(path, step, history)
+    if dropped:
+        write_atomic(path, b"".join(kept))
+    return len(dropped)
+
+
+def lines_past(path: Path, step: int, history: Collection[str] = ()) -> bytes:
+    """The lines that `keep_lines` would drop, as they stand in the file."""
+    return b"".join(_parted(path, step, history)[1])
+
+
+def _parted(path: Path, step: int, history: Collection[str]) -> tuple[list[bytes], list[bytes]]:
+    """(lines that `keep_lines` keeps, lines that it drops)."""
     kept: list[bytes] = []
+    dropped: list[bytes] = []
     lines = _lines(path)
     told = max((index for index, line in enumerate(lines) if history and _kind(line) in history), default=-1)
     for index, line in enumerate(lines):
-        if index <= told or _within(line, step):
-            kept.append(line + b"\n")
-    if len(kept) < len(lines):
-        write_atomic(path, b"".join(kept))
-    return len(lines) - len(kept)
-
-
-def lines_past(path: Path, step: int) -> bytes:
-    """The lines that `keep_lines` would drop, as they stand in the file."""
-    return b"".join(line + b"\n" for line in _lines(path) if not _within(line, step))
+        (kept if index <= told or _within(line, step) else dropped).append(line + b"\n")
+    return kept, dropped
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -134,22 +135,32 @@ class RunDirectory:
         found = {name: unreadable_lines(self.path / name) for name in LINE_FILES}
         return {name: numbers for name, numbers in found.items() if numbers}
 
-    def set_aside(self, step: int, attempt: int) -> Path:
-        """Move metrics, rollouts and evaluations past `step` to `abandoned/attempt-K/`; events stay where they are.
+    def free_attempt(self, attempt: int) -> int:
+        """The attempt's number, or the next that nothing was set aside under: a resumed stop has its attempt again."""
+        taken = {path.name for path in (self.path / ABANDONED).glob("attempt-*")}
+        return next(number for number in count(attempt) if f"attempt-{number}" not in taken)
+
+    def has_lines_past(self, step: int) -> bool:
+        """Whether any step past `step` was measured, written down or evaluated."""
+        return any(lines_past(self.path / name, step) for name in (METRICS, ROLLOUTS, EVAL))
+
+    def set_aside(self, step: int, attempt: int, *, events: bool = False) -> Path:
+        """Move metrics, rollouts and evaluations past `step` to `abandoned/attempt-K/`; events only where `events` says
+        so, and then without those that tell of earlier rollbacks.
 
         Every copy is on the disk before the first line is cut, and what is cut already is not copied again: it may be
         killed at any moment and done once more.
         """
         place = self.path / ABANDONED / f"attempt-{attempt}"
         _make_folder(place)
-        moved = (METRICS, ROLLOUTS, EVAL)
-        for name in moved:
-            if past := lines_past(self.path / name, step):
+        moved = {name: HISTORY if name == EVENTS else () for name in LINE_FILES if events or name != EVENTS}
+        for name, history in moved.items():
+            if past := lines_past(self.path / name, step, history):
                 write_atomic(place / name, past)
-        for name in moved:
+        for name, history in moved.items():
             if name in self._lines:
                 self._lines.pop(name).close()
-            keep_lines(self.path / name, step)
+            keep_lines(self.path / name, step, history)
         return place
 
     def write_text(self, name: str, text: str, *, private: bool = False) -> Path:

@@ -32,7 +32,7 @@ from keel.tasks import Task
 from keel.tasks.judge import Judge
 from keel.tasks.registry import lacking
 from keel.tasks.rewards import build_rewards, probe_rewards
-from keel.train.checkpoint import clean, lay_aside, load_checkpoint
+from keel.train.checkpoint import clean, lay_aside, load_checkpoint, saved_state
 from keel.train.environment import environment
 from keel.train.evaluation import configured_tasks, entries, eval_record, evaluate_entry
 from keel.train.guards import guard_findings
@@ -175,7 +175,9 @@ def _train(
             config, decay_before, kept = keep_schedule(directory.path, config)
             told += kept
         step = -1 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
-        told += cut_lines(directory, step)
+        passed_over = any(event.damaged is not None for event in told)
+        state = saved_state(checkpoint) if passed_over and checkpoint is not None else None
+        told += cut_lines(directory, step, keep_as=None if state is None else state.attempt)
     write_config(directory, config)
     directory.write_json("env.json", environment())
     loggers = open_loggers(config, directory, None if checkpoint is None else step)

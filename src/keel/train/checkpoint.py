@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -279,10 +280,13 @@ def newest_whole(
 
 def lay_aside(path: Path) -> Path:
     """Take a damaged checkpoint out of the run's way, for whoever wants to look at it."""
-    place = path.with_name(f"damaged-{path.name}")
-    shutil.rmtree(place, ignore_errors=True)
-    path.rename(place)
-    return place
+    return path.rename(aside_place(path))
+
+
+def aside_place(path: Path) -> Path:
+    """Where `lay_aside` will put it: `damaged-step-N`, with a number where an earlier one has that name."""
+    names = (f"damaged-{path.name}{'' if number == 1 else f'-{number}'}" for number in count(1))
+    return next(place for name in names if not (place := path.with_name(name)).exists())
 
 
 def drop_after(folder: Path, step: int) -> None:

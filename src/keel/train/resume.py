@@ -16,7 +16,14 @@ from keel.loggers import RunDirectory
 from keel.redact import masked, secrets_in
 from keel.reference import Reference
 from keel.tasks import Task
-from keel.train.checkpoint import REFERENCE, exchange_reference, newest_whole, numbered, read_record
+from keel.train.checkpoint import (
+    REFERENCE,
+    aside_place,
+    exchange_reference,
+    newest_whole,
+    numbered,
+    read_record,
+)
 from keel.train.integrity import STATE, TRAINER, Damage, damages, saved_sums
 from keel.train.optim import Optimizer, Schedule
 from keel.train.paths import absolute_paths
@@ -40,6 +47,7 @@ def check_same_run(folder: Path, config: Config) -> None:
     """Refuse to resume under other settings: controller, optimizer and reference go on from what was saved."""
     written = read_settings(folder)
     if written is None:
+        _check_nothing_begun(folder)
         return
     before = _leaves(absolute_paths(written))
     now = _leaves(absolute_paths(config.to_dict()))
@@ -104,7 +112,9 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
         found = yaml.safe_load(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+    except OSError as error:
+        raise KeelError(f"{path} cannot be read now ({error.strerror or error}): try again") from error
+    except (yaml.YAMLError, UnicodeDecodeError):
         found = None
     if not isinstance(found, dict):
         raise KeelError(f"{path} is damaged: it holds no configuration; put back the one that the run was started with")
@@ -160,7 +170,7 @@ def choose_checkpoint(
     for path, wrong in damaged:
         message = (
             f"the checkpoint {path.name} is damaged: {wrong}; the run goes on from {found.name}, and the damaged one "
-            f"is kept as {directory.checkpoints.name}/damaged-{path.name}"
+            f"is kept as {directory.checkpoints.name}/{aside_place(path).name}"
         )
         told.append(Told("checkpoint/damaged", message, path))
     if saved_sums(found) is None:
@@ -171,14 +181,22 @@ def choose_checkpoint(
     return found, told
 
 
-def cut_lines(directory: RunDirectory, step: int) -> list[Told]:
-    """Cut the run's lines off after `step`; lines before it that cannot be read are left out, and said."""
-    unreadable = directory.unreadable()
-    directory.cut_after(step)
-    return [
+def cut_lines(directory: RunDirectory, step: int, *, keep_as: int | None = None) -> list[Told]:
+    """Cut the run's lines off after `step`; lines before it that cannot be read are left out, and said.
+
+    `keep_as` is the attempt under which those that are cut are kept, as a rollback keeps them. Events go along here:
+    the steps are taken again under the same noise, and tell the same again.
+    """
+    told = [
         Told("lines/damaged", f"line {', '.join(map(str, numbers))} of {name} cannot be read and is left out")
-        for name, numbers in unreadable.items()
+        for name, numbers in directory.unreadable().items()
     ]
+    if keep_as is not None and directory.has_lines_past(step):
+        place = directory.set_aside(step, directory.free_attempt(keep_as), events=True)
+        kept = place.relative_to(directory.path).as_posix()
+        told.append(Told("note", f"what was logged after step {step} is kept in {kept}"))
+    directory.cut_after(step)
+    return told
 
 
 def fingerprint(task: Task | None) -> str | None:
@@ -205,6 +223,16 @@ def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(tree, Mapping):
         return {prefix.removesuffix("."): tree}
     return {name: value for key, part in tree.items() for name, value in _leaves(part, f"{prefix}{key}.").items()}
+
+
+def _check_nothing_begun(folder: Path) -> None:
+    """Refuse to go on without config.yaml, which is written before anything else: no setting could be compared."""
+    lines = folder / "metrics.jsonl"
+    if numbered(folder / "checkpoints") or (lines.exists() and lines.stat().st_size):
+        raise KeelError(
+            f"{folder / 'config.yaml'} is missing, so that nothing says which settings the run had: put it back, for "
+            "example from a backup, or start a new run from its checkpoint with model.name"
+        )
 
 
 def _check_nothing_lost(directory: RunDirectory) -> None:

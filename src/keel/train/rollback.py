@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from keel.errors import KeelError
 from keel.loggers import Fanout, RunDirectory
 from keel.loggers.jsonl import JsonlLogger
-from keel.loggers.rundir import ABANDONED, EVENTS, ROLLBACK
+from keel.loggers.rundir import EVENTS, ROLLBACK
 from keel.train.checkpoint import (
     RECORD,
     drop_after,
@@ -91,7 +90,7 @@ def _go_back(
         kind=kind,
         from_step=state.step,
         to=step,
-        abandoned=_fresh(directory, state.attempt),
+        abandoned=directory.free_attempt(state.attempt),
         code=trouble.code,
         message=f"{trouble.message}: back to checkpoint step-{step}, {words}",
         time=round(time.time(), 3),
@@ -114,12 +113,6 @@ def _whole_target(directory: RunDirectory, loggers: Fanout, state: State) -> Pat
         message = f"the checkpoint {path.name} is damaged: {wrong[0]}; it is passed over for one before it"
         loggers.event("checkpoint/damaged", step=state.step, message=message, file=wrong[0].file)
     return None
-
-
-def _fresh(directory: RunDirectory, attempt: int) -> int:
-    """The attempt's number, or the next one that nothing was set aside under: a resumed stop has its attempt again."""
-    taken = {path.name for path in (directory.path / ABANDONED).glob("attempt-*")}
-    return next(number for number in count(attempt) if f"attempt-{number}" not in taken)
 
 
 def finish_rollback(directory: RunDirectory) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from keel.config import Config, load_config, text
 from keel.config.arguments import is_run
 from keel.errors import KeelError
 from keel.models.load import LoadedModel
-from keel.train.checkpoint import read_record, step_of, without_bars
-from keel.train.integrity import TRAINER, check_model
+from keel.train.checkpoint import numbered, step_of, without_bars
+from keel.train.integrity import TRAINER, Damage, check_model, damages, saved_record
 from keel.train.warmstart import is_whole, warmstart_place
 
 MOMENTS = ("best", "start", "warmstart")
@@ -74,45 +74,59 @@ def names_tasks(overrides: Sequence[str]) -> bool:
 
 
 def saved_steps(run: Path) -> list[Path]:
-    """The folders of a run that hold a model, oldest first: checkpoints of training, and what `keel sft` leaves."""
-    found = [
-        path
-        for path in (run / "checkpoints").glob("step-*")
-        if path.name.removeprefix("step-").isdigit()
-        and ((path / "config.json").is_file() or (path / "adapter_config.json").is_file())
-        and (read_record(path) is not None or not (path / TRAINER).exists())
-    ]
-    return sorted(found, key=step_of)
+    """The folders of a run's models, oldest first, damaged or not: checkpoints of training, and what `keel sft` leaves.
+
+    A damaged one is among them: to pass it over would answer for another model than the one that was asked for.
+    """
+    return numbered(run / "checkpoints")
 
 
 def checkpoint_of(run: Path, moment: str | None = None) -> Path:
-    """The folder of a run's newest checkpoint, of its `best`, or of step N."""
+    """The folder of a run's newest checkpoint, of its `best`, or of step N; one with a damaged model is refused."""
     saved = {step_of(path): path for path in saved_steps(run)}
     if not saved:
         raise KeelError(f"{run} has no whole checkpoint yet: wait for one, or set checkpoint.every lower")
+    newest = saved[max(saved)]
     if moment is None:
-        return saved[max(saved)]
+        return _undamaged(newest, run, saved)
     there = ", ".join(map(str, saved))
     if moment == "best":
-        record = read_record(saved[max(saved)])
-        best = (record or {}).get("state", {}).get("best")
+        record = saved_record(newest)
+        if record is None and (newest / TRAINER).exists():
+            _undamaged(newest, run, saved)
+        best = ((record or {}).get("state") or {}).get("best")
         if not best or int(best["step"]) not in saved:
             raise KeelError(f"{run} kept no best checkpoint: name a step instead, of {there}")
-        return saved[int(best["step"])]
+        return _undamaged(saved[int(best["step"])], run, saved)
     if not moment.isdigit():
         raise KeelError(f"there is no checkpoint {moment!r} of {run}: it is a step ({there}) or {', '.join(MOMENTS)}")
     if int(moment) not in saved:
         raise KeelError(f"{run} has no checkpoint of step {moment}: there are {there}")
-    return saved[int(moment)]
+    return _undamaged(saved[int(moment)], run, saved)
+
+
+def _undamaged(place: Path, run: Path, saved: Collection[int]) -> Path:
+    """The same folder, refused where its model is not the one that was saved; what only a resume needs may be gone."""
+    wrong = damages(place, model_only=True)
+    if not wrong and not any((place / name).is_file() for name in ("config.json", "adapter_config.json")):
+        wrong = [Damage("config.json", "is missing")]
+    if wrong:
+        others = ", ".join(str(step) for step in saved if step != step_of(place)) or "none"
+        raise KeelError(
+            f"the checkpoint {place} is damaged: {wrong[0]}; put the file back, or name another step with {run}@STEP "
+            f"(there are: {others})"
+        )
+    return place
 
 
 def model_folder(source: str, checkpoint: str | None = None) -> Path:
     """The folder with a model's files: a run's checkpoint (newest, best, a step), or the folder itself."""
+    base, at, moment = source.rpartition("@")
+    if at and checkpoint is None and is_run(Path(base).expanduser()):
+        source, checkpoint = base, moment
     path = Path(source).expanduser()
     if is_run(path):
-        found = checkpoint_of(path, checkpoint)
-        check_model(found)
-        return found
+        return checkpoint_of(path, checkpoint)
     if checkpoint is not None:
         raise KeelError(f"--checkpoint {checkpoint} needs the folder of a run, and {source} is none: leave it out")
     if not path.is_dir():
