@@ -199,7 +199,7 @@ def test_a_wrong_cache_is_seen_in_half_precision(name: str) -> None:
 
 
 def test_sparse_attention_over_compressed_entries_is_tried_past_its_top_k() -> None:
-    """DeepSeek V4's index_topk counts entries of several tokens; past it what follows a context changes its logits."""
+    """DeepSeek V4's index_topk counts entries of several tokens each; past it no decoder gives its plain logits."""
     model = build("deepseek_v4")
     topk, rates = model.config.index_topk, model.config.compress_rates.values()
     assert {*rates, *(topk * rate for rate in rates)} <= set(local_windows(model))
