@@ -53,7 +53,6 @@ _SIZES: dict[str, Any] = {
     "qk_head_dim": 2 * _HEAD,
     "pad_token_id": 0,
     "index_n_heads": 2,
-    "index_topk": 512,
     "zero_expert_num": 2,
     "moe_layer_end_index": _LAYERS - 1,
     "num_kv_shared_layers": 0,
@@ -164,6 +163,7 @@ def _lengths(seed: int) -> dict[str, Any]:
     return {
         **dict.fromkeys(("sliding_window", "window_size", "sliding_window_size", "local_attention"), window),
         **dict.fromkeys(("attention_chunk_size", "attention_window_size", "keep_window_size"), window),
+        "index_topk": 8,
         **dict.fromkeys(("chunk_size", "mamba_chunk_size", "block_size"), chunk),
         **dict.fromkeys(("original_max_position_embeddings", "floor_scale"), draw.choice((17, 24, 29))),
     }
@@ -181,6 +181,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48},
     },
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 8}},
     "dots1": {"n_shared_experts": 1},
     "falcon_h1": {"mamba_d_ssm": 32},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},

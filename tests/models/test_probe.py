@@ -58,6 +58,26 @@ def test_a_window_too_long_to_probe_is_refused() -> None:
     assert "too long to probe" in result.reason
 
 
+def test_a_job_past_a_window_that_no_padded_row_could_exceed_is_refused() -> None:
+    model = make_model("mistral-window")
+    with pytest.raises(KeelError, match=r"local attention of 16 tokens, .* the job reaches 64: shorten") as caught:
+        probe_packing(model, longest=64, max_length=20)
+    assert "\n" not in str(caught.value)
+    assert probe_packing(model, longest=16, max_length=20).ok
+
+
+def test_padded_rows_are_tried_where_shared_ones_would_be_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, lengths = make_model("mistral-window"), []
+    monkeypatch.setattr("keel.models.probe.LONGEST_PROBE", 20)
+    monkeypatch.setattr("keel.models.probe.longest_probe", lambda _: 40)
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    result = probe_packing(model, longest=64, max_length=20)
+    assert "too long to probe" in result.reason
+    assert max(lengths) > 16
+
+
 def test_rows_are_longer_than_the_window_and_within_the_context() -> None:
     model = make_model("mistral-window")
     assert context_length(model) == 128

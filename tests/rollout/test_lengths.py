@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from keel.errors import KeelError
 from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
-from keel.models.probe import probe_packing
+from keel.models.probe import local_windows, probe_packing
 from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.rollout.decode import _cases, _vouched, choose_decoder
 from keel.types import Completion, Group, Problem
 from models.architectures import VOCABULARY, Variant, build, small_config
 from models.sweep import own_logp
@@ -118,13 +119,110 @@ def test_dynamic_tables_are_those_of_each_context_whatever_was_computed_before()
 
 def test_contexts_beyond_what_a_probe_could_reach_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("mistral")
-    monkeypatch.setattr("keel.rollout.decode.longest_probe", lambda _: 6)
+    monkeypatch.setattr("keel.rollout.decode.longest_probe", lambda _: 2)
     engine = engine_of(model)
     sampling = SamplingParams(num_generations=1, max_completion_length=3)
     assert engine.generate([Request("a", tokens(3, 1))], sampling)
-    with pytest.raises(KeelError, match="'a' may reach 7 tokens and MistralForCausalLM is known to decode") as caught:
-        engine.generate([Request("a", tokens(4, 1))], sampling)
+    window = model.config.sliding_window
+    assert engine.generate([Request("a", tokens(window - 3, 1))], sampling)
+    said = f"'a' may reach {window + 1} tokens and MistralForCausalLM is known to decode rightly up to {window}, "
+    with pytest.raises(KeelError, match=said) as caught:
+        engine.generate([Request("a", tokens(window - 2, 1))], sampling)
     assert "\n" not in str(caught.value)
+
+
+def small_mistral(**settings: Any) -> Any:
+    config = small_config(Variant("mistral"))
+    for name, value in settings.items():
+        setattr(config, name, value)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("window", "context", "reached", "vouched"),
+    [
+        (80, 1000, 100, None),  # well past it
+        (95, 1000, 100, None),  # as far past it as a probe may
+        (120, 1000, 7, 120),  # not at all: the window itself is the limit, not the length of a probe
+        (99, 100, 96, None),  # in the last tokens of the context
+        (100, 100, 7, None),  # it never acts
+    ],
+)
+def test_a_window_is_crossed_or_is_the_limit(
+    window: int, context: int, reached: int, vouched: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keel.rollout.decode.longest_probe", lambda _: 100)
+    model = small_mistral(sliding_window=window, max_position_embeddings=context)
+    assert _vouched(model) == vouched
+    assert max(_cases(model, shared=False, lean=False)[-1].prompts) == reached
+
+
+def test_a_window_as_long_as_the_context_is_no_window() -> None:
+    """Phi-3's window of 262144 in a context of 131072 keeps nobody from sharing prompts."""
+    model = small_mistral(sliding_window=160, max_position_embeddings=160)
+    assert engine_of(model).fallback_reason is None
+    assert_own(model, sampled(model, (4, 12, 40), 16))
+    assert "DynamicSlidingWindowLayer" in str(engine_of(small_mistral(sliding_window=159)).fallback_reason)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "granitemoehybrid"])
+def test_experts_in_half_precision_are_decoded_as_in_full(name: str) -> None:
+    """Rounding sends tokens to other experts, which is no fault of a decoder."""
+    for seed in range(10 if name == "mixtral" else 2):
+        model = build(name, seed)
+        with torch.no_grad():
+            full = choose_decoder(model, graphs=False)
+            half = choose_decoder(model.to(torch.bfloat16), graphs=False)
+        assert (half.decoder, half.reason) == (full.decoder, full.reason), seed
+
+
+@pytest.mark.parametrize("name", ["mixtral", "minimax"])
+def test_a_wrong_cache_is_seen_in_half_precision(name: str) -> None:
+    """Logits of the next word, as soon as there is a past; and a linear part that is not reordered (MiniMax)."""
+    model = build(name).to(torch.bfloat16)
+    if name == "mixtral":
+        own = model.forward
+
+        def forgetful(*args: Any, **kwargs: Any) -> Any:
+            out = own(*args, **kwargs)
+            if kwargs.get("past_key_values") is not None:
+                out.logits = out.logits.roll(1, -1)
+            return out
+
+        forgetful.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
+        model.forward = forgetful
+    with torch.no_grad():
+        chosen: Any = choose_decoder(model, graphs=False).decoder
+    assert chosen.keywords == (
+        {"drop": None, "cached": False} if name == "mixtral" else {"drop": "batch_select_indices"}
+    )
+
+
+def test_sparse_attention_over_compressed_entries_is_tried_past_its_top_k() -> None:
+    """DeepSeek V4's index_topk counts entries of several tokens each; past it no decoder gives its plain logits."""
+    model = build("deepseek_v4")
+    topk, rates = model.config.index_topk, model.config.compress_rates.values()
+    assert {*rates, *(topk * rate for rate in rates)} <= set(local_windows(model))
+    with pytest.raises(KeelError, match="DeepseekV4ForCausalLM cannot be sampled from"):
+        engine_of(model)
+
+
+def test_a_probe_out_of_memory_is_no_verdict_on_a_decoder() -> None:
+    model = build("mistral")
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.forward = full
+    with pytest.raises(torch.OutOfMemoryError):
+        choose_decoder(model, graphs=False)
+
+
+def test_a_probe_of_decoders_computes_no_logits_of_the_prompt() -> None:
+    model, counts = build("mistral"), []
+    model.lm_head.register_forward_hook(lambda _, __, out: counts.append(out.shape[1]))
+    engine_of(model)
+    assert max(counts) <= 5
 
 
 def test_a_model_whose_cache_is_wrong_reads_its_contexts_again() -> None:

@@ -64,7 +64,16 @@ def local_windows(model: nn.Module, longest: int | None = None) -> list[int]:
         for name, value in numbers.items()
         if any(part in name for part in _WINDOWS) and not any(part in name for part in ("layers", "pattern"))
     }
+    rates = _compress_rates(model)
+    named |= rates | {int(numbers["index_topk"]) * rate for rate in rates if "index_topk" in numbers}
     return sorted(value for value in named if limit is None or value < limit)
+
+
+def _compress_rates(model: nn.Module) -> set[int]:
+    """How many tokens become one entry of compressed attention: before that there is none, and top-k counts entries."""
+    config: Any = causal_lm(model).config.get_text_config(decoder=True)
+    rates = getattr(config, "compress_rates", None)
+    return {int(rate) for _, rate in _nested(rates)} if isinstance(rates, Mapping) else set()
 
 
 def position_switches(model: nn.Module, longest: int | None = None) -> list[int]:
@@ -96,11 +105,13 @@ def probe_packing(
 
     `longest` is the job's longest prompt plus completion (None: the context). A window beyond `max_length` cannot be
     exceeded by the probe; then packing is refused, since nothing would notice the wrong numbers. Raises if even one
-    row a completion disagrees with the model's own logits.
+    row a completion disagrees with the model's own logits, or if the job exceeds a window that no such row could.
     """
     windows = local_windows(model, longest)
-    reachable = [window for window in windows if past(window) + 2 * _EXTRA <= max_length]
-    groups = _random_groups(model, vocab_size, prompt=past(max(reachable, default=0)))
+    reachable = [window for window in windows if window + 3 * _EXTRA <= max_length]
+    _check_untried(model, vocab_size, [window for window in windows if window not in reachable], longest, max_length)
+    furthest = min(past(max(reachable, default=0)), max_length - 2 * _EXTRA) if reachable else past(0)
+    groups = _random_groups(model, vocab_size, prompt=furthest)
     length = max(len(g.prompt_tokens) + len(c.tokens) for g in groups for c in g.completions)
     window = windows[0] if windows else None
     name = type(causal_lm(model)).__name__
@@ -158,6 +169,24 @@ def _problem(model: nn.Module, agrees: bool, worst: float, windows: list[int], r
     if windows and _eps(model) > torch.finfo(torch.float32).eps:
         return f"has local attention of {windows[0]} tokens, whose loss would hide in the rounding of its dtype"
     return None
+
+
+def _check_untried(
+    model: nn.Module, vocab_size: int | None, windows: list[int], longest: int | None, max_length: int
+) -> None:
+    """Try padded rows alone past windows too long for shared ones; refuse a job that exceeds one too long for both."""
+    most = max(max_length, longest_probe(model)) if max_length == LONGEST_PROBE else max_length
+    for window in windows:
+        if window + 2 * _EXTRA <= most:
+            groups = [replace(g, completions=g.completions[:1]) for g in _random_groups(model, vocab_size, window + 1)]
+            with evaluating(model), _refused_by_name(model):
+                _check_single_rows(model, groups, *_own_logp(model, groups))
+        elif longest is not None:
+            raise KeelError(
+                f"{type(causal_lm(model)).__name__} has local attention of {window} tokens, which no probe could "
+                f"exceed, and the job reaches {longest}: shorten prompt and completion to {window} tokens, or give a "
+                "scorer of your own as module:attr"
+            )
 
 
 def _check_single_rows(model: nn.Module, groups: list[Group], own: Tensor, spread: float, origin: int = 0) -> None:
@@ -224,11 +253,11 @@ def _own_logp(model: nn.Module, groups: list[Group], origin: int = 0) -> tuple[T
             row = torch.tensor([group.prompt_tokens + completion.tokens], device=device)
             first, end = len(group.prompt_tokens), row.shape[1] - 1  # contexts of so many tokens
             if regimes is None:
-                logits = _last_logits(model, row, end - first + 2, origin)[:-1]
+                logits = last_logits(model, row, end - first + 2, origin)[:-1]
             else:
                 spans = [(max(first, above - origin + 1), upto - origin) for above, upto in regimes.spans(origin + end)]
                 spans = [(begin, stop) for begin, stop in spans if begin <= stop]
-                logits = torch.cat([_last_logits(model, row[:, :b], b - a + 1, origin) for a, b in spans])
+                logits = torch.cat([last_logits(model, row[:, :b], b - a + 1, origin) for a, b in spans])
             spreads.append(float(logits.std(dim=-1).mean()))
             parts.append(torch.log_softmax(logits, dim=-1).gather(-1, row[0, first:, None]).squeeze(-1))
     return torch.cat(parts), sum(spreads) / len(spreads)
@@ -249,7 +278,7 @@ def _refused_by_name(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
-def _last_logits(model: nn.Module, row: Tensor, count: int, origin: int) -> Tensor:
+def last_logits(model: nn.Module, row: Tensor, count: int, origin: int) -> Tensor:
     """The logits `[count, V]` at the last positions of a plain row that nothing before it has left a mark on."""
     positions = {"position_ids": origin + torch.arange(row.shape[1], device=row.device)[None]} if origin else {}
     forget_lengths(causal_lm(model))

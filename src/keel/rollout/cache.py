@@ -281,6 +281,12 @@ def _shared_prefix_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention that models call while a SharedPrefixCache decodes; refuses any variant it does not compute."""
+    window, context = (
+        kwargs.get("sliding_window"),
+        getattr(getattr(module, "config", None), "max_position_embeddings", 0),
+    )
+    if isinstance(window, int) and isinstance(context, int) and 0 < context <= window:
+        kwargs.pop("sliding_window")  # no context leaves it
     refuse_variants(kwargs)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     cache = _active[-1]

@@ -150,7 +150,8 @@ class NativeEngine:
         if self._vouched is not None and longest > self._vouched:
             raise KeelError(
                 f"problem {request.key!r} may reach {longest} tokens and {type(causal_lm(self._policy)).__name__} is "
-                f"known to decode rightly up to {self._vouched}, short of its window: shorten prompt and completion"
+                f"known to decode rightly up to {self._vouched}, a window that no probe could cross: shorten "
+                "prompt and completion"
             )
 
     def _run(
