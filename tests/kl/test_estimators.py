@@ -222,7 +222,7 @@ def test_mistakes_are_one_line_that_names_the_thing(call, says):
 
 
 def test_unknown_estimator_lists_the_known_ones():
-    with pytest.raises(KeelError, match=r"known: abs, k1, k2, k3|did you mean"):
+    with pytest.raises(KeelError, match=r"known: abs, (\S+, )*k1, k2, k3"):
         estimate("zzz", rows([0.0]), rows([0.0]))
 
 

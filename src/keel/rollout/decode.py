@@ -516,10 +516,22 @@ def choose_decoder(model: nn.Module, *, graphs: bool = True) -> Choice:
             note = None if way in shared else f"{reason}{_REREADS.get(way, '')}"
             return Choice(made, note, None if plain else _vouched(model))
         reason = reason if reason and way in _REPEATED else fault
+    if (broken := _broken(model)) is not None:
+        return Choice(RepeatedDecoder, broken)
     raise KeelError(
         f"{type(inner).__name__} cannot be sampled from: without any cache its logits still are not those of a plain "
         f"forward of the same tokens ({reason}): give an engine of your own as rollout.engine=module:attr"
     )
+
+
+def _broken(model: nn.Module) -> str | None:
+    """What is wrong with a model that no decoder can be held against: the model's fault, which others have to name."""
+    ids = torch.arange(3, 11, device=next(model.parameters()).device).unsqueeze(0)
+    with torch.no_grad():
+        first, again = (model(input_ids=ids, use_cache=False).logits for _ in range(2))
+    if not bool(first.isfinite().all()):
+        return "its logits are not finite"
+    return None if torch.equal(first, again) else "it answers the same tokens differently each time"
 
 
 _REPEATED: tuple[Callable[..., Decoder], ...] = (
