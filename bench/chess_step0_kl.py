@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from keel.envs import build_task
 from keel.kl import k3
 from keel.models.load import load_model
-from keel.tasks import build_task
 
 CLAMP = 20.0  # nats, the default of `kl.log_ratio_clamp`
 Pass = Callable[["Rows"], Tensor]

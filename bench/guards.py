@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from keel.build import build_policy, build_run
 from keel.config import load_config
 from keel.models.tiny import tiny_tokenizer
-from keel.train import guards
-from keel.train import step as step_module
-from keel.train.state import State
+from keel.run.build import build_policy, build_run
+from keel.trainer import guards
+from keel.trainer import step as step_module
+from keel.trainer.state import State
 
 ROOT = Path(__file__).resolve().parents[1]
 GUARDS = ("spike_limit", "over_budget", "watch")

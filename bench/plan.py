@@ -106,7 +106,7 @@ class LongPrompts:
     name = "long_prompts"
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Any]:
-        from keel.types import Problem
+        from keel.base.types import Problem
 
         return [
             Problem(f"{seed}/{step}/{i}", " ".join(f"{i} {n} time people" for n in range(3000))) for i in range(count)
@@ -119,7 +119,7 @@ class LongPrompts:
         return "1"
 
     def reward(self, problem: Any, turns: Any) -> Any:
-        from keel.types import Reward
+        from keel.base.types import Reward
 
         return Reward(float(zlib.crc32(str(turns).encode()) % 7))
 
@@ -163,11 +163,11 @@ def measure(config: Any) -> dict[str, Any]:
     """Peaks of the second real step, seconds of the third."""
     import torch
 
-    import keel.train.step as step
-    from keel.build import build_policy, build_run
+    import keel.trainer.step as step
+    from keel.lab.plan.live import LiveBytes
     from keel.rollout import NativeEngine
-    from keel.studies.live import LiveBytes
-    from keel.train.state import State
+    from keel.run.build import build_policy, build_run
+    from keel.trainer.state import State
 
     loaded = build_policy(config)
     run = build_run(config, loaded, task=LongPrompts()).run
@@ -213,8 +213,8 @@ def one(name: str, job: Job) -> dict[str, Any]:
     import torch
 
     from keel.config import load_config
-    from keel.studies.hardware import find_hardware
-    from keel.studies.plan import plan
+    from keel.lab.plan.hardware import find_hardware
+    from keel.lab.plan.plan import plan
 
     config = load_config({}, job.overrides())
     began = time.perf_counter()

@@ -28,10 +28,10 @@ def measure_here(prompt: int, group: int, completion: int, shared: bool, repeats
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
+    from keel.base.types import Batch, Completion, Group, Problem
     from keel.losses import KLSpec, LossSpec, objective
     from keel.models.logprobs import score_tokens
     from keel.models.pack import pack
-    from keel.types import Batch, Completion, Group, Problem
 
     torch.manual_seed(0)
     config = LlamaConfig(

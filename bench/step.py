@@ -153,13 +153,13 @@ def run_keel(model: str, job: Job, steps: int, device: str) -> list[dict[str, fl
     """Keel's step: shared prompts in the rollout, one row a group in the reference and in the update."""
     import torch
 
+    from keel.base.types import Batch, Group, Problem
     from keel.losses import KLSpec, LossSpec, advantages, objective
     from keel.models.load import load_model
     from keel.models.logprobs import score_tokens
     from keel.models.pack import pack
     from keel.reference import build_reference
     from keel.rollout import NativeEngine, Request, SamplingParams
-    from keel.types import Batch, Group, Problem
 
     loaded = load_model(model, dtype="float32", device=device)
     policy, tokenizer = loaded.model, loaded.tokenizer

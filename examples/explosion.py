@@ -5,7 +5,7 @@ Used by explosion.yaml and explosion_cured.yaml beside this file; the story is i
 
 from __future__ import annotations
 
-from keel.types import Problem, Reward
+from keel.base.types import Problem, Reward
 
 
 def cliff(problem: Problem, text: str) -> Reward:

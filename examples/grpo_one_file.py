@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from keel.base.types import Batch, Scores
 from keel.kl import estimate, masked_mean
 from keel.losses import Counts, KLSpec, LossSpec, advantages, global_denominators, objective
-from keel.types import Batch, Scores
 
 CHARACTERS = "0123456789+=."  # "." ends an answer
 END = CHARACTERS.index(".")

@@ -87,7 +87,7 @@ def reader(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
 
     import keel.config
-    import keel.train.api as api
+    import keel.run.train as api
 
     def shortened(source, overrides=()):
         config, _ = keel.config.read_config(source, overrides)

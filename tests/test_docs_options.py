@@ -6,10 +6,10 @@ import shlex
 
 import pytest
 
+from keel.base.errors import KeelError
 from keel.cli.app import app, configuration
 from keel.config import load_config
 from keel.config.schema import Config
-from keel.errors import KeelError
 from keel.kl import build_controller
 from keel.kl.controllers import CONTROLLERS
 from test_docs import BLOCKS, PAGES, ROOT

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import keel
+from keel.base.types import Problem, Reward
 from keel.config import load_config
 from keel.kl.controllers import CONTROLLERS
 from keel.loggers import Quiet
@@ -20,7 +21,6 @@ from keel.losses import LOSSES
 from keel.models.head import evaluating
 from keel.models.tiny import tiny_model
 from keel.rollout import NativeEngine
-from keel.types import Problem, Reward
 
 HERE = __name__
 USED: set[str] = set()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
+from keel.base.types import Completion, Group, Problem
 from keel.kl import exact_kl
 from keel.models import branches, fingerprint
 from keel.models.head import body_of, head_of
@@ -15,7 +16,6 @@ from keel.models.pack import pack
 from keel.models.probe import probe_packing
 from keel.reference import build_reference
 from keel.rollout import NativeEngine, Request, SamplingParams
-from keel.types import Completion, Group, Problem
 
 SMALL = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": 0}

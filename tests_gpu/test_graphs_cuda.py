@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from test_engine_room_cuda import PROMPTS, Tokens, model_on
 
 from keel.rollout import NativeEngine, Request, SamplingParams
-from keel.rollout.graph import GraphedStep
+from keel.rollout.native.graph import GraphedStep
 
 ENDS = frozenset(range(5))
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from keel.envs.multihop import multihop
 from keel.models.words import word_model
-from keel.tasks.multihop import multihop
 
 DOCUMENTS = 20  # the most that a made-up world has: one vocabulary for all sizes
 

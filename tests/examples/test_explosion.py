@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from keel.base.thresholds import load_thresholds
+from keel.base.types import Problem
 from keel.config import load_config
 from keel.config.schema import Config
-from keel.doctor.bench import build_bench
-from keel.doctor.preflight import preflight
-from keel.doctor.probes.reference import probe_reference
-from keel.doctor.thresholds import load_thresholds
-from keel.types import Problem
+from keel.lab.doctor.bench import build_bench
+from keel.lab.doctor.preflight import preflight
+from keel.lab.doctor.probes.reference import probe_reference
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

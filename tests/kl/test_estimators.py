@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.kl import ESTIMATORS, estimate, importance_ratio, k1, k2, k3, log_ratio, masked_mean, reward_to_go
 from keel.kl.estimators import BUILT_IN
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.kl import exact_kl, topk_kl, topk_kl_unbiased
 
 INF = math.inf

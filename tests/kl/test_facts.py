@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.kl import FACTS, advise, check_pairing, find_fact
 from keel.kl.facts import MEANINGS, PAPERS, REFUSED
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.kl import FACTS, GradientForm, check_pairing, kl_loss, parse_gradient, straight_through, weighted_estimate
 from keel.kl.gradients import with_form
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.kl import measure_kl, token_statistics
 
 STATISTICS = {"mean", "se", "min", "max", "p95"}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.kl import EffectiveCoefficientWarning, check_pairing, estimate, kl_loss, shape_advantages, shape_rewards
 from keel.losses import advantages
 

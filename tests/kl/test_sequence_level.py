@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.kl import (
     exact_kl,
     k1_to_go,

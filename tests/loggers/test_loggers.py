@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.loggers import ConsoleLogger, Fanout, JsonlLogger, Quiet, RunDirectory, build_loggers
 from keel.loggers.console import duration, evaluation_line, event_line, step_line
 from keel.loggers.tensorboard import TensorBoardLogger, flat_numbers
@@ -285,7 +285,9 @@ def test_build_refuses_unknown_options(run):
 def test_importing_the_loggers_loads_nothing_heavy():
     import subprocess
 
-    code = "import keel.loggers, keel.report, sys; print([m for m in ('torch', 'rich', 'wandb') if m in sys.modules])"
+    code = (
+        "import keel.loggers, keel.lab.report, sys; print([m for m in ('torch', 'rich', 'wandb') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from keel.errors import KeelError
+from keel.base import files as files_module
+from keel.base.errors import KeelError
+from keel.base.lock import in_use
 from keel.loggers import JsonlLogger, RunDirectory
-from keel.loggers import files as files_module
-from keel.loggers.lock import in_use
 
 WRITER = """
 import sys

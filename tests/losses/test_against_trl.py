@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trl import GRPOTrainer
 
+from keel.base.types import Batch, Scores
 from keel.losses import KLSpec, LossSpec, MismatchSpec, mismatch_weights, objective
-from keel.types import Batch, Scores
 
 BETA = 0.04
 PLAIN = KLSpec(estimator="k3", gradient="plain", reduction="loss")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.losses import MismatchSpec, mismatch_weights
 
 RATIOS = torch.tensor([[0.25, 1.0, 1.5, 4.0], [0.5, 2.0, 3.0, 1.0]])

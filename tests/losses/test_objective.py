@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
+from keel.base.metrics import merge, values
+from keel.base.types import Batch, Scores
 from keel.kl import check_pairing
 from keel.losses import LOSSES, KLSpec, LossSpec, MismatchSpec, global_denominators, objective, with_policy_mask
-from keel.metrics import merge, values
-from keel.types import Batch, Scores
 
 LENGTH = 7
 

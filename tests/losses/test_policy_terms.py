@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.losses import LOSSES, LossSpec, policy_term, resolve_limits
 
 ON = torch.ones(1, 4, dtype=torch.bool)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.losses import REDUCTIONS, Denominators, count_denominators
 from keel.losses.reductions import get_reduction
 

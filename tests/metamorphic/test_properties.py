@@ -22,11 +22,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import keel
+from keel.base.types import Completion, Group
 from keel.rollout import Request, SamplingParams
-from keel.train.batch import StepBatch, pack_step, score_policy
-from keel.train.state import Run
-from keel.train.step import train_step
-from keel.types import Completion, Group
+from keel.trainer.batch import StepBatch, pack_step, score_policy
+from keel.trainer.state import Run
+from keel.trainer.step import train_step
 from metamorphic.worlds import BASE, budget, configure, groups, make_run, options
 
 pytestmark = pytest.mark.filterwarnings("ignore:decoding without shared prompts")
@@ -160,7 +160,7 @@ def test_the_penalty_acts_on_every_completion(chosen, rollouts, reason):
     def slopes(beta: float) -> torch.Tensor:
         run, state = make_run(configure(chosen, **size, **MASKS[reason], **{"kl.beta": beta}), rollouts)
         seen: list[torch.Tensor] = []
-        from keel.train import step as step_module
+        from keel.trainer import step as step_module
 
         inner = step_module.score_micro
 

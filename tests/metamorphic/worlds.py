@@ -16,12 +16,12 @@ import transformers
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from keel.build import build_policy, build_run
+from keel.base.types import Completion, Group, Problem, Reward
 from keel.config import load_config
 from keel.config.schema import Config
 from keel.models.tiny import tiny_tokenizer
-from keel.train.state import Run, State
-from keel.types import Completion, Group, Problem, Reward
+from keel.run.build import build_policy, build_run
+from keel.trainer.state import Run, State
 
 EXAMPLES = int(os.environ.get("KEEL_METAMORPHIC_EXAMPLES", "0"))  # 0: a fixed draw, small enough for every test run
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from keel.types import Completion, Group, Problem
+from keel.base.types import Completion, Group, Problem
 
 VOCABULARY = 61
 _SHAPE = {

@@ -14,14 +14,14 @@ import torch
 import transformers
 from torch import Tensor
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
+from keel.base.types import Completion, Group, Problem
 from keel.models.lengths import forget_lengths
 from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
 from keel.models.probe import probe_packing
 from keel.rollout import NativeEngine, Request, SamplingParams
-from keel.rollout.decode import RepeatedDecoder, SharedPrefixDecoder, SwitchingDecoder
-from keel.types import Completion, Group, Problem
+from keel.rollout.native.decode import RepeatedDecoder, SharedPrefixDecoder, SwitchingDecoder
 from rollout import shapes
 
 from .architectures import UNBUILT, VOCABULARY, Variant

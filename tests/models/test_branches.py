@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers import models as zoo
 
+from keel.base.types import Completion, Group, Problem
 from keel.models import branches
 from keel.models.head import body_of
 from keel.models.logprobs import score_tokens
 from keel.models.pack import PackedBatch, pack
-from keel.types import Completion, Group, Problem
 
 SIZES = {
     "vocab_size": 50,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.models import load_model
 from keel.models.gguf import check_gguf
 

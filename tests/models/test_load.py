@@ -22,7 +22,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.models import fingerprint, load_model
 from keel.models.dropout import disable_dropout
 from keel.models.head import body_of

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.models.chunked import Ask, token_stats
 from keel.models.head import Head, frozen_head, head_of
 from keel.models.logprobs import hidden_states, score_hidden, score_tokens

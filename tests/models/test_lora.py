@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.models import load_model
 from keel.models.lora import adapter_is_zero
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
+from keel.base.types import Completion, Group, Problem, Reward
 from keel.models.pack import _bins, microbatches, pack
-from keel.types import Completion, Group, Problem, Reward
 
 from .packing_cases import RAGGED, make_completion, make_groups
 

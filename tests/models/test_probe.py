@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.models.checks import context_length
 from keel.models.head import head_of
 from keel.models.lengths import LengthRegimes, length_regimes

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keel.envs import build_task
 from keel.models.load import load_model
 from keel.models.scratch import chess_30m, chess_124m, chess_small, chess_tokenizer, gpt2
 from keel.models.tiny import CHARACTERS
-from keel.tasks import build_task
 
 TOKENIZER = chess_tokenizer()
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from keel.build import build_policy, build_run
 from keel.config import load_config
+from keel.run.build import build_policy, build_run
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
+from keel.base.types import Completion, Group, Problem
 from keel.models import LoadedModel, fingerprint, load_model
 from keel.models.head import frozen_head
 from keel.models.logprobs import hidden_states, score_tokens
@@ -22,7 +23,6 @@ from keel.models.pack import pack
 from keel.models.tiny import tiny_config, tiny_tokenizer
 from keel.reference import KINDS, build_reference, check_reference
 from keel.reference.held import Parked
-from keel.types import Completion, Group, Problem
 
 LORA = {"r": 3, "alpha": 5, "targets": ["q_proj", "down_proj"]}
 SMALL = f"{__name__}:small"

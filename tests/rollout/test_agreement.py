@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from keel.base.types import Group, Problem
 from keel.models.logprobs import score_tokens
 from keel.models.pack import pack, right_pad
 from keel.models.probe import probe_packing
 from keel.rollout import NativeEngine, Request, SamplingParams
-from keel.types import Group, Problem
 
 from . import shapes
 

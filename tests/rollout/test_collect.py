@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
+from keel.base.types import Completion, Problem, Reward
+from keel.envs import arithmetic
+from keel.envs.judge import Judge
+from keel.envs.rewards import wrap
 from keel.models.tiny import tiny_model
 from keel.rollout import NativeEngine, Request, SamplingParams
 from keel.rollout.collect import collect
-from keel.tasks import arithmetic
-from keel.tasks.judge import Judge
-from keel.tasks.rewards import wrap
-from keel.types import Completion, Problem, Reward
 
 from . import shapes
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
+from keel.base.types import Problem, Reward
 from keel.rollout import NativeEngine, Request, SamplingParams, Turn
-from keel.rollout.batch import Batch, Row
-from keel.rollout.cache import SharedPrefixCache
 from keel.rollout.collect import collect
-from keel.types import Problem, Reward
+from keel.rollout.native.batch import Batch, Row
+from keel.rollout.native.cache import SharedPrefixCache
 
 from . import shapes
 
@@ -100,8 +100,8 @@ def in_step(engine: NativeEngine, sampling: SamplingParams = SAMPLING) -> Talk:
 @pytest.fixture(autouse=True)
 def cheap_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows join soon: turns are short here."""
-    monkeypatch.setattr("keel.rollout.decode._JOIN", 0.5)
-    monkeypatch.setattr("keel.rollout.decode._JOIN_GRAPHED", 0.5)
+    monkeypatch.setattr("keel.rollout.native.decode._JOIN", 0.5)
+    monkeypatch.setattr("keel.rollout.native.decode._JOIN_GRAPHED", 0.5)
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_no_place_stands_empty_for_long_while_anything_waits(
         return left
 
     monkeypatch.setattr(Batch, "fill", noted)
-    monkeypatch.setattr("keel.rollout.decode._JOIN", cost)
+    monkeypatch.setattr("keel.rollout.native.decode._JOIN", cost)
     requests = [Request(f"p{i}", tokens) for i, tokens in enumerate(shapes.prompts(6))]
     sampling = SamplingParams(num_generations=2, max_completion_length=40, max_batch=4)
     engine_of(shapes.model("llama")).generate(requests, sampling, seed=3)
@@ -300,7 +300,7 @@ def test_buffers_of_rows_that_join_are_not_twice_as_long(monkeypatch: pytest.Mon
         columns.append(self.own.shape[4])
 
     monkeypatch.setattr(SharedPrefixCache, "__init__", noted)
-    monkeypatch.setattr("keel.rollout.cache._ROOM", 4)
+    monkeypatch.setattr("keel.rollout.native.cache._ROOM", 4)
     model = shapes.model("llama")
     requests = [Request(f"p{i}", (5, 6, i), max_new=10 + 5 * (i % 8)) for i in range(24)]
     sampling = SamplingParams(num_generations=1, max_completion_length=45, ignore_eos=True, max_batch=4)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from keel.build import build_engine
 from keel.config import load_config
 from keel.models import load_model
-from keel.rollout import NativeEngine, Request, SamplingParams, graph
-from keel.rollout.batch import Batch, Row
+from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.rollout.native import graph
+from keel.rollout.native.batch import Batch, Row
+from keel.run.build import build_engine
 
 from . import shapes
 from .test_converse import assert_same, engine_of, in_step, talked
@@ -38,10 +39,10 @@ def replayed(work: Callable[[], Tensor], device: torch.device) -> tuple[Callable
 @pytest.fixture
 def graphed(monkeypatch: pytest.MonkeyPatch) -> None:
     MADE.clear()
-    monkeypatch.setattr("keel.rollout.decode.can_be_graphed", lambda model: True)
+    monkeypatch.setattr("keel.rollout.native.decode.can_be_graphed", lambda model: True)
     monkeypatch.setattr(graph, "record", replayed)
     monkeypatch.setattr(graph, "_warm", {torch.device("cpu")})
-    monkeypatch.setattr("keel.rollout.decode._JOIN_GRAPHED", 0.5)
+    monkeypatch.setattr("keel.rollout.native.decode._JOIN_GRAPHED", 0.5)
     monkeypatch.setattr(graph, "_WINDOW", 8)
     monkeypatch.setattr(graph, "_WORTH", 2)
 

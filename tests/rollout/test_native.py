@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.rollout import NativeEngine, Request, SamplingParams
 from keel.rollout.stops import StopStrings
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
+from keel.base.types import Problem
 from keel.models.tiny import CHARACTERS, tiny_tokenizer
 from keel.rollout.render import Renderer, fit
-from keel.types import Problem
 
 CHAT = [{"role": "user", "content": "hi"}]
 TOKENIZER = tiny_tokenizer()

@@ -11,16 +11,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
+from keel.base.types import Completion, Group, Problem, Reward
+from keel.envs.toolbox import Toolbox
+from keel.envs.tools import tool
 from keel.models.pack import pack
 from keel.models.tiny import tiny_tokenizer
 from keel.rollout import NativeEngine, Request, SamplingParams
 from keel.rollout.collect import collect
 from keel.rollout.render import Renderer
-from keel.tasks.toolbox import Toolbox
-from keel.tasks.tools import tool
-from keel.train.measure import describe_episodes
-from keel.types import Completion, Group, Problem, Reward
+from keel.trainer.measure import describe_episodes
 
 from . import shapes
 from .chats import Chat, chats
@@ -311,7 +311,7 @@ def test_every_result_of_a_rollout_is_kept_until_it_is_judged(monkeypatch: pytes
     """Far more turns than are kept otherwise, of a tool that answers differently each time: the reward and the counts
     see what the model was told, also where an earlier rollout had played the same, and later ones let go of it.
     """
-    monkeypatch.setattr("keel.tasks.toolbox._KEPT", 4)
+    monkeypatch.setattr("keel.envs.toolbox._KEPT", 4)
     calls: list[str] = []
 
     @tool(name="weather")

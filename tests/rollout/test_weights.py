@@ -10,8 +10,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from keel.errors import KeelError
-from keel.rollout import NativeEngine, Request, SamplingParams, weights
+from keel.base.errors import KeelError
+from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.rollout.native import weights
 
 from . import shapes
 

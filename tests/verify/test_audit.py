@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.verify import audit, load_callable, parse_formula
 from keel.verify.oracle import random_bandits
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from keel.build import build_policy, build_run
+from keel.base.errors import KeelError
 from keel.config import load_config
-from keel.errors import KeelError
 from keel.kl import estimate, find_fact
-from keel.train.state import State
-from keel.train.step import train_step
+from keel.run.build import build_policy, build_run
+from keel.trainer.state import State
+from keel.trainer.step import train_step
 
 HERE = __name__
 

@@ -7,6 +7,7 @@ import sys
 
 import typer
 
+from keel.base.errors import KeelError
 from keel.cli import (
     ablate,
     check_task,
@@ -25,7 +26,6 @@ from keel.cli import (
     verify,
 )
 from keel.cli.app import app
-from keel.errors import KeelError
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
+from keel.base.errors import KeelError
 from keel.cli.app import ANY_OPTION, app
-from keel.errors import KeelError
 
 ABLATE_HELP = """Run a grid of options over several seeds: a table with intervals, pictures, a verdict in words.
 
@@ -51,8 +51,8 @@ def ablate(
     list_only: Annotated[bool, typer.Option("--list", help="Check the grid, show its points, and stop.")] = False,
 ) -> int:
     from keel.config import arguments
-    from keel.studies import read_study
-    from keel.studies.run import check_place, run_study
+    from keel.lab.studies import read_study
+    from keel.lab.studies.run import check_place, run_study
 
     sys.path.insert(0, "")  # module:attr of the folder one stands in
     paths, overrides = arguments.split(words)
@@ -65,7 +65,7 @@ def ablate(
             typer.echo(f"{point.label}{'  (baseline)' if point.label == study.baseline else ''}")
         typer.echo(f"{len(study.points)} points × {len(study.seeds)} seeds")
         return 0
-    from keel.studies.report import write_study
+    from keel.lab.studies.report import write_study
 
     folder = out or Path("runs") / "studies" / study.name
     try:

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from keel.base.errors import KeelError
 from keel.cli.app import ANY_OPTION, app, print_json
-from keel.errors import KeelError
 
 CHECK_TASK_HELP = """Prove that a task is sound before a model is trained on it, and show three worked examples.
 
@@ -46,10 +46,10 @@ def check_task(
     if model is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
 
-    from keel.build import build_judge, build_named_task, build_renderer
+    from keel.envs.prove import examples, prove
+    from keel.envs.rewards import probe_rewards
     from keel.models.tokenizer import load_tokenizer
-    from keel.tasks.rewards import probe_rewards
-    from keel.verify.task import examples, prove
+    from keel.run.build import build_judge, build_named_task, build_renderer
 
     task = build_named_task(config.task, config)
     configured = [part.name for part in config.rewards] != ["task"]

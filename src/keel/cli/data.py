@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from keel.base.errors import KeelError
 from keel.cli.app import app, bar, print_json
-from keel.errors import KeelError
 
 data_app = typer.Typer(name="data", help="Make training data.", no_args_is_help=True)
 app.add_typer(data_app)
@@ -59,10 +59,10 @@ def chess(
 ) -> int:
     from dataclasses import asdict
 
-    from keel.data import make_shards
+    from keel.envs.shards import make_shards
 
     try:
-        from keel.tasks.chess.make import MakeOptions, check_options, shard
+        from keel.envs.chess.make import MakeOptions, check_options, shard
     except ImportError as error:
         raise KeelError(f"keel data chess needs {error.name}: pip install 'keel-rl[chess]'") from error
     names = tuple(dict.fromkeys(name.strip() for name in games.split(",") if name.strip()))

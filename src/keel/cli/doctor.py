@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from keel.base.errors import KeelError
 from keel.cli.app import ANY_OPTION, app, configuration, print_json
-from keel.errors import KeelError
 
 DOCTOR_HELP = """Say what is wrong with a run, or with a configuration before it is run; worst first.
 
@@ -56,8 +56,8 @@ def doctor(
     else:
         if overrides:
             raise KeelError(f"{overrides[0]} changes nothing about {log}, which is finished: leave it out")
-        from keel.doctor.examine import examine, write_findings
-        from keel.doctor.readers import parse_map
+        from keel.lab.doctor.examine import examine, write_findings
+        from keel.lab.doctor.readers import parse_map
 
         name, diagnosis = str(log), examine(log, parse_map(columns), threshold or [])
         if write:
@@ -67,7 +67,7 @@ def doctor(
     else:
         from rich.console import Console
 
-        from keel.doctor.display import show_diagnosis
+        from keel.lab.doctor.display import show_diagnosis
 
         show_diagnosis(diagnosis, Console(), name)
     return int(diagnosis.exit_status)
@@ -88,9 +88,9 @@ def _log_at(paths: list[str]) -> Path | None:
 
 
 def _preflight(words: list[str], threshold: list[str], as_json: bool) -> tuple[str, Any]:
-    from keel.doctor.preflight import preflight
-    from keel.doctor.thresholds import load_thresholds
-    from keel.doctor.thresholds import words as as_mapping
+    from keel.base.thresholds import load_thresholds
+    from keel.base.thresholds import words as as_mapping
+    from keel.lab.doctor.preflight import preflight
 
     config = configuration(words)
     limits = load_thresholds({**config.doctor.thresholds.params, **as_mapping(threshold)})

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from keel.base.errors import KeelError
 from keel.cli.app import ANY_OPTION, app, bar, print_json
-from keel.errors import KeelError
 
 EVAL_HELP = """Evaluate a model, a run's checkpoint or a configuration's model on held-out problems.
 
@@ -61,9 +61,9 @@ def eval(
     out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Also write the data to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw bars with their intervals.")] = None,
 ) -> int:
+    from keel.base.files import write_atomic
     from keel.config import arguments
-    from keel.loggers.files import write_atomic
-    from keel.report.picture import check_picture
+    from keel.lab.report.picture import check_picture
 
     sys.path.insert(0, "")  # module:attr of the folder one stands in, as with python -m
     if plot is not None:
@@ -82,7 +82,7 @@ def eval(
     if out is not None:
         write_atomic(out, json.dumps(data, ensure_ascii=False, allow_nan=False, indent=2) + "\n")
     if plot is not None:
-        from keel.report.evaluation import plot_evaluation
+        from keel.lab.report.evaluation import plot_evaluation
 
         plot_evaluation(data, plot)
     if as_json:
@@ -90,7 +90,7 @@ def eval(
         return 0
     from rich.console import Console
 
-    from keel.report.evaluation import show_evaluation
+    from keel.lab.report.evaluation import show_evaluation
 
     for note in data["notes"]:
         typer.echo(note)
@@ -103,29 +103,15 @@ def eval(
 def _evaluate(
     word: str, own: list[str], checkpoint: str | None, tasks: list[str], baseline: str | None, seed: int | None
 ) -> dict[str, Any]:
-    from keel.train.evaluation import run_evaluation
-    from keel.train.subject import find_subject
+    from keel.api import evaluate
 
-    # what a task reads is the given tasks' where there are any, not that of the task a run was trained on
-    data = [item for item in own if tasks and _is_data(item)]
-    own = [item for item in own if item not in data]
-    subject = find_subject(word, own, checkpoint)
-    # the baseline's model is its own, so what the user says of the model does not hold for it; where it runs does
-    place = [item for item in own if item.startswith(("model.device=", "model.dtype=", "model.trust_remote_code="))]
-    other = None if baseline is None else find_subject(baseline, place)
     with bar() as watch:
-        return run_evaluation(subject, tasks=tasks, data=data, baseline=other, seed=seed, watch=watch)
-
-
-def _is_data(setting: str) -> bool:
-    from keel.config.checks import DATA_OF_TASKS
-
-    return setting.startswith(tuple(f"data.{name}{sign}" for name in DATA_OF_TASKS for sign in "=."))
+        return evaluate(word, tasks, overrides=own, checkpoint=checkpoint, baseline=baseline, seed=seed, watch=watch)
 
 
 def _check_tasks(given: list[str], task: list[str] | None) -> None:
     """Tasks come from one place, so that none is accepted and ignored."""
-    from keel.train.subject import names_tasks
+    from keel.run.subject import names_tasks
 
     clash = next((item for item in given if names_tasks([item])), None)
     if clash is not None and task:

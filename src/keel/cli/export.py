@@ -30,7 +30,7 @@ def export(
     checkpoint: Annotated[str | None, typer.Option(help="Of a run: best or a step; the newest by default.")] = None,
     merged: Annotated[bool, typer.Option("--merged", help="Write a LoRA adapter as whole weights.")] = False,
 ) -> int:
-    from keel.train.export import export as write
+    from keel.lab.publish.export import export as write
 
     sys.path.insert(0, "")  # module:attr of the folder one stands in, as with python -m
     place = write(source, folder, checkpoint=checkpoint, merged=merged)

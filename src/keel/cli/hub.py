@@ -42,7 +42,7 @@ def push(
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     merged: Annotated[bool, typer.Option("--merged", help="Upload a LoRA adapter as whole weights.")] = False,
 ) -> int:
-    from keel.train import hub
+    from keel.lab.publish import hub
 
     sys.path.insert(0, "")  # module:attr of the folder one stands in, as with python -m
     pushed = hub.push(source, repo, checkpoint=checkpoint, private=private, merged=merged)
@@ -58,7 +58,7 @@ def pull(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to; it must be new or empty.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit; the default branch by default.")] = None,
 ) -> int:
-    from keel.train import hub
+    from keel.lab.publish import hub
 
     place = hub.pull(name, folder, revision=revision)
     if hub.brings_code(place):

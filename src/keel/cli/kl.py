@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from keel.base.errors import KeelError
 from keel.cli.app import app, print_json
-from keel.errors import KeelError
 
 KL_HELP = """Measure the KL between two models on given prompts or on a task's held-out problems.
 
@@ -71,7 +71,7 @@ def kl(
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw positions, estimators, tokens.")] = None,
 ) -> int:
     from keel.config import arguments
-    from keel.report.picture import check_picture
+    from keel.lab.report.picture import check_picture
 
     sys.path.insert(0, "")  # module:attr of the folder one stands in, as with python -m
     if plot is not None:
@@ -84,7 +84,7 @@ def kl(
     given = _given_prompts(prompts, task, params)
     from rich.console import Console
 
-    from keel.drift import default_reference, load_pair, measure_drift, resolve
+    from keel.lab.compare import default_reference, load_pair, measure_drift, resolve
 
     where: dict[str, Any] = {"base": base, "dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
     policy = resolve(names[0], **where)
@@ -110,13 +110,13 @@ def kl(
             max_batch=max_batch,
         )
     if plot is not None:
-        from keel.drift.plot import plot_drift
+        from keel.lab.compare.plot import plot_drift
 
         plot_drift(drift, plot)
     if as_json:
         print_json(drift.as_dict())
         return 0
-    from keel.drift.show import show_drift
+    from keel.lab.compare.show import show_drift
 
     show_drift(drift, Console())
     if plot is not None:
@@ -131,7 +131,7 @@ def _given_prompts(file: Path | None, task: str | None, params: list[str]) -> An
     if params and task is None:
         raise KeelError(f"{params[0]} is a parameter of a task: name the task with --task")
     if file is not None:
-        from keel.drift import read_prompts
+        from keel.lab.compare import read_prompts
 
         return read_prompts(file)
     if task is None:
@@ -141,9 +141,9 @@ def _given_prompts(file: Path | None, task: str | None, params: list[str]) -> An
 
 def _named_task(task: str, params: list[str]) -> Any:
     """The task with its own parameters and the data that it reads, written as in `keel check-task`."""
-    from keel.build import build_named_task
     from keel.config import arguments, read_config
     from keel.config.checks import DATA_OF_TASKS
+    from keel.run.build import build_named_task
 
     settings = [arguments.of_task(word) for word in params]
     for setting in settings:
@@ -164,7 +164,7 @@ def _problems(given: Any, policy: Any, count: int | None) -> Any:
     if given is None:
         if not policy.run:
             raise KeelError(f"there is nothing to ask {policy.name!r}: give --prompts FILE or --task NAME")
-        from keel.build import build_named_task
+        from keel.run.build import build_named_task
 
         given = build_named_task(policy.config.task, policy.config)
     return given.held_out(32 if count is None else count)

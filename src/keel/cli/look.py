@@ -25,7 +25,7 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN]...", help="Folders of runs.")],
     out: Annotated[Path | None, typer.Option(help="File to write; by default report.html in the first run.")] = None,
 ) -> int:
-    from keel.report import write_report
+    from keel.lab.report import write_report
 
     typer.echo(f"wrote {write_report(runs, out)}")
     return 0
@@ -34,7 +34,7 @@ def report(
 @app.command()
 def env(as_json: Annotated[bool, typer.Option("--json", help="Print data instead of lines.")] = False) -> int:
     """Show versions, device, cores, threads and memory: what a bug report needs."""
-    from keel.train.environment import environment
+    from keel.run.environment import environment
 
     found = {**environment(), "memory_gib": _memory_gib()}
     found.pop("argv", None)

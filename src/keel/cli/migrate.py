@@ -11,7 +11,7 @@ import typer
 from keel.cli.app import app, print_json
 
 if TYPE_CHECKING:
-    from keel.config.migrate import Became, Migration
+    from keel.lab.migrate.migrate import Became, Migration
 
 MIGRATE_HELP = """Turn a configuration of TRL or verl into one of Keel's.
 
@@ -36,8 +36,8 @@ def migrate(
     out: Annotated[Path | None, typer.Option(help="File to write; an existing one is refused.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the account as data.")] = False,
 ) -> int:
-    from keel.config.migrate import migrate as migrated
-    from keel.errors import KeelError
+    from keel.base.errors import KeelError
+    from keel.lab.migrate.migrate import migrate as migrated
 
     result = migrated(file)
     if out is not None and out.exists():
@@ -86,8 +86,8 @@ def _account(result: Migration, out: str | None) -> None:
 def _cells(row: Became) -> tuple[str, str, str, str]:
     from rich.markup import escape
 
+    from keel.base.redact import masked
     from keel.config import text
-    from keel.redact import masked
 
     became = " ".join(f"{name}={text.dump(masked(value, name))}" for name, value in row.options.items())
     lost = "[yellow]by hand[/yellow]" if row.by_hand else "[red]no counterpart[/red]"

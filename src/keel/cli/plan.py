@@ -9,7 +9,7 @@ import typer
 from keel.cli.app import ANY_OPTION, WORDS, app, configuration, print_json
 
 if TYPE_CHECKING:
-    from keel.studies.plan import Plan
+    from keel.lab.plan.plan import Plan
 
 PLAN_HELP = """Estimate memory and time of a step before anything runs, and say what would make it fit.
 
@@ -36,16 +36,16 @@ def plan(
     prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of a prompt; by default the task's.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
 ) -> int:
-    from keel.errors import KeelError
+    from keel.base.errors import KeelError
 
     if memory_gib is not None and not memory_gib > 0:
         raise KeelError(f"--memory-gib is {memory_gib:g}: give the device's memory in GiB")
     if prompt_tokens is not None and prompt_tokens < 1:
         raise KeelError(f"--prompt-tokens is {prompt_tokens}: a prompt has at least one token")
     config = configuration(words or [])
-    from keel.studies.hardware import find_hardware
-    from keel.studies.plan import make_it_fit
-    from keel.studies.plan import plan as planned
+    from keel.lab.plan.hardware import find_hardware
+    from keel.lab.plan.plan import make_it_fit
+    from keel.lab.plan.plan import plan as planned
 
     place = find_hardware(hardware, memory_gib)
     found = planned(config, place, prompt_tokens)

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from keel.base.errors import KeelError, unknown
 from keel.cli.app import ANY_OPTION, app, bar, print_json
-from keel.errors import KeelError, unknown
 
 OPPONENTS = ("random", "stockfish")
 PLAY_HELP = """Let a model play whole games of chess, by the best move of its P: answers.
@@ -60,7 +60,7 @@ def play_chess(
     if len(paths) != 1:
         raise KeelError(f"keel play-chess takes one model, run or configuration, not {len(paths)}: {' '.join(paths)}")
     try:
-        from keel.tasks.chess import matches
+        from keel.envs.chess import matches
     except ImportError as error:
         raise KeelError(f"keel play-chess needs {error.name}: pip install 'keel-rl[chess]'") from error
     other, called = _opponent(opponent, nodes or 1000, seed)
@@ -77,7 +77,7 @@ def play_chess(
         )
     data = _figures(played, name, called)
     if pgn is not None:
-        from keel.loggers.files import write_atomic
+        from keel.base.files import write_atomic
 
         write_atomic(pgn, "\n\n".join(game.pgn(name, called) for game in played) + "\n")
     if svg is not None:
@@ -92,11 +92,11 @@ def play_chess(
 
 
 def _opponent(opponent: str, nodes: int, seed: int) -> tuple[Any, str]:
-    from keel.tasks.chess import matches
+    from keel.envs.chess import matches
 
     if opponent == "random":
         return matches.random_mover(seed), "a random mover"
-    from keel.tasks.chess.engine import engine_options, pool_of
+    from keel.envs.chess.engine import engine_options, pool_of
 
     pool = pool_of(engine_options({"nodes": nodes}))
     return matches.engine_mover(pool), f"{pool.name} ({nodes} nodes)"
@@ -106,12 +106,12 @@ def _model(
     word: str, given: list[str], checkpoint: str | None, padding: str, temperature: float, max_tokens: int, seed: int
 ) -> tuple[Any, str]:
     """The model as a player: one P: prompt a game and move, all games at once."""
-    from keel.build import build_engine, build_renderer, build_sampling
+    from keel.envs.chess.format import padding_of, read_policy
+    from keel.envs.chess.policy import policy_problem
+    from keel.envs.chess.rules import fen_of
     from keel.rollout.request import Request
-    from keel.tasks.chess.format import padding_of, read_policy
-    from keel.tasks.chess.policy import policy_problem
-    from keel.tasks.chess.rules import fen_of
-    from keel.train.subject import find_subject
+    from keel.run.build import build_engine, build_renderer, build_sampling
+    from keel.run.subject import find_subject
 
     widths = padding_of(padding)
     subject = find_subject(word, given, checkpoint)
@@ -132,8 +132,8 @@ def _model(
 
 
 def _figures(played: Sequence[Any], name: str, opponent: str) -> dict[str, Any]:
-    from keel.tasks.chess.matches import tally
-    from keel.train.evaluate import wilson
+    from keel.envs.chess.matches import tally
+    from keel.eval.evaluate import wilson
 
     scores = [game.score for game in played if game.score is not None]
     return {
@@ -148,8 +148,8 @@ def _figures(played: Sequence[Any], name: str, opponent: str) -> dict[str, Any]:
 
 
 def _draw(played: Sequence[Any], folder: Path) -> None:
-    from keel.loggers.files import write_atomic
-    from keel.tasks.chess.picture import board_picture
+    from keel.base.files import write_atomic
+    from keel.envs.chess.picture import board_picture
 
     try:
         folder.mkdir(parents=True, exist_ok=True)

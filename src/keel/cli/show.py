@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from keel.base.errors import KeelError
 from keel.cli.app import app, print_json
-from keel.errors import KeelError
 
 SHOW_HELP = """Show the rollouts that a run recorded at a step: prompts, completions, KL, rewards, advantages.
 
@@ -37,12 +37,12 @@ def show(
     no_color: Annotated[bool, typer.Option("--no-color", help="Plain text.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records as data.")] = False,
 ) -> int:
-    from keel.report.rollouts import read_step
+    from keel.lab.report.rollouts import read_step
 
     if best and worst:
         raise KeelError("--best and --worst exclude each other: give one")
     found, records = read_step(run, step)
-    from keel.report.terminal import choose, show_rollouts
+    from keel.lab.report.terminal import choose, show_rollouts
 
     order = "best" if best else "worst" if worst else None
     chosen = choose(records, problem=problem, group=group, order=order, limit=limit)

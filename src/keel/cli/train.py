@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Annotated, Any
 
 import typer
 
+from keel.base.errors import KeelError
 from keel.cli.app import ANY_OPTION, WORDS, app, configuration
-from keel.errors import KeelError
 
 TRAIN_HELP = """Train a model: warm start, GRPO under the KL term, evaluation, checkpoints, report.
 
@@ -56,8 +55,9 @@ def train(
     config = configuration(words or [], resume=resume)
     if print_config:
         return _print_config(config)
-    training = importlib.import_module("keel.train")
-    return int(training.main(config, resume=resume, dry_run=dry_run).exit_status)
+    from keel import api
+
+    return int(api.main(config, resume=resume, dry_run=dry_run).exit_status)
 
 
 @app.command(help=SFT_HELP, context_settings=ANY_OPTION)
@@ -67,8 +67,9 @@ def sft(words: Annotated[list[str] | None, WORDS] = None, print_config: PrintCon
         raise KeelError("keel sft needs a warmstart section: set warmstart.steps=200, or add it to the configuration")
     if print_config:
         return _print_config(config)
-    result = importlib.import_module("keel.train.sft").main(config)
-    return int(getattr(result, "exit_status", 0))
+    from keel import api
+
+    return int(api.supervise(config).exit_status)
 
 
 def _print_config(config: Any) -> int:

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from keel.base.errors import KeelError
 from keel.cli.app import app, print_json
-from keel.errors import KeelError
 
 VERIFY_HELP = """Prove every KL fact, or audit a KL formula of your own.
 
@@ -50,8 +50,8 @@ def verify(
     import torch
     from rich.console import Console
 
+    from keel.lab.report.proofs import plot_estimators, show_audit, show_checks
     from keel.verify import audit, load_callable, parse_formula, run
-    from keel.verify.show import plot_estimators, show_audit, show_checks
 
     torch.set_num_threads(1)  # the tensors are tiny: threads only wait for each other
     console = Console()

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from keel.base.errors import KeelError
 from keel.config import text
-from keel.errors import KeelError
 
 Convert = Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]
 Setting = tuple[str, Any, str]  # dotted name, value, where it was given

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from keel.base.errors import KeelError
 from keel.config.aliases import Alias, first_given
 from keel.config.trl_steps import max_steps
-from keel.errors import KeelError
 
 Given = Mapping[str, Any]
 Options = Mapping[str, Any]

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
+from keel.base.errors import KeelError
 from keel.config import trl_steps
 from keel.config.aliases import Alias, Convert, choice, first_given, harmless, no, number, switch, unless_null
-from keel.errors import KeelError
 
 Given = Mapping[str, Any]
 Options = Mapping[str, Any]

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from keel.base.errors import KeelError
 from keel.config import aliases, text
-from keel.errors import KeelError
 
 _SETTING = re.compile(r"\+{0,2}[A-Za-z_][\w.\-]*=")
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from keel.base.errors import KeelError, unknown
+from keel.base.moved import import_module
+from keel.base.redact import secrets_in
 from keel.config.resolve import controller_params, kl_spec, loss_spec, mismatch_spec, scale_rewards
 from keel.config.schema import Config, TaskSpec
-from keel.errors import KeelError, unknown
-from keel.redact import secrets_in
 
 ENGINES = ("native",)
 DATA_OF_TASKS = ("path", "split", "columns", "on_broken")  # the rest of `data` says how prompts are rendered
@@ -41,7 +41,7 @@ def _packages(config: Config) -> None:
 
 def _doctor(config: Config) -> None:
     """Thresholds by name, each a number."""
-    from keel.doctor.thresholds import load_thresholds
+    from keel.base.thresholds import load_thresholds
 
     load_thresholds(config.doctor.thresholds.params)
 
@@ -55,7 +55,7 @@ def import_part(spec: str, option: str) -> Any:
     """The user's own part `module:attr` behind an option."""
     module, _, attribute = spec.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise KeelError(f"cannot import {option}={spec}: {reason}; check the spelling and PYTHONPATH") from error
@@ -254,7 +254,7 @@ def _warmstart_tasks(config: Config) -> tuple[TaskSpec | str, ...]:
 
 
 def _tasks(config: Config) -> None:
-    from keel.tasks import check_task
+    from keel.envs import check_task
 
     for option, task in task_specs(config):
         try:
@@ -289,14 +289,14 @@ def _data(config: Config) -> None:
 
 def takes_data(task: str) -> bool:
     """Whether a task reads data: whether its factory has a parameter called `data`."""
-    from keel.tasks import TASKS
+    from keel.envs import TASKS
 
     factory = TASKS[task] if task in TASKS else import_part(task, "task.name")
     return callable(factory) and "data" in inspect.signature(factory).parameters
 
 
 def _reward(option: str, name: str, params: Mapping[str, Any]) -> None:
-    from keel.tasks.rewards import check_reward
+    from keel.envs.rewards import check_reward
 
     try:
         check_reward(name, params)

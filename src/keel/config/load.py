@@ -12,12 +12,13 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from keel.base.errors import KeelError
+from keel.base.moved import current_names
+from keel.base.redact import MASK, hide, remember
 from keel.config import aliases, text
 from keel.config.checks import check
 from keel.config.fields import Part
 from keel.config.schema import Config
-from keel.errors import KeelError
-from keel.redact import MASK, hide, remember
 
 logger = logging.getLogger("keel")
 Setting = tuple[str, Any, str]  # dotted name, value, where it was given
@@ -58,7 +59,7 @@ def read_config(
             put(tree, name, value, origin)
     renamed += _choose_task(tree)
     # a section whose options are all commented out is null in YAML: it has its defaults
-    config = validate({key: value for key, value in tree.items() if value is not None})
+    config = validate(current_names({key: value for key, value in tree.items() if value is not None}))
     check(config, installed=installed)
     return config, [hide(note) for note in renamed]
 

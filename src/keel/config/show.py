@@ -7,12 +7,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from keel.base.redact import masked
 from keel.config import text
 from keel.config.aliases import Alias, tables
 from keel.config.fields import Part
 from keel.config.resolve import resolved
 from keel.config.schema import Config, plain
-from keel.redact import masked
 
 COLUMN = 40  # where comments begin
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 
 
 class Loader(yaml.SafeLoader):

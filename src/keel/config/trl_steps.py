@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from keel.base.errors import KeelError
 from keel.config.aliases import Convert, first_given, number
-from keel.errors import KeelError
 
 Given = Mapping[str, Any]
 Options = Mapping[str, Any]

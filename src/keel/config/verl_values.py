@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from keel.base.errors import KeelError
 from keel.config.aliases import Convert, choice, first_given, number, switch
-from keel.errors import KeelError
 
 Given = Mapping[str, Any]
 Options = Mapping[str, Any]

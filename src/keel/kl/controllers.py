@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol
 
-from keel.errors import KeelError, unknown
+from keel.base.errors import KeelError, unknown
 
 UNITS = ("per_token", "per_sequence")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from keel.errors import unknown
+from keel.base.errors import unknown
 from keel.kl.ratios import DEFAULT_CLAMP, at_least_fp32, check_mask, finite_floor, log_ratio, select
 
 Estimator = Callable[[Tensor], Tensor]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.kl.ratios import check_mask, check_same_shape, finite_floor, importance_ratio, select
 
 DIRECTIONS = ("policy_ref", "ref_policy")

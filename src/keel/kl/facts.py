@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from keel.errors import KeelError, unknown
+from keel.base.errors import KeelError, unknown
 from keel.kl.estimators import ESTIMATORS, OWN
 from keel.kl.gradients import GradientForm, parse_gradient
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from keel.errors import KeelError, unknown
+from keel.base.errors import KeelError, unknown
 from keel.kl.estimators import ESTIMATORS, estimate, get_estimator
 from keel.kl.ratios import DEFAULT_CLAMP, at_least_fp32, importance_ratio, log_ratio, select
 

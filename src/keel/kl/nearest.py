@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.kl.facts import LENGTH_WEIGHTED, NEAR, POLICY_REF, check_pairing
 
 RIGHT = (POLICY_REF, NEAR, f"{LENGTH_WEIGHTED}{POLICY_REF}", f"near {LENGTH_WEIGHTED}{POLICY_REF}")

@@ -6,7 +6,7 @@ import warnings
 
 from torch import Tensor
 
-from keel.errors import KeelError, unknown
+from keel.base.errors import KeelError, unknown
 from keel.kl.facts import LEVELS, Pairing
 from keel.kl.gradients import weighted_estimate, with_form
 from keel.kl.ratios import DEFAULT_CLAMP, check_mask, importance_ratio, select

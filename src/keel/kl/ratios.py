@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 
 DEFAULT_CLAMP = 20.0  # nats; e^20 is finite in every dtype we compute in: overflow protection, nothing more
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from keel.errors import KeelError, unknown
+from keel.base.errors import KeelError, unknown
 from keel.kl.estimators import k2, k3
 from keel.kl.ratios import (
     DEFAULT_CLAMP,

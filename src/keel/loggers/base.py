@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from keel.redact import hidden
+from keel.base.redact import hidden
 
 
 class Logger(Protocol):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from keel.errors import KeelError, unknown
+from keel.base.errors import KeelError, unknown
+from keel.base.moved import import_module
+from keel.base.redact import masked
 from keel.loggers.base import Fanout, Logger
 from keel.loggers.console import ConsoleLogger
 from keel.loggers.jsonl import JsonlLogger
 from keel.loggers.rundir import RunDirectory
 from keel.loggers.tensorboard import TensorBoardLogger
 from keel.loggers.wandb import WandbLogger
-from keel.redact import masked
 
 OPTIONS = ("console", "tensorboard", "wandb", "extra", "rollouts_every")
 CONSOLES = ("auto", "rich", "plain", "none")
@@ -84,7 +84,7 @@ def user_logger(spec: Any, **offered: Any) -> tuple[str, Logger]:
         raise KeelError(f"log.extra: {target!r} is not module:attr, such as my_logging:MyLogger")
     module, _, attribute = target.partition(":")
     try:
-        made = getattr(importlib.import_module(module), attribute)
+        made = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise KeelError(f"log.extra: cannot import {target}: {error}") from error
     if not callable(made):

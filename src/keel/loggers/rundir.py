@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from keel.errors import KeelError
-from keel.loggers.files import (
+from keel.base.errors import KeelError
+from keel.base.files import (
     LineFile,
     encode,
     keep_lines,
@@ -21,8 +21,8 @@ from keel.loggers.files import (
     unreadable_lines,
     write_atomic,
 )
-from keel.loggers.lock import RunLock
-from keel.redact import hidden
+from keel.base.lock import RunLock
+from keel.base.redact import hidden
 
 CONFIG = "config.yaml"
 ENV = "env.json"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.loggers.base import Quiet
 
 

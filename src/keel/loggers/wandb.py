@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
+from keel.base.files import write_atomic
 from keel.loggers.base import Quiet
-from keel.loggers.files import write_atomic
 from keel.loggers.rundir import WANDB
 from keel.loggers.tensorboard import flat_numbers
 

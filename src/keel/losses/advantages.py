@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from keel.errors import KeelError, unknown
+from keel.base.errors import KeelError, unknown
 
 BASELINES = ("group_mean", "leave_one_out", "none")
 SCALES = ("group", "batch", "none")

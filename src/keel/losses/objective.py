@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keel.errors import KeelError, unknown
+from keel.base.errors import KeelError, unknown
+from keel.base.metrics import EffectiveSampleSize, Max, Mean, Metric, Share, Sum
+from keel.base.types import Batch, Scores
 from keel.kl.estimators import estimate
 from keel.kl.facts import Pairing, check_pairing, term_reduction
 from keel.kl.placement import kl_loss, kl_score_loss, shape_advantages
@@ -16,8 +18,6 @@ from keel.kl.ratios import DEFAULT_CLAMP, check_mask, select
 from keel.losses.mismatch import MismatchSpec, mismatch_weights
 from keel.losses.policy import LossSpec, get_recipe, policy_term
 from keel.losses.reductions import Denominators, count_denominators, get_reduction, token_mean
-from keel.metrics import EffectiveSampleSize, Max, Mean, Metric, Share, Sum
-from keel.types import Batch, Scores
 
 KL_REDUCTIONS = ("token_mean", "loss")
 

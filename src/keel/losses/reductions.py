@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keel.errors import KeelError, unknown
+from keel.base.errors import KeelError, unknown
 from keel.kl.ratios import check_mask, select
 
 

@@ -180,9 +180,9 @@ def may_branch(body: Any, packed: PackedBatch) -> bool:
 
 def _agrees(body: Any) -> bool:
     """Hidden states of two small groups in a row, by structure and by mask."""
+    from keel.base.types import Completion, Group, Problem
     from keel.models.head import evaluating
     from keel.models.pack import pack
-    from keel.types import Completion, Group, Problem
 
     vocabulary = body.get_input_embeddings().num_embeddings
     numbers = torch.randint(0, vocabulary, (64,), generator=torch.Generator().manual_seed(0)).tolist()

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 
 
 def check_eos(tokenizer: Any, name: str) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.models.head import Head, LogitsOf, at_least_fp32, shape_logits
 
 

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.models.checks import check_eos
 
 # GGUF's value types by number: struct formats of the fixed-size ones, then strings and arrays.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
 import logging
@@ -15,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from keel.errors import KeelError, unknown
+from keel.base.errors import KeelError, unknown
+from keel.base.moved import import_module
 from keel.models.checks import check_eos, check_tokenizer, context_length
 from keel.models.dropout import disable_dropout, has_dropout
 from keel.models.gguf import check_gguf, load_gguf
@@ -169,7 +169,7 @@ def import_attr(spec: str, kind: str) -> Callable[..., Any]:
     """The user's own part named `module:attr`."""
     module_name, _, attr = spec.partition(":")
     try:
-        found = getattr(importlib.import_module(module_name), attr)
+        found = getattr(import_module(module_name), attr)
     except (ImportError, AttributeError) as error:
         raise KeelError(
             f"cannot import {kind} {spec!r}: {first_line(error)}; check the spelling and PYTHONPATH"

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
+from keel.base.types import Scores
 from keel.models.branches import Piece, branch_attention, by_structure, pieces_of
 from keel.models.chunked import Ask, default_chunk, token_stats
 from keel.models.head import Head, LogitsOf, body_of, head_of, takes_positions
 from keel.models.lengths import by_length, forget_lengths, length_regimes
 from keel.models.pack import PackedBatch
-from keel.types import Scores
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from keel.errors import KeelError, unknown
+from keel.base.errors import KeelError, unknown
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from keel.errors import KeelError
-from keel.types import Completion, Group
+from keel.base.errors import KeelError
+from keel.base.types import Completion, Group
 
 _PADDING = -1
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
+from keel.base.types import Completion, Group, Problem
 from keel.models.checks import context_length
 from keel.models.head import (
     body_of,
@@ -32,7 +33,6 @@ from keel.models.lengths import forget_lengths, length_regimes
 from keel.models.logprobs import score_tokens
 from keel.models.lora import first_line
 from keel.models.pack import pack
-from keel.types import Completion, Group, Problem
 
 LONGEST_PROBE = 8192
 _EXTRA = 8

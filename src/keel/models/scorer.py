@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
+from keel.base.types import Scores
 from keel.models.head import at_least_fp32
 from keel.models.load import import_attr, is_users_own
 from keel.models.logprobs import FullScores
 from keel.models.pack import PackedBatch
-from keel.types import Scores
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.models.load import first_line, is_users_own, load_model
 from keel.models.tiny import tiny_tokenizer
 

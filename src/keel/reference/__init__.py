@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from keel.errors import unknown
+from keel.base.errors import unknown
 from keel.models.load import LoadedModel, import_attr, is_users_own
 from keel.models.lora import is_lora
 from keel.reference.held import unwrap

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.models.fingerprint import effective_weights, fingerprint, fingerprint_tensors
 from keel.models.head import evaluating
 from keel.models.lora import adapter_is_zero, check_bias, check_unmerged, is_lora

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.models.fingerprint import fingerprint, persistent_buffers
 from keel.models.head import evaluating
 from keel.reference.held import Parked, unwrap

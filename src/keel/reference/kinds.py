@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.models.load import LoadedModel
 from keel.models.lora import is_lora
 from keel.reference.adapter import DeltaAverage, HeldAdapter

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
+from keel.base.types import Completion, Group, Problem
+from keel.envs.base import Task
+from keel.envs.judge import CallFailed, Judge
+from keel.envs.toolbox import keeping
 from keel.rollout.render import Renderer, Reply, fit
 from keel.rollout.request import Request, Turn
 from keel.rollout.sampling import SamplingParams
-from keel.tasks.base import Task
-from keel.tasks.judge import CallFailed, Judge
-from keel.tasks.toolbox import keeping
-from keel.types import Completion, Group, Problem
 
 
 class Engine(Protocol):

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from keel.errors import KeelError, unknown
-from keel.types import Message, Problem
+from keel.base.errors import KeelError, unknown
+from keel.base.types import Message, Problem
 
 Messages = list[dict[str, str]]
 Reply = str | Sequence[Message]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
+from keel.base.types import Completion
 from keel.rollout.sampling import SamplingParams
-from keel.types import Completion
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.models.fingerprint import GOLDEN, mix, shift
 
 _TOP_P_HEAD = 1024  # top-p looks at this many tokens first; sorting a whole vocabulary costs as much as the model

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.kl.facts import POLICY_REF, REF_POLICY
 from keel.verify.formula import UserCallable
 from keel.verify.oracle import (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import operator
 import sys
@@ -15,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from keel.errors import KeelError, unknown
+from keel.base.errors import KeelError, unknown
+from keel.base.moved import import_module
 from keel.verify.oracle import Formula
 
 NAMES = ("logp", "ref", "old")
@@ -162,7 +162,7 @@ def load_callable(name: str) -> UserCallable:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        function = getattr(importlib.import_module(module_name), attribute, None)
+        function = getattr(import_module(module_name), attribute, None)
     except (Exception, SystemExit) as error:
         raise KeelError(f"cannot import {module_name!r} for {name!r}: {_one_line(error)}") from None
     if not callable(function):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from keel.base.types import Batch, Scores
 from keel.kl import estimate, exact_kl, shape_rewards
 from keel.kl.exact import DIRECTIONS
 from keel.kl.facts import LENGTH_WEIGHTED, MEANINGS, POLICY_REF, Pairing, divergence_of
@@ -24,7 +25,6 @@ from keel.losses import (
     objective,
     with_policy_mask,
 )
-from keel.types import Batch, Scores
 from keel.verify.check import EXACT, Check
 from keel.verify.oracle import OFF, ON, SequenceWorld, relative_error, sequence_world
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from keel.errors import KeelError
+from keel.base.errors import KeelError
 from keel.kl.estimators import ESTIMATORS, OWN
 from keel.kl.facts import MEANINGS, OWN_FACTS, POLICY_REF, REF_POLICY, Fact
 from keel.verify.audit import audit

@@ -1,0 +1,82 @@
+"""What a program calls: `keel.train` and `keel.evaluate`, and what stands behind `keel train` and `keel sft`.
+
+A run ends with the lab's findings and report; without them it is `keel.run.train.train`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from keel.config.checks import DATA_OF_TASKS
+from keel.envs import Task
+from keel.lab.hooks import AT_END
+from keel.run import sft
+from keel.run import train as runs
+from keel.run.evaluate import Watch, run_evaluation
+from keel.run.subject import find_subject
+from keel.run.train import Source, TrainResult, closing_line
+from keel.trainer.loop import Callback
+
+
+def train(
+    config: Source,
+    task: Task | None = None,
+    reward: Callable[..., Any] | None = None,
+    callbacks: Sequence[Callback] = (),
+    *,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    dry_run: bool = False,
+) -> TrainResult:
+    """Train as `config` says (a Config, a mapping, or a YAML file's path) and return the run's summary.
+
+    `task` is an object of the shape of `keel.envs.Task` and takes the place of the configured one; `reward` is a
+    function `f(problem, text) -> float | dict | Reward` that takes the place of the configured rewards. Each callback
+    is called as `callback(state, metrics)` after every step; one that returns True ends the run after that step.
+    """
+    given: dict[str, Any] = {"overrides": overrides, "resume": resume, "dry_run": dry_run}
+    return runs.train(config, task, reward, callbacks, **given, at_end=AT_END)
+
+
+def main(config: Source, *, resume: bool = False, dry_run: bool = False, overrides: Sequence[str] = ()) -> TrainResult:
+    """`keel train`: the same, with a last line that says how it went and where it is."""
+    result = train(config, overrides=overrides, resume=resume, dry_run=dry_run)
+    print(closing_line(result))
+    return result
+
+
+def supervise(config: Source) -> TrainResult:
+    """`keel sft`: behaviour cloning by the `warmstart` section, with a run directory of its own."""
+    return sft.supervise(config, AT_END)
+
+
+def evaluate(
+    model: str,
+    tasks: Sequence[str] = (),
+    *,
+    overrides: Sequence[str] = (),
+    checkpoint: str | None = None,
+    baseline: str | None = None,
+    seed: int | None = None,
+    watch: Watch | None = None,
+) -> dict[str, Any]:
+    """`keel eval` as data: a run, checkpoint, configuration or model on held-out problems, beside a `baseline`.
+
+    `tasks` are words such as `arithmetic:skill=sort,digits=4`; without any, the configuration's own are evaluated.
+    """
+    # what a task reads is the given tasks' where there are any, not that of the task a run was trained on
+    data = [item for item in overrides if tasks and _is_data(item)]
+    own = [item for item in overrides if item not in data]
+    subject = find_subject(model, own, checkpoint)
+    # the baseline's model is its own, so what the user says of the model does not hold for it; where it runs does
+    place = [item for item in own if item.startswith(("model.device=", "model.dtype=", "model.trust_remote_code="))]
+    other = None if baseline is None else find_subject(baseline, place)
+    return run_evaluation(subject, tasks=tasks, data=data, baseline=other, seed=seed, watch=watch)
+
+
+def _is_data(setting: str) -> bool:
+    return setting.startswith(tuple(f"data.{name}{sign}" for name in DATA_OF_TASKS for sign in "=."))
+
+
+__all__ = ["TrainResult", "evaluate", "main", "supervise", "train"]

@@ -1,0 +1,199 @@
+"""Writing that survives a kill, a full disk and odd numbers: whole files by rename, lines one at a time."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from keel.base.errors import KeelError
+
+
+def encode(record: Mapping[str, Any], *, indent: int | None = None) -> str:
+    """Strict JSON of a record: NaN and infinities become null and are named in `nonfinite`, so any parser reads it."""
+    odd: list[str] = []
+    plain = {str(key): _plain(value, str(key), odd) for key, value in record.items()}
+    if odd:
+        plain["nonfinite"] = odd
+    return json.dumps(plain, ensure_ascii=False, allow_nan=False, indent=indent)
+
+
+def _plain(value: Any, name: str, odd: list[str]) -> Any:
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        odd.append(name)
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{name}.{key}", odd) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{name}.{index}", odd) for index, item in enumerate(value)]
+    if hasattr(value, "tolist"):  # numpy and torch numbers and arrays, without importing either
+        return _plain(value.tolist(), name, odd)
+    return str(value)
+
+
+def to_bytes(text: str) -> bytes:
+    """UTF-8; a lone surrogate (half a character in a token) becomes its JSON escape instead of an error."""
+    return text.encode("utf-8", "backslashreplace")
+
+
+@contextmanager
+def one_line_errors(doing: str) -> Iterator[None]:
+    """An OSError as one line that names the file and the fix, because a full disk is not a bug in the program."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise KeelError(f"{doing}: the disk is full; free some space, then go on with --resume") from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise KeelError(f"{doing}: not allowed to write there; choose another folder with run.dir=...") from error
+        raise KeelError(f"{doing}: {error.strerror or error}") from error
+
+
+def write_atomic(path: Path, data: bytes | str, mode: int = 0o666) -> None:
+    """The whole file or nothing: a temporary file beside it, fsync, rename, and the folder synced too."""
+    with one_line_errors(f"cannot write {path}"):
+        name = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(to_bytes(data) if isinstance(data, str) else data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(name)
+            raise
+        sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make a rename in this folder durable; file systems that cannot are let off."""
+    with suppress(OSError):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+class LineFile:
+    """A file of JSON lines that is only ever complete: torn ends are cut on opening, failed appends are undone."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with one_line_errors(f"cannot write {path}"):
+            self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self.torn_bytes = self._cut_torn_end()
+
+    def _cut_torn_end(self) -> int:
+        size = os.fstat(self._handle).st_size
+        end = size
+        while end > 0:
+            start = max(0, end - 65536)
+            newline = os.pread(self._handle, end - start, start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end < size:
+            os.ftruncate(self._handle, end)
+        return size - end
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """One record, one line, handed to the kernel before this returns (a kill -9 afterwards cannot lose it)."""
+        data = to_bytes(encode(record) + "\n")
+        before = os.fstat(self._handle).st_size
+        with one_line_errors(f"cannot append to {self.path}"):
+            try:
+                written = 0
+                while written < len(data):
+                    written += os.write(self._handle, data[written:])
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(self._handle, before)
+                raise
+
+    def sync(self) -> None:
+        """To the disk itself, so that a power cut cannot lose it either."""
+        with one_line_errors(f"cannot write {self.path}"):
+            os.fsync(self._handle)
+
+    def close(self) -> None:
+        """Close the handle; safe to call twice."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+
+def keep_lines(path: Path, step: int, history: Collection[str] = ()) -> int:
+    """Drop the lines past `step` (and unreadable ones) from a file of JSON lines, atomically; returns how many.
+
+    Lines up to the last one whose `kind` is in `history` tell of what was given up since, and stay whatever their step.
+    """
+    kept, dropped = _parted(path, step, history)
+    if dropped:
+        write_atomic(path, b"".join(kept))
+    return len(dropped)
+
+
+def lines_past(path: Path, step: int, history: Collection[str] = ()) -> bytes:
+    """The lines that `keep_lines` would drop, as they stand in the file."""
+    return b"".join(_parted(path, step, history)[1])
+
+
+def _parted(path: Path, step: int, history: Collection[str]) -> tuple[list[bytes], list[bytes]]:
+    """(lines that `keep_lines` keeps, lines that it drops)."""
+    kept: list[bytes] = []
+    dropped: list[bytes] = []
+    lines = _lines(path)
+    told = max((index for index, line in enumerate(lines) if history and _kind(line) in history), default=-1)
+    for index, line in enumerate(lines):
+        (kept if index <= told or _within(line, step) else dropped).append(line + b"\n")
+    return kept, dropped
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a file of JSON lines, none where there is no file; lines that are no JSON object are left out."""
+    return [record for line in _lines(path) if (record := _record(line)) is not None]
+
+
+def unreadable_lines(path: Path) -> list[int]:
+    """The numbers of the lines that are no JSON object."""
+    return [number for number, line in enumerate(_lines(path), start=1) if _record(line) is None]
+
+
+def _lines(path: Path) -> list[bytes]:
+    if not path.exists():
+        return []
+    with one_line_errors(f"cannot read {path}"):
+        return [line for line in path.read_bytes().split(b"\n") if line]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _kind(line: bytes) -> Any:
+    return (_record(line) or {}).get("kind")
+
+
+def _within(line: bytes, step: int) -> bool:
+    record = _record(line)
+    if record is None:
+        return False
+    at = record.get("step")
+    return not isinstance(at, int | float) or at <= step

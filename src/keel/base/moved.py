@@ -1,0 +1,113 @@
+"""Where the modules of 0.1 went: `module:attr` names of earlier configurations still load, imports are refused."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from types import FrameType, ModuleType
+from typing import Any
+
+# The longest name that fits decides: `keel.studies.plan` went elsewhere than the rest of `keel.studies`.
+MOVED = {
+    "keel.build": "keel.run.build",
+    "keel.config.interpolate": "keel.lab.migrate.interpolate",
+    "keel.config.migrate": "keel.lab.migrate.migrate",
+    "keel.config.peer_files": "keel.lab.migrate.peer_files",
+    "keel.config.shell": "keel.lab.migrate.shell",
+    "keel.data": "keel.envs.shards",
+    "keel.data.shards": "keel.envs.shards",
+    "keel.doctor": "keel.lab.doctor",
+    "keel.doctor.probes.expected": "keel.lab.doctor.expected",
+    "keel.doctor.thresholds": "keel.base.thresholds",
+    "keel.drift": "keel.lab.compare",
+    "keel.errors": "keel.base.errors",
+    "keel.loggers.files": "keel.base.files",
+    "keel.loggers.lock": "keel.base.lock",
+    "keel.metrics": "keel.base.metrics",
+    "keel.redact": "keel.base.redact",
+    "keel.report": "keel.lab.report",
+    "keel.rollout.batch": "keel.rollout.native.batch",
+    "keel.rollout.cache": "keel.rollout.native.cache",
+    "keel.rollout.decode": "keel.rollout.native.decode",
+    "keel.rollout.graph": "keel.rollout.native.graph",
+    "keel.rollout.kept": "keel.rollout.native.kept",
+    "keel.rollout.lean": "keel.rollout.native.lean",
+    "keel.rollout.weights": "keel.rollout.native.weights",
+    "keel.studies": "keel.lab.studies",
+    "keel.studies.hardware": "keel.lab.plan.hardware",
+    "keel.studies.live": "keel.lab.plan.live",
+    "keel.studies.plan": "keel.lab.plan.plan",
+    "keel.studies.rehearse": "keel.lab.plan.rehearse",
+    "keel.studies.shapes": "keel.lab.plan.shapes",
+    "keel.tasks": "keel.envs",
+    "keel.train": "keel.trainer",
+    "keel.train.api": "keel.run.train",
+    "keel.train.environment": "keel.run.environment",
+    "keel.train.evaluate": "keel.eval.evaluate",
+    "keel.train.evaluation": "keel.run.evaluate",
+    "keel.train.export": "keel.lab.publish.export",
+    "keel.train.hub": "keel.lab.publish.hub",
+    "keel.train.paths": "keel.run.paths",
+    "keel.train.resume": "keel.run.resume",
+    "keel.train.subject": "keel.run.subject",
+    "keel.train.supervise": "keel.run.sft",
+    "keel.train.warmstart": "keel.run.warmstart",
+    "keel.types": "keel.base.types",
+    "keel.verify.show": "keel.lab.report.proofs",
+    "keel.verify.task": "keel.envs.prove",
+}
+_NAME = re.compile(r"(keel(?:\.\w+)+)(:\w+)")
+
+
+def current(module: str) -> str:
+    """The name that a module has today."""
+    parts = module.split(".")
+    for end in range(len(parts), 1, -1):
+        if (head := ".".join(parts[:end])) in MOVED:
+            return ".".join([MOVED[head], *parts[end:]])
+    return module
+
+
+def current_names(value: Any) -> Any:
+    """Plain data with every `module:attr` of Keel's own under the name that it has today."""
+    if isinstance(value, str):
+        match = _NAME.fullmatch(value)
+        return value if match is None else current(match[1]) + match[2]
+    if isinstance(value, dict):
+        return {key: current_names(part) for key, part in value.items()}
+    return type(value)(map(current_names, value)) if isinstance(value, list | tuple) else value
+
+
+def import_module(name: str) -> ModuleType:
+    """The module of a `module:attr`, which may have been written for 0.1."""
+    return importlib.import_module(current(name))
+
+
+class _OldNames(MetaPathFinder):
+    """Refuses an import of a module under its name of 0.1, in one line that says where it is and who asks."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
+        if fullname not in MOVED:
+            return
+        from keel.base.errors import KeelError
+
+        name, place = _asked(fullname, sys._getframe(1))
+        raise KeelError(f"{name} is now {current(name)}: change the import in {place}")
+
+
+def _asked(name: str, frame: FrameType | None) -> tuple[str, str]:
+    """The module that is imported, of which `name` may be the parent, and the file and line that import it."""
+    while frame is not None and frame.f_code.co_filename.startswith(("<frozen importlib", importlib.__file__)):
+        whole = frame.f_locals.get("name")
+        name = whole if isinstance(whole, str) and whole.startswith(f"{name}.") else name
+        frame = frame.f_back
+    return name, "?" if frame is None else f"{frame.f_code.co_filename}, line {frame.f_lineno}"
+
+
+def refuse_old_names() -> None:
+    """Look at imports before anything else does: a folder that an upgrade left behind is no package."""
+    if not any(isinstance(finder, _OldNames) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _OldNames())

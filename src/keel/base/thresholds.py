@@ -1,0 +1,93 @@
+"""Alarm thresholds as data: each with its unit, source and reason, overridable, and never loosened in silence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from keel.base.errors import KeelError, unknown
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A value to compare with; `alarm` says whether the alarm lies above or below it."""
+
+    name: str
+    value: float
+    unit: str
+    source: str
+    reason: str
+    alarm: str = "above"
+
+    def loosened_to(self, value: float) -> bool:
+        """Whether the alarm would be less sensitive there."""
+        return value > self.value if self.alarm == "above" else value < self.value
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """All of them: `thresholds["kl_explosion"]` is the value in force."""
+
+    table: Mapping[str, Threshold]
+    shipped: Mapping[str, Threshold]
+
+    def __getitem__(self, name: str) -> float:
+        if name not in self.table:
+            raise unknown("threshold", name, self.table)
+        return self.table[name].value
+
+    @property
+    def raised(self) -> tuple[str, ...]:
+        """A sentence for every alarm that is less sensitive than shipped."""
+        return tuple(
+            f"threshold {name} {'raised' if shipped.alarm == 'above' else 'lowered'} from {shipped.value:g} "
+            f"to {self.table[name].value:g} ({shipped.unit}): this alarm is less sensitive than shipped"
+            for name, shipped in self.shipped.items()
+            if shipped.loosened_to(self.table[name].value)
+        )
+
+
+@cache
+def shipped_thresholds() -> Mapping[str, Threshold]:
+    """The thresholds of thresholds.yaml, by name."""
+    import yaml
+
+    data = yaml.safe_load(files("keel.base").joinpath("thresholds.yaml").read_text(encoding="utf-8"))
+    return {name: Threshold(name=name, **{**row, "value": float(row["value"])}) for name, row in data.items()}
+
+
+def load_thresholds(overrides: Mapping[str, Any] | Sequence[str] = ()) -> Thresholds:
+    """The shipped thresholds under overrides, a mapping name → value or words `name=value`."""
+    shipped = shipped_thresholds()
+    table = dict(shipped)
+    for name, value in words(overrides).items():
+        if name not in shipped:
+            raise unknown("threshold", name, shipped)
+        table[name] = replace(shipped[name], value=_number(name, value))
+    return Thresholds(table, shipped)
+
+
+def words(overrides: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
+    """A mapping as it is, words `name=value` as one."""
+    return dict(overrides) if isinstance(overrides, Mapping) else dict(_pair(word) for word in overrides)
+
+
+def _pair(word: str) -> tuple[str, str]:
+    name, equals, value = word.partition("=")
+    if not equals:
+        raise KeelError(f"threshold {word!r} is not name=value, such as kl_over_budget=0.4")
+    return name.strip(), value.strip()
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise KeelError(f"threshold {name} must be a finite number, not {value!r}")
+    return number

@@ -1,0 +1,204 @@
+"""`arithmetic`: small skills on numbers and digit strings, from trivial to hard by the size of the operands."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from keel.base.errors import KeelError, unknown
+from keel.base.types import Problem, Reward
+from keel.envs.answers import last_number, last_tag
+from keel.envs.problems import choose_held_out, held_out_problems, is_held_out, stream, training_problems
+
+RANGE = (0, 99)
+DIGITS = 4
+MOST_COUNTED = 100_000  # problems of a range that are counted out for `held_out`
+FORM_REWARD = 0.1  # what `format: answer_tag` pays for the tag alone
+
+
+@dataclass(frozen=True)
+class Skill:
+    """One operation: its answer, how it is asked in signs and in words, and whether its operands may change places."""
+
+    answer: Callable[..., str]
+    signs: str
+    words: str
+    operands: int = 2
+    commutes: bool = False
+    on_digits: bool = False  # the operand is a string of digits, where a leading zero counts
+
+
+SKILLS: Mapping[str, Skill] = {
+    "add": Skill(lambda a, b: str(int(a) + int(b)), "{}+{}=", "What is {} + {}?", commutes=True),
+    "subtract": Skill(lambda a, b: str(int(a) - int(b)), "{}-{}=", "What is {} - {}?"),
+    "multiply": Skill(lambda a, b: str(int(a) * int(b)), "{}*{}=", "What is {} × {}?", commutes=True),
+    "largest": Skill(
+        lambda *numbers: str(max(map(int, numbers))),
+        "largest {} {} {}=",
+        "Which is the largest of {}, {} and {}?",
+        operands=3,
+        commutes=True,
+    ),
+    "max": Skill(lambda a, b: str(max(int(a), int(b))), "max {} {}=", "Which is larger, {} or {}?", commutes=True),
+    "min": Skill(lambda a, b: str(min(int(a), int(b))), "min {} {}=", "Which is smaller, {} or {}?", commutes=True),
+    "copy": Skill(lambda s: s, "copy {}=", "Repeat these digits: {}.", operands=1, on_digits=True),
+    "reverse": Skill(lambda s: s[::-1], "rev {}=", "Write these digits backwards: {}.", operands=1, on_digits=True),
+    "sort": Skill(
+        lambda s: "".join(sorted(s)),
+        "sort {}=",
+        "Write these digits in ascending order: {}.",
+        operands=1,
+        on_digits=True,
+    ),
+}
+FORMATS = ("plain", "answer_tag")
+STYLES = ("signs", "words")
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Problems of one skill with operands between `low` and `high` (for digit strings: of `digits` digits).
+
+    With `style: signs` the prompt is `12+7=` and the completion is the answer and nothing else, for a character model.
+    With `style: words` it is a question as a chat message, and the last number of the text counts.
+    """
+
+    skill: str
+    low: int
+    high: int
+    digits: int
+    format: str
+    style: str
+    kept: frozenset[str] | None = None  # identities held out by number rather than by the usual share
+
+    @property
+    def name(self) -> str:
+        """The skill, and its size where that is not the usual one: results are told apart by it."""
+        if SKILLS[self.skill].on_digits:
+            return f"arithmetic/{self.skill}" + (f"-{self.digits}" if self.digits != DIGITS else "")
+        return f"arithmetic/{self.skill}" + (f"-{self.low}..{self.high}" if (self.low, self.high) != RANGE else "")
+
+    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        """Training problems of one step."""
+        rng = stream("arithmetic", self.skill, "train", seed, step)
+        return training_problems(self._draw, count, rng, self._is_held_out)
+
+    def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
+        """A fixed set that no training stream ever draws from."""
+        rng = stream("arithmetic", self.skill, "held-out", seed)
+        return held_out_problems(self._draw, count, rng, self._is_held_out)
+
+    def gold(self, problem: Problem) -> str:
+        """The answer in the form that was asked for."""
+        return f"<answer>{problem.answer}</answer>" if self.format == "answer_tag" else str(problem.answer)
+
+    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
+        """1 for the right answer; with `format: answer_tag`, 0.1 for the tag around a wrong one."""
+        text = turns[-1] if turns else ""
+        tagged = last_tag(text) if self.format == "answer_tag" else text
+        given = None if tagged is None else self._read(tagged)
+        correct = float(given == problem.answer)
+        if self.format == "plain":
+            return Reward(correct, {"correct": correct}, parsed=given is not None)
+        form = float(tagged is not None)
+        return Reward(max(correct, FORM_REWARD * form), {"correct": correct, "format": form}, parsed=given is not None)
+
+    def _read(self, text: str) -> str | None:
+        """The answer in a text; in signs nothing may stand around it, so that there is one way to be right."""
+        if self.style == "signs":
+            text = text.strip()
+            digits = text.removeprefix("-")
+            return text if digits.isascii() and digits.isdigit() else None
+        if SKILLS[self.skill].on_digits:
+            runs = "".join(c if c.isascii() and c.isdigit() else " " for c in text).split()
+            return runs[-1] if runs else None
+        return last_number(text)
+
+    def _is_held_out(self, identity: str) -> bool:
+        return is_held_out(identity) if self.kept is None else identity in self.kept
+
+    def keeping(self, count: int) -> Arithmetic:
+        """The same task with exactly `count` problems of its range held out."""
+        skill, span = SKILLS[self.skill], self.high - self.low + 1
+        if (10**self.digits if skill.on_digits else span**skill.operands) > MOST_COUNTED:
+            raise KeelError(f"held_out by number needs a range of at most {MOST_COUNTED} problems: leave it out")
+        values = map(str, range(self.low, self.high + 1))
+        strings = (f"{number:0{self.digits}d}" for number in range(10**self.digits))
+        every = ([s] for s in strings) if skill.on_digits else map(list, product(values, repeat=skill.operands))
+        keys: dict[str, set[str]] = {}
+        for operands in every:
+            identity, problem = self._problem(operands)
+            keys.setdefault(identity, set()).add(problem.key)
+        return replace(self, kept=choose_held_out({identity: len(found) for identity, found in keys.items()}, count))
+
+    def _draw(self, rng: random.Random) -> tuple[str, Problem]:
+        skill = SKILLS[self.skill]
+        if skill.on_digits:
+            operands = ["".join(str(rng.randrange(10)) for _ in range(self.digits))]
+        else:
+            operands = [str(rng.randint(self.low, self.high)) for _ in range(skill.operands)]
+        return self._problem(operands)
+
+    def _problem(self, operands: list[str]) -> tuple[str, Problem]:
+        """The problem of these operands, and the identity it shares with those that give it away."""
+        skill = SKILLS[self.skill]
+        if self.skill == "subtract" and self.low >= 0:  # no negative answers where there are no negative operands
+            operands.sort(key=int, reverse=True)
+        known_as = sorted(operands, key=int) if skill.commutes else operands
+        identity = f"{self.skill}:{','.join(known_as)}"
+        return identity, Problem(
+            key=f"{self.skill}:{','.join(operands)}",
+            prompt=self._ask(skill, operands),
+            answer=skill.answer(*operands),
+            info={"skill": self.skill},
+        )
+
+    def _ask(self, skill: Skill, operands: Sequence[str]) -> str | list[dict[str, str]]:
+        if self.style == "signs":
+            return skill.signs.format(*operands)
+        how = "between <answer> and </answer>" if self.format == "answer_tag" else "with a number"
+        return [{"role": "user", "content": f"{skill.words.format(*operands)} Answer {how}."}]
+
+
+def arithmetic(
+    skill: str = "add",
+    low: int | None = None,
+    high: int | None = None,
+    digits: int | None = None,
+    format: str = "plain",
+    style: str = "signs",
+    held_out: int | None = None,
+) -> Arithmetic:
+    """The task `arithmetic`: `low`/`high` bound the operands (default 0 to 99), or `digits` gives their length.
+
+    `held_out` keeps that many problems of a small range for evaluation, such as 20 of the 81 sums of 1 to 9; by
+    default a tenth is kept.
+
+    `copy`, `reverse` and `sort` work on strings of `digits` digits (default 4) and take no `low` or `high`.
+    """
+    if skill not in SKILLS:
+        raise unknown("arithmetic skill", skill, SKILLS)
+    if format not in FORMATS:
+        raise unknown("arithmetic format", format, FORMATS)
+    if style not in STYLES:
+        raise unknown("arithmetic style", style, STYLES)
+    bounded = low is not None or high is not None
+    if SKILLS[skill].on_digits and bounded:
+        raise KeelError(f"arithmetic skill {skill!r} works on digit strings: give digits, not low or high")
+    if digits is not None and bounded:
+        raise KeelError("arithmetic takes digits or low/high, not both")
+    if digits is not None and not 1 <= digits <= 18:
+        raise KeelError(f"arithmetic digits is {digits}: it must be between 1 and 18")
+    if digits is not None:
+        low, high = (10 ** (digits - 1) if digits > 1 else 0), 10**digits - 1
+    least, most = (RANGE[0] if low is None else low), (RANGE[1] if high is None else high)
+    if most < least:
+        raise KeelError(f"arithmetic low is {least} and high is {most}: high must not be below low")
+    task = Arithmetic(skill, least, most, DIGITS if digits is None else digits, format, style)
+    if held_out is None:
+        return task
+    if isinstance(held_out, bool) or not isinstance(held_out, int):
+        raise KeelError(f"arithmetic held_out is {held_out!r}: give a whole number of problems")
+    return task.keeping(held_out)

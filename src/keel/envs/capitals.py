@@ -1,0 +1,87 @@
+"""`capitals`: the capital of a country, asked in words: knowledge that a model has or has not, for retention."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from keel.base.errors import KeelError
+from keel.base.types import Problem, Reward
+from keel.envs.problems import choose_held_out, stream
+
+CAPITALS: Mapping[str, str] = {
+    "Albania": "Tirana", "Algeria": "Algiers", "Argentina": "Buenos Aires", "Armenia": "Yerevan",
+    "Australia": "Canberra", "Austria": "Vienna", "Azerbaijan": "Baku", "Bangladesh": "Dhaka",
+    "Belgium": "Brussels", "Brazil": "Brasília", "Bulgaria": "Sofia", "Cambodia": "Phnom Penh",
+    "Canada": "Ottawa", "Chile": "Santiago", "China": "Beijing", "Colombia": "Bogotá",
+    "Croatia": "Zagreb", "Cuba": "Havana", "Cyprus": "Nicosia", "Denmark": "Copenhagen",
+    "Ecuador": "Quito", "Egypt": "Cairo", "Estonia": "Tallinn", "Ethiopia": "Addis Ababa",
+    "Finland": "Helsinki", "France": "Paris", "Germany": "Berlin", "Ghana": "Accra",
+    "Greece": "Athens", "Hungary": "Budapest", "Iceland": "Reykjavik", "India": "New Delhi",
+    "Indonesia": "Jakarta", "Iran": "Tehran", "Iraq": "Baghdad", "Ireland": "Dublin",
+    "Italy": "Rome", "Jamaica": "Kingston", "Japan": "Tokyo", "Jordan": "Amman",
+    "Kenya": "Nairobi", "Latvia": "Riga", "Lebanon": "Beirut", "Lithuania": "Vilnius",
+    "Malaysia": "Kuala Lumpur", "Malta": "Valletta", "Mongolia": "Ulaanbaatar", "Morocco": "Rabat",
+    "Nepal": "Kathmandu", "New Zealand": "Wellington", "Nigeria": "Abuja", "Norway": "Oslo",
+    "Pakistan": "Islamabad", "Peru": "Lima", "Poland": "Warsaw", "Portugal": "Lisbon",
+    "Romania": "Bucharest", "Serbia": "Belgrade", "Slovakia": "Bratislava", "Slovenia": "Ljubljana",
+    "Spain": "Madrid", "Sweden": "Stockholm", "Thailand": "Bangkok", "Turkey": "Ankara",
+}  # fmt: skip
+
+
+def _plain(text: str) -> str:
+    """Lower case, without accents, words divided by one space."""
+    bare = "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
+    return " ".join(re.findall(r"[a-z]+", bare.casefold()))
+
+
+@dataclass(frozen=True)
+class Capitals:
+    """One question a country; `kept` are those never trained on. An answer counts if it names the capital.
+
+    Naming other capitals beside it is wrong, so that listing cities is no answer.
+    """
+
+    kept: frozenset[str]
+    name: str = "capitals"
+
+    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        """Training problems of one step; a country that has to come again gets another key."""
+        rng = stream("capitals", "train", seed, step)
+        names = sorted(CAPITALS.keys() - self.kept)
+        drawn: list[Problem] = []
+        while len(drawn) < count:
+            turn = len(drawn) // len(names)
+            drawn += [_problem(name, f"#{turn}" if turn else "") for name in rng.sample(names, len(names))]
+        return drawn[:count]
+
+    def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
+        """A fixed set that training never draws from."""
+        names = sorted(self.kept)
+        stream("capitals", "held-out", seed).shuffle(names)
+        return [_problem(name) for name in names[:count]]
+
+    def gold(self, problem: Problem) -> str:
+        """The capital."""
+        return str(problem.answer)
+
+    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
+        """1 if the text names the capital and no other one of the list."""
+        said = f" {_plain(turns[-1] if turns else '')} "
+        named = {capital for capital in CAPITALS.values() if f" {_plain(capital)} " in said}
+        correct = float(named == {str(problem.answer)})
+        return Reward(correct, {"correct": correct}, parsed=bool(named))
+
+
+def _problem(country: str, again: str = "") -> Problem:
+    question = f"What is the capital of {country}? Answer with its name only."
+    return Problem(f"capital:{country}{again}", [{"role": "user", "content": question}], CAPITALS[country])
+
+
+def capitals(held_out: int = 32) -> Capitals:
+    """The task `capitals`: 64 countries, `held_out` of them never trained on."""
+    if isinstance(held_out, bool) or not isinstance(held_out, int) or not 1 <= held_out < len(CAPITALS):
+        raise KeelError(f"capitals held_out is {held_out!r}: give a number of countries from 1 to {len(CAPITALS) - 1}")
+    return Capitals(choose_held_out(dict.fromkeys(CAPITALS, 1), held_out))

@@ -1,0 +1,89 @@
+"""`gsm8k`: grade-school word problems (Cobbe et al. 2021, arXiv 2110.14168), from the hub or a local JSONL."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.base.types import Problem, Reward
+from keel.envs.answers import last_number, plain_number
+from keel.envs.dataset import Dataset, split
+from keel.envs.layouts import Loaded, Source, load_problems, source_of
+from keel.envs.maths import has_math_verify, math_equal
+from keel.envs.problems import HELD_OUT_FRACTION
+from keel.envs.rows import Broken, settle
+
+HUB = "openai/gsm8k,main"
+MARK = "####"
+INSTRUCTION = "Think step by step, and end with #### and the answer as a number."
+_CALCULATOR = re.compile(r"<<[^<>]*>>")  # the data's annotations for a calculator
+
+
+@dataclass(frozen=True)
+class Worked:
+    """Marks what stands behind the last `####`, or the whole text where there is none, by its mathematics."""
+
+    math_verify: bool
+
+    def gold(self, problem: Problem) -> str:
+        return f"{problem.info['solution']}\n{MARK} {problem.answer}"
+
+    def reward(self, problem: Problem, text: str) -> Reward:
+        given = text.rpartition(MARK)[2].strip()
+        number = last_number(given)
+        right: bool | None = None if number is None else number == problem.answer
+        if not right and self.math_verify:
+            right = math_equal(str(problem.answer), given) or right
+        correct = float(bool(right))
+        return Reward(correct, {"correct": correct}, parsed=right is not None)
+
+
+def gsm8k(
+    data: Mapping[str, Any] | None = None,
+    instruction: str | None = INSTRUCTION,
+    held_out: int | float = HELD_OUT_FRACTION,
+    eval_path: str | Sequence[str] | None = None,
+    eval_split: str | None = None,
+) -> Dataset:
+    """The task `gsm8k`: `data.path` is a local copy; without one, the hub's `openai/gsm8k` with its test split.
+
+    `instruction` is put under every question; null asks the question alone. A local copy holds problems out as
+    `dataset` does.
+    """
+    source = source_of(data)
+    if source.path is None:
+        source = replace(source, path=HUB)
+        eval_split = eval_split or (None if eval_path else "test")
+    sides = split(source, held_out, eval_path, eval_split, read=_solutions)
+    train, held = (tuple(_asked(p, instruction) for p in side) for side in sides[:2])
+    how = "by math-verify" if has_math_verify() else "as numbers (math-verify is not installed)"
+    return Dataset("gsm8k", train, held, Worked(has_math_verify()), (*sides[2], f"gsm8k: answers are compared {how}"))
+
+
+def _solutions(source: Source) -> Loaded:
+    """The rows with the number behind `####` as the answer and what stands before it as the solution."""
+    loaded = load_problems(source)
+    problems, broken = [], []
+    for problem in loaded.problems:
+        solution, mark, final = str(problem.answer).rpartition(MARK)
+        number = plain_number(final.strip().lstrip("$"))
+        if not mark or number is None:
+            broken.append(Broken(problem.key, f"the answer does not end with {MARK} and a number"))
+            continue
+        info = {**problem.info, "solution": _CALCULATOR.sub("", solution).strip()}
+        problems.append(replace(problem, answer=number, info=info))
+    note = settle(loaded.source, broken, source.on_broken)
+    if not problems:
+        raise KeelError(f"{loaded.source} has no answer that ends with {MARK} and a number: use the task dataset")
+    return Loaded(loaded.source, tuple(problems), (*loaded.notes, *([note] if note else [])))
+
+
+def _asked(problem: Problem, instruction: str | None) -> Problem:
+    """The question as a chat message."""
+    if not isinstance(problem.prompt, str):
+        raise KeelError(f"{problem.key}: the task gsm8k reads questions as text: use the task dataset for messages")
+    words = f"{problem.prompt}\n{instruction}" if instruction else problem.prompt
+    return replace(problem, prompt=[{"role": "user", "content": words}])

@@ -1,0 +1,227 @@
+"""The judge: runs rewards over a group and survives what users' functions do, without hiding any of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+from keel.base.errors import KeelError, unknown
+from keel.base.types import Message, Problem, Reward
+from keel.envs.base import Task
+from keel.envs.concurrent import Late, Loop, Outcome, run_threads
+from keel.envs.guard import CallFailed, Guard, TooManyHang, attempt, call_here, late, settled
+from keel.envs.problems import stream
+from keel.envs.rewards import AGGREGATES, TASK, RewardPart, as_reward, build_reward, build_rewards, combine
+from keel.envs.toolbox import Toolbox
+
+ON_ERROR = ("stop", "zero", "skip_group")
+Reply = str | list[Message]
+Episode = tuple[Problem, int, Sequence[str]]  # the place of one among its siblings, and its turns
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One call that gave no reward: whose, on which completion of which problem, and why."""
+
+    function: str
+    problem: str
+    sample: int
+    kind: str  # raised | invalid | timeout
+    cause: str
+
+    def __str__(self) -> str:
+        return f"{self.function} on problem {self.problem!r}, completion {self.sample}: {self.cause}"
+
+
+class Judge:
+    """Rewards of whole groups. What fails is named and counted in `failures`, and handled as `on_error` says.
+
+    `stop` raises a KeelError; `zero` gives the completion 0 in every part; `skip_group` leaves the group out, since a
+    made-up 0 would count in the comparison with its siblings. The loop reads and empties the record with `drain`.
+    Above `max_hung` calls that never returned the run stops whatever `on_error` says.
+    `shuffle` (a seed) deals the rewards of a group out at random among its completions: a control that must not learn.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[RewardPart],
+        *,
+        aggregate: str = "sum",
+        timeout_s: float | None = 30.0,
+        on_error: str = "stop",
+        max_hung: int = 8,
+        shuffle: int | None = None,
+    ) -> None:
+        if on_error not in ON_ERROR:
+            raise unknown("reward.on_error", on_error, ON_ERROR)
+        if aggregate not in AGGREGATES:
+            raise unknown("reward.aggregate", aggregate, AGGREGATES)
+        if not parts:
+            raise KeelError("a judge needs at least one reward")
+        twice = next((name for name, count in Counter(part.name for part in parts).items() if count > 1), None)
+        if twice is not None:
+            raise KeelError(f"two rewards are called {twice!r}: give one of them another label")
+        self.parts, self.aggregate, self.on_error, self.shuffle = tuple(parts), aggregate, on_error, shuffle
+        self.guard, self.loop, self.max_hung = Guard(timeout_s), Loop(timeout_s), max_hung
+        self.failures: list[Failure] = []
+        self.counts: Counter[str] = Counter()  # by function, over the whole run
+
+    @classmethod
+    def of(cls, task: Task, entries: Sequence[dict[str, Any]] = (), **options: Any) -> Judge:
+        """The judge of `rewards:` (default: the task's own reward)."""
+        return cls(build_rewards(entries, task), **options)
+
+    def judge(
+        self, problem: Problem, episodes: Sequence[Sequence[str]], failed: Collection[int] = ()
+    ) -> tuple[Reward, ...] | None:
+        """One reward for the turns of each episode, or None where the group is to be skipped.
+
+        `failed` are episodes that broke before they could be judged; they earn 0.
+        """
+        table: list[list[Reward]] = []
+        called = {i: self._together(part, problem, episodes, failed) for i, part in enumerate(self.parts)}
+        for sample, turns in enumerate(episodes):
+            row = None if sample in failed else self._row(problem, sample, turns, called)
+            if row is None and self.on_error == "skip_group":
+                return None
+            table.append(row or [Reward(0.0, parsed=False)] * len(self.parts))
+        values = {p.name: [row[i].total for row in table] for i, p in enumerate(self.parts)}
+        totals = combine(values, {p.name: p.weight for p in self.parts}, self.aggregate)
+        rewards = [
+            Reward(total, self._named(row), all(reward.parsed for reward in row))
+            for total, row in zip(totals, table, strict=True)
+        ]
+        if self.shuffle is not None:
+            stream("shuffle", self.shuffle, problem.key, *(turn for turns in episodes for turn in turns)).shuffle(
+                rewards
+            )
+        return tuple(rewards)
+
+    def respond_all(self, task: Any, episodes: Sequence[Episode]) -> list[Reply | CallFailed | None]:
+        """The environment's message to each episode, in order; in the place of one that failed, why it did.
+
+        Each is under the same limits as a reward, and each failure is written down.
+
+        Episodes of a task with a `toolbox` are answered several at a time, as its tools allow (`at_once`), and equal
+        ones once; others one after the other.
+        """
+        asked = {(problem.key, tuple(turns)): problem for problem, _, turns in episodes}
+        toolbox, problems = getattr(task, "toolbox", None), {problem.key: problem for problem, _, _ in episodes}
+        at_once = 1
+        if isinstance(toolbox, Toolbox):
+            at_once = max((toolbox.at_once(problem) for problem in problems.values()), default=1)
+        found: dict[Any, Outcome] = {}
+        if at_once > 1:
+            calls = [(self._reply, (task, problem, turns)) for (_, turns), problem in asked.items()]
+            found = dict(zip(asked, run_threads(calls, at_once, attempt), strict=True))
+        replies: list[Reply | CallFailed | None] = []
+        for problem, sample, turns in episodes:
+            said = tuple(turns)
+            reply, error = found.get((problem.key, said)) or attempt(self._reply, (task, problem, said))
+            if isinstance(error, CallFailed):
+                self._record(f"{task.name}.respond", problem, sample, error)
+            elif error is not None:
+                raise error
+            replies.append(error or reply)
+        return replies
+
+    def _reply(self, task: Any, problem: Problem, turns: tuple[str, ...]) -> Reply | None:
+        message = self.guard.call(task.respond, problem, turns)
+        return message if message is None or isinstance(message, str) else _messages(message)
+
+    def drain(self) -> list[Failure]:
+        """The failures since the last call."""
+        found = list(self.failures)
+        self.failures.clear()
+        return found
+
+    def beside(self, task: Task) -> Judge:
+        """This judge with the task's own reward beside its parts at weight 0: whether an answer is right stays known
+        whatever is paid for it. Failures are written down in the same record.
+        """
+        if self.called(task) is not None:
+            return self
+        taken = {part.name for part in self.parts}
+        label = next(name for name in (TASK, *(f"{TASK}#{n}" for n in range(2, len(taken) + 3))) if name not in taken)
+        other = copy(self)
+        other.parts = (*self.parts, replace(build_reward(TASK, task, label=label), weight=0.0))
+        return other
+
+    def called(self, task: Task) -> str | None:
+        """The name of the part that is the task's own reward, None where there is none."""
+        return next((part.name for part in self.parts if part.function == task.reward), None)
+
+    def _together(
+        self, part: RewardPart, problem: Problem, episodes: Sequence[Sequence[str]], failed: Collection[int]
+    ) -> dict[int, Outcome]:
+        """The outcomes by completion of a part that judges many at a time; of any other part, none yet."""
+        waiting = [sample for sample in range(len(episodes)) if sample not in failed]
+        calls = [(part.function, (problem, tuple(episodes[sample]))) for sample in waiting]
+        if part.asynchronous:
+            return dict(zip(waiting, self.loop.run(calls), strict=True))
+        if part.at_once > 1:
+            return dict(zip(waiting, run_threads(calls, part.at_once, attempt), strict=True))
+        return {}
+
+    def _row(
+        self, problem: Problem, sample: int, turns: Sequence[str], called: Mapping[int, Mapping[int, Outcome]]
+    ) -> list[Reward] | None:
+        """The parts of one completion; None, with the failures written down, if any of them failed."""
+        row = []
+        for index, part in enumerate(self.parts):
+            try:
+                row.append(self._call(part, problem, turns, called[index].get(sample)))
+            except CallFailed as failure:
+                self._record(part.name, problem, sample, failure)
+                return None
+        return row
+
+    def _call(self, part: RewardPart, problem: Problem, turns: Sequence[str], outcome: Outcome | None) -> Reward:
+        args = (problem, tuple(turns))
+        if outcome is not None:
+            value = self._outcome(*outcome)
+        else:
+            value = call_here(part.function, *args) if part.trusted else self.guard.call(part.function, *args)
+        try:
+            return as_reward(value)
+        except ValueError as error:
+            raise CallFailed("invalid", str(error)) from error
+
+    def _outcome(self, value: Any, error: BaseException | None) -> Any:
+        if isinstance(error, Late):
+            raise CallFailed("timeout", late(self.guard.timeout_s))
+        return settled(value, error)
+
+    def _record(self, called: str, problem: Problem, sample: int, failed: CallFailed) -> None:
+        failure = Failure(called, problem.key, sample, failed.kind, failed.cause)
+        self.failures.append(failure)
+        self.counts[called] += 1
+        if self.on_error == "stop":
+            raise KeelError(f"reward {failure}; mend it, or set reward.on_error to zero or skip_group") from failed
+        hung = self.guard.hung + self.loop.hung
+        if hung > self.max_hung:
+            raise TooManyHang(
+                f"reward {failure}; {hung} calls hang in threads that cannot be ended: mend the function"
+            ) from failed
+
+    def _named(self, row: Sequence[Reward]) -> dict[str, float]:
+        """The values that are logged: each part by its name, and what it is made of below that."""
+        named: dict[str, float] = {}
+        for part, reward in zip(self.parts, row, strict=True):
+            inner = {(k if part.name == TASK else f"{part.name}/{k}"): v for k, v in reward.parts.items()}
+            named |= inner if part.name == TASK and inner else {part.name: reward.total, **inner}
+        return named
+
+
+def _messages(value: Any) -> list[Message]:
+    """Messages of an environment, each with a role and a content; anything else is a failure."""
+    fine = isinstance(value, Sequence) and all(
+        isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
+    )
+    if not fine or not value:
+        said = f"returned a {type(value).__name__}, not a string or None" if not isinstance(value, Sequence) else ""
+        raise CallFailed("invalid", said or "returned messages that do not each have a role and a content")
+    return [dict(message) for message in value]

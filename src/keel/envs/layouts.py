@@ -1,0 +1,278 @@
+"""From rows to problems: which columns hold the prompt and the answer, in a user's own layout, TRL's or verl's."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keel.base.errors import KeelError, unknown
+from keel.base.types import Problem
+from keel.envs.rows import Broken, Row, Rows, read_rows, settle
+
+PROMPT, ANSWER = "question", "answer"  # the defaults of data.columns
+# Where a default column is missing: the first of these that is there is taken, and a note says so.
+PROMPTS = ("prompt", "problem", "messages")
+ANSWERS = ("reward_model.ground_truth", "answer", "solution", "ground_truth", "completion")
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Source:
+    """The part of `data:` that a task reads; `columns` maps prompt, answer, messages and system to column names."""
+
+    path: str | Sequence[str] | None = None
+    split: str = "train"
+    columns: Mapping[str, str | None] | None = None
+    on_broken: str = "error"
+
+
+def source_of(data: Mapping[str, Any] | Source | None) -> Source:
+    """`data: {path, split, columns, on_broken}` of a task, checked."""
+    if data is None or isinstance(data, Source):
+        return data or Source()
+    if not isinstance(data, Mapping):
+        raise KeelError(f"data is {data!r}: give a section such as {{path: mine.jsonl}}")
+    names = ("path", "split", "columns", "on_broken")
+    for name in data:
+        if name not in names:
+            raise unknown("data option of a task", name, names)
+    columns = data.get("columns") or {}
+    for name in columns:
+        if name not in _COLUMNS:
+            raise unknown("data.columns entry", name, _COLUMNS)
+    return Source(**{**data, "columns": dict(columns)})
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Problems in the data's order, and what is worth saying about how they were read."""
+
+    source: str
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where each thing is; `messages` says that the prompt column holds whole conversations.
+
+    Without an answer column, conversations end with the answer (`last_turn`), or there are prompts alone.
+    """
+
+    prompt: str
+    answer: str | None
+    system: str | None = None
+    messages: bool = False
+    last_turn: bool = False
+
+
+def load_problems(source: Source) -> Loaded:
+    """Every usable row as a problem: prompt and answer from their columns, all other columns in `info`.
+
+    The key of a problem is its row's place, such as `mine.jsonl:3`. Rows without a prompt or an answer are broken.
+    """
+    if source.path is None:
+        raise KeelError("this task reads data: give data.path, a file, a folder or a hub name")
+    rows = read_rows(source.path, source.split)
+    if not rows.rows:
+        settle(rows.source, rows.broken, "error")
+    columns, notes = choose_columns(rows, source.columns or {})
+    problems: list[Problem] = []
+    broken = list(rows.broken)
+    for row in rows.rows:
+        made = problem_of(row, columns)
+        if isinstance(made, Broken):
+            broken.append(made)
+        else:
+            problems.append(made)
+    broken.sort(key=lambda item: _order(item.place))
+    skipped = settle(rows.source, broken, source.on_broken)
+    if not problems:
+        raise KeelError(
+            f"{rows.source} has no usable row: all {len(broken)} are broken, the first at {broken[0].place}"
+        )
+    if columns.answer is not None:
+        _check_types(rows.source, columns.answer, problems)
+    return Loaded(rows.source, tuple(problems), (*notes, *([skipped] if skipped else [])))
+
+
+def choose_columns(rows: Rows, given: Mapping[str, str | None]) -> tuple[Columns, list[str]]:
+    """The columns to read and a note where they were recognised; a column that is named must be there."""
+    names, chosen = rows.columns, []
+    messages, system = given.get("messages"), given.get("system")
+    for option, name in (("messages", messages), ("system", system)):
+        if name is not None and not _has(rows, name):
+            raise _missing(rows, option, name)
+    prompt = messages or given.get("prompt") or PROMPT
+    whole = messages is not None
+    if not _has(rows, prompt):
+        found = next((name for name in PROMPTS if name in names), None) if prompt == PROMPT else None
+        if found is None:
+            raise _missing(rows, "prompt", prompt)
+        prompt, whole = found, found == "messages"
+        chosen.append(f"prompts from {found!r}")
+    answer, last_turn = given.get("answer", ANSWER), False
+    if answer is not None and not _has(rows, answer):
+        candidates = [name for name in ANSWERS if name != prompt and _has(rows, name)] if answer == ANSWER else []
+        alone = answer == ANSWER and names == ("prompt",)  # TRL's prompts, which rewards judge by themselves
+        if not candidates and not whole and not alone:
+            raise _missing(rows, "answer", answer, ", or data.columns.answer=null for prompts alone")
+        answer, last_turn = (candidates[0], False) if candidates else (None, not alone)
+        said = "answers from the conversations' last turns" if last_turn else "no answers"
+        chosen.append(f"answers from {answer!r}" if answer else said)
+    notes = []
+    if chosen:
+        layout = "verl's layout" if {"data_source", "reward_model"} <= set(names) else "recognised columns"
+        notes.append(f"{rows.source}: {layout}, {' and '.join(chosen)}; data.columns names others")
+    return Columns(prompt, answer, system, whole, last_turn), notes
+
+
+def problem_of(row: Row, columns: Columns) -> Problem | Broken:
+    """A row as a problem, or why it is none."""
+    prompt = _prompt(_get(row.values, columns.prompt))
+    if isinstance(prompt, _Why):
+        return Broken(row.place, f"column {columns.prompt!r} {prompt}")
+    answer = None if columns.answer is None else _get(row.values, columns.answer)
+    if columns.messages and not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+        answer = prompt[-1]["content"] if columns.last_turn else answer
+        prompt = prompt[:-1]
+        if not prompt:
+            return Broken(row.place, f"column {columns.prompt!r} holds an answer and no question")
+    elif columns.last_turn:
+        return Broken(row.place, f"column {columns.prompt!r} does not end with the assistant's turn")
+    if columns.answer is not None:
+        if answer is _MISSING:
+            return Broken(row.place, f"no column {columns.answer!r}")
+        turns = _messages(answer)
+        answer = turns[-1]["content"] if turns else answer
+        if answer is None or answer == [] or (isinstance(answer, str) and not answer.strip()):
+            return Broken(row.place, f"column {columns.answer!r} is empty")
+    if columns.system is not None:
+        system = _get(row.values, columns.system)
+        if not isinstance(system, str):
+            return Broken(row.place, f"column {columns.system!r} holds no text")
+        said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        prompt = [{"role": "system", "content": system}, *said]
+    used = {columns.prompt, columns.answer, columns.system}
+    return Problem(row.place, prompt, answer, {name: v for name, v in row.values.items() if name not in used})
+
+
+class _Why(str):
+    """The reason why a value is no prompt."""
+
+
+def _prompt(value: Any) -> str | list[dict[str, str]] | _Why:
+    if value is _MISSING:
+        return _Why("is missing")
+    if value is None or value == [] or (isinstance(value, str) and not value.strip()):
+        return _Why("is empty")
+    turns = _messages(value)
+    if turns is not None:
+        return turns if any(turn["content"].strip() for turn in turns) else _Why("is empty")
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return _Why("holds messages that do not each have a role and a content text")
+    return _Why(f"holds a {type(value).__name__}, not a text or messages")
+
+
+def _messages(value: Any) -> list[dict[str, str]] | None:
+    """Chat messages, also as the JSON text of them that CSV holds; None for anything else."""
+    if isinstance(value, str) and value.lstrip().startswith("[") and '"role"' in value:
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return None
+    if not isinstance(value, list) or not value:
+        return None
+    turns = []
+    for turn in value:
+        content = _content(turn.get("content")) if isinstance(turn, Mapping) else None
+        if content is None or not isinstance(turn.get("role"), str):
+            return None
+        # parquet fills absent keys with null
+        turns.append({k: v for k, v in {**turn, "content": content}.items() if v is not None})
+    return turns
+
+
+def _content(value: Any) -> str | None:
+    """What a message says: a text, or the texts of its parts one after the other; None for anything but text."""
+    if not isinstance(value, list):
+        return value if isinstance(value, str) else None
+    parts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in value]
+    texts = [part for part in parts if isinstance(part, str)]
+    return "".join(texts) if texts and len(texts) == len(parts) else None
+
+
+def _get(values: Mapping[str, Any], name: str) -> Any:
+    """A column, or with dots a field inside one; `_MISSING` where there is none."""
+    if name in values:
+        return values[name]
+    head, dot, rest = name.partition(".")
+    inner = values.get(head) if dot else None
+    if isinstance(inner, str) and inner.lstrip().startswith("{"):  # a struct in CSV is its JSON text
+        try:
+            inner = json.loads(inner)
+        except ValueError:
+            return _MISSING
+    return _get(inner, rest) if isinstance(inner, Mapping) else _MISSING
+
+
+def _has(rows: Rows, name: str) -> bool:
+    return any(_get(row.values, name) is not _MISSING for row in rows.rows)
+
+
+def _missing(rows: Rows, option: str, name: str, instead: str = "") -> KeelError:
+    there = list(rows.columns)
+    fields = [f"{c}.{k}" for c in there for k in _fields(rows, c)]
+    near = difflib.get_close_matches(name, [*there, *fields], n=1, cutoff=0.5)
+    hint = f"did you mean data.columns.{option}={near[0]}? " if near else f"set data.columns.{option}{instead}; "
+    return KeelError(f"{rows.source} has no column {name!r} for the {option}: {hint}it has {', '.join(there)}")
+
+
+def _fields(rows: Rows, column: str) -> Sequence[str]:
+    structs = (row.values[column] for row in rows.rows if isinstance(row.values.get(column), Mapping))
+    return list(next(structs, ()))
+
+
+_COLUMNS = ("prompt", "answer", "messages", "system")
+_KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
+    ("a boolean", (bool,)),
+    ("a number", (int, float)),
+    ("a text", (str,)),
+    ("a list", (list, tuple)),
+    ("an object", (Mapping,)),
+)
+
+
+def _check_types(source: str, column: str, problems: Sequence[Problem]) -> None:
+    """One kind of answer in a column: a mix is most often a mistake in how the file was made."""
+    first: dict[str, str] = {}
+    for problem in problems:
+        first.setdefault(_kind(problem.answer), problem.key)
+    if len(first) > 1:
+        seen = ", ".join(f"{kind} at {place}" for kind, place in first.items())
+        raise KeelError(f"{source}: the answer column {column!r} mixes types, {seen}: write them all alike")
+    kind, place = next(iter(first.items()))
+    if kind == "an object":
+        raise KeelError(
+            f"{source}: the answer column {column!r} holds objects ({place}): name the field, such as "
+            f"data.columns.answer={column}.value"
+        )
+    mixed = next(
+        (p.key for p in problems if isinstance(p.answer, list) and len({_kind(a) for a in p.answer}) > 1), None
+    )
+    if mixed is not None:
+        raise KeelError(f"{mixed}: the list in column {column!r} mixes types: write them all alike")
+
+
+def _kind(value: Any) -> str:
+    return next((name for name, types in _KINDS if isinstance(value, types)), f"a {type(value).__name__}")
+
+
+def _order(place: str) -> tuple[str, int]:
+    name, _, number = place.rpartition(":")
+    return name, int(number) if number.isdigit() else 0

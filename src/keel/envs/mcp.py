@@ -1,0 +1,308 @@
+"""Tools of MCP servers: an entry `{mcp: …}` of `task.tools` becomes one tool for each that the server lists."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import os
+import re
+import shlex
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from functools import reduce
+from operator import or_
+from typing import Any, Literal
+
+from keel.base.errors import KeelError, unknown
+from keel.base.redact import NoVariable, fill, hide
+from keel.envs.tools import MAX_CHARACTERS, TIMEOUT_S, Tool
+
+OPTIONS = ("mcp", "only", "timeout_s", "max_characters", "at_once", "env", "headers")
+START_S = 30.0  # until a server has listed its tools
+STOP_S = 10.0  # for a server to end when Python does; one that does not end by itself is killed sooner
+_TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "null": type(None), "object": dict}
+
+
+class ToolError(Exception):
+    """What a server said went wrong with a call, or that it cannot be asked; the model is told the first line."""
+
+
+def mcp_tools(entry: Mapping[str, Any]) -> list[Tool]:
+    """The tools of one entry; the server is started here, or found running where an equal entry started it."""
+    address, only, given, limits = _checked(entry)
+    try:
+        from mcp import Client  # noqa: F401
+    except ImportError as error:
+        raise KeelError("task.tools: an mcp entry needs mcp, 2.0 or newer: pip install 'keel-rl[mcp]'") from error
+    server = _server(address, given)
+    listed = {tool.name: tool for tool in server.listed()}
+    for name in only:
+        if name not in listed:
+            raise unknown(f"tool of the MCP server {address!r}", name, listed)
+    if not listed:
+        raise KeelError(f"the MCP server {address!r} has no tools: leave it out of task.tools")
+    return [_tool(server, listed[name], limits) for name in only or listed]
+
+
+class Server:
+    """A connection to one server, held by an event loop in a daemon thread, so that any thread may call its tools.
+
+    A server that was lost is connected to again by the next call. One that is a command is started again once: only
+    after it has answered a call is there another attempt, so that a server which dies at every call is left alone.
+    """
+
+    def __init__(self, address: str, given: Mapping[str, str]) -> None:
+        self.address, self.given, self.is_url = address, dict(given), _is_url(address)
+        self.loop = asyncio.new_event_loop()
+        self._opened: asyncio.Future[tuple[Any, list[Any]]] | None = None  # the client and the tools it listed
+        self._holder: asyncio.Task[None] | None = None
+        self._may_start = True
+        self._errors = tempfile.TemporaryFile("w")  # noqa: SIM115 - as long as the server
+        threading.Thread(target=self.loop.run_forever, name="keel-mcp", daemon=True).start()
+
+    def listed(self) -> list[Any]:
+        """What the server lists; a KeelError in one line where it does not start or answer."""
+        try:
+            return asyncio.run_coroutine_threadsafe(self._listed(), self.loop).result()
+        except ToolError as error:
+            fix = "start it, or check the address" if self.is_url else "try the command in a terminal"
+            raise KeelError(f"task.tools: the MCP server {self.address!r} {error}; {fix}") from error
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """The text of a tool's result; ToolError where the server says that it failed, or is gone."""
+        try:
+            client, _ = await asyncio.shield(opened := self._connection())
+        except ToolError as error:
+            raise ToolError(f"its server {error}") from error
+        try:
+            result = await client.call_tool(name, arguments)
+        except Exception as error:
+            if not await _answers(client):
+                self._lose(opened)
+                raise ToolError("its server ended during the call") from error
+            raise ToolError(_first_line(_cause(error))) from error
+        self._may_start = True
+        if result.is_error:
+            raise ToolError(_first_line(_text(result)) or "no reason given")
+        return _text(result)
+
+    async def end(self) -> None:
+        """Close the connection, and with it the process behind it."""
+        self._lose(self._opened)
+        if self._holder is not None:
+            await asyncio.wait([self._holder])
+        self.loop.call_soon(self.loop.stop)
+
+    async def _listed(self) -> list[Any]:
+        """The tools of a server that answers now, started again where it ended unseen."""
+        if self._opened is not None and self._opened.done() and not await _answers(self._opened.result()[0]):
+            self._lose(self._opened)
+        self._may_start = True
+        _, tools = await asyncio.shield(self._connection())
+        self._may_start = True
+        return tools
+
+    def _connection(self) -> asyncio.Future[tuple[Any, list[Any]]]:
+        """The connection, begun anew where there is none."""
+        if self._opened is None:
+            if not (self._may_start or self.is_url):
+                raise ToolError("has ended and is not started again")
+            self._may_start = False
+            self._opened = self.loop.create_future()
+            self._holder = self.loop.create_task(self._hold(self._opened, self._holder))
+        return self._opened
+
+    def _lose(self, opened: asyncio.Future[Any] | None) -> None:
+        if opened is not None and self._opened is opened and self._holder is not None:
+            self._opened = None
+            self._holder.cancel()
+
+    async def _hold(self, opened: asyncio.Future[tuple[Any, list[Any]]], before: asyncio.Task[None] | None) -> None:
+        """Connect and keep the connection until this task is cancelled; all of it belongs to one task."""
+        limit = asyncio.timeout(START_S)
+        try:
+            if before is not None:
+                await asyncio.wait([before])
+            async with limit, self._client() as client:
+                tools = await _all_tools(client)
+                limit.reschedule(None)
+                opened.set_result((client, tools))
+                await self.loop.create_future()
+        except BaseException as error:  # a failed connection comes as a group of errors, its end as a cancellation
+            if self._opened is opened:
+                self._opened = None
+            if not opened.done():
+                late, failed = limit.expired(), "cannot be reached" if self.is_url else "did not start"
+                said = f"did not answer within {START_S:g} s" if late else f"{failed}: {self._why(error)}"
+                opened.set_exception(ToolError(said))
+                opened.exception()  # nobody may be left to ask
+
+    def _client(self) -> Any:
+        from mcp import Client, StdioServerParameters, stdio_client
+
+        given = {name: _filled(value) for name, value in self.given.items()}
+        if self.is_url:
+            return Client(_over_http(_filled(self.address), given))
+        command, *arguments = [_filled(word) for word in shlex.split(self.address)]
+        parameters = StdioServerParameters(command=command, args=arguments, env=given)
+        return Client(stdio_client(parameters, errlog=self._errors))
+
+    def _why(self, error: BaseException) -> str:
+        """The first line of an error, and the last that the server wrote to its standard error."""
+        size = os.fstat(self._errors.fileno()).st_size
+        said = os.pread(self._errors.fileno(), 4096, max(0, size - 4096)).decode(errors="replace").strip().splitlines()
+        last = said[-1].strip() if said else ""
+        return hide(_first_line(_cause(error)) + (f" (it said: {last[:200]})" if last else ""))
+
+
+_servers: dict[tuple[str, tuple[tuple[str, str], ...]], Server] = {}
+_lock = threading.Lock()
+
+
+def _server(address: str, given: Mapping[str, str]) -> Server:
+    """The server of an address and its environment or headers: one for all tasks of this process."""
+    key = address, tuple(sorted(given.items()))
+    with _lock:
+        if key not in _servers:
+            _servers[key] = Server(address, given)
+        return _servers[key]
+
+
+@atexit.register
+def end_servers() -> None:
+    """End every server that was started, and wait for it; its tools cannot be called any more."""
+    with _lock:
+        ending = [asyncio.run_coroutine_threadsafe(server.end(), server.loop) for server in _servers.values()]
+        _servers.clear()
+    for end in ending:
+        with suppress(Exception):
+            end.result(STOP_S)
+
+
+def _checked(entry: Mapping[str, Any]) -> tuple[str, list[str], dict[str, str], dict[str, Any]]:
+    """Address, names, environment or headers, and limits of an entry; what is wrong with it in one line."""
+    for option in entry:
+        if option not in OPTIONS:
+            raise unknown("option of an mcp entry in task.tools", option, OPTIONS)
+    address, only = entry.get("mcp"), entry.get("only")
+    env, headers = entry.get("env") or {}, entry.get("headers") or {}
+    try:
+        fine = isinstance(address, str) and bool(shlex.split(address))
+    except ValueError:  # a quote that is not closed
+        fine = False
+    if not isinstance(address, str) or not fine:
+        raise KeelError(f"task.tools: mcp is {address!r}: give the server's command, or its address http://…/mcp")
+    if only is not None and not (isinstance(only, list | tuple) and only and all(isinstance(n, str) for n in only)):
+        raise KeelError(f"task.tools: only is {only!r}: give a list of names of tools, or leave it out for all")
+    if not isinstance(env, Mapping) or (env and _is_url(address)):
+        raise KeelError(f"task.tools: env of {address!r} must be a mapping of names to values, beside a command")
+    if not isinstance(headers, Mapping) or (headers and not _is_url(address)):
+        raise KeelError(f"task.tools: headers of {address!r} must be a mapping of names to values, beside an address")
+    limits = {"timeout_s": TIMEOUT_S, "max_characters": MAX_CHARACTERS, "at_once": 1}
+    limits |= {option: entry[option] for option in limits if option in entry}
+    for option, value in limits.items():
+        number = int | float if option == "timeout_s" else int
+        is_number = isinstance(value, number) and not isinstance(value, bool) and value > 0
+        if not is_number and not (option == "timeout_s" and value is None):
+            raise KeelError(f"task.tools: {option} of {address!r} is {value!r}: it must be a number above 0")
+    given = {str(name): str(value) for name, value in (env or headers).items()}
+    return address, list(only or ()), given, limits
+
+
+@asynccontextmanager
+async def _over_http(url: str, headers: dict[str, str]) -> AsyncIterator[Any]:
+    """The transport to an address; it sends the headers to that origin alone."""
+    from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+
+    async with (
+        create_mcp_http_client(headers=headers) as client,
+        streamable_http_client(url, http_client=client) as both,
+    ):
+        yield both
+
+
+def _filled(text: str) -> str:
+    """Text of an entry with the environment's variables, read when the server is asked for: no entry keeps them."""
+    try:
+        return fill(text)
+    except NoVariable as error:
+        raise ToolError(f"cannot be asked: its entry {error}") from None
+
+
+def _tool(server: Server, listed: Any, limits: Mapping[str, Any]) -> Tool:
+    """A tool as the server describes it; characters that calls cannot be written with become `_` in its name."""
+    given = listed.input_schema
+    properties, required = given.get("properties") or {}, tuple(given.get("required") or ())
+    hints = {name: hint_of(properties.get(name)) for name in dict.fromkeys((*properties, *required))}
+    schema = {"type": "object", **given, "properties": properties}
+    called = re.sub(r"^(?=[\d-])|[^\w-]", "_", listed.name, flags=re.ASCII)
+
+    async def call(**arguments: Any) -> str:
+        asked = asyncio.run_coroutine_threadsafe(server.call(listed.name, arguments), server.loop)
+        return await asyncio.wrap_future(asked)
+
+    about = (listed.description or listed.title or listed.name).strip()
+    return Tool(called, about, call, hints, required, {}, tag=called, parameters=schema, **limits)
+
+
+def hint_of(schema: Any) -> Any:
+    """The type that a JSON schema asks for, as far as arguments are checked here; Any where the server has to."""
+    if not isinstance(schema, Mapping):
+        return Any
+    if isinstance(choices := schema.get("enum"), list):
+        plain = bool(choices) and all(isinstance(choice, str | int | None) for choice in choices)
+        return Literal.__getitem__(tuple(choices)) if plain else Any
+    kind, several = schema.get("type"), schema.get("anyOf") or schema.get("oneOf")
+    if isinstance(kind, list):
+        several = [{**schema, "type": one} for one in kind]
+    if isinstance(several, list) and several:
+        members = [hint_of(one) for one in several]
+        return Any if Any in members else reduce(or_, members)
+    found = list[hint_of(schema.get("items"))] if kind == "array" else _TYPES.get(str(kind), Any)  # type: ignore[misc]
+    return found | None if schema.get("nullable") and found is not Any else found
+
+
+async def _all_tools(client: Any) -> list[Any]:
+    """Every page of the list of tools."""
+    page = await client.list_tools()
+    found = list(page.tools)
+    while page.next_cursor is not None:
+        page = await client.list_tools(cursor=page.next_cursor)
+        found += page.tools
+    return found
+
+
+async def _answers(client: Any) -> bool:
+    """Whether a server still lists its tools."""
+    try:
+        async with asyncio.timeout(START_S):
+            await client.list_tools(cache_mode="refresh")
+    except Exception:
+        return False
+    return True
+
+
+def _text(result: Any) -> str:
+    """The text of a result; content of other kinds is named in its place."""
+    if not result.content and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    parts = (getattr(part, "resource", part) for part in result.content)
+    return "\n".join(getattr(part, "text", f"[{getattr(part, 'type', 'resource')}]") for part in parts)
+
+
+def _cause(error: BaseException) -> str:
+    """What an error says, the first of a group of them."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error) or type(error).__name__
+
+
+def _first_line(text: str) -> str:
+    return next(iter(text.strip().splitlines()), "")
+
+
+def _is_url(address: str) -> bool:
+    return address.startswith(("http://", "https://"))

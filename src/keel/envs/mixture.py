@@ -1,0 +1,115 @@
+"""A mixture of tasks, each problem drawn from one of them: warm starts teach several skills at once."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from keel.base.errors import KeelError
+from keel.base.types import Group, Message, Problem, Reward
+from keel.envs.base import Task, gold_turns
+from keel.envs.problems import stream
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Several tasks as one. Which of them a problem comes from is noted in its info, so that it is judged there."""
+
+    tasks: tuple[Task, ...]
+    weights: tuple[float, ...]
+    name: str = "mixture"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What its tasks say about how they read their data."""
+        return tuple(note for task in self.tasks for note in getattr(task, "notes", ()))
+
+    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        """Training problems, each task's share drawn by weight."""
+        rng = stream("mixture", "train", seed, step)
+        picked = rng.choices(range(len(self.tasks)), self.weights, k=count)
+        drawn = [iter(t.sample(picked.count(i), seed=seed, step=step)) for i, t in enumerate(self.tasks)]
+        return [self._mark(i, next(drawn[i])) for i in picked]
+
+    def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
+        """Held-out problems of all tasks, as many of each as its weight calls for."""
+        total = sum(self.weights)
+        edges = [round(count * sum(self.weights[:i]) / total) for i in range(len(self.tasks) + 1)]
+        shares = [after - before for before, after in pairwise(edges)]
+        held = zip(self.tasks, shares, strict=True)
+        return [self._mark(i, p) for i, (task, share) in enumerate(held) for p in task.held_out(share, seed=seed)]
+
+    def gold(self, problem: Problem) -> str:
+        return self._of(problem).gold(problem)
+
+    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
+        return self._of(problem).reward(problem, turns)
+
+    def fingerprint(self) -> str | None:
+        """The digests of those tasks that read data."""
+        found = [task.fingerprint() for task in self.tasks if hasattr(task, "fingerprint")]
+        return "+".join(map(str, found)) or None
+
+    def gold_turns(self, problem: Problem) -> list[str]:
+        return gold_turns(self._of(problem), problem)
+
+    def respond(self, problem: Problem, turns: Sequence[str]) -> str | Sequence[Message] | None:
+        """The environment's message of the problem's own task, where that has several turns."""
+        respond = getattr(self._of(problem), "respond", None)
+        return None if respond is None else respond(problem, turns)
+
+    def counts(self, problem: Problem, turns: Sequence[str]) -> Mapping[str, float]:
+        """The figures of the problem's own task, where it has some."""
+        counts = getattr(self._of(problem), "counts", None)
+        return {} if counts is None else counts(problem, turns)
+
+    def totals(self) -> Mapping[str, float]:
+        """The running counts of its tasks, under a task's name where several count what is called the same."""
+        counted = {i: dict(task.totals()) for i, task in enumerate(self.tasks) if hasattr(task, "totals")}
+        owners = Counter(name for totals in counted.values() for name in totals)
+        return {
+            name if owners[name] == 1 else f"{self._label(i)}/{name}": total
+            for i, totals in counted.items()
+            for name, total in totals.items()
+        }
+
+    def picture(self, problem: Problem, text: str) -> str | None:
+        """The picture of the problem's own task, where that draws any."""
+        picture = getattr(self._of(problem), "picture", None)
+        return None if picture is None else picture(problem, text)
+
+    def extra_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        """What each task adds over the groups of its own problems, under its name."""
+        found: dict[str, float] = {}
+        for index, task in enumerate(self.tasks):
+            own = [group for group in groups if group.problem.info["mixture"] == index]
+            method = getattr(task, "extra_metrics", None)
+            if own and method is not None:
+                found |= {f"{self._label(index)}/{name}": value for name, value in method(own).items()}
+        return found
+
+    def _label(self, index: int) -> str:
+        """A task's name, with its place before it where another is called the same."""
+        name = self.tasks[index].name
+        return f"{index}/{name}" if sum(task.name == name for task in self.tasks) > 1 else name
+
+    def _of(self, problem: Problem) -> Task:
+        return self.tasks[problem.info["mixture"]]
+
+    def _mark(self, index: int, problem: Problem) -> Problem:
+        return replace(problem, key=f"{index}/{problem.key}", info={**problem.info, "mixture": index})
+
+
+def mixture(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> Mixture:
+    """One task out of several, drawn in proportion to `weights` (default: equally)."""
+    shares = tuple(float(w) for w in weights) if weights is not None else (1.0,) * len(tasks)
+    if not tasks:
+        raise KeelError("a mixture needs at least one task")
+    if len(shares) != len(tasks):
+        raise KeelError(f"a mixture of {len(tasks)} tasks has {len(shares)} weights: give one each")
+    if not all(math.isfinite(w) and w >= 0 for w in shares) or sum(shares) <= 0:
+        raise KeelError(f"mixture weights are {list(shares)}: they must be 0 or more, and not all 0")
+    return Mixture(tuple(tasks), shares)

@@ -1,0 +1,69 @@
+"""How an episode answers: the tools it is offered, and what a final answer says, in tags or in a call."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from keel.envs.tools import tool
+
+_LABEL = re.compile(r"[(#]*(?:documents?|docs?|ids?|no|and)\b[.:#-]*", re.IGNORECASE)  # words around an id, not ids
+_AROUND = "()#.:"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an episode ended with; an empty text is none, and `listed` says that it was given as a list."""
+
+    text: str | None
+    cited: tuple[str, ...] = ()
+    listed: bool = False
+
+
+def retrieve_documents(query: str) -> str:
+    """Find the documents that match a query best.
+
+    Args:
+        query: The words to look for, such as the name of a person, a place or a work.
+    """
+    raise NotImplementedError("bound to a problem's documents before it is offered")
+
+
+@partial(tool, ends=True)
+def complete(reasoning: str, final_answer: str | list[str], cited_doc_ids: list[str] | str) -> Answer:
+    """Give the final answer and end the conversation.
+
+    Args:
+        reasoning: The steps that lead to the answer.
+        final_answer: The answer itself, as short as possible.
+        cited_doc_ids: The ids of the documents that support the answer.
+    """
+    return read_answer(final_answer, cited_doc_ids)
+
+
+def read_answer(text: Any, cited: Any) -> Answer:
+    """An answer as it was given: a list is its entries joined by commas, so that it is one answer and not several.
+
+    Ids may stand as the retrieval prints them or as one cites: `Document ID: 3`, `(3)`, `#3` and `3.` are all `3`.
+    """
+    several = _as_list(text)
+    said = str(text).strip() if several is None else ", ".join(map(str, several))
+    ids = cited if isinstance(cited, list | tuple) else [cited]
+    parts = [_LABEL.sub("", part).strip(_AROUND) for one in ids for part in re.split(r"[\s,;\[\]\"']+", str(one))]
+    return Answer(said or None, tuple(dict.fromkeys(filter(None, parts))), several is not None)
+
+
+def _as_list(text: Any) -> list[Any] | None:
+    """The entries of a list, also of one written as text; None for anything else."""
+    if isinstance(text, list | tuple):
+        return list(text)
+    if not (isinstance(text, str) and text.strip().startswith("[") and text.strip().endswith("]")):
+        return None
+    try:
+        value = ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
+    return list(value) if isinstance(value, list) else None

@@ -1,0 +1,86 @@
+"""Rows of one's own, proven: `python -m keel.envs.multihop.oracle FILE [OPTION=VALUE]...` plays an oracle on each.
+
+Every row must load, and in each form of calls and answers an episode that retrieves all support, answers and cites it
+must earn the maximum. Options are those of the task. Exit status 0: all do; 1: some do not, by name; 2: not readable.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.envs.layouts import source_of
+from keel.envs.multihop.options import ANSWER_STYLES, multihop
+from keel.envs.multihop.question import read_questions
+from keel.envs.tool_calls import FORMATS
+
+MOST_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Played:
+    """What the oracle's episodes earned in one form: how many rows there are, and what keeps some from the maximum."""
+
+    tool_format: str
+    answer_style: str
+    rows: int
+    short: tuple[str, ...]
+
+    def __str__(self) -> str:
+        named = "; ".join(self.short[:MOST_NAMED])
+        return (
+            f"{self.tool_format}, {self.answer_style}: {self.rows - len(self.short)} of {self.rows} oracle episodes "
+            f"earn the maximum{f' ({named})' if named else ''}"
+        )
+
+
+def play_oracle(path: str, **options: Any) -> list[Played]:
+    """The oracle on every row, once for each form; the golden retriever, since others return distractors too."""
+    found = []
+    questions = read_questions(source_of({"path": path}), 1.0).questions
+    for tool_format, answer_style in product(FORMATS, ANSWER_STYLES):
+        form = {"tool_format": tool_format, "answer_style": answer_style}
+        task = multihop(data={"path": path}, **{"retriever": "golden", **options, **form})
+        short = []
+        for question in questions:
+            problem = task.problem(question)
+            earned, most = task.reward(problem, task.gold_turns(problem)), task.most(problem)
+            if abs(earned.total - most) > 1e-9:
+                lacking = ", ".join(name for name in task.weights if earned.parts[name] < 1.0)
+                short.append(f"{question.key} earns {earned.total:.4g} of {most:.4g}: {lacking}")
+        found.append(Played(tool_format, answer_style, len(questions), tuple(short)))
+    return found
+
+
+def main(words: Sequence[str]) -> int:
+    """Print what was found; the exit status."""
+    if not words:
+        print(f"usage: {(__doc__ or '').splitlines()[0].partition('`')[2].partition('`')[0]}", file=sys.stderr)
+        return 2
+    try:
+        played = play_oracle(words[0], **dict(_option(word) for word in words[1:]))
+    except KeelError as error:
+        print(f"keel: error: {error}", file=sys.stderr)
+        return 2
+    print(f"{played[0].rows} rows load")
+    print("\n".join(map(str, played)))
+    return int(any(one.short for one in played))
+
+
+def _option(word: str) -> tuple[str, Any]:
+    name, equals, value = word.partition("=")
+    if not equals:
+        raise KeelError(f"{word!r} is not OPTION=VALUE, such as top_n=1")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

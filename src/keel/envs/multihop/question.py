@@ -1,0 +1,174 @@
+"""A question with its documents, and the rows of MuSiQue's form that hold them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.envs.layouts import Source
+from keel.envs.problems import stream
+from keel.envs.rows import Broken, Row, read_rows, settle
+
+_SLICE = re.compile(r"(?P<path>.*?)(?:\[(?P<low>\d*):(?P<high>\d*)\]|:(?P<first>\d+))?")
+
+
+@dataclass(frozen=True)
+class Document:
+    """What a retriever may return."""
+
+    id: str
+    title: str
+    text: str
+    supporting: bool = False
+
+    def __str__(self) -> str:
+        return f"Document ID: {self.id}\n# {self.title}\n{self.text}"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, its answer and aliases, its documents, and the ids of those that support it in the chain's order."""
+
+    key: str
+    text: str
+    answers: tuple[str, ...]
+    documents: tuple[Document, ...]
+    chain: tuple[str, ...]
+
+    @property
+    def hops(self) -> int:
+        return len(self.chain)
+
+    def document(self, id: str) -> Document | None:
+        return next((one for one in self.documents if one.id == id), None)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What was read, in the data's order, and what is worth saying about it."""
+
+    source: str
+    questions: tuple[Question, ...]
+    notes: tuple[str, ...] = ()
+
+
+def read_questions(source: Source, noise_rate: float) -> Questions:
+    """The rows of files or hub datasets, `path,name,split[:n]` and several joined by semicolons.
+
+    Rows without supporting paragraphs, or that cannot be read, are broken: refused by their place, or with
+    `data.on_broken: skip` left out and counted.
+    """
+    paths = [source.path] if isinstance(source.path, str) else list(source.path or ())
+    specs = [spec.strip() for path in paths for spec in path.split(";") if spec.strip()]
+    if not specs:
+        raise KeelError("data.path names no data: give a JSONL file, or a hub name such as path,name,train[:100]")
+    parts = [_records(spec, source.split) for spec in specs]
+    found: list[Question] = []
+    broken: list[Broken] = []
+    for record in (record for _, records in parts for record in records):
+        made = record.why if isinstance(record, Broken) else _question(record)
+        if isinstance(made, str):
+            broken.append(Broken(record.place, made))
+        else:
+            found.append(with_noise(made, noise_rate))
+    name = parts[0][0] if len(parts) == 1 else f"{parts[0][0]} and {len(parts) - 1} more"
+    note = settle(name, broken, source.on_broken)
+    if not found:
+        raise KeelError(f"{name} has no usable row: each needs a question, an answer and supporting paragraphs")
+    return Questions(name, _own_keys(found), (note,) if note else ())
+
+
+def with_noise(question: Question, noise_rate: float) -> Question:
+    """The question with each distractor kept with that probability, always the same ones."""
+    if noise_rate >= 1.0:
+        return question
+    kept = tuple(
+        one
+        for one in question.documents
+        if one.supporting or stream("noise", question.key, one.id).random() < noise_rate
+    )
+    return replace(question, documents=kept)
+
+
+def _records(spec: str, split: str) -> tuple[str, list[Row | Broken]]:
+    """(source, records in the data's order): a part such as `[:100]` counts every record, those that are none too."""
+    match = _SLICE.fullmatch(spec)
+    assert match is not None
+    rows = read_rows(match["path"], split)
+    records: list[Row | Broken] = sorted((*rows.rows, *rows.broken), key=_order) if rows.broken else list(rows.rows)
+    if match["first"] is None and match["low"] is None:
+        return rows.source, records
+    low, high = int(match["low"] or 0), match["high"] or match["first"]
+    kept = records[low : int(high) if high else None]
+    if not kept:
+        raise KeelError(f"{spec} names no row: {rows.source} has {len(records)}")
+    return rows.source, kept
+
+
+def _order(record: Row | Broken) -> tuple[str, int]:
+    """A place such as `mine.jsonl:3` by file and line."""
+    file, _, line = record.place.rpartition(":")
+    return file, int(line)
+
+
+def _question(row: Row) -> Question | str:
+    """A row as a question, or what is wrong with it."""
+    values = row.values
+    text, answers = values.get("question"), _answers(values)
+    if not isinstance(text, str) or not text.strip():
+        return "column 'question' is empty"
+    if not answers:
+        return "column 'answer' is empty"
+    documents = _documents(values.get("paragraphs"))
+    if isinstance(documents, str):
+        return documents
+    supporting = [one.id for one in documents if one.supporting]
+    if not supporting:
+        return "no paragraph is supporting, so that nothing can be retrieved for it"
+    return Question(str(values.get("id") or row.place), text.strip(), answers, documents, _chain(values, supporting))
+
+
+def _answers(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """The answer and its aliases; of an answer that is a list, each entry counts."""
+    answer, aliases = values.get("answer"), values.get("answer_aliases")
+    several = [*(answer if isinstance(answer, list | tuple) else [answer])]
+    several += list(aliases) if isinstance(aliases, list | tuple) else [aliases]
+    texts = [str(one).strip() for one in several if isinstance(one, str | int | float)]
+    return tuple(dict.fromkeys(filter(None, texts)))
+
+
+def _documents(paragraphs: Any) -> tuple[Document, ...] | str:
+    if not isinstance(paragraphs, Sequence) or isinstance(paragraphs, str) or not paragraphs:
+        return "column 'paragraphs' holds no paragraphs"
+    found = []
+    for number, paragraph in enumerate(paragraphs):
+        if not isinstance(paragraph, Mapping) or not isinstance(paragraph.get("paragraph_text"), str):
+            return f"paragraph {number} has no paragraph_text"
+        id = str(paragraph.get("idx", number))
+        supporting = bool(paragraph.get("is_supporting", False))
+        found.append(Document(id, str(paragraph.get("title") or ""), paragraph["paragraph_text"], supporting))
+    if len({one.id for one in found}) < len(found):
+        return "two paragraphs have the same idx"
+    return tuple(found)
+
+
+def _chain(values: Mapping[str, Any], supporting: Sequence[str]) -> tuple[str, ...]:
+    """The supporting ids in the order of the question's decomposition, where there is one."""
+    steps = values.get("question_decomposition")
+    steps = steps if isinstance(steps, Sequence) and not isinstance(steps, str) else ()
+    named = [str(step.get("paragraph_support_idx")) for step in steps if isinstance(step, Mapping)]
+    return tuple(dict.fromkeys([*(id for id in named if id in supporting), *supporting]))
+
+
+def _own_keys(questions: Sequence[Question]) -> tuple[Question, ...]:
+    """Each question under a key of its own: noise is keyed by it."""
+    seen: dict[str, int] = {}
+    found = []
+    for question in questions:
+        copies = seen.get(question.key, 0)
+        seen[question.key] = copies + 1
+        found.append(replace(question, key=f"{question.key}~{copies}") if copies else question)
+    return tuple(found)

@@ -1,0 +1,77 @@
+"""The rewards of a multi-hop episode: SQuAD's exact match and F1, and what was retrieved and cited."""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+from keel.base.errors import KeelError, unknown
+
+WEIGHTS: Mapping[str, float] = {
+    "exact_match": 1.0,
+    "f1": 0.9,
+    "retrieval_recall": 1.0,
+    "retrieval_precision": 0.4,
+    "citation_recall": 0.6,
+    "format": 0.1,
+}
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalise(text: str) -> str:
+    """SQuAD's normal form: lower case, without ASCII punctuation and English articles, single spaces."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(given: str, answer: str) -> float:
+    """1 if the normal forms are equal."""
+    return float(normalise(given) == normalise(answer))
+
+
+def f1(given: str, answer: str) -> float:
+    """The harmonic mean of precision and recall over words, counted with repetition; of two empty texts 1."""
+    said, wanted = normalise(given).split(), normalise(answer).split()
+    if not said or not wanted:
+        return float(said == wanted)
+    common = sum((Counter(said) & Counter(wanted)).values())
+    return 2.0 * common / (len(said) + len(wanted))
+
+
+def best(measure: object, given: str | None, answers: Sequence[str]) -> float:
+    """The best score over an answer and its aliases; 0 where none was given."""
+    assert callable(measure)
+    return 0.0 if given is None else max(float(measure(given, answer)) for answer in answers)
+
+
+def recall(found: Collection[str], wanted: Collection[str]) -> float:
+    """The share of what is wanted that was found."""
+    return len(set(found) & set(wanted)) / len(set(wanted)) if wanted else 0.0
+
+
+def precision(found: Collection[str], wanted: Collection[str]) -> float:
+    """The share of what was found that is wanted; 0 where nothing was found."""
+    return len(set(found) & set(wanted)) / len(set(found)) if found else 0.0
+
+
+def total(parts: Mapping[str, float], weights: Mapping[str, float], hops: int, hop_factor: bool) -> float:
+    """(hops / 2) · Σ wᵢ·partᵢ / Σ wᵢ: long chains pay more."""
+    mean = sum(weight * parts[name] for name, weight in weights.items()) / sum(weights.values())
+    return mean * (hops / 2 if hop_factor else 1.0)
+
+
+def checked_weights(given: Mapping[str, float] | None) -> dict[str, float]:
+    """The weights of the parts, those of `given` in place of the usual ones."""
+    weights = {**WEIGHTS, **(given or {})}
+    for name, weight in weights.items():
+        if name not in WEIGHTS:
+            raise unknown("multihop weight", name, WEIGHTS)
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not is_number or not math.isfinite(weight) or weight < 0:
+            raise KeelError(f"multihop weights.{name} is {weight!r}: it must be 0 or more")
+    if not sum(weights.values()):
+        raise KeelError("multihop weights are all 0: give one of them a weight")
+    return {name: float(weight) for name, weight in weights.items()}

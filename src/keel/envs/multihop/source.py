@@ -1,0 +1,108 @@
+"""Where multi-hop questions come from: rows that were read once, or worlds made for each step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from keel.base.errors import KeelError
+from keel.base.types import Problem
+from keel.envs.dataset import Dataset, Unmarked, split
+from keel.envs.layouts import Loaded
+from keel.envs.layouts import Source as Data
+from keel.envs.multihop.question import Question, read_questions, with_noise
+from keel.envs.multihop.world import draw_question
+from keel.envs.problems import held_out_problems, stream, training_problems
+
+
+class Source(Protocol):
+    """Questions to train on and questions to evaluate on, never the same; `notes` says how they were read."""
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+
+    def sample(self, count: int, seed: int, step: int, hops: Sequence[int]) -> list[Question]: ...
+
+    def held_out(self, count: int, seed: int, hops: Sequence[int]) -> list[Question]: ...
+
+    def keep(self, fits: Callable[[Question], bool]) -> tuple[Source, int]: ...
+
+
+@dataclass(frozen=True)
+class Worlds:
+    """A new world for each problem, with `documents` documents; a hash of the question decides what is held out."""
+
+    documents: int
+    noise_rate: float = 1.0
+    notes: tuple[str, ...] = ()
+
+    def sample(self, count: int, seed: int, step: int, hops: Sequence[int]) -> list[Question]:
+        rng = stream("multihop", "train", seed, step)
+        return [p.info["question"] for p in training_problems(self._drawer(hops), count, rng)]
+
+    def held_out(self, count: int, seed: int, hops: Sequence[int]) -> list[Question]:
+        rng = stream("multihop", "held-out", seed)
+        return [p.info["question"] for p in held_out_problems(self._drawer(hops), count, rng)]
+
+    def keep(self, fits: Callable[[Question], bool]) -> tuple[Source, int]:
+        raise KeelError("data.truncation=drop needs rows: the built-in worlds are made as they are asked for")
+
+    def _drawer(self, hops: Sequence[int]) -> Callable[[random.Random], tuple[str, Problem]]:
+        def draw(rng: random.Random) -> tuple[str, Problem]:
+            question = with_noise(draw_question(rng, hops, self.documents), self.noise_rate)
+            return question.text, Problem(question.key, question.text, info={"question": question})
+
+        return draw
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows in an order of their own each epoch; under a curriculum, those short enough so far."""
+
+    data: Dataset
+    lengths: tuple[int, ...]
+    notes: tuple[str, ...] = ()
+    _stages: dict[tuple[int, ...], Dataset] = field(default_factory=dict, repr=False, compare=False)
+
+    def sample(self, count: int, seed: int, step: int, hops: Sequence[int]) -> list[Question]:
+        drawn = self._stage(tuple(hops)).sample(count, seed=seed, step=step)
+        return [replace(p.info["question"], key=p.key) for p in drawn]
+
+    def held_out(self, count: int, seed: int, hops: Sequence[int]) -> list[Question]:
+        return [p.info["question"] for p in self.data.held_out(count, seed=seed)]
+
+    def keep(self, fits: Callable[[Question], bool]) -> tuple[Source, int]:
+        data, left_out = self.data.keep(lambda problem: fits(problem.info["question"]))
+        return replace(self, data=data, _stages={}), left_out
+
+    def _stage(self, hops: tuple[int, ...]) -> Dataset:
+        if hops not in self._stages:
+            kept = tuple(p for p in self.data.train if p.info["question"].hops in hops)
+            self._stages[hops] = replace(self.data, train=kept or self.data.train)
+        return self._stages[hops]
+
+
+def rows_of(source: Data, noise_rate: float, hops: tuple[int, ...], held_out: int | float) -> Rows:
+    """The rows with those numbers of hops, cut into a training and a held-out part by a hash of the question."""
+    found: dict[int, int] = {}
+
+    def read(wanted: Data) -> Loaded:
+        loaded = read_questions(wanted, noise_rate)
+        kept = [one for one in loaded.questions if not hops or one.hops in hops]
+        if not kept:
+            there = sorted({one.hops for one in loaded.questions})
+            raise KeelError(f"{loaded.source} has no question of {list(hops)} hops: it has {there}")
+        for one in kept:
+            found[one.hops] = found.get(one.hops, 0) + 1
+        problems = tuple(Problem(one.key, one.text, one.answers[0], _info(one)) for one in kept)
+        return Loaded(loaded.source, problems, loaded.notes)
+
+    train, held, notes = split(source, held_out, None, None, read=read)
+    said = ", ".join(f"{count} of {n} hops" for n, count in sorted(found.items()))
+    return Rows(Dataset("multihop", train, held, Unmarked()), tuple(sorted(found)), (*notes, f"multihop: {said}"))
+
+
+def _info(question: Question) -> Mapping[str, Any]:
+    return {"question": question}

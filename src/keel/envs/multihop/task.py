@@ -1,0 +1,252 @@
+"""The task `multihop`: episodes of retrieval and an answer with citations, from rows or from made-up worlds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from statistics import fmean
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.base.types import Group, Message, Problem, Reward
+from keel.envs.answers import last_tag
+from keel.envs.multihop import score
+from keel.envs.multihop.answer import Answer, complete, read_answer, retrieve_documents
+from keel.envs.multihop.question import Document, Question
+from keel.envs.multihop.retrieve import Found, Retriever
+from keel.envs.multihop.source import Source, Worlds
+from keel.envs.multihop.world import words
+from keel.envs.tool_calls import write_call
+from keel.envs.toolbox import MOST_CALLS, Played, Toolbox
+from keel.envs.tools import MAX_CHARACTERS, Tool, tool
+
+_TAG = re.compile(r"<(/?)([A-Za-z_][\w-]*)>")
+_OWN_TAGS = {"think", "cite", "answer", "result"}
+
+
+@dataclass(frozen=True)
+class Multihop:
+    """Questions that take several documents; the reward is (hops / 2) × the weighted mean of its parts."""
+
+    name: str
+    source: Source
+    retriever: Retriever
+    top_n: int
+    tool_format: str
+    answer_style: str
+    think: bool
+    weights: Mapping[str, float]
+    hop_factor: bool
+    hops: tuple[int, ...]
+    curriculum_steps: int = 0
+    max_characters: int = MAX_CHARACTERS
+    instruction: str | None = None
+    own_tools: tuple[Tool, ...] = ()
+    notes: tuple[str, ...] = ()
+    foreign: bool = False  # whether a user's tools or embeddings run in it
+    _base: Tool = field(default=tool(retrieve_documents, tag="retrieve"), repr=False, compare=False)
+
+    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        """Training problems of one step, with as many hops as the curriculum allows by then."""
+        return self._asked(self.source.sample(count, seed, step, self.hops_at(step)))
+
+    def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
+        """Problems of all hops that are never trained on."""
+        return self._asked(self.source.held_out(count, seed, self.hops))
+
+    def keep(self, fits: Callable[[Problem], bool]) -> tuple[Multihop, int]:
+        """The task with only the questions whose prompts `fits` accepts, and how many were left out."""
+        source, left_out = self.source.keep(lambda question: fits(self.problem(question)))
+        return replace(self, source=source), left_out
+
+    def hops_at(self, step: int) -> tuple[int, ...]:
+        """The chain lengths of a step: the shortest alone at first, all of them after `curriculum_steps`."""
+        if step >= self.curriculum_steps:
+            return self.hops
+        return self.hops[: 1 + step * len(self.hops) // self.curriculum_steps]
+
+    def gold_turns(self, problem: Problem) -> list[str]:
+        """Retrieve every supporting document that is not there yet, by its title; then answer and cite them."""
+        question = _question(problem)
+        tools, found, turns = self.tools(problem), set(), []
+        for id in question.chain:
+            document = question.document(id)
+            if document is None or id in found:
+                continue
+            for query in (document.title, f"{document.title} {document.text}"):
+                seen = self._seen(question, query)
+                if id in {one.id for one in seen}:
+                    break
+            found |= {one.id for one in seen}
+            turns.append(write_call("retrieve_documents", {"query": query}, self.tool_format, tools))
+        return [*turns, self.gold(problem)]
+
+    def gold(self, problem: Problem) -> str:
+        """The last turn of such an episode."""
+        question = _question(problem)
+        titles = [document.title for id in question.chain if (document := question.document(id)) is not None]
+        answer, reasoning = question.answers[0], " , ".join([*titles, question.answers[0]])
+        if self.answer_style == "complete":
+            given = {"reasoning": reasoning, "final_answer": answer, "cited_doc_ids": list(question.chain)}
+            return write_call("complete", given, self.tool_format, self.tools(problem))
+        think = f"<think> {reasoning} </think> " if self.think else ""
+        return f"{think}<cite> {' '.join(question.chain)} </cite> <answer> {answer} </answer>"
+
+    def problem(self, question: Question) -> Problem:
+        """A question as it is asked."""
+        told = f"{self.instruction}\n{question.text}\n" if self.instruction else f"{question.text}\n"
+        problem = Problem(
+            key=question.key,
+            prompt=[{"role": "user", "content": told}],
+            answer=question.answers[0],
+            info={"question": question, "hops": question.hops},
+        )
+        if self.tool_format == "tags":
+            return problem
+        return replace(problem, tools=[offered.schema for offered in self.tools(problem)])
+
+    def most(self, problem: Problem) -> float:
+        """What an episode earns whose parts are all 1."""
+        return score.total(dict.fromkeys(self.weights, 1.0), self.weights, _question(problem).hops, self.hop_factor)
+
+    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
+        """The parts of an episode, each in [0, 1], and (hops / 2) × their weighted mean.
+
+        A document is retrieved once the model was shown the whole of it: what the last turn asked for, or what was cut
+        off a long result, it never saw.
+        """
+        question, played = _question(problem), self.toolbox.play(problem, turns)
+        answer = self._answer(played, turns)
+        found = [
+            one.id for turn in played.turns[:-1] for result in turn for one in _shown(result.value, result.content)
+        ]
+        exact = score.best(score.exact_match, answer.text, question.answers)
+        parts = {
+            "exact_match": exact,
+            "f1": score.best(score.f1, answer.text, question.answers),
+            "retrieval_recall": score.recall(found, question.chain),
+            "retrieval_precision": score.precision(found, question.chain),
+            "citation_recall": score.recall(answer.cited, question.chain),
+            "format": self._form(played, turns),
+        }
+        total = score.total(parts, self.weights, question.hops, self.hop_factor)
+        return Reward(total, {"correct": exact, **parts}, parsed=answer.text is not None)
+
+    def respond(self, problem: Problem, turns: Sequence[str]) -> str | list[Message] | None:
+        """What the tools return, or None after the answer."""
+        return self.toolbox.respond(problem, turns)
+
+    def counts(self, problem: Problem, turns: Sequence[str]) -> dict[str, float]:
+        """Calls and errors of the tools; answers that are missing or lists; cited documents that do not exist.
+
+        A last turn without an answer but with a tag that is none of the tools' was meant as a call of an unknown tool.
+        """
+        question, played = _question(problem), self.toolbox.play(problem, turns)
+        answer, counted = self._answer(played, turns), self.toolbox.counts(problem, turns)
+        if self.tool_format == "tags" and played.over and answer.text is None and not played.turns[-1]:
+            found = _TAG.findall(self._last(played, turns))
+            opened, closed = ({tag for end, tag in found if end == mark} for mark in ("", "/"))
+            for name in ("calls", "errors", "unknown_tool"):
+                counted[f"tool/{name}"] += float(bool((opened & closed) - _OWN_TAGS))
+        return {
+            **counted,
+            "answer/missing": float(answer.text is None),
+            "answer/list": float(answer.listed),
+            "answer/unknown_document": float(sum(question.document(id) is None for id in answer.cited)),
+        }
+
+    def extra_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Each part's mean, the calls an episode, and the share of right answers by the number of hops."""
+        rewards = [(g.problem, r) for g in groups for r in g.rewards]
+        parts = {name: fmean(r.parts.get(name, 0.0) for _, r in rewards) for name in self.weights}
+        calls = fmean(c.counts.get("tool/calls", 0.0) for g in groups for c in g.completions)
+        lengths = sorted({_question(p).hops for p, _ in rewards})
+        by_hops = {
+            f"correct_{n}_hops": fmean(r.parts.get("correct", 0.0) for p, r in rewards if _question(p).hops == n)
+            for n in lengths
+        }
+        return {**parts, "tool_calls": calls, **by_hops}
+
+    def tools(self, problem: Problem) -> tuple[Tool, ...]:
+        """The tools of a problem, the retrieval bound to its documents."""
+        function = partial(self._retrieve, _question(problem))
+        bound = replace(self._base, function=function, max_characters=self.max_characters)
+        return (bound, *((complete,) if self.answer_style == "complete" else ()), *self.own_tools)
+
+    @cached_property
+    def toolbox(self) -> Toolbox:
+        return Toolbox(self.tools, self.tool_format, self._is_answer)
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        """Every word, by spaces, of the worlds' prompts, replies and gold episodes: for a word-level tokenizer.
+
+        Among the replies are those to calls that went wrong: a model that cannot read them cannot mend its calls.
+        """
+        if not isinstance(self.source, Worlds):
+            raise KeelError("multihop has a closed vocabulary only for its built-in worlds: leave data.path out")
+        if self.tool_format != "tags":
+            raise KeelError("multihop has a closed vocabulary only for calls in tags: set tool_format: tags")
+        marks = [f"<{end}{tag}>" for tag in ("retrieve", "result", "think", "cite", "answer") for end in ("", "/")]
+        told = (self.instruction or "").split()
+        replies = ("No document matches.", "[cut: characters more]", *self._errors())
+        heard = [word for reply in replies for word in reply.split()]
+        return tuple(dict.fromkeys([*words(self.source.documents), *marks, ",", *told, *heard]))
+
+    def _errors(self) -> list[str]:
+        """What the tools say to a call that is not closed, and to one too many: all that these words can do wrong."""
+        (problem,) = self.sample(1, seed=0, step=0)
+        tag = self._base.tag
+        wrong = (f"<{tag}>", f"<{tag}>{{</{tag}>" * (MOST_CALLS + 1))
+        return [self.toolbox.play(problem, [text]).results[-1].content for text in wrong]
+
+    def _retrieve(self, question: Question, query: str) -> Found:
+        return Found(tuple(self.retriever(question, query)[: self.top_n]))
+
+    def _seen(self, question: Question, query: str) -> list[Document]:
+        """What the model is shown of a retrieval."""
+        found = self._retrieve(question, query)
+        return _shown(found, str(found)[: self.max_characters])
+
+    def _is_answer(self, text: str) -> bool:
+        return self.answer_style == "tags" and last_tag(text) is not None
+
+    def _answer(self, played: Played, turns: Sequence[str]) -> Answer:
+        given = next((r.value for r in played.results if isinstance(r.value, Answer)), None)
+        if given is not None:
+            return given
+        text = self._last(played, turns)
+        if not self._is_answer(text):
+            return Answer(None)
+        return read_answer((last_tag(text) or "").strip(), last_tag(text, "cite") or "")
+
+    def _form(self, played: Played, turns: Sequence[str]) -> float:
+        """1 if there is an answer and it came in the form that was asked for."""
+        if self._answer(played, turns).text is None:
+            return 0.0
+        if self.answer_style == "complete":
+            return float(any(isinstance(result.value, Answer) for result in played.results))
+        text, tags = self._last(played, turns), (*(("think",) if self.think else ()), "cite", "answer")
+        once = all(text.count(f"<{tag}>") == 1 == text.count(f"</{tag}>") for tag in tags)
+        places = [text.find(f"<{end}{tag}>") for tag in tags for end in ("", "/")]
+        return float(once and places == sorted(places))
+
+    def _last(self, played: Played, turns: Sequence[str]) -> str:
+        """The turn that ended the episode; what was said after it does not count."""
+        return turns[len(played.turns) - 1] if played.turns else ""
+
+    def _asked(self, questions: Sequence[Question]) -> list[Problem]:
+        return [self.problem(question) for question in questions]
+
+
+def _shown(value: Any, content: str) -> list[Document]:
+    """The documents of a retrieval that stand whole in what the model was told."""
+    return [one for one in value.documents if str(one) in content] if isinstance(value, Found) else []
+
+
+def _question(problem: Problem) -> Question:
+    question = problem.info["question"]
+    assert isinstance(question, Question)
+    return question

@@ -1,0 +1,99 @@
+"""Drawing problems: streams of random numbers by name, and a held-out part that is a property of the problem itself."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from keel.base.errors import KeelError
+from keel.base.types import Problem
+
+HELD_OUT_FRACTION = 0.1
+_PATIENCE = 2000  # draws in a row that may bring nothing new before a range counts as used up
+
+
+def stream(*parts: object) -> random.Random:
+    """A random stream that depends on `parts` and nothing else; neighbouring seeds and steps share nothing."""
+    text = "\x1f".join(map(str, parts))
+    return random.Random(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little"))
+
+
+def is_held_out(identity: str, fraction: float = HELD_OUT_FRACTION) -> bool:
+    """Whether the problem called `identity` is kept for evaluation.
+
+    A hash of the problem decides, not a seed or a range: whatever other run, warm start or mixture draws it, it is on
+    the same side. `identity` should be equal for problems that give each other away, such as 3+4 and 4+3.
+    """
+    return held_out_rank(identity) < fraction * 2**64
+
+
+def held_out_rank(identity: str) -> int:
+    """The hash that decides, below 2**64: what has the lowest is held out first."""
+    return int.from_bytes(hashlib.blake2b(b"held-out\x1f" + identity.encode(), digest_size=8).digest(), "little")
+
+
+def choose_held_out(sizes: Mapping[str, int], count: int) -> frozenset[str]:
+    """Identities with exactly `count` problems behind them (`sizes`: how many each stands for), by the same hash.
+
+    For ranges so small that a share of the hash says little. Identities stay whole, so that 3+4 never gives away 4+3.
+    """
+    chosen: list[str] = []
+    left = count
+    for identity in sorted(sizes, key=held_out_rank):
+        if sizes[identity] <= left:
+            chosen.append(identity)
+            left -= sizes[identity]
+    total = sum(sizes.values())
+    if count < 1 or left or count >= total:
+        raise KeelError(f"held_out is {count}, but the range has {total} problems: give a number from 1 to {total - 1}")
+    return frozenset(chosen)
+
+
+Draw = Callable[[random.Random], tuple[str, Problem]]
+HeldOut = Callable[[str], bool]
+
+
+def training_problems(draw: Draw, count: int, rng: random.Random, held_out: HeldOut = is_held_out) -> list[Problem]:
+    """`count` problems that are not held out, distinct as long as the range has more to give.
+
+    A problem that has to come again gets another key, because noise is keyed by it: two groups with one key would be
+    the same completions twice.
+    """
+    found: dict[str, Problem] = {}
+    repeating = False
+    while len(found) < count:
+        seen = () if repeating else found
+        problem = _next(draw, rng, lambda identity, p, seen=seen: not held_out(identity) and p.key not in seen)
+        if problem is None and repeating:
+            raise KeelError("the task's range holds no training problem: widen low/high or digits")
+        if problem is None:
+            repeating = True
+            continue
+        if problem.key in found:
+            copies = sum(key.partition("#")[0] == problem.key for key in found)
+            problem = replace(problem, key=f"{problem.key}#{copies}")
+        found[problem.key] = problem
+    return list(found.values())
+
+
+def held_out_problems(draw: Draw, count: int, rng: random.Random, held_out: HeldOut = is_held_out) -> list[Problem]:
+    """`count` distinct held-out problems, or all there are where the range has fewer."""
+    found: dict[str, Problem] = {}
+    while len(found) < count:
+        problem = _next(draw, rng, lambda identity, problem: held_out(identity) and problem.key not in found)
+        if problem is None:
+            break
+        found[problem.key] = problem
+    if count and not found:
+        raise KeelError("the task's range holds no held-out problem: widen low/high or digits")
+    return list(found.values())
+
+
+def _next(draw: Draw, rng: random.Random, wanted: Callable[..., bool]) -> Problem | None:
+    for _ in range(_PATIENCE):
+        identity, problem = draw(rng)
+        if wanted(identity, problem):
+            return problem
+    return None

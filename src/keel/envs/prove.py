@@ -1,0 +1,137 @@
+"""What `keel check-task` proves beyond the task itself: prompts and answers survive a tokenizer, configured rewards
+pay for the gold answer, and a few worked examples for a person to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from keel.base.errors import KeelError
+from keel.base.types import Problem
+from keel.envs.base import Task, gold_turns
+from keel.envs.judge import Judge
+from keel.envs.rewards import as_reward
+from keel.envs.validity import Check, checks, expect, outcome
+
+NONSENSE = "I do not know."
+
+
+class Renderer(Protocol):
+    """How a problem becomes tokens, as `keel.rollout.render` does it."""
+
+    tokenizer: Any
+
+    def prompt(self, problem: Problem) -> tuple[int, ...]: ...
+
+
+def prove(
+    task: Task, *, renderer: Renderer, strict: bool, judge: Judge | None = None, count: int = 32, seed: int = 0
+) -> Iterator[Check]:
+    """Every check of a task, the tokenizer's and the configured rewards' included.
+
+    `strict`: this is the tokenizer that will be trained with, so that a character it does not know is a fault. Without
+    it, texts that the tokenizer cannot write are left out and counted.
+    """
+    yield from checks(task, count, seed)
+    drawn: list[Problem] = []
+
+    def problems() -> Sequence[Problem]:
+        if not drawn:
+            drawn.extend([*task.sample(count, seed=seed, step=0), *task.held_out(count, seed=seed)])
+        return drawn
+
+    yield outcome("prompts round-trip", partial(_prompts, problems, renderer, strict))
+    yield outcome("answers round-trip", partial(_answers, problems, task, renderer.tokenizer, strict))
+    if judge is not None:
+        yield outcome("configured rewards", partial(_rewards, problems, task, judge))
+
+
+def examples(task: Task, judge: Judge | None = None, count: int = 3, seed: int = 0) -> list[dict[str, Any]]:
+    """A few problems with what the gold answer and a wrong one earn, part by part."""
+    problems = task.sample(max(count, 2), seed=seed, step=0)
+    judge = judge or Judge.of(task)
+    found = []
+    for number, problem in enumerate(problems[:count]):
+        gold, wrong = gold_turns(task, problem), wrong_answer(task, problem, problems[number - 1])
+        judged = judge.judge(problem, [gold, wrong])
+        if judged is None:
+            raise KeelError(f"the rewards failed on problem {problem.key!r}: {judge.failures[-1]}")
+        paid = [
+            {"text": "\n".join(turns), "total": r.total, "parts": dict(r.parts)}
+            for turns, r in zip((gold, wrong), judged, strict=True)
+        ]
+        found.append({"key": problem.key, "prompt": problem.prompt, "gold": paid[0], "wrong": paid[1]})
+    return found
+
+
+def wrong_answer(task: Task, problem: Problem, other: Problem) -> list[str]:
+    """Turns that earn less: those of another problem's answer, or nonsense where that is right here too."""
+    gold, candidate = gold_turns(task, problem), gold_turns(task, other)
+    earned = [as_reward(task.reward(problem, turns)).total for turns in (gold, candidate)]
+    return candidate if earned[1] < earned[0] else [NONSENSE]
+
+
+def _prompts(problems: Callable[[], Sequence[Problem]], renderer: Renderer, strict: bool) -> str:
+    """Rendered to tokens and back, every message is still there, word for word."""
+    left_out = 0
+    for problem in problems():
+        texts = [problem.prompt] if isinstance(problem.prompt, str) else [m["content"] for m in problem.prompt]
+        back = renderer.tokenizer.decode(list(renderer.prompt(problem)), skip_special_tokens=False)
+        lost = [text for text in texts if text.strip() not in back]
+        if lost and not strict and not all(_covers(renderer.tokenizer, text) for text in lost):
+            left_out += 1
+            continue
+        expect(not lost, f"the prompt of {problem.key!r} does not come back from its tokens: {_difference(lost, back)}")
+    return _said(len(problems()), left_out, "prompts come back from their tokens")
+
+
+def _answers(problems: Callable[[], Sequence[Problem]], task: Task, tokenizer: Any, strict: bool) -> str:
+    """Encoded and decoded, the gold answer still earns the full reward."""
+    left_out = 0
+    for problem in problems():
+        gold = gold_turns(task, problem)
+        back = [_back(tokenizer, turn) for turn in gold]
+        full, earned = (as_reward(task.reward(problem, turns)).total for turns in (gold, back))
+        if earned < full and not strict and not all(_covers(tokenizer, turn) for turn in gold):
+            left_out += 1
+            continue
+        what = f"the gold answer of {problem.key!r} comes back from its tokens as {back[-1][:60]!r}"
+        expect(earned >= full, f"{what} and earns {earned:g} instead of {full:g}")
+    return _said(len(problems()), left_out, "gold answers earn the full reward after encoding and decoding")
+
+
+def _rewards(problems: Callable[[], Sequence[Problem]], task: Task, judge: Judge) -> str:
+    """Under the configured rewards the gold answer earns more than a wrong and an empty one of the same group."""
+    chosen = problems()
+    names = ", ".join(part.name for part in judge.parts)
+    for number, problem in enumerate(chosen):
+        wrong = wrong_answer(task, problem, chosen[number - 1])
+        judged = judge.judge(problem, [gold_turns(task, problem), wrong, [""]])
+        expect(
+            judged is not None and not judge.failures, f"a reward failed: {judge.failures[:1] and judge.failures[0]}"
+        )
+        totals = [reward.total for reward in judged or ()]
+        for what, total in zip(("a wrong answer", "an empty answer"), totals[1:], strict=True):
+            fine = total < totals[0]
+            expect(fine, f"{what} to {problem.key!r} earns {total:g} under {names}, the gold one {totals[0]:g}")
+    return f"under {names} gold answers earn more than wrong and empty ones on {len(chosen)} problems"
+
+
+def _back(tokenizer: Any, text: str) -> str:
+    return str(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=True))
+
+
+def _covers(tokenizer: Any, text: str) -> bool:
+    """Whether the tokenizer has a token for every character of a text."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    return unknown is None or unknown not in tokenizer.encode(text, add_special_tokens=False)
+
+
+def _said(count: int, left_out: int, what: str) -> str:
+    rest = f"; {left_out} have characters that this tokenizer does not know" if left_out else ""
+    return f"{count - left_out} {what}{rest}"
+
+
+def _difference(lost: Sequence[str], back: str) -> str:
+    return f"{lost[0].strip()[:60]!r} became {back[:60]!r}" if lost else ""

@@ -1,0 +1,195 @@
+"""`reasoning_gym`: any dataset of the library of that name, judged by the library's own scoring."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import json
+import random
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from typing import Any
+
+from keel.base.errors import KeelError, unknown
+from keel.base.types import Problem, Reward
+from keel.envs.answers import last_tag
+from keel.envs.problems import held_out_problems, is_held_out, stream, training_problems
+
+SIZE = 10_000
+HELD_OUT = 0.2  # more than elsewhere: some datasets take a tenth of a second to make one problem
+INSTRUCTION = "Give your final answer between <answer> and </answer>."
+FALLBACKS = ("line", "text", "none")
+FULL = 1.0 - 1e-9
+# Where a dataset has no answer that is the only one, these of its metadata hold one that is right.
+_EXAMPLES = ("example_answer", "possible_answer", "example_correct_answer")
+# Names that may stand in an answer which the library hands to sympy's parser, and that parser to Python.
+_TRIGONOMETRY = ("sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh")
+_FUNCTIONS = frozenset((*_TRIGONOMETRY, "exp", "log", "ln", "sqrt", "pi", "Abs", "abs"))
+_SMALL_POWER = r"(\*\*|\^)\s*(-?\d{1,2}|\w|\(\s*-?\d{1,2}\s*(/\s*\d{1,2}\s*)?\))(?![\w.])(?!\s*(\*\*|\^))"
+
+
+@dataclass(frozen=True)
+class ReasoningGym:
+    """Problems of one dataset, by index; a hash of the question's text decides which are held out."""
+
+    dataset: str
+    params: tuple[tuple[str, Any], ...]
+    fallback: str
+    instruction: str
+    entry: Callable[[int], Mapping[str, Any]] = field(repr=False, compare=False)
+    score: Callable[[str, Mapping[str, Any]], float] = field(repr=False, compare=False)
+    size: int = SIZE
+    foreign: bool = True  # the library's scoring reads completions: the judge keeps its time
+
+    @property
+    def name(self) -> str:
+        return f"reasoning_gym/{self.dataset}"
+
+    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        """Training problems of one step."""
+        rng = stream("reasoning_gym", self.dataset, "train", seed, step)
+        return training_problems(self._draw, count, rng, held_out=_held_out)
+
+    def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
+        """A fixed set of questions that no training stream ever draws."""
+        rng = stream("reasoning_gym", self.dataset, "held-out", seed)
+        return held_out_problems(self._draw, count, rng, held_out=_held_out)
+
+    def gold(self, problem: Problem) -> str:
+        """The library's answer in its tag; of a dataset with several right answers, the one it gives as an example."""
+        if problem.answer is None:
+            raise KeelError(
+                f"{self.name} has no gold answer, since many are right: it can be trained on by its reward, but "
+                "neither warm-started nor checked"
+            )
+        return f"<answer>{problem.answer}</answer>"
+
+    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
+        """The library's score of the answer; the part `correct` is 1 where that is full."""
+        given = self._read(turns[-1] if turns else "")
+        value = 0.0 if given is None else self.score(given, self.entry(problem.info["index"]))
+        return Reward(value, {"correct": float(value >= FULL)}, parsed=given is not None)
+
+    def _read(self, text: str) -> str | None:
+        """What stands in the last `<answer>`; without one, the last line that is not empty, or all of the text."""
+        tagged = last_tag(text)
+        if tagged is None and self.fallback != "none":
+            lines = text.strip().splitlines()
+            tagged = lines[-1] if self.fallback == "line" and lines else text
+        return tagged.strip() or None if tagged is not None else None
+
+    def _draw(self, rng: random.Random) -> tuple[str, Problem]:
+        index = rng.randrange(self.size)
+        entry = self.entry(index)
+        question = str(entry["question"])
+        asked = f"{question.rstrip()}\n{self.instruction}" if self.instruction else question
+        digest = hashlib.blake2b(question.encode(), digest_size=8).hexdigest()
+        return question, Problem(
+            key=f"{self.dataset}:{digest}",
+            prompt=[{"role": "user", "content": asked}],
+            answer=_answer(entry),
+            info={"index": index},
+        )
+
+
+def reasoning_gym(dataset: str, fallback: str = "line", instruction: str = INSTRUCTION, **params: Any) -> ReasoningGym:
+    """The task `reasoning_gym`: `dataset` names one of the library's, the other parameters are that dataset's own.
+
+    The answer is what stands in the last `<answer>`; without that tag, the last line, the whole text (`fallback:
+    text`) or nothing (`none`). `instruction` follows every question. `size` (default 10,000) is the number of problems
+    and `seed` (default 0) which ones.
+    """
+    check_reasoning_gym({"dataset": dataset, "fallback": fallback, "instruction": instruction, **params})
+    chosen = {"seed": 0, "size": SIZE, **params}
+    made = _library().create_dataset(dataset, **chosen)
+    return ReasoningGym(
+        dataset=dataset,
+        params=tuple(sorted(params.items())),
+        fallback=fallback,
+        instruction=instruction,
+        entry=lru_cache(maxsize=4096)(made.__getitem__),
+        score=_scorer(made),
+        size=chosen["size"],
+    )
+
+
+def check_reasoning_gym(params: Mapping[str, Any]) -> None:
+    """Refuse an unknown dataset or parameter with the nearest that there is, and values that the dataset refuses."""
+    own = {name: value for name, value in params.items() if name not in ("dataset", "fallback", "instruction")}
+    known = {name: config for name, (_, config) in _library().factory.DATASETS.items()}
+    dataset = params["dataset"]
+    if dataset not in known:
+        raise unknown("reasoning_gym dataset", dataset, known)
+    if params.get("fallback", "line") not in FALLBACKS:
+        raise unknown("reasoning_gym fallback", params["fallback"], FALLBACKS)
+    config = known[dataset]
+    names = [f.name for f in fields(config)]
+    for name in own:
+        if name not in names:
+            raise unknown(f"reasoning_gym {dataset} parameter", name, names)
+    try:
+        made = config(**{"seed": 0, "size": SIZE, **own})
+        if hasattr(made, "validate"):
+            made.validate()
+    except Exception as error:  # the library asserts; a wrong type may raise anything
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise KeelError(f"reasoning_gym {dataset} refuses its parameters {own}: {first}") from error
+
+
+def _library() -> Any:
+    try:
+        import reasoning_gym as library
+        import reasoning_gym.factory
+    except ImportError as error:
+        raise KeelError("the task reasoning_gym needs the library: pip install reasoning-gym") from error
+    return library
+
+
+def _held_out(identity: str) -> bool:
+    return is_held_out(identity, HELD_OUT)
+
+
+def _answer(entry: Mapping[str, Any]) -> str | None:
+    if entry["answer"] is not None:
+        return str(entry["answer"])
+    found = next((entry["metadata"][key] for key in _EXAMPLES if key in entry["metadata"]), None)
+    return found if found is None or isinstance(found, str) else json.dumps(found)
+
+
+def _scorer(dataset: Any) -> Callable[[str, Mapping[str, Any]], float]:
+    """The library's `score_answer` for texts that nobody has looked at.
+
+    Some of its datasets hand the answer to `eval`, which is here the evaluation of literals, or to sympy's parser,
+    which is given expressions of known names and small powers alone. What its scoring cannot read earns 0.
+    """
+    source = inspect.getsource(type(dataset).score_answer)
+    module = sys.modules[type(dataset).__module__]
+    module.print = lambda *args, **options: None  # type: ignore[attr-defined]  # some tell stdout what they cannot read
+    if "eval(answer" in source:
+        module.eval = ast.literal_eval  # type: ignore[attr-defined]
+    parsed_as_maths = "parse_expr(" in source and "sympy" in inspect.getsource(module)
+
+    def score(answer: str, entry: Mapping[str, Any]) -> float:
+        if parsed_as_maths and not is_plain_maths(answer):
+            return 0.0
+        try:
+            return float(dataset.score_answer(answer, entry))
+        except Exception:
+            return 0.0
+
+    return score
+
+
+def is_plain_maths(text: str) -> bool:
+    """Whether an expression consists of numbers, letters, known functions, + - * / and small powers, and is short."""
+    if len(text) > 300 or not re.fullmatch(r"[\w\s+\-*/^().,]*", text, re.ASCII) or "__" in text:
+        return False
+    if re.search(r"[A-Za-z_)]\s*\.", text):  # an attribute of something
+        return False
+    if not all(len(name) == 1 or name in _FUNCTIONS for name in re.findall(r"[A-Za-z_]\w*", text)):
+        return False
+    return len(re.findall(r"\*\*|\^", text)) == len(re.findall(_SMALL_POWER, text))

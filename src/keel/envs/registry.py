@@ -1,0 +1,154 @@
+"""Tasks by name, and mixtures of them; parameters are checked against signatures before anything is built."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from keel.base.errors import KeelError, unknown
+from keel.base.moved import import_module
+from keel.envs.arithmetic import arithmetic
+from keel.envs.base import Task
+from keel.envs.capitals import capitals
+from keel.envs.countdown import countdown
+from keel.envs.dataset import dataset
+from keel.envs.gsm8k import gsm8k
+from keel.envs.mixture import Mixture, mixture
+from keel.envs.multihop import multihop
+from keel.envs.reasoning_gym import check_reasoning_gym, reasoning_gym
+from keel.envs.tools import tools_of
+from keel.envs.with_tools import WithTools, with_tools
+
+_USERS_OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_METHODS = ("sample", "held_out", "gold", "reward")
+
+
+def mixture_of(tasks: Sequence[Mapping[str, Any]], weights: Sequence[float] | None = None) -> Mixture:
+    """The task `mixture`: several tasks, each written as in `task:`, drawn in proportion to `weights`."""
+    if not isinstance(tasks, Sequence) or not all(isinstance(entry, Mapping) and "name" in entry for entry in tasks):
+        raise KeelError("mixture takes tasks as a list of entries with a name, such as {name: arithmetic, skill: add}")
+    return mixture([build_task(**entry) for entry in tasks], weights)
+
+
+def tools_around(task: Mapping[str, Any], tools: Sequence[Any], format: str = "json") -> WithTools:
+    """The task `tools`: another task, written as in `task:`, whose model may call tools (as `tools_of` takes them)."""
+    if not isinstance(task, Mapping) or "name" not in task:
+        raise KeelError("the task tools takes a task with a name, such as {name: arithmetic, style: words}")
+    return with_tools(build_task(**task), tools_of(tools), format)
+
+
+class Lazy:
+    """A task of an extra: its module is imported when the task is first looked at, and lacks of it are one line."""
+
+    def __init__(self, spec: str, extra: str) -> None:
+        self.spec, self.extra = spec, extra
+
+    def __call__(self, **params: Any) -> Any:
+        return self.load()(**params)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.load())
+
+    def load(self) -> Callable[..., Any]:
+        """The task's own factory."""
+        module, _, attr = self.spec.partition(":")
+        try:
+            found: Callable[..., Any] = getattr(importlib.import_module(module), attr)
+        except ImportError as error:
+            raise KeelError(f"the task {attr} needs {error.name}: pip install 'keel-rl[{self.extra}]'") from error
+        return found
+
+
+# Any rather than Task: to mypy the protocol's name is writable, which a frozen dataclass's is not
+TASKS: dict[str, Callable[..., Any]] = {
+    "arithmetic": arithmetic,
+    "capitals": capitals,
+    "chess": Lazy("keel.envs.chess.mix:chess", "chess"),
+    "chess_env": Lazy("keel.envs.chess.env:chess_env", "chess"),
+    "chess_policy": Lazy("keel.envs.chess.policy:chess_policy", "chess"),
+    "chess_puzzles": Lazy("keel.envs.chess.puzzles:chess_puzzles", "chess"),
+    "countdown": countdown,
+    "dataset": dataset,
+    "gsm8k": gsm8k,
+    "mixture": mixture_of,
+    "multihop": multihop,
+    "reasoning_gym": reasoning_gym,
+    "tools": tools_around,
+}
+# Tasks whose parameters the signature alone does not tell.
+CHECKS: dict[str, Callable[[Mapping[str, Any]], None]] = {"reasoning_gym": check_reasoning_gym}
+
+
+def build_task(name: str, **params: Any) -> Task:
+    """The task called `name`, or made by the user's `module:attr`, with its own parameters."""
+    check_task(name, params)
+    made = _factory(name)(**params)
+    if lacks := lacking(made):
+        raise KeelError(f"task {name!r} made a {type(made).__name__} without {lacks}: see keel.envs.Task")
+    task: Task = made
+    return task
+
+
+def lacking(made: Any) -> str:
+    """What an object lacks to be a task, empty where it is one."""
+    missing = [method for method in _METHODS if not callable(getattr(made, method, None))]
+    return ", ".join(missing) or ("" if isinstance(getattr(made, "name", None), str) else "name")
+
+
+def check_task(name: str, params: Mapping[str, Any]) -> None:
+    """Refuse an unknown task or parameter, with the nearest valid name; builds nothing."""
+    check_params(f"task {name}", _factory(name), params)
+    if name in CHECKS:
+        CHECKS[name](params)
+
+
+def check_params(kind: str, factory: Callable[..., Any], params: Mapping[str, Any], given: Sequence[str] = ()) -> None:
+    """Refuse parameters that `factory` does not take, or lacks.
+
+    `given` names what the caller hands over itself: the first positional ones by place, `turns` by name.
+    """
+    try:
+        signature = list(inspect.signature(factory).parameters.values())
+    except (TypeError, ValueError):  # some built-in callables have none
+        return
+    named = [p for p in signature if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    placed = sum(name != "turns" for name in given)
+    free = {p.name: p for p in named[placed:] if p.name not in given}
+    if not any(p.kind is p.VAR_KEYWORD for p in signature):
+        for key in params:
+            if key not in free:
+                raise unknown(f"{kind} parameter", key, free)
+    for name, parameter in free.items():
+        if parameter.default is parameter.empty and name not in params:
+            raise KeelError(f"{kind} needs the parameter {name!r}")
+
+
+def is_users_own(name: str) -> bool:
+    """Whether a name has the form `module:attr`."""
+    return bool(_USERS_OWN.fullmatch(name))
+
+
+def import_own(spec: str, kind: str) -> Callable[..., Any]:
+    """The user's own part named `module:attr`."""
+    module, _, attr = spec.partition(":")
+    try:
+        found = getattr(import_module(module), attr)
+    except Exception as error:  # a user's module may raise anything while it is imported
+        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise KeelError(f"cannot import {kind} {spec!r}: {cause}; check the spelling and PYTHONPATH") from error
+    if not callable(found):
+        raise KeelError(f"{kind} {spec!r} is a {type(found).__name__}: it must be a function or a class")
+    return found
+
+
+def _factory(name: str) -> Callable[..., Any]:
+    if name in TASKS:
+        found = TASKS[name]
+        return found.load() if isinstance(found, Lazy) else found
+    if isinstance(name, str) and is_users_own(name):
+        return import_own(name, "task")
+    raise unknown("task", name, TASKS)

@@ -1,0 +1,149 @@
+"""What the parameters of a reward must be, asked before a model is loaded."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from keel.base.errors import KeelError
+from keel.envs.maths import need_math_verify
+
+_KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "int": ("a whole number", lambda v: isinstance(v, int) and not isinstance(v, bool)),
+    "float": (
+        "a number",
+        lambda v: isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v),
+    ),
+    "str": ("a text", lambda v: isinstance(v, str)),
+    "bool": ("true or false", lambda v: isinstance(v, bool)),
+    "None": ("null", lambda v: v is None),
+}
+_KEYS = ("pattern", "tag", "reward")
+
+
+def check_types(name: str, function: Callable[..., Any], params: Mapping[str, Any]) -> None:
+    """Refuse a value that is not of the kind its parameter is annotated with (numbers, texts, flags)."""
+    signature = inspect.signature(function).parameters
+    for key, value in params.items():
+        kinds = str(signature[key].annotation).split(" | ")
+        if not all(kind in _KINDS for kind in kinds):
+            continue
+        if not any(_KINDS[kind][1](value) for kind in kinds):
+            wanted = " or ".join(_KINDS[kind][0] for kind in kinds)
+            raise KeelError(f"reward {name}: {key} is {value!r}, it must be {wanted}")
+
+
+def _format(params: Mapping[str, Any]) -> None:
+    if params.get("pattern") is not None:
+        _pattern("format", params["pattern"])
+    _tags("format", params)
+
+
+def _tag_count(params: Mapping[str, Any]) -> None:
+    _tags("tag_count", params)
+
+
+def _regex(params: Mapping[str, Any]) -> None:
+    compiled = _pattern("regex", params["pattern"])
+    group = params.get("group")
+    known = compiled.groupindex if isinstance(group, str) else range(compiled.groups + 1)
+    if group is not None and group not in known:
+        raise KeelError(f"reward regex: the pattern {params['pattern']!r} has no group {group!r}")
+
+
+def _ladder(params: Mapping[str, Any]) -> None:
+    rungs = params["rungs"]
+    if isinstance(rungs, str) or not isinstance(rungs, Sequence) or not rungs:
+        raise KeelError(f"reward ladder: rungs is {rungs!r}, it must be a list such as [{{tag: answer, value: 0.2}}]")
+    for number, rung in enumerate(rungs):
+        where = f"reward ladder: rungs[{number}]"
+        if not isinstance(rung, Mapping) or sum(key in rung for key in _KEYS) != 1 or "value" not in rung:
+            raise KeelError(f"{where} is {rung!r}, it must have a value and one of {', '.join(_KEYS)}")
+        for key in rung:
+            if key not in (*_KEYS, "value", *(("at_least",) if "reward" in rung else ())):
+                raise KeelError(f"{where} has {key!r}: it takes value, one of {', '.join(_KEYS)}, at_least")
+        for key in ("value", "at_least"):
+            if key in rung and not _KINDS["float"][1](rung[key]):
+                raise KeelError(f"{where}.{key} is {rung[key]!r}, it must be a number")
+        if "pattern" in rung:
+            _pattern("ladder", rung["pattern"])
+        if "tag" in rung:
+            _tags("ladder", {"tags": [rung["tag"]]})
+
+
+def _length(params: Mapping[str, Any]) -> None:
+    _above_zero("length", params, "scale")
+
+
+def _cosine(params: Mapping[str, Any]) -> None:
+    _above_zero("cosine", params, "max_length")
+
+
+def _http(params: Mapping[str, Any]) -> None:
+    _remote("http", params)
+    score = params.get("score", "score")
+    if not re.fullmatch(r"[^.\s]+(\.[^.\s]+)*", score):
+        raise KeelError(f"reward http: score is {score!r}, it must be a path such as score or results.0.value")
+
+
+def _chat_judge(params: Mapping[str, Any]) -> None:
+    _remote("chat_judge", params)
+    compiled = _pattern("chat_judge", params["pattern"]) if "pattern" in params else None
+    if compiled is not None and compiled.groups != 1:
+        raise KeelError(f"reward chat_judge: pattern {params['pattern']!r} must have one group, around the score")
+    if "template" in params and "{completion}" not in params["template"]:
+        raise KeelError("reward chat_judge: template has no {completion}: the judge would not see what it judges")
+    low, high = params.get("low", 0.0), params.get("high", 10.0)
+    if not low < high:
+        raise KeelError(f"reward chat_judge: low is {low} and high is {high}: high must be above low")
+
+
+def _remote(name: str, params: Mapping[str, Any]) -> None:
+    url = params["url"]
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise KeelError(f"reward {name}: url is {url!r}, it must begin with http:// or https:// and name a host")
+    headers = params.get("headers") or {}
+    if not isinstance(headers, Mapping) or not all(isinstance(v, str) for v in headers.values()):
+        raise KeelError(f"reward {name}: headers is {headers!r}, it must be names and texts, such as $JUDGE_TOKEN")
+    for key in ("timeout_s", "concurrency"):
+        _above_zero(name, params, key)
+    for key in ("retries", "backoff_s"):
+        if params.get(key, 0) < 0:
+            raise KeelError(f"reward {name}: {key} is {params[key]}, it must be 0 or more")
+
+
+def _above_zero(name: str, params: Mapping[str, Any], key: str) -> None:
+    if key in params and not params[key] > 0:
+        raise KeelError(f"reward {name}: {key} is {params[key]}, it must be above 0")
+
+
+def _pattern(name: str, pattern: Any) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise KeelError(f"reward {name}: pattern {pattern!r} is no regular expression: {error}") from error
+
+
+def _tags(name: str, params: Mapping[str, Any]) -> None:
+    tags = params.get("tags", ("answer",))
+    fine = isinstance(tags, Sequence) and not isinstance(tags, str) and len(tags) > 0
+    if not fine or not all(isinstance(tag, str) and re.fullmatch(r"[^<>/\s]+", tag) for tag in tags):
+        raise KeelError(f"reward {name}: tags is {tags!r}, it must be a list of names such as [think, answer]")
+
+
+CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
+    "math": lambda params: need_math_verify("reward math"),
+    "format": _format,
+    "tag_count": _tag_count,
+    "regex": _regex,
+    "ladder": _ladder,
+    "length": _length,
+    "cosine": _cosine,
+    "http": _http,
+    "chat_judge": _chat_judge,
+}

@@ -1,0 +1,229 @@
+"""Rewards from elsewhere: a judge or a reward model behind a URL, and a chat model asked for a score."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from http.client import HTTPException, HTTPMessage
+from typing import IO, Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit, urlunsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener, getproxies, proxy_bypass
+
+from keel.base.errors import KeelError
+from keel.base.redact import NoVariable, fill
+from keel.base.types import Problem
+
+CONCURRENCY = 8
+TEMPLATE = (
+    "Judge the answer to a question.\n\nQuestion:\n{prompt}\n\nReference answer:\n{answer}\n\nAnswer to judge:\n"
+    "{completion}\n\nSay in one sentence why, then end with a line `Score: N`, N from 0 (wrong) to 10 (right)."
+)
+_MOST_BYTES = 1 << 20  # an answer longer than this is no score
+_LONGEST_PAUSE = 30.0
+
+
+class JudgeFailed(Exception):
+    """A judge gave no score; the message names its URL."""
+
+
+def http(
+    problem: Problem,
+    text: str,
+    turns: Sequence[str],
+    url: str,
+    score: str = "score",
+    headers: Mapping[str, str] | None = None,
+    timeout_s: float = 10.0,
+    retries: int = 2,
+    backoff_s: float = 0.5,
+    concurrency: int = CONCURRENCY,
+) -> float:
+    """The score that `url` answers with.
+
+    It is sent `{"key", "prompt", "completion", "turns", "answer"}` as JSON; the score is read from its answer by the
+    path `score`, such as `score` or `results.0.value`. No connection, no answer within `timeout_s`, status 429 and 5xx
+    are tried again `retries` times, after `backoff_s`, twice that, … `headers` and `url` may name variables of the
+    environment: `{Authorization: Bearer $JUDGE_TOKEN}`. `concurrency` completions of a group are judged at a time.
+    """
+    body = {
+        "key": problem.key,
+        "prompt": problem.prompt if isinstance(problem.prompt, str) else [dict(m) for m in problem.prompt],
+        "completion": text,
+        "turns": list(turns),
+        "answer": problem.answer,
+    }
+    answered = _ask(url, body, headers, timeout_s, retries, backoff_s)
+    return _number(_at(answered, score, url), url, score)
+
+
+def chat_judge(
+    problem: Problem,
+    text: str,
+    url: str,
+    model: str,
+    template: str = TEMPLATE,
+    pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)",
+    low: float = 0.0,
+    high: float = 10.0,
+    max_tokens: int = 512,
+    headers: Mapping[str, str] | None = None,
+    timeout_s: float = 60.0,
+    retries: int = 2,
+    backoff_s: float = 1.0,
+    concurrency: int = CONCURRENCY,
+) -> float:
+    """The score of a chat model behind an OpenAI-compatible `url` (such as http://host:8000/v1), brought to [0, 1].
+
+    `template` may contain {prompt}, {completion} and {answer}; the last match of `pattern` is the score, from `low` to
+    `high`: `(score − low) / (high − low)`. A reply without one, or with one outside, is a failure and not a 0.
+    """
+    filled = {"prompt": _plain(problem.prompt), "completion": text, "answer": str(problem.answer)}
+    asked = re.sub(r"\{(prompt|completion|answer)\}", lambda found: filled[found.group(1)], template)
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": asked}],
+        "temperature": 0,
+        "max_tokens": max_tokens,
+    }
+    place = _below(url, "/chat/completions")
+    reply = _at(_ask(place, body, headers, timeout_s, retries, backoff_s), "choices.0.message.content", place)
+    found = re.findall(pattern, str(reply))
+    if not found:
+        raise JudgeFailed(f"{shown(place)} replied without a score: {str(reply)[:80]!r}")
+    value = _number(found[-1], place, "the reply")
+    if not low <= value <= high:
+        raise JudgeFailed(f"{shown(place)} gave the score {value:g}, outside {low:g} to {high:g}")
+    return (value - low) / (high - low)
+
+
+def probe(url: str, headers: Mapping[str, str] | None = None, timeout_s: float = 10.0) -> None:
+    """Raise a KeelError if nobody listens at `url` or a variable is not set; nothing is asked of the judge."""
+    try:
+        parts = urlsplit(_filled(url, "url"))
+        _headers(headers)
+    except JudgeFailed as error:
+        raise KeelError(str(error)) from None
+    host = str(parts.hostname)
+    if parts.scheme in getproxies() and not proxy_bypass(host):
+        return  # who listens behind a proxy shows at the first call
+    try:
+        socket.create_connection((host, parts.port or (443 if parts.scheme == "https" else 80)), timeout_s).close()
+    except OSError as error:
+        raise KeelError(f"the judge at {shown(url)} is down: {_why(error)}; start it, or mend rewards.url") from error
+
+
+def shown(url: str) -> str:
+    """A URL for messages: without the name, password or query that it may carry."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def _below(url: str, path: str) -> str:
+    """The URL with the path at the end of its own, before its query."""
+    parts = urlsplit(url)
+    own = parts.path if parts.path.endswith(path) else parts.path.rstrip("/") + path
+    return urlunsplit(parts._replace(path=own))
+
+
+class _SameOrigin(HTTPRedirectHandler):
+    """Follows a redirect within the origin (scheme, host and port) that was asked, with its body where 307 and 308 say
+    so. What was sent, headers with tokens among it, is for that origin alone: one to another is refused by name."""
+
+    def redirect_request(
+        self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
+    ) -> Request | None:
+        if _origin(newurl) != _origin(req.full_url):
+            raise JudgeFailed(
+                f"{shown(req.full_url)} redirects to {shown(newurl)}, another origin: what is meant for the first "
+                "is not sent there; if it is the judge, give that url"
+            )
+        if code in (307, 308):
+            return Request(newurl, req.data, req.headers, req.origin_req_host, method=req.get_method())
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _origin(url: str) -> tuple[str, str | None, int | None]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+
+
+def _ask(
+    url: str, body: Any, headers: Mapping[str, str] | None, timeout_s: float, retries: int, backoff_s: float
+) -> Any:
+    given = {"Content-Type": "application/json", **_headers(headers)}
+    request = Request(_filled(url, "url"), json.dumps(body).encode(), given)
+    for attempt in range(retries + 1):
+        try:
+            return _answer(request, timeout_s)
+        except HTTPError as error:
+            with error:
+                cause = f"answered with status {error.code}"
+            if error.code != 429 and error.code < 500:
+                raise JudgeFailed(f"{shown(url)} {cause}") from error
+        except json.JSONDecodeError as error:
+            raise JudgeFailed(f"{shown(url)} did not answer in JSON: {error}") from error
+        except (OSError, HTTPException) as error:
+            cause = f"cannot be reached: {_why(error)}"
+        if attempt < retries:
+            time.sleep(min(backoff_s * 2**attempt, _LONGEST_PAUSE))
+    raise JudgeFailed(f"{shown(url)} {cause}" + (f" ({retries + 1} tries)" if retries else ""))
+
+
+def _answer(request: Request, timeout_s: float) -> Any:
+    """One try; the limit holds for the whole answer, which may otherwise drip in byte by byte for ever."""
+    ends = time.monotonic() + timeout_s
+    data = b""
+    with build_opener(_SameOrigin).open(request, timeout=timeout_s) as response:
+        while chunk := response.read1(1 << 16):
+            data += chunk
+            if time.monotonic() > ends:
+                raise TimeoutError("timed out")
+            if len(data) > _MOST_BYTES:
+                raise json.JSONDecodeError("longer than 1 MiB", "", 0)
+    return json.loads(data.decode(errors="replace"))
+
+
+def _headers(headers: Mapping[str, str] | None) -> dict[str, str]:
+    """Headers with the environment's variables filled in; they are read here so that no token stands in a config."""
+    return {name: _filled(value, "headers") for name, value in (headers or {}).items()}
+
+
+def _filled(text: str, option: str) -> str:
+    try:
+        return fill(text)
+    except NoVariable as error:
+        raise JudgeFailed(f"rewards.{option} {error}") from None
+
+
+def _at(data: Any, path: str, url: str) -> Any:
+    for key in path.split("."):
+        try:
+            data = data[int(key)] if isinstance(data, list) else data[key]
+        except (KeyError, IndexError, ValueError, TypeError):
+            holds = (
+                f"has {', '.join(map(str, data)) or 'nothing'}" if isinstance(data, dict) else f"is {str(data)[:60]}"
+            )
+            raise JudgeFailed(f"{shown(url)} answered without {path!r}: at {key!r} the answer {holds}") from None
+    return data
+
+
+def _number(value: Any, url: str, where: str) -> float:
+    try:
+        if isinstance(value, bool | int | float | str):
+            return float(value)
+    except ValueError:
+        pass
+    raise JudgeFailed(f"{shown(url)} gave {str(value)[:60]!r} at {where}, which is no number")
+
+
+def _plain(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else "\n\n".join(str(message["content"]) for message in prompt)
+
+
+def _why(error: BaseException) -> str:
+    reason = getattr(error, "reason", None) or error
+    return "timed out" if isinstance(reason, TimeoutError) else str(reason) or type(reason).__name__

@@ -1,0 +1,151 @@
+"""Rewards by name: built from entries of `rewards:`, whose parameters are checked before any model is loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from keel.base.errors import KeelError, unknown
+from keel.envs.base import Task
+from keel.envs.concurrent import is_async
+from keel.envs.registry import check_params, import_own, is_users_own
+from keel.envs.rewards import http, maths, text
+from keel.envs.rewards.checks import CHECKS, check_types
+from keel.envs.rewards.part import RewardFunction, RewardPart, wrap
+
+REWARDS: dict[str, RewardFunction] = {
+    "exact": text.exact,
+    "numeric": text.numeric,
+    "math": maths.math,
+    "format": text.format,
+    "tag_count": text.tag_count,
+    "regex": text.regex,
+    "ladder": text.ladder,
+    "length": text.length,
+    "cosine": text.cosine,
+    "http": http.http,
+    "chat_judge": http.chat_judge,
+}
+TASK = "task"  # the task's own reward, which is no free function
+REMOTE = ("http", "chat_judge")
+_ANSWERED = (TASK, "exact", "numeric", "math")  # compare with the problem's answer
+
+
+def check_reward(name: str, params: Mapping[str, Any]) -> None:
+    """Refuse an unknown reward, or parameters that it cannot work with; the nearest valid name is suggested."""
+    if name == TASK:
+        if params:
+            raise KeelError(f"the reward 'task' takes no parameters, but was given {', '.join(params)}")
+        return
+    given = {"of": TASK, **params} if name == "cosine" else params
+    check_params(f"reward {name}", _function(name), given, given=("problem", "text", "turns"))
+    if name in REWARDS:
+        check_types(name, REWARDS[name], params)
+    if name in CHECKS:
+        CHECKS[name](given)
+    for spec in _inner(name, given):
+        _check_inner(name, spec)
+
+
+def build_reward(name: str, task: Task, *, weight: float = 1.0, label: str | None = None, **params: Any) -> RewardPart:
+    """One entry of `rewards:`: a name of `REWARDS`, `task`, or the user's `module:attr`, with its own parameters."""
+    check_reward(name, params)
+    if getattr(task, "unanswered", False) and _compares(name, params):
+        raise KeelError(
+            f"the reward {name!r} compares with answers, and {task.name!r} has prompts alone: name rewards that need "
+            "none, such as rewards='[{name: length}]', or the answers' column with data.columns.answer"
+        )
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise KeelError(f"reward {name}: weight is {weight!r}, it must be a number")
+    if name == TASK:
+        trusted = is_ours(task)
+        return RewardPart(label or TASK, task.reward, weight, trusted, asynchronous=is_async(task.reward))
+    function = _function(name)
+    trusted = name in REWARDS and all(_build_inner(spec, task).trusted for spec in _inner(name, params))
+    filled = _filled(name, params, task)
+    at_once = int(params.get("concurrency", http.CONCURRENCY)) if name in REMOTE else 1
+    return wrap(
+        partial(function, **filled) if filled else function, label or name, weight, trusted=trusted, at_once=at_once
+    )
+
+
+def build_rewards(entries: Sequence[Mapping[str, Any]], task: Task) -> tuple[RewardPart, ...]:
+    """All of `rewards:`; two of one name are told apart by a number, since each is logged by its name."""
+    parts: list[RewardPart] = []
+    for entry in entries or [{"name": TASK}]:
+        part = build_reward(task=task, **entry)
+        taken = sum(p.name.partition("#")[0] == part.name for p in parts)
+        parts.append(replace(part, name=f"{part.name}#{taken + 1}") if taken else part)
+    return tuple(parts)
+
+
+def probe_rewards(entries: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse to start where a judge on the net cannot be reached, whatever `reward.on_error` says about later."""
+    for entry in entries:
+        if entry["name"] in REMOTE:
+            http.probe(**{key: entry[key] for key in ("url", "headers", "timeout_s") if key in entry})
+
+
+def is_ours(task: Task) -> bool:
+    """Whether a task, and every task in a mixture, is Keel's own and runs nobody else's code on completions."""
+    own = type(task).__module__.startswith("keel.envs.") and not getattr(task, "foreign", False)
+    return own and all(map(is_ours, getattr(task, "tasks", ())))
+
+
+def _compares(name: str, params: Mapping[str, Any]) -> bool:
+    """Whether a reward of ours reads the problem's answer."""
+    if name == "chat_judge":
+        return "{answer}" in params.get("template", http.TEMPLATE)
+    return name in _ANSWERED or (name == "regex" and params.get("group") is not None)
+
+
+def _inner(name: str, params: Mapping[str, Any]) -> list[Any]:
+    """The rewards that a reward is built on."""
+    if name == "cosine":
+        return [params.get("of", TASK)]
+    return [rung["reward"] for rung in params["rungs"] if "reward" in rung] if name == "ladder" else []
+
+
+def _spec(spec: Any) -> dict[str, Any]:
+    return {"name": spec} if isinstance(spec, str) else dict(spec)
+
+
+def _check_inner(outer: str, spec: Any) -> None:
+    if not isinstance(spec, str) and not (isinstance(spec, Mapping) and isinstance(spec.get("name"), str)):
+        raise KeelError(f"reward {outer}: {spec!r} is no reward: give a name, or {{name, …}} with its parameters")
+    params = _spec(spec)
+    name = params.pop("name")
+    try:
+        check_reward(name, params)
+    except KeelError as error:
+        raise KeelError(f"reward {outer}: {error}") from None
+    if name in REMOTE or (is_users_own(name) and is_async(_function(name))):
+        raise KeelError(f"reward {outer}: {name} answers from elsewhere: give it an entry of its own in rewards")
+
+
+def _build_inner(spec: Any, task: Task) -> RewardPart:
+    return build_reward(task=task, **_spec(spec))
+
+
+def _filled(name: str, params: Mapping[str, Any], task: Task) -> dict[str, Any]:
+    """The parameters with functions in the place of rewards' names."""
+    filled = dict(params)
+    if name == "cosine":
+        filled["of"] = _build_inner(params.get("of", TASK), task).function
+    elif name == "ladder":
+        filled["rungs"] = [
+            {**rung, "reward": _build_inner(rung["reward"], task).function} if "reward" in rung else rung
+            for rung in params["rungs"]
+        ]
+    return filled
+
+
+def _function(name: str) -> RewardFunction:
+    if name in REWARDS:
+        return REWARDS[name]
+    if isinstance(name, str) and is_users_own(name):
+        return import_own(name, "reward")
+    raise unknown("reward", name, [*REWARDS, TASK])

@@ -1,0 +1,117 @@
+"""Rewards that are read off the text alone: answers, tags, patterns, rungs, lengths."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from keel.base.types import Problem, Reward
+from keel.envs.answers import last_number, last_tag, plain_number
+from keel.envs.rewards.part import as_reward
+
+Judged = Callable[[Problem, Sequence[str]], Any]  # another reward, as `ladder` and `cosine` build on one
+FULL = 1.0 - 1e-9  # another reward of at least this is taken as "correct"
+
+
+def exact(problem: Problem, text: str) -> float:
+    """1 if the text is the answer, spaces around it aside."""
+    return float(text.strip() == str(problem.answer).strip())
+
+
+def numeric(problem: Problem, text: str, tag: str | None = None) -> Reward:
+    """1 if the last number of the text (or of its last `<tag>`) is the answer's."""
+    within = last_tag(text, tag) if tag else text
+    given = None if within is None else last_number(within)
+    correct = float(given is not None and given == last_number(str(problem.answer)))
+    return Reward(correct, {}, parsed=given is not None)
+
+
+def format(problem: Problem, text: str, pattern: str | None = None, tags: Sequence[str] = ("answer",)) -> float:
+    """1 if the whole text matches the regular expression; without one, the share of `tags` that occur once, closed."""
+    if pattern is not None:
+        return float(re.fullmatch(pattern, text, re.DOTALL) is not None)
+    once = [text.count(f"<{tag}>") == 1 == text.count(f"</{tag}>") and last_tag(text, tag) is not None for tag in tags]
+    return fmean(once) if once else 0.0
+
+
+def tag_count(problem: Problem, text: str, tags: Sequence[str] = ("think", "answer")) -> float:
+    """The share of opening and closing tags that occur exactly once: 4 × 0.25 for think and answer, as in open-r1."""
+    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+    return fmean(text.count(mark) == 1 for mark in marks)
+
+
+def regex(
+    problem: Problem, text: str, pattern: str, full: bool = False, group: int | str | None = None
+) -> float | Reward:
+    """1 if the pattern occurs (with `full`: is the whole text); with `group`, if that group is the answer.
+
+    Of several places the last counts. A group is the answer if the texts are equal, spaces around them aside, or the
+    numbers are.
+    """
+    places = [re.fullmatch(pattern, text, re.DOTALL)] if full else list(re.finditer(pattern, text, re.DOTALL))
+    found = places[-1] if places else None
+    if group is None:
+        return float(found is not None)
+    given = found.group(group) if found else None
+    return Reward(float(given is not None and _agree(given, str(problem.answer))), {}, parsed=given is not None)
+
+
+def ladder(problem: Problem, text: str, turns: Sequence[str], rungs: Sequence[Mapping[str, Any]]) -> Reward:
+    """The sum of the values of the rungs reached, from the first on; the first that is not reached ends the climb.
+
+    A rung is `{pattern}` (it occurs in the text), `{tag}` (closed, once) or `{reward}` (another reward of at least
+    `at_least`, default 1), each with its `value`: a slope where a single prize would be a cliff.
+    """
+    total, reached = 0.0, 0
+    for rung in rungs:
+        if not _reached(rung, problem, text, turns):
+            break
+        total, reached = total + float(rung["value"]), reached + 1
+    return Reward(total, {"rungs": float(reached)})
+
+
+def length(problem: Problem, text: str, target: int = 0, scale: float = 100.0) -> float:
+    """0 up to `target` characters, then minus one for every `scale` more, at most -1: a price on talk."""
+    return -min(1.0, max(0, len(text) - target) / scale)
+
+
+def cosine(
+    problem: Problem,
+    text: str,
+    turns: Sequence[str],
+    of: Judged,
+    max_length: int = 1000,
+    correct_short: float = 1.0,
+    correct_long: float = 0.5,
+    wrong_short: float = -1.0,
+    wrong_long: float = -0.5,
+    exceeded: float | None = None,
+) -> Reward:
+    """Correctness shaped by length along half a cosine, arXiv 2502.03373.
+
+    `long + ½(short − long)(1 + cos(π·n / max_length))` with n the characters of the last turn, at most `max_length`;
+    short and long are those of a correct or of a wrong text. A text of `max_length` or more earns `exceeded`, where
+    that is given. `of` says what is correct: another reward of 1.
+    """
+    correct = as_reward(of(problem, turns)).total >= FULL
+    if exceeded is not None and len(text) >= max_length:
+        return Reward(exceeded, {"correct": float(correct)})
+    short, long = (correct_short, correct_long) if correct else (wrong_short, wrong_long)
+    share = min(len(text), max_length) / max_length
+    return Reward(long + 0.5 * (short - long) * (1.0 + math.cos(math.pi * share)), {"correct": float(correct)})
+
+
+def _agree(given: str, answer: str) -> bool:
+    number = plain_number(given)
+    return given.strip() == answer.strip() or (number is not None and number == plain_number(answer))
+
+
+def _reached(rung: Mapping[str, Any], problem: Problem, text: str, turns: Sequence[str]) -> bool:
+    if "pattern" in rung:
+        return re.search(rung["pattern"], text, re.DOTALL) is not None
+    if "tag" in rung:
+        return format(problem, text, tags=(rung["tag"],)) == 1.0
+    return as_reward(rung["reward"](problem, turns)).total >= float(rung.get("at_least", FULL))

@@ -1,0 +1,203 @@
+"""Rows made shard by shard: each shard is written whole or not at all, and the result does not depend on who made it.
+
+A shard is a function of its number, its rows are merged in the order of numbers, and what is already on disk is
+read back instead of made again. Killed at any moment and started again, the same files come out.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.base.files import write_atomic
+
+SETTINGS, PARTS = "data.json", "parts"
+FILES = {False: "train.jsonl", True: "held_out.jsonl"}
+_PATIENCE = 20  # shards in a row that may bring nothing new before the games count as used up
+
+# What is never repeated, its rows as JSON ("" for one that could not be made), whether they are held out.
+Item = tuple[str, tuple[str, ...], bool]
+Work = Callable[[int], list[Item]]  # a shard's items by its number; sent to other processes
+Told = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Made:
+    """What lies in the folder: rows on each side, duplicates left out, shards, rows that were there already, and those
+    that could not be made (`unavailable`)."""
+
+    train: int
+    held_out: int
+    duplicates: int
+    shards: int
+    found: int = 0
+    unavailable: int = 0
+
+
+def make_shards(
+    out: Path, settings: Mapping[str, Any], work: Work, *, rows: int, jobs: int = 1, told: Told | None = None
+) -> Made:
+    """Write `rows` rows to `out/train.jsonl` and `out/held_out.jsonl`, no item in two places.
+
+    `settings` are kept in the folder: another start with others is refused, because the result would be neither.
+    `told` is called with the number of rows that came to be, those found on disk included.
+    """
+    wanted = {**settings, "rows": rows}
+    finished = _begin(out, wanted)
+    if finished is not None:
+        return finished
+    parts, ledger = out / PARTS, _Ledger(rows, told)
+    number = 0
+    while (part := _part(parts, number)).exists():
+        ledger.take_back(part.read_text(encoding="utf-8"))
+        number += 1
+    found, barren = ledger.kept, 0
+    with _workers(jobs) as submit:
+        waiting: dict[int, Callable[[], list[Item]]] = {}
+        while ledger.left > 0:
+            for ahead in range(number, number + (2 * jobs if jobs > 1 else 1)):
+                if ahead not in waiting:
+                    waiting[ahead] = submit(work, ahead)
+            before = ledger.kept
+            write_atomic(_part(parts, number), ledger.take(waiting.pop(number)()))
+            number, barren = number + 1, 0 if ledger.kept > before else barren + 1
+            if barren >= _PATIENCE:
+                raise KeelError(
+                    f"no more than {ledger.kept} different rows can be made so: ask for fewer, in a new folder"
+                )
+    return _finish(
+        out, wanted, Made(ledger.train, ledger.held_out, ledger.duplicates, number, found, ledger.unavailable)
+    )
+
+
+class _Ledger:
+    """What has been kept so far. A part's text is a line of counts, then `t` or `h`, the item and the row, by tabs."""
+
+    def __init__(self, rows: int, told: Told | None) -> None:
+        self.rows, self.told = rows, told
+        self.train = self.held_out = self.duplicates = self.unavailable = 0
+        self.seen: set[bytes] = set()
+
+    @property
+    def kept(self) -> int:
+        return self.train + self.held_out
+
+    @property
+    def left(self) -> int:
+        return self.rows - self.kept
+
+    def take(self, items: Sequence[Item]) -> str:
+        """Keep what is new, as far as there is room; returns the part's text."""
+        lines: list[str] = []
+        duplicates = unavailable = 0
+        for name, given, held in items:
+            texts = [text for text in given if text]
+            room = self.left - len(lines)
+            unavailable += len(given) - len(texts) if room else 0
+            if texts and self._is_new(name):
+                lines += [f"{'h' if held else 't'}\t{name}\t{text}" for text in texts[:room]]
+            else:
+                duplicates += len(texts)
+        self._count(lines, duplicates, unavailable)
+        return "\n".join([f"{duplicates} {unavailable}", *lines]) + "\n"
+
+    def take_back(self, text: str) -> None:
+        """Count a part that an earlier start has written."""
+        counts, *lines = text.splitlines()
+        for line in lines:
+            self._is_new(line.split("\t", 2)[1])
+        self._count(lines, *map(int, counts.split()))
+
+    def _is_new(self, name: str) -> bool:
+        digest = blake2b(name.encode(), digest_size=12).digest()  # millions of positions in some hundred megabytes
+        if digest in self.seen:
+            return False
+        self.seen.add(digest)
+        return True
+
+    def _count(self, lines: Sequence[str], duplicates: int, unavailable: int = 0) -> None:
+        held = sum(line.startswith("h") for line in lines)
+        self.held_out += held
+        self.train += len(lines) - held
+        self.duplicates += duplicates
+        self.unavailable += unavailable
+        if self.told is not None:
+            self.told(len(lines))
+
+
+def _part(parts: Path, number: int) -> Path:
+    return parts / f"{number:06d}"
+
+
+def _begin(out: Path, wanted: Mapping[str, Any]) -> Made | None:
+    """Claim the folder for these settings; what was made where they are finished."""
+    settings = out / SETTINGS
+    if settings.exists():
+        try:
+            there = json.loads(settings.read_text(encoding="utf-8"))
+        except ValueError:
+            raise KeelError(f"{settings} cannot be read: give another --out, or delete that folder") from None
+        made = there.pop("made", None)
+        odd = sorted(name for name in {*there, *wanted} if there.get(name) != wanted.get(name))
+        if odd:
+            raise KeelError(f"{out} was begun with another {', '.join(odd)}: give another --out, or delete that folder")
+        return None if made is None else Made(**{**made, "found": made["train"] + made["held_out"]})
+    if any((out / name).exists() for name in FILES.values()):
+        raise KeelError(f"{out} holds data that was not made here: give another --out")
+    try:
+        (out / PARTS).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KeelError(f"cannot make the folder {out}: {error.strerror}") from error
+    write_atomic(settings, json.dumps(wanted, indent=2) + "\n")
+    return None
+
+
+def _finish(out: Path, wanted: Mapping[str, Any], made: Made) -> Made:
+    """Join the parts into two files, say that they are whole, and let the parts go."""
+    for held, name in FILES.items():
+        temporary = out / f"{name}.tmp"
+        with temporary.open("w", encoding="utf-8") as file:
+            for number in range(made.shards):
+                lines = _part(out / PARTS, number).read_text(encoding="utf-8").splitlines()[1:]
+                file.writelines(line.split("\t", 2)[2] + "\n" for line in lines if line.startswith("h") == held)
+        os.replace(temporary, out / name)
+    write_atomic(out / SETTINGS, json.dumps({**wanted, "made": {**asdict(made), "found": 0}}, indent=2) + "\n")
+    shutil.rmtree(out / PARTS)
+    return made
+
+
+@contextmanager
+def _workers(jobs: int) -> Iterator[Callable[[Work, int], Callable[[], list[Item]]]]:
+    """How a shard is asked for: here, or in `jobs` processes, which end with this one however it ends."""
+    if jobs <= 1:
+        yield lambda work, number: lambda: work(number)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_with_parent) as pool:
+        try:
+            yield lambda work, number: pool.submit(work, number).result
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, name="keel-parent", daemon=True).start()

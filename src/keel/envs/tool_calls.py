@@ -1,0 +1,185 @@
+"""Tool calls out of a model's text: JSON as chat templates write it, or tags for models without such a template."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keel.envs.tools import Tool
+
+FORMATS = ("json", "tags")
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_THOUGHT = re.compile(r"(?:<think>|\A)(?:(?!<think>).)*?</think>", re.DOTALL)
+_LISTED = "[TOOL_CALLS]"
+_BARE = re.compile(r"\s*(?:<\|python_tag\|>)?\s*(?=[\[{])")
+_LOOKS_LIKE_A_CALL = re.compile(r"\[?\s*\{\s*\"(?:name|type|function)\"")
+_LATER_CALL = re.compile(r"\[?\s*\{\s*\"(?:name|type|function)\"\s*:")
+_ARGUMENTS = re.compile(r"\"(?:arguments|parameters)\"\s*:")
+_WRITTEN = re.compile(r"\s*([A-Za-z_][\w-]*)\s*\((.*)\)\s*", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call as the model wrote it; `fault` says why it cannot be read, and then the rest is empty."""
+
+    name: str = ""
+    arguments: Mapping[str, Any] | None = None
+    id: str | None = None
+    fault: str | None = None
+
+
+def parse_calls(text: str, format: str, tools: Sequence[Tool]) -> list[ToolCall]:
+    """All calls of a turn in order, readable or not; none where the text makes no attempt at one."""
+    return _json_calls(text) if format == "json" else _tag_calls(text, tools)
+
+
+def write_call(name: str, arguments: Mapping[str, Any], format: str, tools: Sequence[Tool]) -> str:
+    """A call in the form that `parse_calls` reads: what a demonstration says."""
+    if format == "json":
+        body = json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False)
+        return f"<tool_call>\n{body}\n</tool_call>"
+    called = next(tool for tool in tools if tool.name == name)
+    alone = len(arguments) == 1 and next(iter(arguments)) == next(iter(called.hints), None)
+    value = next(iter(arguments.values())) if alone else None
+    body = value if isinstance(value, str) else json.dumps(dict(arguments), ensure_ascii=False)
+    return f"<{called.tag}> {body} </{called.tag}>"
+
+
+def _json_calls(text: str) -> list[ToolCall]:
+    """`<tool_call>{…}</tool_call>`, `[TOOL_CALLS] [{…}]`, or JSON with a name in it at the end of a turn.
+
+    Decoding leaves special tokens out, so the markers of templates that have them as such may be gone. What is thought
+    is no call.
+    """
+    text = _THOUGHT.sub("", text)
+    if _OPEN in text:
+        return [call for block in _blocks(text) for call in _read_json(block, sure=True)]
+    if _LISTED in text:
+        return _read_json(text.partition(_LISTED)[2], sure=True)
+    start = _BARE.match(text)
+    if start:
+        return _read_json(text[start.end() :], sure=False)
+    later = _LATER_CALL.search(text)
+    if later and _ARGUMENTS.search(
+        text, later.end()
+    ):  # words before it: then only with arguments, as an answer has none
+        return _read_json(text[later.start() :].rstrip().removesuffix("```"), sure=False)
+    return []
+
+
+def _blocks(text: str) -> list[str]:
+    """What stands between the marks of a call; a mark that only mentions it, with another before its end, is none."""
+    found: list[str] = []
+    place = text.find(_OPEN)
+    while place >= 0:
+        start = place + len(_OPEN)
+        end = text.find(_CLOSE, start)
+        body = text[start:] if end < 0 else text[start:end]
+        again = body.find(_OPEN)
+        if again >= 0 and _values(body)[1] is not None:  # the mark may also stand inside an argument
+            body, end = body[:again], start + again
+            if not body.lstrip().startswith(("{", "[")):
+                place = end
+                continue
+        found.append(body)
+        place = text.find(_OPEN, end) if end >= 0 else -1
+    return found
+
+
+def _read_json(text: str, *, sure: bool) -> list[ToolCall]:
+    """The calls in JSON values one after the other; `sure` where the text was marked as a call."""
+    values, fault = _values(text)
+    if fault is not None:
+        attempted = sure or values or _LOOKS_LIKE_A_CALL.match(text.strip())
+        return [ToolCall(fault=fault)] if attempted else []
+    several = [item for value in values for item in (value if isinstance(value, list) else [value])]
+    calls = [_call(item) for item in several]
+    if not sure and any(call.fault for call in calls):
+        return [] if all(call.fault for call in calls) else calls
+    return calls or ([ToolCall(fault="the call is empty")] if sure else [])
+
+
+def _values(text: str) -> tuple[list[Any], str | None]:
+    """JSON values with spaces, commas or semicolons between them, and what is wrong with the first that is none."""
+    decoder, text, place = json.JSONDecoder(), text.strip(), 0
+    found: list[Any] = []
+    while place < len(text):
+        try:
+            value, place = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError) as error:
+            where = f" ({error.msg} at character {error.pos + 1})" if isinstance(error, json.JSONDecodeError) else ""
+            return found, f"the call is not valid JSON{where}"
+        found.append(value)
+        while place < len(text) and text[place] in " \t\r\n,;":
+            place += 1
+    return found, None
+
+
+def _call(value: Any) -> ToolCall:
+    """A call of `{"name", "arguments" or "parameters"}`, also inside `{"function": …}`."""
+    if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
+        value = {"id": value.get("id"), **value["function"]}
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        return ToolCall(fault="a call is an object with a name and arguments")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        found, fault = _values(arguments)
+        arguments = found[0] if fault is None and len(found) == 1 else arguments
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, Mapping):
+        return ToolCall(fault="the arguments of a call are an object")
+    given = value.get("id")
+    return ToolCall(value["name"], dict(arguments), given if isinstance(given, str) else None)
+
+
+def _tag_calls(text: str, tools: Sequence[Tool]) -> list[ToolCall]:
+    """`<name>argument</name>` with a tool's tag, or `<tool>name(a, b=…)</tool>`, in the order of their openings."""
+    tags = {tool.tag: tool for tool in tools}
+    opening = re.compile("<(" + "|".join(map(re.escape, [*tags, "tool"])) + ")>")
+    found: list[ToolCall] = []
+    place = 0
+    while match := opening.search(text, place):
+        tag = match[1]
+        end = text.find(f"</{tag}>", match.end())
+        if end < 0:
+            return [*found, ToolCall(fault=f"<{tag}> is not closed: write <{tag}>…</{tag}>")]
+        body, place = text[match.end() : end], end + len(tag) + 3
+        found.append(_written(body, tools) if tag == "tool" and "tool" not in tags else _tagged(tags[tag], body))
+    return found
+
+
+def _tagged(tool: Tool, body: str) -> ToolCall:
+    """The text is the first parameter, or a JSON object is all of them."""
+    body = body.strip()
+    if body.startswith("{"):
+        values, fault = _values(body)
+        if fault is not None or len(values) != 1:
+            return ToolCall(fault=fault or "the call holds more than one object")
+        return ToolCall(tool.name, values[0])
+    first = next(iter(tool.hints), None)
+    return ToolCall(tool.name, {first: body} if first is not None else {})
+
+
+def _written(body: str, tools: Sequence[Tool]) -> ToolCall:
+    """`name(1, key="two")` with plain values, read and never run."""
+    match = _WRITTEN.fullmatch(body)
+    if match is None:
+        return ToolCall(fault="a call is written name(argument, …)")
+    name, inside = match.groups()
+    hints = next((list(tool.hints) for tool in tools if tool.name == name), [])
+    try:
+        parsed = ast.parse(f"_({inside})", mode="eval").body
+        assert isinstance(parsed, ast.Call)
+        placed = [ast.literal_eval(value) for value in parsed.args]
+        named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in parsed.keywords}
+    except (ValueError, SyntaxError, AssertionError, RecursionError, MemoryError, TypeError):
+        return ToolCall(fault="the arguments of a call are plain values: texts in quotes, numbers, lists")
+    if len(placed) > len(hints) and hints:
+        return ToolCall(fault=f"{name} takes {len(hints)} arguments, not {len(placed)}")
+    keys = hints or [f"argument{i}" for i in range(len(placed))]
+    return ToolCall(name, {**dict(zip(keys, placed, strict=False)), **named})

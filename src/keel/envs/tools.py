@@ -1,0 +1,286 @@
+"""Tools: any Python function with type hints and a docstring, offered to the model and called on its behalf."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from keel.base.errors import KeelError
+from keel.envs.concurrent import is_async
+
+TIMEOUT_S = 10.0
+MAX_CHARACTERS = 4000
+ASYNC_AT_ONCE = 16
+_NAMES = {str: "string", int: "integer", float: "number", bool: "boolean"}
+_NAME = re.compile(r"[A-Za-z_][\w-]*")
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function the model may call: what it is told about it, and the limits it is called under.
+
+    `hints` are the parameters' types by name, `required` those without a default. A call that takes longer than
+    `timeout_s` has failed; a result longer than `max_characters` is cut. `tag` is its name in the format `tags`, and a
+    tool that `ends` the episode is the last one called. `at_once` calls of different episodes may run together.
+    `parameters` is the JSON schema of the parameters where somebody else wrote it; otherwise it is made of `hints`.
+    """
+
+    name: str
+    description: str
+    function: Callable[..., Any]
+    hints: Mapping[str, Any]
+    required: tuple[str, ...]
+    about: Mapping[str, str]
+    timeout_s: float | None = TIMEOUT_S
+    max_characters: int = MAX_CHARACTERS
+    tag: str = ""
+    ends: bool = False
+    at_once: int = 1
+    parameters: Mapping[str, Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function itself, so that a decorated one can still be called."""
+        return self.function(*args, **kwargs)
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """What chat templates are given: the JSON schema of the function and its parameters."""
+        properties = {
+            name: {**json_type(hint), **({"description": self.about[name]} if name in self.about else {})}
+            for name, hint in self.hints.items()
+        }
+        made = {"type": "object", "properties": properties, "required": list(self.required)}
+        parameters = made if self.parameters is None else dict(self.parameters)
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function}
+
+    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call in the types of the signature; a ValueError says what is wrong with them."""
+        for name in given:
+            if name not in self.hints:
+                raise ValueError(f"there is no parameter {name!r}; there are {', '.join(self.hints) or 'none'}")
+        missing = [name for name in self.required if name not in given]
+        if missing:
+            raise ValueError(f"the parameter {missing[0]!r} is missing")
+        made = {}
+        for name, value in given.items():
+            try:
+                made[name] = coerce(value, self.hints[name])
+            except (TypeError, ValueError, OverflowError):
+                raise ValueError(f"{name!r} must be {_said(self.hints[name])}, not {_short(value)}") from None
+        return made
+
+
+def tool(
+    function: Callable[..., Any] | None = None,
+    *,
+    name: str | None = None,
+    timeout_s: float | None = TIMEOUT_S,
+    max_characters: int = MAX_CHARACTERS,
+    tag: str | None = None,
+    ends: bool = False,
+    at_once: int | None = None,
+) -> Any:
+    """A tool made of a function: `tool(search)`, or `@tool` or `@tool(timeout_s=2)` above it.
+
+    The first paragraph of the docstring tells the model what it does, `Args:` entries or `:param name:` lines what its
+    parameters are. Types are str, int, float, bool, list, dict, Literal and their unions. `at_once` says how many calls
+    may run at the same time, in any order: by default one of a function, 16 of a coroutine function.
+    """
+    if function is None:
+        options: dict[str, Any] = {"timeout_s": timeout_s, "max_characters": max_characters, "tag": tag, "ends": ends}
+        return lambda f: tool(f, name=name, at_once=at_once, **options)
+    if isinstance(function, Tool):
+        return function
+    called = str(name or getattr(function, "__name__", type(function).__name__))
+    if not _NAME.fullmatch(called):
+        raise KeelError(f"a tool cannot be called {called!r}: give tool(…, name=…) a name of letters, digits and _")
+    if not max_characters > 0:
+        raise KeelError(f"tool {called!r}: max_characters is {max_characters}, it must be above 0")
+    together = at_once if at_once is not None else ASYNC_AT_ONCE if is_async(function) else 1
+    if not together > 0:
+        raise KeelError(f"tool {called!r}: at_once is {at_once}, it must be above 0")
+    doc = inspect.getdoc(function) or ""
+    description = " ".join(doc.partition("\n\n")[0].split()) if doc else ""
+    if not description:
+        raise KeelError(f"tool {called!r} has no docstring: its first sentence tells the model what it does")
+    hints, required = _parameters(called, function)
+    about = _described(doc, hints)
+    limits: dict[str, Any] = {"timeout_s": timeout_s, "max_characters": max_characters, "at_once": together}
+    return Tool(called, description, function, hints, required, about, tag=tag or called, ends=ends, **limits)
+
+
+def tools_of(entries: Sequence[Any]) -> tuple[Tool, ...]:
+    """Tools of `task.tools`: each a user's `module:attr`, a function, a tool already made, or those of an MCP server
+    (`{mcp: …}`); names are distinct.
+    """
+    from keel.envs.registry import import_own, is_users_own
+
+    if isinstance(entries, str) or not isinstance(entries, Sequence):
+        raise KeelError(f"task.tools is {entries!r}: give a list of module:attr or {{mcp: …}}")
+    found: list[Tool] = []
+    for entry in entries:
+        if isinstance(entry, Mapping):
+            from keel.envs.mcp import mcp_tools
+
+            found += mcp_tools(entry)
+            continue
+        if isinstance(entry, str) and not is_users_own(entry):
+            raise KeelError(f"task.tools: {entry!r} is no tool: write it as module:attr, such as mytools:search")
+        found.append(tool(import_own(entry, "tool") if isinstance(entry, str) else entry))
+    distinct([made.name for made in found])
+    return tuple(found)
+
+
+def distinct(names: Sequence[str]) -> None:
+    """Refuse two tools of one name."""
+    twice = next((name for name in names if list(names).count(name) > 1), None)
+    if twice is not None:
+        raise KeelError(
+            f"two tools are called {twice!r}: give one of them another with tool(…, name=…), or leave it out by only"
+        )
+
+
+def json_type(hint: Any) -> dict[str, Any]:
+    """The JSON schema of a type; a TypeError where there is none."""
+    if hint is Any:
+        return {}
+    if hint in _NAMES:
+        return {"type": _NAMES[hint]}
+    if hint in (None, type(None)):
+        return {"type": "null"}
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        kinds = {type(value) for value in args}
+        same = {"type": _NAMES[kinds.pop()]} if len(kinds) == 1 and kinds <= set(_NAMES) else {}
+        return {**same, "enum": list(args)}
+    if origin in (Union, types.UnionType):
+        some = [json_type(arg) for arg in args if arg is not type(None)]
+        nullable = {"nullable": True} if type(None) in args else {}
+        return {**some[0], **nullable} if len(some) == 1 else {"anyOf": some, **nullable}
+    base = origin or hint
+    if base in (list, tuple, set, Sequence):
+        inner = [arg for arg in args if arg is not Ellipsis]
+        return {"type": "array", **({"items": json_type(inner[0])} if inner else {})}
+    if base in (dict, Mapping):
+        return {"type": "object", **({"additionalProperties": json_type(args[1])} if args else {})}
+    raise TypeError(f"{hint} has no JSON form")
+
+
+def coerce(value: Any, hint: Any) -> Any:
+    """The value in the type of a hint, where that loses nothing (`"3"` → 3, 3 → `"3"`); otherwise an error."""
+    if hint is Any:
+        return value
+    origin, args = get_origin(hint), get_args(hint)
+    if hint in (None, type(None)):
+        return _expect(value is None, value)
+    if origin is Literal:
+        same = [choice for choice in args if choice == value and type(choice) is type(value)]
+        return same[0] if same else next(choice for choice in _choices(args, value) if str(choice) == str(value))
+    if origin in (Union, types.UnionType):
+        return _coerce_union(value, args)
+    base = origin or hint
+    if base in _NAMES:
+        return _coerce_plain(value, base)
+    if base in (dict, Mapping):
+        _expect(isinstance(value, Mapping), value)
+        return {key: coerce(item, args[1]) if args else item for key, item in value.items()}
+    _expect(isinstance(value, list | tuple), value)
+    inner = [arg for arg in args if arg is not Ellipsis]
+    made = [coerce(item, inner[0]) if inner else item for item in value]
+    return made if base in (list, Sequence) else base(made)
+
+
+def _coerce_union(value: Any, args: Sequence[Any]) -> Any:
+    """The member the value already belongs to, else the first that it can be turned into."""
+    for arg in args:
+        if type(value) is (get_origin(arg) or arg) or (arg is type(None) and value is None):
+            return coerce(value, arg)
+    for arg in args:
+        try:
+            return coerce(value, arg)
+        except (TypeError, ValueError, OverflowError):
+            continue
+    raise TypeError
+
+
+def _coerce_plain(value: Any, base: type) -> Any:
+    _expect(isinstance(value, str | int | float), value)
+    if base is str:
+        return value if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+    if base is bool:
+        _expect(isinstance(value, bool) or str(value).strip().lower() in ("true", "false"), value)
+        return str(value).strip().lower() == "true"
+    _expect(not isinstance(value, bool), value)
+    number = float(value)
+    if base is float:
+        return number
+    _expect(number.is_integer(), value)
+    return int(value) if not isinstance(value, float) else int(number)
+
+
+def _choices(args: Sequence[Any], value: Any) -> Sequence[Any]:
+    """The choices of a Literal, where the value is a plain one and one of them reads like it."""
+    _expect(isinstance(value, str | int | float) and any(str(choice) == str(value) for choice in args), value)
+    return args
+
+
+def _expect(fine: bool, value: Any) -> Any:
+    if not fine:
+        raise TypeError
+    return value
+
+
+def _parameters(called: str, function: Callable[..., Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Types by parameter, and which of them have no default."""
+    try:
+        types_by_name = get_type_hints(function if inspect.isroutine(function) else type(function).__call__)
+        signature = inspect.signature(function)
+    except (TypeError, ValueError, NameError) as error:
+        raise KeelError(f"tool {called!r}: its signature cannot be read ({error})") from error
+    hints: dict[str, Any] = {}
+    for parameter in signature.parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise KeelError(f"tool {called!r}: *args, **kwargs and positional-only parameters cannot be offered")
+        if parameter.name not in types_by_name:
+            raise KeelError(f"tool {called!r}: the parameter {parameter.name!r} needs a type hint, such as str")
+        hint = types_by_name[parameter.name]
+        try:
+            json_type(hint)
+        except TypeError:
+            raise KeelError(
+                f"tool {called!r}: {parameter.name!r} is a {_said(hint)}, which JSON cannot write: use str, int, "
+                "float, bool, list, dict or Literal"
+            ) from None
+        hints[parameter.name] = hint
+    required = [p.name for p in signature.parameters.values() if p.default is p.empty]
+    return hints, tuple(required)
+
+
+def _described(doc: str, names: Mapping[str, Any]) -> dict[str, str]:
+    """What a docstring says of each parameter, in Google's form (`Args:`) or Sphinx's (`:param name:`)."""
+    found: dict[str, str] = {}
+    last: str | None = None
+    for line in doc.splitlines():
+        match = re.match(r"\s*(?:\:param\s+(?:\w+\s+)?)?(\w+)\s*(?:\([^)]*\))?\s*:\s*(\S.*)$", line)
+        if match and match[1] in names:
+            last = match[1]
+            found[last] = match[2].strip()
+        elif last is not None and re.match(r"\s{6,}\S", line):
+            found[last] += " " + line.strip()
+        else:
+            last = None
+    return found
+
+
+def _said(hint: Any) -> str:
+    return getattr(hint, "__name__", str(hint)) if get_origin(hint) is None else str(hint).replace("typing.", "")
+
+
+def _short(value: Any, most: int = 40) -> str:
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}…"

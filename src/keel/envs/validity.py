@@ -1,0 +1,192 @@
+"""Is this a sound task? Asked without any model, of ours and of a user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import pairwise
+
+from keel.base.errors import KeelError
+from keel.base.types import Problem, Reward
+from keel.envs.base import Task, gold_turns
+from keel.envs.rewards import as_reward
+
+STEPS = 4  # training steps that are drawn
+NONSENSE = ("", "no", "<answer>", "\x00\n∞" * 3, "I do not know. " * 40)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One property, whether it holds, and what was seen: how much was looked at, or the first thing that is wrong."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+def check(task: Task, count: int = 32, seed: int = 0) -> None:
+    """Raise a KeelError on the first thing that is wrong with a task; see `checks`."""
+    for found in checks(task, count, seed):
+        if not found.ok:
+            raise KeelError(f"task {task.name!r}: {found.detail}")
+
+
+def checks(task: Task, count: int = 32, seed: int = 0) -> Iterator[Check]:
+    """Each property of a sound task, one after the other.
+
+    Problems come as asked for, are the same for the same (seed, step), have keys of their own within a batch, and none
+    that is held out turns up in training. Rewards are finite and the same at every call; gold answers are judged
+    correct and earn more than an empty answer and no less than any other; the answer to another problem earns less
+    somewhere.
+    """
+    drawn = _Drawn(task, count, seed)
+    for name, property_of in PROPERTIES.items():
+        yield outcome(name, partial(property_of, drawn))
+
+
+def outcome(name: str, look: Callable[[], str]) -> Check:
+    """What a look gives: its sentence, or the first thing wrong as it was raised."""
+    try:
+        return Check(name, True, look())
+    except Wrong as wrong:
+        return Check(name, False, str(wrong))
+    except KeelError as error:
+        return Check(name, False, str(error))
+    except Exception as error:  # a user's task may raise anything
+        first = next(iter(str(error).strip().splitlines()), "")
+        return Check(name, False, f"raised {type(error).__name__}" + (f": {first}" if first else ""))
+
+
+class Wrong(Exception):
+    """A property that does not hold."""
+
+
+def expect(fine: bool, what: str) -> None:
+    """Raise `Wrong` unless it is fine."""
+    if not fine:
+        raise Wrong(what)
+
+
+class _Drawn:
+    """A task with the problems that it was asked for, drawn when they are first looked at."""
+
+    def __init__(self, task: Task, count: int, seed: int) -> None:
+        self.task, self.count, self.seed = task, count, seed
+
+    @cached_property
+    def steps(self) -> list[list[Problem]]:
+        return [self.task.sample(self.count, seed=self.seed, step=step) for step in range(STEPS)]
+
+    @cached_property
+    def held(self) -> list[Problem]:
+        return self.task.held_out(self.count, seed=self.seed)
+
+    @property
+    def problems(self) -> list[Problem]:
+        """Those whose rewards are looked at."""
+        return [*self.steps[0], *self.held]
+
+    def reward(self, problem: Problem, *turns: str) -> Reward:
+        try:
+            first, again = (as_reward(self.task.reward(problem, turns)) for _ in range(2))
+        except ValueError as error:  # not finite, or no reward at all
+            raise Wrong(f"the reward of {problem.key!r} for {turns[-1][:40]!r}: {error}") from error
+        expect(first == again, f"the reward of {problem.key!r} changes from call to call")
+        return first
+
+    def gold(self, problem: Problem) -> float:
+        return self.reward(problem, *gold_turns(self.task, problem)).total
+
+
+def _sizes(drawn: _Drawn) -> str:
+    count = drawn.count
+    expect(all(len(batch) == count for batch in drawn.steps), f"sample({count}) must return {count} problems")
+    expect(0 < len(drawn.held) <= count, f"held_out({count}) must return 1 to {count} problems")
+    return f"{STEPS} steps of {count} problems, {len(drawn.held)} held out"
+
+
+def _deterministic(drawn: _Drawn) -> str:
+    task, count, seed = drawn.task, drawn.count, drawn.seed
+    same = task.sample(count, seed=seed, step=0) == drawn.steps[0]
+    expect(same, "sample must return the same problems for the same seed and step")
+    same = task.held_out(count, seed=seed) == drawn.held
+    expect(same, "held_out must return the same problems for the same seed")
+    return f"asked twice under seed {seed}, the problems are the same"
+
+
+def _keys(drawn: _Drawn) -> str:
+    for batch in (*drawn.steps, drawn.held):
+        keys = {p.key for p in batch}
+        expect(len(keys) == len(batch), "two problems of one batch have the same key: noise is keyed by it")
+    return "each problem of a batch has a key of its own"
+
+
+def _disjoint(drawn: _Drawn) -> str:
+    trained = {str(p.prompt) for batch in drawn.steps for p in batch}
+    shared = [p.key for p in drawn.held if str(p.prompt) in trained]
+    expect(not shared, f"a held-out problem turns up in training: {shared[:1]}")
+    return f"none of {len(drawn.held)} held-out prompts is among {len(trained)} in training"
+
+
+def _finite(drawn: _Drawn) -> str:
+    for problem in drawn.problems[:8]:
+        for text in NONSENSE:
+            drawn.reward(problem, text)
+    for problem in drawn.problems:
+        with suppress(KeelError):  # a task without gold answers is found by the next check
+            drawn.reward(problem, *gold_turns(drawn.task, problem))
+    return f"rewards of {len(drawn.problems)} gold answers and of nonsense are finite and repeat"
+
+
+def _gold(drawn: _Drawn) -> str:
+    for problem in drawn.problems:
+        correct = drawn.reward(problem, *gold_turns(drawn.task, problem)).parts.get("correct", 1.0) >= 1.0
+        expect(correct, f"the gold answer of {problem.key!r} is not judged correct")
+    totals = [drawn.gold(problem) for problem in drawn.problems]
+    return f"{len(totals)} gold answers are judged correct and earn {_span(totals)}"
+
+
+def _empty(drawn: _Drawn) -> str:
+    totals = [drawn.reward(problem, "").total for problem in drawn.problems]
+    for problem, total in zip(drawn.problems, totals, strict=True):
+        expect(total < drawn.gold(problem), f"an empty answer to {problem.key!r} earns as much as the gold one")
+    return f"an empty answer earns {_span(totals)}"
+
+
+def _beaten(drawn: _Drawn) -> str:
+    problems = drawn.problems
+    for index, problem in enumerate(problems):
+        full = drawn.gold(problem)
+        others = [gold_turns(drawn.task, other) for other in problems[max(0, index - 2) : index + 3]]
+        for turns in (*others, *([text] for text in (NONSENSE if index < 8 else ()))):
+            fine = drawn.reward(problem, *turns).total <= full
+            expect(fine, f"another answer to {problem.key!r} earns more than the gold one: {turns[-1][:40]!r}")
+    return "neither another problem's answer nor nonsense, short or long, earns more"
+
+
+def _wrong(drawn: _Drawn) -> str:
+    gold = partial(gold_turns, drawn.task)
+    pairs = [(p, q) for p, q in pairwise(drawn.problems) if gold(p) != gold(q)]
+    less = [drawn.reward(p, *gold(q)).total < drawn.gold(p) for p, q in pairs]
+    expect(not less or any(less), "the answer to another problem always earns the full reward")
+    return f"the answer to another problem earns less in {sum(less)} of {len(less)} cases"
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+
+PROPERTIES: dict[str, Callable[[_Drawn], str]] = {
+    "problems as asked": _sizes,
+    "deterministic": _deterministic,
+    "distinct keys": _keys,
+    "held out": _disjoint,
+    "finite rewards": _finite,
+    "gold is correct": _gold,
+    "empty earns less": _empty,
+    "gold earns most": _beaten,
+    "wrong earns less": _wrong,
+}

@@ -1,0 +1,81 @@
+"""`tools`: any task of one turn, with tools to call before the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from keel.base.errors import KeelError, unknown
+from keel.base.types import Message, Problem, Reward
+from keel.envs.base import Task
+from keel.envs.tool_calls import FORMATS
+from keel.envs.toolbox import Toolbox
+from keel.envs.tools import Tool
+
+
+@dataclass(frozen=True)
+class WithTools:
+    """A task whose model may call tools first: its first turn without a call is the answer, judged by the task."""
+
+    inner: Task
+    tools: tuple[Tool, ...]
+    format: str = "json"
+    foreign: bool = True  # tools are a user's code
+
+    @property
+    def name(self) -> str:
+        return f"{self.inner.name}+tools"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(getattr(self.inner, "notes", ()))
+
+    @cached_property
+    def toolbox(self) -> Toolbox:
+        return Toolbox(lambda problem: self.tools, self.format)
+
+    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        """The task's own problems, with the tools offered."""
+        return [self._offered(problem) for problem in self.inner.sample(count, seed=seed, step=step)]
+
+    def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
+        return [self._offered(problem) for problem in self.inner.held_out(count, seed=seed)]
+
+    def gold(self, problem: Problem) -> str:
+        """The task's own answer, without a call."""
+        return self.inner.gold(problem)
+
+    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
+        """What the task pays for the turn that ended the episode; an episode that still calls tools earns nothing."""
+        played = self.toolbox.play(problem, turns)
+        text = turns[len(played.turns) - 1] if played.over else ""
+        return self.inner.reward(problem, [text])
+
+    def respond(self, problem: Problem, turns: Sequence[str]) -> str | list[Message] | None:
+        return self.toolbox.respond(problem, turns)
+
+    def counts(self, problem: Problem, turns: Sequence[str]) -> Mapping[str, float]:
+        return self.toolbox.counts(problem, turns)
+
+    def _offered(self, problem: Problem) -> Problem:
+        if self.format == "json":
+            return replace(problem, tools=[tool.schema for tool in self.tools])
+        usage = "\n".join(
+            f"<{tool.tag}> {', '.join(tool.hints)} </{tool.tag}> {tool.description}" for tool in self.tools
+        )
+        said = f"You may call these tools, and are told the result:\n{usage}"
+        if isinstance(problem.prompt, str):
+            return replace(problem, prompt=f"{said}\n{problem.prompt}")
+        return replace(problem, prompt=[{"role": "system", "content": said}, *problem.prompt])
+
+
+def with_tools(task: Task, tools: Sequence[Tool], format: str = "json") -> WithTools:
+    """`task` with tools; one that has several turns already brings its own."""
+    if format not in FORMATS:
+        raise unknown("tool format", format, FORMATS)
+    if not tools:
+        raise KeelError("the task tools needs tools: a list of module:attr or {mcp: …}")
+    if hasattr(task, "respond"):
+        raise KeelError(f"task {task.name!r} has several turns of its own: tools are for tasks of one turn")
+    return WithTools(task, tuple(tools), format)

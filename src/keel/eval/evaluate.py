@@ -1,0 +1,258 @@
+"""Evaluate: how often a policy is right on held-out problems, with intervals that know problems from samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, variance
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.base.types import Group, Problem
+from keel.envs.base import Task
+from keel.envs.judge import Judge
+from keel.envs.rewards import TASK
+from keel.rollout.collect import Engine, collect
+from keel.rollout.sampling import SamplingParams
+
+Z95 = 1.959963984540054
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """What one evaluation found. `accuracy` is pass@1, the mean over problems of the share of right samples; None
+    where problems have no answers, and the reward alone says how good a policy is.
+
+    Intervals are 95 %: Wilson's with an effective sample size for shares (`wilson`), normal over the problems' means
+    for the reward. `extra` holds what the task itself adds (`extra_metrics`), `shares` each problem's share of right
+    samples.
+    """
+
+    task: str
+    problems: int
+    samples: int
+    accuracy: float | None
+    ci95: Interval | None
+    pass_at: Mapping[int, float]
+    pass_at_ci95: Mapping[int, Interval]
+    reward: float
+    reward_ci95: Interval
+    parsed_fraction: float
+    truncated_fraction: float
+    length_mean: float
+    greedy: bool = False
+    extra: Mapping[str, float] = field(default_factory=dict)
+    shares: tuple[float, ...] = field(default=(), repr=False)
+    groups: tuple[Group, ...] = field(default=(), repr=False, compare=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """A line of eval.jsonl."""
+        return {
+            "task": self.task,
+            "problems": self.problems,
+            "samples": self.samples,
+            "accuracy": self.accuracy,
+            "ci95": None if self.ci95 is None else list(self.ci95),
+            "pass_at": {str(k): v for k, v in self.pass_at.items()},
+            "pass_at_ci95": {str(k): list(v) for k, v in self.pass_at_ci95.items()},
+            "reward": self.reward,
+            "reward_ci95": list(self.reward_ci95) if self.problems > 1 else None,  # JSON has no infinity
+            "parsed_fraction": self.parsed_fraction,
+            "truncated_fraction": self.truncated_fraction,
+            "length_mean": self.length_mean,
+            "greedy": self.greedy,
+            **({"extra": dict(self.extra)} if self.extra else {}),
+        }
+
+
+def evaluate(
+    engine: Engine,
+    task: Task,
+    problems: Sequence[Problem],
+    tokenizer: Any,
+    *,
+    k: Sequence[int] = (1,),
+    samples: int | None = None,
+    temperature: float = 1.0,
+    max_completion_length: int = 64,
+    seed: int = 0,
+    sampling: SamplingParams | None = None,
+    judge: Judge | None = None,
+    **collecting: Any,
+) -> EvalResult:
+    """Sample every problem `samples` times (default: the largest k); right is what the task's own reward calls right.
+
+    Temperature 0 is greedy, with one sample. `sampling` gives the filters and limits of training; temperature and
+    number of samples are this function's. `judge` (default: the task) gives the rewards, `collecting` goes to
+    `collect`. Equal arguments and weights give equal results, and two evaluations of one run share their noise, so
+    that what differs between them is the policy.
+    """
+    if not problems:
+        raise KeelError(f"there is nothing to evaluate: task {task.name!r} gave no problems")
+    greedy = temperature == 0
+    count = 1 if greedy else samples or max(k)
+    wanted = [n for n in sorted(set(k)) if not greedy or n == 1] or [1]
+    if wanted[0] < 1 or wanted[-1] > count:
+        raise KeelError(f"eval.k is {list(k)} with {count} samples a problem: each k must be from 1 to {count}")
+    base = sampling or SamplingParams(max_completion_length=max_completion_length)
+    params = SamplingParams(**{**vars(base), "temperature": temperature, "num_generations": count})
+    judge = Judge.of(task) if judge is None else judge if _unanswered(task) else judge.beside(task)
+    groups = collect(engine, task, problems, tokenizer, params, seed=seed, judge=judge, **collecting)
+    return summarise(task, groups, wanted, greedy=greedy, own=judge.called(task) or TASK)
+
+
+def evaluate_all(
+    engine: Engine, tasks: Mapping[str, Task], count: int, tokenizer: Any, *, held_out_seed: int = 0, **options: Any
+) -> dict[str, EvalResult]:
+    """`count` held-out problems of each task: the trained skill's accuracy, and with it what the others retain."""
+    return {
+        name: evaluate(engine, task, task.held_out(count, seed=held_out_seed), tokenizer, **options)
+        for name, task in tasks.items()
+    }
+
+
+def retention(before: Mapping[str, EvalResult], after: Mapping[str, EvalResult]) -> dict[str, dict[str, float | None]]:
+    """Accuracy before and after by task: what summary.json keeps."""
+    return {
+        name: {"before": before[name].accuracy, "after": result.accuracy}
+        for name, result in after.items()
+        if name in before
+    }
+
+
+def summarise(
+    task: Task, groups: Sequence[Group], k: Sequence[int], *, greedy: bool = False, own: str = TASK
+) -> EvalResult:
+    """The figures of judged groups, all with the same number of samples; `own` names the task's own reward in them."""
+    samples = len(groups[0].completions)
+    answered = not _unanswered(task)
+    right = [sum(_is_right(task, group, i, own) for i in range(samples)) for group in groups] if answered else []
+    shares = {n: [pass_at_k(samples, c, n) for c in right] for n in {1, *k}}
+    shown = k if answered else ()
+    rewards = [fmean(r.total for r in group.rewards) for group in groups]
+    completions = [c for group in groups for c in group.completions]
+    return EvalResult(
+        task=task.name,
+        problems=len(groups),
+        samples=samples,
+        accuracy=fmean(shares[1]) if answered else None,
+        ci95=wilson(shares[1], samples) if answered else None,
+        pass_at={n: fmean(shares[n]) for n in shown},
+        pass_at_ci95={n: wilson(shares[n], samples) for n in shown},
+        reward=fmean(rewards),
+        reward_ci95=normal_interval(rewards),
+        parsed_fraction=fmean(r.parsed for group in groups for r in group.rewards),
+        truncated_fraction=fmean(c.stop_reason == "length" for c in completions),
+        length_mean=fmean(sum(c.action) for c in completions),
+        greedy=greedy,
+        extra=extra_metrics(task, groups),
+        shares=tuple(shares[1]),
+        groups=tuple(groups),
+    )
+
+
+def extra_metrics(task: Task, groups: Sequence[Group]) -> dict[str, float]:
+    """What a task's optional `extra_metrics(groups)` says of judged groups, as finite numbers by name."""
+    method = getattr(task, "extra_metrics", None)
+    if method is None:
+        return {}
+    found = method(groups)
+    if not isinstance(found, Mapping):
+        kind = type(found).__name__
+        raise KeelError(f"extra_metrics of task {task.name!r} returned a {kind}: it must be a mapping of numbers")
+    for name, value in found.items():
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise KeelError(f"extra_metrics of task {task.name!r} gave {name}={value!r}: it must be a finite number")
+    return {str(name): float(value) for name, value in found.items()}
+
+
+def paired_difference(before: EvalResult, after: EvalResult) -> tuple[float, Interval]:
+    """(pass@1 after − before, its 95 % interval), over the problems that both were given.
+
+    Both answer the same problems under the same noise, so what they share cancels.
+    """
+    differences = _differences(after.task, [_keyed(result, result.shares) for result in (before, after)])
+    return fmean(differences), paired_interval(differences, min(before.samples, after.samples))
+
+
+def paired_reward(before: EvalResult, after: EvalResult) -> tuple[float, Interval]:
+    """(mean reward after − before, its normal 95 % interval over the problems): where nothing is right or wrong."""
+    means = [_keyed(r, [fmean(p.total for p in group.rewards) for group in r.groups]) for r in (before, after)]
+    differences = _differences(after.task, means)
+    return fmean(differences), normal_interval(differences)
+
+
+def paired_interval(differences: Sequence[float], samples: int = 1) -> Interval:
+    """The adjusted Wald interval of a mean of paired differences in [−1, 1], 95 %.
+
+    m ± 1.96·√((s − m²)/(n+2)) with m = Σdᵢ/(n+2) and s = (Σdᵢ² + 2a²)/(n+2): two problems are added, one that gained a
+    and one that lost it, so that the interval has a width where no problem changed. With one sample a problem a = 1,
+    which is Bonett and Price 2012 for right or wrong answers (doi 10.3102/1076998611411915). With k samples a² is 1/k,
+    the variance of a mean of k such answers, or the mean square of the differences that are not 0 where that is more:
+    samples of one problem may change together.
+    """
+    changed = [d * d for d in differences if d]
+    added = max(1 / samples, fmean(changed)) if changed else 1 / samples
+    count = len(differences) + 2
+    middle = sum(differences) / count
+    half = Z95 * math.sqrt(((sum(changed) + 2 * added) / count - middle**2) / count)
+    return max(-1.0, middle - half), min(1.0, middle + half)
+
+
+def _keyed(result: EvalResult, values: Sequence[float]) -> dict[str, float]:
+    return {group.problem.key: value for group, value in zip(result.groups, values, strict=True)}
+
+
+def _differences(task: str, values: Sequence[Mapping[str, float]]) -> list[float]:
+    """After − before of each problem that both were given."""
+    first, second = values
+    common = [key for key in second if key in first]
+    if not common:
+        raise KeelError(f"the two evaluations of {task!r} have no problem in common: give them the same task")
+    return [second[key] - first[key] for key in common]
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """The chance that one of k draws without replacement out of `samples` is right: 1 - C(n-c, k) / C(n, k).
+
+    Unbiased for the chance with k fresh samples (Chen et al. 2021, arXiv 2107.03374).
+    """
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def wilson(shares: Sequence[float], samples: int = 1) -> Interval:
+    """Wilson's 95 % interval of a mean of shares, one share a problem, each out of `samples` samples.
+
+    Samples of one problem resemble each other, so the number of trials is the effective one (as Franco et al. 2019
+    recommend for clusters): p(1-p) over the squared standard error between problems, at least the number of problems
+    and at most that of samples. With one sample it is the ordinary interval; where all agree, it still has a width.
+    """
+    mean, count = fmean(shares), len(shares)
+    between = variance(shares) / count if count > 1 else 0.0
+    trials = mean * (1 - mean) / between if between > 0 else float(count)
+    trials = min(max(trials, float(count)), float(count * samples))
+    centre = (mean + Z95**2 / (2 * trials)) / (1 + Z95**2 / trials)
+    half = Z95 / (1 + Z95**2 / trials) * math.sqrt(mean * (1 - mean) / trials + Z95**2 / (4 * trials**2))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def normal_interval(means: Sequence[float]) -> Interval:
+    """Mean ± 1.96 standard errors between problems; unbounded with a single problem."""
+    mean = fmean(means)
+    half = Z95 * math.sqrt(variance(means) / len(means)) if len(means) > 1 else math.inf
+    return mean - half, mean + half
+
+
+def _unanswered(task: Task) -> bool:
+    return bool(getattr(task, "unanswered", False))
+
+
+def _is_right(task: Task, group: Group, index: int, own: str) -> bool:
+    """Whether a completion is right: its part `correct` where the task has one, else the gold answer's pay."""
+    reward = group.rewards[index]
+    correct = reward.parts.get("correct" if own == TASK else f"{own}/correct")
+    if correct is not None:
+        return correct >= 1.0
+    return reward.parts.get(own, reward.total) >= task.reward(group.problem, [task.gold(group.problem)]).total - 1e-9

@@ -1,0 +1,1 @@
+"""What looks at runs and never runs in a step."""

@@ -1,0 +1,22 @@
+"""Drift: how far one model is from another on given prompts, by every estimator, in both directions."""
+
+from keel.lab.compare.measure import Direction, Drift, Estimate, PositionDrift, Sample, TokenDrift, measure_drift
+from keel.lab.compare.prompts import read_prompts
+from keel.lab.compare.sides import Side, load_pair
+from keel.lab.compare.sources import Source, default_reference, resolve
+
+__all__ = [
+    "Direction",
+    "Drift",
+    "Estimate",
+    "PositionDrift",
+    "Sample",
+    "Side",
+    "Source",
+    "TokenDrift",
+    "default_reference",
+    "load_pair",
+    "measure_drift",
+    "read_prompts",
+    "resolve",
+]

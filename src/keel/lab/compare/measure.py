@@ -1,0 +1,282 @@
+"""Measure the drift between two models: sample, score under both, and say what was found with its standard errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keel.base.errors import KeelError
+from keel.base.types import Group, Problem
+from keel.kl import log_ratio, token_statistics
+from keel.kl.estimators import BUILT_IN
+from keel.kl.ratios import select
+from keel.lab.compare.score import Scored, check_comparable, render, sample, score
+from keel.lab.compare.sides import Side, load_pair
+from keel.lab.compare.sources import resolve
+from keel.models.load import LoadedModel
+from keel.rollout import SamplingParams
+
+EXACT = "exact"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean in nats with its standard error; None where there is nothing to compare it with."""
+
+    mean: float
+    se: float | None
+
+
+@dataclass(frozen=True)
+class TokenDrift:
+    """One token of the vocabulary where it was sampled: how often, its mean log-ratio, its share of Σ k3.
+
+    k3 rather than k1 for the share: its terms are never negative, so that shares are shares.
+    """
+
+    id: int
+    text: str
+    count: int
+    log_ratio: float
+    share: float
+
+
+@dataclass(frozen=True)
+class PositionDrift:
+    """Exact KL at the completion's tokens `first` to `last` (from 1), over `count` tokens, and its share of the sum."""
+
+    first: int
+    last: int
+    count: int
+    exact: Estimate
+    share: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion token by token: log-ratio of the token drawn, and the exact KL of the distribution there."""
+
+    prompt: str
+    tokens: tuple[str, ...]
+    log_ratio: tuple[float, ...]
+    exact: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Direction:
+    """KL(sampler‖other) on the sampler's own completions.
+
+    `per_token` is the mean over all sampled tokens, `per_sequence` the mean over completions of the sum over a
+    completion's tokens, by estimator: k1, k2, k3, abs, and `exact`, the sum over the vocabulary at every sampled
+    state. The sum of `exact` is the Rao-Blackwell estimate of the sequence's KL. `other_way` is the exact per-token
+    KL(other‖sampler) on the same states. `clamped` counts tokens whose log-ratio was held at ±20 nats; `truncated` is
+    the share of completions that ran into the limit. `positions` has every position, `bands` the same in bands that
+    double in width.
+    """
+
+    sampler: str
+    completions: int
+    sampled_tokens: int
+    truncated: float
+    clamped: int
+    entropy: float
+    per_token: Mapping[str, Estimate]
+    per_sequence: Mapping[str, Estimate]
+    other_way: Estimate
+    positions: tuple[PositionDrift, ...]
+    bands: tuple[PositionDrift, ...]
+    tokens: tuple[TokenDrift, ...]
+    largest: Sample
+
+    @property
+    def moved(self) -> bool:
+        """Whether any sampled token has another probability under the other model."""
+        return any(token.log_ratio for token in self.tokens)
+
+    def common_positions(self) -> list[PositionDrift]:
+        """Positions that a tenth of the completions reached, and two at least: beyond them a mean says little."""
+        return [p for p in self.positions if p.count >= max(2, self.completions / 10)]
+
+
+@dataclass(frozen=True)
+class Drift:
+    """What was measured between two models, and how. All values are nats of the tempered distributions.
+
+    `clustered_by` is the unit of the standard errors: prompts where there are several (their completions are not
+    independent), otherwise completions, otherwise the tokens of the one completion.
+    """
+
+    policy: str
+    reference: str
+    temperature: float
+    seed: int
+    prompts: int
+    samples: int
+    max_tokens: int
+    dtype: tuple[str, str]
+    clustered_by: str
+    policy_ref: Direction
+    ref_policy: Direction | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return asdict(self)
+
+
+def measure_drift(
+    policy: str | LoadedModel | Side,
+    reference: str | LoadedModel | Side,
+    prompts: Sequence[str | Sequence[Mapping[str, str]] | Problem],
+    *,
+    samples: int = 4,
+    max_tokens: int = 128,
+    temperature: float = 1.0,
+    seed: int = 0,
+    chat_template: str = "auto",
+    system_prompt: str | None = None,
+    reverse_samples: bool = True,
+    microbatch_tokens: int = 8192,
+    max_batch: int = 64,
+) -> Drift:
+    """KL between two models on `prompts`, by every estimator, exactly, and in both directions.
+
+    `policy` and `reference` are names as on the command line (a folder, a hub name, a .gguf file, an adapter, a run,
+    `RUN@start`), models from `keel.models.load_model`, or `Side`s of one model. `prompts` are texts, lists of chat
+    messages, or problems. The policy answers each `samples` times at `temperature`; both models then score every
+    sampled token, the whole vocabulary a chunk at a time. With `reverse_samples` the reference answers too, which
+    is what KL(reference‖policy) of sequences needs. `microbatch_tokens` and `max_batch` (completions sampled at a
+    time) bound the memory. Equal arguments give equal results; a model against itself gives exactly 0.
+
+    >>> drift = measure_drift("runs/default", "runs/default@start", ["2+3=", "7+1="])
+    >>> drift.policy_ref.per_token["exact"].mean, drift.policy_ref.per_sequence["exact"].se
+    """
+    problems = _problems(prompts)
+    if not 0 < temperature < float("inf"):
+        raise KeelError(f"temperature is {temperature}: KL compares distributions, and at 0 there is none; use 1")
+    sampling = SamplingParams(
+        temperature=temperature, max_completion_length=max_tokens, num_generations=samples, max_batch=max_batch
+    )
+    first, second = _sides(policy, reference)
+    check_comparable(first, second)
+    rendered = render(first, second, problems, max_tokens, chat_template=chat_template, system_prompt=system_prompt)
+
+    def direction(sampler: Side, other: Side, attempt: int) -> Direction:
+        groups = sample(sampler, problems, rendered, sampling, seed=seed, attempt=attempt)
+        scored = score(sampler, other, groups, temperature=temperature, microbatch_tokens=microbatch_tokens)
+        return _direction(sampler, groups, scored)
+
+    return Drift(
+        policy=first.name,
+        reference=second.name,
+        temperature=temperature,
+        seed=seed,
+        prompts=len(problems),
+        samples=samples,
+        max_tokens=max_tokens,
+        dtype=(_dtype(first), _dtype(second)),
+        clustered_by="prompt" if len(problems) > 1 else "completion" if samples > 1 else "token",
+        policy_ref=direction(first, second, 0),
+        ref_policy=direction(second, first, 1) if reverse_samples else None,
+    )
+
+
+def _problems(prompts: Sequence[Any]) -> list[Problem]:
+    if isinstance(prompts, str):
+        raise KeelError("prompts is one text: give a list of prompts")
+    if not prompts:
+        raise KeelError("there are no prompts to measure on: give at least one")
+    return [p if isinstance(p, Problem) else Problem(str(i), p) for i, p in enumerate(prompts, start=1)]
+
+
+def _sides(policy: Any, reference: Any) -> tuple[Side, Side]:
+    if isinstance(policy, str) and isinstance(reference, str):
+        return load_pair(resolve(policy), resolve(reference))
+    if isinstance(policy, str) or isinstance(reference, str):
+        raise KeelError("measure_drift takes two names or two models: load the other with keel.models.load_model too")
+    first, second = (x if isinstance(x, Side) else Side(x.name, x) for x in (policy, reference))
+    return first, second
+
+
+def _dtype(side: Side) -> str:
+    return str(side.loaded.dtype).removeprefix("torch.")
+
+
+def _direction(sampler: Side, groups: Sequence[Group], scored: Scored) -> Direction:
+    mask, prompts = scored.mask, len(groups)
+    ratio = log_ratio(scored.logp, scored.other_logp, mask)
+    d = ratio.d.double()
+    values = {name: select(of(d), mask) for name, of in BUILT_IN.items()} | {EXACT: scored.exact}
+    completions = [completion for group in groups for completion in group.completions]
+    widths = range(mask.shape[1])
+    return Direction(
+        sampler=sampler.name,
+        completions=len(completions),
+        sampled_tokens=int(mask.sum()),
+        truncated=sum(c.stop_reason == "length" for c in completions) / len(completions),
+        clamped=int((ratio.clamped & mask).sum()),
+        entropy=scored.entropy[mask].mean().item(),
+        per_token={name: _estimate(x, mask, prompts) for name, x in values.items()},
+        per_sequence={name: _of_sequences(x, prompts) for name, x in values.items()},
+        other_way=_estimate(scored.other_way, mask, prompts),
+        positions=tuple(_position(scored.exact, mask, prompts, slice(t, t + 1)) for t in widths),
+        bands=tuple(_position(scored.exact, mask, prompts, band) for band in _bands(mask.shape[1])),
+        tokens=_by_token(scored.tokens[mask], -d[mask], values["k3"][mask], sampler.loaded.tokenizer),
+        largest=_largest(groups, scored, -d, sampler.loaded.tokenizer),
+    )
+
+
+def _estimate(values: Tensor, mask: Tensor, prompts: int) -> Estimate:
+    """The mean over the mask; completions `[B, T]` are group-major, so a row of the view is a prompt."""
+    rows = prompts if prompts > 1 else len(values)
+    found = token_statistics(values.reshape(rows, -1), mask.reshape(rows, -1))
+    return Estimate(found["mean"], found["se"] if int(mask.sum()) > 1 else None)
+
+
+def _of_sequences(values: Tensor, prompts: int) -> Estimate:
+    sums = values.sum(-1, keepdim=True)
+    return _estimate(sums, torch.ones_like(sums, dtype=torch.bool), prompts)
+
+
+def _position(exact: Tensor, mask: Tensor, prompts: int, at: slice) -> PositionDrift:
+    total, part = exact[mask].sum().item(), exact[:, at][mask[:, at]].sum().item()
+    found = _estimate(exact[:, at], mask[:, at], prompts)
+    return PositionDrift(at.start + 1, at.stop, int(mask[:, at].sum()), found, part / total if total else 0.0)
+
+
+def _bands(width: int) -> list[slice]:
+    """1, 2, 3–4, 5–8, 9–16, …, up to the longest completion."""
+    edges = [0, 1]
+    while edges[-1] < width:
+        edges.append(min(2 * edges[-1], width))
+    return [slice(start, stop) for start, stop in pairwise(edges)]
+
+
+def _by_token(tokens: Tensor, log_ratios: Tensor, k3: Tensor, tokenizer: Any) -> tuple[TokenDrift, ...]:
+    """Every sampled token of the vocabulary, the largest share of Σ k3 first."""
+    ids, place, counts = tokens.unique(return_inverse=True, return_counts=True)
+    ratios = torch.bincount(place, log_ratios, minlength=len(ids))
+    parts = torch.bincount(place, k3, minlength=len(ids))
+    total = k3.sum().item()
+    found = [
+        TokenDrift(i, tokenizer.decode([i]), count, ratio / count, part / total if total else 0.0)
+        for i, count, ratio, part in zip(ids.tolist(), counts.tolist(), ratios.tolist(), parts.tolist(), strict=True)
+    ]
+    return tuple(sorted(found, key=lambda token: (-token.share, -token.count, token.id)))
+
+
+def _largest(groups: Sequence[Group], scored: Scored, log_ratios: Tensor, tokenizer: Any) -> Sample:
+    """The completion with the largest sum of exact KL."""
+    row = int(scored.exact.sum(-1).argmax())
+    there = scored.mask[row]
+    group = groups[row * len(groups) // len(scored.mask)]
+    return Sample(
+        prompt=tokenizer.decode(list(group.prompt_tokens)),
+        tokens=tuple(tokenizer.decode([i]) for i in scored.tokens[row][there].tolist()),
+        log_ratio=tuple(log_ratios[row][there].tolist()),
+        exact=tuple(scored.exact[row][there].tolist()),
+    )

@@ -1,0 +1,95 @@
+"""The two models of a comparison, loaded once where they share their base."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from keel.base.errors import KeelError
+from keel.lab.compare.sources import Source
+from keel.models.head import evaluating
+from keel.models.load import LoadedModel, own_memory
+from keel.models.lora import check_bias, first_line
+from keel.trainer.integrity import check_model
+
+Switch = Callable[[Any], AbstractContextManager[Any]]
+_FIRST, _SECOND = "default", "second"  # peft calls the first adapter so
+
+
+def _as_it_is(_: Any) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two models: `switch` makes a model that both share compute as this one."""
+
+    name: str
+    loaded: LoadedModel
+    switch: Switch = _as_it_is
+
+    @contextmanager
+    def model(self) -> Iterator[nn.Module]:
+        """The model, computing as this side, without dropout and without gradient."""
+        with evaluating(self.loaded.model), self.switch(self.loaded.model):
+            yield self.loaded.model
+
+
+def load_pair(policy: Source, reference: Source) -> tuple[Side, Side]:
+    """Both models; adapters of one base, and a base against its adapter, share one copy of the base's weights."""
+    if not policy.same_base(reference):
+        first, second = (Side(source.name, source.load(source.adapter)) for source in (policy, reference))
+        return first, second
+    adapters = list(dict.fromkeys(a.resolve() for a in (policy.adapter, reference.adapter) if a is not None))
+    loaded = policy.load(next(iter(adapters), None))
+    if len(adapters) == 2:
+        _add_second(loaded.model, adapters[1])
+    names = dict(zip(adapters, (_FIRST, _SECOND), strict=False))
+
+    def side(source: Source) -> Side:
+        if not adapters:
+            return Side(source.name, loaded)
+        active = None if source.adapter is None else names[source.adapter.resolve()]
+        return Side(source.name, loaded, _adapters_off if active is None else _active(active))
+
+    return side(policy), side(reference)
+
+
+def _add_second(model: Any, folder: Path) -> None:
+    from peft import LoraConfig, PeftConfig
+
+    check_model(folder)
+    try:
+        found = PeftConfig.from_pretrained(str(folder))
+        if not isinstance(found, LoraConfig):
+            raise KeelError(f"the adapter at {str(folder)!r} is {found.peft_type}, not LoRA: give a LoRA one")
+        check_bias(found, f"the adapter at {str(folder)!r}")
+        model.load_adapter(str(folder), adapter_name=_SECOND)
+    except KeelError:
+        raise
+    except (ValueError, RuntimeError, KeyError, OSError) as error:
+        raise KeelError(f"the adapter at {str(folder)!r} does not fit the model: {first_line(error)}") from error
+    own_memory(model)
+
+
+def _adapters_off(model: Any) -> AbstractContextManager[Any]:
+    off: AbstractContextManager[Any] = model.disable_adapter()
+    return off
+
+
+def _active(name: str) -> Switch:
+    @contextmanager
+    def switch(model: Any) -> Iterator[None]:
+        before = model.active_adapters[0]
+        model.set_adapter(name, inference_mode=True)
+        try:
+            yield
+        finally:
+            model.set_adapter(before, inference_mode=True)
+
+    return switch

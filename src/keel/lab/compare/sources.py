@@ -1,0 +1,112 @@
+"""What a name on the command line stands for: a model, an adapter on its base, a run, one of its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.config import Config, text
+from keel.models.load import LoadedModel, load_model
+from keel.run.subject import Subject, adapter_base, find_subject
+from keel.trainer.integrity import check_model
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where weights come from: what `load_model` takes, the LoRA adapter on it, and the configuration of both.
+
+    `run` says whether the configuration is a run's (or a user's own), so that its tasks and prompts mean something.
+    """
+
+    name: str
+    base: str
+    adapter: Path | None
+    config: Config
+    run: bool = False
+
+    def load(self, adapter: Path | None) -> LoadedModel:
+        """The base as configured, with an adapter; nothing of what only training needs."""
+        model = self.config.model
+        for folder in (Path(self.base), *(() if adapter is None else (adapter,))):
+            check_model(folder.expanduser())
+        return load_model(
+            self.base,
+            dtype=model.dtype,
+            attn_implementation=model.attn_implementation,
+            lora=None if adapter is None else {"adapter": str(adapter)},
+            device=None if model.device == "auto" else model.device,
+            trust_remote_code=model.trust_remote_code,
+            quantization=model.quantization,
+            seed=self.config.run.seed,
+        )
+
+    def same_base(self, other: Source) -> bool:
+        """Whether both stand on the same weights, loaded in the same way."""
+        return self._identity() == other._identity()
+
+    def _identity(self) -> tuple[Any, ...]:
+        model, path = self.config.model, Path(self.base).expanduser()
+        loading = (model.dtype, model.device, model.attn_implementation, model.quantization, model.trust_remote_code)
+        if self.base != "tiny" and path.exists():  # a folder has its weights, whatever the seed
+            return (path.resolve(), *loading)
+        return (self.base, self.config.run.seed, *loading)
+
+
+def resolve(
+    name: str,
+    *,
+    base: str | None = None,
+    dtype: str = "auto",
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> Source:
+    """The source called `name`.
+
+    A model as `load_model` takes it; a folder with a LoRA adapter, on `base` or on what the adapter names; a run's
+    folder (its newest checkpoint), `RUN@N` (the checkpoint of step N), `RUN@best`, `RUN@start` (what training started
+    from, which is its reference); or a checkpoint inside a run. `dtype` and `device` of a run are its own unless given;
+    code that comes with a model is run if the run did so, or with `trust_remote_code`.
+    """
+    return _source(find_subject(name, _overrides(name, base, dtype, device, trust_remote_code)))
+
+
+def default_reference(policy: Source, **where: Any) -> Source:
+    """What a policy is compared with when no reference is named: the start of its run, or its adapter's base.
+
+    `where` is what `resolve` takes beside a name.
+    """
+    path = Path(policy.name.rpartition("@")[0] or policy.name).expanduser()
+    run = path.parent.parent if path.parent.name == "checkpoints" else path
+    if policy.run and (run / "config.yaml").is_file():
+        return resolve(f"{run}@start", **where)
+    if policy.adapter is not None:
+        return Source(policy.base, policy.base, None, policy.config)
+    raise KeelError(
+        f"{policy.name!r} is compared with nothing: give a REFERENCE (only a run or an adapter brings its own)"
+    )
+
+
+def _overrides(name: str, base: str | None, dtype: str, device: str | None, trust_remote_code: bool) -> Sequence[str]:
+    path = Path(name).expanduser()
+    adapter = (path / "adapter_config.json").is_file()
+    if adapter and base is None and path.parent.name != "checkpoints" and not adapter_base(path):
+        raise KeelError(f"the adapter {name} does not name its base model: give it with --base")
+    chosen = {
+        "model.name": base if adapter else None,
+        "model.dtype": None if dtype == "auto" else dtype,
+        "model.device": device,
+        "model.trust_remote_code": trust_remote_code or None,
+    }
+    return [f"{key}={text.dump(value)}" for key, value in chosen.items() if value is not None]
+
+
+def _source(subject: Subject) -> Source:
+    model, weights = subject.config.model, subject.weights
+    if model.lora is None:
+        return Source(subject.name, str(weights or model.name), None, subject.config, subject.has_tasks)
+    held = weights or (Path(model.lora.adapter) if model.lora.adapter else None)
+    adapter = None if held is None else held.expanduser()
+    return Source(subject.name, model.name, adapter, subject.config, subject.has_tasks)

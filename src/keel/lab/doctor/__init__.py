@@ -1,0 +1,12 @@
+"""What is wrong with a run, worst first: checks on a run's history, experiments on one batch, readers of peers' logs.
+
+Nothing here imports torch until an experiment runs.
+"""
+
+from __future__ import annotations
+
+from keel.base.thresholds import Threshold, Thresholds, load_thresholds
+from keel.lab.doctor.diagnosis import Diagnosis
+from keel.lab.doctor.findings import CODES, Finding, found, ranked
+
+__all__ = ["CODES", "Diagnosis", "Finding", "Threshold", "Thresholds", "found", "load_thresholds", "ranked"]

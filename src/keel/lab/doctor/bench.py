@@ -1,0 +1,270 @@
+"""The bench of the preflight: the real parts of a configuration and one small batch to try them on."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keel.base.errors import KeelError
+from keel.base.types import Group, Problem, Scores
+from keel.config import Config
+from keel.envs import Task
+from keel.envs.judge import Failure
+from keel.models.head import causal_lm, evaluating
+from keel.models.load import LoadedModel
+from keel.models.pack import right_pad
+from keel.rollout.sampling import SamplingParams
+from keel.run.build import Built, build_policy, build_run, build_warmstart
+from keel.run.warmstart import is_whole, warmstart_place
+from keel.trainer.batch import StepBatch, detached, pack_step, score_micro, score_reference, stitch
+from keel.trainer.integrity import check_model
+from keel.trainer.sft import sft
+from keel.trainer.state import Run
+
+WARMSTART_S = 60.0
+RELATIVE_NOISE = 0.05
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Policy, task, engine and reference as training would build them, and one judged batch.
+
+    `failures` are calls of rewards that gave no reward; `notes` say what was decided so that the bench stays quick.
+    """
+
+    config: Config
+    built: Built
+    batch: StepBatch
+    failures: tuple[Failure, ...] = ()
+    notes: tuple[str, ...] = ()
+    cut: str | None = None  # how much of the warm start there was time for, where not for all of it
+    found: dict[str, Any] = field(default_factory=dict)  # what one probe measured and a later one reads
+
+    @property
+    def run(self) -> Run:
+        return self.built.run
+
+    @property
+    def policy(self) -> LoadedModel:
+        return self.built.run.policy
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return self.batch.groups
+
+    @property
+    def mask(self) -> Tensor:
+        """`[B, T]`: the tokens that are trained on."""
+        return self.batch.rows.action_mask
+
+    @property
+    def temperature(self) -> float:
+        """The temperature of sampling and so of scoring."""
+        return self.run.options.temperature
+
+    @property
+    def beta(self) -> float:
+        """The KL coefficient of the first step, as the run's own controller gives it; 0 while it warms up."""
+        return self._coefficient("beta")
+
+    @property
+    def full_beta(self) -> float:
+        """The same without the warm-up."""
+        return self._coefficient("base")
+
+    def _coefficient(self, name: str) -> float:
+        """What the objective would refuse is named by its own probe; the others go on with the configured one."""
+        try:
+            value = float(getattr(self.run.controller.init(), name))
+        except Exception:  # a controller of one's own may raise anything
+            value = math.nan
+        return value if math.isfinite(value) and value >= 0 else self.config.kl.beta
+
+    @property
+    def multi_turn(self) -> bool:
+        return any(not all(c.action) for group in self.groups for c in group.completions)
+
+    def collect(
+        self, problems: Sequence[Problem] | None = None, *, step: int = 0, sampling: SamplingParams | None = None
+    ) -> list[Group]:
+        """Sample the bench's problems (or others) once more; equal steps draw equal noise."""
+        chosen = [group.problem for group in self.groups] if problems is None else problems
+        params = self.sampling if sampling is None else sampling
+        return self.run.collect(chosen, attempt=0, step=step, sampling=params)  # type: ignore[call-arg]
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The run's own sampling, with as many completions a problem as the bench has."""
+        return replace(self.built.sampling, num_generations=len(self.groups[0].completions))
+
+    def pack(self, groups: Sequence[Group]) -> StepBatch:
+        """Groups as training packs them."""
+        return pack_step(groups, self.run)
+
+    def scores(self, batch: StepBatch | None = None) -> Scores:
+        """One pass of the policy by training's own functions, as training calls them, then detached; each `[B, T]`."""
+        batch = self.batch if batch is None else batch
+        parts = [detached(score_micro(micro, batch, self.run)) for micro in batch.micros]
+        entropy = [part.entropy for part in parts if part.entropy is not None]
+        exact = [part.exact_kl for part in parts if part.exact_kl is not None]
+        return Scores(
+            stitch((part.logp for part in parts), batch.width),
+            stitch(entropy, batch.width) if entropy else None,
+            stitch(exact, batch.width) if exact else None,
+        )
+
+    def logp(self, batch: StepBatch | None = None) -> Tensor:
+        """Training's log-probabilities of every token `[B, T]`, zero outside the completions."""
+        return self.scores(batch).logp
+
+    def ref_logp(self, batch: StepBatch | None = None) -> Tensor | None:
+        """The reference's log-probabilities `[B, T]`; None where the run has no reference."""
+        if self.run.reference is None:
+            return None
+        return score_reference(self.batch if batch is None else batch, self.run).rows.ref_logp
+
+    def each_logits(self, groups: Sequence[Group] | None = None, *, at_once: int = 1) -> Iterator[tuple[int, Tensor]]:
+        """Number of a completion and the policy's own logits `[t, V]` for it, fp32, temperature 1: the witness.
+
+        In evaluation mode, without padding, packing or a scorer, by the model's own forward; `at_once` rows of equal
+        length go together where there are many. One at a time, since a batch of them need not fit into memory.
+        """
+        chosen = self.groups if groups is None else groups
+        pairs = [(group.prompt_tokens, c.tokens) for group in chosen for c in group.completions]
+        order = sorted(range(len(pairs)), key=lambda i: len(pairs[i][0]) + len(pairs[i][1]))
+        for _, alike in groupby(order, key=lambda i: len(pairs[i][0]) + len(pairs[i][1])):
+            members = list(alike)
+            for part in (members[i : i + at_once] for i in range(0, len(members), at_once)):
+                ids = torch.tensor([[*pairs[i][0], *pairs[i][1]] for i in part], device=self.policy.device)
+                with evaluating(self.policy.model):
+                    out = self.policy.model(input_ids=ids, use_cache=False).logits
+                for i, row in zip(part, out, strict=True):
+                    yield i, row[len(pairs[i][0]) - 1 : -1].float()
+
+    def logits(self, groups: Sequence[Group] | None = None) -> Tensor:
+        """The witness's logits of all completions, `[B, T, V]`, 0 where there is no token."""
+        found = dict(self.each_logits(groups))
+        width = max(len(row) for row in found.values())
+        padded = {i: torch.nn.functional.pad(row, (0, 0, 0, width - len(row))) for i, row in found.items()}
+        return torch.stack([padded[i] for i in range(len(padded))])
+
+    def tokens(self, groups: Sequence[Group] | None = None) -> Tensor:
+        """The completions' tokens `[B, T]`, 0 where there are none."""
+        chosen = self.groups if groups is None else groups
+        return right_pad((c.tokens for g in chosen for c in g.completions), 0).to(self.policy.device)
+
+    def witness(self, groups: Sequence[Group] | None = None, *, temperature: float | None = None) -> Tensor:
+        """The witness's log-probabilities `[B, T]`, at the sampling temperature unless another is given."""
+        tokens = self.tokens(groups)
+        scored = torch.zeros(tokens.shape, device=tokens.device)
+        for i, row in self.each_logits(groups):
+            logp = (row / (self.temperature if temperature is None else temperature)).log_softmax(-1)
+            scored[i, : len(row)] = logp.gather(-1, tokens[i, : len(row), None]).squeeze(-1)
+        return scored
+
+    @contextmanager
+    def perturbed(self, relative: float = RELATIVE_NOISE, seed: int = 0) -> Iterator[None]:
+        """Seeded noise on every trainable weight, of `relative` its RMS (zeros, as LoRA's B: of `relative` itself).
+
+        Afterwards every weight has the very bits it had.
+        """
+        trainable = [p for p in self.policy.model.parameters() if p.requires_grad]
+        kept = [p.detach().clone() for p in trainable]
+        generator = torch.Generator().manual_seed(seed)
+        try:
+            with torch.no_grad():
+                for parameter in trainable:
+                    size = float(parameter.float().square().mean().sqrt()) or 1.0
+                    noise = torch.randn(parameter.shape, generator=generator) * (relative * size)
+                    parameter.add_(noise.to(parameter))
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, before in zip(trainable, kept, strict=True):
+                    parameter.copy_(before)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model can choose from."""
+        return int(causal_lm(self.policy.model).get_output_embeddings().weight.shape[0])
+
+
+def build_bench(
+    config: Config,
+    *,
+    task: Task | None = None,
+    reward: Callable[..., Any] | None = None,
+    problems: int = 4,
+    generations: int = 4,
+    warmstart_s: float = WARMSTART_S,
+) -> Bench:
+    """Build the parts, sample and judge `problems` × `generations` completions through the real engine and judge.
+
+    A reward that fails counts as 0 here, whatever `reward.on_error` says, so that the rest can still be looked at.
+    """
+    lenient = config.model_copy(update={"reward": config.reward.model_copy(update={"on_error": "zero"})})
+    loaded, notes, cut = _policy(lenient, task, warmstart_s)
+    built = build_run(lenient, loaded, task=task, reward=reward)
+    built.run.engine.sync(loaded.model, 0)
+    count = min(generations, config.rollout.num_generations) if config.rollout.num_generations > 1 else generations
+    sampling = replace(built.sampling, num_generations=max(count, 2))
+    drawn = built.run.task.sample(problems, seed=config.run.seed, step=0)
+    groups = built.run.collect(drawn, attempt=0, step=0, sampling=sampling)  # type: ignore[call-arg]
+    batch = pack_step(groups, built.run)
+    return Bench(config, built, batch, tuple(built.judge.drain()), (*notes, *built.notes), cut)
+
+
+class _Enough(Exception):
+    """Ends a warm start that has used its time."""
+
+
+def _policy(config: Config, task: Task | None, limit_s: float) -> tuple[LoadedModel, tuple[str, ...], str | None]:
+    """The policy as step 0 sees it: after the run's own warm start where that is there, else after a timed one.
+
+    Last comes how much of it there was time for, where not for all.
+    """
+    if config.warmstart is None:
+        return (*_loaded(config), None)
+    place = warmstart_place(Path(config.run.dir) / config.run.name, config)
+    if is_whole(place):
+        loaded, notes = _loaded(config, place)
+        return loaded, (*notes, f"the warm start of this configuration was found in {place} and used"), None
+    loaded, notes = _loaded(config)
+    began, done = time.monotonic(), 0
+    examples, options = build_warmstart(config, loaded, task)
+
+    def report(step: int, line: Mapping[str, float]) -> None:
+        nonlocal done
+        done = step
+        if time.monotonic() - began > limit_s and step < options.steps:
+            raise _Enough
+
+    try:
+        sft(loaded, examples, options, report)
+    except _Enough:
+        cut = f"{done} of {options.steps} steps of its warm start ({limit_s:g} s)"
+        return loaded, (*notes, f"the policy has had {cut}: train once, and the doctor finds the whole one"), cut
+    return loaded, (*notes, f"the warm start ran its {done} steps in {time.monotonic() - began:.0f} s"), None
+
+
+def _loaded(config: Config, weights: Path | None = None) -> tuple[LoadedModel, tuple[str, ...]]:
+    """The policy; one that training would refuse because its scores do not repeat is loaded all the same, and said."""
+    if weights is not None:
+        check_model(weights)
+    try:
+        return build_policy(config, weights), ()
+    except KeelError as refusal:
+        loaded = build_policy(config, weights, probe=False)  # raises again unless the probe was the reason
+        return loaded, (f"training would refuse this model: {refusal}",)
+
+
+__all__ = ["Bench", "build_bench"]

@@ -1,0 +1,108 @@
+"""Episodes with tools: calls that go wrong, and ends that are no answer."""
+
+from __future__ import annotations
+
+from keel.base.thresholds import Thresholds
+from keel.lab.doctor.checks.base import RECENT, Answers, not_recorded
+from keel.lab.doctor.findings import found
+from keel.lab.doctor.history import History, Series
+
+# What goes wrong in a call: why, and what to do.
+KINDS: dict[str, tuple[str, str]] = {
+    "malformed": (
+        "the model does not write calls in the form that is read, or its turns are cut inside them",
+        "a warmstart section on gold episodes; a tool format that the model's template has (docs/tools.md); a larger "
+        "rollout.max_turn_length",
+    ),
+    "unknown_tool": (
+        "the model calls tools that it was not given",
+        "look at a prompt (keel show) for the tools it lists; a warmstart section on gold episodes",
+    ),
+    "bad_arguments": (
+        "the model leaves parameters out, makes them up, or gives them in another type",
+        "describe the parameters in the tool's docstring, or loosen their types; a warmstart section on gold episodes",
+    ),
+    "failed": (
+        "the tool's function raises",
+        "mend the tool: it should return a text for every argument that its types allow",
+    ),
+    "timeout": ("the tool does not return in time", "a faster tool, or a larger timeout_s of tool(…)"),
+    "too_many": ("the model makes more calls in a turn than are answered", "a smaller rollout.max_turn_length"),
+}
+ENDS: dict[str, tuple[str, str, str]] = {
+    "answer/missing": (
+        "episodes without an answer",
+        "the model goes on until a budget ends the episode, or stops without answering",
+        "a larger rollout.max_turns or rollout.max_completion_length, or a part of the reward that pays for the form",
+    ),
+    "answer/list": (
+        "answers that are lists",
+        "the model gives several answers at once, which are judged as one text",
+        "an instruction that asks for one answer",
+    ),
+    "answer/unknown_document": (
+        "citations of documents that do not exist",
+        "the model makes ids up, or writes something else where they belong",
+        "an instruction that shows how ids are cited; keel show RUN has the answers",
+    ),
+}
+
+
+def calls(history: History, thresholds: Thresholds) -> Answers:
+    """The share of calls that are answered with an error, and what most of those errors are."""
+    code, wrong, made = "tool/failing", history.get("tool/error_fraction"), history.get("tool/calls_mean")
+    if wrong is None or made is None:
+        if history.source != "keel" or history.get("tool/calls_mean") is not None:
+            yield not_recorded(code, "what came of tool calls")
+        return
+    now = wrong.finite.tail(RECENT)
+    share = _weighted(now, made)
+    if share <= thresholds["tool_errors"]:
+        return
+    counts = {kind: series.finite.tail(RECENT).mean for kind in KINDS if (series := history.get(f"tool/{kind}"))}
+    kind = max(counts, key=lambda name: counts[name]) if counts else "failed"
+    kinds = ", ".join(
+        f"{name.replace('_', ' ')} {count:.3g}" for name, count in sorted(counts.items(), key=lambda p: -p[1]) if count
+    )
+    told = next((event["error"] for event in reversed(history.events) if _names_error(event)), None)
+    cause, advice = KINDS[kind]
+    yield found(
+        code,
+        f"{100 * share:.0f} % of the tool calls of {now.span} were answered with an error"
+        + (f" (an episode: {kinds})" if kinds else "")
+        + (f"; the model was told: {told}" if told else ""),
+        cause,
+        advice,
+        severity="error" if share > thresholds["tool_errors_error"] else "warning",
+    )
+
+
+def ends(history: History, thresholds: Thresholds) -> Answers:
+    """Counts of what is no usable answer; where next to none can be read, another finding says so."""
+    code, parsed = "answer/unusable", history.get("parse/ok_fraction")
+    there = [name for name in ENDS if history.get(name) is not None]
+    if not there and history.source != "keel":
+        yield not_recorded(code, "how episodes end")
+    unread = parsed is not None and parsed.tail(RECENT).mean < thresholds["parse_rate_warning"]
+    for name in there:
+        series = history.get(name)
+        assert series is not None
+        now = series.finite.tail(RECENT)
+        if now.mean > thresholds["unusable_answers"] and not (unread and name == "answer/missing"):
+            what, cause, advice = ENDS[name]
+            yield found(code, f"{what}: {now.mean:.2g} an episode over {now.span}", cause, advice)
+
+
+def _weighted(shares: Series, calls: Series) -> float:
+    """The share over all calls: a step with a single call does not count as much as one with a thousand."""
+    at = dict(zip(calls.finite.steps, calls.finite.values, strict=True))
+    weights = [at.get(step, 0.0) for step in shares.steps]
+    total = sum(weights)
+    return sum(w * v for w, v in zip(weights, shares.values, strict=True)) / total if total else 0.0
+
+
+def _names_error(event: object) -> bool:
+    return isinstance(event, dict) and event.get("kind") == "tool/errors" and bool(event.get("error"))
+
+
+CHECKS = (calls, ends)

@@ -1,0 +1,200 @@
+"""Updates: too large, not finite, spiking, all clipped, or undone by a guard."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+from keel.base.thresholds import Thresholds
+from keel.lab.doctor.advice import changes, either, setting, times, warmed_up
+from keel.lab.doctor.checks.base import RECENT, Answers, Unchecked, not_recorded, opt, running_median
+from keel.lab.doctor.findings import Finding, Options, found
+from keel.lab.doctor.history import History, Series
+
+
+def lr_too_high(history: History, thresholds: Thresholds) -> Answers:
+    """How far single updates move the policy, while the learning rate first reaches its full size."""
+    code, limit = "optim/lr-too-high", thresholds["kl_per_update"]
+    within = history.get("kl/old_policy/k3/mean")
+    if within is not None and within.head(RECENT).mean > limit:
+        yield _too_high(history, f"KL(old‖policy) within a batch is {within.head(RECENT).mean:.3g} nats per token")
+        return
+    if history.kl is None:
+        yield not_recorded(code, "KL(policy‖reference)")
+        return
+    name, series = history.kl
+    if series.finite.steps[0] <= 1 and abs(series.finite.values[0]) > thresholds["kl_at_start"]:
+        yield Unchecked(code, "KL is not 0 at the start, so its changes do not measure the updates")
+        return
+    moves = early_moves(history)
+    if not moves:
+        yield Unchecked(code, "no two neighbouring steps at the start of the run have a KL")
+        return
+    largest, step = max(moves)
+    if largest > limit:
+        yield _too_high(history, f"the update before step {step} moved {name} by {largest:.3g} nats per token")
+
+
+def early_moves(history: History) -> list[tuple[float, int]]:
+    """(change of the KL, step that shows it) of single updates, until shortly after the first at the full rate."""
+    if history.kl is None:
+        return []
+    _, series = history.kl
+    until = _full_rate(history) + 5
+    return [
+        (after - before, int(step))
+        for (before, from_step), (after, step) in pairwise(zip(series.values, series.steps, strict=True))
+        if step - from_step == 1 and step <= until and math.isfinite(after) and math.isfinite(before)
+    ]
+
+
+def _full_rate(history: History) -> float:
+    """The step at which the learning rate is first at its largest, in the first half of the run."""
+    rates = history.get("optim/learning_rate")
+    if rates is None:
+        return 1.0
+    half = rates.finite.head(max(1, len(rates) // 2))
+    return half.steps[half.values.index(max(half.values))]
+
+
+def _too_high(history: History, evidence: str) -> Finding:
+    rates, norms, clips = (history.get(n) for n in ("optim/learning_rate", "grad/norm", "grad/clip_factor"))
+    if rates is not None:
+        evidence += f" at a learning rate of {max(rates.finite.values):.3g}"
+    if norms is not None:
+        evidence += f"; gradient norm {norms.finite.head(5).mean:.3g} over {norms.head(5).span}"
+    if clips is not None:
+        evidence += f", clipped to {100 * clips.finite.head(5).mean:.0f} %"
+    return found(
+        "optim/lr-too-high",
+        evidence,
+        "the learning rate is too high: an update leaves the region in which its advantages were estimated",
+        either(
+            times(history.config, "optim.learning_rate", 0.1, "a tenth of", history.source),
+            setting("a warm-up, {}", warmed_up(history.config) if history.source == "keel" else {}, "a longer warm-up"),
+        ),
+    )
+
+
+def non_finite(history: History, thresholds: Thresholds) -> Answers:
+    """Steps whose loss or gradient was no number; updates that were skipped as spikes are none of them."""
+    watched = [history.series[name] for name in ("loss/total", "grad/norm") if name in history.series]
+    skipped = history.get("guard/nonfinite") or history.get("guard/skipped")
+    if not watched and skipped is None:
+        yield not_recorded("optim/non-finite", "loss, gradient norm or skipped updates")
+        return
+    kept = {step for series in watched for step in series.bad_steps}
+    if skipped is not None:
+        kept |= {int(step) for step, value in zip(skipped.steps, skipped.values, strict=True) if value > 0}
+    told = [event for event in history.events if event.get("kind") == "guard/skipped"]  # also of abandoned attempts
+    undone = [event for event in told if event.get("cause") != "spike"]
+    bad = kept | {int(event.get("step") or 0) for event in undone}
+    if not bad:
+        return
+    steps = max(len(series) for series in (*watched, *([skipped] if skipped is not None else [])))
+    lasting = bool(kept) and (len(kept) > thresholds["skipped_share"] * steps or max(kept) >= history.steps)
+    shown = ", ".join(map(str, sorted(bad)[:5])) + (" …" if len(bad) > 5 else "")
+    yield found(
+        "optim/non-finite",
+        f"{len(bad)} steps had a loss or gradient that is not finite (steps {shown}), {len(kept)} of them among the "
+        f"{steps} that count",
+        "a reward that is NaN, log-probabilities of −inf, an overflow in half precision, or an explosion before it",
+        either(
+            either(
+                setting("{} to rule out precision", _in_full(history), "full precision to rule rounding out"),
+                times(history.config, "optim.learning_rate", 0.1, "a tenth of", history.source),
+            ),
+            "the kept batch of a skipped step shows which number was first",
+            joined="; ",
+        ),
+        severity="error" if lasting else "warning",
+    )
+
+
+def _in_full(history: History) -> Options:
+    return changes(history.config, {"model.dtype": "float32"}) if history.source == "keel" else {}
+
+
+def spike(history: History, thresholds: Thresholds) -> Answers:
+    """Gradient norms far above those of the updates before them; a few of many are only noted, clipping holds them."""
+    series = history.get("grad/norm")
+    if series is None:
+        yield not_recorded("optim/spike", "the gradient norm")
+        return
+    finite = series.finite
+    live = [(step, value) for step, value in zip(finite.steps, finite.values, strict=True) if value > 0]
+    not_made = _skipped_steps(history)
+    spikes, made = [], Series((), ())
+    for at, norm in live:
+        usual = running_median(made, len(made), window=50, least=10)
+        if usual and norm > thresholds["grad_spike"] * usual:
+            spikes.append((int(at), norm, usual))
+        if at not in not_made:  # a spike that was skipped must not become the usual
+            made = Series((*made.steps, at), (*made.values, norm))
+    if not spikes:
+        return
+    step, value, median = max(spikes, key=lambda item: item[1] / item[2])
+    skipped = sum(at in not_made for at, _, _ in spikes)
+    many = len(spikes) >= 3 and len(spikes) > thresholds["spike_share"] * len(live)
+    unclipped = history.source == "keel" and history.option("optim.max_grad_norm") is None and bool(history.config)
+    yield found(
+        "optim/spike",
+        f"{len(spikes)} of {len(live)} steps spike; the largest is {value:.3g} at step {step}, "
+        f"{value / median:.0f} times the running median of {median:.3g}"
+        + (f"; {skipped} of them were skipped" if skipped else ""),
+        "a rare completion with a large advantage or a large log-ratio rules the update",
+        either(
+            either(
+                setting("{}, the running median", _clipped(history, median)),
+                setting("{}", changes(history.config, {"guards.on_spike": "skip"}) if history.source == "keel" else {}),
+            ),
+            "look at that step's rollouts",
+            joined="; ",
+        ),
+        severity="warning" if many or unclipped else "note",
+    )
+
+
+def _clipped(history: History, median: float) -> Options:
+    """Clipping at the usual norm, where it is looser than that."""
+    now, wanted = history.option("optim.max_grad_norm"), float(f"{median:.2g}")
+    loose = now is None or (isinstance(now, int | float) and now > wanted)
+    return {opt(history, "optim.max_grad_norm"): wanted} if loose else {}
+
+
+def _skipped_steps(history: History) -> set[float]:
+    """Steps that made none of their updates."""
+    shares = history.get("guard/skipped")
+    return set() if shares is None else {s for s, v in zip(shares.steps, shares.values, strict=True) if v >= 1}
+
+
+def all_clipped(history: History, thresholds: Thresholds) -> Answers:
+    """The share of tokens whose ratio is clipped."""
+    share = history.get("ratio/clip_fraction")
+    low, high = history.get("ratio/clip_low_fraction"), history.get("ratio/clip_high_fraction")
+    if share is None and (low is None or high is None):
+        yield not_recorded("ratio/all-clipped", "the share of clipped ratios")
+        return
+    mean = share.mean if share is not None else (low.mean if low else 0.0) + (high.mean if high else 0.0)
+    if mean > thresholds["clipped_ratios"]:
+        yield found(
+            "ratio/all-clipped",
+            f"{100 * mean:.0f} % of the ratios are clipped on average",
+            "old and current log-probabilities are not the same quantity: sums against means, filtered against "
+            "unfiltered, another temperature, another mask",
+            "take both from the same scoring function at the sampling temperature; keel doctor on the configuration "
+            "compares them",
+        )
+
+
+def guards(history: History, thresholds: Thresholds) -> Answers:
+    """What the loop's guards did, in their own words."""
+    if not any(event.get("kind") in ("stop", "rollback") for event in history.events):
+        return
+    from keel.trainer.guards import guard_findings
+
+    for finding in guard_findings(history.events):
+        yield found(**finding)
+
+
+CHECKS = (lr_too_high, non_finite, all_clipped, spike, guards)

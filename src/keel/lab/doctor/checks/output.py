@@ -1,0 +1,167 @@
+"""What the model writes: noise, torsos, the unreadable, ever more, ever the same."""
+
+from __future__ import annotations
+
+import math
+
+from keel.base.thresholds import Thresholds
+from keel.lab.doctor.advice import either, setting, stronger, times
+from keel.lab.doctor.checks.base import RECENT, Answers, Unchecked, not_recorded, opt, reward_trend, rose, solved
+from keel.lab.doctor.findings import Options, found
+from keel.lab.doctor.history import History
+
+
+def random_weights(history: History, thresholds: Thresholds) -> Answers:
+    """Entropy at the start against that of drawing tokens blindly."""
+    code, entropy = "output/random-weights", history.get("entropy/mean")
+    if entropy is None or history.vocabulary is None:
+        yield not_recorded(code, "the entropy" if entropy is None else "the size of the vocabulary")
+        return
+    uniform, first = math.log(history.vocabulary), entropy.finite.head(3)
+    share = first.mean / uniform
+    if share > thresholds["entropy_uniform_share"]:
+        yield found(
+            code,
+            f"entropy is {first.mean:.3g} nats over {first.span}, {100 * share:.0f} % of ln({history.vocabulary}) = "
+            f"{uniform:.3g}, that of drawing tokens blindly",
+            "the weights are random or were not loaded",
+            "name a trained model in model.name, or give a warmstart section; check that loading reported no missing "
+            "weights",
+        )
+
+
+def truncated(history: History, thresholds: Thresholds) -> Answers:
+    """The share of completions that end at the limit."""
+    series = history.get("length/truncated_fraction")
+    if series is None:
+        yield not_recorded("output/truncated", "the share of truncated completions")
+        return
+    now = series.tail(RECENT)
+    if now.mean <= thresholds["truncated_completions"]:
+        return
+    limit = history.option("rollout.max_completion_length")
+    at = f" at {opt(history, 'rollout.max_completion_length')} = {limit}" if limit else ""
+    turn = history.option("rollout.max_turn_length")
+    at += f", or a turn at rollout.max_turn_length = {turn}" if turn else ""
+    yield found(
+        "output/truncated",
+        f"{100 * now.mean:.0f} % of the completions of {now.span} end at the length limit{at}",
+        "the limit is too short for the task, or the model never writes its end-of-text token",
+        either(
+            times(history.config, "rollout.max_completion_length", 2, "twice", history.source),
+            "if completions ramble on, a stop string (rollout.stop) or a warm start that ends its answers",
+            joined="; ",
+        ),
+        severity="error" if now.mean > thresholds["truncated_completions_error"] else "warning",
+    )
+
+
+def prompts(history: History, thresholds: Thresholds) -> Answers:
+    """The share of prompts that were cut."""
+    series = history.get("prompt/truncated_fraction")
+    if series is None:
+        if history.source != "keel" or history.option("data.truncation") not in (None, "error"):
+            yield not_recorded("prompt/truncated", "the share of truncated prompts")
+        return
+    if series.mean > thresholds["truncated_prompts"]:
+        yield found(
+            "prompt/truncated",
+            f"{100 * series.mean:.1f} % of the prompts of {series.span} were cut at the limit",
+            "the prompt limit is shorter than the data",
+            either(
+                times(history.config, "data.max_prompt_length", 2, "twice", history.source), "leave overlong rows out"
+            ),
+        )
+
+
+def unparseable(history: History, thresholds: Thresholds) -> Answers:
+    """The share of completions that the task can read."""
+    series = history.get("parse/ok_fraction")
+    if series is None:
+        yield not_recorded("output/unparseable", "the share of readable completions")
+        return
+    now = series.tail(RECENT)
+    if now.mean >= thresholds["parse_rate_warning"] or rose(history, thresholds):
+        return
+    yield found(
+        "output/unparseable",
+        f"{100 * now.mean:.1f} % of the completions of {now.span} could be read",
+        "the model does not know the answer's form: a base model without examples, a wrong chat template, random "
+        "weights",
+        "a warmstart section on gold answers, or a system prompt that shows the form (data.system_prompt), and a "
+        "reward part that pays for it",
+        severity="error" if now.mean < thresholds["parse_rate"] else "warning",
+    )
+
+
+def longer(history: History, thresholds: Thresholds) -> Answers:
+    """Length that grows while the reward does not."""
+    series = history.get("length/mean")
+    if series is None:
+        yield not_recorded("length/explosion", "the length of completions")
+        return
+    if len(series) < 2 * RECENT:
+        yield Unchecked("length/explosion", f"{len(series)} steps are too few: {2 * RECENT} are needed")
+        return
+    first, now = series.head(RECENT), series.tail(RECENT)
+    if now.mean > thresholds["length_growth"] * first.mean and not rose(history, thresholds):
+        trend = reward_trend(history)
+        yield found(
+            "length/explosion",
+            f"completions have {first.mean:.0f} tokens over {first.span} and {now.mean:.0f} over {now.span}"
+            + (f", and {trend.words}" if trend is not None else ""),
+            "a loss that divides by length makes long failures cheap, or the reward pays for length",
+            either(
+                either(*(setting("{}", _loss(history, name)) for name in ("dr_grpo", "dapo"))),
+                "which do not favour length: look at the completions",
+                joined=", ",
+            )
+            if _loss(history, "dr_grpo") or _loss(history, "dapo")
+            else "a loss whose denominator does not favour length; look at the completions",
+        )
+
+
+def collapse(history: History, thresholds: Thresholds) -> Answers:
+    """Entropy gone without the task being solved."""
+    code, series = "entropy/collapse", history.get("entropy/mean")
+    if series is None:
+        yield not_recorded(code, "the entropy")
+        return
+    if len(series) < 2 * RECENT:
+        yield Unchecked(code, f"{len(series)} steps are too few: {2 * RECENT} are needed")
+        return
+    first, now = series.finite.head(3).mean, series.tail(RECENT)
+    gone = now.mean < thresholds["entropy_collapse"] and now.mean < thresholds["entropy_collapse_share"] * first
+    if gone and not rose(history, thresholds) and not solved(history, thresholds):
+        yield found(
+            code,
+            f"entropy fell from {first:.3g} to {now.mean:.3g} nats per token ({now.span})",
+            "the policy repeats one answer, so groups have no spread left to learn from",
+            either(
+                stronger(history.config, history.source),
+                setting("{}", _wider(history)),
+                setting("{}", {} if history.source != "keel" or history.option("loss.entropy_coef") else BONUS),
+                times(history.config, "optim.learning_rate", 0.5, "half of", history.source),
+            ),
+        )
+
+
+BONUS = {"loss.entropy_coef": 0.001}
+
+
+def _loss(history: History, name: str) -> Options:
+    """Another loss, unless one of those that do not favour length is used or none is known."""
+    now = history.option("loss.loss_type")
+    if now in (None, "dr_grpo", "dapo"):
+        return {}
+    return {opt(history, "loss.loss_type"): name}
+
+
+def _wider(history: History) -> Options:
+    """DAPO's upper limit, for losses that clip ratios and have a lower one."""
+    clips = history.option("loss.loss_type") in ("grpo", "dr_grpo", "dapo", "bnpo")
+    wide = (history.option("loss.epsilon_high") or 0.0) >= 0.28
+    return {"loss.epsilon_high": 0.28} if history.source == "keel" and clips and not wide else {}
+
+
+CHECKS = (random_weights, truncated, prompts, unparseable, longer, collapse)

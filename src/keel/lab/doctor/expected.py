@@ -1,0 +1,175 @@
+"""The expected gradient of a KL term at given states: a sum over the vocabulary, no sampling, no variance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from keel.kl import estimate, exact_kl
+from keel.kl.facts import MEANINGS, POLICY_REF, REF_POLICY
+from keel.kl.placement import kl_loss, kl_score_loss
+from keel.trainer.state import KLOptions
+
+TARGET_KL = 0.3  # nats per token: far enough apart that estimators which agree to first order part
+LAG = 0.8  # an older sampler has come this share of the way
+REVERSED = "reversed k3"
+WORDS = {**MEANINGS, REVERSED: "½∇χ²(policy‖ref), as k3 with its log-ratio turned round"}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The term's expected gradient against ∇KL(policy‖ref): cosine and size ratio, and the target it points along, if
+    any, with the factor by which it is that target's gradient.
+    """
+
+    name: str | None
+    cosine: float
+    size: float
+    value: float
+    kl: float
+    states: int
+    factor: float = 1.0
+    off_policy_cosine: float | None = None
+    cosines: Mapping[str, float] = field(default_factory=dict)  # to every target's gradient
+
+    @property
+    def words(self) -> str:
+        return WORDS[self.name] if self.name else "no divergence's gradient"
+
+    def figures(self) -> dict[str, float]:
+        found = {"cosine": self.cosine, "size": self.size, "value": self.value, "exact_kl": self.kl}
+        return found if self.off_policy_cosine is None else {**found, "off_policy_cosine": self.off_policy_cosine}
+
+
+def measure_term(
+    policy: Tensor, reference: Tensor, kl: KLOptions, *, off_policy: bool = False, named: float = 0.05
+) -> Measured:
+    """The configured term at states with these logits `[N, V]`, moved apart until their KL is about `TARGET_KL`.
+
+    For each target the best factor is fitted; the gradient gets the name of the target that leaves least of it, if
+    that is less than the share `named`.
+    """
+    reference = reference.double()
+    direction = policy.double() - reference
+    factor = spread_factor(reference, direction)
+    logits, ref_logp = reference + factor * direction, reference.log_softmax(-1)
+    gradient, value = term_gradient(logits, ref_logp, kl)
+    targets = target_gradients(logits, ref_logp)
+    exact = targets[POLICY_REF]
+    size = (gradient.norm() / exact.norm().clamp_min(1e-300)).item()
+    factors = {
+        name: (gradient * t).sum().item() / t.square().sum().clamp_min(1e-300).item() for name, t in targets.items()
+    }
+    left = {name: (gradient - factors[name] * t).norm().item() for name, t in targets.items()}
+    nearest = min(left, key=left.__getitem__)
+    name = "zero" if size < named / 10 else nearest if left[nearest] < named * gradient.norm().item() else None
+    older = None
+    if off_policy:
+        lagging = (reference + LAG * factor * direction).log_softmax(-1)
+        older = cosine(term_gradient(logits, ref_logp, kl, lagging)[0], exact)
+    apart = exact_kl(logits.log_softmax(-1), ref_logp).mean().item()
+    factor = factors[nearest] if name == nearest else 1.0
+    cosines = {target: cosine(gradient, theirs) for target, theirs in targets.items()}
+    return Measured(name, cosine(gradient, exact), size, value, apart, len(logits), factor, older, cosines)
+
+
+def spread_factor(reference: Tensor, direction: Tensor) -> float:
+    """The factor of a displacement of logits at which the mean KL is `TARGET_KL`, by bisection; 1 if there is none."""
+
+    def apart(factor: float) -> float:
+        moved = (reference + factor * direction).log_softmax(-1)
+        return exact_kl(moved, reference.log_softmax(-1)).mean().item()
+
+    if not bool(direction.any()):
+        return 1.0
+    low, high = 0.0, 1.0
+    while apart(high) < TARGET_KL and high < 2.0**20:
+        low, high = high, 2.0 * high
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if apart(middle) < TARGET_KL else (low, middle)
+    return low
+
+
+def cosine(first: Tensor, second: Tensor) -> float:
+    return ((first * second).sum() / (first.norm() * second.norm()).clamp_min(1e-300)).item()
+
+
+def term_gradient(
+    logits: Tensor, ref_logp: Tensor, kl: KLOptions, sampler_logp: Tensor | None = None
+) -> tuple[Tensor, float]:
+    """∂E[term]/∂logits `[N, V]` over samples from the policy (or from `sampler_logp`), and E[term]."""
+    logits = logits.detach().requires_grad_()
+    logp = logits.log_softmax(-1)
+    old = logp.detach() if sampler_logp is None else sampler_logp
+    values = _enumerated(logp, ref_logp, old, kl)
+    mean = (old.exp() * values).sum(-1).mean()
+    (gradient,) = torch.autograd.grad(mean, logits, allow_unused=True)
+    return (torch.zeros_like(logits) if gradient is None else gradient), mean.item()
+
+
+def _enumerated(logp: Tensor, ref_logp: Tensor, old: Tensor, kl: KLOptions) -> Tensor:
+    """The term of every token that could have been drawn, `[N, V]`, through the door that is configured."""
+    spec, pairing = kl.spec, kl.pairing
+    mask = torch.ones_like(logp, dtype=torch.bool)
+    if spec.placement != "loss":
+        at = old if spec.placement == "reward" else logp.detach()  # a reward is given once, by the policy that sampled
+        if spec.estimator.startswith("exact"):
+            penalty = _summed(at, ref_logp, spec.estimator)
+        else:
+            penalty = estimate(spec.estimator, at, ref_logp, mask, clamp=spec.log_ratio_clamp)
+        return -kl_score_loss(penalty, logp, mask, old_logp=old, ratio_cap=spec.ratio_cap)
+    whole = _summed(logp, ref_logp, pairing.estimator)
+    one = (-1, 1) if pairing.level == "sequence" else logp.shape  # a state is then a sequence of one token
+    values = kl_loss(
+        pairing,
+        logp.reshape(one),
+        ref_logp.reshape(one),
+        mask.reshape(one),
+        old_logp=old.reshape(one),
+        exact_kl=whole.reshape(one),
+        clamp=spec.log_ratio_clamp,
+        ratio_cap=spec.ratio_cap,
+    )
+    return values.reshape(logp.shape)
+
+
+def _summed(logp: Tensor, ref_logp: Tensor, estimator: str) -> Tensor:
+    """The KL over the vocabulary at each state, in the estimator's direction, for every token of it `[N, V]`."""
+    direction = "ref_policy" if estimator == "exact_reverse" else "policy_ref"
+    return exact_kl(logp, ref_logp, direction).unsqueeze(-1).expand_as(logp)
+
+
+def sampled_values(policy: Tensor, reference: Tensor, kl: KLOptions, draws: int = 64) -> dict[str, float]:
+    """Means and standard errors of the estimators on tokens drawn from the policy at each state, and the exact KL.
+
+    A state's draws share its distribution, so that states are the units of the standard error of mean minus exact.
+    """
+    logp, ref_logp = policy.double().log_softmax(-1), reference.double().log_softmax(-1)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.multinomial(logp.exp().cpu().float(), draws, replacement=True, generator=generator).to(logp.device)
+    exact = exact_kl(logp, ref_logp)
+    found = {"exact": exact.mean().item()}
+    names = {"k1", "k2", "k3", *(() if kl.spec.estimator.startswith("exact") else (kl.spec.estimator,))}
+    for name in sorted(names):
+        values = estimate(name, logp.gather(-1, tokens), ref_logp.gather(-1, tokens), clamp=kl.spec.log_ratio_clamp)
+        error = values.mean(-1) - exact
+        found[f"{name}_mean"] = values.mean().item()
+        found[f"{name}_se"] = (error.std(correction=min(1, len(error) - 1)) / len(error) ** 0.5).item()
+    return found
+
+
+def target_gradients(logits: Tensor, ref_logp: Tensor) -> dict[str, Tensor]:
+    """What a term's expected gradient can be, as gradients of closed forms."""
+    logits = logits.detach().requires_grad_()
+    logp = logits.log_softmax(-1)
+    forms = {
+        POLICY_REF: exact_kl(logp, ref_logp),
+        REF_POLICY: exact_kl(logp, ref_logp, "ref_policy"),
+        "total-variation": (logp.exp() - ref_logp.exp()).abs().sum(-1),
+        REVERSED: 0.5 * (2 * logp - ref_logp).exp().sum(-1),
+    }
+    return {name: torch.autograd.grad(form.mean(), logits, retain_graph=True)[0] for name, form in forms.items()}

@@ -1,0 +1,104 @@
+"""What the configured KL term is: its expected gradient by the table of proven pairings, before and after a run alike.
+
+A figure measured on a batch says whether the code does what the formula says; it does not say what was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.kl.facts import MEANINGS, Pairing, check_pairing, find_fact, term_reduction
+from keel.kl.nearest import RIGHT, nearest_right
+from keel.lab.doctor.findings import Advice, propose
+from keel.losses import LOSSES
+
+
+@dataclass(frozen=True)
+class Formula:
+    """The pairing in words, its expected gradient (`keel.kl.facts.MEANINGS`), and the options that make it right."""
+
+    note: str
+    expected: str
+    change: Mapping[str, Any]
+    acts: bool = True
+
+    @property
+    def advice(self) -> Advice:
+        """What makes it right."""
+        return propose("set {}", self.change) if self.change else Advice("choose another pairing of docs/kl.md")
+
+    @property
+    def right(self) -> bool:
+        """Whether it pulls along ∇KL(policy‖ref), or near it."""
+        return self.expected in RIGHT
+
+
+def formula_of(config: Mapping[str, Any], source: str = "keel") -> Formula | None:
+    """Of a configuration as a tree, Keel's or as much of TRL's as has a name here; None where it does not say."""
+    kl = config.get("kl")
+    if not isinstance(kl, Mapping) or source not in ("keel", "TRL") or kl.get("beta") is None:
+        return None
+    beta, steered = kl["beta"], str(_inner(kl, "controller", "name", "fixed"))
+    if not beta and steered == "fixed":
+        return Formula("kl.beta is 0: no KL term acts", "zero", {}, acts=False)
+    told: dict[str, Any] = {name: str(kl.get(name, default)) for name, default in _DEFAULTS.items()}
+    if source == "TRL":  # always k3 in the loss, with or without the ratio before it
+        told["gradient"] = "rho" if kl.get("bias_correction") else "plain"
+    several = _inner(config, "loss", "num_iterations", 1) > 1 or _inner(config, "optim", "minibatches", 1) > 1
+    loss = LOSSES.get(str(_inner(config, "loss", "loss_type", "grpo")))
+    tied = "loss" if source == "TRL" else str(kl.get("reduction"))  # TRL averages its KL as it does its loss
+    averaged = term_reduction(told["placement"], tied, loss.reduction if loss else "token_mean")
+    context = {"off_policy": several, "reduction": averaged}
+    try:
+        pairing = check_pairing(**told, **context, allow_biased=True)
+    except KeelError:
+        return None  # an estimator of one's own that nobody has audited here
+    note, expected = pairing.note, pairing.expected_gradient
+    if not _proven(pairing, several):
+        expected = _measured(told, pairing)
+        note = f"{note.partition(': expected')[0]}: expected gradient is {MEANINGS[expected]}"
+    right = expected in RIGHT
+    change: Mapping[str, Any] = {} if right else nearest_right(**told, **context)
+    if source == "TRL":
+        note = (
+            f"k3 in the loss {'with' if told['gradient'] == 'rho' else 'without'} its bias correction: "
+            + (note.partition(": ")[2])
+        )
+        change = {} if right else {"use_bias_correction_kl": True}
+    return Formula(note, expected, change)
+
+
+_DEFAULTS = {"estimator": "k3", "placement": "loss", "gradient": "auto", "level": "token"}
+
+
+def _inner(tree: Mapping[str, Any], section: str, name: str, default: Any) -> Any:
+    value = tree.get(section)
+    return (value.get(name) or default) if isinstance(value, Mapping) else default
+
+
+def _proven(pairing: Pairing, off_policy: bool) -> bool:
+    """Whether the table has a row for it; a pairing that was let through without one is called wrong, unproven."""
+    key = "score" if pairing.placement != "loss" else "sequence" if pairing.level == "sequence" else str(pairing.form)
+    sampling = "off" if off_policy else "on"
+    return find_fact(pairing.estimator, pairing.placement, sampling, key, pairing.level) is not None
+
+
+def _measured(told: Mapping[str, Any], pairing: Pairing) -> str:
+    """Of a pairing without a row: summed over the vocabulary at made-up states, as the preflight does at real ones."""
+    import torch
+
+    from keel.lab.doctor.expected import measure_term
+    from keel.losses import KLSpec
+    from keel.trainer.state import KLOptions
+
+    generator = torch.Generator().manual_seed(0)
+    reference = torch.randn(8, 11, generator=generator, dtype=torch.float64)
+    moved = reference + torch.randn(8, 11, generator=generator, dtype=torch.float64)
+    found = measure_term(moved, reference, KLOptions(KLSpec(**told, allow_biased=True), pairing))
+    return found.name if found.name in MEANINGS and found.factor > 0 else "wrong"
+
+
+__all__ = ["Formula", "formula_of"]

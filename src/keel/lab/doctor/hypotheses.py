@@ -1,0 +1,170 @@
+"""Hypotheses as a table: every suspect confirmed, ruled out, or not testable here, with the figure that decides.
+
+A finding confirms. Only a figure on the safe side of its threshold rules out: that nothing was found is no proof.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING
+
+from keel.base.thresholds import Thresholds
+from keel.kl.facts import MEANINGS
+from keel.lab.doctor.diagnosis import Hypothesis
+from keel.lab.doctor.findings import CODES, Advice, Finding, overrides
+from keel.lab.doctor.formula import Formula
+from keel.lab.doctor.suspects import ROWS, Clear, Row
+
+if TYPE_CHECKING:
+    from keel.lab.doctor.history import History
+    from keel.lab.doctor.probes.outcome import Outcome
+
+CONFIRMED, RULED_OUT, UNTESTED = "confirmed", "ruled out", "not testable here"
+
+
+def weigh(
+    findings: Iterable[Finding],
+    figures: Mapping[str, float],
+    thresholds: Thresholds,
+    unchecked: Iterable[str] = (),
+    formula: Formula | None = None,
+) -> tuple[Hypothesis, ...]:
+    """Every row with its verdict; a note confirms nothing. `unchecked` are lines `code, code: why`.
+
+    `formula` is what the configured KL term is: where it is known it decides H03, whatever a batch has measured.
+    """
+    serious = [finding for finding in findings if finding.severity != "note"]
+    lines = tuple(unchecked)
+    return tuple(
+        _decided(row, serious, figures, thresholds, lines, formula if row.by_formula else None) for row in ROWS
+    )
+
+
+def _decided(
+    row: Row,
+    findings: Sequence[Finding],
+    figures: Mapping[str, float],
+    thresholds: Thresholds,
+    unchecked: Sequence[str],
+    formula: Formula | None = None,
+) -> Hypothesis:
+    against = [finding for finding in findings if finding.code in row.codes]
+    beyond = [name for name, limit in row.over if figures.get(name, -math.inf) > thresholds[limit]]
+    beyond += [name for name, limit in row.under if figures.get(name, math.inf) < thresholds[limit]]
+    there = [way for way in row.clears if all(math.isfinite(figures.get(name, math.nan)) for name, _, _ in way.figures)]
+    # Of several turns the messages' tokens are what decides: masks are found wrong for one turn and for many alike.
+    if row.name == "H07" and there:
+        against = [finding for finding in findings if finding.code.startswith("mask/")]
+    if against:
+        worst = min(against, key=lambda finding: CODES[finding.code].rank)
+        return _said(row, CONFIRMED, f"{worst.code}: {worst.evidence}", row.if_confirmed or worst.advice, worst.options)
+    if beyond:
+        limits = dict((*row.over, *row.under))
+        shown = "; ".join(f"{name} is {figures[name]:.3g} (limit {thresholds[limits[name]]:g})" for name in beyond)
+        return _said(row, CONFIRMED, shown, row.if_confirmed or row.to_test)
+    if formula is not None:
+        return _by_formula(row, formula, figures)
+    open_question = _not_checked(row, unchecked)
+    if open_question is not None:
+        return _said(row, UNTESTED, open_question, row.to_test)
+    for way in there:
+        if _unsafe(way, figures, thresholds) is None:
+            return _said(row, RULED_OUT, way.words.format(figures[way.figures[0][0]]), row.if_ruled_out)
+    if there:
+        return _said(row, UNTESTED, str(_unsafe(there[0], figures, thresholds)), row.to_test)
+    return _said(row, UNTESTED, "no figure here decides it", row.to_test)
+
+
+def _by_formula(row: Row, formula: Formula, figures: Mapping[str, float]) -> Hypothesis:
+    """What the formula is decides; a measured cosine only says beside it that the code does that."""
+    measured = figures.get("kl_term/cosine_expected", math.nan)
+    seen = f"; measured on this batch: cosine {measured:.3f} to it" if math.isfinite(measured) else ""
+    if not formula.acts:
+        return _said(row, RULED_OUT, formula.note, row.if_ruled_out)
+    if formula.right:
+        return _said(row, RULED_OUT, formula.note + seen, row.if_ruled_out)
+    is_meant = MEANINGS[formula.expected].partition(":")[0]
+    words = f"{formula.advice.words} for ∇KL(policy‖ref)" + (
+        f", or keep it if {is_meant} is meant" if "∇" in is_meant else ""
+    )
+    return _said(row, CONFIRMED, f"{formula.note}, not ∇KL(policy‖ref){seen}", Advice(words, formula.advice.proposals))
+
+
+def _unsafe(way: Clear, figures: Mapping[str, float], thresholds: Thresholds) -> str | None:
+    """Which figure keeps this way from clearing the row, in words; None if it does."""
+    for name, side, limit in way.figures:
+        value, edge = figures[name], thresholds[limit] if isinstance(limit, str) else limit
+        if not (value >= edge if side == "at least" else value <= edge):
+            return f"{name} is {value:.3g}: {side} {edge:g} would rule it out"
+    return None
+
+
+def _not_checked(row: Row, unchecked: Sequence[str]) -> str | None:
+    """The line that keeps a row open: of a code it needs, or of its only codes."""
+    lines = {code: _line_of(code, unchecked) for code in row.codes}
+    needed = [line for code in row.needs if (line := lines[code]) is not None]
+    if needed:
+        return needed[0]
+    return next(iter(lines.values())) if lines and None not in lines.values() else None
+
+
+def _line_of(code: str, unchecked: Sequence[str]) -> str | None:
+    """The line `code, family/*: why` that is about this code."""
+    for line in unchecked:
+        if any(fnmatch(code, pattern) for pattern in line.partition(":")[0].split(", ")):
+            return line
+    return None
+
+
+def _said(
+    row: Row, verdict: str, figure: str, action: str | Advice, options: tuple[tuple[str, ...], ...] = ()
+) -> Hypothesis:
+    if isinstance(action, Advice):
+        options = tuple(overrides(proposal) for proposal in action.proposals)
+    return Hypothesis(row.name, row.title, verdict, figure, row.priority, row.interacts, str(action), options)
+
+
+def preflight_figures(outcomes: Iterable[Outcome], *, several_turns: bool = False) -> dict[str, float]:
+    """The probes' figures as `probe/figure`, and with several turns how many tokens are the environment's."""
+    figures = {f"{o.name}/{name}": float(value) for o in outcomes for name, value in o.figures.items()}
+    if "masks/trained_tokens" not in figures:
+        return figures
+    untrained = figures.get("masks/completion_tokens", math.nan) - figures["masks/trained_tokens"]
+    return figures | ({"masks/tool_tokens": untrained} if several_turns and untrained > 0 else {})
+
+
+def history_figures(history: History, recent: int = 10) -> dict[str, float]:
+    """What a run's metrics come to: means of the last steps, extremes of the whole run, and what its start shows."""
+    from keel.lab.doctor.checks.optim import early_moves  # the checks come with this table
+
+    figures = {name: history.series[name].finite.tail(recent).mean for name in history.series if history.get(name)}
+    if history.kl is not None:
+        _, kl = history.kl
+        figures["kl/policy_ref/k3/max"] = max(kl.top()[1], history.final_kl or 0.0)
+        if kl.finite.steps[0] <= 1:
+            figures["kl/at_start"] = abs(kl.finite.values[0])
+        sampler = history.get("kl/sampler_policy/k3/mean")
+        moved = kl.finite.tail(recent).mean
+        if sampler is not None and moved > 0:
+            figures["sampler/left_behind"] = sampler.finite.tail(recent).mean / moved
+    moves = early_moves(history)
+    if moves:
+        figures["update/largest_move"] = max(moves)[0]
+    parsed = history.get("parse/ok_fraction")
+    if parsed is not None:
+        figures["parse/first_steps"] = parsed.finite.head(3).mean
+    if history.option("loss.scale_rewards") == "none":
+        figures["advantage/divides"] = 0.0
+    entropy = history.get("entropy/mean")
+    if entropy is not None and history.vocabulary:
+        figures["entropy/share"] = entropy.finite.values[0] / math.log(history.vocabulary)
+    earned = [record.get("reward") for record in history.rollouts if not record.get("tracked")]
+    paid = [float(reward) for reward in earned if isinstance(reward, int | float) and math.isfinite(reward)]
+    if paid:
+        figures["reward/lowest"] = min(paid)
+    return figures
+
+
+__all__ = ["ROWS", "history_figures", "preflight_figures", "weigh"]

@@ -1,0 +1,99 @@
+"""`keel doctor CONFIG`: build the real parts, try them on one small batch, and say what is wrong before a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from keel.base.thresholds import Thresholds, load_thresholds
+from keel.config import Config
+from keel.envs import Task
+from keel.lab.doctor.bench import WARMSTART_S, build_bench
+from keel.lab.doctor.diagnosis import Diagnosis, with_raised
+from keel.lab.doctor.findings import Finding, found, ranked
+from keel.lab.doctor.formula import formula_of
+from keel.lab.doctor.hypotheses import preflight_figures, weigh
+from keel.lab.doctor.probes import PROBES, Outcome
+from keel.models.load import first_line
+
+OnProbe = Callable[[Outcome, float], None]
+
+
+def preflight(
+    config: Config,
+    thresholds: Thresholds | None = None,
+    on_probe: OnProbe | None = None,
+    *,
+    task: Task | None = None,
+    reward: Callable[..., Any] | None = None,
+    warmstart_s: float = WARMSTART_S,
+) -> Diagnosis:
+    """Findings of all probes, worst first; `on_probe(outcome, seconds)` is called after each of them.
+
+    A probe that fails on what it is given is said to have failed and does not end the others. A warm start that takes
+    longer than `warmstart_s` is cut; what then depends on the policy's skill is a note and decides no hypothesis.
+    """
+    limits = load_thresholds() if thresholds is None else thresholds
+    bench = build_bench(config, task=task, reward=reward, warmstart_s=warmstart_s)
+    outcomes = []
+    for name, probe in PROBES:
+        began = time.monotonic()
+        try:
+            outcome = probe(bench, limits)
+        except Exception as error:  # a user's part may raise anything
+            outcome = _failed(name, f"{type(error).__name__}: {first_line(error)}")
+        outcomes.append(outcome)
+        if on_probe is not None:
+            on_probe(outcome, time.monotonic() - began)
+    every = [finding for outcome in outcomes for finding in outcome.findings]
+    findings = tuple(ranked(every if bench.cut is None else [_softened(finding, bench.cut) for finding in every]))
+    decisive = [outcome for outcome in outcomes if bench.cut is None or outcome.name not in _ON_THE_POLICYS_SKILL]
+    several = config.rollout.max_turns > 1 and hasattr(bench.run.task, "respond")
+    unchecked = tuple(line for outcome in outcomes for line in outcome.unchecked)
+    diagnosis = Diagnosis(
+        findings=findings,
+        hypotheses=weigh(
+            findings,
+            preflight_figures(decisive, several_turns=several),
+            limits,
+            unchecked,
+            formula_of(config.to_dict()),
+        ),
+        unchecked=unchecked,
+        notes=(*bench.notes, *(line for outcome in outcomes for line in outcome.lines)),
+    )
+    return with_raised(diagnosis, limits)
+
+
+def _failed(name: str, reason: str) -> Outcome:
+    finding = found(
+        "doctor/probe-failed",
+        f"the probe of {name} ended in {reason}",
+        "a part that it tried raised an error; training would most likely meet the same one",
+        "mend that part, and run the doctor again: what depends on this probe is not known",
+    )
+    return Outcome(name, (finding,), unchecked=(f"{name}: {reason}",))
+
+
+# What a policy writes and how far an update takes it depend on how much it has learned.
+_ON_THE_POLICYS_SKILL = ("collection", "advantage", "update", "truncation")
+_OF_AN_UNFINISHED_POLICY = (
+    "output/",
+    "reward/constant",
+    "reward/weak",
+    "reward/cliff",
+    "advantage/",
+    "optim/lr-too-high",
+)
+
+
+def _softened(finding: Finding, cut: str) -> Finding:
+    """A finding about a policy whose warm start was cut says so and is a note: the run's own policy knows more."""
+    if not finding.code.startswith(_OF_AN_UNFINISHED_POLICY):
+        return finding
+    return replace(finding, severity="note", evidence=f"after {cut}: {finding.evidence}")
+
+
+__all__ = ["preflight"]

@@ -1,0 +1,34 @@
+"""The experiments of the preflight, in the order in which they run: what breaks others comes first."""
+
+from __future__ import annotations
+
+from keel.lab.doctor.probes.advantage import probe_advantage
+from keel.lab.doctor.probes.collection import probe_collection
+from keel.lab.doctor.probes.evaluation import probe_evaluation
+from keel.lab.doctor.probes.kl_term import probe_kl_term
+from keel.lab.doctor.probes.masks import probe_masks
+from keel.lab.doctor.probes.objective import probe_objective
+from keel.lab.doctor.probes.outcome import Outcome, Probe
+from keel.lab.doctor.probes.reference import probe_reference
+from keel.lab.doctor.probes.sampler import probe_sampler
+from keel.lab.doctor.probes.scoring import probe_scoring
+from keel.lab.doctor.probes.sync import probe_sync
+from keel.lab.doctor.probes.truncation import probe_truncation
+from keel.lab.doctor.probes.update import probe_update
+
+PROBES: list[tuple[str, Probe]] = [
+    ("collection", probe_collection),
+    ("masks", probe_masks),
+    ("scoring", probe_scoring),
+    ("sampler", probe_sampler),
+    ("weight sync", probe_sync),
+    ("reference", probe_reference),
+    ("advantage", probe_advantage),
+    ("objective", probe_objective),
+    ("kl_term", probe_kl_term),
+    ("update", probe_update),
+    ("truncation", probe_truncation),
+    ("evaluation", probe_evaluation),
+]
+
+__all__ = ["PROBES", "Outcome", "Probe"]

@@ -1,0 +1,109 @@
+"""Advantage scale: what dividing by the spread does to the rewards, and what a token weighs in a long completion."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from keel.base.thresholds import Thresholds
+from keel.lab.doctor.bench import Bench
+from keel.lab.doctor.findings import Finding, found, propose
+from keel.lab.doctor.probes.outcome import Outcome
+from keel.losses import count_denominators, group_statistics, zero_variance
+from keel.losses.advantages import EPSILON
+from keel.losses.policy import get_recipe
+from keel.losses.reductions import get_reduction
+
+
+def probe_advantage(bench: Bench, thresholds: Thresholds) -> Outcome:
+    """How often a reward's difference is multiplied before it becomes an advantage, and the loss's length bias."""
+    rows, scale = bench.batch.rows, bench.run.options.scale_rewards
+    assert rows.rewards is not None
+    assert rows.group is not None
+    finite = bool(rows.rewards.isfinite().all())
+    figures: dict[str, float] = {"divides": float(scale != "none")}
+    findings: tuple[Finding, ...] = ()
+    lines: list[str] = []
+    if not finite:
+        return Outcome("advantage", unchecked=("advantage/amplified: a reward is not finite",))
+    spread = group_spreads(rows.rewards, rows.group)
+    figures["groups_with_spread"] = float(len(spread))
+    if len(spread):
+        figures |= amplification(spread, rows.rewards, scale)
+        findings = _amplified(figures, scale, thresholds)
+        lines.append(
+            f"group std from {figures['smallest_std']:.3g} to {figures['largest_std']:.3g}; differences of reward are "
+            f"multiplied by {figures['amplification']:.3g} (typical), {figures['amplification_max']:.3g} (largest)"
+        )
+    else:
+        lines.append("no group has rewards that differ: there is no spread to divide by")
+    figures |= length_bias(rows.action_mask, bench)
+    lines.append(
+        f"loss_type={bench.run.loss.loss_type}: a token of the shortest completion ({figures['shortest']:.0f} tokens) "
+        f"weighs {figures['length_bias']:.3g} times one of the longest ({figures['longest']:.0f})"
+    )
+    return Outcome("advantage", findings, figures, tuple(lines))
+
+
+def group_spreads(rewards: Tensor, group: Tensor) -> Tensor:
+    """The standard deviation of each group whose rewards differ, ascending."""
+    _, std, _ = group_statistics(rewards.double(), group)
+    alive = ~zero_variance(rewards, group)
+    per_group = {int(g): float(s) for g, s, a in zip(group, std, alive, strict=True) if bool(a)}
+    return torch.tensor(sorted(per_group.values()), dtype=torch.float64)
+
+
+def amplification(spread: Tensor, rewards: Tensor, scale: str) -> dict[str, float]:
+    """1 / (std + ε) where the advantage divides by a std, 1 where it does not."""
+    divisors = {"group": spread, "batch": rewards.double().std().reshape(1)}.get(scale)
+    times = torch.ones(1) if divisors is None else 1.0 / (divisors + EPSILON)
+    return {
+        "smallest_std": spread[0].item(),
+        "largest_std": spread[-1].item(),
+        "amplification": times.median().item(),
+        "amplification_max": times.max().item(),
+    }
+
+
+def _amplified(figures: dict[str, float], scale: str, thresholds: Thresholds) -> tuple[Finding, ...]:
+    limit = thresholds["advantage_amplification"]
+    if figures["amplification_max"] <= limit:
+        return ()
+    typical = figures["amplification"] > limit
+    times = figures["amplification" if typical else "amplification_max"]
+    return (
+        found(
+            "advantage/amplified",
+            f"the {'typical' if typical else 'smallest'} within-group std is {1 / times - EPSILON:.3g}: differences "
+            f"of reward are multiplied by {times:.3g} (over {limit:g})",
+            f"loss.scale_rewards={scale} divides advantages by a spread that is nearly nothing, so noise in the "
+            "reward becomes an update of full size",
+            propose(
+                "set {} (as dr_grpo does), or make the reward tell completions apart", {"loss.scale_rewards": "none"}
+            ),
+            severity=None if typical else "note",
+        ),
+    )
+
+
+def length_bias(mask: Tensor, bench: Bench) -> dict[str, float]:
+    """The weight of one token in the shortest completion over that of one in the longest, under this loss."""
+    reduction = get_reduction(get_recipe(bench.run.loss.loss_type).reduction)
+    weights = token_weights(mask, reduction, bench.run.options.max_completion_length)
+    lengths = mask.sum(-1)
+    present = lengths > 0
+    short, long = lengths[present].argmin(), lengths[present].argmax()
+    per_row = weights[present].max(-1).values
+    return {
+        "shortest": float(lengths[present][short]),
+        "longest": float(lengths[present][long]),
+        "length_bias": (per_row[short] / per_row[long]).item(),
+    }
+
+
+def token_weights(mask: Tensor, reduction: object, max_completion_length: int) -> Tensor:
+    """∂loss/∂(a token's term) `[B, T]`: what the reduction gives each token."""
+    values = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device, requires_grad=True)
+    total = reduction(values, mask, count_denominators(mask, max_completion_length))  # type: ignore[operator]
+    (weights,) = torch.autograd.grad(total, values)
+    return weights

@@ -1,0 +1,189 @@
+"""The KL term: its expected gradient by summing over the vocabulary, against the exact one, on a perturbed policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from keel.base.thresholds import Thresholds
+from keel.kl import advise
+from keel.kl.facts import MEANINGS, POLICY_REF, REF_POLICY, divergence_of
+from keel.lab.doctor.advice import no_penalty
+from keel.lab.doctor.bench import Bench
+from keel.lab.doctor.expected import WORDS, Measured, measure_term, sampled_values
+from keel.lab.doctor.findings import Advice, Finding, found, propose
+from keel.lab.doctor.formula import formula_of
+from keel.lab.doctor.probes.outcome import Outcome
+from keel.lab.doctor.probes.share import gradient_norms
+from keel.lab.doctor.probes.states import mean_kl, policy_states, reference_states
+
+DIVERGENCES = (POLICY_REF, REF_POLICY, "total-variation")
+SHARES = (0.01, 0.1, 0.5)
+NOISE = 0.2  # of each weight's RMS: far enough that the KL is no rounding error
+SEEN_KL = 0.1  # nats per token
+
+
+def probe_kl_term(bench: Bench, thresholds: Thresholds) -> Outcome:
+    """Direction and size of the configured term, its share of the gradient, and the β that would change it."""
+    config, kl = bench.config, bench.run.kl
+    unneeded = _unneeded(bench)
+    if bench.run.reference is None:  # only at β = 0 without measurements
+        return Outcome("kl_term", unneeded, lines=("kl.beta is 0: no KL term acts, and this run has no reference",))
+    with bench.perturbed(_noise(bench)):
+        policy, reference = policy_states(bench), reference_states(bench)
+        figures = {"kl_perturbed": mean_kl(policy, reference)}
+        if figures["kl_perturbed"] <= 0.0:
+            together = "kl/no-gradient, kl/reversed: the perturbed policy and the reference are equal (see reference)"
+            return Outcome("kl_term", unneeded, figures, unchecked=(together,))
+        norms = gradient_norms(bench)
+    values = sampled_values(policy, reference, kl)
+    measured = measure_term(policy, reference, kl, off_policy=config.off_policy, named=thresholds["kl_gradient_named"])
+    used = bench.full_beta > 0 or config.kl.controller.name != "fixed"
+    figures |= measured.figures()
+    expected = _expected(bench)
+    if expected is not None and expected in measured.cosines:
+        figures["cosine_expected"] = measured.cosines[expected]
+    figures |= {f"sampled_{name}": value for name, value in values.items()}
+    figures |= norms.figures(bench.full_beta, SHARES)
+    lines = [_gradient_line(bench, measured), norms.line(bench.full_beta, SHARES, figures["kl_perturbed"])]
+    lines.append(_value_line(bench, values))
+    if not used:
+        return Outcome("kl_term", unneeded, figures, ("kl.beta is 0: no KL term acts; " + lines[1],))
+    findings = (*_judged(bench, measured, thresholds), *_reward_scale(bench, figures), *unneeded)
+    return Outcome("kl_term", findings, figures, tuple(lines))
+
+
+def _noise(bench: Bench) -> float:
+    """The noise at which the KL is of the size that training sees; LoRA's B starts at 0 and takes far less of it."""
+    with bench.perturbed(NOISE):
+        kl = mean_kl(policy_states(bench), reference_states(bench))
+    return NOISE * math.sqrt(SEEN_KL / kl) if kl > SEEN_KL and math.isfinite(kl) else NOISE
+
+
+def _value_line(bench: Bench, values: Mapping[str, float]) -> str:
+    name = bench.config.kl.estimator
+    shown = ["k1", "k3"] + ([name] if f"{name}_mean" in values and name not in ("k1", "k3") else [])
+    listed = ", ".join(f"{key} {values[f'{key}_mean']:.3g} ± {values[f'{key}_se']:.2g}" for key in shown)
+    return f"values on drawn tokens: {listed}; exact {values['exact']:.3g} nats per token"
+
+
+def _what(bench: Bench) -> str:
+    kl = bench.config.kl
+    form = bench.run.kl.pairing.form
+    return f"kl.estimator={kl.estimator} in the {kl.placement} (gradient={form}, level={bench.run.kl.pairing.level})"
+
+
+def _gradient_line(bench: Bench, measured: Measured) -> str:
+    return (
+        f"{_what(bench)}: expected gradient is {measured.words}; cosine to ∇KL(policy‖ref) {measured.cosine:.3f}, "
+        f"size {measured.size:.3g} times it (at {measured.kl:.2g} nats per token)"
+    )
+
+
+def _judged(bench: Bench, measured: Measured, thresholds: Thresholds) -> tuple[Finding, ...]:
+    """What the experiment says of the configured term; the two KLs and the total variation are allowed."""
+    expected = _expected(bench)
+    size = f"{measured.size:.3g} times the size of ∇KL(policy‖ref), cosine {measured.cosine:.3f}"
+    if measured.size < thresholds["kl_gradient_zero"]:
+        away = measured.off_policy_cosine is not None and measured.off_policy_cosine < 0
+        return (
+            found(
+                "kl/no-gradient",
+                f"the expected gradient, summed over the vocabulary at {measured.states} visited states, is {size}",
+                f"{_what(bench)} has no expected gradient on the policy's own samples: β costs a pass and holds nothing"
+                + (", and on older samples it pushes away" if away else ""),
+                _proven(bench),
+            ),
+        )
+    beta = bench.full_beta
+    allowed = (expected,) if expected in DIVERGENCES else DIVERGENCES
+    if measured.name in allowed and abs(measured.factor - 1) <= thresholds["kl_gradient_named"]:
+        return ()
+    near = measured.name is None and POLICY_REF in allowed and measured.cosine > thresholds["kl_gradient_cosine"]
+    if near or (measured.name in allowed and measured.factor > 0):
+        factor = measured.size if near else measured.factor
+        along = (WORDS[POLICY_REF] if near else measured.words).partition(":")[0]
+        return (
+            found(
+                "kl/scale",
+                f"the expected gradient is {factor:.3g} times {along} ({size}): β = {beta:g} acts like "
+                f"{beta * factor:.3g}",
+                f"{_what(bench)} points along {along} and has another size",
+                _proven(bench, f"divide the estimator by {factor:.3g}"),
+            ),
+        )
+    times = "" if measured.name is None or abs(measured.factor - 1) < 0.05 else f"{measured.factor:.3g} times "
+    return (
+        found(
+            "kl/reversed",
+            f"the expected gradient, summed over the vocabulary at {measured.states} visited states, is {size}; the "
+            f"term's mean is {measured.value:.3g} where the KL is {measured.kl:.3g}",
+            f"{_what(bench)} follows {times}{measured.words}"
+            + (": it rewards distance" if measured.factor < 0 else _but(expected)),
+            _proven(bench),
+        ),
+    )
+
+
+def _expected(bench: Bench) -> str | None:
+    """The gradient that the configured formula has by the table: what its code is measured against."""
+    formula = formula_of(bench.config.to_dict())
+    return None if formula is None else divergence_of(formula.expected)
+
+
+def _but(expected: str | None) -> str:
+    if expected in DIVERGENCES:
+        return f", where the configured formula has {MEANINGS[expected].partition(':')[0]}: its code is broken"
+    return ", no KL between policy and reference"
+
+
+def _proven(bench: Bench, otherwise: str = "") -> Advice:
+    """The nearest pairing that is right; where the configured one is already, its code is what to mend."""
+    formula = formula_of(bench.config.to_dict())
+    change = {} if formula is None else formula.change
+    if not change:
+        return Advice(otherwise or "mend the estimator or the loss: the formula that is configured is a right one")
+    return propose(f"{otherwise}, or set {{}}" if otherwise else "set {}", change)
+
+
+def _reward_scale(bench: Bench, figures: dict[str, float]) -> tuple[Finding, ...]:
+    """In the reward, before the division by the std, β is divided too."""
+    rows = bench.batch.rows
+    scale = bench.run.options.scale_rewards
+    assert rows.rewards is not None
+    std = rows.rewards.double().std().item() if bool(torch.isfinite(rows.rewards).all()) else 0.0
+    if bench.config.kl.placement != "reward" or scale == "none" or std <= 0.0:
+        return ()
+    figures["effective_beta"] = bench.full_beta / std
+    return (
+        found(
+            "kl/scale",
+            f"rewards have std {std:.3g}: β = {bench.full_beta:g} acts like {bench.full_beta / std:.3g}",
+            f"kl.placement=reward is divided by the rewards' deviation (loss.scale_rewards={scale})",
+            propose(
+                "set {}, or {}, which comes after the division",
+                {"loss.scale_rewards": "none"},
+                {"kl.placement": "advantage"},
+            ),
+            severity="note",
+        ),
+    )
+
+
+def _unneeded(bench: Bench) -> tuple[Finding, ...]:
+    config = bench.config
+    said = [note for note in advise(config.loss.loss_type, config.kl.beta) if note.startswith("kl/unneeded: ")]
+    return tuple(
+        found(
+            "kl/unneeded",
+            f"kl.beta={config.kl.beta:g} with loss.loss_type={config.loss.loss_type}",
+            note.removeprefix("kl/unneeded: "),
+            propose(
+                "set {} (the KL is still measured), or keep it if a skill outside the reward has to stay",
+                no_penalty(config.to_dict()),
+            ),
+        )
+        for note in said
+    )

@@ -1,0 +1,24 @@
+"""What a probe is and what it hands back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from keel.base.thresholds import Thresholds
+from keel.lab.doctor.bench import Bench
+from keel.lab.doctor.findings import Finding
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One probe's findings, the figures that it measured, lines to show, and what it could not test (and why)."""
+
+    name: str
+    findings: tuple[Finding, ...] = ()
+    figures: Mapping[str, float] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
+
+
+Probe = Callable[[Bench, Thresholds], Outcome]

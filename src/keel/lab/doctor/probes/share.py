@@ -1,0 +1,78 @@
+"""How much of the gradient is KL: both terms' gradients on the trained weights, each by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from keel.lab.doctor.bench import Bench
+from keel.losses import KLSpec, global_denominators, objective
+from keel.trainer.batch import StepBatch, score_micro, score_policy, score_reference
+from keel.trainer.step import penalize_rewards, sampled_kl, with_advantages
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Sizes of the two gradients, the KL's at β = 1."""
+
+    policy: float
+    kl: float
+
+    def share(self, beta: float) -> float:
+        whole = self.policy + beta * self.kl
+        return beta * self.kl / whole if whole > 0 else 0.0
+
+    def beta_for(self, share: float) -> float | None:
+        """The β at which KL is that share of the gradient; None where one of the two is zero."""
+        return share / (1 - share) * self.policy / self.kl if self.policy > 0 and self.kl > 0 else None
+
+    def figures(self, beta: float, shares: Sequence[float]) -> dict[str, float]:
+        wanted = {f"beta_for_{share:.0%}": self.beta_for(share) for share in shares}
+        found = {"gradient_policy": self.policy, "gradient_kl": self.kl, "gradient_share": self.share(beta)}
+        return found | {name: value for name, value in wanted.items() if value is not None}
+
+    def line(self, beta: float, shares: Sequence[float], kl: float) -> str:
+        if self.beta_for(0.5) is None:
+            nothing = "the rewards do not differ" if self.policy == 0 else "the KL term has no gradient"
+            return f"the KL's share of the gradient cannot be told: {nothing}"
+        wanted = ", ".join(f"{self.beta_for(share):.2g} for {share:.0%}" for share in shares)
+        return (
+            f"KL is {self.share(beta):.1%} of the gradient at kl.beta={beta:g} and {kl:.2g} nats per token; "
+            f"kl.beta would be {wanted}"
+        )
+
+
+def gradient_norms(bench: Bench) -> Norms:
+    """Norms over the trained weights as they are now (perturbed: at step 0 the KL has no gradient)."""
+    batch = score_policy(score_reference(bench.batch, bench.run), bench.run)
+    warm = bench.run.options.reward_warmup_steps
+    with_policy = with_advantages(batch, bench.run, warm)
+    spec = bench.run.kl.spec
+    still = batch.with_rows(advantages=torch.zeros_like(bench.batch.rows.rewards))  # type: ignore[arg-type]
+    if spec.placement == "reward":
+        still = still.with_rows(kl_advantages=_in_reward(bench, replace(batch, kl=sampled_kl(batch, bench.run))))
+    return Norms(_norm(bench, with_policy, 0.0, spec), _norm(bench, still, 1.0, spec))
+
+
+def _in_reward(bench: Bench, batch: StepBatch) -> Tensor:
+    """What the first door adds to the advantages, divided as the step divides it, for each unit of β."""
+    beta = bench.full_beta or 1.0
+    shaped = with_advantages(penalize_rewards(batch, bench.run, beta), bench.run, bench.run.options.reward_warmup_steps)
+    assert shaped.rows.kl_advantages is not None
+    return shaped.rows.kl_advantages / beta
+
+
+def _norm(bench: Bench, batch: StepBatch, beta: float, spec: KLSpec) -> float:
+    run = bench.run
+    counts = global_denominators(batch.rows, run.options.max_completion_length)
+    for micro in batch.micros:
+        scores = score_micro(micro, batch, run)
+        view = replace(batch.view(micro), old_logp=None)
+        out = objective(scores, view, replace(run.loss, entropy_coef=0.0), spec, beta, counts, pairing=run.kl.pairing)
+        out.loss.backward()
+    squares = [p.grad.double().square().sum() for p in run.optimizer.parameters if p.grad is not None]
+    run.optimizer.inner.zero_grad(set_to_none=True)
+    return torch.stack(squares).sum().sqrt().item() if squares else 0.0

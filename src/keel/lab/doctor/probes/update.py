@@ -1,0 +1,183 @@
+"""One update, forward and back: is all of it finite, and how far does a single step take the policy."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keel.base.thresholds import Thresholds
+from keel.config import Config
+from keel.lab.doctor.advice import warmed_up
+from keel.lab.doctor.bench import Bench
+from keel.lab.doctor.findings import Finding, found, propose
+from keel.lab.doctor.probes.outcome import Outcome
+from keel.lab.doctor.probes.states import mean_kl, policy_states
+from keel.losses import global_denominators, objective
+from keel.trainer.batch import StepBatch, score_micro, score_policy, score_reference
+from keel.trainer.optim import Optimizer
+from keel.trainer.step import penalize_rewards, with_advantages
+
+FACTORS = (0.5, 1.0, 2.0)
+LOWER = tuple(2.0**-k for k in range(2, 13))
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What one update did: its loss and gradient norm before clipping, and KL(new‖old) on the visited states."""
+
+    loss: float
+    norm: float
+    kl: float
+
+
+def probe_update(bench: Bench, thresholds: Thresholds) -> Outcome:
+    """The first update at its own learning rate, at half, at double and at the peak; all of it is undone.
+
+    A warm-up is for the first updates, which Adam takes at full length whatever the gradient's noise is; later ones are
+    averaged by its momentum, so that the peak has a limit of its own, `kl_per_update_peak`.
+    """
+    batch, given = _with_signal(_scored(bench), bench)
+    loss = _backward(bench, batch)
+    gradients = [None if p.grad is None else p.grad.clone() for p in bench.run.optimizer.parameters]
+    before = policy_states(bench)
+    first = bench.run.optimizer.schedule(0)
+    taken = {factor: _step(bench, gradients, loss, before, first * factor) for factor in FACTORS}
+    one = taken[1.0]
+    peak = one.kl if first == 1.0 else _step(bench, gradients, loss, before, 1.0).kl
+    figures = {
+        "loss": loss,
+        "grad_norm": one.norm,
+        "learning_rate": bench.run.optimizer.learning_rate * first,
+        "peak_rate": bench.run.optimizer.learning_rate,
+        "kl_after": one.kl,
+        "kl_after_peak": peak,
+        "kl_after_half": taken[0.5].kl,
+        "kl_after_double": taken[2.0].kl,
+        "real_rewards": float(given),
+    }
+    if _too_far(figures, thresholds):
+        wanted = thresholds["kl_per_update"] / thresholds["update_margin"]
+        figures["fitting_rate"] = figures["peak_rate"] * next(
+            (f for f in LOWER if _step(bench, gradients, loss, before, f).kl <= wanted), LOWER[-1]
+        )
+    bench.run.optimizer.inner.zero_grad(set_to_none=True)
+    findings = _judged(figures, thresholds, bench.config)
+    line = (
+        f"one update at optim.learning_rate={figures['learning_rate']:g}: loss {loss:.3g}, gradient norm "
+        f"{one.norm:.3g}, KL to the policy before it {one.kl:.2g} nats per token ({taken[0.5].kl:.2g} at half the "
+        f"rate, {taken[2.0].kl:.2g} at double)" + ("" if given else "; signs drawn at random stood in for advantages")
+    )
+    return Outcome("update", findings, figures, (line,))
+
+
+def _scored(bench: Bench) -> StepBatch:
+    """The batch as the loop has it before its first update."""
+    run, beta = bench.run, bench.beta
+    batch = score_policy(bench.batch if run.reference is None else score_reference(bench.batch, run), run)
+    batch = penalize_rewards(batch, run, beta)
+    return with_advantages(batch, run, run.options.reward_warmup_steps)
+
+
+def _with_signal(batch: StepBatch, bench: Bench) -> tuple[StepBatch, bool]:
+    """Rewards that do not differ say nothing about the learning rate: seeded signs take the advantages' place."""
+    advantage = batch.rows.advantages
+    assert advantage is not None
+    if bool((advantage != 0).any()):
+        return batch, True
+    generator = torch.Generator().manual_seed(bench.config.run.seed)
+    signs = torch.randint(0, 2, advantage.shape[:1], generator=generator).mul(2).sub(1).to(advantage)
+    return batch.with_rows(advantages=signs), False
+
+
+def _backward(bench: Bench, batch: StepBatch) -> float:
+    """The loss of the whole batch as one update, its gradient left on the weights."""
+    run = bench.run
+    counts = global_denominators(batch.rows, run.options.max_completion_length)
+    total = 0.0
+    for micro in batch.micros:
+        scores = score_micro(micro, batch, run)
+        out = objective(
+            scores,
+            batch.view(micro),
+            run.loss,
+            run.kl.spec,
+            bench.beta if batch.rows.ref_logp is not None else 0.0,
+            counts,
+            pairing=run.kl.pairing,
+            mismatch=run.mismatch,
+        )
+        out.loss.backward()
+        total += out.loss.item()
+    return total
+
+
+def _step(bench: Bench, gradients: list[Tensor | None], loss: float, before: Tensor, factor: float) -> Taken:
+    optimizer = bench.run.optimizer
+    with undone(optimizer):
+        for parameter, gradient in zip(optimizer.parameters, gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.clone()
+        optimizer.schedule = lambda update: factor
+        norm = optimizer.step(loss)["grad/norm"].value
+        return Taken(loss, norm, mean_kl(policy_states(bench), before))
+
+
+@contextmanager
+def undone(optimizer: Optimizer) -> Iterator[None]:
+    """Whatever happens to weights, moments and schedule inside: afterwards they have the very bits they had."""
+    weights = [parameter.detach().clone() for parameter in optimizer.parameters]
+    state, schedule = copy.deepcopy(optimizer.state_dict()), optimizer.schedule
+    try:
+        yield
+    finally:
+        optimizer.schedule = schedule
+        optimizer.load_state_dict(state)
+        with torch.no_grad():
+            for parameter, before in zip(optimizer.parameters, weights, strict=True):
+                parameter.copy_(before)
+
+
+def _too_far(figures: dict[str, float], thresholds: Thresholds) -> bool:
+    first, peak = thresholds["kl_per_update"], thresholds["kl_per_update_peak"]
+    return not (figures["kl_after"] <= first and figures["kl_after_peak"] <= peak)
+
+
+def _judged(figures: dict[str, float], thresholds: Thresholds, config: Config) -> tuple[Finding, ...]:
+    rate, limit, kl = figures["learning_rate"], thresholds["kl_per_update"], figures["kl_after"]
+    if not (math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"])):
+        return (
+            found(
+                "optim/non-finite",
+                f"the first update has loss {figures['loss']:g} and gradient norm {figures['grad_norm']:g}",
+                "a reward, an advantage or a log-probability in the batch is not finite",
+                "look for findings on rewards and scoring; in half precision model.dtype may be too narrow",
+            ),
+        )
+    if not _too_far(figures, thresholds):
+        return ()
+    return (
+        found(
+            "optim/lr-too-high",
+            f"one update at optim.learning_rate={rate:g} takes the policy {kl:.3g} nats per token from where it was "
+            f"(over {limit:g}); half the rate {figures['kl_after_half']:.3g}, double {figures['kl_after_double']:.3g}, "
+            f"the peak rate {figures['peak_rate']:g} takes it {figures['kl_after_peak']:.3g}"
+            + ("" if figures["real_rewards"] else "; rewards do not differ, so signs stood in for advantages"),
+            "the step is longer than the region in which the advantages were measured; gradient clipping does not "
+            "shorten it, because Adam divides by the gradient's own size",
+            propose(
+                "set {}", {"optim.learning_rate": _one_digit(figures["fitting_rate"]), **warmed_up(config.to_dict())}
+            ),
+            severity=None if figures["real_rewards"] or not kl <= thresholds["update_margin"] * limit else "warning",
+        ),
+    )
+
+
+def _one_digit(value: float) -> float:
+    """Rounded down to one digit: 3.7e-4 is 3e-4."""
+    size = 10.0 ** math.floor(math.log10(value))
+    return math.floor(value / size) * size

@@ -1,0 +1,84 @@
+"""Keel's own run directory, finished or running."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+from keel.lab.doctor.history import KL_NAMES, History, Record, series_of
+from keel.lab.report.read import Run, number, read_lines, read_run
+from keel.loggers import rundir
+
+
+def is_keel_run(path: Path) -> bool:
+    """Whether a folder holds what Keel writes."""
+    return path.is_dir() and ((path / rundir.METRICS).is_file() or (path / rundir.EVENTS).is_file())
+
+
+def read_keel_run(path: Path) -> History:
+    """Everything of the run; of steps that a rollback did again, the last attempt."""
+    run = read_run(path)
+    lines, again = _last_attempt(run.metrics)
+    notes = [f"read {len(lines)} steps of Keel's run {path}{'; it is still running' if run.running else ''}"]
+    if again:
+        notes.append(f"{again} step lines belong to attempts that were rolled back: the later attempt is judged")
+    notes += _abandoned(path)
+    return History(
+        source="keel",
+        path=path,
+        series=series_of(lines),
+        config=run.config,
+        events=run.events,
+        evaluations=run.evaluations,
+        rollouts=run.rollouts,
+        vocabulary=_vocabulary(run),
+        running=run.running,
+        missing=run.missing,
+        notes=tuple(notes),
+    )
+
+
+def _last_attempt(lines: Iterable[Record]) -> tuple[list[Record], int]:
+    """(the lines of the attempt that went on, how many others there are): a later line of a step replaces all after."""
+    kept: list[Record] = []
+    dropped = 0
+    for line in lines:
+        step = number(line.get("step")) or 0.0
+        while kept and (number(kept[-1].get("step")) or 0.0) >= step:
+            kept.pop()
+            dropped += 1
+        kept.append(line)
+    return kept, dropped
+
+
+def _abandoned(path: Path) -> list[str]:
+    """A line on every attempt that a rollback set aside: its steps, and the KL it had reached."""
+    said = []
+    for place in sorted((path / "abandoned").glob(f"attempt-*/{rundir.METRICS}")):
+        series = series_of(read_lines(place, []))
+        kl = next((series[name] for name in KL_NAMES if name in series and len(series[name].finite)), None)
+        steps = series.get("reward/mean") or kl
+        reached = f"; KL had reached {kl.top()[1]:.3g} nats per token" if kl is not None else ""
+        said.append(f"{place.parent.name} was abandoned after {steps.span if steps else 'no step'}{reached}")
+    return said
+
+
+def _vocabulary(run: Run) -> int | None:
+    """Of a checkpoint's own config.json; the newest one's."""
+    places = sorted((run.path / rundir.CHECKPOINTS).glob("step-*/**/config.json"))
+    return vocabulary_of(places[-1]) if places else None
+
+
+def vocabulary_of(path: Path) -> int | None:
+    """vocab_size of a Hugging Face config.json, also of a composite model's text part."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(data, dict):
+        return None
+    inner = data.get("text_config")
+    size = number(data.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None))
+    return int(size) if size is not None and math.isfinite(size) and size > 1 else None

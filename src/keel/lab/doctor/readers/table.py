@@ -1,0 +1,93 @@
+"""A CSV or JSONL file, its columns named by `--map`."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.lab.doctor.history import History, series_of
+from keel.lab.doctor.names import from_map, renamed
+
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
+
+
+def parse_map(text: str | None) -> dict[str, str]:
+    """`kl=train_kl,reward=score` as {name: column}."""
+    found: dict[str, str] = {}
+    for pair in filter(None, (part.strip() for part in (text or "").split(","))):
+        name, equals, column = pair.partition("=")
+        if not equals or not column:
+            raise KeelError(f"--map {pair!r} is not name=column, such as kl=train_kl,reward=score")
+        from_map(name.strip())
+        found[name.strip()] = column.strip()
+    return found
+
+
+def read_table(path: Path, mapping: Mapping[str, str] | None = None) -> History:
+    """Columns as `mapping` names them, the others by the names that Keel, TRL and verl use."""
+    rows = _rows(path)
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    given = dict(mapping or {})
+    for name, column in given.items():
+        if column not in columns:
+            there = ", ".join(columns) or "none"
+            raise KeelError(f"--map {name}={column}: {path} has no column {column!r}; there are: {there}")
+    step = given.pop("step", None) or next((name for name in columns if name.lower() in _STEPS), "step")
+    series = series_of(rows, step)
+    found, unused = renamed({name: values for name, values in series.items() if name not in given.values()})
+    found |= {from_map(name): series[column] for name, column in given.items() if column in series}
+    if not found:
+        raise KeelError(
+            f"no column of {path} is known: name them with --map kl=COLUMN,reward=COLUMN; "
+            f"there are: {', '.join(columns) or 'none'}"
+        )
+    notes = [f"read {len(rows)} rows of {path}; steps from {step!r}" if step in columns else f"read {len(rows)} rows"]
+    if step not in columns:
+        notes.append("no step column: rows are counted from 1; name it with --map step=COLUMN")
+    if unused:
+        notes.append(f"not used: {', '.join(sorted(unused))}")
+    missing = ("a table holds no options: checks that need the configuration are left out",)
+    return History("table", path, found, missing=missing, notes=tuple(notes))
+
+
+_STEPS = ("step", "global_step", "_step", "steps", "iteration", "train/global_step")
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8-sig", errors="replace")
+    except OSError as error:
+        raise KeelError(f"cannot read {path}: {error.strerror or error}") from error
+    if path.suffix in (".csv", ".tsv"):
+        lines = csv.DictReader(text.splitlines(), delimiter="\t" if path.suffix == ".tsv" else ",")
+        rows: list[dict[str, Any]] = [{k: v for k, v in _numbers(row).items() if v != ""} for row in lines]
+    else:
+        rows = [row for row in map(_object, text.splitlines()) if row]
+    if not rows:
+        raise KeelError(f"{path} has no rows")
+    return rows
+
+
+def _object(line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line) if line.strip() else {}
+    except ValueError:  # the last line of a file that is being written
+        return {}
+    return row if isinstance(row, dict) else {}
+
+
+def _numbers(row: Mapping[str | None, Any]) -> dict[str, Any]:
+    """Cells as numbers where they are some; an empty cell was not measured and is left out."""
+    found: dict[str, Any] = {}
+    for name, cell in row.items():
+        if name is None:
+            continue
+        try:
+            found[name] = float(cell) if cell not in (None, "") else ""
+        except (TypeError, ValueError):
+            found[name] = cell
+    return found

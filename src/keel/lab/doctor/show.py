@@ -1,0 +1,153 @@
+"""docs/doctor.md from the data that the doctor itself goes by: `python -m keel.lab.doctor.show > docs/doctor.md`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+
+from keel.base.thresholds import shipped_thresholds
+from keel.lab.doctor.findings import CODES
+from keel.lab.doctor.names import SHORT, TRL, TRL_OPTIONS, VERL
+from keel.lab.doctor.suspects import ROWS, Row
+
+PAGE = """\
+# What is wrong, and how that is decided
+
+`keel doctor` looks at a run, or at a configuration before it is run, and says what is wrong, worst first: a code, a
+severity, the evidence with its figures and steps, the likely cause, and the option to change. This page is generated
+from the tables that the doctor goes by: `python -m keel.lab.doctor.show > docs/doctor.md`.
+
+<!-- not run: runs and logs of others; tests/lab/doctor runs each kind -->
+```bash
+keel doctor runs/default                     # a run of Keel's, finished or running
+keel doctor configs/default.yaml             # a configuration: the preflight, on one small batch
+keel doctor trl-output/                      # TRL: trainer_state.json of the folder or of its checkpoints
+keel doctor tensorboard/                     # any TensorBoard folder with the names of Keel, TRL or verl
+keel doctor log.csv --map step=it,kl=my_kl   # a CSV or JSONL file
+```
+
+| option | what it does |
+| --- | --- |
+| `--json` | prints `findings` (a list of objects with `code`, `severity`, `evidence`, `cause`, `advice`, and \
+`options`, the advice's proposals as lists of overrides), \
+`hypotheses`, `unchecked`, `notes` and `raised_thresholds` |
+| `--map kl=COLUMN,…` | names the columns of a table, or the tags of a TensorBoard folder |
+| `--threshold NAME=VALUE` | another value for a threshold, shown in the output if it makes an alarm less sensitive |
+| `--write` | keeps the findings in `findings.json` of a Keel run; nothing is written otherwise |
+
+Exit status: 0 healthy (notes allowed), 1 errors or warnings, 2 could not run. A run writes its own `findings.json` when
+it ends, the codes go into `summary.json`, and the report shows them at the top. In Python:
+`keel.lab.doctor.examine.examine("runs/default")` and
+`keel.lab.doctor.preflight.preflight(load_config("configs/default.yaml"))` return a `Diagnosis`.
+
+What could not be decided is listed with the reason: a log without KL says nothing about KL, and the doctor says that it
+does not. A run's log shows symptoms; where several causes have the same one, the finding names them and the preflight
+tells them apart by experiment.
+
+## The preflight
+
+`keel doctor CONFIG` builds the real model, task, engine and reference and runs one experiment after another on one
+small batch, each for one cause. `keel doctor configs/default.yaml warmstart=null`, the tiny model without its warm
+start, takes 11 s of processor time on one core, 25 s by the clock on a machine busy with other work; a configuration's
+warm start comes on top and is cut where it takes too long.
+
+{probes}
+
+## Hypotheses
+
+The last table lists what was suspected in two investigations of failed runs: H01 to H08 of a multi-hop run that did not
+learn, E01 on the chain by which a chess run blew up. Each is confirmed, ruled out, or not testable here, with the
+figure that decides, what it interacts with, and what to do next. A finding confirms. That nothing was found rules
+nothing out: it takes a figure on the safe side of its threshold, by any one way of the fourth column; a row whose
+codes could not be checked stays open. H03 asks what the KL term is, which no batch has to decide: the
+[table of proven pairings](kl.md) says along which gradient the configured one pulls, and the preflight measures that
+the code does so. Plain k3 in the loss pulls along ∇KL(ref‖policy) and so confirms it: `kl.gradient=auto` is the other.
+
+{hypotheses}
+
+## Codes
+
+Worst first: errors before warnings before notes, and among equals a cause before what it causes. Severity is the usual
+one; a check may find a milder case. Names in backticks are thresholds of the next table.
+
+{codes}
+
+## Thresholds
+
+Each alarm lies above or below its value. Other values go into a configuration, `doctor: {{thresholds: {{kl_over_budget:
+0.4}}}}`, or behind `--threshold`. One that makes an alarm less sensitive is itself a finding, the note
+`doctor/threshold-raised`, in the output, in `findings.json` and so in the report.
+
+{thresholds}
+
+## Logs of other trainers
+
+Metrics are read under their writer's names, with or without `train/` before them. What a log does not hold is listed
+as not checked.
+
+TRL (1.16), from `log_history`; with `logging_steps` above 1 each figure is a mean, and KL at the start cannot be seen.
+Options come from `training_args.bin` beside it, which is read as data: nothing in it is run.
+
+{trl}
+
+verl, from its TensorBoard folder or a table of its metrics.
+
+{verl}
+
+Options of TRL that the checks use: {options}.
+
+`--map` takes these names, or Keel's own metric names.
+
+{short}
+"""
+
+
+def doctor_page() -> str:
+    """docs/doctor.md."""
+    from keel.lab.doctor.probes import PROBES  # loads torch
+
+    codes = ((f"`{c.name}`", c.severity, c.meaning, c.decided) for c in CODES.values())
+    limits = (
+        (f"`{t.name}`", f"{t.alarm} {t.value:g}", t.unit, t.source, t.reason) for t in shipped_thresholds().values()
+    )
+    tried = ((name, (inspect.getdoc(probe) or "").splitlines()[0]) for name, probe in PROBES)
+    rows = ((f"{row.name} {row.title}", row.priority, _confirmed(row), _ways(row), row.interacts) for row in ROWS)
+    return PAGE.format(
+        probes=_table(("experiment", "what it does"), tried),
+        hypotheses=_table(("hypothesis", "priority", "confirmed by", "ruled out by", "interacts with"), rows),
+        codes=_table(("code", "severity", "what it means", "how it is decided"), codes),
+        thresholds=_table(("threshold", "alarm", "unit", "source", "reason"), limits),
+        trl=_names("TRL", TRL),
+        verl=_names("verl", VERL),
+        options=", ".join(f"`{name}`" for name in TRL_OPTIONS),
+        short=_names("--map", SHORT),
+    )
+
+
+def _confirmed(row: Row) -> str:
+    """The codes; and the formula, where it pulls elsewhere."""
+    codes = ", ".join(f"`{code}`" for code in row.codes)
+    return codes + "; or a formula whose gradient is another than ∇KL(policy‖ref)" * row.by_formula
+
+
+def _ways(row: Row) -> str:
+    """The ways to rule a row out, each a list of figures that all have to be safe."""
+
+    def said(name: str, side: str, limit: str | float) -> str:
+        return f"`{name}` {side} {f'`{limit}`' if isinstance(limit, str) else f'{limit:g}'}"
+
+    first = "the configured formula, before and after a run alike; where it is not known " if row.by_formula else ""
+    return first + "; or ".join(" and ".join(said(*figure) for figure in way.figures) for way in row.clears)
+
+
+def _names(whose: str, names: dict[str, str]) -> str:
+    return _table((whose, "Keel"), ((f"`{theirs}`", f"`{ours}`") for theirs, ours in names.items()))
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    print(doctor_page(), end="")

@@ -1,0 +1,25 @@
+"""The lab at the end of a run: the doctor's findings and the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from keel.run.hooks import AtEnd
+
+
+def findings(run: Path) -> list[dict[str, Any]]:
+    """What the doctor says of a finished run."""
+    from keel.lab.doctor.examine import examine
+
+    return [dict(finding) for finding in examine(run).as_dict()["findings"]]
+
+
+def report(run: Path) -> None:
+    """report.html of a finished run."""
+    from keel.lab.report import write_report
+
+    write_report([run], run / "report.html")
+
+
+AT_END = AtEnd(findings=findings, report=report)

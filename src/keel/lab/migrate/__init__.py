@@ -1,0 +1,1 @@
+"""`keel migrate`: configurations and scripts of other trainers, translated."""

@@ -1,0 +1,250 @@
+"""`keel migrate`: a configuration of TRL or verl as one of Keel's, and what of it has no counterpart."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.config import aliases, text
+from keel.config.load import is_option, put, read_config
+from keel.config.verl_values import IN_LOSS, IN_REWARD, A, M, R
+from keel.lab.migrate.peer_files import Reading, read
+
+# What a peer does where its configuration is silent and Keel does something else.
+TRL_DEFAULTS: Mapping[str, Any] = {
+    "loss_type": "dapo",
+    "scale_rewards": "group",
+    "epsilon": 0.2,
+    "max_completion_length": 512,
+    "per_device_train_batch_size": 8,
+    "lr_scheduler_type": "linear",
+    "gradient_checkpointing": True,
+    "save_steps": 500,
+    "save_total_limit": None,
+    "eval_strategy": "no",
+    "num_train_epochs": 3.0,
+    "seed": 42,
+}
+# Read where β is above 0.
+TRL_KL_DEFAULTS: Mapping[str, Any] = {"use_bias_correction_kl": True}
+VERL_DEFAULTS: Mapping[str, Any] = {
+    IN_LOSS: False,
+    IN_REWARD: False,
+    "algorithm.adv_estimator": "gae",
+    "algorithm.norm_adv_by_std_in_grpo": True,
+    "data.train_batch_size": 1024,
+    "data.max_response_length": 512,
+    "data.max_prompt_length": 512,
+    A + "loss_agg_mode": "token-mean",
+    A + "ppo_mini_batch_size": 256,
+    A + "clip_ratio": 0.2,
+    A + "clip_ratio_c": 3.0,
+    A + "optim.weight_decay": 0.01,
+    M + "enable_gradient_checkpointing": True,
+    R + "n": 1,
+    R + "val_kwargs.temperature": 0.0,
+    R + "val_kwargs.n": 1,
+    "trainer.total_epochs": 30,
+    "trainer.test_freq": -1,
+}
+# What verl reads while a switch of its KL term is on.
+VERL_SWITCHED: Mapping[str, Mapping[str, Any]] = {
+    IN_LOSS: {A + "kl_loss_coef": 0.001, A + "kl_loss_type": "low_var_kl"},
+    IN_REWARD: {
+        "algorithm.kl_penalty": "kl",
+        "algorithm.kl_ctrl.type": "fixed",
+        "algorithm.kl_ctrl.kl_coef": 0.001,
+        "algorithm.kl_ctrl.horizon": 10000,
+        "algorithm.kl_ctrl.target_kl": 0.1,
+    },
+}
+# TRL's penalty is k3, reduced as its loss is; Keel's own default is another reduction.
+TRL_PENALTY: Mapping[str, Any] = {"kl.estimator": "k3", "kl.reduction": "loss"}
+
+
+@dataclass(frozen=True)
+class Became:
+    """One option of the peer's file: what it became, or why nothing (`reason`); `note` says what differs."""
+
+    name: str
+    value: Any
+    options: Mapping[str, Any]
+    reason: str = ""
+    note: str = ""
+    silent: bool = False  # a default of the peer's that its file does not name
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether it has a counterpart whose value only the user knows."""
+        return "by hand" in self.reason
+
+
+@dataclass(frozen=True)
+class Migration:
+    """The whole result: `tree` is Keel's configuration, `rows` account for every option of the file."""
+
+    origin: str
+    tree: Mapping[str, Any]
+    rows: tuple[Became, ...]
+    refused: str | None = None  # why Keel does not take the result as it is
+    missing: str | None = None  # the result is right, but this machine lacks a package that it needs
+
+    @property
+    def without(self) -> list[Became]:
+        """The options that have no counterpart, or one that is set by hand."""
+        return [row for row in self.rows if row.reason]
+
+    def yaml(self) -> str:
+        """The configuration as a page that `keel train` takes: the options that were set, and no others."""
+        return "".join(f"{line}\n" for line in _yaml(self.tree, ""))
+
+
+def migrate(path: Path) -> Migration:
+    """Read a configuration of TRL or verl: YAML, JSON, a Python file with `GRPOConfig(…)`, or a shell script."""
+    reading = read(path)
+    names = [*reading.values, *reading.by_hand]
+    origin = "verl" if any(name.startswith(("actor_rollout_ref.", "algorithm.")) for name in names) else "TRL"
+    known = {**aliases.table(), **{alias.name: alias for alias in dict(aliases.tables())[origin]}}
+    values = {name: value for name, value in reading.values.items() if (name, value) != ("max_steps", -1)}
+    silent = _silent(origin, reading, values)
+    given = {**silent, **values, **{name: held for name, (held, _) in reading.by_hand.items()}}
+    rows = [_became(name, value, given, known, silent=name in silent) for name, value in {**silent, **values}.items()]
+    rows += [Became(name, held, {}, reason) for name, (held, reason) in reading.by_hand.items()]
+    rows += [Became(name, "an object", {}, note=f"read from {call}(…)") for name, call in reading.elsewhere.items()]
+    if len(values) < len(reading.values):
+        rows.append(Became("max_steps", -1, {}, note="leaves the length to num_train_epochs"))
+    tree: dict[str, Any] = {}
+    for row in sorted(rows, key=lambda row: not row.silent):  # what the file says overrides what the peer would do
+        for option, value in row.options.items():
+            put(tree, option, value, str(path))
+    if origin == "TRL" and _number(values.get("beta")):
+        named = {name for row in rows for name in row.options}
+        added = {option: value for option, value in TRL_PENALTY.items() if option not in named}
+        for option, value in added.items():
+            put(tree, option, value, str(path))
+        rows.append(Became("beta", "its KL term", added, note=_KL_NOTE, silent=True))
+    if tree.get("rollout", {}).get("engine") == "vllm":
+        put(tree, "rollout.engine", "native", str(path))
+        rows.append(Became("vllm", "its engine", {"rollout.engine": "native"}, note=_ENGINE_NOTE, silent=True))
+    problems = [reading.twice, _disagreement(rows), _estimator(rows), *_penalty(rows, given, tree)]
+    refused, missing = _refusal(tree)
+    said = [problem for problem in (*problems, refused) if problem]
+    return Migration(origin, tree, tuple(rows), "; ".join(said) or None, missing)
+
+
+_ENGINE_NOTE = "Keel samples with its own engine, which shares the policy's weights"
+_KL_NOTE = (
+    "as TRL computes it; leave kl.reduction out for a β that means the same under every loss, and kl.gradient for the "
+    "form that Keel picks"
+)
+
+
+def _silent(origin: str, reading: Reading, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The peer's defaults for what its file does not name."""
+    if origin == "TRL":
+        defaults = {**TRL_DEFAULTS, **(TRL_KL_DEFAULTS if _number(values.get("beta")) else {})}
+        if values.get("loss_type", "dapo") not in ("grpo", "bnpo", "dr_grpo", "dapo"):
+            del defaults["epsilon"]  # those that clip between 1 ± epsilon
+        also = {
+            "per_device_train_batch_size": ("generation_batch_size",),
+            "save_steps": ("save_strategy",),
+            "eval_strategy": ("eval_steps", "evaluation_strategy"),
+            "num_train_epochs": ("max_steps",),
+        }
+    else:
+        on = [switch for switch in VERL_SWITCHED if values.get(switch) is True]
+        defaults = {**VERL_DEFAULTS, **{name: value for switch in on for name, value in VERL_SWITCHED[switch].items()}}
+        also = {
+            "data.max_response_length": (R + "response_length",),
+            "trainer.total_epochs": ("trainer.total_training_steps",),
+        }
+    named = {name for name in (*values, *reading.by_hand) if values.get(name, "") is not None}
+    return {
+        name: value
+        for name, value in defaults.items()
+        if name not in reading.values and name not in reading.by_hand and not named.intersection(also.get(name, ()))
+    }
+
+
+def _became(
+    name: str, value: Any, given: Mapping[str, Any], known: Mapping[str, aliases.Alias], *, silent: bool
+) -> Became:
+    alias = known.get(name)
+    if alias is None and is_option(name):
+        return Became(name, value, {name: value}, silent=silent)
+    if alias is None:
+        return Became(name, value, {}, "neither Keel nor its table of options knows it", silent=silent)
+    try:
+        options = alias.apply(value, given)
+    except KeelError as error:
+        reason = re.sub(rf"^{re.escape(name)}(=\S+)? has no counterpart: ", "", str(error))
+        return Became(name, value, {}, reason, silent=silent)
+    return Became(name, value, options, note=alias.note, silent=silent)
+
+
+# ------------------------------------------------------------------------------------------------- refusals
+
+
+def _disagreement(rows: Sequence[Became]) -> str | None:
+    """Two options of the file that give one of Keel's two values."""
+    said: dict[str, tuple[Any, str, str]] = {}
+    for row in rows:
+        for target, value in row.options.items() if not row.silent else ():
+            if target in said and said[target][0] != value:
+                return str(aliases.disagree(target, said[target][1:], (row.name, text.dump(row.value))))
+            said[target] = (value, row.name, text.dump(row.value))
+    return None
+
+
+def _estimator(rows: Sequence[Became]) -> str | None:
+    """A method that Keel does not have makes another training run of the whole file."""
+    row = next((row for row in rows if row.name == "algorithm.adv_estimator" and row.reason), None)
+    if row is None:
+        return None
+    default = ", verl's default" if row.silent else ""
+    return f"algorithm.adv_estimator={text.dump(row.value)}{default}: {row.reason}"
+
+
+def _penalty(rows: Sequence[Became], given: Mapping[str, Any], tree: Mapping[str, Any]) -> Iterator[str]:
+    """A KL term that the file has and the result would lose."""
+    on = [switch for switch in VERL_SWITCHED if given.get(switch) is True]
+    beta = tree.get("kl", {}).get("beta")
+    if on and not _number(beta):
+        yield f"{on[0]} is on while β is {beta or 0}: set kl.beta above 0, or turn the switch off"
+    read_now = {"beta", *VERL_SWITCHED, *(name for switch in on for name in VERL_SWITCHED[switch])}
+    for row in rows:
+        if row.name in read_now and row.reason:
+            yield f"the KL term depends on {row.name}={text.dump(row.value)}: {row.reason}"
+
+
+def _refusal(tree: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """(why the result is no configuration of Keel's, what this machine lacks to run it)."""
+    try:
+        read_config(tree, installed=False)
+    except KeelError as error:
+        return str(error), None
+    try:
+        read_config(tree)
+    except KeelError as error:
+        return None, str(error)
+    return None, None
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _yaml(tree: Mapping[str, Any], indent: str) -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield f"{indent}{key}:"
+            yield from _yaml(value, indent + "  ")
+        else:
+            yield f"{indent}{key}: {text.dump(value)}"
+
+
+__all__ = ["Became", "Migration", "migrate"]

@@ -1,0 +1,199 @@
+"""Reading a peer's configuration: YAML, JSON, a Python file that is not run, a shell script that is not run."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.config import aliases, text
+from keel.config.load import leaves
+from keel.lab.migrate.interpolate import arithmetic, interpolated, undetermined
+from keel.lab.migrate.shell import SHELLS, options_of_script
+
+COMPUTED = "its value is computed in Python: set Keel's option by hand"
+VARIABLE = "holds a shell variable: set by hand"
+INTERPOLATED = "holds an interpolation that this file does not settle: set by hand"
+# Arguments of a trainer's class that are objects in Python and options here.
+_OBJECTS = {
+    "reward_funcs": "rewards are named in rewards: [{name, weight}], by hand; a function of yours is module:attr",
+    "train_dataset": "give the file or hub name as data.path, by hand",
+    "eval_dataset": "give the file or hub name as task.eval_path, by hand",
+    "peft_config": "LoRA is model.lora: {r, alpha, dropout, targets}, by hand",
+    "args": "no GRPOConfig call was found: set its options by hand",
+    "processing_class": "the tokenizer comes with model.name",
+    "callbacks": "give them to keel.train(callbacks=[…])",
+    "tools": "tools belong to the task",
+    "model": "set model.name by hand",
+}
+# Arguments whose object is itself a call that is read: nothing is left to do about them.
+_READ_WITH = {"args": "GRPOConfig", "peft_config": "LoraConfig"}
+# The calls that are read, each with the names of its arguments without one.
+_CALLS = {
+    "GRPOConfig": ("output_dir",),
+    "GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"),
+    "LoraConfig": (),
+}
+_LORA = {"r": "r", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets"}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a file says: options with values, options without one and why, arguments read elsewhere, repetitions."""
+
+    values: Mapping[str, Any]
+    by_hand: Mapping[str, tuple[Any, str]] = field(default_factory=dict)  # name → (what the file holds, the reason)
+    elsewhere: Mapping[str, str] = field(default_factory=dict)  # argument → the call that it was read from
+    twice: str | None = None  # an option given twice with two values
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.values or name in self.by_hand
+
+
+def read(path: Path) -> Reading:
+    """The options of a TRL or verl configuration by dotted name."""
+    if not path.is_file():
+        raise KeelError(f"no file at {path}: give a TRL or verl configuration (.yaml, .json, .py or .sh)")
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise KeelError(f"cannot read {path}: {error}") from None
+    if path.suffix == ".py":
+        reading = _python(content, path)
+    elif path.suffix in SHELLS:
+        reading = _settled(options_of_script(content, path), VARIABLE)
+    else:
+        reading = _settled(_mapping(content, path), INTERPOLATED)
+    if not reading.values:
+        raise KeelError(f"{path} names no option: expected a GRPOConfig, a YAML mapping or key=value words")
+    return reading
+
+
+def _settled(pairs: Iterable[tuple[str, Any]], reason: str) -> Reading:
+    """Interpolations of the file's own options are filled in; what still holds a `$` is left to the user."""
+    said = [(aliases.normal(name), value) for name, value in pairs]
+    values, twice = _once(said)
+    filled = {name: interpolated(name, value, values) for name, value in values.items()}
+    open_ones = {name: (value, reason) for name, value in filled.items() if undetermined(value)}
+    return Reading({name: value for name, value in filled.items() if name not in open_ones}, open_ones, twice=twice)
+
+
+def _once(pairs: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], str | None]:
+    values: dict[str, Any] = {}
+    twice = None
+    for name, value in pairs:
+        if name in values and values[name] != value:
+            twice = twice or str(aliases.disagree("", (name, text.dump(values[name])), (name, text.dump(value))))
+        values[name] = value
+    return values, twice
+
+
+def _mapping(content: str, path: Path) -> Iterator[tuple[str, Any]]:
+    if path.suffix == ".json":
+        try:
+            data = json.loads(content)
+        except ValueError as error:
+            raise KeelError(f"{path} is not JSON: {error}") from None
+    else:
+        data = text.parse(content, str(path))
+    if not isinstance(data, Mapping):
+        raise KeelError(f"{path} holds a {type(data).__name__}: a configuration is a mapping of options")
+    for name, value in leaves("", data):
+        if "defaults" in (name, name.rpartition(".")[2]) or name.endswith("_target_"):
+            continue  # hydra's own: which files to compose, which class to make
+        yield name, value
+
+
+# --------------------------------------------------------------------------------------------------- Python
+
+
+def _python(content: str, path: Path) -> Reading:
+    """The literal arguments of `GRPOConfig(…)`, `GRPOTrainer(…)` and `LoraConfig(…)`; nothing is executed."""
+    try:
+        module = ast.parse(content)
+    except SyntaxError as error:
+        raise KeelError(f"{path} is not Python: line {error.lineno}: {error.msg}") from None
+    constants = _constants(module)
+    calls = [(_called(node), node) for node in ast.walk(module) if isinstance(node, ast.Call)]
+    found = {name for name, _ in calls}
+    said: list[tuple[str, Any]] = []
+    by_hand: dict[str, tuple[Any, str]] = {}
+    elsewhere: dict[str, str] = {}
+    for called, call in calls:
+        if called not in _CALLS:
+            continue
+        for name, node in (*zip(_CALLS[called], call.args, strict=False), *_arguments(call, constants)):
+            try:
+                value = _literal(node, constants) if node is not None else _unknown()
+            except ValueError:
+                if _READ_WITH.get(name) in found:
+                    elsewhere[name] = _READ_WITH[name]
+                else:
+                    by_hand[name] = ("an object", _OBJECTS.get(name, COMPUTED))
+                continue
+            if called == "LoraConfig" and name in _LORA:
+                said.append((f"model.lora.{_LORA[name]}", value))
+            elif called != "LoraConfig" or name not in ("task_type", "bias"):  # what every causal model's adapter says
+                said.append(("model.name" if name == "model" else name, value))
+    if not said and not by_hand:
+        raise KeelError(f"{path} calls no GRPOConfig, GRPOTrainer or LoraConfig: there is nothing to migrate")
+    values, twice = _once(said)
+    return Reading(values, {n: why for n, why in by_hand.items() if n not in values}, elsewhere, twice)
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def _unknown() -> Any:
+    raise ValueError
+
+
+def _constants(module: ast.Module) -> dict[str, ast.expr]:
+    """Names that are assigned once in the file; one assigned twice has a value only when the file runs."""
+    assigned: list[tuple[str, ast.expr]] = []
+    for node in ast.walk(module):
+        if isinstance(node, ast.Assign):
+            assigned += [(target.id, node.value) for target in node.targets if isinstance(target, ast.Name)]
+        elif isinstance(node, ast.AnnAssign | ast.AugAssign) and isinstance(node.target, ast.Name) and node.value:
+            assigned.append((node.target.id, node.value))
+    times = Counter(name for name, _ in assigned)
+    return {name: value for name, value in assigned if times[name] == 1}
+
+
+def _arguments(call: ast.Call, constants: Mapping[str, ast.expr]) -> Iterator[tuple[str, ast.expr | None]]:
+    """A call's arguments by name; `**{…}` and `**dict(…)` are opened where they are written out."""
+    for keyword in call.keywords:
+        if keyword.arg is not None:
+            yield keyword.arg, keyword.value
+            continue
+        inner = keyword.value
+        if isinstance(inner, ast.Name):
+            inner = constants.get(inner.id, inner)
+        if isinstance(inner, ast.Call) and _called(inner) == "dict" and not inner.args:
+            yield from _arguments(inner, constants)
+        elif isinstance(inner, ast.Dict):
+            for key, value in zip(inner.keys, inner.values, strict=True):
+                if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                    yield key.value, value
+                else:
+                    yield "**", None
+        else:
+            yield "**", None
+
+
+def _literal(node: ast.expr, constants: Mapping[str, ast.expr], depth: int = 0) -> Any:
+    """The value of a literal, of a name that a literal was assigned to, or of whole numbers' arithmetic."""
+    if isinstance(node, ast.Name) and node.id in constants and depth < 5:
+        return _literal(constants[node.id], constants, depth + 1)
+    if isinstance(node, ast.BinOp):
+        return arithmetic(node, lambda name: _literal(constants[name], constants, depth + 1) if depth < 5 else None)
+    return ast.literal_eval(node)
+
+
+__all__ = ["Reading", "read"]

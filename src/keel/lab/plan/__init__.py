@@ -1,0 +1,1 @@
+"""`keel plan`: memory and time of a step before anything runs."""

@@ -1,0 +1,155 @@
+"""`keel plan`: memory and time of a step before anything runs, by a rehearsal of the real passes on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from keel.config import Config, load_config
+from keel.lab.plan.hardware import Hardware
+from keel.lab.plan.rehearse import Found, full_micros, rehearse, rollout_waves
+from keel.lab.plan.shapes import longest_prompt, place, shaped_policy, shaped_reference, source_of
+from keel.models.head import causal_lm
+from keel.models.load import LoadedModel
+from keel.rollout.native.graph import has_fixed_rotations
+from keel.rollout.native.lean import is_llama_shaped
+
+GIB = 2**30
+_GRAPHED = 0.25  # of a layer's launch where decoding steps are CUDA graphs: 2.1 ms for 9.5 ms were measured on an H200
+_SAMPLING_LAYERS = 6  # drawing and writing down a token is about as many small operations as this many layers
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes by part, peaks by phase, and seconds of one step; `parts` are the update's, which is mostly the peak.
+
+    `host` are bytes in main memory beside the device (offloaded parts); on a CPU they count in the peaks.
+    """
+
+    parameters: int
+    trainable: int
+    parts: dict[str, int]
+    phases: dict[str, int]
+    host: int
+    seconds: dict[str, float]
+    flops: float
+    prompt_tokens: int
+    hardware: Hardware
+
+    @property
+    def peak(self) -> int:
+        return max(self.phases.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.hardware.memory_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "hardware"}
+        return {**plain, "peak": self.peak, "fits": self.fits, "hardware": vars(self.hardware)}
+
+
+def plan(config: Config, hardware: Hardware, prompt_tokens: int | None = None) -> Plan:
+    """The worst step of a run: every completion as long as it may be, every prompt as long as the longest seen.
+
+    The reference's pass and the update's are the real ones, run on tensors that have shapes and no memory, so that
+    their peaks are counted rather than guessed; times are counted operations over the hardware's speed.
+    """
+    tokenizer, build = source_of(config)
+    prompt = prompt_tokens or longest_prompt(config, tokenizer)
+    with torch.device("meta"):  # shapes alone: nothing is allocated and nothing is read
+        loaded = shaped_policy(config, tokenizer, build, hardware)
+        reference = shaped_reference(config, loaded, build)
+    micros = full_micros(config, loaded, prompt)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for model in {id(m): m for m in (loaded.model, reference) if m is not None}.values():
+            place(model)
+        found = rehearse(config, loaded, reference, micros, hardware, prompt)
+    return Plan(
+        parameters=sum(p.numel() for p in loaded.model.parameters()),
+        trainable=sum(p.numel() for p in loaded.model.parameters() if p.requires_grad),
+        parts=found.parts,
+        phases=found.phases,
+        host=found.host,
+        seconds=_seconds(config, loaded, hardware, found),
+        flops=sum(found.flops.values()),
+        prompt_tokens=prompt,
+        hardware=hardware,
+    )
+
+
+def make_it_fit(config: Config, hardware: Hardware, prompt_tokens: int | None = None) -> list[tuple[list[str], Plan]]:
+    """What can be changed until a step fits, one thing after another, each with the plan it leads to.
+
+    The list ends with the first that fits, or with the last resort.
+    """
+    tried: list[tuple[list[str], Plan]] = []
+    given: dict[str, str] = {}
+    for override in _remedies(config):
+        given[override.partition("=")[0]] = override
+        overrides = list(given.values())
+        tried.append((overrides, plan(load_config(config, overrides), hardware, prompt_tokens)))
+        if tried[-1][1].fits:
+            return tried
+    return tried
+
+
+def _remedies(config: Config) -> Iterator[str]:
+    """From the cheapest in time to the dearest."""
+    tokens = config.optim.microbatch_tokens
+    for size in (tokens // 2, tokens // 4, tokens // 8):
+        if size >= 256:
+            yield f"optim.microbatch_tokens={size}"
+    if not config.model.gradient_checkpointing:
+        yield "model.gradient_checkpointing=true"
+    kept = config.reference.kind in ("auto", "frozen") and config.model.lora is None and config.needs_reference
+    if kept and not config.reference.params.get("offload"):
+        yield "reference.offload=true"
+    if not config.optim.offload:
+        yield "optim.offload=true"
+    rows, waves = rollout_waves(config)
+    if waves == 1 and rows >= 4 * config.rollout.num_generations:
+        yield f"rollout.max_batch={rows // 4}"
+    if config.model.lora is None:
+        yield "model.lora={r: 16}"
+
+
+def _seconds(config: Config, loaded: LoadedModel, hardware: Hardware, found: Found) -> dict[str, float]:
+    """Operations over speed, and `layer_s` for each layer that is launched.
+
+    A decode step reads weights and cache once, or computes, whichever takes longer. A backward pass launches twice what
+    a forward pass does.
+    """
+    flops, parts = found.flops, found.parts
+    single, half = hardware.flops_single, hardware.flops_half
+    speed = single if loaded.dtype == torch.float32 else half
+    passes = speed if config.optim.precision in ("auto", "float32") else half
+    rows, waves = rollout_waves(config)
+    model = causal_lm(loaded.model)
+    layers = model.config.num_hidden_layers
+    computing = 2.0 * sum(p.numel() for p in model.parameters()) * rows / speed
+    reading = waves * (parts["weights"] + parts["cache"] / 2) / hardware.bytes_per_s
+    graphed = (
+        hardware.kind == "cuda" and config.rollout.cuda_graphs and is_llama_shaped(model) and has_fixed_rotations(model)
+    )
+    launching = waves * (layers + _SAMPLING_LAYERS) * hardware.layer_s * (_GRAPHED if graphed else 1.0)
+    micros = found.micros * config.optim.minibatches
+    seconds = {
+        "rollout": config.rollout.max_completion_length * (max(computing, reading) + launching)
+        + flops["rollout"] / speed,
+        "reference": 0.0,
+        "update": flops["update"] / passes
+        + micros * config.loss.num_iterations * 3 * layers * hardware.layer_s
+        + 4 * parts["optimizer"] / hardware.bytes_per_s,
+    }
+    if "reference" in flops:
+        seconds["reference"] = flops["reference"] / passes + micros * layers * hardware.layer_s
+    return {**seconds, "step": sum(seconds.values())}
+
+
+__all__ = ["GIB", "Plan", "make_it_fit", "plan"]

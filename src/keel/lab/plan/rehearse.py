@@ -1,0 +1,300 @@
+"""The passes of one step on tensors without memory: their peaks by phase, their parts, their operations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keel.base.types import Completion, Group, Problem, Reward
+from keel.config import Config
+from keel.lab.plan.hardware import Hardware
+from keel.lab.plan.live import CudaAutocast, LiveBytes, Operations
+from keel.models.branches import Piece, as_on_cuda, may_branch, pieces_of
+from keel.models.chunked import default_chunk
+from keel.models.head import Head, body_of, causal_lm, evaluating
+from keel.models.load import LoadedModel
+from keel.models.logprobs import score_hidden, states_at_once
+from keel.models.pack import PackedBatch, microbatches, pack
+from keel.rollout.native.decode import may_join
+from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
+from keel.run.build import autocast_dtype, build_optimizer
+
+_PREFILL_TOKENS = 16384  # as the engine reads prompts
+_NOISE_AHEAD = 16
+
+
+@dataclass(frozen=True)
+class FullLength(PackedBatch):
+    """A packed batch whose completions all have the full length: what is scored does not depend on the data."""
+
+    def scored(self) -> tuple[Tensor, Tensor]:
+        return self.gather.flatten(), self.tokens.flatten()
+
+    def spread(self, values: Tensor) -> Tensor:
+        return values.view(self.tokens.shape)
+
+
+@dataclass(frozen=True)
+class Micro:
+    """A microbatch, and its structure for long rows; both of real numbers, as fake ones cannot be read."""
+
+    packed: FullLength
+    pieces: list[Piece]
+
+
+@dataclass
+class Found:
+    """What a rehearsal counts: bytes by part, peaks and operations by phase, bytes that rest in main memory."""
+
+    parts: dict[str, int] = field(default_factory=dict)
+    phases: dict[str, int] = field(default_factory=dict)
+    flops: dict[str, float] = field(default_factory=dict)
+    host: int = 0
+    micros: int = 0
+
+
+def full_micros(config: Config, loaded: LoadedModel, prompt: int) -> list[Micro]:
+    """The microbatches of one update at full length, as `pack_step` cuts them."""
+    rollout, length = config.rollout, config.rollout.max_completion_length
+    tokens = (1,) * length
+    one = Completion(tokens, (True,) * length, (0.0,) * length, (0.0,) * length, "", "length")
+    count = rollout.num_generations
+    members = [
+        Group(Problem(str(i), "."), (1,) * prompt, (one,) * count, (Reward(0.0),) * count)
+        for i in range(math.ceil(rollout.prompts_per_step / config.optim.minibatches))
+    ]
+    packed: list[Micro] = []
+    for part in microbatches(members, config.optim.microbatch_tokens, shared_prefix=True):
+        row = min(max(prompt + len(g.completions) * (length - 1) for g in part), config.optim.microbatch_tokens)
+        batch = pack(part, loaded.pad_id, shared_prefix=True, max_row_tokens=row)
+        full = FullLength(**{f.name: getattr(batch, f.name) for f in fields(PackedBatch)})
+        packed.append(Micro(full, pieces_of(full)))
+    return packed
+
+
+def rehearse(
+    config: Config,
+    loaded: LoadedModel,
+    reference: nn.Module | None,
+    micros: list[Micro],
+    hardware: Hardware,
+    prompt: int,
+) -> Found:
+    """One step of a run that has made some already, so that the optimizer's moments are there."""
+    return _Rehearsal(config, loaded, reference, micros, hardware).run(prompt)
+
+
+class _Rehearsal:
+    """A step's models and microbatches, and the count of what lives."""
+
+    def __init__(
+        self,
+        config: Config,
+        loaded: LoadedModel,
+        reference: nn.Module | None,
+        micros: list[Micro],
+        hardware: Hardware,
+    ) -> None:
+        self.config, self.loaded, self.reference = config, loaded, reference
+        self.micros, self.hardware = micros, hardware
+        self.half = autocast_dtype(config, loaded)
+        self.live = LiveBytes()
+        self.found = Found(micros=len(micros))
+
+    def run(self, prompt: int) -> Found:
+        config, live, found, model = self.config, self.live, self.found, self.loaded.model
+        parts, reference = found.parts, self.reference
+        parts["weights"] = live.hold((*model.parameters(), *model.buffers()))
+        parts["reference"] = 0 if reference is None else live.hold((*reference.parameters(), *reference.buffers()))
+        masters = self._masters()
+        parts["reference"] += masters
+        live.now += masters
+        optimizer = build_optimizer(config, self.loaded)
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        for parameter in trainable:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.inner.step()
+        optimizer.inner.zero_grad(set_to_none=True)
+        moments = [x for state in optimizer.inner.state.values() for x in state.values() if torch.is_tensor(x)]
+        parts["optimizer"] = live.hold(moments)
+        parts["workspaces"] = self.hardware.workspace_bytes
+        live.now += parts["workspaces"]
+        resting_reference, resting_moments = self._resting()
+        found.host = resting_reference + resting_moments
+        live.now -= found.host
+        kept: list[Tensor] = []
+        if reference is not None:
+            with self._phase("reference", visiting=resting_reference):
+                kept = self._score_reference(reference)
+            found.flops["reference"] *= len(self.micros) * config.optim.minibatches
+        parts["reference states"] = sum(x.untyped_storage().nbytes() for x in kept)
+        with self._phase("update"):
+            for number, micro in enumerate(self.micros[:2]):  # with the second, gradients are there beside activations
+                self._backward(micro, kept[number] if kept else None)
+            parts["gradients"] = sum(p.grad.untyped_storage().nbytes() for p in trainable if p.grad is not None)
+        found.flops["update"] *= len(self.micros) / min(2, len(self.micros))
+        found.flops["update"] *= config.optim.minibatches * config.loss.num_iterations
+        with self._phase("optimizer step", visiting=resting_moments):
+            optimizer.inner.step()
+        optimizer.inner.zero_grad(set_to_none=True)
+        kept.clear()
+        with self._phase("rollout"), torch.no_grad():
+            cache = self._rollout(prompt)
+        there = ("weights", "reference", "optimizer", "workspaces", "reference states", "gradients")
+        parts["activations"] = found.phases["update"] - sum(parts[name] for name in there) + found.host
+        parts["cache"] = cache
+        return found
+
+    def _masters(self) -> int:
+        """Bytes of the fp32 copy that a moving average of half-precision weights is kept in."""
+        half = self.loaded.dtype in (torch.bfloat16, torch.float16)
+        if self.reference is None or self.loaded.lora is not None or self.config.reference.kind != "ema" or not half:
+            return 0
+        return 4 * sum(p.numel() for p in self.reference.parameters())
+
+    @contextmanager
+    def _phase(self, name: str, visiting: int = 0) -> Iterator[None]:
+        """Counts a phase's peak and operations; `visiting` bytes come from main memory for as long as it lasts."""
+        operations = Operations()
+        self.live.now += visiting
+        self.live.peak = self.live.now
+        cuda = self.hardware.kind == "cuda"
+        half = CudaAutocast() if cuda and self.half is not None else nullcontext()
+        with self.live, operations, half, as_on_cuda() if cuda else nullcontext():
+            yield
+        self.live.now -= visiting
+        self.found.phases[name] = self.live.peak
+        self.found.flops[name] = operations.total
+
+    def _resting(self) -> tuple[int, int]:
+        """Bytes of the reference (all but its head) and of the moments in main memory; on a CPU it is the same."""
+        if self.hardware.kind == "cpu":
+            return 0, 0
+        resting = 0
+        offload = self.config.reference.params.get("offload") and self.loaded.lora is None
+        if offload and self.reference is not None:
+            head = {id(p) for p in causal_lm(self.reference).get_output_embeddings().parameters()}
+            whole = (*self.reference.parameters(), *self.reference.buffers())
+            resting = sum(x.nbytes for x in whole if id(x) not in head)
+        return resting, self.found.parts["optimizer"] if self.config.optim.offload else 0
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.half is None else torch.autocast("cpu", dtype=self.half)
+
+    def _hidden(self, model: nn.Module, micro: Micro) -> Tensor:
+        """By structure wherever nothing forbids it: whether that is exact for a model takes its weights to tell."""
+        branch = may_branch(body_of(model), micro.packed)
+        return states_at_once(model, micro.packed, micro.pieces if branch else None)
+
+    def _chunk(self, head: Head) -> int:
+        """As scoring chooses it on the planned device."""
+        weight = getattr(head.module, "weight", None)
+        return default_chunk(len(weight) if weight is not None else 2**17, torch.device(self.hardware.kind))
+
+    def _score_reference(self, reference: nn.Module) -> list[Tensor]:
+        """One microbatch's pass; with exact KL the hidden states of all of them, which are kept."""
+        micro, head = self.micros[0], _head(reference)
+        with evaluating(reference), self._autocast():
+            hidden = self._hidden(reference, micro)
+            score_hidden(
+                hidden,
+                head,
+                micro.packed,
+                temperature=self.config.rollout.temperature or 1.0,
+                chunk_tokens=self._chunk(head),
+            )
+        if not self.config.kl.needs_exact:
+            return []
+        every = self.micros * self.config.optim.minibatches
+        return [hidden, *(hidden.new_empty(m.packed.tokens.numel(), hidden.shape[1]) for m in every[1:])]
+
+    def _backward(self, micro: Micro, kept: Tensor | None) -> None:
+        reference, head = self.reference, _head(self.loaded.model)
+        exact = kept is not None and reference is not None
+        with self._autocast():
+            scores = score_hidden(
+                self._hidden(self.loaded.model, micro),
+                head,
+                micro.packed,
+                temperature=self.config.rollout.temperature or 1.0,
+                entropy=True,
+                exact_kl=exact,
+                ref_policy=exact,
+                ref_hidden=kept,
+                ref_head=_head(reference) if reference is not None else None,
+                chunk_tokens=self._chunk(head),
+            )
+        loss = scores.logp.sum() + (scores.exact_kl.sum() if scores.exact_kl is not None else 0.0)
+        loss.backward()
+
+    def _rollout(self, prompt: int) -> int:
+        """One wave: its prompts are read, each once, then the newest token of all rows; returns its cache's bytes."""
+        from transformers.cache_utils import DynamicCache
+
+        rollout, shape = self.config.rollout, causal_lm(self.loaded.model).config
+        rows = int(min(rollout.prompts_per_step * rollout.num_generations, rollout.max_batch or math.inf))
+        groups = math.ceil(rows / rollout.num_generations)
+        heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+        size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+        length, layers = rollout.max_completion_length, shape.num_hidden_layers
+        model, whole = self.loaded.model, max(1, _PREFILL_TOKENS // prompt)
+        with evaluating(model):
+            caches: list[list[tuple[Tensor, Tensor]]] = []
+            for start in range(0, groups, whole):
+                read: Any = DynamicCache(config=shape)
+                ids = torch.ones(min(whole, groups - start), prompt, dtype=torch.long)
+                body_of(model)(input_ids=ids, past_key_values=read, use_cache=True)
+                caches.append([(layer.keys, layer.values) for layer in read.layers])
+                del read
+            prefix = caches[0] if len(caches) == 1 else [_joined(layer) for layer in zip(*caches, strict=True)]
+            del caches
+            own = torch.empty(layers, 2, rows, heads, length, size, dtype=self.loaded.dtype)
+            together = rows == rollout.prompts_per_step * rollout.num_generations
+            joins = not together or (rollout.max_turns > 1 and rollout.join_turns)
+            joins = joins and may_join(self.hardware.kind, rows)
+            moved = torch.empty_like(own) if joins else own[:0]  # rows that join are put beside the others anew
+            pairs = sum(x.untyped_storage().nbytes() for pair in prefix for x in pair)
+            cache = pairs + own.untyped_storage().nbytes()
+            kept = torch.empty(self._kept(cache, rows), dtype=torch.uint8)
+            noise = None
+            if rollout.temperature:
+                keys = torch.ones(_NOISE_AHEAD, rows, dtype=torch.long)
+                noise = gumbel(keys, keys, sum(block_shape(shape.vocab_size)))[0]
+            scores = torch.empty(rows, shape.num_attention_heads, prompt + length, dtype=self.loaded.dtype)
+            weights = scores.softmax(-1, dtype=torch.float32).to(self.loaded.dtype)
+            del scores, weights
+            logits = torch.empty(rows, shape.vocab_size, dtype=self.loaded.dtype)
+            draw(logits, SamplingParams(temperature=rollout.temperature), noise)
+        return cache + moved.nbytes + kept.nbytes
+
+    def _kept(self, cache: int, rows: int) -> int:
+        """Bytes of keys and values that are kept between turns, of the rows of all waves at their longest."""
+        rollout = self.config.rollout
+        if rollout.max_turns == 1:
+            return 0
+        waves = math.ceil(rollout.prompts_per_step * rollout.num_generations / rows)
+        return min(int(rollout.kept_gib * 2**30), cache * waves)
+
+
+def _joined(pairs: tuple[tuple[Tensor, Tensor], ...]) -> tuple[Tensor, Tensor]:
+    return torch.cat([keys for keys, _ in pairs]), torch.cat([values for _, values in pairs])
+
+
+def _head(model: nn.Module) -> Head:
+    """The head as it stands: its scale and soft cap cost no memory, and measuring them needs real numbers."""
+    return Head(causal_lm(model).get_output_embeddings(), 1.0, None)
+
+
+def rollout_waves(config: Config) -> tuple[int, int]:
+    """Rows of a step, and waves that they are sampled in."""
+    rows = config.rollout.prompts_per_step * config.rollout.num_generations
+    return rows, math.ceil(rows / (config.rollout.max_batch or rows))
+
+
+__all__ = ["Found", "Micro", "full_micros", "rehearse", "rollout_waves"]

@@ -1,0 +1,1 @@
+"""A checkpoint's model to a hub or a folder, and back."""

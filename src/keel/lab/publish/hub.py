@@ -1,0 +1,198 @@
+"""To a hub and back: a checkpoint's model with its card, through huggingface_hub."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.models.load import first_line
+from keel.rollout.native.weights import merge
+from keel.run.subject import Subject, find_subject, model_folder
+from keel.trainer.card import MODEL_CODE, is_hub_name
+from keel.trainer.checkpoint import save_weights
+from keel.trainer.integrity import MANIFEST, TRAINER, WARMSTART
+
+_REPO = re.compile(r"[\w.\-]+(/[\w.\-]+)?")
+CARD = "README.md"
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """Where a model went and what went there; `notes` say what those who pull it must know."""
+
+    url: str
+    files: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+def push(
+    source: str,
+    repo: str,
+    *,
+    checkpoint: str | None = None,
+    private: bool = False,
+    merged: bool = False,
+    api: Any = None,
+) -> Pushed:
+    """Upload the model of a run (its newest checkpoint, `best`, or a step) or of a folder, in one commit.
+
+    `merged` puts a LoRA adapter into its base first and uploads whole weights. `trainer/` stays here: it is for
+    resuming. `api` is an object with HfApi's `create_repo`, `repo_info` and `create_commit` (default: HfApi itself).
+    """
+    _check_repo(repo)
+    folder = model_folder(source, checkpoint)
+    if not wants_merging(folder, merged):
+        return _upload(folder, repo, private, api, _adapter_notes(folder) if _is_adapter(folder) else ())
+    with tempfile.TemporaryDirectory(prefix="keel-merged-") as place:
+        merge_adapter(find_subject(str(folder)), folder, Path(place))
+        return _upload(Path(place), repo, private, api, ())
+
+
+def wants_merging(folder: Path, merged: bool) -> bool:
+    """`merged`, once it is clear that there is something to merge."""
+    if merged and not _is_adapter(folder):
+        raise KeelError(f"--merged is for LoRA adapters, and {folder} holds whole weights: leave it out")
+    return merged
+
+
+def _is_adapter(folder: Path) -> bool:
+    return (folder / "adapter_config.json").is_file()
+
+
+def pull(repo: str, folder: str | Path, *, revision: str | None = None) -> Path:
+    """Download a model's files into a new folder, ready for `model.name`; nothing that came with it is run."""
+    from huggingface_hub import snapshot_download
+
+    _check_repo(repo)
+    place = Path(folder).expanduser()
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise KeelError(f"{place} is there already and not empty: name a folder that is not")
+    with one_line(f"pull {repo}"):
+        snapshot_download(repo_id=repo, revision=revision, local_dir=str(place))
+    return place
+
+
+def brings_code(folder: Path) -> bool:
+    """Whether a model's folder wants Python code of its own to be run."""
+    for name in ("config.json", "tokenizer_config.json"):
+        try:
+            if json.loads((folder / name).read_text(encoding="utf-8")).get("auto_map"):
+                return True
+        except (OSError, ValueError, AttributeError):
+            continue
+    return False
+
+
+def merge_adapter(subject: Subject, folder: Path, place: Path) -> None:
+    """The base with the adapter's update added to its weights, in the ordinary format, with the adapter's card."""
+    model = subject.config.model.model_copy(update={"quantization": None})  # what is rounded cannot be added to
+    loaded = replace(subject, config=subject.config.model_copy(update={"model": model})).load()
+    save_weights(place, merge(loaded.model), loaded.tokenizer)
+    card = folder / CARD
+    if card.is_file():
+        (place / CARD).write_text(_card_of_whole(card.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+@contextmanager
+def one_line(doing: str) -> Iterator[None]:
+    """What a hub can answer, or fail to, as one line with its remedy."""
+    import httpx
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise KeelError(f"cannot {doing}: access is granted on request; ask for it on its page, then log in") from None
+    except errors.RepositoryNotFoundError as error:
+        why = "the token is not valid: log in again with `hf auth login`" if _status(error) == 401 else ""
+        why = (
+            why or "there is no such model, or it is private and you are not logged in: check the name, `hf auth login`"
+        )
+        raise KeelError(f"cannot {doing}: {why}") from None
+    except errors.RevisionNotFoundError:
+        raise KeelError(f"cannot {doing}: it has no such revision: check --revision") from None
+    except errors.HfHubHTTPError as error:
+        raise KeelError(f"cannot {doing}: {_refusal(error)}") from None
+    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, httpx.TransportError, OSError) as error:
+        offline = "HF_HUB_OFFLINE is set" if isinstance(error, errors.OfflineModeIsEnabled) else first_line(error)
+        raise KeelError(
+            f"cannot {doing}: the hub cannot be reached ({offline}): check the network, HF_ENDPOINT"
+        ) from None
+
+
+def _upload(folder: Path, repo: str, private: bool, api: Any, notes: tuple[str, ...]) -> Pushed:
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    hub = HfApi() if api is None else api
+    operations = []
+    for path in model_files(folder):
+        name = path.relative_to(folder).as_posix()
+        data: Any = public_card(path.read_text(encoding="utf-8"), repo).encode() if name == CARD else str(path)
+        operations.append(CommitOperationAdd(path_in_repo=name, path_or_fileobj=data))
+    with one_line(f"push to {repo}"):
+        url = hub.create_repo(repo_id=repo, private=private or None, exist_ok=True, repo_type="model")
+        # one that is there already keeps its visibility, whatever was asked for
+        if private and not hub.repo_info(repo_id=repo, repo_type="model").private:
+            raise KeelError(f"{repo} is there already and public: make it private on its page, or leave out --private")
+        hub.create_commit(
+            repo_id=repo, operations=operations, commit_message=f"{folder.name} by keel push", repo_type="model"
+        )
+    names = tuple(operation.path_in_repo for operation in operations)
+    if CARD not in names:
+        notes += ("the folder has no README.md, so the model has no card",)
+    return Pushed(str(url), names, notes)
+
+
+def model_files(folder: Path) -> list[Path]:
+    """A model's files, without what resuming needs and what tools keep to themselves (a pulled folder has .cache)."""
+
+    def stays(parts: tuple[str, ...]) -> bool:
+        return parts[0] in (TRAINER, MANIFEST, WARMSTART) or any(part.startswith(".") for part in parts)
+
+    return sorted(p for p in folder.rglob("*") if p.is_file() and not stays(p.relative_to(folder).parts))
+
+
+def _check_repo(repo: str) -> None:
+    if not _REPO.fullmatch(repo):
+        raise KeelError(f"{repo!r} is no name on a hub: write owner/name")
+
+
+def _adapter_notes(folder: Path) -> tuple[str, ...]:
+    """An adapter is worth as much as its base can be found."""
+    base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if base and is_hub_name(base):
+        return ()
+    named = f"its base {base!r} is not a name on a hub" if base else "it does not name its base"
+    return (f"the adapter was pushed alone and {named}: use --merged for weights that others can load",)
+
+
+def public_card(card: str, repo: str) -> str:
+    """The card as the hub shows it: loaded by its name there, and without the part that stayed here."""
+    card = card.replace("path/to/this/folder", repo)
+    return re.sub(r"\n`trainer/` holds [^\n]*\n", "\n", card).rstrip() + "\n"
+
+
+def _card_of_whole(card: str) -> str:
+    """An adapter's card, once its update is part of the weights."""
+    card = card.replace("library_name: peft", "library_name: transformers", 1)
+    return re.sub(r"```python\n.*?\n```", f"```python\n{MODEL_CODE}\n```", card, count=1, flags=re.DOTALL)
+
+
+def _status(error: Any) -> int | None:
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def _refusal(error: Any) -> str:
+    status = _status(error)
+    if status == 401:
+        return "the hub does not know your token: log in with `hf auth login`, or set HF_TOKEN"
+    if status == 403:
+        return "your token may not do this: use one with write access to this name"
+    return f"the hub answered {status}: {first_line(error)}" if status else first_line(error)

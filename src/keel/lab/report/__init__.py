@@ -1,0 +1,33 @@
+"""A run directory as one self-contained HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from keel.base.errors import KeelError
+from keel.base.files import one_line_errors, write_atomic
+from keel.loggers.rundir import REPORT
+
+__all__ = ["write_report"]
+
+
+def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
+    """Read the runs and write their report; where it went.
+
+    One run's report goes into its own directory, that of several beside the first one as `comparison.html`, unless
+    `out` says otherwise.
+    """
+    from keel.lab.report.html import page
+    from keel.lab.report.read import read_run
+
+    if not runs:
+        raise KeelError("no run directory given; name at least one, such as runs/default")
+    paths = [Path(run) for run in runs]
+    found = [read_run(path) for path in paths]
+    if out is None:
+        out = paths[0] / REPORT if len(paths) == 1 else paths[0].resolve().parent / "comparison.html"
+    with one_line_errors(f"cannot create {Path(out).parent}"):
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(Path(out), page(found))
+    return Path(out)

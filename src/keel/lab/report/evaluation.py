@@ -1,0 +1,148 @@
+"""What a person reads of an evaluation: a table, and a picture of bars with their intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from keel.lab.report.picture import picture
+
+Data = Mapping[str, Any]
+
+
+def show_evaluation(data: Data, console: Console) -> None:
+    """Print the data of `keel eval`: figures of each task, what the task adds, and retention beside a baseline."""
+    records = data["tasks"]
+    ks = sorted({int(k) for record in records for k in record.get("pass@k", ())} - {1})
+    greedy = " (greedy)" if all(record["greedy"] for record in records) else ""
+    table = _table(
+        f"{data['model']}, temperature {data['temperature']:g}{greedy}: right answers, % [95 % interval]", console
+    )
+    table.add_column("problems\n× samples", justify="right")
+    for k in (1, *ks):
+        table.add_column(f"pass@{k}", justify="right", no_wrap=True)
+    for record in records:
+        shares = [_share(record.get("pass@k", {}).get(str(k)), record["pass_at_ci95"].get(str(k))) for k in ks]
+        table.add_row(
+            _label(record),
+            f"{record['n']} × {record['samples']}",
+            _share(record.get("pass@1"), record.get("ci95")),
+            *shares,
+        )
+    console.print(table)
+    table = _table("completions", console)
+    for name in ("reward", "parsed", "truncated", "mean tokens"):
+        table.add_column(name, justify="right")
+    for record in records:
+        table.add_row(
+            _label(record),
+            f"{record['reward']:.3f}",
+            f"{100 * record['parsed_fraction']:.1f} %",
+            f"{100 * record['truncated_fraction']:.1f} %",
+            f"{record['length_mean']:.1f}",
+        )
+    console.print(table)
+    _show_extra(records, console)
+    if data["baseline"] is not None:
+        _show_retention(data, console)
+
+
+def _table(title: str, console: Console) -> Table:
+    """A table under a title that may be wider than it."""
+    console.print(title, style="bold", markup=False, highlight=False)
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("task", overflow="fold")
+    return table
+
+
+def _show_extra(records: Sequence[Data], console: Console) -> None:
+    """The tasks' own figures, where they have any."""
+    rows = [(record, name, value) for record in records for name, value in record.get("extra", {}).items()]
+    if not rows:
+        return
+    beside = any("baseline" in record for record in records)
+    table = _table("figures of the tasks' own", console)
+    table.add_column("figure")
+    for name in ("before", "after") if beside else ("value",):
+        table.add_column(name, justify="right")
+    for record, name, value in rows:
+        before = record.get("baseline", {}).get("extra", {}).get(name)
+        shown = ("–" if before is None else f"{before:.4g}",) if beside else ()
+        table.add_row(_label(record), name, *shown, f"{value:.4g}")
+    console.print(table)
+
+
+def _show_retention(data: Data, console: Console) -> None:
+    for figure, scale, unit, form in (("pass@1", 100, ", %", ".1f"), ("reward", 1, " (no answers)", ".3f")):
+        records = [record for record in data["tasks"] if figure in record["difference"]]
+        if not records:
+            continue
+        title = f"{figure} before ({data['baseline']}) and after{unit} [95 % interval of the paired difference]"
+        table = _table(title, console)
+        for name in ("before", "after", "difference"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for record in records:
+            sides = (f"{scale * side[figure]:{form}}" for side in (record["baseline"], record))
+            table.add_row(_label(record), *sides, _difference(record["difference"], figure, scale, form))
+        console.print(table)
+        console.print(f"[dim]interval of the difference: {records[0]['difference']['method']}[/]")
+
+
+def _label(record: Data) -> str:
+    return f"{record['task']} ({record['split']})" if record["split"] != "given" else str(record["task"])
+
+
+def _share(value: float | None, interval: Sequence[float] | None) -> str:
+    if value is None or interval is None:
+        return "–"
+    return escape(f"{100 * value:.1f} [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]")
+
+
+def _difference(difference: Data, figure: str, scale: float, form: str) -> str:
+    """Green where it surely rose, red where it surely fell: the interval does not hold 0."""
+    mean, interval = difference[figure], difference["ci95"]
+    if interval is None:
+        return f"{scale * mean:+{form}}"
+    said = escape(f"{scale * mean:+{form}} [{scale * interval[0]:+{form}}, {scale * interval[1]:+{form}}]")
+    if interval[0] > 0:
+        return f"[green]{said}[/]"
+    return f"[red]{said}[/]" if interval[1] < 0 else said
+
+
+def plot_evaluation(data: Data, path: Path) -> None:
+    """Bars of pass@1 and of the largest pass@k with 95 % intervals, the baseline's beside them."""
+    records = data["tasks"]
+    ks = sorted({int(k) for record in records for k in record.get("pass@k", ())} - {1})
+    bars = [(data["model"], "pass@1", lambda r: (r.get("pass@1"), r.get("ci95")))]
+    if ks:
+        top = str(ks[-1])
+        get = lambda r: (r.get("pass@k", {}).get(top), r["pass_at_ci95"].get(top))  # noqa: E731
+        bars.append((data["model"], f"pass@{top}", get))
+    if data["baseline"] is not None:
+        before = [(data["baseline"], name, lambda r, get=get: get(r["baseline"])) for _, name, get in bars]
+        bars = [pair for both in zip(before, bars, strict=True) for pair in both]
+    width = 0.8 / len(bars)
+    colours = ["#b8c4d6", "#2b6cb0", "#ecd0b2", "#c05621"] if data["baseline"] is not None else ["#2b6cb0", "#c05621"]
+    with picture(path) as plt:
+        figure, axis = plt.subplots(figsize=(max(6.0, 1.2 + 1.1 * len(records) * max(1.5, len(bars) / 1.5)), 4.2))
+        for place, ((model, name, get), colour) in enumerate(zip(bars, colours, strict=False)):
+            found = [(i, *get(record)) for i, record in enumerate(records) if get(record)[0] is not None]
+            middles = [i + (place - (len(bars) - 1) / 2) * width for i, _, _ in found]
+            values = [100 * value for _, value, _ in found]
+            errors = [
+                [max(0.0, 100 * (value - ci[0])) for _, value, ci in found],
+                [max(0.0, 100 * (ci[1] - value)) for _, value, ci in found],
+            ]
+            axis.bar(middles, values, width * 0.92, yerr=errors, capsize=3, color=colour, label=f"{name}, {model}")
+        axis.set_xticks(range(len(records)), [str(record["task"]) for record in records])
+        axis.set(ylabel="right answers (%), with 95 % intervals", ylim=(0, 105))
+        axis.grid(axis="y", alpha=0.3)
+        axis.set_axisbelow(True)
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, frameon=False, fontsize=8)
+        figure.tight_layout()

@@ -1,0 +1,152 @@
+"""One page that holds everything: style, script, charts and data, with nothing to load from anywhere."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+
+from keel.lab.report import samples, sections
+from keel.lab.report.charts import COLOURS, HEIGHT, WIDTH, Panel, svg, thin
+from keel.lab.report.panels import panels
+from keel.lab.report.read import Run
+from keel.lab.report.verdict import sentences, state
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The report of one run, or of several over each other."""
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
+    drawn = [(panel, picture) for panel in panels(runs) if (picture := svg(panel))]
+    body = [f"<header><p class='muted'>Keel run report</p><h1>{escape(title)}</h1></header>"]
+    if len(runs) > 1:
+        body.append(block("Comparison", sections.comparison(runs)))
+    body += [verdict(run, index, len(runs)) for index, run in enumerate(runs)]
+    if len(runs) > 1:
+        body.append(block("Options that differ", sections.differences(runs) or "<p class='muted'>None.</p>"))
+    body.append(block("Findings", per_run(runs, sections.findings, opened=True)))
+    body.append(block("Curves", curves(drawn, len(runs) > 1)))
+    for heading, make in (
+        ("Skills before and after", sections.retention_table),
+        ("Sample completions", samples.section if len(runs) == 1 else samples.before_and_after),
+        ("Timeline", sections.timeline),
+    ):
+        body.append(block(heading, per_run(runs, make, opened=heading != "Timeline")))
+    body.append(block("Configuration", per_run(runs, sections.configuration, opened=False, folded=True)))
+    body.append(block("Versions", per_run(runs, sections.versions, opened=False, folded=True)))
+    return document(title, "".join(body), chart_data([panel for panel, _ in drawn]))
+
+
+def document(title: str, body: str, data: str) -> str:
+    """The frame. The policy lets only this very script run and nothing be loaded, whatever a completion contains."""
+    style, script = resource("page.css"), resource("page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>Keel · {escape(title)}</title><style>{style}</style></head>\n<body><main>{body}</main>"
+        f'<script type="application/json" id="charts">{data}</script><script>{script}</script></body></html>\n'
+    )
+
+
+def resource(name: str) -> str:
+    """A file that lies beside this one in the package."""
+    return files("keel.lab.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def embed(data: object) -> str:
+    """JSON that cannot end the script element it stands in."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def chart_data(drawn: Sequence[Panel]) -> str:
+    """The numbers of every chart, for reading them off under the pointer."""
+    charts = []
+    for panel in drawn:
+        kept = [thin(series) for series in panel.series]
+        curves = [
+            {
+                "label": series.label,
+                "x": [x for x, _ in series.points],
+                "y": [None if y is None else float(f"{y:.6g}") for _, y in series.points],
+                "e": [None if b is None else float(f"{(b[1] - b[0]) / 2:.3g}") for b in series.error],
+            }
+            for series in kept
+        ]
+        charts.append({"title": panel.title, "across": panel.across, "names": list(panel.names), "series": curves})
+    return embed({"width": WIDTH, "height": HEIGHT, "charts": charts})
+
+
+def block(heading: str, content: str) -> str:
+    """A section with its heading; nothing where there is no content."""
+    return f"<section><h2>{escape(heading)}</h2>{content}</section>" if content else ""
+
+
+def verdict(run: Run, index: int, count: int) -> str:
+    """The answer first: what happened, in sentences, then the few figures, then what is missing."""
+    kind, _ = state(run)
+    tone = {"completed": "good", "aborted": "bad", "running": "plain"}.get(kind, "warn")
+    name = f"<i class='key k{index % 8}'></i> {escape(run.name)} " if count > 1 else "Verdict "
+    lines = "".join(f"<li class='{tone}'>{escape(text)}</li>" for tone, text in sentences(run))
+    cards = "".join(
+        f"<div class='card'><span>{escape(label)}</span><b>{escape(figure)}</b><small>{escape(small)}</small></div>"
+        for label, figure, small in sections.headline(run)
+    )
+    absent = ""
+    if run.missing:
+        items = "".join(f"<li>{escape(note)}</li>" for note in run.missing)
+        heading = f"What is missing from this run ({len(run.missing)})"
+        absent = f"<details class='missing'><summary>{heading}</summary><ul>{items}</ul></details>"
+    figures = f"<div class='cards'>{cards}</div>" if count == 1 else ""
+    return (
+        f"<section class='verdict'><h2>{name}<span class='pill {tone}'>{escape(kind)}</span></h2>"
+        f"{figures}<ul class='words'>{lines}</ul>{absent}</section>"
+    )
+
+
+def curves(drawn: Sequence[tuple[Panel, str]], several: bool = False) -> str:
+    """All charts in a grid that is one column on a phone."""
+    if not drawn:
+        return "<p class='muted'>No steps have been recorded yet.</p>"
+    parts = []
+    for index, (panel, picture) in enumerate(drawn):
+        keys = "".join(
+            f"<span><i class='key k{series.colour % COLOURS}{' dashed' * series.dashed}'></i>"
+            f"{escape(series.label)}</span>"
+            for series in panel.series
+            if several or len(panel.series) > 1
+        )
+        scale = "log scale" if "data-log" in picture else ""
+        small = " · ".join(escape(text) for text in (panel.unit, panel.hint, scale) if text)
+        parts.append(
+            f"<figure data-chart='{index}'><figcaption><b>{escape(panel.title)}</b> <small>{small}</small></figcaption>"
+            f"{picture}<div class='legend'>{keys}</div><output></output></figure>"
+        )
+    marked = any(panel.marks for panel, _ in drawn)
+    told = ["Dotted lines: guards, rollbacks and resumes of the timeline."] if marked else []
+    told += ["Ticks at the bottom: checkpoints."] if any(panel.saves for panel, _ in drawn) else []
+    given_up = any(series.label.startswith("abandoned") for panel, _ in drawn for series in panel.series)
+    told += ["Dashed: attempts that a rollback gave up."] if given_up else []
+    note = f"<p class='muted'>{' '.join(told)}</p>" if told else ""
+    return f"{note}<div class='charts'>{''.join(parts)}</div>"
+
+
+def per_run(runs: Sequence[Run], make: object, opened: bool, folded: bool = False) -> str:
+    """The same content for each run: as it is for one, folded under its name for several."""
+    assert callable(make)
+    made = [(run, make(run)) for run in runs]
+    made = [(run, content) for run, content in made if content]
+    if len(runs) == 1 and not folded:
+        return made[0][1] if made else ""
+    return "".join(
+        f"<details{' open' if opened and index == 0 else ''}><summary>{escape(run.name)}</summary>{content}</details>"
+        for index, (run, content) in enumerate(made)
+    )

@@ -1,0 +1,231 @@
+"""Which metrics are drawn together, for one run or several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from keel.lab.report.charts import Panel, Series
+from keel.lab.report.read import Run, curve_of, number
+
+# (title, unit, hint, [(metric, label)]): in this order on the page.
+PANELS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    ("Reward", "mean of a step", "", [("reward/mean", "mean"), ("reward/penalized", "after the KL in the reward")]),
+    ("KL penalty weight", "β", "", [("kl/beta", "β")]),
+    ("KL(policy‖reference) a sequence", "nats per sequence", "", [("kl/policy_ref/sequence/mean", "sequence")]),
+    ("Entropy", "nats per token", "falling fast: the policy stops exploring", [("entropy/mean", "entropy")]),
+    ("Gradient norm", "before clipping", "", [("grad/norm", "norm")]),
+    ("Completion length", "tokens", "", [("length/mean", "mean"), ("length/max", "longest")]),
+    (
+        "Clipped ratios",
+        "fraction of tokens",
+        "how much of the update the clip holds back",
+        [("ratio/clip_low_fraction", "low"), ("ratio/clip_high_fraction", "high")],
+    ),
+    (
+        "Groups without variance",
+        "fraction of groups",
+        "all completions earned the same: no policy gradient from them",
+        [("reward/zero_variance_fraction", "zero variance")],
+    ),
+    (
+        "Output",
+        "fraction of completions",
+        "",
+        [("parse/ok_fraction", "answer readable"), ("length/truncated_fraction", "cut at the length limit")],
+    ),
+    (
+        "Turns and tool calls",
+        "an episode",
+        "",
+        [("turn/count_mean", "turns of the model"), ("tool/calls_mean", "tool calls")],
+    ),
+    (
+        "Tool calls that went wrong",
+        "an episode",
+        "",
+        [
+            ("tool/malformed", "malformed call"),
+            ("tool/unknown_tool", "unknown tool"),
+            ("tool/bad_arguments", "bad arguments"),
+            ("tool/failed", "tool failed"),
+            ("tool/timeout", "tool too slow"),
+            ("tool/too_many", "too many calls"),
+            ("tool/too_long", "result cut"),
+        ],
+    ),
+    (
+        "Episodes without a usable end",
+        "an episode",
+        "unfinished: stopped by rollout.max_turns",
+        [
+            ("answer/missing", "no answer"),
+            ("answer/list", "answer is a list"),
+            ("answer/unknown_document", "cites no document"),
+            ("turn/unfinished_fraction", "unfinished"),
+        ],
+    ),
+    ("Loss", "", "", [("loss/policy", "policy term"), ("loss/kl", "β × KL term")]),
+    (
+        "KL(sampler‖policy)",
+        "nats per token",
+        "near 0 unless the engine and the trainer disagree",
+        [("kl/sampler_policy/k1/mean", "k1"), ("kl/sampler_policy/k3/mean", "k3")],
+    ),
+    (
+        "Time a step",
+        "seconds",
+        "",
+        [(f"time/{phase}_s", phase) for phase in ("rollout", "score", "update", "sync", "total")],
+    ),
+    ("Speed", "tokens per second", "", [("speed/tokens_per_s", "tokens/s")]),
+    ("Learning rate", "", "", [("optim/learning_rate", "learning rate")]),
+]
+
+PART = "reward/part/"
+KL_KINDS = ("k3", "k1", "exact")
+FROM_ZERO = {"Completion length", "Time a step", "Speed", "Gradient norm"}
+NOTABLE = ("guard", "rollback", "stop", "resume", "abort", "spike", "nan", "interrupt", "over-budget", "tool/errors")
+# Where an attempt that was given up is drawn beside what became of the run: dashed, the first metric of the chart only.
+TOLD_TWICE = {"Reward", "Gradient norm", "Learning rate", "KL(policy‖reference) a sequence"}
+
+
+def panels(runs: Sequence[Run]) -> list[Panel]:
+    """Every chart that has data, accuracy, reward, KL and β first; a colour a metric, or a run if there are several."""
+    drawn = [_from_metrics(runs, *spec) for spec in PANELS]
+    order = (_accuracy(runs), drawn[0], *_parts(runs), *_kl(runs), *drawn[1:])
+    return [panel for panel in order if panel is not None]
+
+
+def marks(runs: Sequence[Run]) -> list[float]:
+    """The steps of events worth a line in every chart; of one run only, since several would be a thicket."""
+    if len(runs) != 1:
+        return []
+    found = {
+        step
+        for event in runs[0].events
+        if any(word in str(event.get("kind", "")) for word in NOTABLE)
+        and (step := number(event.get("step"))) is not None
+    }
+    return sorted(found)[:40]
+
+
+def _from_metrics(runs: Sequence[Run], title: str, unit: str, hint: str, names: list[tuple[str, str]]) -> Panel | None:
+    curves: list[Series] = []
+    for index, run in enumerate(runs):
+        for order, (metric, label) in enumerate(names):
+            if len(runs) > 1 and order and title == "Time a step":
+                continue
+            if metric == "reward/penalized" and run.series(metric) == run.series("reward/mean"):
+                continue
+            points = run.series("time/total_s" if len(runs) > 1 and title == "Time a step" else metric)
+            if any(y is not None for _, y in points):
+                shown = label if (len(names) > 1 and title != "Time a step") or len(runs) == 1 else ""
+                curves.append(_series(runs, index, order, shown, points))
+    if not curves:
+        return None
+    if title in TOLD_TWICE:
+        curves += _abandoned(runs, names[0][0])
+    title = "Time a step, all phases" if len(runs) > 1 and title == "Time a step" else title
+    return Panel(title, unit, curves, hint, marks(runs), title in FROM_ZERO, saves(runs))
+
+
+def _parts(runs: Sequence[Run]) -> list[Panel | None]:
+    """What the reward is made of, before weights: all parts together for one run, a chart each for several."""
+    names = sorted({name for run in runs for name in run.metric_names if name.startswith(PART)})
+    labelled = [(name, name.removeprefix(PART)) for name in names]
+    if len(runs) == 1:
+        return [_from_metrics(runs, "Reward parts", "mean of a step, before weights", "", labelled)]
+    return [_from_metrics(runs, f"Reward part: {label}", "mean of a step", "", [(n, label)]) for n, label in labelled]
+
+
+def _abandoned(runs: Sequence[Run], metric: str) -> list[Series]:
+    """The attempts of a single run that a rollback gave up, from colours that the chart has not used."""
+    given_up = runs[0].abandoned if len(runs) == 1 else ()
+    curves = [(name, curve_of(lines, metric)) for name, lines in given_up]
+    return [
+        Series(f"abandoned {name}", points, 4 + order, dashed=True)
+        for order, (name, points) in enumerate(curves)
+        if any(y is not None for _, y in points)
+    ]
+
+
+def saves(runs: Sequence[Run]) -> list[float]:
+    """The steps at which checkpoints were saved, of one run only."""
+    events = runs[0].events if len(runs) == 1 else ()
+    kept = {number(event.get("step")) for event in events if event.get("kind") == "checkpoint"}
+    return sorted(step for step in kept if step is not None)
+
+
+def _series(
+    runs: Sequence[Run],
+    index: int,
+    order: int,
+    label: str,
+    points: list[tuple[float, float | None]],
+    error: Sequence[tuple[float, float] | None] = (),
+    dots: bool = False,
+) -> Series:
+    """One run: a colour a metric. Several: a colour a run, and dashes for a second metric."""
+    if len(runs) == 1:
+        return Series(label, points, order, error, dots)
+    return Series(
+        f"{runs[index].name} · {label}" if label else runs[index].name, points, index, error, dots, dashed=order > 0
+    )
+
+
+def _kl(runs: Sequence[Run]) -> list[Panel]:
+    """KL a token with its standard error: all estimators together for one run, a chart each for several."""
+    title, unit = "KL(policy‖reference)", "nats per token"
+    hint = "band: ± 1 standard error"
+    by_kind = {
+        kind: [curve for index in range(len(runs)) if (curve := _kl_curve(runs, index, kind)) is not None]
+        for kind in KL_KINDS
+    }
+    if len(runs) == 1:
+        curves = [curve for found in by_kind.values() for curve in found]
+        kind = next((kind for kind in KL_KINDS if by_kind[kind]), "k3")
+        curves += _abandoned(runs, f"kl/policy_ref/{kind}/mean")
+        return [Panel(title, unit, curves, hint, marks(runs), saves=saves(runs))] if curves else []
+    return [Panel(f"{title}, {kind}", unit, curves, hint) for kind, curves in by_kind.items() if curves]
+
+
+def _kl_curve(runs: Sequence[Run], index: int, kind: str) -> Series | None:
+    name = f"kl/policy_ref/{kind}"
+    lines = [line for line in runs[index].metrics if f"{name}/mean" in line]
+    points = [(number(line.get("step")) or 0.0, number(line[f"{name}/mean"])) for line in lines]
+    if not any(y is not None for _, y in points):
+        return None
+    errors = [number(line.get(f"{name}/se")) for line in lines]
+    bounds = [
+        None if y is None or error is None else (y - error, y + error)
+        for (_, y), error in zip(points, errors, strict=True)
+    ]
+    order = KL_KINDS.index(kind) if len(runs) == 1 else 0
+    return _series(runs, index, order, kind if len(runs) == 1 else "", points, bounds if any(bounds) else ())
+
+
+def _accuracy(runs: Sequence[Run]) -> Panel | None:
+    """pass@1 on held-out problems with its 95 % interval: the trained task, and for one run the retained skills."""
+    curves: list[Series] = []
+    for index, run in enumerate(runs):
+        for order, ((split, task), lines) in enumerate(run.evaluated.items()):
+            if split != "trained" and len(runs) > 1:
+                continue
+            points = [(number(line.get("step")) or 0.0, number(line.get("pass@1"))) for line in lines]
+            bounds = [interval(line.get("ci95")) for line in lines] if split == "trained" else ()
+            label = task if split == "trained" else f"{task} (retention)"
+            curves.append(_series(runs, index, order, label, points, bounds, dots=True))
+    if not any(y is not None for curve in curves for _, y in curve.points):
+        return None
+    return Panel(
+        "Accuracy on held-out problems", "pass@1", curves, "bars: 95 % interval", marks(runs), saves=saves(runs)
+    )
+
+
+def interval(value: object) -> tuple[float, float] | None:
+    """[low, high] as numbers, or None."""
+    if isinstance(value, list | tuple) and len(value) == 2:
+        low, high = number(value[0]), number(value[1])
+        if low is not None and high is not None:
+            return (low, high)
+    return None

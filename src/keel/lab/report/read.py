@@ -1,0 +1,234 @@
+"""A run directory as data, however little of it is there: a run may be partial, running, or cut by a kill."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.base.lock import in_use
+from keel.base.redact import hidden, hide, masked, remember
+from keel.loggers import rundir
+
+Record = dict[str, Any]
+
+# Rollouts are the one file that grows without bound: of a larger one, the first and the last part are read.
+ROLLOUT_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was found: every field is empty or None where its file is missing, and `missing` says so in words."""
+
+    path: Path
+    name: str
+    config_text: str | None = None
+    config: Record = field(default_factory=dict)
+    env: Record = field(default_factory=dict)
+    metrics: tuple[Record, ...] = ()
+    rollouts: tuple[Record, ...] = ()
+    evaluations: tuple[Record, ...] = ()
+    events: tuple[Record, ...] = ()
+    abandoned: tuple[tuple[str, tuple[Record, ...]], ...] = ()
+    findings: tuple[Record, ...] | None = None
+    summary: Record | None = None
+    running: bool = False
+    missing: tuple[str, ...] = ()
+
+    def series(self, metric: str) -> list[tuple[float, float | None]]:
+        """(step, value) of every line that has this metric; None where it was not finite."""
+        return curve_of(self.metrics, metric)
+
+    def last(self, metric: str) -> float | None:
+        """The last finite value of a metric."""
+        return next((value for _, value in reversed(self.series(metric)) if value is not None), None)
+
+    @property
+    def metric_names(self) -> set[str]:
+        """Of all lines, since a metric may be measured only now and then."""
+        return {name for line in self.metrics for name in line}
+
+    @property
+    def evaluated(self) -> dict[tuple[str, str], list[Record]]:
+        """The evaluations of each (split, task), the trained one first: a retention task may have the same name."""
+        grouped: dict[tuple[str, str], list[Record]] = {}
+        for line in self.evaluations:
+            split = "retention" if line.get("split") == "retention" else "trained"
+            grouped.setdefault((split, str(line.get("task", "task"))), []).append(line)
+        return dict(sorted(grouped.items(), key=lambda item: item[0][0] != "trained"))
+
+    @property
+    def max_steps(self) -> int | None:
+        """As configured."""
+        section = self.config.get("run")
+        value = number(section.get("max_steps")) if isinstance(section, Mapping) else None
+        return None if value is None else int(value)
+
+    @property
+    def steps(self) -> int:
+        """Steps done."""
+        steps = [value for line in self.metrics if (value := number(line.get("step"))) is not None]
+        return int(max(steps, default=0))
+
+
+def curve_of(lines: Sequence[Record], metric: str) -> list[tuple[float, float | None]]:
+    """(step, value) of every line that has this metric; None where it was not finite."""
+    return [(number(line.get("step")) or 0.0, number(line[metric])) for line in lines if metric in line]
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def read_run(path: Path) -> Run:
+    """Everything that is there; a KeelError only where there is no run at all."""
+    if not path.is_dir():
+        raise KeelError(f"no run directory at {path}; a run is a folder such as runs/default")
+    names = (rundir.CONFIG, rundir.ENV, *rundir.LINE_FILES, rundir.FINDINGS, rundir.SUMMARY)
+    if not any((path / name).exists() for name in names):
+        raise KeelError(f"{path} does not hold a run: none of {', '.join(names)} is there")
+    notes: list[str] = []
+    config_text = _text(path / rundir.CONFIG, notes)
+    metrics = read_lines(path / rundir.METRICS, notes)
+    summary = _current(_json(path / rundir.SUMMARY, notes), metrics, notes)
+    config = _yaml(config_text, notes)
+    remember(config)
+    return Run(
+        path=path,
+        name=path.resolve().name,
+        config_text=_shown(config_text, config),
+        config=masked(config),
+        env=_mapping(_json(path / rundir.ENV, notes)),
+        metrics=metrics,
+        rollouts=read_lines(path / rundir.ROLLOUTS, notes, limit=ROLLOUT_BYTES),
+        evaluations=read_lines(path / rundir.EVAL, notes),
+        events=tuple(hidden(event) for event in read_lines(path / rundir.EVENTS, notes)),
+        abandoned=_abandoned(path / rundir.ABANDONED),
+        findings=_findings(hidden(_json(path / rundir.FINDINGS, notes))),
+        summary=summary,
+        running=in_use(path / rundir.LOCK),
+        missing=tuple(notes),
+    )
+
+
+def _abandoned(folder: Path) -> tuple[tuple[str, tuple[Record, ...]], ...]:
+    """(`attempt 0`, its metrics) of every attempt that a rollback gave up, in order."""
+    found = [place for place in folder.glob("attempt-*") if place.name.removeprefix("attempt-").isdigit()]
+    found.sort(key=lambda place: int(place.name.removeprefix("attempt-")))
+    return tuple((place.name.replace("-", " "), read_lines(place / rundir.METRICS, [])) for place in found)
+
+
+def _text(path: Path, notes: list[str]) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        notes.append(f"{path.name} is not there")
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error.strerror or error}")
+    return None
+
+
+def _json(path: Path, notes: list[str]) -> Any:
+    text = _text(path, notes)
+    if text is None:
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        notes.append(f"{path.name} is not JSON")
+        return None
+
+
+def _yaml(text: str | None, notes: list[str]) -> Record:
+    if text is None:
+        return {}
+    import yaml
+
+    try:
+        return _mapping(yaml.safe_load(text))
+    except yaml.YAMLError:
+        notes.append(f"{rundir.CONFIG} is not YAML")
+        return {}
+
+
+def _shown(text: str | None, config: Record) -> str | None:
+    """The configuration as it was written, where it holds no secrets."""
+    if text is None or masked(config) == config:
+        return None if text is None else hide(text)
+    import yaml
+
+    return str(yaml.safe_dump(masked(config), sort_keys=False, allow_unicode=True))
+
+
+def _mapping(value: Any) -> Record:
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def _current(summary: Any, metrics: tuple[Record, ...], notes: list[str]) -> Record | None:
+    """The summary, unless the run has gone on from it since: then it speaks of another state than the curves."""
+    if not isinstance(summary, dict):
+        return None
+    said, done = number(summary.get("steps")), number(metrics[-1].get("step")) if metrics else None
+    if said is not None and done is not None and said != done:
+        notes.append(f"{rundir.SUMMARY} speaks of step {said:.0f}, the run stands at {done:.0f}: it was left out")
+        return None
+    return summary
+
+
+def _findings(value: Any) -> tuple[Record, ...] | None:
+    """A list of findings, or an object that holds one; None where nothing was judged."""
+    if isinstance(value, Mapping):
+        value = value.get("findings")
+    if not isinstance(value, list):
+        return None
+    return tuple(item if isinstance(item, dict) else {"code": str(item)} for item in value)
+
+
+def read_lines(path: Path, notes: list[str], limit: int | None = None) -> tuple[Record, ...]:
+    """The records of a file of JSON lines; a torn last line is left out and said, since a running run may have one."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            if limit is None or size <= 2 * limit:
+                data = file.read()
+            else:
+                head = file.read(limit)
+                file.seek(size - limit)
+                data = head[: head.rfind(b"\n") + 1] + file.read().partition(b"\n")[2]
+                notes.append(f"{path.name} is large: only its first and last {limit // 2**20} MiB were read")
+    except FileNotFoundError:
+        notes.append(f"{path.name} is not there")
+        return ()
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error.strerror or error}")
+        return ()
+    parsed = list(_parse(data))
+    records = tuple(record for record in parsed if record is not None)
+    unread = len(parsed) - len(records)
+    if parsed and parsed[-1] is None:
+        notes.append(f"the last line of {path.name} is incomplete and was left out")
+        unread -= 1
+    if unread:
+        notes.append(f"{unread} line(s) of {path.name} could not be read")
+    if not records:
+        notes.append(f"{path.name} has no complete line yet")
+    return records
+
+
+def _parse(data: bytes) -> Iterator[Record | None]:
+    for line in data.split(b"\n"):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line.decode("utf-8", "replace"))
+        except ValueError:
+            yield None
+            continue
+        yield record if isinstance(record, dict) else None

@@ -1,0 +1,207 @@
+"""Recorded completions as data: what the page and the terminal show of a line of rollouts.jsonl."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.lab.report.read import Record, number
+from keel.loggers import rundir
+
+_STEP = re.compile(rb'\{"step":\s*(\d+)[,}]')
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token after the prompt: its text, whether the policy sampled it, its log-ratio to the reference in nats."""
+
+    text: str
+    sampled: bool
+    kl: float | None
+
+
+def tokens_of(record: Record) -> list[Token]:
+    """The tokens of a completion; empty where none were recorded, or where tokens and KL do not belong together.
+
+    Lines from before `action` was recorded count a token without KL as not sampled, if others have some.
+    """
+    texts, kls, action = (as_list(record.get(name)) for name in ("tokens", "kl", "action"))
+    if not texts or (kls and len(kls) != len(texts)):
+        return []
+    if len(action) != len(texts):
+        action = [kl is not None for kl in kls] if kls else [True] * len(texts)
+    kls = kls or [None] * len(texts)
+    whole = str(record.get("completion", ""))
+    return [
+        Token(readable(str(text), whole), bool(sampled), number(kl) if sampled else None)
+        for text, kl, sampled in zip(texts, kls, action, strict=True)
+    ]
+
+
+def turns_of(tokens: Sequence[Token]) -> list[tuple[bool, list[Token]]]:
+    """(sampled by the policy, its tokens) of each turn in order."""
+    return [(sampled, list(turn)) for sampled, turn in groupby(tokens, key=lambda token: token.sampled)]
+
+
+def messages_of(record: Record) -> list[dict[str, Any]]:
+    """The prompt as the model was given it, a single message without a role.
+
+    Lines from before that was recorded have the task's chat messages; a plain one is then without a role too.
+    """
+    if "prompt_tokens_cut" in record:
+        return [{"role": "", "content": str(record.get("prompt", ""))}]
+    messages = [item for item in as_list(record.get("messages")) if isinstance(item, dict)]
+    text = record.get("prompt")
+    plain = isinstance(text, str) and (not messages or [m.get("content") for m in messages] == [text])
+    return [{"role": "", "content": text}] if plain else messages
+
+
+def cut_words(record: Record) -> str:
+    """What is said of a prompt whose left end was cut off; empty of a whole one."""
+    cut = number(record.get("prompt_tokens_cut"))
+    return f"{cut:.0f} tokens cut off its left end" if cut else ""
+
+
+def message_text(message: Mapping[str, Any]) -> str:
+    """What a message says, the calls of tools among it."""
+    content = message.get("content")
+    said = content if isinstance(content, str) else "" if content is None else json.dumps(content, ensure_ascii=False)
+    calls = [json.dumps(call.get("function", call), ensure_ascii=False) for call in _mappings(message, "tool_calls")]
+    return "\n".join(filter(None, (said, *(f"→ {call}" for call in calls))))
+
+
+def _mappings(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    return [item for item in as_list(message.get(name)) if isinstance(item, dict)]
+
+
+def scale(records: Sequence[Record]) -> float:
+    """The KL that gets the full colour: the 99th percentile of what is shown, at least 0.05 nats."""
+    values = sorted(abs(v) for record in records for v in map(number, as_list(record.get("kl"))) if v is not None)
+    return max(0.05, values[int(0.99 * (len(values) - 1))]) if values else 0.05
+
+
+def facts(record: Record) -> list[str]:
+    """What is known of a completion besides its text: reward and its parts, advantage, why it stopped, its KL."""
+    found = [f"reward {brief(record.get('reward'))}"]
+    parts = record.get("parts")
+    if isinstance(parts, dict) and parts:
+        found[0] += f" ({', '.join(f'{name} {brief(value)}' for name, value in parts.items())})"
+    advantage = number(record.get("advantage"))
+    if advantage is not None:
+        found.append(f"advantage {advantage:+.2f}")
+    found += _episode(record)
+    if record.get("stop_reason"):
+        found.append(f"stopped: {record['stop_reason']}")
+    known = [token.kl for token in tokens_of(record) if token.kl is not None]
+    if known:
+        found.append(f"KL {sum(known):.3g} nats over {len(known)} tokens")
+    return found
+
+
+def _episode(record: Record) -> list[str]:
+    """How many turns an episode had, what its tools were asked, and what is wrong with its end, where counted."""
+    counts = record.get("counts")
+    if not isinstance(counts, dict):
+        return []
+    turns, calls = number(counts.get("turn/count")), number(counts.get("tool/calls"))
+    found = [] if turns is None else [_many(turns, "turn")]
+    if calls is not None:
+        wrong = [f"{value:.0f} {name}" for name, value in _odd(counts, "tool/")]
+        found.append(_many(calls, "tool call") + (f" ({', '.join(wrong)})" if wrong else ""))
+    ends = _odd(counts, "answer/")
+    found += [f"answer: {name}" + (f" ({value:.0f})" if value > 1 else "") for name, value in ends]
+    return found
+
+
+def _odd(counts: Mapping[str, Any], room: str) -> list[tuple[str, float]]:
+    """What went wrong in calls or answers, in words."""
+    known = [(str(name), number(value)) for name, value in counts.items() if str(name).startswith(room)]
+    skipped = ("tool/calls", "tool/errors")
+    return [(n.removeprefix(room).replace("_", " "), value) for n, value in known if value and n not in skipped]
+
+
+def _many(count: float, thing: str) -> str:
+    return f"{count:.0f} {thing}" if count == 1 else f"{count:.0f} {thing}s"
+
+
+def speaker(record: Record, sampled: bool) -> str:
+    """Who says a turn: the policy, its tools, or whoever else the environment is."""
+    counts = record.get("counts")
+    called = isinstance(counts, dict) and number(counts.get("tool/calls"))
+    return "policy" if sampled else "tools" if called else "context"
+
+
+def brief(value: Any) -> str:
+    """A number in three digits, a dash where there is none."""
+    known = number(value)
+    return "–" if known is None else f"{known:.3g}"
+
+
+def as_list(value: Any) -> list[Any]:
+    """A list, or an empty one for anything else."""
+    return value if isinstance(value, list) else []
+
+
+def readable(token: str, completion_text: str) -> str:
+    """Byte-level and SentencePiece marks as the space or line end they stand for, unless the text itself has them."""
+    for mark, meaning in (("Ġ", " "), ("Ċ", "\n"), ("▁", " ")):
+        if mark in token and mark not in completion_text:
+            token = token.replace(mark, meaning)
+    return token
+
+
+def read_step(run: Path, step: int | None = None) -> tuple[int, list[Record]]:
+    """(step, its records): of the last step that has rollouts, or of the one asked for, however large the file is."""
+    path = run / rundir.ROLLOUTS
+    if not run.is_dir():
+        raise KeelError(f"no run directory at {run}; a run is a folder such as runs/default")
+    if not path.is_file():
+        raise KeelError(f"{run} has no {rundir.ROLLOUTS}: nothing was recorded yet, or log.rollouts_every is 0")
+    steps: dict[int, list[int]] = {}
+    for place, found in _places(path):
+        steps.setdefault(found, []).append(place)
+    if not steps:
+        raise KeelError(f"{path} has no complete line yet: wait for the first step")
+    wanted = max(steps) if step is None else step
+    if wanted not in steps:
+        raise KeelError(f"step {wanted} of {run} has no rollouts: the nearest that have are {_nearest(steps, wanted)}")
+    with path.open("rb") as file:
+        return wanted, [_at(file, place) for place in steps[wanted]]
+
+
+def _places(path: Path) -> Iterator[tuple[int, int]]:
+    """(where a line begins, its step) of every whole line; only the step is read."""
+    with path.open("rb") as file:
+        place = 0
+        for line in file:
+            begin, place = place, place + len(line)
+            match = _STEP.match(line)
+            if match and line.endswith(b"}\n"):
+                yield begin, int(match.group(1))
+            elif not match and (record := _record(line)) and number(record.get("step")) is not None:
+                yield begin, int(record["step"])
+
+
+def _record(line: bytes) -> Record | None:
+    try:
+        record = json.loads(line.decode("utf-8", "replace"))
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _at(file: Any, place: int) -> Record:
+    file.seek(place)
+    return _record(file.readline()) or {}
+
+
+def _nearest(steps: Mapping[int, Any], wanted: int) -> str:
+    below = max((step for step in steps if step < wanted), default=None)
+    above = min((step for step in steps if step > wanted), default=None)
+    return " and ".join(str(step) for step in (below, above) if step is not None)

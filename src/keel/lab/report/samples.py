@@ -1,0 +1,205 @@
+"""Completions before and after, every token coloured by how far the policy has moved from its reference there."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections import deque
+from collections.abc import Iterator, Sequence
+from html import escape
+from itertools import groupby
+
+from keel.lab.report.read import Record, Run, number
+from keel.lab.report.rollouts import (
+    Token,
+    as_list,
+    brief,
+    cut_words,
+    facts,
+    message_text,
+    messages_of,
+    scale,
+    speaker,
+    tokens_of,
+    turns_of,
+)
+
+PROBLEMS = 4
+EACH = 2
+PAGES_BYTES = 3 * 2**20  # of all recorded completions in a report
+
+
+def pick(rollouts: Sequence[Record]) -> list[tuple[list[Record], list[Record]]]:
+    """(first completions, last completions) of a few problems, those recorded furthest apart first.
+
+    Where no problem was recorded twice, those of the first and of the last recorded step stand beside each other.
+    """
+    by_problem: dict[str, dict[float, list[Record]]] = {}
+    for record in rollouts:
+        step = number(record.get("step"))
+        if step is not None:
+            by_problem.setdefault(str(record.get("problem")), {}).setdefault(step, []).append(record)
+    twice = [steps for steps in by_problem.values() if len(steps) > 1]
+    twice.sort(key=lambda steps: min(steps) - max(steps))
+    if twice:
+        return [(steps[min(steps)][:EACH], steps[max(steps)][:EACH]) for steps in twice[:PROBLEMS]]
+    groups = [records for steps in by_problem.values() for records in steps.values()]
+    groups.sort(key=lambda records: number(records[0].get("step")) or 0.0)
+    if not groups:
+        return []
+    first = [records for records in groups if records[0]["step"] == groups[0][0]["step"]]
+    last = [records for records in groups if records[0]["step"] == groups[-1][0]["step"]]
+    if first == last:
+        return [(records[:EACH], []) for records in first[:PROBLEMS]]
+    return [(before[:EACH], after[:EACH]) for before, after in zip(first[:PROBLEMS], last, strict=False)]
+
+
+def section(run: Run) -> str:
+    """A few problems before and after, then all that was recorded."""
+    return before_and_after(run) + pages(run)
+
+
+def before_and_after(run: Run) -> str:
+    """The samples of one run as HTML."""
+    pairs = pick(run.rollouts)
+    if not pairs:
+        return "<p class='muted'>No completions were recorded.</p>"
+    shown = [record for pair in pairs for side in pair for record in side]
+    top = scale(shown)
+    parts = [legend(top, any(as_list(record.get("kl")) for record in shown))]
+    for before, after in pairs:
+        same = bool(after) and before[0].get("problem") == after[0].get("problem")
+        if same or not after:
+            parts.append(f"<div class='problem'>{prompt(before[0])}<div class='pair'>")
+        else:
+            parts.append("<div class='problem'><div class='pair'>")
+        for side in (before, after):
+            if side:
+                own_prompt = "" if same or not after else prompt(side[0])
+                cards = "".join(completion(record, top) for record in side)
+                parts.append(f"<div><h4>Step {escape(str(side[0].get('step')))}</h4>{own_prompt}{cards}</div>")
+        parts.append("</div></div>")
+    return "".join(parts)
+
+
+def pages(run: Run, limit: int = PAGES_BYTES) -> str:
+    """Every recorded completion, folded a step, in the order of training.
+
+    Where all would be more than `limit` bytes, the first step, the last and those evenly between them are shown.
+    """
+    by_step: dict[float, list[Record]] = {}
+    for record in run.rollouts:
+        step = number(record.get("step"))
+        if step is not None:
+            by_step.setdefault(step, []).append(record)
+    top, size = scale(run.rollouts), 0
+    made: dict[float, str] = {}
+    for step in _spread(sorted(by_step)):
+        page = _page(step, by_step[step], top)
+        size += len(page.encode("utf-8", "replace"))
+        if made and size > limit:
+            break
+        made[step] = page
+    if not made:
+        return ""
+    left_out = len(by_step) - len(made)
+    rest = f" of {len(by_step)} recorded; keel show RUN --step N has the others" if left_out else ""
+    heading = f"All recorded completions, {len(made)} step{'s' * (len(made) > 1)}{rest}"
+    return f"<h3>{heading}</h3>{''.join(made[step] for step in sorted(made))}"
+
+
+def _spread(steps: Sequence[float]) -> Iterator[float]:
+    """The first, the last, the middle, then the middles between those: a part of them is spread over the run."""
+    spans = deque([(0, len(steps) - 1)])
+    yield from dict.fromkeys([*steps[:1], *steps[-1:]])
+    while spans:
+        low, high = spans.popleft()
+        if high - low > 1:
+            middle = (low + high) // 2
+            yield steps[middle]
+            spans += [(low, middle), (middle, high)]
+
+
+def _page(step: float, records: Sequence[Record], top: float) -> str:
+    """One step: each problem's prompt, and its completions under it."""
+    rewards = [value for record in records if (value := number(record.get("reward"))) is not None]
+    paid = f", mean reward {brief(sum(rewards) / len(rewards))}" if rewards else ""
+    parts = []
+    for _, group in groupby(records, key=lambda record: (str(record.get("problem")), bool(record.get("tracked")))):
+        several = list(group)
+        cards = "".join(completion(record, top) for record in several)
+        held_out = "<small>held out</small>" if several[0].get("tracked") else ""
+        parts.append(f"<div class='problem'>{held_out}{prompt(several[0])}<div class='pair'>{cards}</div></div>")
+    count = f"{len(records)} completion{'s' * (len(records) > 1)}"
+    return f"<details><summary>Step {step:g}: {count}{paid}</summary><div>{''.join(parts)}</div></details>"
+
+
+def legend(top: float, measured: bool = True) -> str:
+    """What the colours mean."""
+    if not measured:
+        return (
+            "<p class='legend kl'><span class='muted'>KL was not measured here. Grey: not sampled by the policy, not "
+            "trained on.</span></p>"
+        )
+    return (
+        "<p class='legend kl'><span class='ramp'></span>"
+        f"<span class='muted'>blue −{top:.2g} · none 0 · orange +{top:.2g} nats per token, policy against reference; "
+        "grey: not sampled by the policy, not trained on. Hover or tap a token for its number.</span></p>"
+    )
+
+
+def prompt(record: Record) -> str:
+    """The prompt that the model was given, and how much of it was cut off."""
+    messages = messages_of(record)
+    said = [f"{m['role']}: {message_text(m)}" if m.get("role") else message_text(m) for m in messages]
+    cut = f"<p class='muted'>{escape(cut_words(record))}</p>" if cut_words(record) else ""
+    return f"<pre class='prompt'>{escape(chr(10).join(said))}</pre>{cut}"
+
+
+def completion(record: Record, top: float) -> str:
+    """One completion with its reward, parts, advantage and why it stopped."""
+    said = escape(" · ".join(facts(record)))
+    shown = picture(record)
+    return f"<div class='completion'><pre>{tokens(record, top)}</pre>{shown}<p class='muted'>{said}</p></div>"
+
+
+def picture(record: Record) -> str:
+    """The task's own SVG of an answer, as an image: a browser runs no script and loads nothing inside one."""
+    svg = record.get("picture")
+    if not isinstance(svg, str) or not svg.lstrip().startswith("<svg"):
+        return ""
+    return f"<img class='picture' alt='' src='data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}'>"
+
+
+def tokens(record: Record, top: float) -> str:
+    """Spans a token, those of several turns under their speakers; plain text where tokens and KL do not fit.
+
+    Neighbours without a KL are one span, so that turns and what was not trained on are told apart without any KL too.
+    """
+    found = tokens_of(record)
+    if not found:
+        return escape(str(record.get("completion", "")))
+    turns = [(sampled, "".join(_spans(turn, top))) for sampled, turn in turns_of(found)]
+    if len(turns) == 1:
+        return turns[0][1]
+    return "".join(
+        f"<span class='turn{'' if sampled else ' heard'}'><b>{speaker(record, sampled)}</b>{words}</span>"
+        for sampled, words in turns
+    )
+
+
+def _spans(turn: Sequence[Token], top: float) -> Iterator[str]:
+    for measured, run in groupby(turn, key=lambda token: token.kl is not None):
+        if measured:
+            yield from (span(token.text, token.kl, False, top) for token in run)
+        else:
+            several = list(run)
+            yield span("".join(token.text for token in several), None, not several[0].sampled, top)
+
+
+def span(token: str, kl: float | None, outside: bool, top: float) -> str:
+    """One token: its colour is a strength from 0 to 1 that the style sheet turns into light or dark shades."""
+    if kl is None:
+        return f"<span class='t x'>{escape(token)}</span>" if outside else f"<span class='t'>{escape(token)}</span>"
+    strength = min(1.0, abs(kl) / top)
+    sign = "p" if kl > 0 else "n"
+    return f"<span class='t {sign}' style='--a:{strength:.2f}' title='{kl:+.4f} nats'>{escape(token)}</span>"

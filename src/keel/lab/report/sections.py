@@ -1,0 +1,255 @@
+"""The tables of a report: findings, comparison, retention, timeline, configuration, versions. All text is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from html import escape
+from typing import Any
+
+from keel.lab.report.read import Record, Run, number
+from keel.lab.report.rollouts import brief
+from keel.lab.report.verdict import (
+    accuracy,
+    change_word,
+    ci,
+    kl_figures,
+    measured,
+    per_token_kl,
+    percent,
+    retention,
+    span,
+    state,
+)
+
+EVENTS_SHOWN = 300
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
+    """Cells are HTML already; the head is text. It scrolls sideways on its own where the screen is narrow."""
+    if not rows:
+        return ""
+    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return (
+        f"<div class='scroll'><table class='{kind}'><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def findings(run: Run) -> str:
+    """Each finding with its evidence, cause and advice, the gravest first."""
+    order = {"error": 0, "warning": 1, "note": 2}
+    ranked = sorted(run.findings or (), key=lambda item: order.get(str(item.get("severity")), 3))
+    parts = []
+    for item in ranked:
+        severity = str(item.get("severity", "note"))
+        tone = {"error": "bad", "warning": "warn"}.get(severity, "plain")
+        lines = "".join(
+            f"<dt>{name}</dt><dd>{escape(text_of(item[name]))}</dd>"
+            for name in ("evidence", "cause", "advice")
+            if item.get(name)
+        )
+        code = escape(str(item.get("code", "?")))
+        parts.append(
+            f"<article class='finding {tone}'><h4><code>{code}</code> {escape(severity)}</h4><dl>{lines}</dl></article>"
+        )
+    return "".join(parts)
+
+
+def text_of(value: Any) -> str:
+    """Text as it is; a mapping as name: value."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}: {text_of(item)}" for name, item in value.items())
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    return str(value)
+
+
+def comparison(runs: Sequence[Run]) -> str:
+    """The runs side by side, a row each."""
+    rows = []
+    for index, run in enumerate(runs):
+        found, kl = accuracy(run), kl_figures(run)
+        per_token = per_token_kl(kl)
+        kept = [row for row in retention(run) if row.before is not None and row.after is not None]
+        worst = min(kept, key=lambda row: (row.after or 0) - (row.before or 0), default=None)
+        beta = number((run.summary or {}).get("beta"))
+        beta = run.last("kl/beta") if beta is None else beta
+        change = "–"
+        if found and found.before is not None and found.after is not None:
+            change = f"{100 * (found.after - found.before):+.1f}"
+        wall = number((run.summary or {}).get("wall_s"))
+        codes = [str(item.get("code", "?")) for item in run.findings or ()]
+        rows.append(
+            [
+                f"<i class='key k{index % 8}'></i> {escape(run.name)}",
+                escape(state(run)[0]),
+                str(run.steps),
+                percent(found.before) if found else "–",
+                f"{percent(found.after)}<br><small>{span(found.ci_after)}</small>" if found else "–",
+                change,
+                "–" if per_token is None else f"{measured(*per_token[1:])}<br><small>{per_token[0]}</small>",
+                measured(*kl["sequence"]) if "sequence" in kl else "–",
+                "–" if beta is None else f"{beta:g}",
+                "–"
+                if worst is None
+                else f"{escape(worst.task)} {100 * ((worst.after or 0) - (worst.before or 0)):+.1f}",
+                "–" if wall is None else f"{wall / 60:.1f}",
+                escape(", ".join(codes)) or "–",
+            ]
+        )
+    head = ["run", "state", "steps", "before", "after (95 %)", "points", "KL / token", "KL / sequence", "β"]
+    return table([*head, "worst retention", "minutes", "findings"], rows, "numbers wide")
+
+
+def differences(runs: Sequence[Run]) -> str:
+    """The options in which the runs differ."""
+    flats = [flatten(run.config) for run in runs]
+    names = sorted({name for flat in flats for name in flat})
+    rows = []
+    for name in names:
+        values = [text_of(flat.get(name, "–")) for flat in flats]
+        if len(set(values)) > 1 and name != "run.name":
+            rows.append([f"<code>{escape(name)}</code>", *(escape(value) for value in values)])
+    return table(["option", *(run.name for run in runs)], rows)
+
+
+def flatten(mapping: Mapping[str, Any], prefix: str = "") -> Record:
+    """Dotted names, as overrides are written."""
+    flat: Record = {}
+    for name, value in mapping.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def retention_table(run: Run) -> str:
+    """Before and after a skill, the trained one first."""
+    trained = accuracy(run)
+    rows = []
+    for row in ([trained] if trained else []) + retention(run):
+        word = change_word(row)
+        tone = {"dropped": "bad", "improved": "good"}.get(word, "plain")
+        change = "–"
+        if row.before is not None and row.after is not None:
+            change = f"{100 * (row.after - row.before):+.1f}"
+        name = escape(row.task) + (" <small>(trained)</small>" if row is trained else "")
+        cells = [
+            f"{percent(value)}<br><small>{span(bounds) if bounds else ''}</small>"
+            for value, bounds in ((row.before, row.ci_before), (row.after, row.ci_after))
+        ]
+        rows.append([name, *cells, change, f"<span class='pill {tone}'>{word}</span>"])
+    if not rows:
+        return "<p class='muted'>No evaluation was recorded.</p>"
+    return table(["skill", "before", "after", "points", "verdict"], rows, "numbers") + own_figures(run)
+
+
+def own_figures(run: Run) -> str:
+    """What tasks measure of their own at an evaluation, such as the parts of a reward or calls of tools."""
+    rows = []
+    for (split, task), lines in run.evaluated.items():
+        first, last = (_extra(line) for line in (lines[0], lines[-1]))
+        name = escape(task) + (" <small>(trained)</small>" if split == "trained" else "")
+        for figure in dict.fromkeys([*first, *last]):
+            before, after = number(first.get(figure)), number(last.get(figure)) if len(lines) > 1 else None
+            change = "–" if before is None or after is None else f"{after - before:+.3f}"
+            rows.append([name, escape(str(figure)), *(brief(value) for value in (before, after)), change])
+    head = ["skill", "figure of its own", "before", "after", "change"]
+    return f"<div class='below'>{table(head, rows, 'numbers')}</div>" if rows else ""
+
+
+def _extra(line: Record) -> Record:
+    extra = line.get("extra")
+    return dict(extra) if isinstance(extra, Mapping) else {}
+
+
+def timeline(run: Run) -> str:
+    """What happened, in order: step, time since the start, kind, and the rest of the record."""
+    if not run.events:
+        return "<p class='muted'>No events were recorded.</p>"
+    shown, left_out = list(run.events), 0
+    if len(shown) > EVENTS_SHOWN:
+        left_out = len(shown) - EVENTS_SHOWN
+        shown = shown[: EVENTS_SHOWN // 2] + shown[-EVENTS_SHOWN // 2 :]
+    start = next((moment for event in run.events if (moment := seconds(event.get("time"))) is not None), None)
+    rows = []
+    for event in shown:
+        kind = str(event.get("kind", "?"))
+        rest = {name: value for name, value in event.items() if name not in ("step", "kind", "time", "message")}
+        words = [str(event["message"])] if event.get("message") else []
+        words += [text_of(rest)] if rest else []
+        grave = any(
+            word in kind
+            for word in ("abort", "guard", "rollback", "stop", "over-budget", "dropped", "nan", "error", "damaged")
+        )
+        step = event.get("step")
+        rows.append(
+            [
+                escape("–" if step is None else str(step)),
+                escape(since(seconds(event.get("time")), start)),
+                f"<span class='pill {'warn' if grave else 'plain'}'>{escape(kind)}</span>",
+                escape(" · ".join(words)),
+            ]
+        )
+    note = f"<p class='muted'>{left_out} events in the middle are left out.</p>" if left_out else ""
+    began = (
+        "" if start is None else f"<p class='muted'>Began {datetime.fromtimestamp(start, UTC):%Y-%m-%d %H:%M} UTC.</p>"
+    )
+    return began + table(["step", "time", "event", ""], rows, "events") + note
+
+
+def seconds(value: Any) -> float | None:
+    """Seconds since 1970, from a number or an ISO date."""
+    if isinstance(value, str):
+        try:
+            return datetime.fromisoformat(value).timestamp()
+        except ValueError:
+            return None
+    moment = number(value)
+    return moment if moment is not None and 0 <= moment < 4e9 else None
+
+
+def since(moment: float | None, start: float | None) -> str:
+    """`+3:05` after the start."""
+    if moment is None or start is None:
+        return ""
+    whole = int(max(0.0, moment - start))
+    hours, minutes = whole // 3600, whole % 3600 // 60
+    return f"+{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"+{minutes}:{whole % 60:02d}"
+
+
+def configuration(run: Run) -> str:
+    """The resolved configuration as it was written."""
+    if run.config_text is None:
+        return "<p class='muted'>config.yaml is not there.</p>"
+    return f"<pre class='config'>{escape(run.config_text)}</pre>"
+
+
+def versions(run: Run) -> str:
+    """env.json as a table."""
+    rows = [[f"<code>{escape(name)}</code>", escape(text_of(value))] for name, value in flatten(run.env).items()]
+    return table(["", ""], rows, "versions") or "<p class='muted'>env.json is not there.</p>"
+
+
+def headline(run: Run) -> list[tuple[str, str, str]]:
+    """(label, figure, small print) for the cards under the verdict."""
+    cards: list[tuple[str, str, str]] = []
+    found, kl = accuracy(run), kl_figures(run)
+    if found and found.before is not None and found.after is not None:
+        cards.append(("accuracy", f"{100 * found.before:.1f} → {100 * found.after:.1f} %", f"{found.task}, held out"))
+    elif found and found.before is not None:
+        cards.append(("accuracy before", percent(found.before), found.task + ci(found.ci_before)))
+    per_token = per_token_kl(kl)
+    if per_token is not None:
+        cards.append(("KL per token", measured(*per_token[1:]), f"nats, {per_token[0]} ± se"))
+    if "sequence" in kl:
+        cards.append(("KL per sequence", measured(*kl["sequence"]), "nats"))
+    reward = run.last("reward/mean")
+    if reward is not None:
+        cards.append(("reward", f"{reward:.3g}", "mean of the last step"))
+    beta = run.last("kl/beta")
+    if beta is not None:
+        cards.append(("β", f"{beta:g}", "weight of the KL"))
+    return cards

@@ -1,0 +1,165 @@
+"""Rollouts in the terminal: who said what, which tokens are trained on, where they left the reference, the pay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from keel.base.errors import KeelError
+from keel.lab.report.read import Record, number
+from keel.lab.report.rollouts import (
+    Token,
+    cut_words,
+    facts,
+    message_text,
+    messages_of,
+    scale,
+    speaker,
+    tokens_of,
+    turns_of,
+)
+
+_ABOVE, _BELOW, _GROUND = (214, 96, 18), (37, 99, 195), (28, 30, 36)  # orange, blue, and what they fade into
+_CONTEXT = Style(dim=True, italic=True)
+_MOST = 5
+_NOTHING = 0.05  # of the full colour: below it a token has none, so that the text stays as the terminal has it
+
+
+def choose(
+    records: Sequence[Record],
+    *,
+    problem: str | None = None,
+    group: int | None = None,
+    order: str | None = None,
+    limit: int | None = None,
+) -> list[Record]:
+    """The records asked for; `order` best or worst sorts them by reward, else they stand as they were written."""
+    chosen = list(records)
+    if problem is not None:
+        keys = list(dict.fromkeys(str(record.get("problem")) for record in records))
+        chosen = [record for record in chosen if str(record.get("problem")) == problem]
+        if not chosen:
+            raise KeelError(f"no problem {problem!r} was recorded at this step: there are {', '.join(keys[:8])}")
+    if group is not None:
+        numbers = sorted({int(found) for r in chosen if (found := number(r.get("group"))) is not None})
+        chosen = [record for record in chosen if record.get("group") == group]
+        if not chosen:
+            raise KeelError(f"no group {group} was recorded at this step: there are {', '.join(map(str, numbers))}")
+    if order is not None:
+        sign = -1.0 if order == "best" else 1.0
+        chosen.sort(key=lambda record: sign * (number(record.get("reward")) or 0.0))
+    return chosen if limit is None else chosen[:limit]
+
+
+def show_rollouts(run: str, step: int, records: Sequence[Record], console: Console, *, recorded: int) -> None:
+    """Print completions under their prompts; `recorded` is how many this step has."""
+    top = scale(records)
+    few = f"{len(records)} of {recorded} recorded" if len(records) < recorded else f"all {recorded}"
+    console.print(Rule(f"[bold]{escape(run)}[/], step {step}: {few} completion(s)", align="left"))
+    console.print(_legend(records, top))
+    previous: Any = None
+    for record in records:
+        place = (record.get("problem"), record.get("tracked"))
+        if place != previous:
+            console.print(_prompt(record))
+            previous = place
+        console.print(_completion(record, top))
+
+
+def _legend(records: Sequence[Record], top: float) -> Text:
+    """What colours and styles mean, only of what is shown."""
+    text = Text(style="dim")
+    if any(token.kl is not None for record in records for token in tokens_of(record)):
+        text.append("KL to the reference, nats per token: ")
+        for share in (-1.0, -0.5, 0.0, 0.5, 1.0):
+            text.append(f" {share * top:+.2g} ", Style(bgcolor=_colour(share * top, top), color="#f2f2f2", dim=False))
+        text.append("   ")
+    else:
+        text.append("KL was not measured at this step.   ")
+    if any(not token.sampled for record in records for token in tokens_of(record)):
+        text.append("italic", _CONTEXT)
+        text.append(": context, not trained on")
+    return text
+
+
+def _prompt(record: Record) -> Panel:
+    held = " · held out" if record.get("tracked") else ""
+    title = f"[bold]problem {escape(str(record.get('problem')))}[/] · group {record.get('group')}{held}"
+    cut = cut_words(record)
+    title += f" · [yellow]{cut}[/]" if cut else ""
+    body = Text("\n").join(
+        Text.assemble((f"{message['role']}: ", "bold cyan"), message_text(message))
+        if message.get("role")
+        else Text(message_text(message))
+        for message in messages_of(record)
+    )
+    return Panel(body, title=title, title_align="left", border_style="cyan", padding=(0, 1))
+
+
+def _completion(record: Record, top: float) -> Table:
+    """Speaker and words side by side, so that turns are told apart without colour too; then the figures."""
+    table = Table.grid(padding=(0, 1), pad_edge=False)
+    table.add_column(justify="right", width=8, no_wrap=True)
+    table.add_column(overflow="fold", ratio=1)
+    tokens = tokens_of(record)
+    if tokens:
+        for sampled, turn in turns_of(tokens):
+            words = Text()
+            for token in turn:
+                words.append(_shown(token), _style(token, top))
+            if not sampled:  # line ends around a message are the template's
+                words = words[len(words.plain) - len(words.plain.lstrip("\n")) :]
+                words.rstrip()
+            table.add_row(Text(speaker(record, sampled), "bold green" if sampled else "dim"), words)
+    else:
+        table.add_row(Text("policy", "bold green"), Text(str(record.get("completion", ""))))
+    table.add_row("", _figures(record))
+    most = sorted((t for t in tokens if t.kl), key=lambda t: -abs(t.kl or 0.0))[:_MOST]
+    if most:
+        said = "  ".join(f"{_shown(token).strip() or repr(token.text)} {token.kl:+.3f}" for token in most)
+        table.add_row("", Text(f"moved most: {said}", style="dim"))
+    table.add_row("", "")
+    return table
+
+
+def _figures(record: Record) -> Text:
+    """Reward and its parts, advantage in the colour of its sign, why it stopped, the sum of the KL."""
+    text = Text()
+    for position, fact in enumerate(facts(record)):
+        text.append(" · " if position else "", "dim")
+        style = "bold" if position == 0 else "dim"
+        if fact.startswith("advantage"):
+            value = number(record.get("advantage")) or 0.0
+            style = "green" if value > 0 else "red" if value < 0 else "dim"
+        elif record.get("stop_reason") == "length" and fact.startswith("stopped"):
+            style = "yellow"
+        text.append(fact, style)
+    return text
+
+
+def _style(token: Token, top: float) -> Style:
+    if not token.sampled:
+        return _CONTEXT
+    if token.kl is None or abs(token.kl) < _NOTHING * top:
+        return Style()
+    return Style(bgcolor=_colour(token.kl, top), color="#f2f2f2")
+
+
+def _shown(token: Token) -> str:
+    """A token's text; line ends are marked, so that a coloured one can be seen."""
+    return token.text.replace("\n", "↵\n") if token.sampled else token.text
+
+
+def _colour(kl: float, top: float) -> str:
+    """Orange above 0, blue below, stronger with size up to `top`."""
+    strength = min(1.0, abs(kl) / top) ** 0.7  # small moves should still be told from none
+    full = _ABOVE if kl > 0 else _BELOW
+    return "#" + "".join(f"{round(g + strength * (f - g)):02x}" for g, f in zip(_GROUND, full, strict=True))

@@ -1,0 +1,63 @@
+"""A study's runs as tasks on a Ray cluster. Every node needs Keel, and the study's folder on a shared file system."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.lab.studies.run import Process, run_process
+
+
+@contextmanager
+def ray_pool(address: str | None, cores: int) -> Iterator[Cluster]:
+    """A connection to the cluster at `address`, or the one that RAY_ADDRESS names, or one started here."""
+    try:
+        import ray
+    except ImportError:
+        raise KeelError("--on ray needs Ray: pip install 'keel-rl[ray]'") from None
+    given = address or os.environ.get("RAY_ADDRESS")
+    own: dict[str, Any] = {} if given else {"include_dashboard": False, "num_cpus": cores}
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise KeelError(f"cannot connect to the Ray cluster {address or 'started here'}: {reason}") from None
+    try:
+        yield Cluster(ray)
+    finally:
+        ray.shutdown()
+
+
+class Cluster:
+    """Tasks that each wait for one process; Ray decides where and when, by the threads a run needs."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self._has_gpu = ray.cluster_resources().get("GPU", 0) >= 1
+        self._refs: list[Any] = []
+
+    def submit(self, process: Process) -> Future[int]:
+        needs: dict[str, Any] = {"num_cpus": process.threads, "max_retries": 0}
+        if self._has_gpu:
+            needs["num_gpus"] = 1
+        ref = self._ray.remote(run_process).options(**needs).remote(process)
+        self._refs.append(ref)
+        found: Future[int] = Future()
+        threading.Thread(target=self._fetch, args=(ref, found), daemon=True).start()
+        return found
+
+    def _fetch(self, ref: Any, found: Future[int]) -> None:
+        try:
+            found.set_result(int(self._ray.get(ref)))
+        except Exception as error:  # a task that was cancelled, or a node that was lost
+            found.set_result(130 if "Cancel" in type(error).__name__ else 1)
+
+    def interrupt(self) -> None:
+        for ref in self._refs:
+            self._ray.cancel(ref, force=True)

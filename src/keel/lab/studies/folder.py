@@ -1,0 +1,142 @@
+"""The folder of a study: what it studies, its runs, and which of them are finished."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.base.files import encode, one_line_errors, write_atomic
+from keel.base.lock import RunLock
+from keel.base.redact import masked
+from keel.config import Config, load_config
+from keel.lab.studies.grid import Point, Study, fingerprint
+
+STUDY, POINTS, STARTS, LOG, OUTCOME, DRIFT = "study.json", "points", "starts", "log.txt", "outcome.json", "drift.json"
+DONE, STOPPED, FAILED, INTERRUPTED = "done", "stopped", "failed", "interrupted"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a study: a point under a seed, and the folder of its run."""
+
+    point: Point
+    seed: int
+    folder: Path
+    config: Config
+
+    @property
+    def label(self) -> str:
+        return f"{self.point.label} seed={self.seed}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: done, stopped by its guard, or failed, and why."""
+
+    state: str
+    reason: str = ""
+
+
+def digest(study: Study) -> str:
+    """Of all that decides the runs; the baseline and the metric only decide how they are read."""
+    decides = {
+        "config": fingerprint(study.config),
+        "points": [[point.label, fingerprint(point.config)] for point in study.points],
+        "seeds": study.seeds,
+        "measure": asdict(study.measure),
+    }
+    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def open_folder(path: Path, study: Study, threads: int) -> Iterator[int]:
+    """The study's folder, for one process at a time; yields the threads a run has, as the first start set them.
+
+    Sums of floats depend on the number of threads, so a study keeps the number it began with.
+    """
+    with one_line_errors(f"cannot create {path}"):
+        path.mkdir(parents=True, exist_ok=True)
+    lock = RunLock(path / ".lock")
+    try:
+        yield _claim(path, study, threads)
+    finally:
+        lock.release()
+
+
+def _claim(path: Path, study: Study, threads: int) -> int:
+    record, mine = path / STUDY, digest(study)
+    if record.exists():
+        try:
+            held = json.loads(record.read_text(encoding="utf-8"))
+            theirs, kept = held["digest"], int(held["threads"])
+        except (ValueError, KeyError, TypeError):
+            raise KeelError(f"{record} cannot be read: put it back, or choose another --out") from None
+        if theirs != mine:
+            raise KeelError(
+                f"{path} holds another study ({_difference(held, study)}): choose another --out, or delete the folder"
+            )
+        return kept
+    others = [item.name for item in path.iterdir() if item.name != ".lock"]
+    if others:
+        raise KeelError(f"{path} is not empty and holds no study ({sorted(others)[0]}): choose another --out")
+    write_atomic(record, encode(_record(study, mine, threads), indent=2) + "\n")
+    return threads
+
+
+def _record(study: Study, mine: str, threads: int) -> dict[str, Any]:
+    return {
+        "digest": mine,
+        "name": study.name,
+        "seeds": list(study.seeds),
+        "points": [{"label": point.label, "settings": masked(dict(point.settings))} for point in study.points],
+        "measure": asdict(study.measure),
+        "threads": threads,
+        "config": masked(study.config.to_dict()),
+    }
+
+
+def _difference(held: dict[str, Any], study: Study) -> str:
+    """What differs, as far as one word can say it."""
+    now = _record(study, "", 0)
+    if held.get("seeds") != now["seeds"]:
+        return f"its seeds are {', '.join(map(str, held.get('seeds', [])))}"
+    labels, mine = ([p.get("label") for p in record.get("points", [])] for record in (held, now))
+    if labels != mine:
+        return f"its points are {', '.join(map(str, labels))}"
+    return "its configuration differs"
+
+
+def jobs(path: Path, study: Study) -> list[Job]:
+    """Every run, seed by seed within a point, in the order of the grid."""
+    found = []
+    for number, point in enumerate(study.points):
+        for seed in study.seeds:
+            words = re.sub(r"[^A-Za-z0-9.=_+-]+", "-", point.label)[:80].strip("-")
+            name = f"{number:02d}-{words}-seed{seed}"
+            own = [f"run.seed={seed}", f"run.dir={json.dumps(str(path / POINTS))}", f"run.name={json.dumps(name)}"]
+            settings = [*own, "run.if_exists=resume", "log.console=plain"]
+            found.append(Job(point, seed, path / POINTS / name, load_config(point.config, settings)))
+    return found
+
+
+def outcome(job: Job) -> Outcome | None:
+    """How a run ended for good: None for one that is to be run, or to go on, or failed and may be tried again."""
+    try:
+        held = json.loads((job.folder / OUTCOME).read_text(encoding="utf-8"))
+        ended = Outcome(held["state"], held["reason"])
+        same = fingerprint(load_config(job.folder / "config.yaml")) == fingerprint(job.config)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return ended if same and ended.state in (DONE, STOPPED) else None
+
+
+def write_outcome(folder: Path, ended: Outcome) -> None:
+    """Written last, after everything that a finished run leaves."""
+    write_atomic(folder / OUTCOME, encode(asdict(ended), indent=2) + "\n")

@@ -1,0 +1,351 @@
+"""What a study is: a configuration, the points of a grid, seeds. Everything is checked before anything runs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from keel.base.errors import KeelError, unknown
+from keel.base.redact import masked
+from keel.config import Config, aliases, load_config, text
+from keel.config.load import is_option, leaves, unknown_option
+from keel.lab.studies.parts import check_parts
+
+METRICS = ("accuracy_after", "reward", "retention_after")
+_KEYS = ("config", "set", "grid", "points", "seeds", "baseline", "metric", "drift", "text", "target")
+_OWN = {
+    "run.seed": "give the seeds with --seeds",
+    "run.dir": "give the study's folder with --out",
+    "run.name": "points are named by their options",
+    "run.if_exists": "finished points are kept, interrupted ones resumed",
+}
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value of an axis: what it is called, and the options that it sets."""
+
+    label: str
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension of the grid: an option with values, a section with mappings, or a name for several options."""
+
+    name: str
+    values: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting of all axes; `values` has the label of each axis, empty where a listed point does not set it."""
+
+    label: str
+    settings: Mapping[str, Any]
+    values: Mapping[str, str]
+    config: Config
+
+    @property
+    def overrides(self) -> list[str]:
+        return [f"{name}={text.dump(value)}" for name, value in self.settings.items()]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What is measured after a run: `prompts` × `samples` a task for the drift, held-out text, a target KL's band."""
+
+    prompts: int = 32
+    samples: int = 4
+    text: bool = False
+    target: float | None = None
+    target_unit: str = "per_token"
+
+
+@dataclass(frozen=True)
+class Study:
+    """A checked study. `baseline` is the label of the point that the others are compared with."""
+
+    name: str
+    config: Config
+    axes: tuple[Axis, ...]
+    points: tuple[Point, ...]
+    seeds: tuple[int, ...]
+    baseline: str
+    metric: str = "accuracy_after"
+    measure: Measure = field(default_factory=Measure)
+
+
+def read_study(
+    source: Path | str | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    grid: Sequence[str] = (),
+    seeds: str | None = None,
+    baseline: str | None = None,
+    metric: str | None = None,
+) -> Study:
+    """The study of a study file, or of a configuration with `--grid`; what the command line says goes before the file.
+
+    A study file is a mapping with `config` (a path beside it, a name that comes with Keel, or a mapping), and `set`,
+    `grid`, `points`, `seeds`, `baseline`, `metric`, `drift`, `text`, `target` as docs/studies.md has them.
+    """
+    name, data, home = _read(source)
+    for key in data:
+        if key not in _KEYS:
+            raise unknown("key of a study", key, _KEYS)
+    shared = [f"{key}={text.dump(value)}" for key, value in _mapping(data, "set").items()]
+    base = _source(data.get("config", "default"), home)
+    axes = [*(_axis(key, value) for key, value in _mapping(data, "grid").items()), *map(parse_axis, grid)]
+    listed = data.get("points", [])
+    if not isinstance(listed, list) or not all(isinstance(entry, Mapping) and entry for entry in listed):
+        raise KeelError("points of a study is a list of mappings such as {kl.beta: 0}")
+    if not axes and not listed:
+        raise KeelError("there is nothing to vary: give --grid kl.beta=0,0.01, or a study file with a grid")
+    given = [*shared, *overrides]
+    _check_axes(axes, _names(given))
+    config = load_config(base, given)
+    combined = [_combined(values) for values in itertools.product(*(axis.values for axis in axes))] if axes else []
+    combined += [_listed(dict(entry)) for entry in listed]
+    points = tuple(_point(config, label, settings, axes) for label, settings in combined)
+    _check_distinct(points)
+    chosen = baseline if baseline is not None else data.get("baseline")
+    return Study(
+        name=name,
+        config=config,
+        axes=tuple(axes),
+        points=points,
+        seeds=_seeds(data.get("seeds", 3) if seeds is None else seeds, config.run.seed),
+        baseline=_baseline(points, chosen),
+        metric=_one_of("metric", metric or data.get("metric", METRICS[0]), METRICS),
+        measure=_measure(data),
+    )
+
+
+def parse_axis(item: str) -> Axis:
+    """The axis of `kl.beta=0,0.001,0.01` or of `kl={estimator: k1},{estimator: k3}`; values are YAML."""
+    name, equals, values = item.partition("=")
+    if not equals or not name.strip() or not values.strip():
+        raise KeelError(f"cannot read --grid {item!r}: write option=value,value,… such as kl.beta=0,0.01")
+    return _axis(name.strip(), text.parse(f"[{values}]", f"--grid {name}"))
+
+
+# ------------------------------------------------------------------------------------------------- parts
+
+
+def _read(source: Path | str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any], Path]:
+    """(name, study's mapping, folder that its paths are beside); a plain configuration is a study of itself."""
+    if isinstance(source, Mapping):
+        data: Mapping[str, Any] = source
+        return "study", data if is_study(data) else {"config": data}, Path()
+    path = find_study(Path(source))
+    data = text.read(path)
+    if is_study(data):
+        return path.stem, data, path.parent
+    return path.stem, {"config": str(path)}, Path()
+
+
+def is_study(data: Mapping[str, Any]) -> bool:
+    """Whether a mapping is a study rather than a configuration, which has no such sections."""
+    return any(key in data for key in ("grid", "points", "config"))
+
+
+def find_study(path: Path) -> Path:
+    """The path itself, or the study or configuration of that name that comes with Keel."""
+    found = text.find(path.expanduser())
+    if found.exists() or path.suffix or len(path.parts) != 1:
+        return found
+    default = text.find(Path("default"))
+    shipped = default.parent / "studies" / f"{path.name}.yaml"
+    return shipped if shipped.is_file() else found
+
+
+def _source(config: Any, home: Path) -> Path | Mapping[str, Any]:
+    if isinstance(config, Mapping):
+        return config
+    if not isinstance(config, str):
+        raise KeelError(f"config of a study is {config!r}: give a path, a name such as default, or a mapping")
+    beside = home / config
+    return beside if beside.is_file() else Path(config)
+
+
+def _mapping(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = data.get(key) or {}
+    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        raise KeelError(f"{key} of a study must be a mapping such as {{kl.beta: …}}")
+    return found
+
+
+def _axis(name: str, values: Any) -> Axis:
+    """An option's axis from a list; an axis of several options from a mapping of labels to settings."""
+    if isinstance(values, Mapping):
+        if not values or not all(isinstance(part, Mapping) and part for part in values.values()):
+            raise KeelError(f"the axis {name} must map labels to options, such as k1-loss: {{kl.estimator: k1}}")
+        return Axis(name, tuple(Value(str(label), dict(part)) for label, part in values.items()))
+    if not is_option(native(name)):
+        raise unknown_option(name, "the grid")
+    if native(name) in _OWN:
+        raise KeelError(f"{name} cannot be in the grid: {_OWN[native(name)]}")
+    if not isinstance(values, list) or not values:
+        raise KeelError(f"the grid over {name} needs a list of values, such as {name}: [0, 0.01]")
+    return Axis(name, tuple(Value(_label(name, value), {name: value}) for value in values))
+
+
+def _label(name: str, value: Any) -> str:
+    """`beta=0.01`; the options of a mapping by their own names."""
+    if isinstance(value, Mapping):
+        return ",".join(f"{key}={text.dump(masked(inner, key))}" for key, inner in leaves("", value))
+    return f"{name.rpartition('.')[2]}={text.dump(masked(value, name))}"
+
+
+def native(name: str) -> str:
+    """An option's own name, where another trainer's or a shorter one was given."""
+    alias = aliases.table().get(aliases.normal(name))
+    return name if alias is None or not alias.target or is_option(name) else alias.target
+
+
+def _options(settings: Mapping[str, Any]) -> set[str]:
+    return {native(name) for name, _ in leaves("", settings)}
+
+
+def _overlap(first: str, second: str) -> bool:
+    return first == second or first.startswith(f"{second}.") or second.startswith(f"{first}.")
+
+
+def _names(given: Sequence[str]) -> list[str]:
+    """The options that overrides set, those inside a section one by one."""
+    found: list[str] = []
+    for item in given:
+        name, _, value = item.partition("=")
+        found += [native(option) for option, _ in leaves("", {name.strip().lstrip("+"): text.parse(value, name)})]
+    return found
+
+
+def _check_axes(axes: Sequence[Axis], fixed: Sequence[str]) -> None:
+    """No option may be set twice: by two axes, or for all points and then by every value of an axis."""
+    for name in fixed:
+        if name in _OWN and name != "run.seed":
+            raise KeelError(f"{name} cannot be set in a study: {_OWN[name]}")
+    seen: dict[str, str] = {}
+    for axis in axes:
+        mine = set().union(*(_options(value.settings) for value in axis.values))
+        for option in sorted(mine):
+            if option in _OWN:
+                raise KeelError(f"{option} cannot be in the grid: {_OWN[option]}")
+            other = next((axis_ for name, axis_ in seen.items() if _overlap(option, name)), None)
+            if other is not None:
+                raise KeelError(f"{option} is in the grid twice, in {other} and in {axis.name}: keep one")
+            clash = next((name for name in fixed if _overlap(option, name)), None)
+            if clash is not None and all(option in _options(value.settings) for value in axis.values):
+                raise KeelError(f"{clash} is in the grid and among the options for all points: leave one out")
+        seen.update(dict.fromkeys(mine, axis.name))
+
+
+def _combined(values: Sequence[Value]) -> tuple[str, dict[str, Any]]:
+    settings: dict[str, Any] = {}
+    for value in values:
+        settings |= value.settings
+    return " ".join(value.label for value in values), settings
+
+
+def _listed(entry: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    label = entry.pop("name", None)
+    for option in sorted(_options(entry)):
+        if option in _OWN:
+            raise KeelError(f"{option} cannot be in a point: {_OWN[option]}")
+    return str(label) if label is not None else " ".join(_label(n, v) for n, v in entry.items()), entry
+
+
+def _point(config: Config, label: str, settings: Mapping[str, Any], axes: Sequence[Axis]) -> Point:
+    overrides = [f"{name}={text.dump(value)}" for name, value in settings.items()]
+    try:
+        checked = load_config(config, overrides)
+        check_parts(checked)
+    except KeelError as error:
+        raise KeelError(f"the point {label}: {error}") from None
+    values = {}
+    for axis in axes:
+        held = [value for value in axis.values if value.settings.items() <= settings.items()]
+        own = settings.get(axis.name, {})
+        closest = max(held, key=lambda value: len(value.settings), default=None)  # {k1, reward} is not {k1} alone
+        named = "" if closest is None else closest.label
+        values[axis.name] = named if isinstance(own, Mapping) else text.dump(masked(own, axis.name))
+    return Point(label, dict(settings), values, checked)
+
+
+def _check_distinct(points: Sequence[Point]) -> None:
+    seen: dict[str, str] = {}
+    labels: set[str] = set()
+    for point in points:
+        same = seen.setdefault(fingerprint(point.config), point.label)
+        if same is not point.label or point.label in labels:
+            other = f"equal to {same}" if same != point.label else "there twice"
+            raise KeelError(f"the point {point.label} is {other}: leave one out")
+        labels.add(point.label)
+
+
+def fingerprint(config: Config) -> str:
+    """A configuration as text without what a study sets itself, so that equal texts are equal runs."""
+    settings = config.to_dict()
+    settings["run"] = {"max_steps": settings["run"]["max_steps"]}
+    return json.dumps(settings, sort_keys=True, default=str)
+
+
+def _seeds(given: Any, first: int) -> tuple[int, ...]:
+    """A number of seeds, counted from run.seed; or the seeds themselves."""
+    found = text.parse(f"[{given}]", "the seeds") if isinstance(given, str) else given
+    if isinstance(found, list) and len(found) == 1 and isinstance(given, str):
+        found = found[0]
+    if isinstance(found, int) and not isinstance(found, bool) and found > 0:
+        return tuple(range(first, first + found))
+    whole = isinstance(found, list) and all(isinstance(s, int) and not isinstance(s, bool) for s in found)
+    if not whole or not found or len(set(found)) != len(found):
+        raise KeelError(f"seeds is {given!r}: give a number of seeds such as 3, or different seeds such as 1,2,5")
+    return tuple(found)
+
+
+def _baseline(points: Sequence[Point], chosen: Any) -> str:
+    """The first point, or the one that a label or options name."""
+    if chosen is None:
+        return points[0].label
+    labels = [point.label for point in points]
+    if isinstance(chosen, str) and chosen in labels:
+        return chosen
+    if isinstance(chosen, str) and "=" in chosen:
+        name, _, value = chosen.partition("=")
+        chosen = {name: text.parse(value, "the baseline")}
+    if not isinstance(chosen, Mapping):
+        raise unknown("baseline", chosen, labels)
+    found = [point.label for point in points if dict(chosen).items() <= dict(point.settings).items()]
+    if len(found) != 1:
+        what = f"{len(found)} points ({', '.join(found)})" if found else "no point"
+        raise KeelError(f"the baseline {text.dump(dict(chosen))} is {what}: name one of {', '.join(labels)}")
+    return found[0]
+
+
+def _one_of(kind: str, name: Any, known: Sequence[str]) -> str:
+    if name not in known:
+        raise unknown(kind, name, known)
+    return str(name)
+
+
+def _measure(data: Mapping[str, Any]) -> Measure:
+    drift, target, words = _mapping(data, "drift"), _mapping(data, "target"), data.get("text", False)
+    for key, known in ((drift, ("prompts", "samples")), (target, ("kl", "unit"))):
+        for name in key:
+            _one_of("key", name, known)
+    counts = {name: drift.get(name, getattr(Measure, name)) for name in ("prompts", "samples")}
+    for name, count in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise KeelError(f"drift.{name} of a study is {count!r}: give a whole number, at least 1")
+    kl = target.get("kl")
+    if kl is not None and not (isinstance(kl, int | float) and kl > 0):
+        raise KeelError(f"target.kl of a study is {kl!r}: give nats above 0")
+    if not isinstance(words, bool):
+        raise KeelError(f"text of a study is {words!r}: give true or false")
+    unit = _one_of("unit", target.get("unit", "per_token"), ("per_token", "per_sequence"))
+    return Measure(**counts, text=words, target=kl, target_unit=unit)

@@ -1,0 +1,94 @@
+"""Progress over the whole grid: a bar on a terminal, lines elsewhere, and an estimate of the time that is left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from keel.lab.studies.folder import Job, Outcome
+from keel.loggers.rundir import METRICS
+
+Say = Callable[[str], None]
+
+
+class Progress:
+    """Counts finished steps of all jobs; the estimate is by the steps of this session."""
+
+    def __init__(self, jobs: Sequence[Job], ended: Mapping[str, Outcome], say: Say | None = None) -> None:
+        self._jobs = {job.label: job for job in jobs}
+        self._over = set(ended)
+        self._kept = len(ended)
+        self._say = say
+        self._began = time.monotonic()
+        self._steps_before = self._steps()
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Progress:
+        if self._say is None and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}"))
+            self._bar = Progress(*columns, console=Console(stderr=True))
+            self._bar.start()
+            self._task = self._bar.add_task("study", total=self._total(), words="")
+        if self._kept:
+            self.say(f"{self._kept} of {len(self._jobs)} runs are finished already")
+        self.look()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, line: str) -> None:
+        if self._say is not None:
+            self._say(line)
+        elif self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def ended(self, label: str, how: Outcome) -> None:
+        self._over.add(label)
+        reason = f" ({how.reason})" if how.reason else ""
+        left = self.left()
+        self.say(f"{len(self._over)}/{len(self._jobs)} {label}: {how.state}{reason}{'; ' + left if left else ''}")
+        self.look()
+
+    def look(self) -> None:
+        if self._bar is not None:
+            words = f"{len(self._over)}/{len(self._jobs)} runs; {self.left() or 'estimating'}"
+            self._bar.update(self._task, completed=self._steps(), words=words)
+
+    def left(self) -> str:
+        """`about 12 min left`, or nothing where nothing is known or left."""
+        now, spent = self._steps(), time.monotonic() - self._began
+        done, todo = now - self._steps_before, self._total() - now
+        if len(self._over) == len(self._jobs) or done <= 0 or todo <= 0:
+            return ""
+        seconds = spent * todo / done
+        return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
+
+    def _total(self) -> int:
+        return sum(job.config.run.max_steps for job in self._jobs.values())
+
+    def _steps(self) -> int:
+        """Finished steps; a run that is over counts whole, however early it ended."""
+        return sum(
+            job.config.run.max_steps if label in self._over else _lines(job) for label, job in self._jobs.items()
+        )
+
+
+def _lines(job: Job) -> int:
+    try:
+        with (job.folder / METRICS).open("rb") as file:
+            return min(sum(1 for _ in file), job.config.run.max_steps)
+    except OSError:
+        return 0

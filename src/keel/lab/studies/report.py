@@ -1,0 +1,51 @@
+"""What a study leaves: points.csv, table.csv, table.md, pictures and one page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from keel.base.errors import KeelError
+from keel.base.files import write_atomic
+from keel.lab.studies.folder import FAILED, Outcome, jobs
+from keel.lab.studies.grid import Study
+from keel.lab.studies.page import study_page
+from keel.lab.studies.pictures import write_pictures
+from keel.lab.studies.rows import read_row
+from keel.lab.studies.table import points_csv, summarise, table_csv, table_md
+from keel.lab.studies.verdict import verdict
+
+NOT_RUN = Outcome(FAILED, "not run")
+
+
+@dataclass(frozen=True)
+class Written:
+    """The table and the verdict as text for a terminal, and the files that were written."""
+
+    text: str
+    files: tuple[str, ...]
+
+
+def write_study(study: Study, path: Path, ended: Mapping[str, Outcome], command: str = "") -> Written:
+    """Read every run of the study and write its tables, pictures and page."""
+    path = path.resolve()
+    rows = [read_row(job, ended.get(job.label, NOT_RUN), study.measure) for job in jobs(path, study)]
+    summaries = summarise(rows, study.baseline)
+    said = verdict(summaries, study.baseline, study.metric, study.axes)
+    words = "".join(f"- {text}\n" for _, text in said)
+    table = table_md(summaries, study.baseline)
+    page = study_page(study.name, command, summaries, study.baseline, said)
+    files = {
+        "points.csv": points_csv(rows),
+        "table.csv": table_csv(summaries),
+        "table.md": f"{table}\n{words}",
+        "report.html": page,
+    }
+    for name, content in files.items():
+        write_atomic(path / name, content)
+    try:
+        pictures = write_pictures(summaries, path, study.name)
+    except KeelError as error:
+        pictures = [f"no pictures: {error}"]
+    return Written(f"{table}\n{words}", (*files, *pictures))

@@ -1,0 +1,198 @@
+"""One row a run: its options, accuracy, reward, KL in both directions, skills before and after, how it ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.lab.report.read import Run, number, read_run
+from keel.lab.studies.folder import DRIFT, Job, Outcome
+from keel.lab.studies.grid import Measure
+
+LAST_STEPS = 10  # of the reward: a single step's mean is mostly noise
+BAND = 1.5  # the band around a target KL is target/1.5 to 1.5·target, as in PPO's rule
+
+
+@dataclass(frozen=True)
+class Skill:
+    """One retention task: accuracy before and after, and the KL on its prompts in both directions."""
+
+    before: float | None
+    after: float | None
+    kl_policy_ref: float | None
+    kl_ref_policy: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run in numbers; None where it has none. KL is in nats per token unless a name says `sequence`."""
+
+    point: str
+    seed: int
+    state: str
+    reason: str
+    options: Mapping[str, str]
+    figures: Mapping[str, float | None]
+    skills: Mapping[str, Skill] = field(default_factory=dict)
+    wall_s: float | None = None
+    curves: Mapping[str, Sequence[tuple[float, float | None]]] = field(default_factory=dict)
+    band_by: str = ""  # the estimate that the band was held against
+
+
+FIGURES = (
+    "steps",
+    "accuracy_before",
+    "accuracy_after",
+    "reward",
+    "kl_policy_ref",
+    "kl_ref_policy",
+    "kl_k1",
+    "kl_k2",
+    "kl_k3",
+    "kl_sequence",
+    "kl_reference_exact",
+    "kl_reference_k3",
+    "beta_last",
+    "retention_before",
+    "retention_after",
+    "forgetting",
+    "kl_old_policy_ref",
+    "kl_old_ref_policy",
+    "text_logprob_before",
+    "text_logprob_after",
+    "steps_to_band",
+    "share_in_band",
+)
+REWARD_CURVE, EXACT_CURVE, K3_CURVE = "reward/mean", "kl/policy_ref/exact/mean", "kl/policy_ref/k3/mean"
+SEQUENCE_CURVE = "kl/policy_ref/sequence/mean"
+CURVES = (REWARD_CURVE, EXACT_CURVE, K3_CURVE, "kl/beta")
+
+
+def kl_curve(rows: Sequence[Row]) -> str:
+    """The KL whose curves can be laid beside each other: exact if every run has it, otherwise k3, which all have."""
+    measured = [row.curves for row in rows if K3_CURVE in row.curves]
+    return EXACT_CURVE if measured and all(EXACT_CURVE in curves for curves in measured) else K3_CURVE
+
+
+def read_row(job: Job, ended: Outcome, measure: Measure) -> Row:
+    """What a run left, however little that is."""
+    options = dict(job.point.values)
+    try:
+        run = read_run(job.folder)
+    except KeelError:
+        return Row(job.point.label, job.seed, ended.state, ended.reason, options, dict.fromkeys(FIGURES))
+    drift = _drift(job.folder)
+    skills, trained = _skills(run, drift), _trained_drift(drift)
+    first, last = _accuracy(run, "trained")
+    text = drift.get("text_logprob") or {}
+    before, after = (_mean(getattr(skill, side) for skill in skills.values()) for side in ("before", "after"))
+    rewards = [value for _, value in run.series(REWARD_CURVE)[-LAST_STEPS:] if value is not None]
+    band_by, band = _band(run, measure)
+    figures: dict[str, float | None] = {
+        "steps": float(run.steps),
+        "accuracy_before": first.get(""),
+        "accuracy_after": last.get(""),
+        "reward": fmean(rewards) if rewards else None,
+        "kl_policy_ref": _figure(trained, "policy_ref", "exact"),
+        "kl_ref_policy": _figure(trained, "ref_policy", "exact"),
+        **{f"kl_{name}": _figure(trained, "policy_ref", name) for name in ("k1", "k2", "k3")},
+        "kl_sequence": _figure(trained, "policy_ref", "exact", "per_sequence"),
+        "kl_reference_exact": run.last(EXACT_CURVE),
+        "kl_reference_k3": run.last(K3_CURVE),
+        "beta_last": run.last("kl/beta"),
+        "retention_before": before,
+        "retention_after": after,
+        "forgetting": None if before is None or after is None else before - after,
+        "kl_old_policy_ref": _mean(skill.kl_policy_ref for skill in skills.values()),
+        "kl_old_ref_policy": _mean(skill.kl_ref_policy for skill in skills.values()),
+        "text_logprob_before": number(text.get("before")),
+        "text_logprob_after": number(text.get("after")),
+        **band,
+    }
+    wall = number((run.summary or {}).get("wall_s"))
+    curves = {name: run.series(name) for name in CURVES if run.series(name)}
+    return Row(job.point.label, job.seed, ended.state, ended.reason, options, figures, skills, wall, curves, band_by)
+
+
+def _drift(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / DRIFT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _tasks(drift: Mapping[str, Any], split: str) -> dict[str, Mapping[str, Any]]:
+    tasks = drift.get("tasks") or {}
+    return {name: task for name, task in tasks.items() if task.get("split") == split}
+
+
+def _trained_drift(drift: Mapping[str, Any]) -> Mapping[str, Any]:
+    return next(iter(_tasks(drift, "trained").values()), {})
+
+
+def _figure(task: Mapping[str, Any], way: str, estimator: str, unit: str = "per_token") -> float | None:
+    try:
+        return number(task[way][unit][estimator]["mean"])
+    except (KeyError, TypeError):
+        return None
+
+
+def _accuracy(run: Run, split: str) -> tuple[dict[str, float], dict[str, float]]:
+    """(first, last) accuracy by task, under "" for the trained one; the last is one after training began.
+
+    A run that its guard took back to step 0 ends as the start, which was evaluated once.
+    """
+    first: dict[str, float] = {}
+    last: dict[str, float] = {}
+    for line in run.evaluations:
+        value = number(line.get("pass@1"))
+        if line.get("split") != split or value is None:
+            continue
+        name = "" if split == "trained" else str(line.get("task"))
+        (last if number(line.get("step")) else first)[name] = value
+    back_at_start = number((run.summary or {}).get("steps")) == 0
+    return first, dict(first) if back_at_start and not last else last
+
+
+def _skills(run: Run, drift: Mapping[str, Any]) -> dict[str, Skill]:
+    first, last = _accuracy(run, "retention")
+    measured = _tasks(drift, "retention")
+    return {
+        name: Skill(
+            first.get(name),
+            last.get(name),
+            _figure(measured.get(name, {}), "policy_ref", "exact"),
+            _figure(measured.get(name, {}), "ref_policy", "exact"),
+        )
+        for name in dict.fromkeys((*first, *measured))
+    }
+
+
+def _mean(values: Any) -> float | None:
+    """The mean, None where one is missing: a mean over other skills is another figure."""
+    found = list(values)
+    return None if not found or None in found else fmean(found)
+
+
+def _band(run: Run, measure: Measure) -> tuple[str, dict[str, float | None]]:
+    """By which estimate; steps until it is first within a factor of 1.5 of its target, share of all steps inside.
+
+    The estimate is the one that steers a controller: a sequence's k1, or per token the exact one where it is measured.
+    """
+    target = measure.target
+    if target is None:
+        return "", {"steps_to_band": None, "share_in_band": None}
+    names = (SEQUENCE_CURVE,) if measure.target_unit == "per_sequence" else (EXACT_CURVE, K3_CURVE)
+    name = next((name for name in names if run.series(name)), names[-1])
+    series = run.series(name)
+    inside = [(step, value is not None and target / BAND <= value <= target * BAND) for step, value in series]
+    return name.split("/")[2], {
+        "steps_to_band": next((step for step, within in inside if within), None),
+        "share_in_band": fmean(within for _, within in inside) if inside else None,
+    }

@@ -1,0 +1,214 @@
+"""The weights an engine decodes with: the policy's own, or a copy that knows whether it is still the same."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keel.base.errors import KeelError
+from keel.models.fingerprint import adapter_layers, fingerprint
+from keel.models.head import causal_lm, evaluating, module_dtype
+from keel.models.load import cast_parameters
+from keel.models.lora import adapter_is_zero, is_lora
+
+_UNMERGED = "build the engine with merge=False"
+
+
+def merged_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of each weight of the model that merging the active adapters would give: W + scale · BA.
+
+    Computed tensor by tensor from what the policy holds, and without touching it: merging the policy itself and
+    unmerging it afterwards would leave rounding behind in the weights being trained.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    base: Any = policy.get_base_model()  # type: ignore[operator]
+    replaced: dict[str, Any] = {}
+    for name, module in base.named_modules():
+        if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper):
+            replaced[name] = module
+    for name, module in base.named_modules(remove_duplicate=False):
+        owner = next((prefix for prefix in replaced if name == prefix or name.startswith(prefix + ".")), None)
+        if owner is None:
+            for leaf, tensor in _own_tensors(module):
+                yield f"{name}.{leaf}" if name else leaf, tensor
+        elif owner == name:
+            for leaf, tensor in _merged_tensors(name, replaced[name]):
+                yield f"{name}.{leaf}", tensor
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
+
+
+def _merged_tensors(name: str, module: Any) -> Iterator[tuple[str, Tensor]]:
+    if hasattr(module, "modules_to_save"):
+        active = module.active_adapters[0] if module.active_adapters and not module.disable_adapters else None
+        saved = active is not None and active in module.modules_to_save
+        source = module.modules_to_save[active] if saved else module.original_module
+        yield from source.state_dict(keep_vars=True).items()
+        return
+    _check_mergeable(name, module)
+    for leaf, tensor in _own_tensors(module.get_base_layer()):
+        if leaf == "weight" and not module.merged and not module.disable_adapters:
+            for adapter in module.active_adapters:
+                if adapter in module.scaling:
+                    tensor = tensor + module.get_delta_weight(adapter).to(tensor.dtype)
+        yield leaf, tensor
+
+
+def _check_mergeable(name: str, module: Any) -> None:
+    """Refuse a layer whose adapter is more than a matrix added to its weight."""
+    from peft.tuners.lora import LoraLayer
+
+    if not isinstance(module, LoraLayer) or hasattr(module, "parameter_name"):
+        raise KeelError(f"{name} has an adapter that is not LoRA on a layer's weight and cannot be merged: {_UNMERGED}")
+    for adapter in module.active_adapters:
+        if adapter in module.lora_variant:
+            kind = "DoRA" if module.use_dora.get(adapter) else type(module.lora_variant[adapter]).__name__
+            raise KeelError(f"{name} is a {kind} layer, which cannot be merged here: {_UNMERGED}")
+        if module.lora_bias.get(adapter):
+            raise KeelError(f"{name} has LoRA with a bias (lora_bias), which cannot be merged here: {_UNMERGED}")
+
+
+def _untie(model: Any) -> bool:
+    """Give adapted layers a weight of their own where another module shares it; whether any did.
+
+    An adapter on a tied head changes the head alone, but merged into the shared weight it would change the input
+    embedding as well.
+    """
+    holders = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    untied = False
+    for _, layer in adapter_layers(model):
+        inner = layer.get_base_layer() if hasattr(layer, "get_base_layer") else None
+        for leaf, parameter in list(inner._parameters.items()) if inner is not None else ():
+            if parameter is not None and holders[id(parameter)] > 1:
+                holders[id(parameter)] -= 1
+                setattr(inner, leaf, nn.Parameter(parameter.detach().clone(), requires_grad=False))
+                untied = True
+    return untied
+
+
+def merge(model: Any) -> Any:
+    """The base with its adapters' updates in its weights; the model given is used up."""
+    untied = _untie(model)
+    whole = model.merge_and_unload()
+    if untied:
+        whole.config.tie_word_embeddings = False
+    return whole
+
+
+def _take_adapter_state(twin: Any, policy: Any) -> None:
+    """Which adapters are active, off, merged and how strong: all that acts in a layer and is no tensor.
+
+    Set layer by layer, since peft's `set_adapter` would unmerge.
+    """
+    for (_, mine), (_, source) in zip(adapter_layers(twin), adapter_layers(policy), strict=True):
+        for field in ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling"):
+            if field in vars(source):
+                setattr(mine, field, copy.copy(vars(source)[field]))
+    for mine, source in ((twin, policy), (twin.base_model, policy.base_model)):
+        if "active_adapter" in vars(source):
+            mine.active_adapter = copy.copy(source.active_adapter)
+
+
+class WeightCopy:
+    """A copy of the policy in another dtype or place, merged or with its adapters beside it, updated in place."""
+
+    def __init__(
+        self, policy: nn.Module, *, dtype: torch.dtype | None, device: torch.device | str | None, merge: bool
+    ) -> None:
+        self.dtype, self.device = dtype, device
+        self.merge = merge and is_lora(policy)
+        self.version: int | None = None
+        self.model: Any = None
+        self.sync(policy, None)
+
+    def _rebuild(self, policy: nn.Module) -> Any:
+        twin: Any = copy.deepcopy(policy)
+        twin.zero_grad(set_to_none=True)
+        if self.merge:
+            twin = merge(twin)
+        return cast_parameters(twin, self.dtype, self.device).eval().requires_grad_(False)
+
+    def _source(self, policy: nn.Module) -> dict[str, Tensor]:
+        if self.merge:
+            return dict(merged_weights(policy))
+        return _tensors(policy)
+
+    def _fits(self, source: dict[str, Tensor]) -> bool:
+        """Whether the copy has the policy's tensors; not after an adapter was added or the architecture changed."""
+        if self.model is None:
+            return False
+        mine = _tensors(self.model)
+        if not self.merge and source.keys() != mine.keys():
+            return False
+        return all(name in source and source[name].shape == tensor.shape for name, tensor in mine.items())
+
+    @torch.no_grad()
+    def sync(self, policy: nn.Module, version: int | None) -> None:
+        """Make the copy equal to the policy, in place where both have the same tensors."""
+        _check_not_merged_and_off(policy)
+        source = self._source(policy)
+        self._source_print = self._own_print = ""  # stale, should anything below fail
+        if not self._fits(source):
+            self.model = self._rebuild(policy)
+            self._verified = False
+        for name, tensor in _tensors(self.model).items():
+            tensor.copy_(source[name])
+        if is_lora(self.model):
+            _take_adapter_state(self.model, policy)
+            self.model.requires_grad_(False)
+        self._verify(policy)
+        self.version = version
+        self._source_print, self._own_print = fingerprint(policy), fingerprint(self.model)
+
+    def _verify(self, policy: nn.Module) -> None:
+        """Compare with the policy: digests where nothing is merged, else the logits, once the adapter is not zero."""
+        if not self.merge:
+            if fingerprint(self.model) != fingerprint(policy, dtype=self.dtype):
+                raise KeelError("the engine's copy does not equal the policy after sync: build the engine from it anew")
+        elif not self._verified:
+            difference, allowed = _logits_apart(policy, self.model)
+            if difference > allowed:
+                raise KeelError(
+                    f"the logits of the merged copy are off by {difference:.1g} of their spread, so these adapters "
+                    f"cannot be merged: {_UNMERGED}"
+                )
+            self._verified = not adapter_is_zero(policy)
+
+    def is_stale(self, policy: nn.Module) -> bool:
+        """Whether the policy has moved since the last sync, or somebody has changed the copy."""
+        return fingerprint(policy) != self._source_print or fingerprint(self.model) != self._own_print
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _check_not_merged_and_off(policy: nn.Module) -> None:
+    """peft unmerges such a layer in its next forward, so that its weights are about to change by themselves."""
+    for name, layer in adapter_layers(policy):
+        if layer.disable_adapters and getattr(layer, "merged_adapters", ()):
+            raise KeelError(f"the adapter of {name} is merged and switched off at once: call unmerge_adapter() first")
+
+
+def _logits_apart(policy: nn.Module, twin: nn.Module) -> tuple[float, float]:
+    """Largest difference of two models' logits on a few tokens, relative to their spread, and what rounding allows."""
+    vocabulary = causal_lm(policy).config.get_text_config().vocab_size
+    ids = torch.randint(0, vocabulary, (1, 8), generator=torch.Generator().manual_seed(0))
+    logits = []
+    for model in (policy, twin):
+        with evaluating(model):
+            place = next(model.parameters()).device
+            logits.append(model(input_ids=ids.to(place), use_cache=False).logits.float().cpu())
+    half = {module_dtype(policy), module_dtype(twin)} & {torch.float16, torch.bfloat16}
+    difference = float((logits[1] - logits[0]).abs().max() / logits[0].std().clamp(min=1e-6))
+    return difference, 0.2 if half else 1e-3

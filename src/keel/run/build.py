@@ -1,0 +1,359 @@
+"""From a checked configuration to objects: the only place that knows both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keel.base.errors import KeelError, unknown
+from keel.base.types import Problem
+from keel.config import Config, TaskSpec, controller_params, kl_spec, loss_spec, mismatch_spec
+from keel.config.checks import DATA_OF_TASKS, takes_data
+from keel.config.resolve import scale_rewards
+from keel.envs import Task, build_task
+from keel.envs.judge import Judge
+from keel.envs.mixture import mixture
+from keel.envs.rewards import wrap
+from keel.kl import build_controller
+from keel.models.load import DTYPES, LoadedModel, import_attr, is_users_own, load_model
+from keel.models.lora import adapter_is_zero
+from keel.models.scorer import build_scorer
+from keel.reference import build_reference
+from keel.rollout import NativeEngine, SamplingParams
+from keel.rollout.collect import collect
+from keel.rollout.render import Renderer, fit
+from keel.trainer.guards import GuardOptions
+from keel.trainer.integrity import check_model
+from keel.trainer.optim import Optimizer, Schedule, build_schedule
+from keel.trainer.sft import Encode, Examples, SFTOptions, file_examples, gold_examples
+from keel.trainer.state import Engine, KLOptions, Run, StepOptions
+
+RewardFunction = Callable[..., Any]
+
+
+def build_policy(config: Config, weights: Path | None = None, *, probe: bool = True) -> LoadedModel:
+    """The policy; `weights` is a checkpoint of this run, or its warm start, to take the place of the named model.
+
+    Without `probe` a model whose padded rows disagree with its own logits is not refused, so that it can be examined.
+    """
+    model = config.model
+    lora: Mapping[str, Any] | None = model.lora.model_dump() if model.lora else None
+    name = model.name
+    for folder in (model.lora and model.lora.adapter, name):  # another run's checkpoint, perhaps
+        if folder and weights is None:
+            check_model(Path(folder).expanduser())
+    if weights is not None and lora is not None:
+        lora = {**lora, "adapter": str(weights)}
+    elif weights is not None:
+        name = str(weights)
+    loaded = load_model(
+        name,
+        dtype=model.dtype,
+        attn_implementation=model.attn_implementation,
+        lora=lora,
+        device=None if model.device == "auto" else model.device,
+        dropout=model.dropout,
+        gradient_checkpointing=model.gradient_checkpointing,
+        trust_remote_code=model.trust_remote_code,
+        seed=config.run.seed,
+        quantization=model.quantization,
+        compile=model.compile,
+        probe=probe,
+    )
+    return replace(loaded, name=model.name)
+
+
+def build_named_task(spec: TaskSpec | str, config: Config | None = None) -> Task:
+    """`task`, or one entry of `eval.tasks` or `warmstart.task`: a name, or a name with parameters.
+
+    A task that reads data, and has no `data` of its own beside its name, is given the configuration's `data` if it is
+    the run's task or another of that name.
+    """
+    name, params = (spec, {}) if isinstance(spec, str) else (spec.name, spec.params)
+    if config is not None and name == config.task.name and "data" not in params and takes_data(name):
+        data = config.data.model_dump()
+        params = {**params, "data": {option: data[option] for option in DATA_OF_TASKS}}
+    return build_task(name, **params)
+
+
+def fitting(config: Config, tokenizer: Any, problems: Sequence[Problem]) -> list[Problem]:
+    """The problems whose prompts are within `data.max_prompt_length`; all of them unless `data.truncation` is drop."""
+    return list(filter(_fits(config, tokenizer), problems)) if config.data.truncation == "drop" else list(problems)
+
+
+def _fits(config: Config, tokenizer: Any) -> Callable[[Problem], bool]:
+    renderer, limit = build_renderer(config, tokenizer), config.data.max_prompt_length
+    return lambda problem: limit is None or len(renderer.prompt(problem)) <= limit
+
+
+def without_long_prompts(config: Config, tokenizer: Any, task: Task) -> tuple[Task, list[str]]:
+    """The task without prompts that are too long, and the sentence that counts them: `data.truncation: drop`."""
+    if config.data.truncation != "drop":
+        return task, []
+    keep = getattr(task, "keep", None)
+    if keep is None:
+        raise KeelError(
+            f"data.truncation=drop needs a task that reads data, which {task.name!r} is not: use left or error"
+        )
+    limit = config.data.max_prompt_length
+    try:
+        kept, left_out = keep(_fits(config, tokenizer))
+    except KeelError as error:
+        raise KeelError(f"{error}: raise data.max_prompt_length, which is {limit}") from None
+    said = f"{left_out} problems left out: their prompts are longer than data.max_prompt_length={limit}"
+    return kept, [said] if left_out else []
+
+
+def build_renderer(config: Config, tokenizer: Any) -> Renderer:
+    """How prompts become tokens; an unknown template is refused here."""
+    return Renderer(tokenizer, chat_template=config.data.chat_template, system_prompt=config.data.system_prompt)
+
+
+def build_judge(config: Config, task: Task, reward: RewardFunction | None = None) -> Judge:
+    """The configured rewards; where none are configured, the task's own; or the function given in Python."""
+    options: dict[str, Any] = {
+        "aggregate": config.reward.aggregate,
+        "timeout_s": config.reward.timeout_s,
+        "on_error": config.reward.on_error,
+        "shuffle": config.reward.shuffle,
+    }
+    if reward is not None:
+        return Judge([wrap(reward)], **options)
+    return Judge.of(task, reward_entries(config), **options)
+
+
+def reward_entries(config: Config) -> list[dict[str, Any]]:
+    """`rewards:` as the rewards' room takes them."""
+    return [{"name": part.name, "weight": part.weight, **part.params} for part in config.rewards]
+
+
+def build_sampling(config: Config, **changes: Any) -> SamplingParams:
+    rollout = config.rollout
+    names = ("temperature", "top_p", "top_k", "min_p", "max_completion_length", "num_generations", "stop", "max_batch")
+    return SamplingParams(**{**{name: getattr(rollout, name) for name in names}, **changes})
+
+
+def build_engine(config: Config, loaded: LoadedModel) -> Engine:
+    """The sampler: the native one shares the policy's weights; a user's `module:attr` is given model and tokenizer."""
+    name = config.rollout.engine
+    if name == "native":
+        kept = int(config.rollout.kept_gib * 2**30) if config.rollout.max_turns > 1 else 0
+        return NativeEngine(loaded.model, loaded.tokenizer, kept_bytes=kept, graphs=config.rollout.cuda_graphs)
+    if is_users_own(name):
+        made: Engine = import_attr(name, "engine")(loaded.model, loaded.tokenizer)
+        return made
+    if name == "vllm":
+        raise KeelError("rollout.engine=vllm is not available in this version: use rollout.engine=native")
+    raise unknown("rollout.engine", name, ["native", "module:attr"])
+
+
+def rendering(config: Config) -> dict[str, Any]:
+    """How prompts become tokens."""
+    data = config.data
+    return {
+        "chat_template": data.chat_template,
+        "system_prompt": data.system_prompt,
+        "max_prompt_length": data.max_prompt_length,
+        "truncation": data.truncation,
+    }
+
+
+@dataclass(frozen=True)
+class Built:
+    """A run with what stands around it."""
+
+    run: Run
+    judge: Judge
+    sampling: SamplingParams
+    notes: tuple[str, ...]
+
+
+def build_run(
+    config: Config, loaded: LoadedModel, *, task: Task | None = None, reward: RewardFunction | None = None
+) -> Built:
+    """Everything that a step needs; the reference is the policy as it is now."""
+    build_renderer(config, loaded.tokenizer)  # a template that is not there is found before anything is sampled
+    task = task or build_named_task(config.task, config)
+    task, dropped = without_long_prompts(config, loaded.tokenizer, task)
+    judge = build_judge(config, task, reward)
+    sampling = build_sampling(config)
+    engine = build_engine(config, loaded)
+    half = autocast_dtype(config, loaded)
+    spec, loss = kl_spec(config), loss_spec(config)
+    scorer = build_scorer(config.model.scorer)
+    shared = isinstance(engine, NativeEngine) and engine.model is loaded.model and half is None and scorer is None
+    run = Run(
+        policy=loaded,
+        task=task,
+        engine=engine,
+        collect=_collector(config, engine, task, loaded, sampling, judge),
+        reference=_reference(config, loaded),
+        optimizer=build_optimizer(config, loaded, half),
+        controller=build_controller(**controller_params(config)),
+        loss=loss,
+        kl=KLOptions(
+            spec=spec,
+            pairing=spec.pairing(loss, off_policy=config.off_policy or not shared),
+            exact=config.kl.needs_exact,
+            measure_every=config.kl.measure_every,
+            collect_max=config.kl.collect_max,
+        ),
+        options=_step_options(config, loaded.shared_prefix and scorer is None, half),
+        mismatch=mismatch_spec(config),
+        guards=guard_options(config),
+        scorer=scorer,
+    )
+    packing = [] if loaded.packing_note is None else [loaded.packing_note]
+    said = (*packing, *getattr(task, "notes", ()), *dropped, *_one_turn(config, task), *_kept_adapter(config, run))
+    return Built(run, judge, sampling, said)
+
+
+def _one_turn(config: Config, task: Task) -> list[str]:
+    """A word on a task of several turns that is given one."""
+    if config.rollout.max_turns > 1 or not hasattr(task, "respond"):
+        return []
+    return [f"task {task.name!r} has several turns, but rollout.max_turns is 1: no tool is ever answered"]
+
+
+def _kept_adapter(config: Config, run: Run) -> list[str]:
+    """A word on adapter_off where the adapter has a past: what is held then is not the base alone."""
+    if config.reference.kind != "adapter_off" or run.reference is None or adapter_is_zero(run.policy.model):
+        return []
+    return [
+        "reference.kind=adapter_off: the adapter is not zero (continued or warm-started), so the reference is that "
+        "adapter as it is now, as with auto and frozen, and not the bare base model"
+    ]
+
+
+def _reference(config: Config, loaded: LoadedModel) -> Any:
+    wanted = config.needs_reference or config.kl.collect_max is not None
+    return build_reference(config.reference.kind, loaded, **config.reference.params) if wanted else None
+
+
+def _collector(
+    config: Config, engine: Engine, task: Task, loaded: LoadedModel, sampling: SamplingParams, judge: Judge
+) -> Any:
+    def collected(problems: Sequence[Any], *, attempt: int, step: int, sampling: SamplingParams = sampling) -> Any:
+        groups = collect(
+            engine,
+            task,
+            problems,
+            loaded.tokenizer,
+            sampling,
+            seed=config.run.seed,
+            attempt=attempt,
+            step=step,
+            max_turns=config.rollout.max_turns,
+            max_turn_length=config.rollout.max_turn_length,
+            join_turns=config.rollout.join_turns,
+            judge=judge,
+            **rendering(config),
+        )
+        if isinstance(engine, NativeEngine):
+            engine.forget()  # the update needs the memory
+        return groups
+
+    return collected
+
+
+def _step_options(config: Config, shared_prefix: bool, half: torch.dtype | None) -> StepOptions:
+    loss = config.loss
+    return StepOptions(
+        seed=config.run.seed,
+        prompts_per_step=config.rollout.prompts_per_step,
+        max_completion_length=config.rollout.max_completion_length,
+        temperature=config.rollout.temperature or 1.0,
+        microbatch_tokens=config.optim.microbatch_tokens,
+        shared_prefix=shared_prefix,
+        num_iterations=loss.num_iterations,
+        minibatches=config.optim.minibatches,
+        baseline=loss.baseline,
+        scale_rewards=scale_rewards(config),
+        reward_warmup_steps=config.reward.warmup_steps,
+        mask_truncated=loss.mask_truncated_completions,
+        resample_tries=loss.dynamic_sampling_rounds if loss.dynamic_sampling else 0,
+        autocast=half,
+    )
+
+
+def guard_options(config: Config) -> GuardOptions:
+    """The guards' limits, the KL budget among them."""
+    budget = config.kl.budget
+    spent = {} if budget is None else {"budget": budget.max, "budget_unit": budget.unit, "budget_action": budget.action}
+    return GuardOptions(**{**config.guards.model_dump(), **spent})
+
+
+def autocast_dtype(config: Config, loaded: LoadedModel) -> torch.dtype | None:
+    """The type of the mixed-precision passes, None where the weights' own is used."""
+    name = config.optim.precision
+    if name == "auto" or DTYPES[name] == loaded.dtype:
+        return None
+    if name == "float32":
+        raise KeelError(f"optim.precision=float32 needs model.dtype=float32: the weights are {loaded.dtype}")
+    return DTYPES[name]
+
+
+def learning_rate_schedule(config: Config, decay_steps: int | None = None) -> Schedule:
+    """The course of the learning rate, or what it would be with another end of its decay."""
+    optim = config.optim
+    return build_schedule(
+        optim.schedule,
+        warmup_steps=optim.warmup_steps,
+        total_steps=decay_steps or optim.decay_steps or config.run.max_steps,
+        final_ratio=optim.final_ratio,
+        updates_per_step=config.loss.num_iterations * optim.minibatches,
+    )
+
+
+def build_optimizer(config: Config, loaded: LoadedModel, half: torch.dtype | None = None) -> Optimizer:
+    optim = config.optim
+    return Optimizer(
+        loaded.model,
+        name=optim.optimizer,
+        learning_rate=optim.learning_rate,
+        schedule=learning_rate_schedule(config),
+        weight_decay=optim.weight_decay,
+        betas=optim.betas,
+        eps=optim.eps,
+        max_grad_norm=optim.max_grad_norm,
+        offload=optim.offload,
+        scaler=half == torch.float16 and loaded.device.type == "cuda",
+    )
+
+
+def build_warmstart(config: Config, loaded: LoadedModel, task: Task | None = None) -> tuple[Examples, SFTOptions]:
+    """Examples and settings of the supervised start."""
+    start = config.warmstart
+    if start is None:
+        raise KeelError("the configuration has no warmstart section: add one, such as warmstart: {steps: 200}")
+    renderer = build_renderer(config, loaded.tokenizer)
+
+    def encode(problem: Any) -> tuple[int, ...]:
+        return fit(renderer.prompt(problem), config.data.max_prompt_length, config.data.truncation, problem.key)
+
+    encoder: Encode = encode
+    shared = {"batch_size": start.batch_size, "seed": config.run.seed}
+    if start.path is not None:
+        examples = file_examples(start.path, encoder, loaded.tokenizer, **shared)
+    else:
+        named = [build_named_task(spec, config) for spec in start.task]
+        own = task or build_named_task(config.task, config)
+        kept = [
+            without_long_prompts(config, loaded.tokenizer, one)[0] if hasattr(one, "keep") else one
+            for one in named or [own]
+        ]
+        source: Any = mixture(kept) if len(kept) > 1 else kept[0]
+        examples = gold_examples(source, encoder, loaded.tokenizer, reply=renderer.reply, **shared)
+    options = SFTOptions(
+        **{name: getattr(start, name) for name in type(start).model_fields if name not in ("task", "path")},
+        microbatch_tokens=config.optim.microbatch_tokens,
+        autocast=autocast_dtype(config, loaded),
+    )
+    return examples, options
+
+
+__all__ = ["Built", "build_optimizer", "build_policy", "build_run", "build_warmstart"]

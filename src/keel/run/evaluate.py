@@ -1,0 +1,211 @@
+"""`keel eval`: a model on several tasks at once, beside a baseline on the same problems under the same noise."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keel.base.errors import KeelError, unknown
+from keel.config import Config, TaskSpec, load_config, text
+from keel.config.checks import DATA_OF_TASKS, takes_data
+from keel.envs import Task
+from keel.envs.judge import Judge
+from keel.envs.registry import TASKS
+from keel.envs.rewards import RewardPart
+from keel.eval.evaluate import EvalResult, evaluate, paired_difference, paired_reward
+from keel.rollout.collect import Engine
+from keel.rollout.sampling import SamplingParams
+from keel.run.build import (
+    build_engine,
+    build_named_task,
+    build_sampling,
+    fitting,
+    rendering,
+    reward_entries,
+    without_long_prompts,
+)
+from keel.run.subject import Subject
+
+# Told what is sampled and how many completions that will be; returns what is told of those that end.
+Watch = Callable[[str, int], Callable[[int], None]]
+METHOD = "adjusted Wald over the problems' paired differences (Bonett and Price 2012)"
+REWARD_METHOD = "normal over the problems' paired differences"
+_WITH_PARAMS = re.compile(r"(?P<name>.+?):(?P<params>[A-Za-z_]\w*=.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A task to evaluate, what it stands for (trained, retention, given), and who judges it."""
+
+    task: Task
+    split: str
+    judge: Judge
+
+
+def entries(
+    config: Config, tasks: Iterable[tuple[Task, str]], rewards: Sequence[RewardPart] | None = None
+) -> list[Entry]:
+    """Each task judged by its own reward, whatever the policy is trained on: accuracy is not what shaping pays.
+
+    A task without answers has none: it is judged by `rewards`, by default the configured ones, as they are summed.
+    """
+    options: dict[str, Any] = {"timeout_s": config.reward.timeout_s, "on_error": config.reward.on_error}
+
+    def judge(task: Task) -> Judge:
+        if not getattr(task, "unanswered", False):
+            return Judge.of(task, **options)
+        return Judge.of(task, reward_entries(config), **options) if rewards is None else Judge(rewards, **options)
+
+    return [Entry(task, split, judge(task)) for task, split in tasks]
+
+
+def configured_tasks(config: Config, task: Task | None = None) -> list[tuple[Task, str]]:
+    """The trained task and, as retention, `eval.tasks`."""
+    trained = build_named_task(config.task, config) if task is None else task
+    others = [build_named_task(spec, config) for spec in config.eval.tasks]
+    return [(trained, "trained"), *((other, "retention") for other in others if other != trained)]
+
+
+def spec_of_word(word: str) -> TaskSpec:
+    """The task of `NAME`, or of `NAME:key=value,key=value` with its parameters; a name may be `module:attr`."""
+    match = _WITH_PARAMS.fullmatch(word)
+    if match is None:
+        return TaskSpec(name=word)
+    pairs = (item.partition("=") for item in re.split(r",(?=[A-Za-z_]\w*=)", match["params"]))
+    params = {key: text.parse(value, f"the value of {key} in {word!r}") for key, _, value in pairs}
+    return TaskSpec.model_validate({"name": match["name"], **params})
+
+
+def _given(subject: Subject, words: Sequence[str], data: Sequence[str] = ()) -> list[tuple[Task, str]]:
+    """The tasks of words, each with the data that it reads."""
+    specs = [spec_of_word(word) for word in words]
+    for spec in specs:
+        if spec.name not in TASKS and ":" not in spec.name:
+            raise unknown("task", spec.name, TASKS)
+    reads = [takes_data(spec.name) for spec in specs]
+    if data and not any(reads):
+        raise KeelError(f"{data[0]} is given, but {', '.join(words)} makes its own problems: leave it out")
+    homes = [_home(subject, spec, data) if reading else None for spec, reading in zip(specs, reads, strict=True)]
+    return [(build_named_task(spec, home), "given") for spec, home in zip(specs, homes, strict=True)]
+
+
+def _home(subject: Subject, spec: TaskSpec, data: Sequence[str]) -> Config:
+    """A configuration whose task is this one: its data are those of a bare model, or of a run that trains on a task of
+    this name, changed as `data` says; a task with data beside its name reads those."""
+    shared = (not subject.has_tasks or spec.name == subject.config.task.name) and "data" not in spec.params
+    given = subject.config.data.model_dump(include=set(DATA_OF_TASKS)) if shared else {}
+    return load_config({"task": {"name": spec.name, **spec.params}, "data": given}, data)
+
+
+def evaluate_entry(
+    config: Config,
+    engine: Engine,
+    tokenizer: Any,
+    entry: Entry,
+    *,
+    sampling: SamplingParams | None = None,
+    seed: int | None = None,
+) -> EvalResult:
+    """One task as the configuration says: fixed held-out problems under fixed noise (`seed`, default run.seed + 1)."""
+    return evaluate(
+        engine,
+        entry.task,
+        fitting(config, tokenizer, entry.task.held_out(config.eval.samples)),
+        tokenizer,
+        k=config.eval.k,
+        temperature=_temperature(config),
+        seed=config.run.seed + 1 if seed is None else seed,
+        sampling=sampling or build_sampling(config),
+        judge=entry.judge,
+        max_turns=config.rollout.max_turns if hasattr(entry.task, "respond") else 1,
+        max_turn_length=config.rollout.max_turn_length,
+        join_turns=config.rollout.join_turns,
+        **rendering(config),
+    )
+
+
+def eval_record(result: EvalResult, split: str) -> dict[str, Any]:
+    """A line of eval.jsonl; without pass@1 and pass@k where nothing is right or wrong."""
+    plain = result.as_dict()
+    shown = {"pass@1": plain.pop("accuracy"), "ci95": plain.pop("ci95"), "pass@k": plain.pop("pass_at")}
+    if result.accuracy is None:
+        shown = {}
+    return {"task": plain.pop("task"), "split": split, **shown, "n": plain.pop("problems"), **plain}
+
+
+def run_evaluation(
+    subject: Subject,
+    *,
+    tasks: Sequence[str] = (),
+    data: Sequence[str] = (),
+    baseline: Subject | None = None,
+    seed: int | None = None,
+    watch: Watch | None = None,
+) -> dict[str, Any]:
+    """The figures of a model, as data; with a baseline also its figures and the paired differences.
+
+    `tasks` are words such as `arithmetic:skill=sort,digits=4`; without any, the configuration's own are evaluated.
+    `data` are settings such as `data.on_broken=skip`, for those of `tasks` that read data.
+    The baseline is sampled, rendered and judged by the subject's configuration: only the weights differ.
+    """
+    config = subject.config
+    if not tasks and not subject.has_tasks:
+        raise KeelError(f"{subject.name} is a model and names no task: say what to evaluate, such as --task arithmetic")
+    chosen = _given(subject, tasks, data) if tasks else configured_tasks(config)
+    after = _evaluated(subject, config, chosen, seed, watch)
+    before = None if baseline is None else _evaluated(baseline, config, chosen, seed, watch)
+    records = []
+    for number, ((_, split), result) in enumerate(zip(chosen, after, strict=True)):
+        record = eval_record(result, split)
+        if before is not None:
+            record["baseline"] = eval_record(before[number], split)
+            record["difference"] = _difference(before[number], result)
+        records.append(record)
+    return {
+        "model": subject.name,
+        "baseline": None if baseline is None else baseline.name,
+        "seed": config.run.seed + 1 if seed is None else seed,
+        "temperature": _temperature(config),
+        "max_completion_length": config.rollout.max_completion_length,
+        "notes": [note for task, _ in chosen for note in getattr(task, "notes", ())],
+        "tasks": records,
+    }
+
+
+def _difference(before: EvalResult, after: EvalResult) -> dict[str, Any]:
+    if after.accuracy is None:
+        mean, interval = paired_reward(before, after)
+        return {"reward": mean, "ci95": list(interval) if math.isfinite(interval[0]) else None, "method": REWARD_METHOD}
+    mean, interval = paired_difference(before, after)
+    return {"pass@1": mean, "ci95": list(interval), "method": METHOD}
+
+
+def _temperature(config: Config) -> float:
+    return config.rollout.temperature if config.eval.temperature is None else config.eval.temperature
+
+
+def _samples(config: Config) -> int:
+    return max(config.eval.k) if _temperature(config) > 0 else 1
+
+
+def _evaluated(
+    subject: Subject, config: Config, chosen: Sequence[tuple[Task, str]], seed: int | None, watch: Watch | None
+) -> list[EvalResult]:
+    """All tasks on one model, which is let go before the next one is loaded."""
+    loaded = subject.load()
+    engine = build_engine(config, loaded)
+    kept = [  # before judges are made: a judge belongs to the task whose problems it is given
+        (without_long_prompts(config, loaded.tokenizer, task)[0] if split == "trained" else task, split)
+        for task, split in chosen
+    ]
+    found = []
+    for entry in entries(config, kept):
+        if watch is not None:
+            told = watch(f"{subject.name}: {entry.task.name}", config.eval.samples * _samples(config))
+            if hasattr(engine, "on_finished"):
+                engine.on_finished = told
+        found.append(evaluate_entry(config, engine, loaded.tokenizer, entry, seed=seed))
+    return found

@@ -1,0 +1,19 @@
+"""What looks at a run once it has ended: given by whoever starts it, so that a run knows nothing of the lab."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class AtEnd:
+    """`findings` of a finished run's folder go into findings.json and summary.json; `report` then writes its page."""
+
+    findings: Callable[[Path], list[dict[str, Any]]] | None = None
+    report: Callable[[Path], None] | None = None
+
+
+NOTHING = AtEnd()

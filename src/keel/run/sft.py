@@ -1,0 +1,80 @@
+"""`keel sft`: the warm start as a job of its own, with a run directory and an evaluation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.config import Config, load_config
+from keel.loggers import RunDirectory
+from keel.run.build import build_policy, build_run, build_warmstart
+from keel.run.environment import environment
+from keel.run.hooks import NOTHING, AtEnd
+from keel.run.resume import write_config
+from keel.run.train import Source, TrainResult, evaluator, open_loggers, open_run, write_report_of
+from keel.trainer.checkpoint import save_manifest, save_weights, writing
+from keel.trainer.sft import sft
+from keel.trainer.state import State
+from keel.trainer.summary import summarise
+
+
+def supervise(config: Source, at_end: AtEnd = NOTHING) -> TrainResult:
+    """Behaviour cloning by the `warmstart` section; the model is in `checkpoints/step-N` of the run directory."""
+    checked = load_config(config)
+    if checked.run.if_exists == "resume":
+        raise KeelError("keel sft cannot go on with a run: use run.if_exists=replace, or another run.name")
+    with open_run(checked, resume=False) as (directory, _):
+        return _supervise(checked, directory, at_end)
+
+
+def _supervise(config: Config, directory: RunDirectory, at_end: AtEnd) -> TrainResult:
+    began = time.monotonic()
+    write_config(directory, config)
+    directory.write_json("env.json", environment())
+    loaded = build_policy(config)
+    examples, options = build_warmstart(config, loaded)
+    loggers = open_loggers(config, directory, None, total_steps=options.steps)
+    try:
+        # no KL here: nothing is sampled to measure it on, so no reference is built
+        built = build_run(load_config(config, ["kl.beta=0", "kl.measure_every=0"]), loaded)
+        evaluate = evaluator(config, built)
+        before = evaluate()
+        for record in before:
+            loggers.evaluation(0, record)
+
+        def report(step: int, line: Mapping[str, float]) -> None:
+            loggers.step(step, line)
+
+        sft(loaded, examples, options, report)
+        after = evaluate()
+        for record in after:
+            loggers.evaluation(options.steps, record)
+        place = _save(directory.checkpoints / f"step-{options.steps}", config, loaded)
+        loggers.event("checkpoint", step=options.steps, path=str(place.relative_to(directory.path)))
+        state = State(
+            kl=built.run.controller.init(),
+            step=options.steps,
+            before=tuple(before),
+            evaluated=tuple(after),
+            wall_s=time.monotonic() - began,
+        )
+        summary: dict[str, Any] = summarise(built.run.task.name, state)
+        directory.write_json("findings.json", [])
+        directory.write_json("summary.json", summary)
+        directory.sync()
+        write_report_of(directory.path, loggers, at_end)
+    finally:
+        loggers.close()
+    return TrainResult(summary, directory.path, options.steps)
+
+
+def _save(place: Path, config: Config, loaded: Any) -> Path:
+    card = f"# {config.run.name}\n\n`{config.model.name}` after supervised fine-tuning with Keel (`keel sft`).\n"
+    with writing(place) as temporary:
+        save_weights(temporary, loaded.model, loaded.tokenizer)
+        (temporary / "README.md").write_text(card, encoding="utf-8")
+        save_manifest(temporary)
+    return place

@@ -1,0 +1,174 @@
+"""What a word stands for where a command asks for a model: a run at a checkpoint, a configuration, a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.config import Config, load_config, text
+from keel.config.arguments import is_run
+from keel.models.load import LoadedModel
+from keel.run.build import build_policy
+from keel.run.warmstart import is_whole, warmstart_place
+from keel.trainer.checkpoint import numbered, step_of, without_bars
+from keel.trainer.integrity import TRAINER, Damage, check_model, damages, saved_record
+
+MOMENTS = ("best", "start", "warmstart")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with the configuration it belongs to; `weights` is a checkpoint or a warm start, None the named model.
+
+    `has_tasks` says whether the configuration is someone's own, so that its tasks mean something.
+    """
+
+    name: str
+    config: Config
+    weights: Path | None = None
+    has_tasks: bool = True
+
+    def load(self) -> LoadedModel:
+        """The model, with the adapter where it has one."""
+        if self.weights is not None:
+            check_model(self.weights)
+        with without_bars():
+            return build_policy(self.config, self.weights)
+
+
+def find_subject(word: str, overrides: Sequence[str] = (), checkpoint: str | None = None) -> Subject:
+    """The subject called `word`: a run's folder (`RUN`, or `RUN@` with best, start, warmstart or a step), the folder
+    of a checkpoint, a YAML file, a model's name or folder, an adapter's folder, a .gguf file.
+
+    `checkpoint` says the same as the part after @; of a run the newest is taken unless one is named.
+    """
+    base, at, moment = word.rpartition("@")
+    if at and is_run(Path(base).expanduser()):
+        if checkpoint is not None:
+            raise KeelError(f"{word} names a checkpoint and so does --checkpoint {checkpoint}: give one of them")
+        word, checkpoint = base, moment
+    elif at and (moment in MOMENTS or moment.isdigit()) and not Path(word).expanduser().exists():
+        raise KeelError(f"no run at {base!r}: {word} needs the folder of a run, one with a config.yaml")
+    path = Path(word).expanduser()
+    if is_run(path):
+        return _of_run(path, overrides, checkpoint)
+    if checkpoint is not None:
+        raise KeelError(f"--checkpoint {checkpoint} needs the folder of a run, and {word} is none: leave it out")
+    home = path.resolve().parent.parent
+    if path.is_dir() and path.resolve().parent.name == "checkpoints" and is_run(home):
+        return Subject(str(path), load_config(home / "config.yaml", overrides), path)
+    if path.is_dir() and (path / "adapter_config.json").is_file():
+        return Subject(str(path), load_config(_adapter(path, overrides), overrides), has_tasks=names_tasks(overrides))
+    if path.suffix in (".yaml", ".yml") or (word != "tiny" and text.find(path).is_file() and path.suffix != ".gguf"):
+        return Subject(word, load_config(path, overrides))
+    return Subject(word, load_config({"model": {"name": word}}, overrides), has_tasks=names_tasks(overrides))
+
+
+def names_tasks(overrides: Sequence[str]) -> bool:
+    """Whether any of these settings says which tasks are meant."""
+    return any(item.startswith(("task.", "task=", "eval.tasks")) for item in overrides)
+
+
+def saved_steps(run: Path) -> list[Path]:
+    """The folders of a run's models, oldest first, damaged or not: checkpoints of training, and what `keel sft` leaves.
+
+    A damaged one is among them: to pass it over would answer for another model than the one that was asked for.
+    """
+    return numbered(run / "checkpoints")
+
+
+def checkpoint_of(run: Path, moment: str | None = None) -> Path:
+    """The folder of a run's newest checkpoint, of its `best`, or of step N; one with a damaged model is refused."""
+    saved = {step_of(path): path for path in saved_steps(run)}
+    if not saved:
+        raise KeelError(f"{run} has no whole checkpoint yet: wait for one, or set checkpoint.every lower")
+    newest = saved[max(saved)]
+    if moment is None:
+        return _undamaged(newest, run, saved)
+    there = ", ".join(map(str, saved))
+    if moment == "best":
+        record = saved_record(newest)
+        if record is None and (newest / TRAINER).exists():
+            _undamaged(newest, run, saved)
+        best = ((record or {}).get("state") or {}).get("best")
+        if not best or int(best["step"]) not in saved:
+            raise KeelError(f"{run} kept no best checkpoint: name a step instead, of {there}")
+        return _undamaged(saved[int(best["step"])], run, saved)
+    if not moment.isdigit():
+        raise KeelError(f"there is no checkpoint {moment!r} of {run}: it is a step ({there}) or {', '.join(MOMENTS)}")
+    if int(moment) not in saved:
+        raise KeelError(f"{run} has no checkpoint of step {moment}: there are {there}")
+    return _undamaged(saved[int(moment)], run, saved)
+
+
+def _undamaged(place: Path, run: Path, saved: Collection[int]) -> Path:
+    """The same folder, refused where its model is not the one that was saved; what only a resume needs may be gone."""
+    wrong = damages(place, model_only=True)
+    if not wrong and not any((place / name).is_file() for name in ("config.json", "adapter_config.json")):
+        wrong = [Damage("config.json", "is missing")]
+    if wrong:
+        others = ", ".join(str(step) for step in saved if step != step_of(place)) or "none"
+        raise KeelError(
+            f"the checkpoint {place} is damaged: {wrong[0]}; put the file back, or name another step with {run}@STEP "
+            f"(there are: {others})"
+        )
+    return place
+
+
+def model_folder(source: str, checkpoint: str | None = None) -> Path:
+    """The folder with a model's files: a run's checkpoint (newest, best, a step), or the folder itself."""
+    base, at, moment = source.rpartition("@")
+    if at and checkpoint is None and is_run(Path(base).expanduser()):
+        source, checkpoint = base, moment
+    path = Path(source).expanduser()
+    if is_run(path):
+        return checkpoint_of(path, checkpoint)
+    if checkpoint is not None:
+        raise KeelError(f"--checkpoint {checkpoint} needs the folder of a run, and {source} is none: leave it out")
+    if not path.is_dir():
+        raise KeelError(f"there is no folder {source}: give a run, or a folder that holds a model")
+    if not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise KeelError(f"{source} holds no model: it has neither config.json nor adapter_config.json")
+    check_model(path)
+    return path
+
+
+def _of_run(run: Path, overrides: Sequence[str], moment: str | None) -> Subject:
+    config = load_config(run / "config.yaml", overrides)
+    if moment not in ("start", "warmstart"):
+        place = checkpoint_of(run, moment)
+        return Subject(f"{run}@{step_of(place)}", config, place)
+    name, as_run = f"{run}@{moment}", load_config(run / "config.yaml")
+    supervised = any(not (path / TRAINER).exists() for path in saved_steps(run))  # by keel sft, which had none itself
+    if as_run.warmstart is None or supervised:
+        if moment == "warmstart":
+            raise KeelError(f"{run} had no warm start: {run}@start is the model it began with")
+        return Subject(name, config)
+    place = warmstart_place(run, as_run)
+    whole = [path for path in place.parent.glob("*") if is_whole(path)]
+    if not is_whole(place) and len(whole) == 1:  # options that are newer than the run changed its digest
+        place = whole[0]
+    if not is_whole(place):
+        raise KeelError(f"the warm start of {run} is not there any more ({place}): name another baseline")
+    return Subject(name, config, place)
+
+
+def adapter_base(folder: Path) -> str | None:
+    """The base model that the adapter in a folder names, None where it names none."""
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        raise KeelError(f"{folder / 'adapter_config.json'} cannot be read: give a folder that peft wrote") from None
+    return str(base) if base else None
+
+
+def _adapter(folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """A configuration for an adapter that lies by itself, on the base that it names or that `model.name=` gives."""
+    base = adapter_base(folder)
+    if base is None and not any(item.startswith("model.name=") for item in overrides):
+        raise KeelError(f"the adapter {folder} does not name its base model: add model.name=BASE")
+    return {"model": {"name": base or "tiny", "lora": {"adapter": str(folder)}}}

@@ -1,0 +1,400 @@
+"""A training run, from a configuration to a finished run directory; `keel.train` is this with the lab at its end."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.config import Config, load_config
+from keel.envs import Task
+from keel.envs.judge import Judge
+from keel.envs.registry import lacking
+from keel.envs.rewards import build_rewards, probe_rewards
+from keel.loggers import Fanout, RunDirectory, build_loggers
+from keel.loggers.rundir import EVENTS
+from keel.models.load import LoadedModel
+from keel.reference import Reference
+from keel.run.build import (
+    Built,
+    build_named_task,
+    build_policy,
+    build_run,
+    build_warmstart,
+    learning_rate_schedule,
+    reward_entries,
+)
+from keel.run.environment import environment
+from keel.run.evaluate import configured_tasks, entries, eval_record, evaluate_entry
+from keel.run.hooks import NOTHING, AtEnd
+from keel.run.resume import (
+    Told,
+    check_same_data,
+    check_same_run,
+    choose_checkpoint,
+    cut_lines,
+    fingerprint,
+    keep_schedule,
+    schedule_change,
+    write_config,
+)
+from keel.run.warmstart import is_whole, warmstart, warmstart_place
+from keel.trainer.checkpoint import clean, lay_aside, load_checkpoint, saved_state
+from keel.trainer.guards import guard_findings
+from keel.trainer.integrity import damages
+from keel.trainer.loop import Cadence, Callback, Interrupt, Job, interruptible, train_loop
+from keel.trainer.rollback import finish_rollback
+from keel.trainer.state import State
+from keel.trainer.step import train_step
+from keel.trainer.summary import reward_failures, summarise
+
+logger = logging.getLogger("keel")
+Source = Config | Mapping[str, Any] | str | Path
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended. `exit_status` is 0; 130/143 after Ctrl-C/SIGTERM, and the run can then be resumed; 1 when a
+    guard ended it, for the reason in `stopped`: its last checkpoint is then the last good one.
+
+    `best` is the checkpoint with the best evaluation of the trained task, where one was kept.
+    """
+
+    summary: Mapping[str, Any]
+    directory: Path
+    steps: int
+    exit_status: int = 0
+    best: Path | None = None
+    stopped: str | None = None
+
+    @property
+    def report(self) -> Path:
+        return self.directory / "report.html"
+
+
+def train(
+    config: Source,
+    task: Task | None = None,
+    reward: Callable[..., Any] | None = None,
+    callbacks: Sequence[Callback] = (),
+    *,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    dry_run: bool = False,
+    at_end: AtEnd = NOTHING,
+) -> TrainResult:
+    """Train as `config` says (a Config, a mapping, or a YAML file's path) and return the run's summary.
+
+    `task` is an object of the shape of `keel.envs.Task` and takes the place of the configured one; `reward` is a
+    function `f(problem, text) -> float | dict | Reward` that takes the place of the configured rewards. Each callback
+    is called as `callback(state, metrics)` after every step; one that returns True ends the run after that step.
+    `at_end` judges and reports the finished run.
+    """
+    _check_given(task, reward)
+    checked = load_config(config, overrides)
+    task = task or build_named_task(checked.task, checked)  # bad data is found before anything is written or loaded
+    if reward is None:
+        build_rewards(reward_entries(checked), task)  # rewards that cannot judge this task are found now
+        probe_rewards([{"name": part.name, **part.params} for part in checked.rewards])
+    if dry_run:
+        return _dry_run(checked, task, reward)
+    with interruptible() as interrupt, open_run(checked, resume=resume) as (directory, resumed):
+        return _train(checked, directory, resumed, interrupt, task, reward, callbacks, at_end)
+
+
+def _check_given(task: Any, reward: Any) -> None:
+    """Refuse a task or reward that is none, such as overrides in the second place."""
+    if task is not None and (lacks := lacking(task)):
+        raise KeelError(
+            f"keel.train: the task is a {type(task).__name__} without {lacks}: give an object of the shape of "
+            "keel.envs.Task, and options as overrides=[...]"
+        )
+    if reward is not None and not callable(reward):
+        raise KeelError(
+            f"keel.train: the reward is a {type(reward).__name__}: give a function f(problem, text), and configured "
+            "rewards as `rewards:` of the configuration"
+        )
+
+
+def closing_line(result: TrainResult) -> str:
+    """One line for a person: accuracy and KL of a finished run, or what else became of it."""
+    summary = result.summary
+    if summary.get("dry_run"):
+        metrics = summary["metrics"]
+        return f"dry run: built, and one step on one group in {metrics['time/total_s']:.2f} s; nothing was written"
+    if result.stopped is not None:
+        return (
+            f"stopped by a guard: {result.stopped}; the model is that of step {result.steps}; report: {result.report}"
+        )
+    if result.exit_status:
+        return f"stopped after step {result.steps}; go on with: keel train --resume {result.directory}"
+    parts = [f"{summary['task']}, {result.steps} steps in {summary['wall_s']:.0f} s"]
+    before, after = summary["accuracy"]["before"], summary["accuracy"]["after"]
+    if before is not None and after is not None:
+        parts.append(f"accuracy {100 * before:.1f}% → {100 * after:.1f}%")
+    elif None not in (paid := summary.get("reward", {"before": None})).values():
+        parts.append(f"held-out reward {paid['before']:.3f} → {paid['after']:.3f}")
+    name = next((name for name in ("exact", "k3") if name in summary["kl"]), None)
+    if name is not None:
+        parts.append(f"KL(policy‖reference) {summary['kl'][name]['mean']:.4f} nats per token ({name})")
+    return f"{'; '.join(parts)}; report: {result.report}"
+
+
+def _train(
+    config: Config,
+    directory: RunDirectory,
+    resumed: bool,
+    interrupt: Interrupt,
+    task: Task | None,
+    reward: Callable[..., Any] | None,
+    callbacks: Sequence[Callback],
+    at_end: AtEnd,
+) -> TrainResult:
+    began = time.monotonic()
+    clean(directory.checkpoints)
+    checkpoint: Path | None = None
+    told: list[Told] = []
+    decay_before: int | None = None
+    if resumed:
+        check_same_run(directory.path, config)
+        finish_rollback(directory)
+        checkpoint, told = choose_checkpoint(directory, lambda: _start_reference(config, directory.path, task, reward))
+        if checkpoint is not None:
+            check_same_data(checkpoint, config, task)
+            config, decay_before, kept = keep_schedule(directory.path, config)
+            told += kept
+        step = -1 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
+        passed_over = any(event.damaged is not None for event in told)
+        state = saved_state(checkpoint) if passed_over and checkpoint is not None else None
+        told += cut_lines(directory, step, keep_as=None if state is None else state.attempt)
+    write_config(directory, config)
+    directory.write_json("env.json", environment())
+    loggers = open_loggers(config, directory, None if checkpoint is None else step)
+    try:
+        for event in told:
+            loggers.event(event.kind, step=max(step, 0), message=event.message)
+            if event.damaged is not None:
+                lay_aside(event.damaged)
+        loaded = _policy(config, directory.path, checkpoint, loggers, task, interrupt)
+        built = build_run(config, loaded, task=task, reward=reward)
+        for note in (*built.notes, *config.notes()):
+            loggers.event("note", step=0 if checkpoint is None else step, message=note)
+        job = _job(config, built, directory, loggers, callbacks)
+        if checkpoint is None:
+            state = State(kl=built.run.controller.init(), wall_s=time.monotonic() - began, data=fingerprint(task))
+        else:
+            state = load_checkpoint(checkpoint, built.run)
+            job.saved_at = state.step
+            loggers.event("resume", step=state.step, message=f"resumed from {checkpoint.name}")
+            course = learning_rate_schedule(config, decay_before)
+            if changed := schedule_change(decay_before, course, config, built.run.optimizer, state.step):
+                loggers.event("schedule", step=state.step, message=changed)
+        state = train_loop(job, state, interrupt)
+        return _finish(config, built, job, state, interrupt, at_end)
+    finally:
+        loggers.close()
+
+
+def _finish(config: Config, built: Built, job: Job, state: State, interrupt: Interrupt, at_end: AtEnd) -> TrainResult:
+    directory = job.directory
+    if interrupt.signal is not None and state.step < config.run.max_steps:
+        name = signal.Signals(interrupt.signal).name
+        place = f"step {state.step}" if job.saved_at == state.step else "nothing yet"
+        message = f"{name}: stopped after step {state.step}, saved {place}; go on with: {resume_command(config)}"
+        job.loggers.event("interrupted", step=state.step, message=message)
+        return TrainResult({}, directory.path, state.step, interrupt.status)
+    directory.sync()
+    findings = findings_of(directory, job.loggers, at_end)
+    directory.write_json("findings.json", findings)
+    summary = summarise(built.run.task.name, state, findings, reward_failures(directory.path), job.final_kl)
+    directory.write_json("summary.json", summary)
+    directory.sync()
+    write_report_of(directory.path, job.loggers, at_end)
+    best = None if state.best is None else directory.checkpoints / f"step-{int(state.best['step'])}"
+    kept = best if best is not None and best.is_dir() else None
+    return TrainResult(summary, directory.path, state.step, int(job.stopped is not None), kept, job.stopped)
+
+
+def resume_command(config: Config) -> str:
+    """What to type to go on with an interrupted run."""
+    return f"keel train --resume {Path(config.run.dir) / config.run.name}"
+
+
+def findings_of(directory: RunDirectory, loggers: Fanout, at_end: AtEnd) -> list[dict[str, Any]]:
+    """What the hook says of the finished run, and what the guards have to add; a hook that fails is said."""
+    guards = guard_findings(directory.read_lines(EVENTS))
+    if at_end.findings is None:
+        return guards
+    try:
+        judged = at_end.findings(directory.path)
+    except Exception as error:
+        loggers.event("doctor/failed", message=f"the run could not be judged: {type(error).__name__}: {error}")
+        return guards
+    known = {finding["code"] for finding in judged}
+    return [*(finding for finding in guards if finding["code"] not in known), *judged]
+
+
+def write_report_of(folder: Path, loggers: Fanout, at_end: AtEnd) -> None:
+    """A report that fails is said and no more: the run itself is complete."""
+    if at_end.report is None:
+        return
+    try:
+        at_end.report(folder)
+    except Exception as error:
+        loggers.event("report/failed", message=f"report.html could not be written: {type(error).__name__}: {error}")
+
+
+def _job(config: Config, built: Built, directory: RunDirectory, loggers: Fanout, callbacks: Sequence[Callback]) -> Job:
+    judges: dict[str, Judge] = {}
+    return Job(
+        run=built.run,
+        directory=directory,
+        loggers=loggers,
+        cadence=Cadence(
+            max_steps=config.run.max_steps,
+            eval_every=config.eval.every,
+            save_every=config.checkpoint.every,
+            keep=config.checkpoint.keep,
+            keep_best=config.checkpoint.best,
+            rollouts_every=config.log.rollouts_every,
+        ),
+        evaluate=evaluator(config, built, judges),
+        tracked=built.run.task.held_out(4),
+        failures=lambda: [*built.judge.drain(), *(failure for judge in judges.values() for failure in judge.drain())],
+        callbacks=callbacks,
+        about={"name": config.run.name, "model": config.model.name},
+    )
+
+
+def evaluator(
+    config: Config, built: Built, judges: dict[str, Judge] | None = None
+) -> Callable[[], list[dict[str, Any]]]:
+    """Evaluates the trained task and, as retention, `eval.tasks`: fixed held-out problems under fixed noise.
+
+    `judges` is filled with those who judge them, for whoever wants to know what failed.
+    """
+    run = built.run
+    chosen = entries(config, configured_tasks(config, run.task), built.judge.parts)
+    if judges is not None:
+        judges.update({f"{number}": entry.judge for number, entry in enumerate(chosen)})
+
+    def records() -> list[dict[str, Any]]:
+        options: dict[str, Any] = {"sampling": built.sampling}
+        return [
+            eval_record(evaluate_entry(config, run.engine, run.policy.tokenizer, entry, **options), entry.split)
+            for entry in chosen
+        ]
+
+    return records
+
+
+def _policy(
+    config: Config,
+    folder: Path,
+    checkpoint: Path | None,
+    loggers: Fanout,
+    task: Task | None,
+    interrupt: Interrupt,
+) -> LoadedModel:
+    """The checkpoint's weights, or the warm start's (made now if it is not there yet), or the named model's."""
+    if checkpoint is not None:
+        return build_policy(config, checkpoint)
+    if config.warmstart is None:
+        return build_policy(config)
+    place = warmstart_place(folder, config)
+    wrong = damages(place) if is_whole(place) else []
+    if wrong:
+        message = f"the warm start {place.relative_to(folder)} is damaged: {wrong[0]}; it is made again"
+        loggers.event("checkpoint/damaged", step=0, message=message)
+    elif is_whole(place):
+        loggers.event("warmstart", step=0, message="the warm start of this configuration is there: loaded")
+        return build_policy(config, place)
+    loaded, began = build_policy(config), time.monotonic()
+    every = max(1, config.warmstart.steps // 5)
+
+    def report(step: int, line: Mapping[str, float]) -> None:
+        if interrupt.signal is not None:  # there is nothing to save yet
+            raise KeyboardInterrupt
+        if step % every == 0:
+            loggers.event("warmstart", step=0, message=f"supervised step {step}: loss {line['loss/total']:.3f}")
+
+    loss = warmstart(place, loaded, lambda model: build_warmstart(config, model, task), report)
+    spent = time.monotonic() - began
+    loggers.event("warmstart", step=0, message=f"done in {spent:.1f} s, loss {loss:.3f}: this is the reference")
+    return loaded
+
+
+def _start_reference(
+    config: Config, folder: Path, task: Task | None, reward: Callable[..., Any] | None
+) -> Reference | None:
+    """The reference as it was when the run began: of the warm start where there was one, or of the named model."""
+    place = None if config.warmstart is None else warmstart_place(folder, config)
+    if place is not None and (not is_whole(place) or damages(place)):
+        return None
+    return build_run(config, build_policy(config, place), task=task, reward=reward).run.reference
+
+
+def open_loggers(
+    config: Config, directory: RunDirectory, resumed_from: int | None, total_steps: int | None = None
+) -> Fanout:
+    """JSONL always, and what `log` asks for."""
+    return build_loggers(
+        config.log.model_dump(),
+        directory,
+        total_steps=total_steps or config.run.max_steps,
+        name=config.run.name,
+        config=config.to_dict(),
+        resumed_from=resumed_from,
+    )
+
+
+@contextmanager
+def open_run(config: Config, *, resume: bool) -> Iterator[tuple[RunDirectory, bool]]:
+    """The run directory, new or gone on with, as `--resume` and `run.if_exists` say."""
+    path = Path(config.run.dir) / config.run.name
+    there = (path / "config.yaml").exists()
+    resumed = resume or (config.run.if_exists == "resume" and there)
+    if resumed:
+        directory = RunDirectory.resume(path)
+    else:
+        directory = RunDirectory.create(path, overwrite=config.run.if_exists == "replace")
+    with directory:
+        yield directory, resumed
+
+
+def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | None) -> TrainResult:
+    """Build everything, take one step on one group, save and load nothing that stays."""
+    changes = {"rollout.prompts_per_step": 1, "optim.minibatches": 1, "eval.samples": 1}
+    overrides = [f"{name}={value}" for name, value in changes.items()]
+    if config.warmstart is not None:
+        overrides.append("warmstart.steps=1")
+    small = load_config(config, overrides)
+    folder = Path(tempfile.mkdtemp(prefix="keel-dry-run-"))
+    try:
+        with RunDirectory.create(folder) as directory:
+            loggers = Fanout(_Nothing())
+            loaded = _policy(small, directory.path, None, loggers, task, Interrupt())
+            built = build_run(small, loaded, task=task, reward=reward)
+            evaluator(small, built)
+            step = train_step(built.run, State(kl=built.run.controller.init()))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return TrainResult({"dry_run": True, "metrics": step.metrics}, folder, 1)
+
+
+class _Nothing:
+    """A logger for a run that leaves nothing behind."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **fields: None
+
+
+__all__ = ["TrainResult", "closing_line", "train"]

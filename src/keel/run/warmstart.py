@@ -1,0 +1,64 @@
+"""The supervised start of a run, done once: its weights are kept under a digest of what made them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from keel.models.load import LoadedModel
+from keel.run.paths import absolute_paths
+from keel.trainer.checkpoint import save_weights, writing
+from keel.trainer.integrity import WARMSTART, checksums, sealed
+from keel.trainer.sft import Examples, Report, SFTOptions, sft
+
+FOLDER = "warmstart"
+
+
+def warmstart_place(run: Path, config: Any) -> Path:
+    """Where the warm start of this configuration lies in the run's folder, or will lie: under all that makes it.
+
+    It is scored by Keel's own pass whatever scorer the run has. Files that are named count by size and time of change:
+    a hash of a whole model would cost more than it saves.
+    """
+    plain = absolute_paths(config.to_dict())
+    plain["model"].pop("scorer")
+    named = [plain["model"]["name"], *_several(plain["data"]["path"]), *_several(plain["warmstart"]["path"])]
+    made_by = {name: plain[name] for name in ("model", "warmstart", "task", "data")}
+    settings = {**made_by, "seed": config.run.seed, "files": [_file_stamps(Path(name)) for name in named]}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return run / FOLDER / digest
+
+
+def _several(path: Any) -> list[str]:
+    return [] if path is None else [path] if isinstance(path, str) else list(path)
+
+
+def _file_stamps(path: Path) -> list[tuple[str, int, int]]:
+    """(name, size, time of change) of a file or of every file of a folder; nothing for a name that is neither."""
+    path = path.expanduser()
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a warm start was finished there: the folder gets its name last."""
+    return (folder / WARMSTART).is_file()
+
+
+def warmstart(
+    folder: Path,
+    loaded: LoadedModel,
+    recipe: Callable[[LoadedModel], tuple[Examples, SFTOptions]],
+    report: Report | None = None,
+) -> float:
+    """Train the loaded model in place and keep its weights; returns the last loss."""
+    examples, options = recipe(loaded)
+    loss = sft(loaded, examples, options, report)
+    with writing(folder) as temporary:
+        save_weights(temporary, loaded.model, loaded.tokenizer)
+        record = sealed({"loss": loss, "steps": options.steps}, checksums(temporary))
+        (temporary / WARMSTART).write_text(record, encoding="utf-8")
+    return loss

@@ -1,5 +1,0 @@
-"""Studies: a grid of runs over several seeds, its statistics, tables and report."""
-
-from keel.studies.grid import Axis, Measure, Point, Study, parse_axis, read_study
-
-__all__ = ["Axis", "Measure", "Point", "Study", "parse_axis", "read_study"]

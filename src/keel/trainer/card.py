@@ -1,0 +1,121 @@
+"""The model card of a checkpoint: what it is, how it was made, how far it moved, what it can do, how to load it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keel
+from keel.base.redact import hide
+from keel.models.lora import is_lora
+from keel.reference.held import unwrap
+from keel.trainer.state import Run, State
+from keel.trainer.summary import final_kl
+
+_CARD = """---
+library_name: {library}
+license: unknown  # a placeholder: the base model's licence holds, write it here
+tags: [keel, grpo, reinforcement-learning]
+{base}---
+
+# {name}, step {step}
+
+`{model}` trained by GRPO with Keel {version} on the task `{task}`.
+
+| | |
+| --- | --- |
+| finished steps | {step} |
+| sampled tokens | {tokens:,} |
+| loss | {loss} |
+| KL penalty | {kl} |
+| measured KL(policy‖reference) | {measured} |
+| reference | {reference} |
+{evaluation}
+```python
+{code}
+```
+
+`trainer/` holds what resuming needs (optimizer, reference, controller, random states) and is not used for inference.
+"""
+
+_HUB_NAME = re.compile(r"[\w.\-]+/[\w.\-]+")
+
+
+def model_card(run: Run, state: State, about: Mapping[str, Any]) -> str:
+    """README.md of a checkpoint."""
+    lora = is_lora(unwrap(run.policy.model))
+    spec, base = run.kl.spec, str(about.get("model", run.policy.name))
+    card = _CARD.format(
+        library="peft" if lora else "transformers",
+        base=f"base_model: {base}\n" if is_hub_name(base) else "",
+        name=about.get("name", "run"),
+        step=state.step,
+        model=base,
+        version=keel.__version__,
+        task=run.task.name,
+        tokens=state.tokens,
+        loss=run.loss.loss_type,
+        kl=f"β = {state.beta:g}, {spec.estimator} in the {spec.placement}" if state.beta else "none (β = 0)",
+        measured=_measured(state.last_kl),
+        reference="none" if run.reference is None else run.reference.kind,
+        evaluation=_evaluation(state),
+        code=_adapter_code(base) if lora else MODEL_CODE,
+    )
+    return hide(card)
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a model's name is one that others can look up: owner/name, and no folder here."""
+    return bool(_HUB_NAME.fullmatch(name)) and not Path(name).expanduser().exists()
+
+
+def _measured(last: Mapping[str, float]) -> str:
+    """Every estimator's mean with its standard error."""
+    found = []
+    for name, figures in final_kl(last).items():
+        error = f" ± {figures['se']:.5f}" if "se" in figures else ""
+        unit = "nats per sequence" if name == "sequence" else f"nats per token ({name})"
+        found.append(f"{figures['mean']:.5f}{error} {unit}")
+    return ", ".join(found) or "not measured"
+
+
+def _evaluation(state: State) -> str:
+    """pass@1 of each task at the start and at the last evaluation, with 95 % intervals."""
+    if not state.evaluated:
+        return ""
+    before = {_task(record): record for record in state.before}
+    rows = [
+        f"| {record['task']} ({record['split']}) | {_share(before.get(_task(record)))} | {_share(record)} |"
+        for record in state.evaluated
+    ]
+    head = f"| pass@1 on held-out problems, % | before | step {state.evaluated_at} |\n| --- | --- | --- |"
+    return "\n" + "\n".join((head, *rows)) + "\n"
+
+
+def _task(record: Mapping[str, Any]) -> tuple[str, str]:
+    return str(record["task"]), str(record["split"])
+
+
+def _share(record: Mapping[str, Any] | None) -> str:
+    if record is None:
+        return "–"
+    if "pass@1" not in record:  # prompts without answers
+        return f"reward {record['reward']:.3f}"
+    interval: Sequence[float] = record["ci95"]
+    return f"{100 * record['pass@1']:.1f} [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"
+
+
+MODEL_CODE = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")"""
+
+
+def _adapter_code(base: str) -> str:
+    return (
+        "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
+        f'base = AutoModelForCausalLM.from_pretrained("{base}")\n'
+        'model = PeftModel.from_pretrained(base, "path/to/this/folder")'
+    )

@@ -1,0 +1,401 @@
+"""Checkpoints: everything a run needs to go on exactly, written so that a kill at any moment loses no earlier one.
+
+`checkpoints/step-N/` is an ordinary transformers folder (or a peft adapter) with a model card; `trainer/` inside it
+holds the rest. It is written beside its place, brought to the disk, and renamed: a folder called `step-N` is whole.
+Its record, `trainer/state.json`, has the sha256 of every file: one that has changed since is named (`integrity.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+import keel
+from keel.base.errors import KeelError
+from keel.base.files import write_atomic
+from keel.models.dropout import own_dropout
+from keel.models.lora import is_lora
+from keel.reference import Reference
+from keel.reference.held import unwrap
+from keel.trainer.card import model_card
+from keel.trainer.integrity import MANIFEST, TRAINER, Damage, checksum, checksums, damages, saved_sums, sealed
+from keel.trainer.integrity import STATE as RECORD
+from keel.trainer.state import Run, State
+
+STATE, OPTIMIZER, REFERENCE, RNG = "state.json", "optimizer.pt", "reference.pt", "rng.pt"
+_NAME = re.compile(r"step-(\d+)")
+_TEMPORARY = ".writing-"
+
+
+def save_checkpoint(folder: Path, run: Run, state: State, *, about: Mapping[str, Any] | None = None) -> Path:
+    """Write `step-N` whole or not at all; what fails (a full disk) is one line, and earlier checkpoints stay."""
+    place = folder / f"step-{state.step}"
+    temporary = folder / f"{_TEMPORARY}step-{state.step}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        (temporary / TRAINER).mkdir(parents=True)
+        save_weights(temporary, run.policy.model, run.policy.tokenizer)
+        (temporary / "README.md").write_text(model_card(run, state, about or {}), encoding="utf-8")
+        _save_trainer(temporary / TRAINER, run, state, newest(folder))
+        _flush(temporary)
+        if place.exists():  # a rollback came past this step again
+            shutil.rmtree(place)
+        temporary.rename(place)
+        _flush_folder(folder)
+    except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise KeelError(
+            f"cannot save the checkpoint {place}: {_reason(error)}; earlier checkpoints are intact: free some space "
+            "and resume the run with --resume"
+        ) from error
+    return place
+
+
+def save_weights(folder: Path, model: Any, tokenizer: Any) -> None:
+    """In the ordinary format: a transformers folder, or the trained adapter alone in peft's.
+
+    The config keeps the model's own dropout values, which are off in the model that runs.
+    """
+    inner = unwrap(model)
+    chosen = {"selected_adapters": [inner.active_adapters[0]]} if is_lora(inner) else {}
+    try:
+        with without_bars(), own_dropout(inner):
+            inner.save_pretrained(str(folder), **chosen)
+    except SafetensorError as error:  # a full disk has a type of its own there
+        raise OSError(str(error)) from error
+    tokenizer.save_pretrained(str(folder))
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """No progress bars of transformers' own: they would tear the live display."""
+    from transformers.utils import logging as noise
+
+    shown = noise.is_progress_bar_enabled()
+    noise.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            noise.enable_progress_bar()
+
+
+@contextmanager
+def writing(place: Path) -> Iterator[Path]:
+    """A folder that becomes `place` once all is written; a failed write is one line and leaves nothing behind."""
+    temporary = place.parent / f"{_TEMPORARY}{place.name}"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        shutil.rmtree(place, ignore_errors=True)
+        temporary.rename(place)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise KeelError(f"cannot write {place}: {_reason(error)}; free some space and run it again") from error
+
+
+def save_manifest(folder: Path) -> None:
+    """The checksums of a folder that has no record of its own."""
+    (folder / MANIFEST).write_text(sealed({"keel": keel.__version__}, checksums(folder)), encoding="utf-8")
+
+
+def _save_trainer(folder: Path, run: Run, state: State, previous: Path | None) -> None:
+    torch.save(run.optimizer.state_dict(), folder / OPTIMIZER)
+    torch.save(rng_state(), folder / RNG)
+    reference = None
+    if run.reference is not None:
+        held = _held(run.reference)
+        reference = {"kind": held["kind"], "fingerprint": held["fingerprint"]}
+        _save_reference(folder / REFERENCE, held, previous)
+    record = {"keel": keel.__version__, "state": state.to_dict(), "reference": reference}
+    record["files"] = {
+        str(path.relative_to(folder.parent)): path.stat().st_size
+        for path in sorted(folder.parent.rglob("*"))
+        if path.is_file()
+    }
+    (folder / STATE).write_text(sealed(record, checksums(folder.parent)), encoding="utf-8")
+
+
+def _held(reference: Reference) -> dict[str, Any]:
+    """A reference's state; a user's own, which may hold anything, lies below the three entries that are read here."""
+    state = reference.state_dict()
+    if {"kind", "fingerprint", "moves"} <= state.keys():
+        return state
+    return {"kind": reference.kind, "fingerprint": reference.fingerprint(), "moves": None, "own": state}
+
+
+def _save_reference(path: Path, held: Mapping[str, Any], previous: Path | None) -> None:
+    """A reference that has not moved since the last checkpoint is the same file: a hard link instead of a copy.
+
+    A file that is not as it was saved is not linked: its new checksum would make the damage good.
+    """
+    if previous is not None and (before := read_record(previous)) is not None:
+        same = (before.get("reference") or {}).get("fingerprint") == held["fingerprint"]
+        old = previous / TRAINER / REFERENCE
+        saved = (saved_sums(previous) or {}).get(f"{TRAINER}/{REFERENCE}")
+        if same and saved is not None and old.is_file() and checksum(old) == saved:
+            moved = torch.load(old, map_location="cpu", weights_only=True, mmap=True)["moves"]
+            if moved is not None and moved == held["moves"]:
+                try:
+                    os.link(old, path)
+                    return
+                except OSError:  # a file system without hard links
+                    pass
+    torch.save(dict(held), path)
+
+
+def load_checkpoint(folder: Path, run: Run) -> State:
+    """Everything but the weights, which the model was built from; a reference that does not match is refused."""
+    record = _record_of(folder)
+    trainer = folder / TRAINER
+    run.optimizer.load_state_dict(_load(trainer / OPTIMIZER))
+    if (run.reference is None) != (record["reference"] is None):
+        there = "has a reference" if record["reference"] else "has no reference"
+        raise KeelError(f"the checkpoint {folder} {there} and this configuration wants it otherwise: keep kl as it was")
+    if run.reference is not None:
+        held = _load(trainer / REFERENCE)
+        if held["fingerprint"] != record["reference"]["fingerprint"]:
+            raise KeelError(
+                f"the reference in {folder} has fingerprint {held['fingerprint'][:12]} but the checkpoint says "
+                f"{record['reference']['fingerprint'][:12]}: the file was exchanged; use the one that was saved"
+            )
+        run.reference.load_state_dict(held.get("own", held))
+    set_rng_state(_load(trainer / RNG))
+    state = State.from_dict(record["state"])
+    run.optimizer.factor = state.lr_factor
+    run.engine.sync(run.policy.model, state.policy_version)
+    return state
+
+
+def restore_weights(folder: Path, model: Any) -> None:
+    """The checkpoint's weights into a model that is in use, in place: optimizer, engine and reference keep theirs.
+
+    The full model is read into main memory first, by its own class, so that names and tied weights come out as they
+    were saved.
+    """
+    inner = unwrap(model)
+    if is_lora(inner):
+        from peft import load_peft_weights, set_peft_model_state_dict
+
+        saved = load_peft_weights(str(folder), device="cpu")
+        set_peft_model_state_dict(inner, saved, adapter_name=inner.active_adapters[0])
+        return
+    with without_bars():
+        fresh = type(inner).from_pretrained(str(folder), dtype=next(inner.parameters()).dtype)
+    try:
+        inner.load_state_dict(fresh.state_dict())
+    except RuntimeError as error:
+        raise KeelError(
+            f"the checkpoint {folder} does not fit the model that wrote it ({_reason(error)}): the loader has to "
+            "return a model that save_pretrained saves whole"
+        ) from error
+
+
+def rewrite_state(folder: Path, state: State) -> None:
+    """Exchange the state of a checkpoint, atomically, and leave the rest as it is."""
+    record = {**_record_of(folder), "state": state.to_dict()}
+    sums = saved_sums(folder)
+    write_atomic(folder / RECORD, json.dumps(record, indent=1) if sums is None else sealed(record, sums))
+
+
+def exchange_reference(folder: Path, reference: Reference) -> None:
+    """Write a checkpoint's reference anew, as a file of its own, if it is the one that the checkpoint names."""
+    name, held = f"{TRAINER}/{REFERENCE}", _held(reference)
+    record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    if (record["reference"] or {}).get("fingerprint") != held["fingerprint"]:
+        return
+    fresh = folder / TRAINER / f".{REFERENCE}.new"
+    torch.save(dict(held), fresh)
+    sums = saved_sums(folder)
+    record["files"][name] = fresh.stat().st_size
+    text = json.dumps(record, indent=1) if sums is None else sealed(record, {**sums, name: checksum(fresh)})
+    fresh.replace(folder / name)  # a kill here leaves a damaged checkpoint, which is what it was
+    write_atomic(folder / RECORD, text)
+
+
+def _record_of(folder: Path) -> dict[str, Any]:
+    record = read_record(folder)
+    if record is None:
+        wrong = next(iter(damages(folder, record=RECORD)), "it cannot be read")
+        raise KeelError(f"the checkpoint {folder} is damaged: {wrong}; put the file back, or move the checkpoint away")
+    return record
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # its own types differ by what is wrong
+        raise KeelError(
+            f"{path} cannot be read ({type(error).__name__}): put the file back, or move its checkpoint away"
+        ) from error
+
+
+def saved_state(folder: Path) -> State | None:
+    """The state of a whole checkpoint, or None."""
+    record = read_record(folder)
+    return None if record is None else State.from_dict(record["state"])
+
+
+def last_good(folder: Path, confirmed: int) -> Path | None:
+    """The newest checkpoint whose step was fine, and whose weights the step after it found fine; or the start."""
+    return next(iter(good_ones(folder, confirmed)), None)
+
+
+def good_ones(folder: Path, confirmed: int) -> Iterator[Path]:
+    """`last_good`, and those before it that are good too."""
+    for path in reversed(checkpoints(folder)):
+        state = saved_state(path)
+        if state is not None and (state.step == 0 or (state.good and state.step <= confirmed)):
+            yield path
+
+
+def newest_whole(
+    folder: Path, mend: Callable[[Path, list[Damage]], bool] | None = None
+) -> tuple[Path | None, list[tuple[Path, Damage]]]:
+    """The newest checkpoint with every file as it was saved, and the damaged ones after it with their first damage.
+
+    `mend` is asked of a damaged one, and says whether it made it whole.
+    """
+    found: list[tuple[Path, Damage]] = []
+    for path in reversed(numbered(folder)):
+        wrong = damages(path, record=RECORD)
+        if not wrong or (mend is not None and mend(path, wrong)):
+            return path, found
+        found.append((path, wrong[0]))
+    return None, found
+
+
+def lay_aside(path: Path) -> Path:
+    """Take a damaged checkpoint out of the run's way, for whoever wants to look at it."""
+    return path.rename(aside_place(path))
+
+
+def aside_place(path: Path) -> Path:
+    """Where `lay_aside` will put it: `damaged-step-N`, with a number where an earlier one has that name."""
+    names = (f"damaged-{path.name}{'' if number == 1 else f'-{number}'}" for number in count(1))
+    return next(place for name in names if not (place := path.with_name(name)).exists())
+
+
+def drop_after(folder: Path, step: int) -> None:
+    """Remove the checkpoints past `step`, damaged ones too."""
+    for path in numbered(folder):
+        if step_of(path) > step:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    doomed = path.parent / f"{_TEMPORARY}old-{path.name}"
+    path.rename(doomed)  # half a removal is no longer called step-N
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def numbered(folder: Path) -> list[Path]:
+    """The folders called `step-N`, oldest first, damaged or not."""
+    return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=step_of)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Whole checkpoints, oldest first; temporary folders and damaged ones are passed over."""
+    return [path for path in numbered(folder) if read_record(path) is not None]
+
+
+def newest(folder: Path) -> Path | None:
+    """The last whole checkpoint, or None."""
+    found = checkpoints(folder)
+    return found[-1] if found else None
+
+
+def step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match.group(1))
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """`trainer/state.json` if the checkpoint looks whole: every file there, at its size. `damages` reads them all."""
+    try:
+        record: dict[str, Any] = json.loads((path / TRAINER / STATE).read_text(encoding="utf-8"))
+        whole = all((path / name).stat().st_size == size for name, size in record["files"].items())
+        whole = whole and isinstance(record["state"], dict)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # it may hold any JSON
+        return None
+    return record if whole else None
+
+
+def clean(folder: Path, *, keep: int | None = None, also: Collection[int | None] = ()) -> list[Path]:
+    """Remove leftovers of a kill while saving and, with `keep`, all but the last `keep` checkpoints and `also`.
+
+    Only whole checkpoints count, so the last whole one is never among those removed.
+    """
+    for leftover in folder.glob(f"{_TEMPORARY}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    if keep is None:
+        return []
+    removed = []
+    for path in checkpoints(folder)[: -max(1, keep)]:
+        if step_of(path) not in also:
+            _remove(path)
+            removed.append(path)
+    return removed
+
+
+def rng_state() -> dict[str, Any]:
+    """Random streams of torch, CUDA and Python: the noise of sampling does not depend on them, dropout does."""
+    version, internal, following = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": [int(version), list(internal), following],
+    }
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Put back what `rng_state` gave."""
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    version, internal, following = state["python"]
+    random.setstate((version, tuple(internal), following))
+
+
+def _flush(folder: Path) -> None:
+    """Every file and folder to the disk itself, before the rename makes them a checkpoint."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+    for path in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
+        _flush_folder(path)
+
+
+def _flush_folder(folder: Path) -> None:
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:  # a system that cannot open folders
+        return
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

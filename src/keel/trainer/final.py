@@ -1,0 +1,34 @@
+"""The policy that a run ends with, measured: no later step looks at what the last update has done."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from keel.trainer.batch import pack_step, score_policy, score_reference
+from keel.trainer.checkpoint import rng_state, set_rng_state
+from keel.trainer.measure import measure_policy
+from keel.trainer.state import Run, State, step_seed
+from keel.trainer.step import sample_groups
+
+
+def measure_end(run: Run, state: State) -> dict[str, float]:
+    """KL of the policy as it is, on the rollouts that the next step would begin with: the numbers it would report.
+
+    `state` and the random states stay as they are, so a run that goes on later meets the same rollouts and is the run
+    that never ended. Without a reference only the weights are looked at.
+    """
+    if not all(bool(p.isfinite().all()) for p in run.optimizer.parameters):
+        return {"logp/policy_mean": math.nan}
+    if run.reference is None:
+        return {}
+    before = rng_state()
+    try:
+        torch.manual_seed(step_seed(run.options.seed, state))
+        batch = score_reference(pack_step(sample_groups(run, state), run), run)
+        measured = measure_policy(score_policy(batch, run), run)
+    finally:
+        set_rng_state(before)
+    kept = ("kl/policy_ref/", "logp/policy_mean")
+    return {name: value for name, value in measured.items() if name.startswith(kept)}

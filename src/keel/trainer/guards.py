@@ -1,0 +1,255 @@
+"""What the loop watches: non-finite numbers, gradient spikes, a broken KL budget, rewards that say nothing.
+
+Everything here is arithmetic on a step's numbers; `rollback.py` does what they ask for.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from keel.base.types import Completion
+    from keel.trainer.batch import StepBatch
+    from keel.trainer.state import State
+
+WINDOW, ENOUGH = 50, 10  # gradient norms that the running median looks back on, and those it needs to say anything
+TOOL_ERRORS = 0.5  # the share of a step's calls above which their errors are said: the doctor's `tool_errors`
+P95_FACTOR = 2.0  # the 95th percentile may be this many times the budget of the mean
+
+
+@dataclass(frozen=True)
+class GuardOptions:
+    """Limits and answers; the budget is the largest mean KL of the run, in its unit."""
+
+    max_consecutive_nans: int = 5
+    on_nans: str = "rollback"
+    recovery_lr_factor: float = 0.5
+    max_rollbacks: int = 3
+    grad_spike: float = 10.0
+    on_spike: str = "warn"
+    constant_steps: int = 10
+    budget: float | None = None
+    budget_unit: str = "per_token"
+    budget_action: str = "stop"
+
+    @property
+    def may_roll_back(self) -> bool:
+        """Whether the start is worth a checkpoint, because there may be nothing else to go back to."""
+        broken = self.budget is not None and self.budget_action == "rollback"
+        return self.max_rollbacks > 0 and (broken or self.on_nans == "rollback")
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What a guard has found: the finding's code, one line of evidence, and the configured answer to it."""
+
+    code: str
+    message: str
+    action: str
+
+
+def budget_metric(metrics: Mapping[str, float], unit: str) -> str | None:
+    """The KL that the budget is about: a sequence's, or a token's (exact where it is computed); None if unmeasured."""
+    names = ["kl/policy_ref/sequence"] if unit == "per_sequence" else ["kl/policy_ref/exact", "kl/policy_ref/k3"]
+    return next((name for name in names if f"{name}/mean" in metrics), None)
+
+
+def over_budget(metrics: Mapping[str, float], options: GuardOptions) -> str | None:
+    """One line that says how the budget T is broken: mean above T, p95 above 2T, or not a number; None if it is not."""
+    limit, name = options.budget, budget_metric(metrics, options.budget_unit)
+    if limit is None or name is None:
+        return None
+    unit = "token" if options.budget_unit == "per_token" else "sequence"
+    for part, most in (("mean", limit), ("p95", P95_FACTOR * limit)):
+        spent = metrics.get(f"{name}/{part}", 0.0)
+        if not spent <= most:
+            factor = "" if part == "mean" else f"{P95_FACTOR:g} × "
+            return f"{name}/{part} is {spent:.4g} nats per {unit}, over {factor}kl.budget.max {limit:g}"
+    return None
+
+
+def find_trouble(state: State, metrics: Mapping[str, float], options: GuardOptions) -> Trouble | None:
+    """The gravest thing about a finished step, or None; what only warns does not hide what does more."""
+    found = []
+    if state.consecutive_skips >= options.max_consecutive_nans:
+        spikes = state.spike_skips == state.consecutive_skips
+        code, why = ("optim/spike", ", as gradient spikes") if spikes else ("optim/non-finite", "")
+        message = f"{state.consecutive_skips} updates in a row were skipped{why} up to step {state.step}"
+        found.append(Trouble(code, message, options.on_nans))
+    broken = over_budget(metrics, options)
+    if broken is not None:
+        found.append(Trouble("kl/over-budget", f"{broken} at step {state.step}", options.budget_action))
+    return min(found, key=lambda trouble: trouble.action == "warn", default=None)
+
+
+def trouble_at_end(step: int, metrics: Mapping[str, float], options: GuardOptions) -> Trouble | None:
+    """The same about the policy that the last update has left, from the numbers of `measure_end`."""
+    if not math.isfinite(metrics.get("logp/policy_mean", 0.0)):
+        message = f"the policy is not finite after the last update, that of step {step}"
+        return Trouble("optim/non-finite", message, options.on_nans)
+    broken = over_budget(metrics, options)
+    if broken is None:
+        return None
+    return Trouble("kl/over-budget", f"{broken} after the last update, that of step {step}", options.budget_action)
+
+
+def spike_limit(norms: Sequence[float], options: GuardOptions) -> float | None:
+    """`grad_spike` × the median of the last norms; None until there are enough of them."""
+    return options.grad_spike * statistics.median(norms) if len(norms) >= ENOUGH else None
+
+
+def watch(
+    state: State, metrics: Mapping[str, float], batch: StepBatch, options: GuardOptions, *, taken: Sequence[float]
+) -> State:
+    """The guards' own memory after a step: running norms, stretches without signal, and how far back all was well.
+
+    Only norms of updates that were made (`taken`) count: spikes that were skipped must not become the usual. The
+    numbers of step N are those of the weights after N − 1 updates, so a fine step N vouches for `step-{N−1}`.
+    """
+    broken = over_budget(metrics, options) is not None
+    known = options.budget is None or budget_metric(metrics, options.budget_unit) is not None
+    within = known and (not broken or options.budget_action == "warn")
+    fine = metrics["guard/skipped"] == 0.0 and within
+    totals = {reward.total for group in batch.groups for reward in group.rewards}
+    silent = batch.rows.advantages is not None and not bool(batch.rows.advantages.any())
+    return replace(
+        state,
+        norms=(*state.norms, *taken)[-WINDOW:],
+        over_budget=broken if known else state.over_budget,
+        confirmed=state.step - 1 if fine else state.confirmed,
+        constant_rewards=state.constant_rewards + 1 if len(totals) == 1 else 0,
+        zero_advantages=state.zero_advantages + 1 if silent else 0,
+    )
+
+
+def stretches(state: State, options: GuardOptions) -> list[tuple[str, str]]:
+    """(kind, message) of a stretch of steps without signal that has just become long enough to be said, once each."""
+    limit = options.constant_steps
+    if not limit:
+        return []
+    if state.constant_rewards == limit:
+        return [("reward/constant", f"every completion of the last {limit} steps earned the same reward")]
+    if state.zero_advantages == limit:
+        return [("advantage/zero", f"every advantage of the last {limit} steps was 0: no group's rewards differed")]
+    return []
+
+
+def tool_trouble(metrics: Mapping[str, float], completions: Sequence[Completion]) -> dict[str, str] | None:
+    """The fields of an event where most tool calls of a step failed: how many, and what the model was first told."""
+    share = metrics.get("tool/error_fraction", 0.0)
+    if share <= TOOL_ERRORS:
+        return None
+    wrong = [completion for completion in completions if completion.counts.get("tool/errors")]
+    lines = (line.strip() for completion in wrong for line in completion.text.splitlines())
+    told = next((line for line in lines if line.startswith("error: ")), "")
+    message = f"{100 * share:.0f} % of this step's tool calls were answered with an error"
+    return {"message": f"{message}; the first: {told}" if told else message, "error": told}
+
+
+def first_nonfinite(batch: StepBatch, metrics: Mapping[str, float], gradient: str | None) -> str | None:
+    """What was not finite first, in the order of the computation; `gradient` is the parameter whose gradient was."""
+    rows = batch.rows
+    before: tuple[tuple[str, Tensor | None], ...] = (
+        ("reward", rows.rewards),
+        ("advantage", rows.advantages),
+        ("KL penalty", rows.kl_advantages),
+        ("reference log-probability", rows.ref_logp),
+        ("policy log-probability", rows.old_logp),
+    )
+    for name, values in before:
+        if values is not None:
+            chosen = values[rows.action_mask] if values.shape == rows.action_mask.shape else values
+            if not bool(chosen.isfinite().all()):
+                return name
+    for name in ("loss/policy", "loss/kl", "loss/total"):
+        if not math.isfinite(metrics.get(name, 0.0)):
+            return name
+    return None if gradient is None else f"gradient of {gradient}"
+
+
+def skipped_record(batch: StepBatch, metrics: Mapping[str, float], cause: str | None) -> dict[str, Any]:
+    """A batch whose update was skipped, for whoever wants to know why: a record a completion, and all metrics."""
+    rows, completions = batch.rows, []
+    row = 0
+    for group in batch.groups:
+        for completion, reward in zip(group.completions, group.rewards, strict=True):
+            length = len(completion.tokens)
+            completions.append(
+                {
+                    "problem": group.problem.key,
+                    "prompt_tokens": list(group.prompt_tokens),
+                    "tokens": list(completion.tokens),
+                    "action": list(completion.action),
+                    "text": completion.text,
+                    "reward": reward.total,
+                    "parts": dict(reward.parts),
+                    "advantage": _row(rows.advantages, row, length),
+                    "kl_advantage": _row(rows.kl_advantages, row, length),
+                    "sample_logp": list(completion.sample_logp),
+                    "old_logp": _row(rows.old_logp, row, length),
+                    "ref_logp": _row(rows.ref_logp, row, length),
+                    "stop_reason": completion.stop_reason,
+                }
+            )
+            row += 1
+    return {"first_nonfinite": cause, "metrics": dict(metrics), "completions": completions}
+
+
+def _row(values: Tensor | None, row: int, length: int) -> Any:
+    if values is None:
+        return None
+    return values[row].tolist() if values.dim() == 1 else values[row, :length].tolist()
+
+
+def guard_findings(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the guards have to say of a finished run, from its events: why it was stopped, and what it survived."""
+    stops = [event for event in events if event.get("kind") == "stop"]
+    rollbacks = [event for event in events if event.get("kind") == "rollback"]
+    found = []
+    if stops and events and _last(events) is stops[-1]:
+        code = str(stops[-1].get("code"))
+        found.append(_finding(code, "error", str(stops[-1]["message"])))
+    if rollbacks:
+        told = "; ".join(str(event["message"]) for event in rollbacks)
+        found.append(_finding("guard/rolled-back", "warning", told))
+    return found
+
+
+def _last(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The last event that says where the run went: a stop that was resumed from is no longer how it ended."""
+    return next((event for event in reversed(events) if event.get("kind") in ("stop", "rollback", "resume")), None)
+
+
+_WHY = {
+    "optim/spike": (
+        "Gradient norms far above their running median, step after step, were skipped: the gradient has another size "
+        "than before, or a few completions rule every update.",
+        "Look at skipped/step-N.json; set optim.max_grad_norm near the running median, or raise guards.grad_spike if "
+        "the new size is meant.",
+    ),
+    "optim/non-finite": (
+        "The loss or its gradient was not finite, step after step: numbers too large for their type, or a loss that "
+        "divides by what can be 0.",
+        "Look at skipped/step-N.json for what was not finite first; lower optim.learning_rate, or set "
+        "model.dtype=float32.",
+    ),
+    "kl/over-budget": (
+        "The policy left its reference faster than the KL term pulled it back.",
+        "Raise kl.beta or lower optim.learning_rate; if the distance is wanted, raise kl.budget.max and resume.",
+    ),
+    "guard/rolled-back": (
+        "A guard found the run in trouble and took it back to the last good checkpoint with a lower learning rate.",
+        "The run went on; to avoid the detour, start with the lower optim.learning_rate or a larger kl.beta.",
+    ),
+}
+
+
+def _finding(code: str, severity: str, evidence: str) -> dict[str, Any]:
+    cause, advice = _WHY[code]
+    return {"code": code, "severity": severity, "evidence": evidence, "cause": cause, "advice": advice}

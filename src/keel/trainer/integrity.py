@@ -1,0 +1,194 @@
+"""Whether a saved folder is as it was saved: a sha256 of every file, and of the record that lists them.
+
+The record is the file that was written last: `trainer/state.json` of a checkpoint, `warmstart.json` of a warm start,
+`checksums.json` of what `keel sft` leaves. Being one file, it can be exchanged atomically and stays true to itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keel.base.errors import KeelError
+
+TRAINER = "trainer"
+STATE = f"{TRAINER}/state.json"
+WARMSTART, MANIFEST = "warmstart.json", "checksums.json"
+_RECORDS = (STATE, WARMSTART, MANIFEST)
+_CHECKSUMS, _SEAL = "checksums", "sha256"
+# What transformers, peft or a resume would read if it lay beside the saved files: weights, settings, templates, code.
+_LOADED = (".bin", ".safetensors", ".json", ".pt", ".pth", ".jinja", ".model", ".py")
+_TEMPLATES = "additional_chat_templates"
+_GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # the file that was saved is not there
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A file of a saved folder that is not what was saved, and what is wrong with it."""
+
+    file: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.file} {self.why}"
+
+
+def checksum(path: Path) -> str:
+    """The sha256 of a file, read piece by piece, as `sha256sum` prints it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    """Of every file that lies in a folder now."""
+    return {str(p.relative_to(folder)): checksum(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def sealed(record: Mapping[str, Any], sums: Mapping[str, str]) -> str:
+    """The text of a record with the checksums of its folder's files and, last, its own."""
+    plain = json.loads(json.dumps({**record, _CHECKSUMS: dict(sums)}))
+    plain.pop(_SEAL, None)
+    return json.dumps({**plain, _SEAL: _digest(plain)}, indent=1)
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    rest = {name: value for name, value in record.items() if name != _SEAL}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def saved_sums(folder: Path) -> dict[str, str] | None:
+    """The checksums in a folder's record; None of an earlier version's, or where the record itself is damaged."""
+    sums = (saved_record(folder) or {}).get(_CHECKSUMS)
+    return None if sums is None else dict(sums)
+
+
+def saved_record(folder: Path) -> dict[str, Any] | None:
+    """A folder's record, whatever became of the files that it lists; None where it is not there, or damaged itself."""
+    name = _record_name(folder)
+    record = None if name is None else _read(folder / name)
+    return None if not isinstance(record, dict) or _wrong_record(record) is not None else record
+
+
+def damages(folder: Path, *, record: str | None = None, model_only: bool = False) -> list[Damage]:
+    """Every file of a saved folder that is missing, not as it was saved, or was never saved and would be loaded.
+
+    With `model_only` not those of trainer/. A file that is there and cannot be read (a server that does not answer, a
+    permission) is no damage but an error: it may be whole.
+    A folder of an earlier version has no checksums: its sizes are compared, and every file must be readable.
+    """
+    name = record or _record_name(folder)
+    if name is None:
+        return [Damage(STATE, "is missing")] if (folder / TRAINER).exists() else _unreadable(folder, model_only)
+    found = _read(folder / name)
+    if found is None and not (folder / name).is_file():
+        return [Damage(name, "is missing")]
+    if not isinstance(found, dict):
+        return [Damage(name, "is damaged: it holds no JSON object")]
+    if (wrong := _wrong_record(found)) is not None:
+        return [Damage(name, wrong)]
+    if _CHECKSUMS in found:
+        wanted: dict[str, Any] = found[_CHECKSUMS]
+    else:
+        sizes = found.get("files", {})
+        if not isinstance(sizes, dict) or (name == STATE and not isinstance(found.get("state"), dict)):
+            return [Damage(name, "is damaged: it does not say where the run stood")]
+        wanted = sizes
+    there = {file: value for file, value in wanted.items() if not (model_only and file.startswith(f"{TRAINER}/"))}
+    wrong_files = [(file, _difference(folder / file, value)) for file, value in there.items()]
+    changed = [Damage(file, why) for file, why in wrong_files if why is not None]
+    if _CHECKSUMS in found:
+        return changed + _not_saved(folder, {*wanted, name}, model_only)
+    return changed or _unreadable(folder, model_only)
+
+
+def check_model(folder: Path) -> None:
+    """Refuse a folder whose model is not the one that was saved there; one that Keel did not write is left alone."""
+    if not folder.is_dir() or (_record_name(folder) is None and not any((folder / TRAINER).glob("*.pt"))):
+        return
+    if wrong := damages(folder, model_only=True):
+        raise KeelError(
+            f"{folder} is damaged: {wrong[0]}; put the file back, or name another checkpoint or model in its place"
+        )
+
+
+def _record_name(folder: Path) -> str | None:
+    return next((name for name in _RECORDS if (folder / name).exists()), None)
+
+
+def _read(path: Path) -> Any:
+    """What a JSON file holds; None where it is not there, or holds none."""
+    try:
+        return json.loads(path.read_bytes())
+    except (*_GONE, ValueError):  # ValueError: neither text nor JSON
+        return None
+    except OSError as error:
+        raise _cannot_read(path, error) from error
+
+
+def _cannot_read(path: Path, error: OSError) -> KeelError:
+    return KeelError(
+        f"{path} cannot be read now ({error.strerror or error}), which need not mean that it is damaged: try again, "
+        "or move its folder away to go on without it"
+    )
+
+
+def _wrong_record(record: Mapping[str, Any]) -> str | None:
+    """What is wrong with a record that carries checksums; None where nothing is, or it is an earlier version's."""
+    if _CHECKSUMS not in record and _SEAL not in record:
+        return None
+    fine = isinstance(record.get(_CHECKSUMS), dict) and record.get(_SEAL) == _digest(record)
+    return None if fine else "is not as it was saved (its own sha256 differs)"
+
+
+def _difference(path: Path, saved: Any) -> str | None:
+    """How a file differs from what was saved: `saved` is its sha256, or its size where there is none."""
+    try:
+        if not isinstance(saved, str):
+            size = path.stat().st_size
+            return None if size == saved else f"is damaged: it has {size} bytes and was saved with {saved}"
+        return None if checksum(path) == saved else "is not as it was saved (its sha256 differs)"
+    except _GONE:
+        return "is missing"
+    except OSError as error:
+        raise _cannot_read(path, error) from error
+
+
+def _not_saved(folder: Path, saved: Collection[str], model_only: bool) -> list[Damage]:
+    """Files that came later and would be loaded, beside those that were saved; folders of one's own are left alone."""
+    places = {Path(file).parent for file in saved} | {Path(), Path(_TEMPLATES)}
+    places -= {Path(TRAINER)} if model_only else set()
+    found = []
+    for path in sorted(path for place in places for path in (folder / place).glob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.suffix in _LOADED and not path.name.startswith(".") and name not in saved and path.is_file():
+            found.append(Damage(name, "was not saved here"))
+    return found
+
+
+def _unreadable(folder: Path, model_only: bool) -> list[Damage]:
+    """The files that cannot be what they are called, from their first bytes: all there is without checksums."""
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    found = []
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        name = str(path.relative_to(folder))
+        if model_only and name.startswith(f"{TRAINER}/"):
+            continue
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(str(path), framework="pt") as file:
+                    file.keys()
+            elif path.suffix == ".pt":
+                torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            elif path.suffix == ".json":
+                json.loads(path.read_bytes())
+        except OSError as error:
+            raise _cannot_read(path, error) from error
+        except (SafetensorError, Exception) as error:  # torch's own types differ by what is wrong
+            found.append(Damage(name, f"is damaged: {type(error).__name__} when it is opened"))
+    return found

@@ -1,0 +1,282 @@
+"""The loop around the step: cadence of evaluation, checkpoints and logs, and a clean end whatever ends it."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any
+
+import torch
+
+from keel.base.types import Problem
+from keel.loggers import Fanout, RunDirectory
+from keel.loggers.rundir import SKIPPED
+from keel.trainer.checkpoint import clean, last_good, rewrite_state, save_checkpoint, step_of
+from keel.trainer.final import measure_end
+from keel.trainer.guards import (
+    GuardOptions,
+    Trouble,
+    budget_metric,
+    find_trouble,
+    first_nonfinite,
+    skipped_record,
+    stretches,
+    tool_trouble,
+    trouble_at_end,
+)
+from keel.trainer.records import rollout_records, tracked_records
+from keel.trainer.rollback import roll_back, stop_at_last_good
+from keel.trainer.state import Run, State, step_seed
+from keel.trainer.step import Step, train_step
+
+Record = dict[str, Any]
+Callback = Callable[[State, Mapping[str, float]], bool | None]
+SKIPPED_KEPT = 20  # batches kept for inspection, at most
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """How often what happens, in steps; 0 is never (evaluations still happen at the start and the end)."""
+
+    max_steps: int
+    eval_every: int = 20
+    save_every: int = 50
+    keep: int = 3
+    keep_best: bool = True
+    rollouts_every: int = 1
+    rollout_groups: int = 2
+
+
+@dataclass
+class Job:
+    """A run with everything around it. `evaluate` returns one record a task, the trained one first.
+
+    `final_kl` is the KL of the policy that the run ended with; `tools_failing` that most tool calls of the last step
+    failed, which is said once a stretch.
+    """
+
+    run: Run
+    directory: RunDirectory
+    loggers: Fanout
+    cadence: Cadence
+    evaluate: Callable[[], list[Record]]
+    tracked: Sequence[Problem] = ()
+    failures: Callable[[], Sequence[Any]] = list
+    callbacks: Sequence[Callback] = ()
+    about: Mapping[str, Any] | None = None
+    saved_at: int | None = None
+    stopped: str | None = None
+    final_kl: Mapping[str, float] | None = None
+    tools_failing: bool = False
+
+
+class Interrupt:
+    """Remembers a signal until the step is done; a second one ends the program at once."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = number
+
+    @property
+    def status(self) -> int:
+        """The exit status a shell expects: 128 + the signal's number."""
+        return 0 if self.signal is None else 128 + self.signal
+
+
+@contextmanager
+def interruptible() -> Iterator[Interrupt]:
+    """Ctrl-C and SIGTERM wait for the step in flight; outside the main thread signals are left as they are."""
+    interrupt = Interrupt()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupt
+        return
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield interrupt
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
+    """From `state` to the last step, to a guard's stop, or to a signal; a failed evaluation is saved before."""
+    cadence, guards = job.cadence, job.run.guards
+    began, before = time.monotonic(), state.wall_s
+    if state.step == 0 and state.evaluated_at is None:
+        state = _evaluate(job, state)
+        state = replace(state, before=state.evaluated)
+        _track(job, 0)
+        if guards.may_roll_back:
+            save(job, state)
+    elif state.step >= cadence.max_steps:  # a finished run, gone on with: its summary says the same again
+        _measure_end(job, state)
+    while state.step < cadence.max_steps and interrupt.signal is None:
+        torch.manual_seed(step_seed(job.run.options.seed, state))  # for dropout: sampling has noise of its own
+        step = train_step(job.run, state)
+        earlier, state = state, replace(step.state, wall_s=before + time.monotonic() - began)
+        _log(job, step, earlier, state)
+        stop = [callback(state, step.metrics) for callback in job.callbacks]
+        last = state.step == cadence.max_steps or any(stop)
+        trouble = find_trouble(state, step.metrics, guards)
+        if trouble is not None and _is_new(trouble, earlier, state, guards):
+            job.loggers.event(trouble.code, step=state.step, message=trouble.message)
+        if last and (trouble is None or trouble.action == "warn"):  # what the last update did, no later step will see
+            trouble = trouble_at_end(state.step, _measure_end(job, state), guards)
+            if trouble is not None and not state.over_budget:
+                job.loggers.event(trouble.code, step=state.step, message=trouble.message)
+        if trouble is not None and trouble.action != "warn":
+            if trouble.action == "rollback" and state.rollbacks < guards.max_rollbacks and not any(stop):
+                went_back = roll_back(job.directory, job.loggers, job.run, state, trouble)
+                if went_back is not None:
+                    state = job_at(job, went_back)
+                    continue
+            return _stop(job, state, trouble)
+        try:
+            if last or _due(state.step, cadence.eval_every):
+                state = _evaluate(job, state)
+            if last:
+                _track(job, state.step)
+        except Exception:  # whatever stops an evaluation must not cost the steps before it
+            save(job, state)
+            raise
+        better = cadence.keep_best and state.best is not None and state.best["step"] == state.step
+        if last or better or _due(state.step, cadence.save_every):
+            save(job, state)
+        if any(stop):
+            break
+    if interrupt.signal is not None and job.saved_at != state.step and state.step > 0:
+        save(job, state)
+    return state
+
+
+def job_at(job: Job, state: State) -> State:
+    """The job after the run was taken back to a checkpoint."""
+    job.saved_at = state.step
+    return state
+
+
+def _is_new(trouble: Trouble, before: State, state: State, guards: GuardOptions) -> bool:
+    """Whether it has just begun: it is said once a stretch; a run of skips that is answered by more says so itself."""
+    if trouble.code == "kl/over-budget":
+        return not before.over_budget
+    return trouble.action == "warn" and state.consecutive_skips == guards.max_consecutive_nans
+
+
+def _measure_end(job: Job, state: State) -> Mapping[str, float]:
+    """The final policy's numbers, for the guards, the summary and the doctor."""
+    measured = measure_end(job.run, state)
+    job.failures()  # of rewards that are not used
+    job.final_kl = {name: value for name, value in measured.items() if name.startswith("kl/policy_ref/")}
+    name = budget_metric(measured, "per_token")
+    if name is not None:
+        value = measured[f"{name}/mean"]
+        message = f"the policy of step {state.step} is {value:.4g} nats per token from its reference ({name})"
+        job.loggers.event("kl/final", step=state.step, message=message, metrics=dict(job.final_kl))
+    return measured
+
+
+def _stop(job: Job, state: State, trouble: Trouble) -> State:
+    """A clean end at the last good checkpoint (or, where there is none, where the run stands), evaluated there."""
+    wall = state.wall_s
+    went_back = stop_at_last_good(job.directory, job.loggers, job.run, state, trouble)
+    job.stopped = trouble.message
+    state = replace(state if went_back is None else job_at(job, went_back), wall_s=wall)
+    if state.evaluated_at != state.step:
+        state = _evaluate(job, state)
+        _track(job, state.step)
+    _measure_end(job, state)
+    place = job.directory.checkpoints / f"step-{state.step}"
+    if went_back is None:
+        save(job, state)
+    else:
+        job.directory.sync()
+        rewrite_state(place, state)
+    return state
+
+
+def save(job: Job, state: State) -> None:
+    """Lines to the disk first, then the checkpoint, then the ones that are no longer wanted."""
+    job.directory.sync()
+    place = save_checkpoint(job.directory.checkpoints, job.run, state, about=job.about)
+    best = int(state.best["step"]) if state.best and job.cadence.keep_best else None
+    done = state.step >= job.cadence.max_steps
+    good = None if done else last_good(job.directory.checkpoints, state.confirmed)
+    clean(job.directory.checkpoints, keep=job.cadence.keep, also=(best, None if good is None else step_of(good)))
+    job.saved_at = state.step
+    job.loggers.event("checkpoint", step=state.step, path=str(place.relative_to(job.directory.path)))
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _log(job: Job, step: Step, before: State, state: State) -> None:
+    """A complete line a step, skipped or not; a few rollouts; what went wrong in the rewards."""
+    job.loggers.step(state.step, step.metrics)
+    if _due(state.step - 1, job.cadence.rollouts_every) or state.step == job.cadence.max_steps:
+        records = rollout_records(step.batch, job.run.policy.tokenizer, groups=job.cadence.rollout_groups)
+        job.loggers.rollouts(state.step, records)
+    if step.metrics["guard/spike"] > 0:
+        norm, median = job.run.optimizer.spiked, statistics.median(before.norms)
+        message = f"the gradient norm {norm:.4g} is {norm / max(median, 1e-300):.3g} × the running median {median:.4g}"
+        job.loggers.event("guard/spike", step=state.step, message=message)
+    if step.metrics["guard/skipped"] > 0:
+        _keep_skipped(job, step, state)
+    for kind, message in stretches(state, job.run.guards):
+        job.loggers.event(kind, step=state.step, message=message)
+    told = tool_trouble(step.metrics, step.batch.completions)
+    if told is not None and not job.tools_failing:
+        job.loggers.event("tool/errors", step=state.step, **told)
+    job.tools_failing = told is not None
+    for failure in job.failures():
+        job.loggers.event("reward/failed", step=state.step, message=str(failure), function=failure.function)
+
+
+def _keep_skipped(job: Job, step: Step, state: State) -> None:
+    """Say why, what was not finite first, and keep the batch; of a long stretch only the first ones."""
+    spike = step.metrics["guard/nonfinite"] == 0.0
+    first = None if spike else first_nonfinite(step.batch, step.metrics, job.run.optimizer.nonfinite)
+    reason = "the gradient was a spike" if spike else f"the {first or 'gradient norm'} is not finite"
+    fields: Record = {
+        "message": f"an update was skipped: {reason}",
+        "cause": "spike" if spike else "non-finite",
+        "nonfinite": first,
+    }
+    name = f"{SKIPPED}/step-{state.step}{f'.attempt-{state.attempt}' if state.attempt else ''}.json"
+    there = job.directory.path / SKIPPED
+    if (job.directory.path / name).exists() or len(list(there.glob("*.json"))) < SKIPPED_KEPT:
+        record = {"step": state.step, **skipped_record(step.batch, step.metrics, first)}
+        job.directory.write_json(name, record, as_it_is=True)  # its texts belong to its tokens
+        fields["batch"] = name
+    job.loggers.event("guard/skipped", step=state.step, **fields)
+
+
+def _evaluate(job: Job, state: State) -> State:
+    """Evaluate all tasks, write the lines, and remember the best of the trained one."""
+    records = job.evaluate()
+    for record in records:
+        job.loggers.evaluation(state.step, record)
+    for failure in job.failures():
+        message = f"in evaluation: {failure}"
+        job.loggers.event("reward/failed", step=state.step, message=message, function=failure.function)
+    state = replace(state, evaluated=tuple(records), evaluated_at=state.step)
+    value = float(records[0]["pass@1" if "pass@1" in records[0] else "reward"]) if records else 0.0
+    if state.step > 0 and records and (state.best is None or value > state.best["value"]):
+        state = replace(state, best={"step": state.step, "value": value})
+    return state
+
+
+def _track(job: Job, step: int) -> None:
+    if job.tracked:
+        job.loggers.rollouts(step, tracked_records(job.run, job.tracked, step=step))
+        job.failures()

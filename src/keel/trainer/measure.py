@@ -1,0 +1,157 @@
+"""What a step reports: KL of every pair, rewards, lengths, times. Measured, never assumed."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from keel.base.types import Completion
+from keel.envs import Task
+from keel.kl import k3, log_ratio, measure_kl
+from keel.losses import group_statistics, zero_variance
+from keel.trainer.batch import StepBatch, stitch
+from keel.trainer.state import Run
+
+_LOGGED = {"tool/calls": "tool/calls_mean", "turn/count": "turn/count_mean"}
+
+
+class Clock:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.phases: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.phases[phase] += time.perf_counter() - began
+
+    def metrics(self, tokens: int, device: torch.device) -> dict[str, float]:
+        """`time/…`, `speed/tokens_per_s` (sampled tokens over the whole step) and `memory/peak_gib`."""
+        total = time.perf_counter() - self.started
+        phases = {f"time/{name}_s": self.phases.get(name, 0.0) for name in ("rollout", "score", "update", "sync")}
+        speed = {"speed/tokens_per_s": tokens / max(total, 1e-9)}
+        return {**phases, "time/total_s": total, **speed, "memory/peak_gib": peak_gib(device)}
+
+
+def peak_gib(device: torch.device) -> float:
+    """The largest memory so far: of the accelerator where there is one, otherwise of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def measure_policy(batch: StepBatch, run: Run) -> dict[str, float]:
+    """The rollout's policy against reference and sampler, from the first update's own pass: no extra compute."""
+    rows, scores, width = batch.rows, batch.scores, batch.width
+    mask, logp = rows.action_mask, rows.old_logp
+    assert logp is not None
+    found: dict[str, float] = {"logp/policy_mean": _mean(logp, mask)}
+    entropy = _stitched([s.entropy for s in scores], width)
+    if entropy is not None:
+        found["entropy/mean"] = _mean(entropy, mask)
+    if rows.ref_logp is not None:
+        exact = _stitched([s.exact_kl for s in scores], width)
+        clamp = run.kl.spec.log_ratio_clamp
+        found |= measure_kl(logp, rows.ref_logp, mask, exact_kl=exact, clamp=clamp)
+        found["logp/ref_mean"] = _mean(rows.ref_logp, mask)
+        reverse = _stitched([s.ref_policy_kl for s in scores], width)
+        if reverse is not None:
+            found["kl/ref_policy/exact/mean"] = _mean(reverse, mask)
+    if rows.sample_logp is not None:
+        sampler = torch.where(rows.sample_logp.isnan(), logp, rows.sample_logp)
+        d = log_ratio(sampler, logp, mask).d
+        found["kl/sampler_policy/k1/mean"] = _mean(-d, mask)
+        found["kl/sampler_policy/k3/mean"] = _mean(k3(d), mask)
+        found["logp/sampler_gap_max"] = d[mask].abs().max().item() if bool(mask.any()) else 0.0
+    return found
+
+
+def measure_old(batch: StepBatch, last: Sequence[Tensor]) -> dict[str, float]:
+    """How far the updates of this batch went from its sampler: k3 of the old policy against the last passes."""
+    rows = batch.rows
+    assert rows.old_logp is not None
+    d = log_ratio(rows.old_logp, stitch(last, batch.width), rows.action_mask).d
+    return {"kl/old_policy/k3/mean": _mean(k3(d), rows.action_mask)}
+
+
+def token_kl(batch: StepBatch) -> Tensor | None:
+    """log π − log p of every token `[B, T]`: what a reader wants to see coloured; None where it was not measured."""
+    rows = batch.rows
+    if rows.ref_logp is None or rows.old_logp is None:
+        return None
+    return torch.where(rows.action_mask, rows.old_logp - rows.ref_logp, 0.0)
+
+
+def describe_groups(batch: StepBatch) -> dict[str, float]:
+    """Rewards, lengths and readability of a step's rollouts."""
+    given = [reward for group in batch.groups for reward in group.rewards]
+    totals = torch.tensor([reward.total for reward in given], dtype=torch.float64)
+    group = batch.rows.group.cpu() if batch.rows.group is not None else torch.zeros(len(totals), dtype=torch.long)
+    _, std, _ = group_statistics(totals, group)
+    taken = 0.0 if batch.penalty is None else batch.penalty.double().mean().item()
+    lengths = [sum(completion.action) for completion in batch.completions]
+    cut = [completion.stop_reason == "length" for completion in batch.completions]
+    rejected = batch.rejected.float().mean().item() if batch.rejected is not None else 0.0
+    line = {
+        "reward/mean": totals.mean().item(),
+        "reward/std": totals.std(correction=min(1, len(totals) - 1)).item(),
+        "reward/penalized": totals.mean().item() + taken,
+        "reward/within_group_std": std.mean().item(),
+        "reward/zero_variance_fraction": zero_variance(totals, group).double().mean().item(),
+        "kl/rejected_fraction": rejected,
+        "length/mean": statistics.fmean(lengths),
+        "length/max": float(max(lengths)),
+        "length/truncated_fraction": statistics.fmean(cut),
+        "prompt/truncated_fraction": statistics.fmean("prompt_tokens_cut" in g.problem.info for g in batch.groups),
+        "parse/ok_fraction": statistics.fmean(reward.parsed for reward in given),
+    }
+    parts = sorted({name for reward in given for name in reward.parts})
+    for name in parts:
+        line[f"reward/part/{name}"] = statistics.fmean(reward.parts.get(name, 0.0) for reward in given)
+    return {**line, **describe_episodes(batch.completions)}
+
+
+def task_totals(task: Task) -> dict[str, float]:
+    """What a task's optional `totals()` has counted since this process began."""
+    method = getattr(task, "totals", None)
+    return {} if method is None else {f"task/{name}": float(total) for name, total in method().items()}
+
+
+def describe_episodes(completions: Sequence[Completion]) -> dict[str, float]:
+    """What episodes of several turns counted: each figure's mean over episodes, errors as a share of the calls.
+
+    `turn/unfinished_fraction` is the share of episodes that `rollout.max_turns` ended. Nothing for single turns.
+    """
+    names = sorted({name for completion in completions for name in completion.counts})
+    if not names:
+        return {}
+    totals = {name: sum(c.counts.get(name, 0.0) for c in completions) for name in names}
+    means = {_LOGGED.get(name, name): total / len(completions) for name, total in totals.items()}
+    if "tool/errors" in totals:
+        del means["tool/errors"]
+        means["tool/error_fraction"] = totals["tool/errors"] / max(1.0, totals["tool/calls"])
+    unfinished = statistics.fmean(completion.stop_reason == "turns" for completion in completions)
+    return {**means, "turn/unfinished_fraction": unfinished}
+
+
+def _mean(x: Tensor, mask: Tensor) -> float:
+    return x[mask].double().mean().item() if bool(mask.any()) else 0.0
+
+
+def _stitched(parts: Sequence[Tensor | None], width: int) -> Tensor | None:
+    there = [part for part in parts if part is not None]
+    return stitch(there, width) if there else None

@@ -1,0 +1,209 @@
+"""The optimizer as a run uses it: schedule, clipping, a guard against non-finite gradients, offload."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keel.base.errors import KeelError, unknown
+from keel.base.metrics import Mean, Metric
+
+Schedule = Callable[[int], float]
+
+
+def constant(progress: float) -> float:
+    """The full rate throughout."""
+    return 1.0
+
+
+def linear(progress: float) -> float:
+    """From 1 to 0 in a straight line."""
+    return 1.0 - progress
+
+
+def cosine(progress: float) -> float:
+    """From 1 to 0 along half a cosine."""
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+SCHEDULES: dict[str, Callable[[float], float]] = {"constant": constant, "linear": linear, "cosine": cosine}
+
+
+def build_schedule(
+    name: str, *, warmup_steps: int = 0, total_steps: int = 1, final_ratio: float = 0.0, updates_per_step: int = 1
+) -> Schedule:
+    """Update number to a factor of the learning rate: a linear warm-up, then the named course down to `final_ratio`.
+
+    The first update moves too, and the last of the warm-up has the full rate. Steps are steps of the run: with
+    several updates a batch the course is as long as it would be with one.
+    """
+    if name not in SCHEDULES:
+        raise unknown("optim.schedule", name, SCHEDULES)
+    course, low = SCHEDULES[name], final_ratio if name != "constant" else 0.0
+
+    def factor(update: int) -> float:
+        step = update / updates_per_step
+        if step < warmup_steps:
+            return min(1.0, (step + 1.0 / updates_per_step) / warmup_steps)
+        progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+        return low + (1.0 - low) * course(progress)
+
+    return factor
+
+
+def _adamw(params: list[Any], device: torch.device, **settings: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, fused=device.type in ("cpu", "cuda"), **settings)
+
+
+def _adamw_8bit(params: list[Any], device: torch.device, **settings: Any) -> torch.optim.Optimizer:
+    try:
+        bitsandbytes: Any = importlib.import_module("bitsandbytes")
+    except ImportError as error:
+        raise KeelError(
+            "optim.optimizer=adamw8bit needs bitsandbytes, which is not installed: install it, or use adamw"
+        ) from error
+    if device.type != "cuda":
+        raise KeelError("optim.optimizer=adamw8bit needs a CUDA device: use optim.optimizer=adamw here")
+    made: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(params, **settings)
+    return made
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": _adamw, "adamw8bit": _adamw_8bit}
+
+
+class Optimizer:
+    """A torch optimizer with its schedule and its guard. One call of `step` is one update, or none.
+
+    A non-finite loss or gradient norm skips optimizer and schedule together: clipping does not sanitise gradients,
+    and one NaN in the moments is there for good. `offload` parks the moments in main memory between
+    updates.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        name: str = "adamw",
+        learning_rate: float,
+        schedule: Schedule | None = None,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        max_grad_norm: float | None = 1.0,
+        offload: bool = False,
+        scaler: bool = False,
+    ) -> None:
+        if name not in OPTIMIZERS:
+            raise unknown("optim.optimizer", name, OPTIMIZERS)
+        self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = list(self._names)
+        if not self.parameters:
+            raise KeelError("the model has no parameter to train: every one is frozen")
+        self._make = OPTIMIZERS[name]
+        self._settings = {"lr": learning_rate, "betas": betas, "eps": eps}
+        self._weight_decay = weight_decay
+        self.device = self.parameters[0].device
+        self.learning_rate, self.schedule = learning_rate, schedule or build_schedule("constant")
+        self.max_grad_norm, self.offload = max_grad_norm, offload
+        self.updates, self.factor = 0, 1.0
+        self.begin()
+        self.scaler = torch.amp.GradScaler(self.device.type) if scaler else None
+        self.reset()
+
+    def begin(self) -> None:
+        """A new step: forget what its guards remember of the last one's updates."""
+        self.taken: list[float] = []  # gradient norms of the updates that were made
+        self.spiked = 0.0  # the largest norm that was a spike
+        self.nonfinite: str | None = None
+
+    def reset(self) -> None:
+        """Forget the moments, as after a hard reset of the reference (ProRL)."""
+        self.inner = self._make(_decayed(self.parameters, self._weight_decay), self.device, **self._settings)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update; `factor` is what rollbacks have left of it."""
+        return self.learning_rate * self.schedule(self.updates) * self.factor
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the loss's gradient, scaled where fp16 needs it."""
+        (self.scaler.scale(loss) if self.scaler else loss).backward()
+
+    def step(self, loss: float = 0.0, *, spike: float | None = None, skip_spike: bool = False) -> dict[str, Metric]:
+        """One guarded update from the gradients that have been added up since the last one; `loss` is their loss.
+
+        A norm above `spike` is marked, and with `skip_spike` skipped like one that is not finite. `nonfinite` is the
+        first parameter whose gradient was not.
+        """
+        lr = self.lr
+        for group in self.inner.param_groups:
+            group["lr"] = lr
+        if self.offload:
+            self._move_state(self.device)
+        if self.scaler:
+            self.scaler.unscale_(self.inner)
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        total = torch.nn.utils.get_total_norm(gradients)
+        norm = float(total)
+        finite = math.isfinite(norm) and math.isfinite(loss)
+        high = finite and spike is not None and norm > spike
+        fine = finite and not (high and skip_spike)
+        if fine:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm or math.inf, total)
+            self.inner.step()
+            self.updates += 1
+            self.taken.append(norm)
+        elif not finite:
+            self.nonfinite = self.nonfinite or self._first_nonfinite()
+        if high:
+            self.spiked = max(self.spiked, norm)
+        if self.scaler:
+            self.scaler.update()
+        self.inner.zero_grad(set_to_none=True)
+        if self.offload:
+            self._move_state(torch.device("cpu"))
+        clip = min(1.0, self.max_grad_norm / norm) if fine and self.max_grad_norm and norm > 0 else float(fine)
+        return {
+            "grad/norm": Mean(norm, 1.0),
+            "grad/clip_factor": Mean(clip, 1.0),
+            "optim/learning_rate": Mean(lr, 1.0),
+            "guard/skipped": Mean(float(not fine), 1.0),
+            "guard/nonfinite": Mean(float(not finite), 1.0),
+            "guard/spike": Mean(float(high), 1.0),
+        }
+
+    def _first_nonfinite(self) -> str | None:
+        bad = (p for p in self.parameters if p.grad is not None and not bool(p.grad.isfinite().all()))
+        found = next(bad, None)
+        return None if found is None else self._names[found]
+
+    def _move_state(self, device: torch.device) -> None:
+        for state in self.inner.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.numel() > 1:
+                    state[key] = value.to(device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments, the number of updates (the schedule's position) and the loss scale."""
+        scaler = self.scaler.state_dict() if self.scaler else None
+        return {"inner": self.inner.state_dict(), "updates": self.updates, "rate": self.learning_rate, "scaler": scaler}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.inner.load_state_dict(state["inner"])
+        self.updates = int(state["updates"])
+        self.learning_rate = float(state["rate"])
+        if self.scaler and state["scaler"] is not None:
+            self.scaler.load_state_dict(state["scaler"])
+
+
+def _decayed(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Weight decay is for matrices: norms and biases are left alone."""
+    matrices = [p for p in parameters if p.dim() >= 2]
+    others = [p for p in parameters if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

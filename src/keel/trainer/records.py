@@ -1,0 +1,116 @@
+"""What is written down of rollouts: who said what, what it earned, where it left the reference."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from keel.base.types import Batch, Group, Problem
+from keel.losses import advantages
+from keel.trainer.batch import StepBatch, pack_step, score_policy, score_reference
+from keel.trainer.measure import token_kl
+from keel.trainer.state import Run
+
+logger = logging.getLogger("keel")
+
+
+def rollout_records(batch: StepBatch, tokenizer: Any, *, groups: int, tracked: bool = False) -> list[dict[str, Any]]:
+    """The first `groups` groups, one record a completion.
+
+    `prompt` is what the model was given: system message, template and special tokens in, and without the
+    `prompt_tokens_cut` tokens that left truncation took; `messages` is what the task asked.
+
+    `tokens`, `action` and `kl` belong together: a token's text, whether the policy sampled it (tool output and later
+    user turns are not), and log π − log p there; `kl` is null where it was not measured.
+    """
+    kl = token_kl(batch)
+    given = shaped_advantages(batch.rows)
+    found, row = [], 0
+    for number, group in enumerate(batch.groups[:groups]):
+        for completion, reward in zip(group.completions, group.rewards, strict=True):
+            length = len(completion.tokens)
+            per_token = None if kl is None else [round(value, 5) for value in kl[row, :length].tolist()]
+            found.append(
+                {
+                    "problem": group.problem.key,
+                    "group": number,
+                    "tracked": tracked,
+                    "prompt": tokenizer.decode(list(group.prompt_tokens)),
+                    "prompt_tokens_cut": int(group.problem.info.get("prompt_tokens_cut", 0)),
+                    "messages": _messages(group.problem),
+                    "completion": completion.text,
+                    "tokens": token_texts(tokenizer, completion.tokens),
+                    "action": list(completion.action),
+                    "kl": per_token,
+                    "reward": reward.total,
+                    "parts": dict(reward.parts),
+                    "advantage": None if given is None else float(given[row]),
+                    "stop_reason": completion.stop_reason,
+                    **({"counts": dict(completion.counts)} if completion.counts else {}),
+                }
+            )
+            row += 1
+    return found
+
+
+def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+    """Each token's text as it reads behind the one before it.
+
+    A token alone loses the space before it with tokenizers of words and of SentencePiece.
+    """
+    alone = {token: tokenizer.decode([token]) for token in set(tokens)}
+    texts = [alone[token] for token in tokens[:1]]
+    for before, token in pairwise(tokens):
+        both = tokenizer.decode([before, token])
+        texts.append(both[len(alone[before]) :] if both.startswith(alone[before]) else alone[token])
+    return texts
+
+
+def tracked_records(run: Run, problems: Sequence[Problem], *, step: int) -> list[dict[str, Any]]:
+    """The same held-out problems at the start and at the end, under the same noise, so that both can be compared."""
+    groups = run.collect(problems, attempt=0, step=-1)
+    batch = pack_step([_first(group, 2) for group in groups], run)
+    with torch.no_grad():
+        if run.reference is not None:
+            batch = score_reference(batch, run)
+        batch = score_policy(batch, run)
+    rows = batch.rows
+    assert rows.rewards is not None
+    assert rows.group is not None
+    batch = batch.with_rows(advantages=advantages(rows.rewards, rows.group, scale="none"))
+    records = rollout_records(batch, run.policy.tokenizer, groups=len(groups), tracked=True)
+    if not hasattr(run.task, "picture"):
+        return records
+    return [{**r, "picture": _picture(run.task, groups[r["group"]].problem, r["completion"])} for r in records]
+
+
+def _picture(task: Any, problem: Problem, text: str) -> str | None:
+    """The task's picture of an answer, or None where it cannot draw what the model said: no reason to stop a run."""
+    try:
+        drawn: str | None = task.picture(problem, text)
+    except Exception as error:
+        logger.warning("no picture of %s: %s", problem.key, error)
+        return None
+    return drawn
+
+
+def _first(group: Group, count: int) -> Group:
+    return replace(group, completions=group.completions[:count], rewards=group.rewards[:count])
+
+
+def shaped_advantages(rows: Batch) -> torch.Tensor | None:
+    """One number a completion `[B]`: its reward's advantage, with what a KL in the reward adds to it."""
+    if rows.advantages is None or rows.kl_advantages is None:
+        return rows.advantages
+    return rows.advantages + rows.kl_advantages
+
+
+def _messages(problem: Problem) -> list[dict[str, str]]:
+    if isinstance(problem.prompt, str):
+        return [{"role": "user", "content": problem.prompt}]
+    return [dict(message) for message in problem.prompt]

@@ -1,0 +1,193 @@
+"""Behaviour cloning: raise the probability of given completions. The warm start of a run, and `keel sft`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keel.base.errors import KeelError
+from keel.base.metrics import values
+from keel.base.types import Completion, Group, Problem
+from keel.envs import Task
+from keel.envs.base import gold_turns
+from keel.envs.problems import stream
+from keel.kl import masked_mean
+from keel.models.load import LoadedModel
+from keel.models.logprobs import score_tokens
+from keel.models.pack import microbatches, pack
+from keel.trainer.optim import Optimizer, build_schedule
+
+Encode = Callable[[Problem], tuple[int, ...]]
+Reply = Callable[[Problem, Any, int | None], tuple[int, ...]]  # what stands between two turns, as tokens
+Examples = Callable[[int], list[Group]]  # step to one batch, each example a group of one completion
+Report = Callable[[int, Mapping[str, float]], None]
+
+
+@dataclass(frozen=True)
+class SFTOptions:
+    """How long, how fast, how many at a time."""
+
+    steps: int = 200
+    batch_size: int = 64
+    learning_rate: float = 1e-3
+    schedule: str = "cosine"
+    warmup_steps: int = 10
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+    entropy_coef: float = 0.0
+    microbatch_tokens: int = 8192
+    autocast: torch.dtype | None = None
+
+
+def sft(loaded: LoadedModel, examples: Examples, options: SFTOptions, report: Report | None = None) -> float:
+    """Minimise −mean(log π(completion | prompt) + entropy_coef · H) over completion tokens; returns the last loss.
+
+    The mean is over all completion tokens of the batch, counted before its microbatches, so that any split gives the
+    same update. Prompts are read and never learned.
+    """
+    optimizer = Optimizer(
+        loaded.model,
+        learning_rate=options.learning_rate,
+        schedule=build_schedule(options.schedule, warmup_steps=options.warmup_steps, total_steps=options.steps),
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.max_grad_norm,
+        scaler=options.autocast == torch.float16 and loaded.device.type == "cuda",
+    )
+    loss = 0.0
+    for step in range(options.steps):
+        line = sft_step(loaded, examples(step), optimizer, options)
+        loss = line["loss/total"]
+        if report is not None:
+            report(step + 1, line)
+    return loss
+
+
+def sft_step(
+    loaded: LoadedModel,
+    groups: Sequence[Group],
+    optimizer: Optimizer,
+    options: SFTOptions,
+) -> dict[str, float]:
+    """One update on one batch of examples; returns its metrics."""
+    tokens = sum(sum(completion.action) for group in groups for completion in group.completions)
+    total = 0.0
+    for part in microbatches(groups, options.microbatch_tokens, shared_prefix=False):
+        packed = pack(part, loaded.pad_id, shared_prefix=False, context_length=loaded.context_length).to(loaded.device)
+        half = options.autocast
+        with torch.autocast(loaded.device.type, dtype=half) if half is not None else nullcontext():
+            scores = score_tokens(loaded.model, packed, entropy=options.entropy_coef > 0)
+        gain = scores.logp if scores.entropy is None else scores.logp + options.entropy_coef * scores.entropy
+        share = packed.action_mask.sum().item() / max(tokens, 1)
+        loss = -masked_mean(gain, packed.action_mask) * share
+        optimizer.backward(loss)
+        total += loss.item()
+    return {"loss/total": total, **values(optimizer.step(total))}
+
+
+def as_example(prompt: Sequence[int], completion: str, tokenizer: Any, key: str = "") -> Group:
+    """A prompt's tokens and the text to learn, with the end-of-sequence token that closes it."""
+    ids = (*tokenizer(completion, add_special_tokens=False)["input_ids"], int(tokenizer.eos_token_id))
+    zeros = (0.0,) * len(ids)
+    learned = Completion(ids, (True,) * len(ids), zeros, zeros, completion, "eos")
+    return Group(Problem(key, ""), tuple(prompt), (learned,))
+
+
+def gold_examples(
+    task: Task, encode: Encode, tokenizer: Any, *, batch_size: int, seed: int, reply: Reply | None = None
+) -> Examples:
+    """Batches of a task's training problems with their gold answers; never a problem that is held out.
+
+    A task of several turns shows whole episodes: what the environment says between them is read and never learned,
+    rendered by `reply`.
+    """
+    several = hasattr(task, "gold_turns") and reply is not None
+
+    def example(problem: Problem) -> Group:
+        if several:
+            return episode_example(task, problem, encode(problem), tokenizer, reply)
+        return as_example(encode(problem), task.gold(problem), tokenizer, problem.key)
+
+    def batch(step: int) -> list[Group]:
+        problems = task.sample(batch_size, seed=seed + 7_919_000_003, step=step)  # other draws than training's
+        return [example(problem) for problem in problems]
+
+    return batch
+
+
+def episode_example(task: Any, problem: Problem, prompt: Sequence[int], tokenizer: Any, reply: Any) -> Group:
+    """A gold episode to learn: the model's turns, each closed by the end-of-sequence token, with the replies between.
+
+    The tokens are those of a rollout in which the model says exactly this.
+    """
+    turns = gold_turns(task, problem)
+    ids: list[int] = []
+    action: list[bool] = []
+    for number, turn in enumerate(turns, start=1):
+        said = (*tokenizer(turn, add_special_tokens=False)["input_ids"], int(tokenizer.eos_token_id))
+        ids += said
+        action += [True] * len(said)
+        if number == len(turns):
+            break
+        message = task.respond(problem, tuple(turns[:number]))
+        if message is None:
+            raise KeelError(f"task {task.name!r}: the gold episode of {problem.key!r} ends after turn {number}")
+        heard = reply(problem, message, ids[-1])
+        ids += heard
+        action += [False] * len(heard)
+    zeros = (0.0,) * len(ids)
+    learned = Completion(tuple(ids), tuple(action), zeros, zeros, "\n".join(turns), "eos")
+    return Group(Problem(problem.key, ""), tuple(prompt), (learned,))
+
+
+def file_examples(path: str, encode: Encode, tokenizer: Any, *, batch_size: int, seed: int) -> Examples:
+    """Batches of a JSONL file's `prompt` (text or messages) and `completion`, in an order of their own each epoch."""
+    records = list(_read(Path(path).expanduser()))
+    groups = [
+        as_example(encode(Problem(str(i), record["prompt"])), record["completion"], tokenizer, str(i))
+        for i, record in enumerate(records)
+    ]
+
+    def batch(step: int) -> list[Group]:
+        found = []
+        for place in range(step * batch_size, (step + 1) * batch_size):
+            epoch, index = divmod(place, len(groups))
+            found.append(groups[_order(len(groups), seed, epoch)[index]])
+        return found
+
+    return batch
+
+
+@lru_cache(maxsize=2)  # a batch may lie across two epochs
+def _order(count: int, seed: int, epoch: int) -> tuple[int, ...]:
+    order = list(range(count))
+    stream("sft", seed, epoch).shuffle(order)
+    return tuple(order)
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise KeelError(f"cannot read warmstart.path={path}: {error.strerror}; give a JSONL file") from error
+    found = 0
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            good = isinstance(record["completion"], str) and isinstance(record["prompt"], str | list)
+        except (ValueError, KeyError, TypeError):
+            good = False
+        if not good:
+            raise KeelError(f"{path}, line {number}: each line must be an object with a prompt and a completion text")
+        found += 1
+        yield record
+    if not found:
+        raise KeelError(f"{path} holds no example: give one JSON object with prompt and completion a line")

@@ -1,0 +1,189 @@
+"""What a run is made of (`Run`, built once) and what moves from step to step (`State`, plain data)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from keel.base.errors import KeelError
+from keel.base.types import Completion, Group, Problem
+from keel.envs import Task
+from keel.kl import Controller, KLState, Pairing
+from keel.losses import KLSpec, LossSpec, MismatchSpec
+from keel.models.load import LoadedModel
+from keel.models.scorer import Scorer
+from keel.reference import Reference
+from keel.rollout import Request, SamplingParams
+from keel.trainer.guards import GuardOptions
+from keel.trainer.optim import Optimizer
+
+
+class Engine(Protocol):
+    """What a step needs of whatever samples."""
+
+    @property
+    def version(self) -> int | None: ...
+
+    def generate(
+        self, requests: Sequence[Request], sampling: SamplingParams, *, seed: int = 0, attempt: int = 0, step: int = 0
+    ) -> list[list[Completion]]: ...
+
+    def sync(self, policy: nn.Module, version: int | None = None) -> None: ...
+
+
+class Collect(Protocol):
+    """From problems to judged groups: the turn loop with engine, task, tokenizer and judge already bound."""
+
+    def __call__(self, problems: Sequence[Problem], *, attempt: int, step: int) -> list[Group]: ...
+
+
+@dataclass(frozen=True)
+class KLOptions:
+    """The KL term, and what is measured beside it."""
+
+    spec: KLSpec
+    pairing: Pairing
+    exact: bool = False
+    measure_every: int = 1
+    collect_max: float | None = None
+
+    def measures(self, step: int) -> bool:
+        """Whether the KL is measured at this step even at β = 0."""
+        return self.measure_every > 0 and step % self.measure_every == 0
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """The numbers of one step that belong to no part of their own."""
+
+    seed: int = 0
+    prompts_per_step: int = 16
+    max_completion_length: int = 64
+    temperature: float = 1.0
+    microbatch_tokens: int = 8192
+    shared_prefix: bool = True
+    num_iterations: int = 1
+    minibatches: int = 1
+    baseline: str = "group_mean"
+    scale_rewards: str = "group"
+    reward_warmup_steps: int = 0
+    mask_truncated: bool = False
+    resample_tries: int = 0
+    autocast: torch.dtype | None = None
+
+
+@dataclass
+class Run:
+    """Everything that a step works with. `reference` is None where no KL is wanted, `scorer` for Keel's own pass."""
+
+    policy: LoadedModel
+    task: Task
+    engine: Engine
+    collect: Collect
+    reference: Reference | None
+    optimizer: Optimizer
+    controller: Controller
+    loss: LossSpec
+    kl: KLOptions
+    options: StepOptions
+    mismatch: MismatchSpec | None = None
+    guards: GuardOptions = field(default_factory=GuardOptions)
+    scorer: Scorer | None = None
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Mixed precision for the body of a model; scores are fp32 either way."""
+        if self.options.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.policy.device.type, dtype=self.options.autocast)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Which of a step's updates were not made: any, all, and whether spikes alone were the reason."""
+
+    any: bool = False
+    all: bool = False
+    spikes: bool = False
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, float]) -> Skipped:
+        """From the shares in a step's metrics: of several updates one that is not finite makes a bad step."""
+        share = metrics["guard/skipped"]
+        return cls(share > 0.0, share >= 1.0, share > 0.0 and metrics["guard/nonfinite"] == 0.0)
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a run stands, after `step` finished steps. All of it is plain data and goes into the checkpoint.
+
+    `consecutive_skips` are the last steps that skipped an update, `spike_skips` those of them that were spikes alone;
+    `confirmed` is the last step whose weights were seen to be fine, by the step after it; `lr_factor` is what rollbacks
+    have left of the learning rate; `norms` are the gradient norms of the last updates; `data` is the digest of the
+    problems, of a task that has one.
+    """
+
+    kl: KLState
+    step: int = 0
+    attempt: int = 0
+    policy_version: int = 0
+    consecutive_skips: int = 0
+    spike_skips: int = 0
+    rollbacks: int = 0
+    tokens: int = 0
+    wall_s: float = 0.0
+    best: Mapping[str, float] | None = None
+    before: tuple[Mapping[str, Any], ...] = ()
+    evaluated: tuple[Mapping[str, Any], ...] = ()
+    evaluated_at: int | None = None
+    last_kl: Mapping[str, float] = field(default_factory=dict)
+    confirmed: int = 0
+    lr_factor: float = 1.0
+    over_budget: bool = False
+    norms: tuple[float, ...] = ()
+    constant_rewards: int = 0
+    zero_advantages: int = 0
+    data: str | None = None
+
+    @property
+    def good(self) -> bool:
+        """Whether every update of the last step was made; a broken budget is answered before anything is saved."""
+        return self.consecutive_skips == 0
+
+    @property
+    def beta(self) -> float:
+        return self.kl.beta
+
+    def next(self, *, kl: KLState, skipped: Skipped, tokens: int, last_kl: Mapping[str, float]) -> State:
+        """The state after one more step."""
+        return replace(
+            self,
+            kl=kl,
+            step=self.step + 1,
+            policy_version=self.policy_version + int(not skipped.all),
+            consecutive_skips=self.consecutive_skips + 1 if skipped.any else 0,
+            spike_skips=self.spike_skips + int(skipped.spikes) if skipped.any else 0,
+            tokens=self.tokens + tokens,
+            last_kl=last_kl or self.last_kl,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> State:
+        try:
+            lists = ("before", "evaluated", "norms")
+            plain = {**data, **{name: tuple(data[name]) for name in lists if name in data}}
+            return cls(**{**plain, "kl": KLState.from_dict(data["kl"])})
+        except (TypeError, KeyError) as error:
+            raise KeelError(f"the checkpoint's state does not fit this version of keel: {error}") from error
+
+
+def step_seed(seed: int, state: State) -> int:
+    """A seed for one step, the same however the run got there."""
+    return (seed * 1_000_003 + state.attempt * 10_007 + state.step) % 2**63

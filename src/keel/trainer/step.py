@@ -1,0 +1,218 @@
+"""One step of GRPO with a KL term, as a straight line. Everything else in this room is cadence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from keel.base.metrics import Mean, Metric, Metrics, Sum, merge, values
+from keel.base.types import Group, Problem
+from keel.kl import estimate, shape_rewards
+from keel.losses import centred, deviation, global_denominators, objective, summed_kl, with_policy_mask, zero_variance
+from keel.models.logprobs import FullScores
+from keel.trainer.batch import (
+    StepBatch,
+    detached,
+    keep_scores,
+    pack_step,
+    score_micro,
+    score_policy,
+    score_reference,
+    stitch,
+)
+from keel.trainer.guards import over_budget, spike_limit, watch
+from keel.trainer.measure import Clock, describe_groups, measure_old, measure_policy, task_totals
+from keel.trainer.state import Run, Skipped, State
+
+
+class Step(NamedTuple):
+    """What a step leaves behind: the next state, all metrics of the contract, and the batch for whoever looks at it."""
+
+    state: State
+    metrics: dict[str, float]
+    batch: StepBatch
+
+
+def train_step(run: Run, state: State) -> Step:
+    """Sample, collect, pack, score, shape, update, measure, steer: one update of the policy (or `num_iterations`)."""
+    # fmt: off
+    clock, before = Clock(), task_totals(run.task)
+    with clock("rollout"):
+        groups = sample_groups(run, state)                              # rollouts with rewards and sample_logp
+    with clock("score"):
+        batch = pack_step(groups, run)                                  # one row a group, the prompt once
+        batch = score(batch, run, state)                                # ref_logp (old_logp where it is needed now)
+    batch = reject(batch, run)                                          # kl.collect_max, truncated completions
+    batch = penalize_rewards(batch, run, state.beta)                    # door 1: KL in the reward
+    batch = with_advantages(batch, run, state.step)
+    metrics: Metrics = {}
+    guard: dict[str, Any] = {"spike": spike_limit(state.norms, run.guards), "skip_spike": run.guards.on_spike == "skip"}
+    run.optimizer.begin()
+    with clock("update"):
+        for _ in range(run.options.num_iterations):
+            passes: list[FullScores] = []
+            for minibatch in batch.minibatches:
+                counts = global_denominators(batch.view(*minibatch), run.options.max_completion_length)
+                info: Metrics = {}
+                for micro in minibatch:
+                    scores = score_micro(micro, batch, run)             # logp, entropy, exact KL: each [b, t]
+                    out = objective(                                    # doors 2 and 3: KL in advantage or loss
+                        scores, batch.view(micro), run.loss, run.kl.spec, state.beta, counts,
+                        pairing=run.kl.pairing, mismatch=run.mismatch,
+                    )
+                    run.optimizer.backward(out.loss)
+                    info = merge(info, out.metrics)
+                    passes.append(detached(scores))
+                metrics = merge(metrics, per_update(info))
+                metrics = merge(metrics, run.optimizer.step(info["loss/total"].value, **guard))     # guarded
+            batch = batch if batch.scores else keep_scores(batch, passes)
+    line = {**values(metrics), **describe_groups(batch), **measure_policy(batch, run), "kl/beta": state.beta}
+    line |= {name: total - before.get(name, 0.0) for name, total in task_totals(run.task).items()}
+    line |= measure_old(batch, [scores.logp for scores in passes])
+    line["guard/over_budget"] = float(over_budget(line, run.guards) is not None)
+    skipped = Skipped.of(line)
+    tokens = int(batch.rows.action_mask.sum())
+    last_kl = {name: value for name, value in line.items() if name.startswith("kl/policy_ref/")}
+    kl = run.controller.update(state.kl, controlled_kl(line, run.controller.unit))
+    state = state.next(kl=kl, skipped=skipped, tokens=tokens, last_kl=last_kl)
+    state = watch(state, line, batch, run.guards, taken=run.optimizer.taken)
+    with clock("sync"):
+        move_reference(run, state, line)
+        run.engine.sync(run.policy.model, state.policy_version)
+    line |= {"guard/rollbacks": float(state.rollbacks), **clock.metrics(tokens, run.policy.device)}
+    return Step(state, line, batch)
+    # fmt: on
+
+
+def sample_groups(run: Run, state: State) -> list[Group]:
+    """This step's problems, collected; zero-variance groups get company if `resample_tries` allows.
+
+    The groups without signal stay, because their KL counts; new problems are added until `prompts_per_step` groups
+    have a signal or the tries are spent.
+    """
+    options = run.options
+    wanted, seed = options.prompts_per_step, problem_seed(options.seed, state.attempt)
+    problems = run.task.sample(wanted, seed=seed, step=state.step)
+    groups = run.collect(problems, attempt=state.attempt, step=state.step)
+    seen = {group.problem.key for group in groups}
+    for further in range(1, options.resample_tries + 1):
+        missing = wanted - sum(has_signal(group) for group in groups)
+        if missing <= 0:
+            break
+        more = run.task.sample(missing, seed=seed + 1_000_003 * further, step=state.step)
+        fresh: list[Problem] = [problem for problem in more if problem.key not in seen]
+        seen |= {problem.key for problem in fresh}
+        if fresh:
+            groups += run.collect(fresh, attempt=state.attempt, step=state.step)
+    return groups
+
+
+def problem_seed(seed: int, attempt: int) -> int:
+    """The seed of the problems: another one after a rollback, so that the batch that broke the run does not return."""
+    return seed + 15_485_863 * attempt
+
+
+def has_signal(group: Group) -> bool:
+    """Whether the rewards of a group differ."""
+    return len({reward.total for reward in group.rewards}) > 1
+
+
+def score(batch: StepBatch, run: Run, state: State) -> StepBatch:
+    """The reference's log-probabilities where β or the measurement asks; the policy's where the first doors do.
+
+    On the first update old_logp is the detached logp of the update's own pass, so it costs none of its own unless
+    something needs it before.
+    """
+    kl = run.kl
+    wanted = state.beta != 0.0 or kl.collect_max is not None or kl.measures(state.step)
+    if run.reference is not None and wanted:
+        batch = score_reference(batch, run)
+    in_reward = kl.spec.placement == "reward" and state.beta != 0.0
+    if kl.collect_max is not None or in_reward or run.options.minibatches > 1:
+        batch = score_policy(batch, run)
+    return replace(batch, kl=sampled_kl(batch, run)) if in_reward else batch
+
+
+def sampled_kl(batch: StepBatch, run: Run) -> Tensor:
+    """The KL `[B, T]` of the first door under the rollout weights: the vocabulary's sum, or the estimate."""
+    rows, spec = batch.rows, run.kl.spec
+    if spec.estimator.startswith("exact"):
+        return stitch((summed_kl(spec, scores) for scores in batch.scores), batch.width)
+    assert rows.old_logp is not None
+    assert rows.ref_logp is not None
+    return estimate(spec.estimator, rows.old_logp, rows.ref_logp, rows.action_mask, clamp=spec.log_ratio_clamp)
+
+
+def reject(batch: StepBatch, run: Run) -> StepBatch:
+    """Completions that leave the policy term and stay under the KL penalty, wherever that enters: too far from the
+    reference, or cut off. With `resample_tries` the groups without signal leave it too.
+    """
+    rows = batch.rows
+    assert rows.group is not None
+    keep = torch.ones_like(rows.group, dtype=torch.bool)
+    rejected = torch.zeros_like(keep)
+    if run.kl.collect_max is not None and rows.old_logp is not None and rows.ref_logp is not None:
+        k1 = torch.where(rows.action_mask, rows.old_logp - rows.ref_logp, 0.0).sum(-1)
+        rejected = k1 / rows.action_mask.sum(-1).clamp_min(1) > run.kl.collect_max
+        keep &= ~rejected
+    if run.options.mask_truncated:
+        keep &= torch.tensor([c.stop_reason != "length" for c in batch.completions], device=keep.device)
+    if run.options.resample_tries and rows.rewards is not None:
+        keep &= ~zero_variance(rows.rewards, rows.group)
+    mask = None if bool(keep.all()) else with_policy_mask(rows.action_mask, keep)
+    return replace(batch.with_rows(policy_mask=mask), rejected=rejected)
+
+
+def penalize_rewards(batch: StepBatch, run: Run, beta: float) -> StepBatch:
+    """Door 1: what the KL takes from each reward."""
+    if run.kl.spec.placement != "reward" or beta == 0.0 or batch.kl is None:
+        return batch
+    assert batch.rows.rewards is not None
+    nothing = torch.zeros_like(batch.rows.rewards)
+    return replace(batch, penalty=shape_rewards(nothing, batch.kl, batch.rows.action_mask, beta))
+
+
+def with_advantages(batch: StepBatch, run: Run, step: int) -> StepBatch:
+    """Rewards, and what the first door took from them, against their group; both divided by their sum's deviation.
+
+    The reward's warm-up scales the rewards' part after any such division, never the penalty's.
+    """
+    options, rows = run.options, batch.rows
+    assert rows.rewards is not None
+    assert rows.group is not None
+    penalized = rows.rewards if batch.penalty is None else rows.rewards + batch.penalty
+    scale = deviation(penalized, rows.group, baseline=options.baseline, scale=options.scale_rewards)
+    advantage = centred(rows.rewards, rows.group, options.baseline) / scale
+    if options.reward_warmup_steps:
+        advantage = advantage * min(1.0, (step + 1) / options.reward_warmup_steps)
+    if batch.penalty is None:
+        return batch.with_rows(advantages=advantage)
+    return batch.with_rows(
+        advantages=advantage, kl_advantages=centred(batch.penalty, rows.group, options.baseline) / scale
+    )
+
+
+def per_update(info: Metrics) -> dict[str, Metric]:
+    """Sums over microbatches become means over updates, so that several updates do not add up their losses."""
+    return {name: Mean(metric.value, 1.0) if isinstance(metric, Sum) else metric for name, metric in info.items()}
+
+
+def controlled_kl(metrics: dict[str, float], unit: str) -> float | None:
+    """The KL that steers β, in the controller's unit: exact where measured, otherwise k3; a sequence's k1."""
+    if unit == "per_sequence":
+        return metrics.get("kl/policy_ref/sequence/mean")
+    return metrics.get("kl/policy_ref/exact/mean", metrics.get("kl/policy_ref/k3/mean"))
+
+
+def move_reference(run: Run, state: State, metrics: dict[str, float]) -> None:
+    """Let the reference move if it is its time, and the optimizer forget if the reference asks for that."""
+    if run.reference is None:
+        return
+    kl = metrics.get("kl/policy_ref/k3/mean")
+    moved = run.reference.update(run.policy.model, state.step, kl if kl is None or math.isfinite(kl) else None)
+    if moved and run.reference.reset_optimizer:
+        run.optimizer.reset()

@@ -1,0 +1,74 @@
+"""summary.json: the run in one object."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from keel.loggers.rundir import EVENTS
+from keel.trainer.state import State
+
+
+def summarise(
+    task: str,
+    state: State,
+    findings: Sequence[Mapping[str, Any]] = (),
+    reward_failures: Mapping[str, int] | None = None,
+    kl: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """Accuracy and held-out reward before and after, what other skills retained, the final policy's KL.
+
+    `kl` are its metrics; without them the last step's, which are those of the weights before its update. Accuracy is
+    null where problems have no answers. `reward_failures` counts, by reward, the calls that gave none.
+    """
+    first, last = _trained(state.before), _trained(state.evaluated)
+    before, after = _retention(state.before), _retention(state.evaluated)
+    return {
+        "task": task,
+        "steps": state.step,
+        "accuracy": {
+            "before": first.get("pass@1"),
+            "after": last.get("pass@1"),
+            "ci95_before": first.get("ci95"),
+            "ci95_after": last.get("ci95"),
+        },
+        "reward": {"before": first.get("reward"), "after": last.get("reward")},
+        "retention": {
+            name: {"before": before.get(name, {}).get("pass@1"), "after": after[name].get("pass@1")} for name in after
+        },
+        "kl": final_kl(kl or state.last_kl),
+        "beta": state.beta,
+        "wall_s": round(state.wall_s, 2),
+        "findings": sorted({str(finding["code"]) for finding in findings}),
+        "reward_failures": dict(reward_failures or {}),
+    }
+
+
+def reward_failures(folder: Path) -> dict[str, int]:
+    """Failed calls by reward as the run's events tell them, which hold over interruptions too."""
+    path = folder / EVENTS
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    events = [json.loads(line) for line in lines if '"reward/failed"' in line]
+    return dict(Counter(str(event["function"]) for event in events if "function" in event))
+
+
+def _trained(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The trained task's record: by its split, because a retention task may have the same name."""
+    return next((record for record in records if record.get("split") == "trained"), {})
+
+
+def _retention(records: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    return {str(record["task"]): record for record in records if record.get("split") == "retention"}
+
+
+def final_kl(measured: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """`{"k1": {"mean", "se"}, …}` of a measurement; what was not measured is left out."""
+    found: dict[str, dict[str, float]] = {}
+    for name in ("k1", "k2", "k3", "exact", "sequence"):
+        kept = {part: measured.get(f"kl/policy_ref/{name}/{part}") for part in ("mean", "se")}
+        if kept["mean"] is not None:
+            found[name] = {part: value for part, value in kept.items() if value is not None}
+    return found

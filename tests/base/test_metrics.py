@@ -1,0 +1,105 @@
+"""Metrics that merge: the same number under any split, and over two real processes."""
+
+import math
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keel.base.metrics import EffectiveSampleSize, Max, Mean, Quantile, Sum, merge, reduce_across_ranks, values
+from keel.losses import Denominators, count_denominators
+
+numbers = st.lists(st.floats(-100, 100), min_size=1, max_size=12)
+positive = st.lists(st.floats(0.01, 100), min_size=1, max_size=12)
+
+
+def ess(weights):
+    return EffectiveSampleSize(sum(weights), sum(w * w for w in weights), len(weights))
+
+
+KINDS = {
+    "sum": (lambda x: Sum(sum(x)), lambda x: math.fsum(x)),
+    "mean": (lambda x: Mean(sum(x), len(x)), lambda x: math.fsum(x) / len(x)),
+    "max": (lambda x: Max(max(x)), max),
+    "ess": (ess, lambda x: sum(x) ** 2 / (len(x) * sum(w * w for w in x))),
+    "median": (lambda x: Quantile(0.5, tuple(x)), lambda x: torch.tensor(sorted(x)).double().quantile(0.5).item()),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@given(values=positive, at=st.integers(0, 12))
+def test_merging_does_not_depend_on_the_split(kind, values, at):
+    make, direct = KINDS[kind]
+    left, right = values[:at], values[at:]
+    merged = make(left) + make(right) if left and right else make(values)
+    assert merged.value == pytest.approx(make(values).value, rel=1e-9)
+    assert merged.value == pytest.approx(direct(values), rel=1e-5)
+
+
+@given(a=numbers, b=numbers, c=numbers)
+def test_merging_is_associative(a, b, c):
+    for make, _ in KINDS.values():
+        x, y, z = make(a), make(b), make(c)
+        assert ((x + y) + z).value == pytest.approx((x + (y + z)).value, rel=1e-9, abs=1e-9)
+
+
+def test_values_by_hand():
+    assert Mean(6.0, 4).value == 1.5
+    assert ess([1.0, 1.0]).value == 1.0
+    assert ess([1.0, 0.0, 0.0, 0.0]).value == 0.25
+    assert Quantile(0.95, tuple(map(float, range(101)))).value == pytest.approx(95.0)
+    assert (Quantile(0.5, (1.0, 9.0)) + Quantile(0.5, (2.0,))).value == 2.0
+
+
+def test_nothing_counted_is_not_nan():
+    assert Mean(0.0, 0).value == 0.0
+    assert Quantile(0.5, ()).value == 0.0
+    assert ess([]).value == 1.0
+
+
+@pytest.mark.parametrize(("a", "b"), [(math.nan, 1.0), (1.0, math.nan)])
+def test_a_nan_is_not_overlooked_by_max(a, b):
+    assert math.isnan((Max(a) + Max(b)).value)
+
+
+def test_merge_adds_what_both_have_and_keeps_the_rest():
+    first, second = {"a": Sum(1.0), "b": Max(2.0)}, {"a": Sum(3.0), "c": Mean(1.0, 2)}
+    assert values(merge(first, second)) == {"a": 4.0, "b": 2.0, "c": 0.5}
+    assert first == {"a": Sum(1.0), "b": Max(2.0)}
+
+
+def test_alone_a_process_gets_its_own_back():
+    metrics = {"a": Sum(1.0)}
+    assert reduce_across_ranks(metrics) == metrics
+
+
+def _rank(rank, folder):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    try:
+        metrics = {
+            "sum": Sum(1.0 + rank),
+            "mean": Mean(10.0 * rank, 1 + 2 * rank),
+            "max": Max(float(-rank)),
+            "ess": ess([1.0] if rank == 0 else [3.0, 3.0]),
+            "median": Quantile(0.5, (1.0, 2.0) if rank == 0 else (9.0,)),
+        }
+        if rank == 1:
+            metrics["only"] = Sum(7.0)
+        mask = torch.ones(2 + rank, 3, dtype=torch.bool)
+        mask[0, 0] = False
+        counts = count_denominators(mask, 11)
+        torch.save((values(reduce_across_ranks(metrics)), counts), f"{folder}/rank-{rank}.pt")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_two_processes_agree(tmp_path):
+    mp.spawn(_rank, args=(str(tmp_path),), nprocs=2)
+    results = [torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
+    expected = {"sum": 3.0, "mean": 2.5, "max": 0.0, "ess": 7**2 / (3 * 19), "median": 2.0, "only": 7.0}
+    for rank, (metrics, counts) in enumerate(results):
+        assert metrics == pytest.approx(expected)
+        assert counts == Denominators(5.0, 13.0, [5.0, 8.0][rank], 2, 11)

@@ -1,0 +1,147 @@
+"""keel train, sft, report and env as a user types them; what they call is tested elsewhere."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from keel.base.errors import KeelError
+from keel.cli import main
+from keel.config import load_config
+from keel.config.arguments import choose, split
+
+
+@pytest.fixture
+def config_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "mine.yaml"
+    path.write_text("run: {name: mine, max_steps: 3}\nkl: {beta: 0.01}\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """What the commands call, recorded instead of run."""
+    import keel.api
+
+    calls = []
+
+    def train(config, *, resume, dry_run):
+        calls.append((config, resume, dry_run))
+        return SimpleNamespace(exit_status=7)
+
+    monkeypatch.setattr(keel.api, "main", train)
+    return calls
+
+
+def test_words_of_the_command_line():
+    words = ["--kl-beta", "0.1", "a.yaml", "kl.exact=true", "--max-steps=5", "--sync-ref-model", "--top-k", "-1"]
+    assert split(words) == (
+        ["a.yaml"],
+        ["kl-beta=0.1", "kl.exact=true", "max-steps=5", "sync-ref-model=true", "top-k=-1"],
+    )
+    assert split(["--sync-ref-model", "kl.beta=1"]) == ([], ["sync-ref-model=true", "kl.beta=1"])
+    with pytest.raises(KeelError, match="-x"):
+        split(["-x"])
+
+
+def test_which_configuration(tmp_path):
+    run = tmp_path / "runs" / "one"
+    run.mkdir(parents=True)
+    assert choose([]) == ("default", [])
+    assert choose(["a.yaml"], resume=True) == ("a.yaml", [])
+    with pytest.raises(KeelError, match="nothing to resume"):
+        choose([str(run)], resume=True)
+    (run / "config.yaml").write_text("{}")
+    assert choose([str(run)], resume=True) == (str(run), [f"run.dir={run.parent}", "run.name=one"])
+    with pytest.raises(KeelError, match="one configuration at a time"):
+        choose(["a.yaml", "b.yaml"])
+
+
+def test_train_calls_the_loop(config_file, called, capsys):
+    assert main(["train", "--kl-coef", "0.05", "mine.yaml", "--dry-run", "rollout.num_generations=4"]) == 7
+    [(config, resume, dry_run)] = called
+    assert (config.kl.beta, config.rollout.num_generations, config.run.max_steps) == (0.05, 4, 3)
+    assert (resume, dry_run) == (False, True)
+    assert "keel: note: kl_coef became kl.beta=0.05" in capsys.readouterr().err
+
+
+def test_resume_by_the_folder_of_a_run(config_file, called, tmp_path):
+    run = tmp_path / "elsewhere" / "mine"
+    run.mkdir(parents=True)
+    config_file.rename(run / "config.yaml")
+    assert main(["train", "--resume", "elsewhere/mine", "run.max_steps=9"]) == 7
+    [(config, resume, _)] = called
+    assert resume
+    assert (config.run.dir, config.run.name, config.run.max_steps) == ("elsewhere", "mine", 9)
+
+
+def test_print_config_loads_to_the_same(config_file, called, capsys, tmp_path):
+    assert main(["train", "mine.yaml", "--print-config", "target_kl=0.1"]) == 0
+    shown = capsys.readouterr()
+    assert "# Coefficient of the KL penalty" in shown.out
+    assert "Here: sg_rho*k2." in shown.out
+    assert yaml.safe_load(shown.out)["kl"]["controller"] == {"name": "step", "target": 0.1}
+    again = tmp_path / "again.yaml"
+    again.write_text(shown.out, encoding="utf-8")
+    assert load_config(again) == load_config("mine.yaml", ["target_kl=0.1"])
+    assert called == []
+
+
+def test_the_default_needs_no_path(called, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train"]) == 7
+    assert called[0][0].kl.beta == 0.01
+
+
+def test_users_own_parts_of_the_working_folder(config_file, called, tmp_path):
+    (tmp_path / "my_controller_part.py").write_text(
+        "from keel.kl.controllers import Steered\ndef half(beta, after: int = 5):\n    return Steered(beta / 2)\n"
+    )
+    assert main(["train", "mine.yaml", "kl.controller.name=my_controller_part:half", "kl.controller.after=3"]) == 7
+    assert main(["train", "mine.yaml", "kl.controller.name=my_controller_part:half", "kl.controller.aftr=3"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["train", "mine.yaml", "kl.betta=1"], "did you mean kl.beta?"),
+        (["train", "mine.yaml", "--nope", "1"], "unknown option nope"),
+        (["train", "mine.yaml", "kl.beta=-1"], "at least 0"),
+        (["train", "none.yaml"], "no configuration at none.yaml"),
+        (["train", "mine.yaml", "mine.yaml"], "one configuration at a time"),
+        (["train", "mine.yaml", "--reward-weights", "3"], "has no counterpart"),
+        (["sft", "mine.yaml"], "needs a warmstart section"),
+        (["report", "no-such-run"], "no-such-run"),
+        (["report"], "Missing argument"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(arguments, says, config_file, called, capsys):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_env_as_data_and_as_lines(capsys):
+    assert main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["packages"]["torch"]
+    assert found["threads"] >= 1
+    assert main(["env"]) == 0
+    assert "torch" in capsys.readouterr().out
+
+
+def test_help_has_examples_and_loads_nothing_heavy():
+    code = (
+        "import sys\nfrom keel.cli import main\n"
+        "for command in ('train', 'sft', 'report', 'env'):\n    main([command, '--help'])\n"
+        "print(sorted({'torch', 'numpy', 'transformers', 'yaml', 'keel.config'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "keel train --resume runs/default" in done.stdout
+    assert done.stdout.strip().splitlines()[-1] == "[]"

@@ -1,0 +1,436 @@
+"""The configuration: defaults of the contract, strict reading, one line for every mistake, names of other trainers."""
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keel.base.errors import KeelError
+from keel.config import Config, controller_params, load_config, loss_spec, read_config, resolved
+from keel.config.aliases import table
+from keel.config.load import is_option, option_names
+from keel.config.show import migrate_page, show_config
+
+ROOT = Path(__file__).parents[2]
+
+CONTRACT = """
+run:       {name: default, dir: runs, seed: 0, max_steps: 100}
+model:     {name: tiny, dtype: auto, attn_implementation: sdpa, lora: null, gradient_checkpointing: false,
+            compile: false, trust_remote_code: false}
+warmstart: null
+task:      {name: arithmetic}
+data:      {path: null, split: train, columns: {prompt: question, answer: answer}, system_prompt: null,
+            chat_template: auto, max_prompt_length: null, truncation: error}
+reward:    {aggregate: sum, warmup_steps: 0, timeout_s: 30}
+rollout:   {engine: native, prompts_per_step: 16, num_generations: 8, temperature: 1.0, top_p: 1.0, top_k: 0,
+            min_p: 0.0, max_completion_length: 64, max_turns: 1, stop: []}
+kl:        {beta: 0.0, estimator: k3, gradient: auto, placement: loss, level: token, reduction: token_mean,
+            log_ratio_clamp: 20, exact: false, measure_every: 1, collect_max: null, allow_biased: false,
+            controller: {name: fixed}, budget: null}
+reference: {kind: auto}
+loss:      {loss_type: grpo, delta: null, num_iterations: 1, mask_truncated_completions: false, entropy_coef: 0.0,
+            mismatch: {kind: truncate, cap: 2.0}}
+optim:     {learning_rate: 1.0e-6, schedule: constant, warmup_steps: 0, weight_decay: 0.0, max_grad_norm: 1.0,
+            microbatch_tokens: 8192}
+eval:      {every: 20, tasks: [], samples: 64, k: [1, 8]}
+guards:    {max_consecutive_nans: 5, recovery_lr_factor: 0.5, max_rollbacks: 3, grad_spike: 10.0}
+log:       {tensorboard: true, wandb: null}
+checkpoint: {every: 50, keep: 3}
+"""
+
+
+def refused(source=None, *overrides):
+    """The one line that this configuration is refused with."""
+    with pytest.raises(KeelError) as caught:
+        load_config(source or {}, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def contains(whole, part):
+    if isinstance(part, dict):
+        return all(key in whole and contains(whole[key], value) for key, value in part.items())
+    return whole == part
+
+
+def test_defaults_are_the_contract():
+    contract = yaml.safe_load(CONTRACT)
+    defaults = load_config({}).to_dict()
+    assert contains(defaults, contract)
+    assert list(defaults) == [*list(contract)[:5], "rewards", *list(contract)[5:], "doctor"]
+    # null in the configuration, and the contract's values for its default loss
+    here = resolved(load_config({}))
+    assert here["loss.epsilon"] == here["loss.epsilon_high"] == 0.2
+    assert here["loss.scale_rewards"] == "group"
+    assert here["loss.importance_sampling_level"] == "token"
+
+
+def test_every_option_has_a_sentence():
+    def walk(model):
+        for name, field in model.model_fields.items():
+            assert field.description, name
+            assert field.description.endswith((".", "…")), name
+            for inner in getattr(field.annotation, "__args__", (field.annotation,)):
+                if hasattr(inner, "model_fields"):
+                    walk(inner)
+
+    walk(Config)
+
+
+def test_each_loss_has_its_own_limits_and_scaling():
+    here = resolved(load_config({}, ["loss.loss_type=dapo"]))
+    assert (here["loss.epsilon"], here["loss.epsilon_high"]) == (0.2, 0.28)
+    here = resolved(load_config({}, ["loss.loss_type=gspo"]))
+    assert (here["loss.epsilon"], here["loss.importance_sampling_level"]) == (3e-4, "sequence")
+    assert resolved(load_config({}, ["loss.loss_type=dr_grpo"]))["loss.scale_rewards"] == "none"
+    here = resolved(load_config({}, ["loss.loss_type=cispo"]))
+    assert here["loss.epsilon_high"] == 5.0
+    assert "loss.epsilon" not in here
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def test_file_and_overrides(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("kl: {beta: 1e-2}\nmodel:\n  lora: {r: 4}\noptim:\n# all commented out\n", encoding="utf-8")
+    config = load_config(path, ["kl.beta=0.05", "rollout.stop=['\\n', end]", "model.lora.alpha=8", "eval.k=[1]"])
+    assert config.kl.beta == 0.05
+    assert config.model.lora.r == 4
+    assert config.model.lora.alpha == 8
+    assert config.rollout.stop == ("\\n", "end")
+    assert config.eval.k == (1,)
+    assert load_config(str(path), ["model.lora=null"]).model.lora is None
+    assert load_config(path, ["kl={estimator: k2}"]).kl.beta == 1e-2  # a section is merged, not replaced
+
+
+def test_numbers_as_people_write_them():
+    assert load_config({"optim": {"learning_rate": "1e-6"}}).optim.learning_rate == 1e-6
+    assert load_config({}, ["optim.learning_rate=3e-4"]).optim.learning_rate == 3e-4
+    config = load_config({}, ["kl.controller.name=step", "kl.controller.low=1e-5"])
+    assert config.kl.controller.params == {"low": 1e-5}
+    assert load_config({}, ["kl.beta=1"]).kl.beta == 1.0
+    assert load_config({}, ["kl.budget=0.2"]).kl.budget.max == 0.2
+    assert load_config({}, ["log.wandb=mine"]).log.wandb.project == "mine"
+
+
+def test_nothing_changes_after_loading():
+    config = load_config({})
+    with pytest.raises(ValueError):
+        config.kl.beta = 1.0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["kl.betta=1"], "unknown option kl.betta: did you mean kl.beta?"),
+        (["kl.learning_rate=1"], "did you mean optim.learning_rate"),
+        (["model.lora.rank=4"], "unknown option model.lora.rank"),
+        (["kl_coeff=1"], "did you mean kl_coef?"),
+        (["zzz=1"], "the sections are run, model"),
+        (["kl.beta=high"], "kl.beta is the text high: expected a number"),
+        (["kl.beta=true"], "expected a number"),
+        (["kl.beta=-1"], "kl.beta is -1: it must be at least 0"),
+        (["kl.beta=.nan"], "kl.beta is .nan"),
+        (["kl.beta=null"], "kl.beta is null: expected a number"),
+        (["kl.beta.x=1"], "kl.beta"),
+        (["rollout.num_generations=2.5"], "expected a whole number"),
+        (["rollout.top_p=0"], "it must be above 0"),
+        (["rollout.stop=x"], "expected a list"),
+        (["optim.betas=[0.9]"], "optim.betas"),
+        (["checkpoint.every=0"], "checkpoint.every is 0: it must be at least 1"),
+        (["checkpoint.keep=0"], "at least 1"),
+        (["loss.scale_rewards=gruop"], "did you mean group?"),
+        (["model=3"], "model is 3: expected a section"),
+        (["eval.tasks=[countdown, {name: 3}]"], "eval.tasks[1].name is 3: expected a text"),
+        (["kl.beta=0.1", "kl.beta=0.2"], "kl.beta is given twice"),
+        (["kl.beta"], "write name=value"),
+        (["eval.k=[1"], "the value of eval.k is not YAML"),
+    ],
+)
+def test_mistakes_in_one_option(overrides, says):
+    assert says in refused({}, *overrides)
+
+
+def test_mistakes_in_a_file(tmp_path):
+    path = tmp_path / "a.yaml"
+    for content, says in (
+        ("kl: {beta: 1\n", "is not YAML at line"),
+        ("- 1\n", "holds a list"),
+        ("kl:\n  beta: 1\n  beta: 2\n", "'beta' is given twice, on lines 2 and 3"),
+        ("kl: {1: 2}\n", "must be a word"),
+        ("{[1]: 2}\n", "a.yaml"),
+        ("\tkl: 1\n", "is not YAML"),
+    ):
+        path.write_text(content, encoding="utf-8")
+        assert says in refused(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "is not text" in refused(path)
+    assert f"there is {path}" in refused(tmp_path / "b.yaml")
+    assert "without a config.yaml" in refused(tmp_path)
+    path.write_text("", encoding="utf-8")
+    assert load_config(path) == load_config({})
+
+
+# ------------------------------------------------------------------------------------------- combinations
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["kl.beta=0.1", "kl.estimator=k1", "kl.gradient=plain"], "zero"),
+        (["kl.beta=0.1", "kl.placement=reward"], "use estimator=k1"),
+        (["kl.beta=0.1", "kl.estimator=k2", "kl.gradient=rho", "loss.num_iterations=2"], "no divergence's gradient"),
+        (["kl.estimator=k9"], "unknown estimator"),
+        (["kl.estimator=k1", "kl.gradient=plain", "kl.controller.name=dual", "kl.controller.target=0.1"], "zero"),
+        (["kl.placement=reward", "kl.controller.name=dual", "kl.controller.target=0.1"], "use estimator=k1"),
+        (["kl.beta=0.1", "kl.estimator=exact", "kl.ratio_cap=2"], "kl.ratio_cap has no meaning"),
+        (["kl.beta=0.1", "kl.gradient=plain", "kl.ratio_cap=2"], "kl.ratio_cap has no meaning"),
+        (["kl.beta=0.1", "kl.gradient=k2", "kl.ratio_cap=2"], "kl.ratio_cap has no meaning"),
+        (["kl.beta=0.1", "kl.ratio_cap=0.5"], "kl.ratio_cap"),
+        (["kl.measure_every=0", "kl.beta=0.1"], "kl.measure_every is 0"),
+        (["kl.measure_every=0", "kl.controller.name=step"], "needs the measured KL"),
+        (["kl.measure_every=0", "reference.kind=kl_triggered"], "needs the measured KL"),
+        (["kl.measure_every=0", "kl.budget=0.2"], "kl.budget needs the measured KL"),
+        (["kl.controller.name=stepp"], "did you mean 'step'?"),
+        (["kl.controller.name=step", "kl.controller.traget=1"], "did you mean 'target'?"),
+        (["kl.controller.name=step", "kl.controller.target=soon"], "expected a number"),
+        (["kl.controller.name=linear"], "needs kl.controller.end"),
+        (["kl.placement=advantage", "kl.estimator=k1", "kl.reduction=loss"], "kl.reduction=loss has no meaning"),
+        (["reference.kind=adapter_off"], "needs LoRA"),
+        (["reference.kind=ema", "reference.alhpa=1"], "did you mean 'alpha'?"),
+        (["reference.kind=ema", "reference.alpha=2"], "reference.alpha is 2"),
+        (["reference.kind=frosen"], "did you mean 'frozen'?"),
+        (["rollout.num_generations=1"], "at least 2"),
+        (["rollout.temperature=0"], "rollout.temperature is 0"),
+        (["rollout.engine=nativ"], "did you mean 'native'?"),
+        (["rollout.engine=mine:Engine", "rollout.kept_gib=2"], "rollout.kept_gib is for the native engine"),
+        (["rollout.engine=mine:Engine", "rollout.cuda_graphs=false"], "rollout.cuda_graphs is for the native engine"),
+        (["rollout.engine=nowhere:engine"], "cannot import rollout.engine=nowhere:engine"),
+        (["rollout.kept_gib=-1"], "kept_gib"),
+        (["loss.loss_type=cispo", "loss.epsilon=0.2"], "no meaning with cispo"),
+        (["loss.delta=1.1"], "must be above"),
+        (["loss.loss_type=grpoo"], "did you mean 'grpo'?"),
+        (["loss.mismatch.kind=icepop"], "needs a floor"),
+        (["loss.loss_type=policy_gradient", "loss.num_iterations=2"], "one update a batch"),
+        (["optim.minibatches=20"], "optim.minibatches is 20"),
+        (["optim.schedule=cosine", "optim.warmup_steps=100"], "optim.warmup_steps is 100"),
+        (["model.quantization=4bit"], "needs LoRA"),
+        (["task.name=arithmetik"], "did you mean 'arithmetic'?"),
+        (["task.foo=1"], "task: "),
+        (["--datasets=rows.jsonl", "task.name=countdown"], "makes its own problems"),
+        (["data.split=test"], "data.split is given, but task arithmetic makes its own problems"),
+        (["task.name=dataset"], "needs data.path"),
+        (["data.truncation=drop"], "needs data.max_prompt_length"),
+        (["data.path=a.jsonl", "task.data={path: b.jsonl}"], "both name data"),
+        (["rewards=[{name: exakt}]"], "rewards[0]: "),
+        (["rewards=[]"], "rewards"),
+        (["task.name=nowhere:task"], "cannot import"),
+        (["loss.loss_type=nowhere:loss"], "cannot import loss.loss_type=nowhere:loss"),
+        (["eval.temperature=0"], "pass@8"),
+    ],
+)
+def test_impossible_combinations(overrides, says):
+    assert says in refused({}, *overrides)
+
+
+def test_at_beta_0_the_pairing_does_not_matter():
+    assert not load_config({}, ["kl.placement=reward", "kl.measure_every=0"]).needs_reference
+    assert load_config({}).needs_reference
+
+
+def test_notes():
+    assert load_config({}, ["kl.beta=0.01"]).notes() == []
+    assert "β/σ" in load_config({}, ["kl.beta=0.01", "kl.placement=reward", "kl.estimator=k1"]).notes()[1]
+    for loss, near in (
+        ("grpo", True),
+        ("gspo", True),
+        ("gmpo", True),
+        ("sapo", True),
+        ("dapo", False),
+        ("cispo", False),
+    ):
+        shaped = ["kl.beta=0.01", "kl.placement=advantage", "kl.estimator=k1", f"loss.loss_type={loss}"]
+        assert any("1/length" in note for note in load_config({}, shaped).notes()) == near
+    assert "∇KL(ref‖policy)" in load_config({}, ["kl.beta=0.01", "kl.gradient=plain"]).notes()[0]
+    assert "kl/unneeded" in load_config({}, ["kl.beta=0.01", "loss.loss_type=dr_grpo"]).notes()[0]
+    biased = ["kl.beta=0.01", "kl.estimator=k1", "kl.gradient=plain", "kl.allow_biased=true"]
+    assert "regularises nothing" in load_config({}, biased).notes()[0]
+
+
+def test_exact_and_episodes_follow_from_the_rest():
+    config = load_config({}, ["kl.estimator=exact", "kl.controller.name=ziegler", "kl.beta=0.1"])
+    assert config.kl.needs_exact
+    assert controller_params(config)["episodes_per_step"] == 128
+    assert loss_spec(config).epsilon is None
+
+
+# ------------------------------------------------------------------------------------------------ aliases
+
+
+def test_aliases_say_what_they_became():
+    config, notes = read_config({"kl_coef": 0.01, "max_steps": 5}, ["--kl-warmup-steps=10"])
+    assert config.kl.beta == 0.01
+    assert notes == [
+        "kl_coef became kl.beta=0.01",
+        "max_steps became run.max_steps=5",
+        "kl_warmup_steps became kl.controller.warmup_steps=10",
+    ]
+    config, notes = read_config({}, ["target_kl=0.05", "beta=0.1"])
+    assert (config.kl.controller.name, config.kl.controller.params) == ("step", {"target": 0.05})
+    config, _ = read_config({}, ["target_kl=0.05", "beta=0.1", "kl.controller.name=dual"])
+    assert config.kl.controller.name == "dual"
+    assert load_config({"kl": {"beta": 0.1}}, ["kl_beta=0.3"]).kl.beta == 0.3
+
+
+def test_aliases_that_disagree_are_refused():
+    assert "disagree about kl.beta" in refused({"beta": 0.1, "kl_coef": 0.2})
+    assert "disagree about kl.beta" in refused({"kl": {"beta": 0.1}, "kl_coef": 0.2})
+    assert load_config({"beta": 0.1, "kl_coef": 0.1}).kl.beta == 0.1
+
+
+def test_a_trl_configuration():
+    config, notes = read_config(
+        {
+            "output_dir": "out/first",
+            "learning_rate": "1e-5",
+            "beta": 0.04,
+            "loss_type": "dapo",
+            "epsilon": 0.2,
+            "epsilon_high": 0.28,
+            "num_generations": 4,
+            "per_device_train_batch_size": 8,
+            "gradient_accumulation_steps": 4,
+            "use_bias_correction_kl": True,
+            "sync_ref_model": True,
+            "ref_model_mixup_alpha": 0.5,
+            "ref_model_sync_steps": 64,
+            "scale_rewards": False,
+            "bf16": True,
+            "optim": "adamw_torch_fused",
+            "report_to": "none",
+            "vllm_importance_sampling_cap": 3.0,
+            "max_completion_length": 256,
+            "disable_dropout": True,
+            "logging_steps": 1,
+        }
+    )
+    assert (config.run.dir, config.run.name) == ("out", "first")
+    assert config.rollout.prompts_per_step == 8
+    assert config.kl.gradient == "rho"
+    assert (config.reference.kind, config.reference.params) == ("ema", {"alpha": 0.5, "every": 64})
+    assert config.loss.scale_rewards == "none"
+    assert config.loss.mismatch.cap == 3.0
+    assert config.optim.precision == "bfloat16"
+    assert config.log.tensorboard is False
+    assert len(notes) == 21
+    assert "has no counterpart" in refused({"num_train_epochs": 3})
+    assert "no multiple of num_generations" in refused({"per_device_train_batch_size": 3})
+    assert "has no counterpart" in refused({"disable_dropout": False})
+
+
+def test_a_verl_configuration():
+    source = {
+        "actor_rollout_ref": {
+            "actor": {
+                "use_kl_loss": True,
+                "kl_loss_coef": 0.001,
+                "kl_loss_type": "low_var_kl",
+                "ppo_mini_batch_size": 32,
+            },
+            "rollout": {"n": 5, "top_k": -1},
+        },
+        "algorithm": {"use_kl_in_reward": False, "kl_penalty": "kl", "kl_ctrl": {"type": "fixed", "kl_coef": 0.01}},
+        "data": {"train_batch_size": 64, "max_prompt_length": 512, "max_response_length": 128},
+    }
+    config = load_config(source)
+    assert (config.kl.beta, config.kl.estimator, config.kl.gradient) == (0.001, "k3", "plain")
+    assert (config.kl.placement, config.kl.reduction) == ("loss", "loss")
+    assert (config.rollout.num_generations, config.rollout.prompts_per_step, config.rollout.top_k) == (5, 64, 0)
+    assert (config.optim.minibatches, config.data.max_prompt_length) == (2, 512)
+    source["algorithm"]["use_kl_in_reward"] = True
+    assert "both true" in refused(source)
+    source["actor_rollout_ref"]["actor"]["use_kl_loss"] = False
+    source["algorithm"]["kl_ctrl"] = {"type": "adaptive", "kl_coef": 0.01, "horizon": 10000, "target_kl": 0.1}
+    config = load_config(source)
+    assert (config.kl.beta, config.kl.estimator, config.kl.placement) == (0.01, "k1", "reward")
+    assert config.kl.controller.params == {"unit": "per_token", "horizon": 10000, "target": 0.1}
+    source["algorithm"]["use_kl_in_reward"] = False
+    assert load_config(source).kl.beta == 0.0
+    # verl's first estimator in the loss regularises nothing, and Keel says so
+    assert "zero" in refused({}, "actor_rollout_ref.actor.kl_loss_type=kl", "actor_rollout_ref.actor.kl_loss_coef=0.1")
+
+
+def test_every_alias_leads_to_an_option():
+    names = set(option_names())
+    for alias in table().values():
+        assert not alias.target or alias.target in names or is_option(alias.target), alias.name
+        assert alias.target or alias.note, alias.name
+        if alias.convert is None and alias.target:
+            assert alias.apply(1, {}) == {alias.target: 1}
+
+
+def test_every_option_of_trl_is_known():
+    """Read from TRL's source: each option of its GRPOConfig is translated, or refused with a reason."""
+    where = Path(importlib.util.find_spec("trl").submodule_search_locations[0]) / "trainer" / "grpo_config.py"
+    tree = ast.parse(where.read_text(encoding="utf-8"))
+    options = {node.target.id for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)}
+    assert len(options) > 50
+    assert options <= set(table()), sorted(options - set(table()))
+
+
+def test_migrate_page_is_up_to_date():
+    page = (ROOT / "docs" / "migrate.md").read_text(encoding="utf-8")
+    assert page == migrate_page(), "run: python -m keel.config.show > docs/migrate.md"
+
+
+# ------------------------------------------------------------------------------------------------ round trips
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_configurations_load(path):
+    config = load_config(path)
+    assert load_config(yaml.safe_load(show_config(config).replace("1e-", "1.0e-"))) == config
+
+
+def test_what_is_shown_loads_to_the_same(tmp_path):
+    config = load_config(
+        {"warmstart": {"task": ["arithmetic", {"name": "countdown"}], "steps": 3}},
+        [
+            "rollout.stop=['#', 'a: b', \"\\n\"]",
+            "kl.budget=0.2",
+            "log.wandb=true",
+            "kl.controller.name=dual",
+            "kl.controller.target=0.1",
+            "model.lora.targets=[q, 'yes']",
+            "run.name='007'",
+        ],
+    )
+    for comments in (True, False):
+        path = tmp_path / "shown.yaml"
+        path.write_text(show_config(config, comments=comments), encoding="utf-8")
+        assert load_config(path) == config
+    assert load_config(config.to_dict()) == load_config(config) == config
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(option=st.sampled_from([*option_names(), *table()]), value=VALUES)
+def test_any_value_anywhere_is_taken_or_refused_in_one_line(option, value):
+    message = ""
+    try:
+        assert show_config(load_config({option: value}))
+    except KeelError as error:
+        message = str(error)
+    assert "\n" not in message

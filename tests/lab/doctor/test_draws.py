@@ -1,0 +1,84 @@
+"""The test of drawn tokens: it lets right samplers through at every entropy, and names the wrong ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from keel.lab.doctor.probes.draws import (
+    Draws,
+    best_temperature,
+    filters,
+    improbable_runs,
+    tail_masses,
+    uniform_p_value,
+)
+from keel.rollout.sampling import SamplingParams
+
+PLAIN = SamplingParams()
+
+
+def drawn(sharpness: float, params: SamplingParams = PLAIN, n: int = 1200, seed: int = 0) -> Draws:
+    """Tokens drawn under `params` from random logits over 50 tokens; the sharper, the surer the model is."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = sharpness * torch.randn(n, 50, generator=generator, dtype=torch.float64)
+    empty = Draws(logits, torch.zeros(n, dtype=torch.long), torch.zeros(n), torch.arange(n) // 10)
+    tokens = torch.multinomial(empty.distribution(params).exp(), 1, generator=generator).squeeze(-1)
+    return replace(empty, tokens=tokens)
+
+
+@pytest.mark.parametrize("sharpness", [0.0, 0.5, 2.0, 6.0])
+def test_the_policys_own_draws_pass_at_every_entropy(sharpness: float) -> None:
+    chances = [uniform_p_value(tail_masses(drawn(sharpness, seed=seed), PLAIN)) for seed in range(40)]
+    assert min(chances) > 1e-4
+    assert not any(bool(improbable_runs(drawn(sharpness, seed=seed), PLAIN).any()) for seed in range(40))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        replace(PLAIN, top_p=0.9),
+        replace(PLAIN, top_k=3),
+        replace(PLAIN, min_p=0.1),
+        replace(PLAIN, temperature=0.7),
+        replace(PLAIN, temperature=1.5),
+    ],
+)
+def test_other_ways_of_drawing_do_not(params: SamplingParams) -> None:
+    found = drawn(2.0, params)
+    assert uniform_p_value(tail_masses(found, PLAIN)) < 1e-6
+    assert uniform_p_value(tail_masses(found, params)) > 1e-3
+
+
+def test_the_temperature_is_found_again() -> None:
+    found = drawn(2.0, replace(PLAIN, temperature=0.6), n=4000)
+    assert best_temperature(PLAIN, lambda p: -float(found.logp(p).sum())) == pytest.approx(0.6, rel=0.05)
+    told = found.logp(replace(PLAIN, temperature=1.3))
+    assert best_temperature(PLAIN, lambda p: float((told - found.logp(p)).abs().mean())) == pytest.approx(1.3, rel=1e-3)
+
+
+def test_filters_begin_with_the_configured_one_and_keep_the_temperature() -> None:
+    configured = replace(PLAIN, top_p=0.83, temperature=0.5)
+    names, params = zip(*filters(configured), strict=True)
+    assert params[0] == configured
+    assert "as configured" in names[0]
+    assert {p.temperature for p in params} == {0.5}
+
+
+def test_given_text_in_the_midst_of_draws_is_marked_and_nothing_else() -> None:
+    found = drawn(3.0, n=60)
+    least = found.logits.argmin(-1)
+    tokens = found.tokens.clone()
+    tokens[23:28] = least[23:28]
+    marked = improbable_runs(replace(found, tokens=tokens), PLAIN).nonzero().squeeze(-1).tolist()
+    assert set(range(23, 28)) <= set(marked)
+    assert len(marked) <= 6
+
+
+def test_p_values_by_hand() -> None:
+    even = (torch.arange(100, dtype=torch.float64) + 0.5) / 100
+    assert uniform_p_value(even) == 1.0
+    assert uniform_p_value(0.5 + 0.5 * even) < 1e-10  # nothing below 0.4: a chance of 0.6^100
+    assert uniform_p_value(torch.zeros(0, dtype=torch.float64)) == 1.0

@@ -1,0 +1,136 @@
+"""Each fault of loss, controller, turn's end, prompt and task is the first thing that the preflight names."""
+
+from __future__ import annotations
+
+import pytest
+
+from keel.base.thresholds import load_thresholds
+from keel.lab.doctor.bench import build_bench
+from keel.lab.doctor.preflight import preflight
+from keel.lab.doctor.probes.objective import probe_objective
+from keel.lab.doctor.probes.sampler import probe_sampler
+from lab.doctor.followed import check_advice
+from lab.doctor.schooled import schooled_config
+from lab.doctor.test_faults_scoring import LORA, TALK
+
+HERE = "lab.doctor.faults_objective"
+BIASED = "kl.allow_biased=true"
+
+
+def loss(name: str) -> str:
+    return f"loss.loss_type={HERE}:{name}"
+
+
+def controller(name: str) -> str:
+    return f"kl.controller={{name: '{HERE}:{name}'}}"
+
+
+def engine(name: str) -> str:
+    return f"rollout.engine={HERE}:{name}"
+
+
+def task(name: str) -> str:
+    return f"task={{name: '{HERE}:{name}'}}"
+
+
+FAULTS = {
+    "a loss with its sign flipped": ("loss/sign", [loss("sign_flipped")]),
+    "a loss without the advantage": ("loss/sign", [loss("advantage_ignored")]),
+    "the advantage's size alone": ("loss/sign", [loss("advantage_without_sign")]),
+    "good completions only": ("loss/no-gradient", [loss("good_ones_only")]),
+    "a loss without gradient": ("loss/no-gradient", [loss("loss_detached")]),
+    "a loss times the tokens": ("loss/scale", [loss("times_the_tokens")]),
+    "a coefficient that explodes": ("kl/controller", [controller("exploding")]),
+    "a negative coefficient": ("kl/controller", [controller("negative")]),
+    "a coefficient that is no number": ("kl/controller", [controller("not_a_number")]),
+    "a coefficient of zero": ("kl/controller", [controller("falling_silent")]),
+    "a controller that raises": ("kl/controller", [controller("needs_a_measurement")]),
+    "a controller in another unit": ("kl/controller", [controller("in_miles")]),
+    "an end token that is not trained": ("mask/end", [engine("EndNotTrained")]),
+    "the same over several turns": ("mask/end", [*TALK, engine("EndNotTrained")]),
+    "an end token that is stripped": ("mask/end", [engine("EndStripped")]),
+    "an engine that runs past the end": ("mask/end", [engine("PastTheEnd"), "rollout.max_completion_length=12"]),
+    "first tokens that are no actions": ("mask/not-actions", [engine("FirstTokenLeftOut")]),
+    "a prompt without its first token": ("sampler/mismatch", [engine("PromptBeheaded")]),
+    "an adapter at twice its scale": ("sampler/stale", [LORA, engine("LoraTwice")]),
+    "a repetition penalty": ("sampler/filter", [engine("RepetitionPenalty")]),
+    "a scorer that ignores the last token": ("scoring/shifted", [f"model.scorer={HERE}:last_token_ignored"]),
+    "a hidden last prompt token": ("mask/attention", [f"model.scorer={HERE}:last_prompt_token_hidden"]),
+    "half of k3": ("kl/scale", [BIASED, f"kl.estimator={HERE}:half_k3"]),
+    "half of a reversed k3": ("kl/reversed", [BIASED, f"kl.estimator={HERE}:half_reversed_k3"]),
+    "a reference that follows at once": ("reference/follows", [f"reference.kind={HERE}:following"]),
+    "an average that follows at once": ("reference/follows", ["reference={kind: ema, every: 1, alpha: 0.99}"]),
+    "a reference that is not saved": ("reference/not-saved", [f"reference.kind={HERE}:not_saved"]),
+    "a reference that is not loaded": ("reference/not-saved", [f"reference.kind={HERE}:not_loaded"]),
+    "a reward of −1e30": ("reward/cliff", [f"rewards=[{{name: '{HERE}:abyss'}}]"]),
+    "the same problems at every step": ("task/repeats", [task("same_every_step")]),
+    "a task of one problem": ("task/repeats", [task("one_problem")]),
+    "spaces at the prompt's end": ("prompt/format", [task("spaces_at_the_end")]),
+    "a shifted vocabulary": ("prompt/format", [f"model.name={HERE}:shifted_vocabulary"]),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_fault_is_named_first(fault: str) -> None:
+    code, overrides = FAULTS[fault]
+    config = schooled_config(*overrides)
+    diagnosis = preflight(config)
+    found = diagnosis.findings
+    check_advice(config, diagnosis)
+    assert [finding.code for finding in found][:1] == [code], found
+    assert found[0].severity in ("error", "warning")
+    assert not [line for line in diagnosis.unchecked if "Error" in line], diagnosis.unchecked
+
+
+def test_the_explanation_is_the_fault_itself() -> None:
+    said = {name: preflight(schooled_config(*FAULTS[name][1])).findings[0] for name in WORDS}
+    assert {name: word in f"{said[name].evidence} {said[name].cause}" for name, word in WORDS.items()} == dict.fromkeys(
+        WORDS, True
+    ), said
+
+
+WORDS = {
+    "a prompt without its first token": "loses its first token",
+    "a scorer that ignores the last token": "the last token of each completion",
+    "a repetition penalty": "repetition penalty of 1.5",
+    "half of k3": "0.5 times ∇KL(ref‖policy)",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo", "policy_gradient", f"{HERE}:right_loss"],
+)
+def test_every_loss_is_minus_advantage_times_its_weight_at_ratio_one(name: str) -> None:
+    outcome = probe_objective(build_bench(schooled_config(f"loss.loss_type={name}", "kl.beta=0")), load_thresholds())
+    assert not outcome.findings
+    assert outcome.figures["factor"] == pytest.approx(1.0, abs=1e-5)
+    assert outcome.figures["pushed"] == 1.0
+
+
+def test_weights_of_ones_own_are_noted_and_not_judged() -> None:
+    diagnosis = preflight(schooled_config(loss("own_weights")))
+    assert diagnosis.healthy
+    assert "loss/scale" in [finding.code for finding in diagnosis.findings]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "{name: fixed, warmup_steps: 5}",
+        "{name: warmup, steps: 10}",
+        "{name: linear, end: 0.0, steps: 10}",
+        "{name: cosine, end: 0.1, steps: 10}",
+        "{name: step, target: 0.05}",
+        "{name: ziegler}",
+        "{name: dual, target: 0.05}",
+        "{name: pid, target: 0.05}",
+    ],
+)
+def test_keels_own_controllers_stay_within_bounds(given: str) -> None:
+    assert not probe_objective(build_bench(schooled_config(f"kl.controller={given}")), load_thresholds()).findings
+
+
+def test_a_filter_that_cuts_off_next_to_nothing_is_a_note() -> None:
+    outcome = probe_sampler(build_bench(schooled_config("rollout.top_k=100")), load_thresholds())
+    assert [(finding.code, finding.severity) for finding in outcome.findings] == [("sampler/filter", "note")]

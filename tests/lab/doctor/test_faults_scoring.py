@@ -1,0 +1,151 @@
+"""Each fault of model, scorer, engine, task and reward is the first thing that the preflight names."""
+
+from __future__ import annotations
+
+import pytest
+
+from keel.lab.doctor.diagnosis import Diagnosis
+from keel.lab.doctor.preflight import preflight
+from lab.doctor.followed import check_advice
+from lab.doctor.schooled import schooled_config
+
+HERE = "lab.doctor.faults"
+LORA = "model.lora={r: 4}"
+COLD = "rollout.temperature=0.7"
+GPT2 = f"model.name={HERE}:schooled_absolute"
+TALK = [f"task={{name: '{HERE}:talking'}}", "rollout.max_turns=2", "rollout.max_completion_length=16"]
+
+
+def scorer(name: str) -> str:
+    return f"model.scorer={HERE}:{name}"
+
+
+def engine(name: str) -> str:
+    return f"rollout.engine={HERE}:{name}"
+
+
+def reward(name: str) -> str:
+    return f"rewards=[{{name: '{HERE}:{name}'}}]"
+
+
+def task(name: str) -> str:
+    return f"task={{name: '{HERE}:{name}'}}"
+
+
+FAULTS = {
+    "dropout that is always on": ("scoring/dropout", [f"model.name={HERE}:always_dropping"]),
+    "a layer stuck in training mode": ("scoring/dropout", [f"model.name={HERE}:stubbornly_dropping"]),
+    "the model's own dropout": ("scoring/dropout", ["model.dropout=true", f"model.name={HERE}:with_dropout"]),
+    "a scorer in training mode": (
+        "scoring/dropout",
+        [f"model.name={HERE}:dropping_in_training", scorer("in_training_mode")],
+    ),
+    "weights that are not finite": ("scoring/non-finite", [f"model.name={HERE}:not_finite"]),
+    "dropout of LoRA": ("scoring/dropout", ["model.lora={r: 4, dropout: 0.2, adapter: null}"]),
+    "the loss mask as attention mask": ("mask/attention", [scorer("loss_mask_as_attention")]),
+    "the same without positions to tell": ("mask/attention", [GPT2, scorer("loss_mask_as_attention")]),
+    "half of the prompt hidden": ("mask/attention", [scorer("half_of_the_prompt_hidden")]),
+    "tool output hidden": ("mask/attention", [*TALK, scorer("tools_hidden")]),
+    "tool output trained": ("mask/not-actions", ["rollout.max_completion_length=16", engine("TrainsTools")]),
+    "tool output scored and trained": (
+        "mask/not-actions",
+        ["rollout.max_completion_length=16", engine("TrainsScoredTools")],
+    ),
+    "left padding with wrong positions": ("scoring/positions", [GPT2, scorer("left_padding_with_wrong_positions")]),
+    "left padding that is seen": ("scoring/positions", [scorer("left_padding_that_is_seen")]),
+    "positions that begin at one": ("scoring/positions", [GPT2, scorer("positions_from_one")]),
+    "positions all zero": ("scoring/positions", [scorer("all_at_position_zero")]),
+    "logits one place late": ("scoring/shifted", [scorer("one_place_late")]),
+    "logits one place early": ("scoring/shifted", [scorer("one_place_early")]),
+    "a scorer without the temperature": ("scoring/temperature", [COLD, scorer("without_temperature")]),
+    "log-probabilities divided by length": ("scoring/mismatch", [scorer("divided_by_length")]),
+    "sums in place of tokens": ("scoring/mismatch", [scorer("summed")]),
+    "random numbers in the scorer": ("scoring/nondeterministic", [scorer("noisy")]),
+    "a scorer without gradient": ("scoring/gradient", [scorer("detached")]),
+    "a scorer with half the gradient": ("scoring/gradient", [scorer("half_detached")]),
+    "a temperature not in the sampler's log-probabilities": (
+        "sampler/temperature",
+        [COLD, engine("TemperatureNotApplied")],
+    ),
+    "an engine at another temperature": ("sampler/temperature", [engine("AnotherTemperature")]),
+    "top-p that nobody is told of": ("sampler/filter", [engine("HiddenTopP")]),
+    "top-k that nobody is told of": ("sampler/filter", [engine("HiddenTopK")]),
+    "filtered log-probabilities": ("sampler/filter", [engine("ReportsFiltered")]),
+    "top-p by configuration": ("sampler/filter", ["rollout.top_p=0.7"]),
+    "an engine never synced": ("sampler/stale", [engine("NeverSynced")]),
+    "an engine never synced, with LoRA": ("sampler/stale", [LORA, engine("NeverSynced")]),
+    "an engine synced once": ("sampler/stale", [engine("SyncedOnce")]),
+    "an engine half synced": ("sampler/stale", [engine("HalfSynced")]),
+    "stale draws under fresh log-probabilities": ("sampler/stale", [engine("StaleButReportsFresh")]),
+    "log-probabilities of the next token": ("sampler/mismatch", [engine("ShiftedLogp")]),
+    "logarithms to base two": ("sampler/mismatch", [engine("BaseTwo")]),
+    "log-probabilities of zero": ("sampler/mismatch", [engine("ZeroLogp")]),
+    "the same noise at every step": ("sampler/noise", [engine("SameNoise")]),
+    "a group of copies": ("sampler/noise", [engine("Copies")]),
+    "a reward that is NaN": ("reward/non-finite", [reward("never_a_number")]),
+    "a reward that raises": ("reward/failed", [reward("raises")]),
+    "random weights": ("output/random-weights", [f"model.name={HERE}:random_weights"]),
+    "a cliff with random weights": ("output/random-weights", [f"model.name={HERE}:random_weights", reward("cliff")]),
+    "a cliff under a trained model": ("reward/cliff", [reward("steep")]),
+    "completions all truncated": ("output/truncated", ["rollout.max_completion_length=1"]),
+    "a reward with its sign reversed": ("reward/gold", [reward("reversed_sign")]),
+    "a reward that never differs": ("reward/constant", [reward("always_the_same")]),
+    "a reward by the clock": ("reward/fickle", [reward("by_the_clock")]),
+    "nothing that can be read": ("output/unparseable", [reward("unreadable")]),
+    "held-out problems in training": ("eval/leak", [task("leaking")]),
+    "evaluation in another format": ("eval/train-gap", [task("another_format")]),
+    "BOS twice": ("prompt/double-bos", [task("doubled_bos")]),
+}
+
+
+def diagnosed(*overrides: str) -> Diagnosis:
+    diagnosis = preflight(schooled_config(*overrides))
+    assert not [line for line in diagnosis.unchecked if "Error" in line], diagnosis.unchecked
+    return diagnosis
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_fault_is_named_first(fault: str) -> None:
+    code, overrides = FAULTS[fault]
+    config = schooled_config(*overrides)
+    diagnosis = preflight(config)
+    found = diagnosis.findings
+    check_advice(config, diagnosis)
+    assert [finding.code for finding in found][:1] == [code], found
+    assert found[0].severity in ("error", "warning")
+    assert found[0].evidence
+    assert found[0].advice
+
+
+HEALTHY = {
+    "as it is": [],
+    "another seed": ["run.seed=3"],
+    "a third seed": ["run.seed=11"],
+    "cold": [COLD],
+    "hot": ["rollout.temperature=1.3"],
+    "LoRA": [LORA],
+    "LoRA through a copy": [LORA, engine("Wrapped")],
+    "learned positions": [GPT2],
+    "a scorer of one's own": [scorer("right")],
+    "a scorer of one's own, cold, learned positions": [GPT2, COLD, scorer("right")],
+    "left padding done right": [GPT2, scorer("left_padding_done_right")],
+    "several turns": TALK,
+    "several turns, a scorer of one's own": [*TALK, scorer("right")],
+    "no penalty and no measurement": ["kl.beta=0", "kl.measure_every=0"],
+    "several updates": ["loss.num_iterations=2"],
+    "dr_grpo": ["loss.loss_type=dr_grpo", "kl.beta=0"],
+    "an engine without log-probabilities": [engine("NoLogp")],
+    "an engine in bfloat16": [engine("InBfloat16")],
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_configuration_gives_no_alarm(name: str) -> None:
+    diagnosis = diagnosed(*HEALTHY[name])
+    assert diagnosis.healthy, diagnosis.findings
+
+
+def test_trained_tokens_are_shown_in_colour_and_tool_output_is_not_among_them() -> None:
+    shown = "\n".join(diagnosed(*TALK).notes)
+    assert "\x1b[32m" in shown
+    assert "\x1b[2m'max " in shown

@@ -1,0 +1,67 @@
+"""Healthy configurations that differ in seed, loss, weights, placement, estimator, controller and reference.
+
+None of them may raise an error or a warning: an alarm that cries at healthy runs is not listened to.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from keel.config import load_config
+from keel.lab.doctor.preflight import preflight
+from lab.doctor.followed import check_advice
+from lab.doctor.schooled import schooled_config
+
+LORA = "model.lora={r: 4}"
+EXACT = ["rewards=[{name: task}]"]
+
+HEALTHY: dict[str, list[str]] = {
+    "as it comes": [],
+    "another seed": ["run.seed=1"],
+    "a third seed, right or wrong only": ["run.seed=5", *EXACT],
+    "LoRA": [LORA],
+    "LoRA and the exact KL": [LORA, "kl.estimator=exact"],
+    "no penalty, measured": ["kl.beta=0"],
+    "no reference at all": ["kl.beta=0", "kl.measure_every=0"],
+    "dr_grpo without a penalty": ["loss.loss_type=dr_grpo", "kl.beta=0"],
+    "dapo": ["loss.loss_type=dapo", "run.seed=2"],
+    "gspo": ["loss.loss_type=gspo"],
+    "cispo, leave-one-out": ["loss.loss_type=cispo", "loss.baseline=leave_one_out"],
+    "bnpo with k2 in the loss": ["loss.loss_type=bnpo", "kl.estimator=k2"],
+    "k3 with its own gradient": ["kl.estimator=k3", "kl.gradient=plain"],
+    "k1 in the reward, no division": ["kl.placement=reward", "kl.estimator=k1", "loss.scale_rewards=none"],
+    "k1 in the advantage": ["kl.placement=advantage", "kl.estimator=k1", "run.seed=3"],
+    "exact, for the sequence": ["kl.estimator=exact", "kl.level=sequence"],
+    "several updates a batch": ["loss.num_iterations=2", "optim.minibatches=2"],
+    "a dual controller": ["kl.controller={name: dual, target: 0.05}", "run.seed=4"],
+    "an average as the reference": ["reference={kind: ema, every: 4, alpha: 0.5}"],
+    "snapshots under LoRA": [LORA, "reference={kind: snapshot, every: 3}"],
+    "a reference that waits for KL": ["reference={kind: kl_triggered, threshold: 0.05}"],
+    "a reference of one's own": ["reference.kind=lab.doctor.faults_reference:right_reference"],
+    "another temperature": ["rollout.temperature=0.7"],
+    "warm-ups and a schedule": ["optim.warmup_steps=5", "optim.schedule=cosine", "reward.warmup_steps=10"],
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_no_alarm_on_a_healthy_configuration(name: str) -> None:
+    config = schooled_config(*HEALTHY[name])
+    diagnosis = preflight(config)
+    check_advice(config, diagnosis)
+    assert diagnosis.healthy, [finding for finding in diagnosis.findings if finding.severity != "note"]
+    assert diagnosis.exit_status == 0
+    assert not [line for line in diagnosis.unchecked if "Error" in line]
+    confirmed = {hypothesis.name for hypothesis in diagnosis.hypotheses if hypothesis.verdict == "confirmed"}
+    forward = "kl.gradient=plain" in HEALTHY[name]  # k3's own gradient is a KL's, in the other direction
+    assert confirmed == ({"H03"} if forward else set())
+
+
+def test_a_policy_whose_warm_start_was_cut_is_not_blamed_for_what_it_does_not_know_yet():
+    """A slow machine must not turn the shipped default into a sick one: its skill is noted and decides nothing."""
+    config = load_config({}, ["warmstart.steps=400", "task.skill=add", "rollout.max_completion_length=6"])
+    found = preflight(config, warmstart_s=0.0)
+    assert not [finding for finding in found.findings if finding.severity != "note"]
+    assert any("of 400 steps" in finding.evidence for finding in found.findings)
+    verdicts = {row.name: row.verdict for row in found.hypotheses}
+    assert {verdicts[name] for name in ("H05", "E01", "E05")} == {"not testable here"}
+    assert verdicts["H06"] == "ruled out"

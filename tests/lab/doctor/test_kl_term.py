@@ -1,0 +1,135 @@
+"""The expected gradient of the KL term, against the table of proven pairings and against closed forms."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from keel.base.thresholds import load_thresholds
+from keel.kl.facts import FACTS, POLICY_REF, Fact, check_pairing
+from keel.lab.doctor.bench import build_bench
+from keel.lab.doctor.expected import REVERSED, TARGET_KL, cosine, measure_term, sampled_values, term_gradient
+from keel.lab.doctor.probes.kl_term import probe_kl_term
+from keel.lab.doctor.probes.share import Norms
+from keel.losses import KLSpec
+from keel.trainer.state import KLOptions
+from lab.doctor.schooled import schooled_config
+
+
+def states(seed: int = 0, count: int = 6, vocabulary: int = 9) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    reference = torch.randn(count, vocabulary, generator=generator, dtype=torch.float64)
+    return reference + 0.1 * torch.randn(count, vocabulary, generator=generator, dtype=torch.float64), reference
+
+
+def options(fact: Fact) -> KLOptions:
+    gradient = fact.gradient if fact.placement == "loss" and fact.level == "token" else "plain"
+    spec = KLSpec(fact.estimator, gradient, fact.placement, fact.level, allow_biased=True)
+    pairing = check_pairing(
+        fact.estimator, fact.placement, gradient, level=fact.level, off_policy=False, allow_biased=True
+    )
+    return KLOptions(spec, pairing)
+
+
+# With exact KL in the first two doors the loop takes k3 of the sampled token: those rows speak of another term.
+ON_POLICY = [
+    fact
+    for fact in FACTS
+    if fact.sampling == "on" and (fact.placement == "loss" or not fact.estimator.startswith("ex"))
+]
+
+
+@pytest.mark.parametrize("fact", ON_POLICY, ids=lambda f: f"{f.estimator}-{f.placement}-{f.gradient}-{f.level}")
+def test_every_proven_row_is_measured_as_what_it_claims(fact: Fact) -> None:
+    measured = measure_term(*states(), options(fact))
+    assert measured.kl == pytest.approx(TARGET_KL, rel=1e-3)
+    if fact.expected_gradient == "wrong":
+        assert measured.name not in (POLICY_REF, "zero")
+    else:
+        assert measured.name == fact.expected_gradient
+    if fact.expected_gradient == POLICY_REF:
+        assert measured.cosine == pytest.approx(1.0)
+        assert measured.size == pytest.approx(1.0)
+
+
+def test_the_gradient_of_k2_is_pi_times_u_less_its_mean() -> None:
+    policy, reference = states(3)
+    logp, ref = policy.log_softmax(-1), reference.log_softmax(-1)
+    u = logp - ref
+    by_hand = logp.exp() * (u - (logp.exp() * u).sum(-1, keepdim=True)) / len(policy)
+    fact = next(f for f in ON_POLICY if (f.estimator, f.gradient, f.level) == ("k2", "plain", "token"))
+    gradient, value = term_gradient(policy, ref, options(fact))
+    torch.testing.assert_close(gradient, by_hand)
+    assert value == pytest.approx((logp.exp() * u.square() / 2).sum(-1).mean().item())
+
+
+def test_reversed_k3_follows_chi_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    from keel.kl.estimators import ESTIMATORS
+
+    monkeypatch.setitem(ESTIMATORS, "own", lambda d: torch.expm1(-d) + d)
+    spec = KLSpec("own", "plain", allow_biased=True)
+    measured = measure_term(*states(1), KLOptions(spec, spec.pairing()))
+    assert measured.name == REVERSED
+    assert measured.value > measured.kl
+
+
+def test_an_older_sampler_makes_k1_push_away() -> None:
+    fact = next(f for f in ON_POLICY if (f.estimator, f.gradient) == ("k1", "plain"))
+    measured = measure_term(*states(2), options(fact), off_policy=True)
+    assert measured.name == "zero"
+    assert measured.off_policy_cosine is not None
+    assert measured.off_policy_cosine < 0
+
+
+def test_sampled_means_lie_within_their_standard_errors() -> None:
+    fact = next(f for f in ON_POLICY if (f.estimator, f.gradient) == ("k3", "plain"))
+    values = sampled_values(*states(4, count=64), options(fact), draws=256)
+    for name in ("k1", "k3"):
+        assert abs(values[f"{name}_mean"] - values["exact"]) < 4 * values[f"{name}_se"]
+
+
+def test_cosine_of_opposites() -> None:
+    x = torch.tensor([1.0, -2.0])
+    assert cosine(x, -3 * x) == pytest.approx(-1.0)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
+def test_the_beta_for_a_share_gives_that_share(share: float) -> None:
+    norms = Norms(policy=3.0, kl=0.2)
+    beta = norms.beta_for(share)
+    assert beta is not None
+    assert norms.share(beta) == pytest.approx(share)
+    assert Norms(0.0, 0.2).beta_for(share) is None
+    assert "do not differ" in Norms(0.0, 0.2).line(0.01, (share,), 0.1)
+
+
+@pytest.mark.parametrize("override", ["kl.estimator=exact", "kl.placement=advantage"])
+def test_the_probe_leaves_policy_and_gradients_as_they_were(override: str) -> None:
+    from keel.models.fingerprint import fingerprint
+
+    estimator = ["kl.estimator=k1"] if "advantage" in override else []
+    bench = build_bench(schooled_config(override, *estimator))
+    before = fingerprint(bench.policy.model)
+    outcome = probe_kl_term(bench, load_thresholds())
+    assert fingerprint(bench.policy.model) == before
+    assert all(parameter.grad is None for parameter in bench.policy.model.parameters())
+    assert outcome.figures["cosine"] == pytest.approx(1.0, abs=1e-6)
+    assert 0 < outcome.figures["gradient_share"] < 1
+    assert outcome.figures["beta_for_1%"] < outcome.figures["beta_for_10%"] < outcome.figures["beta_for_50%"]
+    assert math.isfinite(outcome.figures["sampled_k3_se"])
+
+
+def test_a_penalty_that_is_not_needed_is_a_note() -> None:
+    bench = build_bench(schooled_config("loss.loss_type=dr_grpo", "kl.beta=0.05"))
+    found = probe_kl_term(bench, load_thresholds()).findings
+    assert [(finding.code, finding.severity) for finding in found] == [("kl/unneeded", "note")]
+
+
+def test_a_penalty_in_the_reward_is_divided_by_the_spread() -> None:
+    bench = build_bench(schooled_config("kl.placement=reward", "kl.estimator=k1", "loss.scale_rewards=batch"))
+    outcome = probe_kl_term(bench, load_thresholds())
+    rewards = torch.tensor([reward.total for group in bench.groups for reward in group.rewards])
+    assert outcome.figures["effective_beta"] == pytest.approx(0.01 / rewards.std().item(), rel=1e-5)
+    assert [(finding.code, finding.severity) for finding in outcome.findings] == [("kl/scale", "note")]

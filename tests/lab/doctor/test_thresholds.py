@@ -1,0 +1,73 @@
+"""Thresholds are data with reasons, and loosening one cannot be hidden."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from keel.base.errors import KeelError
+from keel.base.thresholds import shipped_thresholds
+from keel.config import load_config
+from keel.lab.doctor import CODES, load_thresholds
+from keel.lab.doctor.checks import check_history
+from keel.lab.doctor.examine import thresholds_of
+from lab.doctor.histories import altered, healthy
+
+
+def test_each_has_unit_source_and_reason():
+    for name, threshold in shipped_thresholds().items():
+        assert threshold.unit, name
+        assert threshold.source, name
+        assert threshold.reason, name
+        assert threshold.alarm in ("above", "below"), name
+
+
+def test_the_contracts_figures():
+    limits = load_thresholds()
+    assert limits["kl_over_budget"] == 0.2
+    assert limits["kl_not_learning"] == 0.01
+    assert limits["near_limit"] == 0.2
+    assert limits["reward_spread"] == 0.1
+
+
+def test_codes_speak_of_thresholds_that_exist():
+    for code in CODES.values():
+        for name in re.findall(r"`(\w+)`", code.decided):
+            assert name in shipped_thresholds(), (code.name, name)
+
+
+def test_raising_an_alarm_is_said_and_tightening_it_is_not():
+    assert load_thresholds({"kl_over_budget": 0.1, "kl_not_learning": 0.02}).raised == ()
+    (said,) = load_thresholds({"kl_over_budget": 0.5}).raised
+    assert "threshold kl_over_budget raised from 0.2 to 0.5" in said
+    (said,) = load_thresholds(["kl_not_learning=0.001"]).raised
+    assert "threshold kl_not_learning lowered from 0.01 to 0.001" in said
+
+
+def test_a_silenced_finding_leaves_its_trace():
+    far = altered("kl/policy_ref/k3/mean", lambda step, was: 0.0 if step == 1 else min(0.3, 0.02 * step))
+    assert [f.code for f in check_history(far).findings] == ["kl/over-budget"]
+    quiet = check_history(far, load_thresholds({"kl_over_budget": 0.5}))
+    assert [f.code for f in quiet.findings] == ["doctor/threshold-raised"]
+    assert "raised from 0.2 to 0.5" in quiet.findings[0].evidence
+    assert quiet.raised_thresholds
+    assert quiet.exit_status == 0
+
+
+@pytest.mark.parametrize(
+    "given", [{"kl_over_budgt": 1}, {"kl_over_budget": "much"}, ["kl_over_budget"], {"kl_explosion": True}]
+)
+def test_mistakes_are_one_line(given):
+    with pytest.raises(KeelError, match="threshold"):
+        load_thresholds(given)
+
+
+def test_a_configuration_carries_them():
+    config = load_config({}, ["doctor.thresholds.kl_over_budget=0.4"])
+    assert config.doctor.thresholds.params == {"kl_over_budget": 0.4}
+    run = healthy(config=load_config(config).to_dict())
+    assert thresholds_of(run)["kl_over_budget"] == 0.4
+    assert thresholds_of(run, ["kl_over_budget=0.3"])["kl_over_budget"] == 0.3
+    with pytest.raises(KeelError, match="kl_over_budget"):
+        load_config({"doctor": {"thresholds": {"kl_over_budge": 1}}})

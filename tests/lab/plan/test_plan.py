@@ -1,0 +1,272 @@
+"""`keel plan` foretells what a step holds: counted on fake tensors, compared with the live tensors of real steps."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from keel.base.errors import KeelError
+from keel.base.types import Completion
+from keel.cli import main
+from keel.config import load_config
+from keel.lab.plan.hardware import KNOWN, find_hardware
+from keel.lab.plan.live import CudaAutocast, LiveBytes, Operations
+from keel.lab.plan.plan import make_it_fit, plan
+from keel.run.build import build_policy, build_run
+from keel.trainer.state import State
+from keel.trainer.step import train_step
+
+
+class FullLength:
+    """An engine whose completions all have the length that they may have: the worst step, which a plan is about."""
+
+    version = 0
+
+    def __init__(self, model: nn.Module, tokenizer: Any) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+
+    def sync(self, policy: nn.Module, version: int | None = None) -> None:
+        pass
+
+    def generate(self, requests: Any, sampling: Any, **_: Any) -> list[list[Completion]]:
+        length = sampling.max_completion_length
+
+        def one() -> Completion:
+            tokens = torch.randint(10, 100, (length,), generator=self.generator).tolist()
+            flat = (-4.6,) * length
+            return Completion(tuple(tokens), (True,) * length, flat, flat, "1", "length")
+
+        return [[one() for _ in range(sampling.num_generations)] for _ in requests]
+
+
+def reward(problem: Any, text: str) -> float:
+    reward.calls += 1  # type: ignore[attr-defined]
+    return float(reward.calls % 2)  # type: ignore[attr-defined]
+
+
+reward.calls = 0  # type: ignore[attr-defined]
+
+BASE = {
+    "rollout.engine": "lab.plan.test_plan:FullLength",
+    "rewards": "[{name: lab.plan.test_plan:reward}]",
+    "rollout.prompts_per_step": 4,
+    "rollout.num_generations": 4,
+    "rollout.max_completion_length": 24,
+    "kl.beta": 0.01,
+}
+GPT2 = ["model.name=keel.models.scratch:chess_small", "task.name=chess_env"]
+JOBS = {
+    "full weights, k3": [],
+    "exact KL": ["kl.estimator=exact", "kl.exact=true"],
+    "LoRA": ["model.lora={r: 4}"],
+    "no reference": ["kl.beta=0", "kl.measure_every=0"],
+    "small microbatches": ["optim.microbatch_tokens=256"],
+    "long completions": ["rollout.max_completion_length=160", "rollout.prompts_per_step=2"],
+    "an average as the reference": ["reference={kind: ema, every: 1, alpha: 0.5}"],
+    "two updates a batch": ["loss.num_iterations=2", "optim.minibatches=2"],
+    "recomputed": ["model.gradient_checkpointing=true", "rollout.max_completion_length=64"],
+    "recomputed, exact KL": ["model.gradient_checkpointing=true", "kl.estimator=exact", "kl.exact=true"],
+    "recomputed, LoRA": ["model.gradient_checkpointing=true", "model.lora={r: 4}"],
+    "recomputed, GPT-2": ["model.gradient_checkpointing=true", *GPT2],
+    "GPT-2, whose dropout is off": GPT2,
+    "bfloat16 passes": ["optim.precision=bfloat16", "rollout.max_completion_length=64"],
+    "long rows, by their structure": ["rollout.max_completion_length=280", "rollout.prompts_per_step=1"],
+    "long rows of GPT-2": [*GPT2, "rollout.max_completion_length=280", "rollout.prompts_per_step=1"],
+}
+
+
+def job(*overrides: str) -> list[str]:
+    """The base with these in their place."""
+    return [f"{key}={value}" for key, value in (BASE | dict(item.split("=", 1) for item in overrides)).items()]
+
+
+def measured_peak(overrides: list[str]) -> int:
+    """Bytes of live tensors at the peak of the second real step, weights and all."""
+    config = load_config({}, overrides)
+    loaded = build_policy(config)
+    run = build_run(config, loaded).run
+    state = train_step(run, State(kl=run.controller.init())).state
+    live = LiveBytes()
+    live.hold((*loaded.model.parameters(), *loaded.model.buffers()))
+    if run.reference is not None:
+        with run.reference.model() as held:
+            live.hold((*held.parameters(), *held.buffers()))
+    live.hold(x for moments in run.optimizer.inner.state.values() for x in moments.values() if torch.is_tensor(x))
+    with live:
+        train_step(run, state)
+    return live.peak
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_predicted_peak_is_the_measured_one_within_15_percent(name):
+    overrides = job(*JOBS[name])
+    foretold = plan(load_config({}, overrides), find_hardware("cpu"))
+    measured = measured_peak(overrides)
+    assert foretold.peak == pytest.approx(measured, rel=0.15), (foretold.parts, foretold.phases)
+
+
+def test_operations_of_a_recomputed_layer_by_hand_and_nothing_of_it_is_held():
+    """Two products of 2·8·16·16 forward, one again to recompute a layer, twice as many backward as forward."""
+    layers = [nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh()) for _ in range(2)]
+    x = torch.ones(8, 16, requires_grad=True)
+    live, operations = LiveBytes(), Operations()
+    before = live.hold((x, *(layer[0].weight for layer in layers)))
+    with live, operations:
+        hidden = checkpoint(layers[1], layers[0](x), use_reentrant=False)
+        hidden.sum().backward()
+        del hidden
+    product = 2 * 8 * 16 * 16
+    assert operations.total == (2 + 1 + 4) * product
+    assert live.now == 2 * before  # a gradient for each, and nothing else
+
+
+def test_attention_is_counted_by_hand():
+    q, k = torch.ones(1, 2, 4, 8), torch.ones(1, 2, 6, 8)
+    operations = Operations()
+    with operations:
+        torch.nn.functional.scaled_dot_product_attention(q, k, k)
+    assert operations.total == 2 * (2 * 2 * 4 * 6 * 8)
+
+
+def test_autocast_on_cuda_keeps_powers_in_fp32():
+    x = torch.ones(4, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16), CudaAutocast():
+        assert torch.pow(x, 3).dtype == (x**3).dtype == torch.float32
+        assert torch.tanh(x).dtype == torch.bfloat16
+        with torch.autocast("cpu", enabled=False):
+            assert torch.pow(x, 3).dtype == torch.bfloat16
+
+
+def test_the_tracker_counts_by_hand():
+    live = LiveBytes()
+    with live:
+        a = torch.zeros(1000, dtype=torch.float32)
+        assert live.now == 4000
+        b = a.view(10, 100)  # the same storage
+        assert live.now == 4000
+        c = a.double()
+        assert live.now == 12000
+        del c
+        assert live.now == 4000
+        del a, b
+    assert (live.now, live.peak) == (0, 12000)
+
+
+def test_parts_by_hand():
+    """AdamW keeps two numbers a parameter, gradients one, a frozen reference a second model; LoRA needs none."""
+    full = plan(load_config({}, job()), find_hardware("cpu"))
+    assert full.trainable == full.parameters
+    buffers = full.parts["weights"] - 4 * full.parameters
+    assert 0 <= buffers < 10_000
+    assert full.parts["gradients"] == 4 * full.parameters
+    assert full.parts["optimizer"] == pytest.approx(8 * full.parameters, rel=1e-3)
+    assert full.parts["reference"] == full.parts["weights"]
+    lora = plan(load_config({}, job("model.lora={r: 4}")), find_hardware("cpu"))
+    assert lora.parts["reference"] == 0
+    assert lora.trainable < full.trainable / 10
+
+
+def test_offloaded_parts_rest_in_main_memory_and_come_back_for_their_own_phase():
+    gpu = KNOWN["h200"]
+    there = plan(load_config({}, job()), gpu)
+    resting = plan(load_config({}, job("reference={kind: frozen, offload: true}", "optim.offload=true")), gpu)
+    moments, host = there.parts["optimizer"], resting.host
+    assert moments + 0.8 * there.parts["reference"] < host < moments + there.parts["reference"]  # its head stays
+    assert resting.phases["update"] == there.phases["update"] - host
+    assert resting.phases["reference"] == there.phases["reference"] - moments
+    assert resting.phases["optimizer step"] == there.phases["optimizer step"] - (host - moments)
+
+
+def test_an_average_of_half_precision_weights_is_kept_in_fp32_too():
+    half = plan(load_config({}, job("model.dtype=bfloat16", "reference={kind: ema}")), find_hardware("cpu"))
+    assert half.parts["reference"] == half.parts["weights"] + 4 * half.parameters
+
+
+def test_half_precision_passes_hold_more_on_cuda():
+    """GPT-2's activation computes a power, which autocast keeps in fp32 there; the same passes on a CPU do not."""
+    config = load_config({}, job("optim.precision=bfloat16", "rollout.max_completion_length=64", *GPT2))
+    cpu, cuda = plan(config, find_hardware("cpu"), 40), plan(config, KNOWN["h200"], 40)
+    assert cuda.parts["activations"] > 1.1 * cpu.parts["activations"]
+    again = load_config(config, ["model.gradient_checkpointing=true"])
+    assert plan(again, KNOWN["h200"], 40).parts["activations"] < cuda.parts["activations"]
+
+
+def test_contexts_kept_between_turns_are_counted_up_to_their_limit():
+    native = [given for given in job("rollout.join_turns=false") if not given.startswith("rollout.engine=")]
+    one, several = (load_config({}, [*native, f"rollout.max_turns={turns}"]) for turns in (1, 3))
+    small = load_config({}, [*native, "rollout.max_turns=3", "rollout.kept_gib=0.0001"])
+    cache, both, limited = (plan(config, find_hardware("cpu")).parts["cache"] for config in (one, several, small))
+    assert both == 2 * cache
+    joining = plan(load_config({}, [*native[:-1], "rollout.max_turns=3"]), find_hardware("cpu")).parts["cache"]
+    assert both < joining < both + cache, "rows that join are moved, their prompts are not"
+    assert limited == cache + int(0.0001 * 2**30)
+
+
+def test_what_does_not_fit_is_told_how_to(capsys):
+    config = load_config({}, job("rollout.max_completion_length=160"))
+    needed = plan(config, find_hardware("cpu")).peak
+    tight = find_hardware("cpu", memory_gib=0.5 * needed / 2**30)
+    assert not plan(config, tight).fits
+    tried = make_it_fit(config, tight)
+    assert tried[-1][1].fits
+    assert tried[0][0] == ["optim.microbatch_tokens=4096"]
+    words = ["plan", "default", *job("rollout.max_completion_length=160"), "--hardware", "cpu"]
+    assert main([*words, "--memory-gib", f"{0.5 * needed / 2**30}"]) == 1
+    shown = capsys.readouterr().out
+    assert "does not fit" in shown
+    assert "optim.microbatch_tokens=" in shown
+    assert main([*words, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["fits"] is True
+    assert data["peak"] == max(data["phases"].values())
+
+
+def test_a_large_model_is_planned_without_its_weights(tmp_path):
+    """A folder with a config and a tokenizer is enough; a 7B shape in bf16 has the weights it should have."""
+    from transformers import LlamaConfig
+
+    from keel.models.tiny import tiny_tokenizer
+
+    LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=4,
+        num_attention_heads=32,
+        vocab_size=32000,
+        dtype="bfloat16",
+    ).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    config = load_config({}, job(f"model.name={tmp_path}", "rollout.engine=native", "rewards=[{name: task}]"))
+    found = plan(config, KNOWN["h200"])
+    layer = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+    assert found.parameters == 4 * layer + 2 * 32000 * 4096 + 4096
+    assert found.parts["weights"] == pytest.approx(2 * found.parameters, rel=1e-3)
+    assert found.seconds["step"] > 0
+    plainly = plan(
+        config.model_copy(update={"rollout": config.rollout.model_copy(update={"cuda_graphs": False})}), KNOWN["h200"]
+    )
+    assert plainly.seconds["rollout"] > found.seconds["rollout"]
+    assert plainly.seconds["update"] == found.seconds["update"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", "default", "--hardware", "h2000"], "h200"),
+        (["plan", "default", "model.name=./nowhere"], "nowhere"),
+        (["plan", "default", "--memory-gib", "0"], "memory"),
+    ],
+)
+def test_bad_input_is_one_line(words, said, capsys):
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_unknown_hardware_is_named():
+    with pytest.raises(KeelError, match="did you mean"):
+        find_hardware("h10")

@@ -1,0 +1,313 @@
+"""The pieces of a report by hand values: axes, thinning, verdicts, samples, reading a large file."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from keel.envs.toolbox import KINDS
+from keel.lab.report import html
+from keel.lab.report import read as reading
+from keel.lab.report.charts import Axis, Panel, Series, log_ticks, svg, thin, tick_text, ticks, wants_log
+from keel.lab.report.panels import PANELS, panels
+from keel.lab.report.read import Run, read_run
+from keel.lab.report.rollouts import facts, readable, scale
+from keel.lab.report.samples import pages, pick, section, span, tokens
+from keel.lab.report.sections import flatten, retention_table, seconds, since
+from keel.lab.report.verdict import Accuracy, accuracy, change_word, kl_figures, sentences, state
+from keel.loggers import RunDirectory
+from keel.loggers.jsonl import JsonlLogger
+
+RUN = Run(path=Path("r"), name="r")
+
+
+def test_ticks_are_round_and_inside():
+    assert ticks(0, 100) == [0, 50, 100]
+    assert ticks(1, 100) == [20, 40, 60, 80, 100]
+    assert ticks(0.13, 0.17) == [0.13, 0.14, 0.15, 0.16, 0.17]
+    assert ticks(-0.03, 0.02) == [-0.02, 0, 0.02]
+    assert ticks(3, 3) == [3]
+    assert log_ticks(0.5, 2000) == [1, 10, 100, 1000]
+    assert [tick_text(value) for value in (0, 0.05, 25000, 2e-6, 3e7)] == ["0", "0.05", "25k", "2e-6", "3e7"]
+    assert [tick_text(value) for value in (4.4575, 1.5e-8, -2e6)] == ["4.4575", "1.5e-8", "-2e6"]
+
+
+def test_axis_maps_ends_to_ends():
+    axis = Axis(0, 10, 100, 0)
+    assert (axis.at(0), axis.at(10), axis.at(2.5)) == (100, 0, 75)
+    log = Axis(1, 100, 0, 50, log=True)
+    assert (log.at(1), log.at(10), log.at(100)) == (0, 25, 50)
+    assert Axis(3, 3, 0, 50).at(3) == 25
+
+
+def test_thinning_keeps_spikes_gaps_and_ends():
+    points: list[tuple[float, float | None]] = [(float(x), 0.0) for x in range(10_000)]
+    points[5_003] = (5003.0, 99.0)
+    series = thin(Series("a", points, error=[(0.0, 1.0)] * 10_000))
+    assert len(series.points) <= 500
+    assert (5003.0, 99.0) in series.points
+    assert (series.points[0], series.points[-1]) == (points[0], points[-1])
+    assert len(series.error) == len(series.points)
+
+
+def test_log_scale_only_where_a_linear_one_hides_the_rest():
+    assert wants_log([0.1] * 20 + [100.0])
+    assert not wants_log([0.1, 0.2, 0.3, 0.4, 0.5, 0.9])
+    assert not wants_log([0.0] * 20 + [100.0])
+    picture = svg(Panel("t", "", [Series("a", [(float(i), 0.1) for i in range(9)] + [(9.0, 100.0)])]))
+    assert "data-log" in picture
+
+
+def test_a_chart_without_a_number_is_not_drawn_and_one_point_is_a_dot():
+    assert svg(Panel("t", "", [Series("a", [(1.0, None)])])) == ""
+    assert svg(Panel("t", "", [Series("a", [(1.0, 5.0)])])).count("<circle") == 1
+
+
+def both(before: float, after: float, low: tuple[float, float], high: tuple[float, float]) -> Accuracy:
+    return Accuracy("s", before, after, low, high)
+
+
+def test_change_is_judged_by_the_intervals():
+    assert change_word(both(0.5, 0.4, (0.45, 0.55), (0.35, 0.45))) == "held"  # they touch
+    assert change_word(both(0.5, 0.3, (0.45, 0.55), (0.25, 0.35))) == "dropped"
+    assert change_word(both(0.3, 0.5, (0.25, 0.35), (0.45, 0.55))) == "improved"
+    assert change_word(Accuracy("s", 0.5, 0.46, None, None)) == "held"
+    assert change_word(Accuracy("s", 0.5, 0.44, None, None)) == "dropped"
+    assert change_word(Accuracy("s", 0.5, None, None, None)) == "not measured"
+
+
+def test_accuracy_falls_back_on_the_evaluations():
+    lines = [
+        {"step": step, "task": task, "pass@1": value, "ci95": [value - 0.1, value + 0.1], "split": split}
+        for step, task, value, split in (
+            (0, "add", 0.3, "trained"),
+            (0, "copy", 0.9, "retention"),
+            (9, "add", 0.7, "trained"),
+        )
+    ]
+    run = replace(RUN, evaluations=tuple(lines))
+    found = accuracy(run)
+    assert found is not None
+    assert (found.before, found.after, found.overlap) == (0.3, 0.7, False)
+    run = replace(RUN, evaluations=tuple(lines[:2]))
+    assert ("plain", "add: 30.0 % before training (95 % interval 20–40 %); not measured since.") in sentences(run)
+
+
+@pytest.mark.parametrize(
+    ("run", "kind"),
+    [
+        (RUN, "interrupted"),
+        (replace(RUN, running=True), "running"),
+        (replace(RUN, summary={}), "completed"),
+        (replace(RUN, summary={}, config={"run": {"max_steps": 5}}, metrics=({"step": 3},)), "stopped"),
+        (replace(RUN, events=({"kind": "abort"},)), "aborted"),
+        (replace(RUN, summary={"status": "aborted"}), "aborted"),
+    ],
+)
+def test_state(run, kind):
+    assert state(run)[0] == kind
+
+
+def test_kl_over_budget_is_said():
+    run = replace(RUN, summary={"kl": {"k3": {"mean": 0.25, "se": 0.01}}})
+    assert kl_figures(run) == {"k3": (0.25, 0.01)}
+    tone, words = next((tone, words) for tone, words in sentences(run) if words.startswith("KL"))
+    assert tone == "warn"
+    assert "0.25 ± 0.01 nats per token (k3)" in words
+    assert "more than 0.2 nats per token" in words
+
+
+def test_no_change_and_no_kl_are_said_plainly():
+    summary = {"task": "t", "accuracy": {"before": 0.5, "after": 0.5}, "kl": {"k3": {"mean": -0.0, "se": 0.0}}}
+    said = [words for _, words in sentences(replace(RUN, summary=summary))]
+    assert "t: 50.0 % on held-out problems, as before training." in said
+    assert "KL(policy‖reference) at the end: 0 ± 0 nats per token (k3)." in said
+
+
+def test_overlapping_intervals_are_not_called_a_gain():
+    summary = {
+        "task": "t",
+        "accuracy": {"before": 0.5, "after": 0.55, "ci95_before": [0.4, 0.6], "ci95_after": [0.45, 0.65]},
+    }
+    assert any("the change may be chance" in words for _, words in sentences(replace(RUN, summary=summary)))
+
+
+def test_samples_prefer_problems_seen_twice():
+    def record(step: int, problem: str) -> dict:
+        return {"step": step, "problem": problem}
+
+    pairs = pick([record(1, "a"), record(1, "b"), record(5, "b"), record(9, "c"), record(3, "b")])
+    assert pairs == [([record(1, "b")], [record(5, "b")])]
+    assert pick([record(1, "a"), record(9, "c")]) == [([record(1, "a")], [record(9, "c")])]
+    assert pick([record(1, "a")]) == [([record(1, "a")], [])]
+    assert pick([{"problem": "no step"}]) == []
+
+
+def test_token_spans():
+    assert span("a<b", 0.5, False, 1.0) == "<span class='t p' style='--a:0.50' title='+0.5000 nats'>a&lt;b</span>"
+    assert "class='t n'" in span("a", -3.0, False, 1.0)
+    assert "--a:1.00" in span("a", -3.0, False, 1.0)
+    assert span("tool", None, True, 1.0) == "<span class='t x'>tool</span>"
+    assert readable("Ġthe", "in the") == " the"
+    assert readable("Ġ", "a Ġ of its own") == "Ġ"
+    assert scale([{"kl": [0.001, None]}, {}]) == 0.05
+    assert scale([{"kl": [2.0] * 200}]) == 2.0
+
+
+def test_small_things():
+    assert flatten({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
+    assert seconds("1970-01-01T00:01:00+00:00") == 60.0
+    assert seconds("never") is None
+    assert since(3725.0, 0.0) == "+1:02:05"
+    assert since(65.0, 0.0) == "+1:05"
+
+
+def test_of_a_large_rollout_file_only_the_ends_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "ROLLOUT_BYTES", 1000)
+    lines = [json.dumps({"step": step, "completion": "x" * 50}) for step in range(500)]
+    (tmp_path / "rollouts.jsonl").write_text("\n".join(lines) + "\n")
+    run = read_run(tmp_path)
+    steps = [record["step"] for record in run.rollouts]
+    assert steps[0] == 0
+    assert steps[-1] == 499
+    assert 10 < len(steps) < 40
+    assert any("only its first and last" in note for note in run.missing)
+
+
+def test_guards_rollbacks_and_abandoned_attempts_are_told(tmp_path):
+    """A run that went back from step 6 to step 3: what it gave up is dashed, checkpoints are ticks, words say why."""
+    with RunDirectory.create(tmp_path / "run") as run:
+        log = JsonlLogger(run)
+        for step in range(1, 7):
+            log.step(step, {"reward/mean": 0.1 * step, "grad/norm": 1.0, "kl/policy_ref/k3/mean": 0.01 * step})
+        log.event("checkpoint", step=3, time=1.0)
+        log.event("guard/skipped", step=6, time=2.0, message="an update was skipped: the loss/policy is not finite")
+        run.set_aside(3, 0)
+        message = "1 updates in a row were skipped up to step 6: back to checkpoint step-3"
+        log.event("rollback", step=6, time=3.0, to=3, message=message)
+        for step in range(4, 9):
+            log.step(step, {"reward/mean": 0.2 * step, "grad/norm": 1.0, "kl/policy_ref/k3/mean": 0.02})
+    found = read_run(tmp_path / "run")
+    assert [(name, [line["step"] for line in lines]) for name, lines in found.abandoned] == [("attempt 0", [4, 5, 6])]
+    drawn = {panel.title: panel for panel in panels([found])}
+    for title in ("Reward", "Gradient norm", "KL(policy‖reference)"):
+        last = drawn[title].series[-1]
+        assert (last.label, last.dashed, [x for x, _ in last.points]) == ("abandoned attempt 0", True, [4, 5, 6])
+        assert drawn[title].saves == [3]
+        assert drawn[title].marks == [6]
+    assert 'class="save"' in svg(drawn["Reward"])
+    words = [text for _, text in sentences(found)]
+    assert "Guards: 1 step with a skipped update, 1 rollback." in words
+    assert f"At step 6: {message}." in words
+    page = html.page([found])
+    for text in ("Dashed: attempts that a rollback gave up.", "Ticks at the bottom: checkpoints.", "rollback"):
+        assert text in page
+    assert [panel.title for panel in panels([found, found])]  # several runs: no attempts, no ticks
+    assert not any(panel.saves for panel in panels([found, found]))
+
+
+def test_a_stop_is_said_where_it_ended_the_run():
+    events = ({"kind": "stop", "step": 9, "message": "too far: back to checkpoint step-6, the run stops"},)
+    config = {"run": {"max_steps": 20}}
+    stopped = Run(Path("x"), "x", metrics=({"step": 6},), events=events, config=config, summary={"steps": 6})
+    assert ("bad", "Stopped by a guard: too far: back to checkpoint step-6, the run stops.") in sentences(stopped)
+    gone_on = Run(Path("x"), "x", metrics=({"step": 20},), events=events, config=config, summary={"steps": 20})
+    assert not any("Stopped by a guard" in text for _, text in sentences(gone_on))
+
+
+def test_parts_of_the_reward_are_drawn_and_the_tasks_own_figures_stand_before_and_after():
+    metrics = tuple(
+        {"step": step, "reward/mean": 0.5, "reward/part/exact_match": 0.1 * step, "reward/part/format": 1.0}
+        for step in (1, 2, 3)
+    )
+    lines = [
+        {"step": step, "task": "hop", "split": "trained", "pass@1": 0.5, "ci95": [0.4, 0.6], "extra": extra}
+        for step, extra in (
+            (0, {"retrieval_recall": 0.25, "tool_calls": 1.5}),
+            (2, {"retrieval_recall": 0.5, "tool_calls": 1.75}),
+            (3, {"retrieval_recall": 0.75, "tool_calls": 2.0, "new": 0.1}),
+        )
+    ]
+    run = replace(RUN, metrics=metrics, evaluations=tuple(lines))
+    titles = [panel.title for panel in panels([run])]
+    assert titles[titles.index("Reward") + 1] == "Reward parts"
+    drawn = next(panel for panel in panels([run]) if panel.title == "Reward parts")
+    assert [series.label for series in drawn.series] == ["exact_match", "format"]
+    assert [y for _, y in drawn.series[0].points] == pytest.approx([0.1, 0.2, 0.3])
+    several = {panel.title: [series.label for series in panel.series] for panel in panels([run, run])}
+    assert several["Reward part: exact_match"] == ["r", "r"]
+    shown = retention_table(run)
+    for name, before, after, change in (
+        ("retrieval_recall", "0.25", "0.75", "+0.500"),
+        ("tool_calls", "1.5", "2", "+0.500"),
+        ("new", "–", "0.1", "–"),
+    ):
+        assert f"<td>{name}</td><td>{before}</td><td>{after}</td><td>{change}</td>" in shown
+    once = retention_table(replace(run, evaluations=tuple(lines[:1])))
+    assert "<td>tool_calls</td><td>1.5</td><td>–</td><td>–</td>" in once
+    assert "of its own" not in retention_table(replace(run, evaluations=({**lines[0], "extra": None},)))
+
+
+def episode(step: int = 1, kl: list[float] | None = None, **changes: object) -> dict:
+    """Two turns of the policy with a tool's answer between them."""
+    return {
+        "step": step,
+        "problem": f"p{step}",
+        "prompt": "Who?",
+        "completion": "<find> x\nfound x\nx it is",
+        "tokens": ["<find>", " x", " found", " x", " x", " it", " is"],
+        "action": [True, True, False, False, True, True, True],
+        "kl": kl,
+        "reward": 0.5,
+        "counts": {"turn/count": 2.0, "tool/calls": 1.0},
+        **changes,
+    }
+
+
+def test_turns_and_untrained_tokens_are_marked_without_any_kl():
+    shown = tokens(episode(), 1.0)
+    assert shown == (
+        "<span class='turn'><b>policy</b><span class='t'>&lt;find&gt; x</span></span>"
+        "<span class='turn heard'><b>tools</b><span class='t x'> found x</span></span>"
+        "<span class='turn'><b>policy</b><span class='t'> x it is</span></span>"
+    )
+    assert "KL was not measured here" in section(replace(RUN, rollouts=(episode(),)))
+    coloured = tokens(episode(kl=[0.5, 0.1, 0.0, 0.0, 0.2, 0.2, 0.2]), 1.0)
+    assert coloured.count("title=") == 5
+    assert coloured.count("<b>") == 3
+
+
+def test_all_recorded_completions_are_there_a_step_at_a_time():
+    records = tuple(
+        episode(step, problem=f"p{step}-{group}", reward=float(sample), completion=f"said-{step}-{group}-{sample}",
+                tokens=None)
+        for step in range(1, 10) for group in range(3) for sample in range(4)
+    )  # fmt: skip
+    shown = section(replace(RUN, rollouts=records))
+    assert shown.count("<details>") == 9
+    assert "Step 4: 12 completions, mean reward 1.5" in shown
+    assert all(record["completion"] in shown for record in records)
+    assert shown.index("Step 3: ") < shown.index("Step 4: ")
+    each = len(pages(replace(RUN, rollouts=records[:12])))
+    few = pages(replace(RUN, rollouts=records), limit=int(3.5 * each))
+    assert [int(found) for found in re.findall(r"Step (\d+): ", few)] == [1, 5, 9]  # spread over the run
+    assert "3 steps of 9 recorded; keel show RUN --step N has the others" in few
+    assert pages(replace(RUN, rollouts=records), limit=1).count("<details>") == 1
+
+
+def test_counts_of_an_end_stand_with_a_completion():
+    counts = {"turn/count": 2.0, "tool/calls": 3.0, "tool/errors": 1.0, "tool/too_many": 1.0, "answer/missing": 1.0}
+    said = facts(episode(counts={**counts, "answer/list": 0.0, "answer/unknown_document": 2.0}))
+    assert "3 tool calls (1 too many)" in said
+    assert "answer: missing" in said
+    assert "answer: unknown document (2)" in said
+    assert not any("list" in fact for fact in said)
+
+
+def test_every_kind_of_a_wrong_call_is_drawn():
+    drawn = {metric for _, _, _, names in PANELS for metric, _ in names}
+    assert {f"tool/{kind}" for kind in KINDS} <= drawn

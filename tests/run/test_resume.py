@@ -1,0 +1,183 @@
+"""Resume: a run that was killed with SIGKILL and gone on with is, in its numbers, the run that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import keel
+from keel.base.errors import KeelError
+from trainer.small import BASE
+
+TESTS = Path(__file__).parents[1]
+TIMED = ("time/", "speed/", "memory/")
+PROGRAM = """
+import sys, torch
+torch.set_num_threads(1)
+import keel
+from trainer.small import BASE
+keel.train(BASE, overrides=sys.argv[2:], resume=sys.argv[1] == "resume")
+"""
+
+
+def options(folder: Path, *more: str) -> list[str]:
+    return [f"run.dir={folder}", "run.max_steps=20", "checkpoint.every=3", "eval.every=5", *more]
+
+
+def lines(run: Path, name: str) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (run / name).read_text().splitlines()]
+    return [{k: v for k, v in record.items() if not k.startswith(TIMED)} for record in records]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    return keel.train(BASE, overrides=options(folder)).directory
+
+
+def start(mode: str, folder: Path, *more: str) -> subprocess.Popen[bytes]:
+    paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-c", PROGRAM, mode, *options(folder, *more)], env=environment)
+
+
+def wait_for_step(process: subprocess.Popen[bytes], metrics: Path, step: int) -> None:
+    limit = time.monotonic() + 60
+    while time.monotonic() < limit and process.poll() is None:
+        if metrics.exists() and metrics.read_bytes().count(b"\n") >= step:
+            return
+        time.sleep(0.002)
+    raise AssertionError(f"the run did not reach step {step}")
+
+
+def assert_same(run: Path, whole: Path) -> None:
+    for name in ("metrics.jsonl", "eval.jsonl", "rollouts.jsonl"):
+        assert lines(run, name) == lines(whole, name), name
+    ours, theirs = (json.loads((r / "summary.json").read_text()) for r in (run, whole))
+    assert {**ours, "wall_s": 0} == {**theirs, "wall_s": 0}
+
+
+def test_killed_and_resumed_equals_in_one_go(tmp_path: Path, whole: Path) -> None:
+    process = start("new", tmp_path)
+    run = tmp_path / "small"
+    wait_for_step(process, run / "metrics.jsonl", 10)
+    process.kill()
+    process.wait()
+    assert lines(run, "metrics.jsonl")[-1]["step"] < 20
+    keel.train(BASE, overrides=options(tmp_path), resume=True)
+    assert_same(run, whole)
+    events = [event["kind"] for event in lines(run, "events.jsonl")]
+    assert "resume" in events
+
+
+def test_every_moment_of_a_save_can_be_the_last(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop at each of the writes of one save in turn, as a kill would, and go on each time."""
+
+    class Killed(BaseException):
+        pass
+
+    from keel.trainer import checkpoint
+
+    def die(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    targets = [
+        (checkpoint, "save_weights"),
+        (checkpoint, "model_card"),
+        (checkpoint, "rng_state"),
+        (checkpoint, "_flush"),
+    ]
+    resume = False
+    for module, name in targets:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, die)
+            with pytest.raises(Killed):
+                keel.train(BASE, overrides=options(tmp_path), resume=resume)
+        resume = True
+    keel.train(BASE, overrides=options(tmp_path), resume=True)
+    assert_same(tmp_path / "small", whole)
+
+
+def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(
+    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(state: Any, metrics: Any) -> None:
+        if state.step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    result = keel.train(BASE, overrides=options(tmp_path), callbacks=[stop])
+    assert result.exit_status == 143
+    assert (result.directory / "checkpoints" / "step-7").is_dir()
+    said = lines(result.directory, "events.jsonl")[-1]
+    assert f"keel train --resume {result.directory}" in said["message"]
+    keel.train(BASE, overrides=options(tmp_path), resume=True)
+    assert_same(result.directory, whole)
+
+
+def test_resuming_a_finished_run_changes_nothing(whole: Path, tmp_path: Path) -> None:
+    first = keel.train(BASE, overrides=options(tmp_path))
+    before = lines(first.directory, "eval.jsonl")
+    again = keel.train(BASE, overrides=options(tmp_path), resume=True)
+    assert lines(again.directory, "eval.jsonl") == before
+    assert again.summary["accuracy"] == first.summary["accuracy"]
+
+
+def test_a_run_that_is_there_is_refused_and_one_that_is_not_too(tmp_path: Path) -> None:
+    with pytest.raises(KeelError, match="resume"):
+        keel.train(BASE, overrides=options(tmp_path), resume=True)
+    once = [f"run.dir={tmp_path}", "run.max_steps=1"]
+    keel.train(BASE, overrides=once)
+    with pytest.raises(KeelError, match="if_exists"):
+        keel.train(BASE, overrides=once)
+
+
+def test_resuming_under_other_settings_is_refused(whole: Path, tmp_path: Path) -> None:
+    """Controller and optimizer go on from what was saved, so a new β would be recorded and not used."""
+    shutil.copytree(whole, tmp_path / whole.name)
+    with pytest.raises(KeelError, match=r"kl\.beta was .* and is 0\.5 now"):
+        keel.train(BASE, overrides=options(tmp_path, "kl.beta=0.5"), resume=True)
+    longer = [option.replace("max_steps=20", "max_steps=21") for option in options(tmp_path)]
+    keel.train(BASE, overrides=longer, resume=True)
+    assert len(lines(tmp_path / whole.name, "metrics.jsonl")) == 21
+
+
+@pytest.mark.parametrize("damage", ["removed", "damaged"])
+def test_a_run_without_its_checkpoints_does_not_begin_again(whole: Path, tmp_path: Path, damage: str) -> None:
+    run = tmp_path / whole.name
+    shutil.copytree(whole, run)
+    for folder in (run / "checkpoints").glob("step-*"):
+        if damage == "removed":
+            shutil.rmtree(folder)
+        else:
+            (folder / "trainer" / "state.json").write_text("{")
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(KeelError, match="checkpoint"):
+        keel.train(BASE, overrides=options(tmp_path), resume=True)
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_saved_configuration_does_not_delete_its_own_run(whole: Path) -> None:
+    with pytest.raises(KeelError):
+        keel.train(whole / "config.yaml")
+    assert (whole / "metrics.jsonl").exists()
+
+
+def test_a_finished_run_that_is_extended_equals_one_that_was_not_finished(tmp_path: Path, whole: Path) -> None:
+    """What is measured at an end leaves no trace, and the end of the extended run is measured as the other's."""
+    shorter = [option.replace("max_steps=20", "max_steps=12") for option in options(tmp_path)]
+    first = keel.train(BASE, overrides=shorter)
+    assert first.summary["kl"]["k3"]["mean"] == lines(whole, "metrics.jsonl")[12]["kl/policy_ref/k3/mean"]
+    again = keel.train(BASE, overrides=shorter, resume=True)
+    assert again.summary["kl"] == first.summary["kl"]
+    result = keel.train(BASE, overrides=options(tmp_path), resume=True)
+    assert lines(result.directory, "metrics.jsonl") == lines(whole, "metrics.jsonl")
+    assert result.summary["kl"] == json.loads((whole / "summary.json").read_text())["kl"]

@@ -1,0 +1,173 @@
+"""Checkpoints: whole or not there, exact when loaded, readable without keel."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from keel.base.errors import KeelError
+from keel.run.build import build_policy, build_run
+from keel.trainer import checkpoint as module
+from keel.trainer.checkpoint import checkpoints, clean, load_checkpoint, newest, save_checkpoint, step_of
+from keel.trainer.state import Run, State
+from keel.trainer.step import train_step
+from trainer.small import small_config
+
+
+def make(*overrides: str, weights: Path | None = None) -> tuple[Run, State]:
+    config = small_config(*overrides)
+    run = build_run(config, build_policy(config, weights)).run
+    return run, State(kl=run.controller.init())
+
+
+def comparable(metrics: dict[str, float]) -> dict[str, float]:
+    return {k: v for k, v in metrics.items() if not k.startswith(("time/", "speed/", "memory/"))}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("optim.schedule=cosine",),
+        ("model.lora.r=2",),
+        ("reference.kind=ema", "reference.every=1", "reference.alpha=0.3"),
+        ("kl.controller.name=pid", "kl.controller.target=0.001", "loss.num_iterations=2"),
+        ("kl.beta=0", "kl.measure_every=0"),
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_a_loaded_run_goes_on_exactly(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    run, state = make(*overrides)
+    for _ in range(2):
+        state = train_step(run, state).state
+    folder = save_checkpoint(tmp_path, run, state)
+    other, _ = make(*overrides, weights=folder)
+    loaded = load_checkpoint(folder, other)
+    assert loaded == state
+    for _ in range(2):
+        state, there, _ = train_step(run, state)
+        loaded, here, _ = train_step(other, loaded)
+        assert comparable(here) == comparable(there)
+
+
+def test_a_saved_model_loads_without_keel(tmp_path: Path) -> None:
+    run, state = make()
+    folder = save_checkpoint(tmp_path, run, state)
+    torch.save(run.policy.model(torch.arange(5)[None]).logits, tmp_path / "expected.pt")
+    code = f"""
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained({str(folder)!r}).eval()
+tokenizer = AutoTokenizer.from_pretrained({str(folder)!r})
+assert torch.equal(model(torch.arange(5)[None]).logits, torch.load({str(tmp_path / "expected.pt")!r}))
+assert tokenizer.decode(tokenizer.encode("12+3=")) == "12+3="
+assert not any(name.split(".")[0] == "keel" for name in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    card = (folder / "README.md").read_text()
+    assert "AutoModelForCausalLM" in card
+    assert "step 0" in card
+
+
+def test_an_adapter_is_saved_in_pefts_format(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    run, state = make("model.lora.r=2")
+    state = train_step(run, state).state
+    folder = save_checkpoint(tmp_path, run, state)
+    assert (folder / "adapter_model.safetensors").is_file()
+    base = build_policy(small_config()).model
+    with torch.no_grad():
+        expected = run.policy.model(torch.arange(5)[None]).logits
+        found = PeftModel.from_pretrained(base, str(folder)).eval()(torch.arange(5)[None]).logits
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_keep_never_removes_the_last_good_one_nor_the_best(tmp_path: Path) -> None:
+    run, state = make()
+    for _ in range(5):
+        state = train_step(run, state).state
+        save_checkpoint(tmp_path, run, state)
+    clean(tmp_path, keep=1, also=(2, None))
+    assert [step_of(path) for path in checkpoints(tmp_path)] == [2, 5]
+    (tmp_path / "step-5" / "trainer" / "optimizer.pt").write_bytes(b"torn")
+    clean(tmp_path, keep=1)
+    assert newest(tmp_path) == tmp_path / "step-2"
+
+
+def test_leftovers_of_a_kill_are_passed_over_and_removed(tmp_path: Path) -> None:
+    run, state = make()
+    save_checkpoint(tmp_path, run, state)
+    (tmp_path / ".writing-step-9" / "trainer").mkdir(parents=True)
+    (tmp_path / "step-7").mkdir()
+    assert newest(tmp_path) == tmp_path / "step-0"
+    clean(tmp_path)
+    assert not (tmp_path / ".writing-step-9").exists()
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, state = make()
+    save_checkpoint(tmp_path, run, state)
+    state = train_step(run, state).state
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module.torch, "save", full)
+    with pytest.raises(KeelError, match=r"step-1: No space left on device; earlier checkpoints are intact") as caught:
+        save_checkpoint(tmp_path, run, state)
+    assert "\n" not in str(caught.value)
+    assert newest(tmp_path) == tmp_path / "step-0"
+    assert not list(tmp_path.glob(".writing-*"))
+
+
+def test_a_reference_that_does_not_match_is_refused(tmp_path: Path) -> None:
+    run, state = make()
+    state = train_step(run, state).state
+    folder = save_checkpoint(tmp_path, run, state)
+    path = folder / "trainer" / "reference.pt"
+    held = torch.load(path, weights_only=True)
+    name = next(iter(held["weights"]))
+    held["weights"][name] = held["weights"][name] + 1e-3
+    torch.save(held, path)
+    record = json.loads((folder / "trainer" / "state.json").read_text())
+    record["files"]["trainer/reference.pt"] = path.stat().st_size
+    (folder / "trainer" / "state.json").write_text(json.dumps(record))
+    other, _ = make(weights=folder)
+    with pytest.raises(KeelError, match="fingerprint"):
+        load_checkpoint(folder, other)
+
+
+def test_a_resting_reference_is_stored_once(tmp_path: Path) -> None:
+    run, state = make()
+    first = save_checkpoint(tmp_path, run, state)
+    state = train_step(run, state).state
+    second = save_checkpoint(tmp_path, run, state)
+    assert (first / "trainer" / "reference.pt").samefile(second / "trainer" / "reference.pt")
+
+
+def test_weights_that_cannot_be_written_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors has an exception of its own for a full disk."""
+    from safetensors import SafetensorError
+
+    from keel.models import load_model
+    from keel.trainer.checkpoint import save_weights, writing
+
+    loaded = load_model("tiny")
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(type(loaded.model), "save_pretrained", full)
+    with pytest.raises(KeelError, match="No space left") as caught, writing(tmp_path / "place") as temporary:
+        save_weights(temporary, loaded.model, loaded.tokenizer)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []

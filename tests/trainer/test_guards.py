@@ -1,0 +1,351 @@
+"""Guards: what they see, what they say, and that a step they stop is still a whole step."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import keel
+from keel.base.errors import KeelError
+from keel.kl import KLState
+from keel.run.build import build_policy, build_run
+from keel.trainer.final import measure_end
+from keel.trainer.guards import ENOUGH, WINDOW, GuardOptions, find_trouble, over_budget, spike_limit, trouble_at_end
+from keel.trainer.state import State, step_seed
+from keel.trainer.step import problem_seed, train_step
+from trainer.small import BASE, small_config
+from trainer.test_step import ALWAYS, STATISTICS, make, weights
+
+QUICK = {"run.max_steps": "4", "checkpoint.every": "2"}
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def train(folder: Path, *overrides: str, **more: Any) -> Any:
+    given = {**QUICK, **dict(word.split("=", 1) for word in overrides), "run.dir": str(folder)}
+    return keel.train(BASE, overrides=[f"{name}={value}" for name, value in given.items()], **more)
+
+
+def kinds(run: Path) -> list[str]:
+    return [event["kind"] for event in read(run / "events.jsonl")]
+
+
+def at(**changes: Any) -> State:
+    return State(kl=KLState(beta=0.1, base=0.1), **changes)
+
+
+@pytest.mark.parametrize(
+    ("unit", "metrics", "broken"),
+    [
+        ("per_token", {"kl/policy_ref/k3/mean": 0.1, "kl/policy_ref/k3/p95": 0.2}, None),
+        ("per_token", {"kl/policy_ref/k3/mean": 0.11, "kl/policy_ref/k3/p95": 0.1}, "k3/mean is 0.11 nats per token"),
+        ("per_token", {"kl/policy_ref/k3/mean": 0.05, "kl/policy_ref/k3/p95": 0.21}, "k3/p95 is 0.21 nats per token"),
+        ("per_token", {"kl/policy_ref/k3/mean": math.nan}, "k3/mean is nan"),
+        ("per_token", {"kl/policy_ref/k3/mean": 0.5, "kl/policy_ref/exact/mean": 0.05}, None),
+        ("per_token", {"kl/policy_ref/sequence/mean": 9.0}, None),
+        ("per_sequence", {"kl/policy_ref/sequence/mean": 0.05, "kl/policy_ref/sequence/p95": 0.19}, None),
+        ("per_sequence", {"kl/policy_ref/sequence/mean": 0.2}, "sequence/mean is 0.2 nats per sequence"),
+        ("per_sequence", {"kl/policy_ref/sequence/mean": 0.0, "kl/policy_ref/sequence/p95": 0.3}, "sequence/p95"),
+        ("per_token", {}, None),
+    ],
+)
+def test_the_budget_is_a_mean_and_twice_that_for_the_95th_percentile(
+    unit: str, metrics: dict[str, float], broken: str | None
+) -> None:
+    said = over_budget(metrics, GuardOptions(budget=0.1, budget_unit=unit))
+    assert said is None if broken is None else broken in str(said)
+    assert over_budget(metrics, GuardOptions(budget=None, budget_unit=unit)) is None
+
+
+def test_which_trouble_asks_for_what() -> None:
+    options = GuardOptions(max_consecutive_nans=3, on_nans="stop", budget=0.1, budget_action="rollback")
+    bad = {"kl/policy_ref/k3/mean": 0.5}
+    assert find_trouble(at(consecutive_skips=2), {}, options) is None
+    skips = find_trouble(at(consecutive_skips=3), bad, options)
+    budget = find_trouble(at(consecutive_skips=2), bad, options)
+    assert skips is not None
+    assert (skips.code, skips.action) == ("optim/non-finite", "stop")
+    assert budget is not None
+    assert (budget.code, budget.action) == ("kl/over-budget", "rollback")
+
+
+def test_a_run_of_skipped_spikes_is_not_called_non_finite() -> None:
+    options = GuardOptions(max_consecutive_nans=3, on_nans="stop")
+    spikes = find_trouble(at(consecutive_skips=3, spike_skips=3), {}, options)
+    mixed = find_trouble(at(consecutive_skips=3, spike_skips=2), {}, options)
+    assert spikes is not None
+    assert mixed is not None
+    assert (spikes.code, mixed.code) == ("optim/spike", "optim/non-finite")
+
+
+def test_a_trouble_that_only_warns_does_not_hide_a_graver_one() -> None:
+    bad = {"kl/policy_ref/k3/mean": 0.5}
+    options = GuardOptions(max_consecutive_nans=3, on_nans="warn", budget=0.1, budget_action="stop")
+    found = find_trouble(at(consecutive_skips=3), bad, options)
+    assert found is not None
+    assert (found.code, found.action) == ("kl/over-budget", "stop")
+
+
+def test_a_spike_is_measured_against_the_median_of_enough_norms() -> None:
+    options = GuardOptions(grad_spike=4.0)
+    assert spike_limit((1.0,) * (ENOUGH - 1), options) is None
+    assert spike_limit((1.0, 3.0, 100.0) * 4, options) == 12.0
+
+
+def test_the_window_of_norms_is_bounded_and_holds_what_was_logged() -> None:
+    run, state = make()
+    seen = []
+    for _ in range(3):
+        state, metrics, _ = train_step(run, state)
+        seen.append(metrics["grad/norm"])
+    assert state.norms == tuple(seen)
+    state = train_step(run, replace(state, norms=(1.0,) * WINDOW)).state
+    assert len(state.norms) == WINDOW
+    assert State.from_dict(json.loads(json.dumps(state.to_dict()))) == state
+
+
+@pytest.mark.parametrize("answer", ["warn", "skip"])
+def test_a_spike_is_said_and_only_skipped_on_request(tmp_path: Path, answer: str) -> None:
+    """Rewards of step 12 are 10⁴ times their size and not divided by their deviation: so is the gradient."""
+    task = ["task.name=trainer.faults:poisoned", "task.first=12", "task.last=12", "task.factor=1e4"]
+    plain = ["loss.scale_rewards=none", "optim.max_grad_norm=null", "run.max_steps=14", "kl.beta=0"]
+    run = train(tmp_path, *task, *plain, f"guards.on_spike={answer}").directory
+    lines = {line["step"]: line for line in read(run / "metrics.jsonl")}
+    assert [step for step, line in lines.items() if line["guard/spike"]] == [12]
+    assert [step for step, line in lines.items() if line["guard/skipped"]] == ([12] if answer == "skip" else [])
+    said = next(event for event in read(run / "events.jsonl") if event["kind"] == "guard/spike")
+    assert said["step"] == 12
+    assert "running median" in said["message"]
+    if answer == "skip":
+        assert "spike" in next(e for e in read(run / "events.jsonl") if e["kind"] == "guard/skipped")["message"]
+
+
+SPIKES = ["task.name=trainer.faults:poisoned", "task.first=12", "task.last=99", "task.factor=1e4", "kl.beta=0"]
+PLAIN = ["loss.scale_rewards=none", "optim.max_grad_norm=null", "guards.on_spike=skip"]
+
+
+def test_spikes_that_are_skipped_never_become_the_usual(tmp_path: Path) -> None:
+    """Every step from the 12th on: were their norms in the window, its median would be a spike's from the 23rd on."""
+    result = train(tmp_path, *SPIKES, *PLAIN, "run.max_steps=30", "guards.max_consecutive_nans=100")
+    lines = {line["step"]: line for line in read(result.directory / "metrics.jsonl")}
+    assert [step for step, line in lines.items() if line["guard/spike"]] == list(range(12, 31))
+    assert [step for step, line in lines.items() if line["guard/skipped"]] == list(range(12, 31))
+    assert not any(line["guard/nonfinite"] for line in lines.values())
+    skipped = [event for event in read(result.directory / "events.jsonl") if event["kind"] == "guard/skipped"]
+    assert {(event["cause"], event["nonfinite"]) for event in skipped} == {("spike", None)}
+    assert "optim/spike" in result.summary["findings"]
+    assert "optim/non-finite" not in result.summary["findings"]
+
+
+def test_a_run_of_skipped_spikes_ends_under_its_own_code(tmp_path: Path) -> None:
+    result = train(
+        tmp_path, *SPIKES, *PLAIN, "run.max_steps=30", "guards.max_consecutive_nans=3", "guards.on_nans=stop"
+    )
+    assert result.exit_status == 1
+    assert "as gradient spikes up to step 14" in result.stopped
+    assert [e["code"] for e in read(result.directory / "events.jsonl") if e["kind"] == "stop"] == ["optim/spike"]
+    found = {f["code"]: f["severity"] for f in json.loads((result.directory / "findings.json").read_text())}
+    assert found["optim/spike"] == "error"
+    assert "optim/non-finite" not in found
+
+
+def test_a_step_with_one_bad_update_of_two_is_a_bad_step(tmp_path: Path) -> None:
+    """The rewards of a step's last problem, alone in the second minibatch, overflow."""
+    half = ["optim.minibatches=2", "task.name=trainer.faults:poisoned", "task.only=2", "task.first=1", "task.last=99"]
+    run, state = make(*half)
+    before = weights(run)
+    step = train_step(run, state)
+    assert (step.metrics["guard/skipped"], step.metrics["guard/nonfinite"]) == (0.5, 0.5)
+    assert (step.state.consecutive_skips, step.state.policy_version, len(step.state.norms)) == (1, 1, 1)
+    assert not torch.equal(weights(run), before)  # the other update was made
+    result = train(tmp_path, *half, "guards.max_consecutive_nans=3", "guards.on_nans=stop", "run.max_steps=9")
+    assert result.exit_status == 1
+    assert "3 updates in a row were skipped up to step 3" in result.stopped
+    assert "optim/non-finite" in result.summary["findings"]
+
+
+def test_a_run_of_nans_that_only_warns_is_said_once_and_goes_on(tmp_path: Path) -> None:
+    more = ["loss.loss_type=trainer.faults:nan_loss", "guards.max_consecutive_nans=2", "guards.on_nans=warn"]
+    result = train(tmp_path, *more)
+    assert (result.exit_status, result.steps) == (0, 4)
+    assert kinds(result.directory).count("optim/non-finite") == 1
+    assert not {"stop", "rollback"} & set(kinds(result.directory))
+
+
+def test_the_end_is_judged_like_a_step() -> None:
+    options = GuardOptions(budget=0.1, budget_action="rollback", on_nans="stop")
+    assert trouble_at_end(9, {"kl/policy_ref/k3/mean": 0.05, "logp/policy_mean": -1.0}, options) is None
+    assert trouble_at_end(9, {}, options) is None
+    far = trouble_at_end(9, {"kl/policy_ref/k3/mean": 0.5, "logp/policy_mean": -1.0}, options)
+    assert far is not None
+    assert (far.code, far.action) == ("kl/over-budget", "rollback")
+    assert "after the last update, that of step 9" in far.message
+
+
+@pytest.mark.parametrize("overrides", [(), ("kl.beta=0", "kl.measure_every=0")], ids=["reference", "none"])
+def test_weights_that_are_not_finite_are_seen_at_the_end_and_not_sampled_from(overrides: tuple[str, ...]) -> None:
+    run, state = make(*overrides)
+    finite = measure_end(run, state)
+    assert bool(finite) == (not overrides)
+    run.optimizer.parameters[1].data[0] = torch.nan
+    trouble = trouble_at_end(4, measure_end(run, state), GuardOptions(on_nans="stop"))
+    assert trouble is not None
+    assert (trouble.code, trouble.action) == ("optim/non-finite", "stop")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("kl.exact=true", "optim.minibatches=2", "loss.num_iterations=2"),
+        ("model.lora.r=2", "model.lora.dropout=0.3", "reference.kind=ema", "reference.every=1"),
+        ("kl.beta=0", "kl.measure_every=3"),
+    ],
+    ids=["plain", "exact", "lora", "seldom"],
+)
+def test_the_end_is_what_the_next_step_would_report(overrides: tuple[str, ...]) -> None:
+    run, state = make(*overrides)
+    for _ in range(2):
+        torch.manual_seed(step_seed(run.options.seed, state))
+        state = train_step(run, state).state
+    before = (state, torch.get_rng_state().tolist(), weights(run).tolist())
+    measured = measure_end(run, state)
+    assert (state, torch.get_rng_state().tolist(), weights(run).tolist()) == before
+    torch.manual_seed(step_seed(run.options.seed, state))
+    line = train_step(run, state).metrics
+    assert measured["kl/policy_ref/k3/mean"] > 0
+    if "kl.measure_every=3" not in overrides:
+        assert measured == {name: line[name] for name in measured}
+
+
+def test_a_non_finite_loss_at_the_first_step_still_writes_a_complete_line(tmp_path: Path) -> None:
+    result = train(tmp_path, "loss.loss_type=trainer.faults:nan_loss", "run.max_steps=1")
+    line = read(result.directory / "metrics.jsonl")[0]
+    missing = {*ALWAYS, *STATISTICS} - set(line)
+    assert not missing
+    assert line["guard/skipped"] == 1.0
+    assert line["loss/policy"] is None
+    assert "loss/policy" in line["nonfinite"]
+    assert line["kl/policy_ref/k3/mean"] is not None
+    said = next(event for event in read(result.directory / "events.jsonl") if event["kind"] == "guard/skipped")
+    assert said["nonfinite"] == "loss/policy"
+    kept = json.loads((result.directory / said["batch"]).read_text())
+    assert said["batch"] == "skipped/step-1.json"
+    assert kept["first_nonfinite"] == "loss/policy"
+    assert len(kept["completions"]) == 3 * 4
+    for record in kept["completions"]:
+        names = ("tokens", "old_logp", "ref_logp", "sample_logp")
+        assert len({len(record[name]) for name in names}) == 1
+        assert record["text"]
+        assert None not in (record["reward"], record["advantage"])
+
+
+def test_a_skipped_update_leaves_weights_moments_and_schedule_alone() -> None:
+    run, state = make("loss.loss_type=trainer.faults:nan_loss", "optim.warmup_steps=5")
+    before, rate = weights(run), run.optimizer.lr
+    state = train_step(run, state).state
+    assert torch.equal(weights(run), before)
+    assert run.optimizer.lr == rate
+    assert not run.optimizer.inner.state
+    assert (state.consecutive_skips, state.policy_version, state.norms) == (1, 0, ())
+
+
+def test_rewards_that_overflow_are_named_as_advantages(tmp_path: Path) -> None:
+    task = ["task.name=trainer.faults:poisoned", "task.first=2", "task.last=2"]
+    run = train(tmp_path, *task).directory
+    said = [event for event in read(run / "events.jsonl") if event["kind"] == "guard/skipped"]
+    assert [(event["step"], event["nonfinite"]) for event in said] == [(2, "advantage")]
+    assert [line["guard/skipped"] for line in read(run / "metrics.jsonl")] == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_the_parameter_with_the_first_non_finite_gradient_is_named() -> None:
+    run, _ = make()
+    names = [name for name, _ in run.policy.model.named_parameters()]
+    for parameter in run.optimizer.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    run.optimizer.parameters[2].grad[0] = torch.inf
+    metrics = run.optimizer.step(0.5)
+    assert metrics["guard/skipped"].value == 1.0
+    assert run.optimizer.nonfinite == names[2]
+
+
+def test_kept_batches_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from keel.trainer import loop
+
+    monkeypatch.setattr(loop, "SKIPPED_KEPT", 2)
+    run = train(tmp_path, "loss.loss_type=trainer.faults:nan_loss").directory
+    assert sorted(path.name for path in (run / "skipped").iterdir()) == ["step-1.json", "step-2.json"]
+    assert kinds(run).count("guard/skipped") == 4
+
+
+@pytest.mark.parametrize(("by_group", "kind"), [(False, "reward/constant"), (True, "advantage/zero")])
+def test_a_stretch_without_signal_is_said_once(tmp_path: Path, by_group: bool, kind: str) -> None:
+    more = ["task.name=trainer.faults:constant", f"task.by_group={str(by_group).lower()}", "guards.constant_steps=2"]
+    run = train(tmp_path, *more).directory
+    said = [event for event in read(run / "events.jsonl") if event["kind"] in ("reward/constant", "advantage/zero")]
+    assert [(event["kind"], event["step"]) for event in said] == [(kind, 2)]
+
+
+def test_updates_that_keep_failing_end_the_run_cleanly_where_it_was_good(tmp_path: Path) -> None:
+    more = ["loss.loss_type=trainer.faults:nan_loss", "guards.max_consecutive_nans=3", "guards.on_nans=stop"]
+    result = train(tmp_path, *more, "run.max_steps=9")
+    assert (result.exit_status, result.steps) == (1, 3)
+    assert "3 updates in a row" in result.stopped
+    found = {f["code"]: f["severity"] for f in json.loads((result.directory / "findings.json").read_text())}
+    assert found["optim/non-finite"] == "error"
+    assert "optim/non-finite" in result.summary["findings"]
+    assert "stop" in kinds(result.directory)
+
+
+@pytest.mark.parametrize("unit", ["per_token", "per_sequence"])
+def test_a_kl_budget_that_stops_ends_within_the_budget(tmp_path: Path, unit: str) -> None:
+    limit = 0.02 if unit == "per_token" else 0.5
+    budget = [f"kl.budget.max={limit}", f"kl.budget.unit={unit}", "kl.beta=0", "checkpoint.every=1"]
+    result = train(tmp_path, *budget, "run.max_steps=60", "optim.learning_rate=0.002")
+    assert result.exit_status == 1
+    assert 0 < result.steps < 60
+    name = "k3" if unit == "per_token" else "sequence"
+    lines = read(result.directory / "metrics.jsonl")
+    assert lines[-1]["step"] == result.steps
+    assert all(line[f"kl/policy_ref/{name}/mean"] <= limit and not line["guard/over_budget"] for line in lines)
+    abandoned = read(result.directory / "abandoned" / "attempt-0" / "metrics.jsonl")
+    assert abandoned[-1]["guard/over_budget"] == 1.0
+    assert "kl/over-budget" in result.summary["findings"]
+    assert json.loads((result.directory / "summary.json").read_text())["accuracy"]["after"] is not None
+
+
+def test_a_budget_that_only_warns_is_said_once_a_stretch(tmp_path: Path) -> None:
+    result = train(tmp_path, "kl.budget.max=1e-7", "kl.budget.action=warn")
+    assert (result.exit_status, result.steps) == (0, 4)
+    assert [line["guard/over_budget"] for line in read(result.directory / "metrics.jsonl")] == [0.0, 1.0, 1.0, 1.0]
+    assert kinds(result.directory).count("kl/over-budget") == 1
+
+
+def test_another_attempt_has_other_problems_and_the_first_has_the_seeds_own() -> None:
+    config = small_config()
+    run = build_run(config, build_policy(config)).run
+    first, again, second = (
+        [group.problem.key for group in train_step(run, State(kl=run.controller.init(), attempt=a)).batch.groups]
+        for a in (0, 0, 1)
+    )
+    assert first == again
+    assert not set(first) & set(second)
+    assert problem_seed(5, 0) == 5
+
+
+def test_options_of_the_guards_are_checked() -> None:
+    small_config("guards.on_nans=warn")
+    with pytest.raises(KeelError, match=r"kl\.budget\.action=rollback with guards\.max_rollbacks=0"):
+        small_config("guards.max_rollbacks=0", "kl.budget.max=1", "kl.budget.action=rollback")
+    small_config("guards.max_rollbacks=0", "kl.budget.max=1", "kl.budget.action=stop")
+    small_config("guards.max_rollbacks=1", "guards.grad_spike=3", "kl.budget.max=1", "kl.budget.action=rollback")
+    with pytest.raises(KeelError, match=r"on_nans"):
+        small_config("guards.on_nans=ignore")

@@ -1,0 +1,130 @@
+"""Behaviour cloning: the loss is on completions, the warm start is done once, a file will do."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import keel
+from keel.api import supervise
+from keel.base.errors import KeelError
+from keel.run.build import build_policy, build_warmstart
+from keel.run.warmstart import warmstart_place
+from keel.trainer.optim import Optimizer, build_schedule
+from keel.trainer.sft import SFTOptions, as_example, sft, sft_step
+from trainer.small import BASE, small_config
+
+
+def test_the_loss_is_the_mean_over_completion_tokens_alone() -> None:
+    loaded = build_policy(small_config())
+    tokenizer = loaded.tokenizer
+    texts = [("1+2=", "3"), ("10+20=", "30")]
+    examples = [as_example(tokenizer.encode(p), c, tokenizer) for p, c in texts]
+    total, tokens = 0.0, 0
+    for example in examples:
+        ids = torch.tensor([[*example.prompt_tokens, *example.completions[0].tokens]])
+        start = len(example.prompt_tokens)
+        logp = loaded.model(ids).logits[0, start - 1 : -1].log_softmax(-1).gather(-1, ids[0, start:, None])
+        total, tokens = total - logp.sum().item(), tokens + len(logp)
+    for budget in (8192, 4):
+        optimizer = Optimizer(loaded.model, learning_rate=1e-30)
+        line = sft_step(loaded, examples, optimizer, SFTOptions(microbatch_tokens=budget))
+        assert line["loss/total"] == pytest.approx(total / tokens, rel=1e-5)
+    assert tokens == 5  # "3", "30", and the end of each
+
+
+def test_it_learns_the_gold_answers() -> None:
+    config = small_config("warmstart.steps=60", "warmstart.learning_rate=0.02", "warmstart.batch_size=8")
+    loaded = build_policy(config)
+    examples, options = build_warmstart(config, loaded)
+    losses: list[float] = []
+    sft(loaded, examples, options, lambda step, line: losses.append(line["loss/total"]))
+    assert losses[-1] < 0.2 * losses[0]
+
+
+def test_an_entropy_bonus_leaves_the_share_of_other_tokens_that_its_optimum_has() -> None:
+    """max log p + c·H has p with p + (V − 1)·p·exp(−1/(c·p)) = 1, and the other tokens share the rest evenly."""
+    loaded = build_policy(small_config())
+    example = as_example(loaded.tokenizer.encode("1+2="), "3", loaded.tokenizer)
+    coef, size = 0.3, loaded.model.config.vocab_size
+    low, high = 0.5, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (
+            (middle, high) if middle + (size - 1) * middle * math.exp(-1 / (coef * middle)) < 1 else (low, middle)
+        )
+    sft(loaded, lambda step: [example], SFTOptions(steps=400, learning_rate=0.01, entropy_coef=coef))
+    ids = torch.tensor([[*example.prompt_tokens, *example.completions[0].tokens]])
+    found = loaded.model(ids).logits[0, -2].softmax(-1)
+    assert low < 0.97  # the bonus takes something
+    assert found[example.completions[0].tokens[-1]].item() == pytest.approx(low, abs=0.01)
+    others = found[[i for i in range(size) if i != example.completions[0].tokens[-1]]]
+    assert others.max().item() < 1.5 * others.min().item()
+
+
+def test_examples_of_a_file_come_all_once_an_epoch(tmp_path: Path) -> None:
+    path = tmp_path / "examples.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"{i}=", "completion": str(i)}) for i in range(6)))
+    config = small_config(f"warmstart.path={path}", "warmstart.batch_size=3", "warmstart.steps=4")
+    examples, _ = build_warmstart(config, build_policy(config))
+    epoch = [group.completions[0].text for step in (0, 1) for group in examples(step)]
+    assert sorted(epoch) == [str(i) for i in range(6)]
+    path.write_text('{"prompt": "1="}')
+    with pytest.raises(KeelError, match="line 1"):
+        build_warmstart(config, build_policy(config))
+
+
+def test_the_warm_start_is_made_once_and_is_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = [f"run.dir={tmp_path}", "warmstart.steps=3", "run.max_steps=1"]
+    first = keel.train(BASE, overrides=overrides)
+    line = json.loads((first.directory / "metrics.jsonl").read_text())
+    assert line["kl/policy_ref/k3/mean"] < 1e-9
+    for path in first.directory.iterdir():  # as if it had been killed right after its warm start
+        if path.name not in ("warmstart", "config.yaml"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def again(*_: object) -> None:
+        raise AssertionError("the warm start was repeated")
+
+    monkeypatch.setattr("keel.run.warmstart.sft", again)
+    second = keel.train(BASE, overrides=overrides)
+    assert second.summary["accuracy"] == first.summary["accuracy"]
+    with pytest.raises(AssertionError, match="repeated"):
+        keel.train(BASE, overrides=[*overrides, "run.if_exists=replace"])
+
+
+def test_a_warm_start_is_another_one_when_its_file_has_changed(tmp_path: Path) -> None:
+    examples = tmp_path / "examples.jsonl"
+    examples.write_text('{"prompt": "a", "completion": "b"}\n')
+    config = small_config(f"warmstart.path={examples}", "warmstart.steps=1")
+    place = warmstart_place(tmp_path, config)
+    assert warmstart_place(tmp_path, config) == place
+    examples.write_text('{"prompt": "a", "completion": "bc"}\n')
+    assert warmstart_place(tmp_path, config) != place
+    other = small_config(f"warmstart.path={examples}", "warmstart.steps=2")
+    assert warmstart_place(tmp_path, other) != place
+
+
+def test_keel_sft_leaves_a_run_with_a_model(tmp_path: Path) -> None:
+    config = small_config(f"run.dir={tmp_path}", "warmstart.steps=3")
+    result = supervise(config)
+    assert (result.directory / "checkpoints" / "step-3" / "model.safetensors").is_file()
+    lines = (result.directory / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+    assert json.loads((result.directory / "summary.json").read_text())["task"] == "letters"
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
+def test_schedules_rise_then_follow_their_course(name: str) -> None:
+    factor = build_schedule(name, warmup_steps=4, total_steps=14, final_ratio=0.1)
+    assert [round(factor(i), 6) for i in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    end, middle = {"constant": (1.0, 1.0), "linear": (0.1, 0.55), "cosine": (0.1, 0.55)}[name]
+    assert factor(14) == pytest.approx(end)
+    assert factor(9) == pytest.approx(middle)
+    twice = build_schedule(name, warmup_steps=4, total_steps=14, final_ratio=0.1, updates_per_step=2)
+    assert twice(28) == pytest.approx(end)
