@@ -37,11 +37,12 @@ test-metamorphic: setup  ## the metamorphic tests on 60 random draws each instea
 soak: setup  ## kill a run 20 times at random and compare it with one left alone (some minutes)
 	$(BIN)/python scripts/soak_resume.py --kills 20
 
-lint: setup  ## ruff, mypy and the rooms' import contracts
+lint: setup  ## ruff, mypy, the rooms' import contracts, no circles of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/circles.py
 
 verify: setup  ## prove every KL fact, as a table
 	$(BIN)/keel verify

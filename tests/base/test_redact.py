@@ -22,6 +22,7 @@ from keel.base import redact
 from keel.base.errors import KeelError
 from keel.base.redact import MASK, fill, hide, masked, secrets_in
 from keel.config import load_config
+from keel.config.checks import advice
 from keel.config.show import show_config
 from keel.lab.report import write_report
 from keel.lab.studies.folder import _record
@@ -113,7 +114,7 @@ def test_a_secret_is_nowhere_to_be_seen(
     redact._remembered.clear()
     config = loaded(PLACES[place](secret))
     folder = tmp_path_factory.mktemp("run")
-    shown = [show_config(config), json.dumps(masked(config.to_dict())), *config.notes()]
+    shown = [show_config(config), json.dumps(masked(config.to_dict())), *advice(config)]
     with RunDirectory.create(folder / "run") as directory:
         write_config(directory, config)
         assert load_config_text(directory.path) == config.to_dict()  # it can be resumed
@@ -252,7 +253,7 @@ def test_a_studys_labels_and_record_have_no_secrets(tmp_path: Path) -> None:
 
 def test_a_studys_processes_do_not_show_their_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command line can be read by every user of the machine."""
-    from keel.lab.studies import run as module
+    from keel.lab.studies import process as module
 
     started: list[tuple[list[str], dict[str, str]]] = []
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from keel.base.errors import KeelError
 from keel.config import Config, controller_params, load_config, loss_spec, read_config, resolved
 from keel.config.aliases import table
+from keel.config.checks import advice
 from keel.config.load import is_option, option_names
 from keel.config.show import migrate_page, show_config
 
@@ -245,8 +246,8 @@ def test_at_beta_0_the_pairing_does_not_matter():
 
 
 def test_notes():
-    assert load_config({}, ["kl.beta=0.01"]).notes() == []
-    assert "β/σ" in load_config({}, ["kl.beta=0.01", "kl.placement=reward", "kl.estimator=k1"]).notes()[1]
+    assert advice(load_config({}, ["kl.beta=0.01"])) == []
+    assert "β/σ" in advice(load_config({}, ["kl.beta=0.01", "kl.placement=reward", "kl.estimator=k1"]))[1]
     for loss, near in (
         ("grpo", True),
         ("gspo", True),
@@ -256,11 +257,11 @@ def test_notes():
         ("cispo", False),
     ):
         shaped = ["kl.beta=0.01", "kl.placement=advantage", "kl.estimator=k1", f"loss.loss_type={loss}"]
-        assert any("1/length" in note for note in load_config({}, shaped).notes()) == near
-    assert "∇KL(ref‖policy)" in load_config({}, ["kl.beta=0.01", "kl.gradient=plain"]).notes()[0]
-    assert "kl/unneeded" in load_config({}, ["kl.beta=0.01", "loss.loss_type=dr_grpo"]).notes()[0]
+        assert any("1/length" in note for note in advice(load_config({}, shaped))) == near
+    assert "∇KL(ref‖policy)" in advice(load_config({}, ["kl.beta=0.01", "kl.gradient=plain"]))[0]
+    assert "kl/unneeded" in advice(load_config({}, ["kl.beta=0.01", "loss.loss_type=dr_grpo"]))[0]
     biased = ["kl.beta=0.01", "kl.estimator=k1", "kl.gradient=plain", "kl.allow_biased=true"]
-    assert "regularises nothing" in load_config({}, biased).notes()[0]
+    assert "regularises nothing" in advice(load_config({}, biased))[0]
 
 
 def test_exact_and_episodes_follow_from_the_rest():

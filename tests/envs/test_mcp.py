@@ -24,8 +24,9 @@ from keel.cli import main
 from keel.config import load_config
 from keel.envs import build_task, mcp
 from keel.envs.judge import Judge
+from keel.envs.tool_list import tools_of
 from keel.envs.toolbox import Toolbox
-from keel.envs.tools import Tool, tools_of
+from keel.envs.tools import Tool
 from keel.rollout import SamplingParams
 from keel.rollout.collect import collect
 from rollout.chats import chats
@@ -297,7 +298,7 @@ def test_over_http_also_when_the_server_comes_back() -> None:
 
 LEAVES = """
 import os, sys, time
-from keel.envs.tools import tools_of
+from keel.envs.tool_list import tools_of
 from keel.envs.toolbox import Toolbox
 from keel.base.types import Problem
 

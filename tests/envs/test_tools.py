@@ -15,8 +15,9 @@ from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.envs import build_task
 from keel.envs.tool_calls import ToolCall, parse_calls, write_call
+from keel.envs.tool_list import tools_of
 from keel.envs.toolbox import KINDS, MOST_CALLS, Toolbox
-from keel.envs.tools import Tool, coerce, json_type, tool, tools_of
+from keel.envs.tools import Tool, coerce, json_type, tool
 
 PROBLEM = Problem("p", "?")
 RELEASE = threading.Event()

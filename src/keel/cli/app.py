@@ -45,12 +45,13 @@ WORDS = typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="A YAML file, a r
 def configuration(words: list[str], *, resume: bool = False) -> Any:
     """The configuration that the words name; what was renamed and what may surprise goes to stderr."""
     from keel.config import arguments, read_config
+    from keel.config.checks import advice
 
     sys.path.insert(0, "")  # module:attr of the folder one stands in, as with python -m
     paths, overrides = arguments.split(words)
     source, brought = arguments.choose(paths, resume=resume, overrides=overrides)
     config, renamed = read_config(source, [*brought, *overrides])
-    for note in (*renamed, *config.notes()):
+    for note in (*renamed, *advice(config)):
         typer.echo(f"keel: note: {note}", err=True)
     return config
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.config.aliases import Alias, first_given
+from keel.config.alias import Alias, first_given
 from keel.config.trl_steps import max_steps
 
 Given = Mapping[str, Any]

@@ -8,7 +8,7 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.config import trl_steps
-from keel.config.aliases import Alias, Convert, choice, first_given, harmless, no, number, switch, unless_null
+from keel.config.alias import Alias, Convert, choice, first_given, harmless, no, number, switch, unless_null
 
 Given = Mapping[str, Any]
 Options = Mapping[str, Any]

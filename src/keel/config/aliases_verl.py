@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keel.config import verl_values as values
-from keel.config.aliases import Alias, choice, harmless, no, unless_null
+from keel.config.alias import Alias, choice, harmless, no, unless_null
 from keel.config.verl_values import IN_LOSS, IN_REWARD, A, M, R
 
 VERL = [

@@ -339,12 +339,6 @@ class Config(Section):
         """Whether any pass of the reference is ever spent: never at β = 0 without measurements."""
         return self.kl.penalizes or self.kl.measure_every > 0
 
-    def notes(self) -> list[str]:
-        """Advice on this configuration, one sentence each: what is allowed and yet may surprise."""
-        from keel.config.checks import advice
-
-        return advice(self)
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data (dicts, lists, numbers, strings) that loads to this configuration again."""
         return plain(self.model_dump())

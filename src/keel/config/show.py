@@ -9,7 +9,8 @@ from pydantic import BaseModel
 
 from keel.base.redact import masked
 from keel.config import text
-from keel.config.aliases import Alias, tables
+from keel.config.alias import Alias
+from keel.config.aliases import tables
 from keel.config.fields import Part
 from keel.config.resolve import resolved
 from keel.config.schema import Config, plain

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.config.aliases import Convert, first_given, number
+from keel.config.alias import Convert, first_given, number
 
 Given = Mapping[str, Any]
 Options = Mapping[str, Any]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.config.aliases import Convert, choice, first_given, number, switch
+from keel.config.alias import Convert, choice, first_given, number, switch
 
 Given = Mapping[str, Any]
 Options = Mapping[str, Any]

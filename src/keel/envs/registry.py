@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
-from keel.base.moved import import_module
+from keel.base.imports import import_own, is_users_own
 from keel.envs.arithmetic import arithmetic
 from keel.envs.base import Task
 from keel.envs.capitals import capitals
@@ -19,10 +18,9 @@ from keel.envs.gsm8k import gsm8k
 from keel.envs.mixture import Mixture, mixture
 from keel.envs.multihop import multihop
 from keel.envs.reasoning_gym import check_reasoning_gym, reasoning_gym
-from keel.envs.tools import tools_of
+from keel.envs.tool_list import tools_of
 from keel.envs.with_tools import WithTools, with_tools
 
-_USERS_OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _METHODS = ("sample", "held_out", "gold", "reward")
 
 
@@ -125,24 +123,6 @@ def check_params(kind: str, factory: Callable[..., Any], params: Mapping[str, An
     for name, parameter in free.items():
         if parameter.default is parameter.empty and name not in params:
             raise KeelError(f"{kind} needs the parameter {name!r}")
-
-
-def is_users_own(name: str) -> bool:
-    """Whether a name has the form `module:attr`."""
-    return bool(_USERS_OWN.fullmatch(name))
-
-
-def import_own(spec: str, kind: str) -> Callable[..., Any]:
-    """The user's own part named `module:attr`."""
-    module, _, attr = spec.partition(":")
-    try:
-        found = getattr(import_module(module), attr)
-    except Exception as error:  # a user's module may raise anything while it is imported
-        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise KeelError(f"cannot import {kind} {spec!r}: {cause}; check the spelling and PYTHONPATH") from error
-    if not callable(found):
-        raise KeelError(f"{kind} {spec!r} is a {type(found).__name__}: it must be a function or a class")
-    return found
 
 
 def _factory(name: str) -> Callable[..., Any]:

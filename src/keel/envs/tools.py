@@ -114,28 +114,6 @@ def tool(
     return Tool(called, description, function, hints, required, about, tag=tag or called, ends=ends, **limits)
 
 
-def tools_of(entries: Sequence[Any]) -> tuple[Tool, ...]:
-    """Tools of `task.tools`: each a user's `module:attr`, a function, a tool already made, or those of an MCP server
-    (`{mcp: …}`); names are distinct.
-    """
-    from keel.envs.registry import import_own, is_users_own
-
-    if isinstance(entries, str) or not isinstance(entries, Sequence):
-        raise KeelError(f"task.tools is {entries!r}: give a list of module:attr or {{mcp: …}}")
-    found: list[Tool] = []
-    for entry in entries:
-        if isinstance(entry, Mapping):
-            from keel.envs.mcp import mcp_tools
-
-            found += mcp_tools(entry)
-            continue
-        if isinstance(entry, str) and not is_users_own(entry):
-            raise KeelError(f"task.tools: {entry!r} is no tool: write it as module:attr, such as mytools:search")
-        found.append(tool(import_own(entry, "tool") if isinstance(entry, str) else entry))
-    distinct([made.name for made in found])
-    return tuple(found)
-
-
 def distinct(names: Sequence[str]) -> None:
     """Refuse two tools of one name."""
     twice = next((name for name in names if list(names).count(name) > 1), None)

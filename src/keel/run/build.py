@@ -26,7 +26,7 @@ from keel.reference import build_reference
 from keel.rollout import NativeEngine, SamplingParams
 from keel.rollout.collect import collect
 from keel.rollout.render import Renderer, fit
-from keel.trainer.guards import GuardOptions
+from keel.trainer.guard_options import GuardOptions
 from keel.trainer.integrity import check_model
 from keel.trainer.optim import Optimizer, Schedule, build_schedule
 from keel.trainer.sft import Encode, Examples, SFTOptions, file_examples, gold_examples

@@ -15,6 +15,7 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.config import Config, load_config
+from keel.config.checks import advice
 from keel.envs import Task
 from keel.envs.judge import Judge
 from keel.envs.registry import lacking
@@ -185,7 +186,7 @@ def _train(
                 lay_aside(event.damaged)
         loaded = _policy(config, directory.path, checkpoint, loggers, task, interrupt)
         built = build_run(config, loaded, task=task, reward=reward)
-        for note in (*built.notes, *config.notes()):
+        for note in (*built.notes, *advice(config)):
             loggers.event("note", step=0 if checkpoint is None else step, message=note)
         job = _job(config, built, directory, loggers, callbacks)
         if checkpoint is None:

@@ -9,40 +9,18 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from keel.base.types import Completion
-    from keel.trainer.batch import StepBatch
-    from keel.trainer.state import State
+from keel.base.types import Completion
+from keel.trainer.batch import StepBatch
+from keel.trainer.guard_options import GuardOptions
+from keel.trainer.state import State
 
 WINDOW, ENOUGH = 50, 10  # gradient norms that the running median looks back on, and those it needs to say anything
 TOOL_ERRORS = 0.5  # the share of a step's calls above which their errors are said: the doctor's `tool_errors`
 P95_FACTOR = 2.0  # the 95th percentile may be this many times the budget of the mean
-
-
-@dataclass(frozen=True)
-class GuardOptions:
-    """Limits and answers; the budget is the largest mean KL of the run, in its unit."""
-
-    max_consecutive_nans: int = 5
-    on_nans: str = "rollback"
-    recovery_lr_factor: float = 0.5
-    max_rollbacks: int = 3
-    grad_spike: float = 10.0
-    on_spike: str = "warn"
-    constant_steps: int = 10
-    budget: float | None = None
-    budget_unit: str = "per_token"
-    budget_action: str = "stop"
-
-    @property
-    def may_roll_back(self) -> bool:
-        """Whether the start is worth a checkpoint, because there may be nothing else to go back to."""
-        broken = self.budget is not None and self.budget_action == "rollback"
-        return self.max_rollbacks > 0 and (broken or self.on_nans == "rollback")
 
 
 @dataclass(frozen=True)

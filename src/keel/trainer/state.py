@@ -19,7 +19,7 @@ from keel.models.load import LoadedModel
 from keel.models.scorer import Scorer
 from keel.reference import Reference
 from keel.rollout import Request, SamplingParams
-from keel.trainer.guards import GuardOptions
+from keel.trainer.guard_options import GuardOptions
 from keel.trainer.optim import Optimizer
 
 

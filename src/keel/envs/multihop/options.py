@@ -15,7 +15,8 @@ from keel.envs.multihop.task import Multihop
 from keel.envs.multihop.world import check_size
 from keel.envs.problems import HELD_OUT_FRACTION
 from keel.envs.tool_calls import FORMATS
-from keel.envs.tools import MAX_CHARACTERS, distinct, tools_of
+from keel.envs.tool_list import tools_of
+from keel.envs.tools import MAX_CHARACTERS, distinct
 
 ANSWER_STYLES = ("tags", "complete")
 INSTRUCTIONS = {

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from keel.base.errors import KeelError, unknown
+from keel.base.imports import import_own
 from keel.envs.multihop.question import Document, Question
 from keel.envs.multihop.score import normalise
 
@@ -98,8 +99,6 @@ def build_retriever(name: str, embedding: str | Callable[[list[str]], Any] | Non
         return lexical
     if embedding is None:
         raise KeelError("multihop retriever=hybrid needs embedding: module:attr of a function from texts to vectors")
-    from keel.envs.registry import import_own
-
     return Hybrid(import_own(embedding, "embedding") if isinstance(embedding, str) else embedding)
 
 

@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
+from keel.base.imports import import_own, is_users_own
 from keel.envs.base import Task
 from keel.envs.concurrent import is_async
-from keel.envs.registry import check_params, import_own, is_users_own
+from keel.envs.registry import check_params
 from keel.envs.rewards import http, maths, text
 from keel.envs.rewards.checks import CHECKS, check_types
 from keel.envs.rewards.part import RewardFunction, RewardPart, wrap

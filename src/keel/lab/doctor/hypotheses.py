@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from keel.base.thresholds import Thresholds
 from keel.kl.facts import MEANINGS
 from keel.lab.doctor.diagnosis import Hypothesis
+from keel.lab.doctor.early import early_moves
 from keel.lab.doctor.findings import CODES, Advice, Finding, overrides
 from keel.lab.doctor.formula import Formula
 from keel.lab.doctor.suspects import ROWS, Clear, Row
@@ -137,8 +138,6 @@ def preflight_figures(outcomes: Iterable[Outcome], *, several_turns: bool = Fals
 
 def history_figures(history: History, recent: int = 10) -> dict[str, float]:
     """What a run's metrics come to: means of the last steps, extremes of the whole run, and what its start shows."""
-    from keel.lab.doctor.checks.optim import early_moves  # the checks come with this table
-
     figures = {name: history.series[name].finite.tail(recent).mean for name in history.series if history.get(name)}
     if history.kl is not None:
         _, kl = history.kl

@@ -10,6 +10,7 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.config import aliases, text
+from keel.config.alias import Alias
 from keel.config.load import is_option, put, read_config
 from keel.config.verl_values import IN_LOSS, IN_REWARD, A, M, R
 from keel.lab.migrate.peer_files import Reading, read
@@ -170,9 +171,7 @@ def _silent(origin: str, reading: Reading, values: Mapping[str, Any]) -> dict[st
     }
 
 
-def _became(
-    name: str, value: Any, given: Mapping[str, Any], known: Mapping[str, aliases.Alias], *, silent: bool
-) -> Became:
+def _became(name: str, value: Any, given: Mapping[str, Any], known: Mapping[str, Alias], *, silent: bool) -> Became:
     alias = known.get(name)
     if alias is None and is_option(name):
         return Became(name, value, {name: value}, silent=silent)

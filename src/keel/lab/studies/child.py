@@ -8,8 +8,6 @@ import sys
 import threading
 from typing import Any
 
-CONFIG = "KEEL_STUDY_CONFIG"  # the variable that holds a run's configuration
-
 
 def end_with_parent() -> None:
     """A run whose study was killed ends too: the study holds the other end of stdin."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.lab.studies.run import Process, run_process
+from keel.lab.studies.process import Process, run_process
 
 
 @contextmanager

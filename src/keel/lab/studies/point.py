@@ -14,9 +14,9 @@ from keel.base.files import encode, write_atomic
 from keel.config import Config, load_config
 from keel.lab.hooks import AT_END
 from keel.lab.report.read import read_run
-from keel.lab.studies.child import CONFIG
 from keel.lab.studies.folder import DONE, DRIFT, FAILED, INTERRUPTED, STOPPED, Outcome, write_outcome
 from keel.lab.studies.grid import Measure
+from keel.lab.studies.process import CONFIG
 from keel.run.build import build_policy, build_warmstart
 from keel.run.train import train
 from keel.run.warmstart import is_whole, warmstart, warmstart_place

@@ -7,34 +7,24 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from keel.base.errors import KeelError
 from keel.config import Config
-from keel.lab.studies.child import CONFIG
 from keel.lab.studies.folder import FAILED, INTERRUPTED, LOG, OUTCOME, STARTS, Job, Outcome, jobs, open_folder, outcome
 from keel.lab.studies.grid import Measure, Study
+from keel.lab.studies.process import Process, run_process
 from keel.lab.studies.progress import Progress
 
 POLL_S = 0.3
 GRACE_S = 30.0  # for a run to finish its step and save
-
-
-@dataclass(frozen=True)
-class Process:
-    """A process to run: its configuration and other arguments, the file of its output, its threads."""
-
-    arguments: tuple[str, ...]
-    log: Path
-    threads: int
 
 
 class Pool(Protocol):
@@ -150,25 +140,6 @@ def last_line(log: Path) -> str:
 
 
 # ------------------------------------------------------------------------------------------------- pools
-
-
-def run_process(process: Process, started: Callable[[subprocess.Popen[bytes]], None] | None = None) -> int:
-    """Run to the end, output to the log; the process ends by itself when this one dies, since its stdin closes.
-
-    The configuration, which may hold secrets, travels in the environment: a command line is for all to see.
-    """
-    process.log.parent.mkdir(parents=True, exist_ok=True)
-    (process.log.parent / OUTCOME).unlink(missing_ok=True)
-    config, *others = process.arguments
-    environment = {**os.environ, "OMP_NUM_THREADS": str(process.threads), "PYTHONUNBUFFERED": "1", CONFIG: config}
-    command = [sys.executable, "-m", "keel.lab.studies.child", *others]
-    with process.log.open("ab") as log:
-        running = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
-        )
-        if started is not None:
-            started(running)
-        return running.wait()
 
 
 class Local:

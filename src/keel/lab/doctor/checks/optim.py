@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from itertools import pairwise
-
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import changes, either, setting, times, warmed_up
 from keel.lab.doctor.checks.base import RECENT, Answers, Unchecked, not_recorded, opt, running_median
+from keel.lab.doctor.early import early_moves
 from keel.lab.doctor.findings import Finding, Options, found
 from keel.lab.doctor.history import History, Series
 
@@ -33,28 +31,6 @@ def lr_too_high(history: History, thresholds: Thresholds) -> Answers:
     largest, step = max(moves)
     if largest > limit:
         yield _too_high(history, f"the update before step {step} moved {name} by {largest:.3g} nats per token")
-
-
-def early_moves(history: History) -> list[tuple[float, int]]:
-    """(change of the KL, step that shows it) of single updates, until shortly after the first at the full rate."""
-    if history.kl is None:
-        return []
-    _, series = history.kl
-    until = _full_rate(history) + 5
-    return [
-        (after - before, int(step))
-        for (before, from_step), (after, step) in pairwise(zip(series.values, series.steps, strict=True))
-        if step - from_step == 1 and step <= until and math.isfinite(after) and math.isfinite(before)
-    ]
-
-
-def _full_rate(history: History) -> float:
-    """The step at which the learning rate is first at its largest, in the first half of the run."""
-    rates = history.get("optim/learning_rate")
-    if rates is None:
-        return 1.0
-    half = rates.finite.head(max(1, len(rates) // 2))
-    return half.steps[half.values.index(max(half.values))]
 
 
 def _too_high(history: History, evidence: str) -> Finding:
