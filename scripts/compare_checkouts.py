@@ -69,7 +69,8 @@ ENVIRONMENT = {
 
 # --- what is masked ---------------------------------------------------------------------------------------------------
 
-CHANGING_KEY = re.compile(r"time|wall_s|seconds|rows_per_minute|keel|commit|(time|speed|memory)/.*|.*\brng\.pt")
+# `sha256` is the seal of a checkpoint's record, which holds times.
+CHANGING_KEY = re.compile(r"time|wall_s|seconds|rows_per_minute|keel|commit|sha256|(time|speed|memory)/.*|.*\brng\.pt")
 CHANGING_CHARTS = ("Time a step", "Speed", "Memory")
 CHANGING_TEXT = (
     (re.compile(r"\d[\d.,]*(e-?\d+)? (s|ms|seconds?|minutes?|hours?)\b"), rf"{MASK} \2"),
