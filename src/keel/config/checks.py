@@ -11,7 +11,7 @@ from keel.base.errors import KeelError, unknown
 from keel.base.moved import import_module
 from keel.base.redact import secrets_in
 from keel.config.resolve import controller_params, kl_spec, loss_spec, mismatch_spec, scale_rewards
-from keel.config.schema import Config, TaskSpec
+from keel.config.schema import Config, TaskOptions
 
 ENGINES = ("native",)
 DATA_OF_TASKS = ("path", "split", "columns", "on_broken")  # the rest of `data` says how prompts are rendered
@@ -241,15 +241,15 @@ def _optim(config: Config) -> None:
         raise KeelError("optim.decay_steps has no meaning with optim.schedule=constant: use linear or cosine")
 
 
-def task_specs(config: Config) -> Iterator[tuple[str, TaskSpec]]:
+def task_specs(config: Config) -> Iterator[tuple[str, TaskOptions]]:
     """Every task that the configuration names, with the option that names it."""
     yield "task", config.task
     for option, tasks in (("eval.tasks", config.eval.tasks), ("warmstart.task", _warmstart_tasks(config))):
         for index, task in enumerate(tasks):
-            yield f"{option}[{index}]", TaskSpec(name=task) if isinstance(task, str) else task
+            yield f"{option}[{index}]", TaskOptions(name=task) if isinstance(task, str) else task
 
 
-def _warmstart_tasks(config: Config) -> tuple[TaskSpec | str, ...]:
+def _warmstart_tasks(config: Config) -> tuple[TaskOptions | str, ...]:
     return config.warmstart.task if config.warmstart else ()
 
 

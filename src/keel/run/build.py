@@ -11,7 +11,7 @@ import torch
 
 from keel.base.errors import KeelError, unknown
 from keel.base.types import Problem
-from keel.config import Config, TaskSpec, controller_params, kl_spec, loss_spec, mismatch_spec
+from keel.config import Config, TaskOptions, controller_params, kl_spec, loss_spec, mismatch_spec
 from keel.config.checks import DATA_OF_TASKS, takes_data
 from keel.config.resolve import scale_rewards
 from keel.envs import Task, build_task
@@ -67,7 +67,7 @@ def build_policy(config: Config, weights: Path | None = None, *, probe: bool = T
     return replace(loaded, name=model.name)
 
 
-def build_named_task(spec: TaskSpec | str, config: Config | None = None) -> Task:
+def build_named_task(spec: TaskOptions | str, config: Config | None = None) -> Task:
     """`task`, or one entry of `eval.tasks` or `warmstart.task`: a name, or a name with parameters.
 
     A task that reads data, and has no `data` of its own beside its name, is given the configuration's `data` if it is
