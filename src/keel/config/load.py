@@ -6,7 +6,7 @@ import difflib
 import logging
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from keel.base.redact import MASK, hide, remember
 from keel.config import aliases, text
 from keel.config.checks import check
 from keel.config.schema import Config
+from keel.losses.options import LossOptions
+from keel.losses.policy import get_loss, own_options, unknown_options
 
 logger = logging.getLogger("keel")
 Setting = tuple[str, Any, str]  # dotted name, value, where it was given
@@ -87,9 +89,22 @@ def _choose_task(tree: dict[str, Any]) -> list[str]:
 def validate(tree: Mapping[str, Any]) -> Config:
     """The model of plain data; types and ranges only, the first mistake as one line."""
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as error:
         raise KeelError(_one_line(error)) from None
+    _validate_own(config.loss)
+    return config
+
+
+def _validate_own(loss: LossOptions) -> None:
+    """The parameters that a loss declares for itself, which stand in the section beside those of every loss."""
+    declared = [f"loss.{name}" for name in get_loss(loss.loss_type).options.model_fields]
+    for name in unknown_options(loss):
+        raise unknown_option(f"loss.{name}", more=declared)
+    try:
+        own_options(loss)
+    except ValidationError as error:
+        raise KeelError(_one_line(error, "loss.")) from None
 
 
 # ---------------------------------------------------------------------------------------------- settings
@@ -117,7 +132,7 @@ def _is_leaf(name: str) -> bool:
     """Whether what lies below this name is a value of its part rather than options of ours."""
     parent, _, _ = name.rpartition(".")
     found = _find(parent) if parent else None
-    return isinstance(found, type) and issubclass(found, PluginOptions) and name not in set(option_names())
+    return _takes_own(found) and name not in _NAMES
 
 
 def _override(item: str) -> Iterator[Setting]:
@@ -173,8 +188,13 @@ def is_option(name: str) -> bool:
     for end in range(len(parts) - 1, 0, -1):
         found = _find(".".join(parts[:end]))
         if found is not None:
-            return issubclass(found, PluginOptions)
+            return _takes_own(found)
     return False
+
+
+def _takes_own(section: type[BaseModel] | None) -> bool:
+    """Whether a section takes parameters of the part that it names."""
+    return section is not None and section.model_config.get("extra") == "allow"
 
 
 def _find(name: str) -> type[BaseModel] | None:
@@ -201,10 +221,13 @@ def _model_of(annotation: Any) -> type[BaseModel] | None:
 _NAMES = frozenset(option_names())
 
 
-def unknown_option(name: str, origin: str = "") -> KeelError:
-    """The error for a name that is no option, with the nearest that is one: same leaf elsewhere, or a near spelling."""
+def unknown_option(name: str, origin: str = "", more: Iterable[str] = ()) -> KeelError:
+    """The error for a name that is no option, with the nearest that is one: same leaf elsewhere, or a near spelling.
+
+    `more` are options beside those of every configuration.
+    """
     leaf = name.rpartition(".")[2]
-    known = sorted(_NAMES)
+    known = sorted({*_NAMES, *more})
     near = [option for option in known if option.rpartition(".")[2] == leaf]
     section = name.rpartition(".")[0]
     inside = [option for option in known if option.rpartition(".")[0] == section] if section else []
@@ -239,14 +262,14 @@ _EXPECTED = {
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
-def _one_line(error: ValidationError) -> str:
+def _one_line(error: ValidationError, section: str = "") -> str:
     """The first error in one line; unknown names first, since a misspelt option explains what follows."""
     errors = error.errors(include_url=False)
     for item in errors:
         if item["type"] == "extra_forbidden":
             return str(unknown_option(_dotted(item["loc"])))
     item = _likeliest(errors)
-    name, value, context = _dotted(item["loc"]), item["input"], item.get("ctx", {})
+    name, value, context = section + _dotted(item["loc"]), item["input"], item.get("ctx", {})
     if item["type"] == "missing":
         return f"{name} is required: give it"
     bounds = [f"{words} {context[key]:g}" for key, words in _BOUNDS.items() if key in context]

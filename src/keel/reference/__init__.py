@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from keel.base.errors import unknown
-from keel.base.imports import import_object, is_users_own
+from keel.base.errors import KeelError, unknown
+from keel.base.imports import import_object, is_users_own, parameters_of
 from keel.models.load import LoadedModel
 from keel.models.lora import is_lora
 from keel.reference.held import unwrap
-from keel.reference.kinds import Reference, adapter_off, ema, frozen, kl_triggered, snapshot
+from keel.reference.kinds import Range, Reference, adapter_off, ema, frozen, kl_triggered, snapshot
 
-KINDS: dict[str, Callable[..., Reference]] = {
-    "frozen": frozen,
-    "adapter_off": adapter_off,
-    "ema": ema,
-    "snapshot": snapshot,
-    "kl_triggered": kl_triggered,
-}
+KINDS: Mapping[str, Callable[..., Reference]] = MappingProxyType(
+    {
+        "frozen": frozen,
+        "adapter_off": adapter_off,
+        "ema": ema,
+        "snapshot": snapshot,
+        "kl_triggered": kl_triggered,
+    }
+)
 
 
 def build_reference(kind: str, loaded: LoadedModel, **params: Any) -> Reference:
@@ -31,15 +33,17 @@ def build_reference(kind: str, loaded: LoadedModel, **params: Any) -> Reference:
 
 
 def check_reference(kind: str, **params: Any) -> None:
-    """Check the name and its parameters against the factory's signature, before any model is loaded."""
-    factory = frozen if kind == "auto" else _factory(kind)
-    accepts = inspect.signature(factory).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepts.values()):
-        return
-    known = list(accepts)[1:]
-    for name in params:
+    """Check the name, and its parameters against the factory's signature, before any model is loaded."""
+    accepts = parameters_of(frozen if kind == "auto" else _factory(kind))
+    known = [p.name for p in list(accepts.values())[1:] if p.kind is not p.VAR_KEYWORD]
+    for name, value in params.items():
         if name not in known:
+            if any(p.kind is p.VAR_KEYWORD for p in accepts.values()):
+                continue
             raise unknown(f"parameter of reference kind {kind}", name, known)
+        for range_ in getattr(accepts[name].annotation, "__metadata__", ()):
+            if isinstance(range_, Range) and not range_.holds(value):
+                raise KeelError(f"reference.{name} is {value!r}: expected {range_.expected}")
 
 
 def _factory(kind: str) -> Callable[..., Reference]:
@@ -50,4 +54,4 @@ def _factory(kind: str) -> Callable[..., Reference]:
     raise unknown("reference.kind", kind, [*KINDS, "auto"])
 
 
-__all__ = ["KINDS", "Reference", "build_reference", "check_reference"]
+__all__ = ["KINDS", "Range", "Reference", "build_reference", "check_reference"]

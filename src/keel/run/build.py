@@ -12,14 +12,14 @@ import torch
 from keel.base.errors import KeelError, unknown
 from keel.base.imports import import_object, is_users_own
 from keel.base.types import Problem
-from keel.config import Config, TaskOptions, controller_params, kl_spec, loss_spec, mismatch_spec
+from keel.config import Config, TaskOptions, kl_pairing
 from keel.config.checks import DATA_OF_TASKS, takes_data
-from keel.config.resolve import scale_rewards
 from keel.envs import Task, build_task
 from keel.envs.judge import Judge
 from keel.envs.mixture import mixture
 from keel.envs.rewards import wrap
-from keel.kl import build_controller
+from keel.kl import controller_of
+from keel.losses import scale_rewards
 from keel.models.load import DTYPES, LoadedModel, load_model
 from keel.models.lora import adapter_is_zero
 from keel.models.scorer import build_scorer
@@ -31,7 +31,7 @@ from keel.trainer.guard_options import GuardOptions
 from keel.trainer.integrity import check_model
 from keel.trainer.optim import Optimizer, Schedule, build_schedule
 from keel.trainer.sft import Encode, Examples, SFTOptions, file_examples, gold_examples
-from keel.trainer.state import Engine, KLOptions, Run, StepOptions
+from keel.trainer.state import Engine, Run, StepOptions
 
 RewardFunction = Callable[..., Any]
 
@@ -184,7 +184,6 @@ def build_run(
     sampling = build_sampling(config)
     engine = build_engine(config, loaded)
     half = autocast_dtype(config, loaded)
-    spec, loss = kl_spec(config), loss_spec(config)
     scorer = build_scorer(config.model.scorer)
     shared = isinstance(engine, NativeEngine) and engine.model is loaded.model and half is None and scorer is None
     run = Run(
@@ -194,17 +193,11 @@ def build_run(
         collect=_collector(config, engine, task, loaded, sampling, judge),
         reference=_reference(config, loaded),
         optimizer=build_optimizer(config, loaded, half),
-        controller=build_controller(**controller_params(config)),
-        loss=loss,
-        kl=KLOptions(
-            spec=spec,
-            pairing=spec.pairing(loss, off_policy=config.off_policy or not shared),
-            exact=config.kl.needs_exact,
-            measure_every=config.kl.measure_every,
-            collect_max=config.kl.collect_max,
-        ),
+        controller=controller_of(config.kl, config.episodes_per_step),
+        loss=config.loss,
+        kl=config.kl,
+        pairing=kl_pairing(config, off_policy=config.off_policy or not shared),
         options=_step_options(config, loaded.shared_prefix and scorer is None, half),
-        mismatch=mismatch_spec(config),
         guards=guard_options(config),
         scorer=scorer,
     )
@@ -273,7 +266,7 @@ def _step_options(config: Config, shared_prefix: bool, half: torch.dtype | None)
         num_iterations=loss.num_iterations,
         minibatches=config.optim.minibatches,
         baseline=loss.baseline,
-        scale_rewards=scale_rewards(config),
+        scale_rewards=scale_rewards(loss),
         reward_warmup_steps=config.reward.warmup_steps,
         mask_truncated=loss.mask_truncated_completions,
         resample_tries=loss.dynamic_sampling_rounds if loss.dynamic_sampling else 0,

@@ -13,8 +13,8 @@ from torch import nn
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem
 from keel.envs import Task
-from keel.kl import Controller, KLState, Pairing
-from keel.losses import KLSpec, LossSpec, MismatchSpec
+from keel.kl import Controller, KLOptions, KLState, Pairing
+from keel.losses import LossOptions
 from keel.models.load import LoadedModel
 from keel.models.scorer import Scorer
 from keel.reference import Reference
@@ -40,21 +40,6 @@ class Collect(Protocol):
     """From problems to judged groups: the turn loop with engine, task, tokenizer and judge already bound."""
 
     def __call__(self, problems: Sequence[Problem], *, attempt: int, step: int) -> list[Group]: ...
-
-
-@dataclass(frozen=True)
-class KLOptions:
-    """The KL term, and what is measured beside it."""
-
-    spec: KLSpec
-    pairing: Pairing
-    exact: bool = False
-    measure_every: int = 1
-    collect_max: float | None = None
-
-    def measures(self, step: int) -> bool:
-        """Whether the KL is measured at this step even at β = 0."""
-        return self.measure_every > 0 and step % self.measure_every == 0
 
 
 @dataclass(frozen=True)
@@ -88,10 +73,10 @@ class Run:
     reference: Reference | None
     optimizer: Optimizer
     controller: Controller
-    loss: LossSpec
+    loss: LossOptions
     kl: KLOptions
+    pairing: Pairing
     options: StepOptions
-    mismatch: MismatchSpec | None = None
     guards: GuardOptions = field(default_factory=GuardOptions)
     scorer: Scorer | None = None
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keel.base.metrics import Mean, Metric, Metrics, Sum, merge, values
 from keel.base.types import Group, Problem
-from keel.kl import estimate, shape_rewards
+from keel.kl import estimate, reward_penalty
 from keel.losses import centred, deviation, global_denominators, objective, summed_kl, with_policy_mask, zero_variance
 from keel.models.logprobs import FullScores
 from keel.trainer.batch import (
@@ -61,8 +61,8 @@ def train_step(run: Run, state: State) -> Step:
                 for micro in minibatch:
                     scores = score_micro(micro, batch, run)             # logp, entropy, exact KL: each [b, t]
                     out = objective(                                    # doors 2 and 3: KL in advantage or loss
-                        scores, batch.view(micro), run.loss, run.kl.spec, state.beta, counts,
-                        pairing=run.kl.pairing, mismatch=run.mismatch,
+                        scores, batch.view(micro), run.loss, run.kl, state.beta, counts,
+                        pairing=run.pairing,
                     )
                     run.optimizer.backward(out.loss)
                     info = merge(info, out.metrics)
@@ -131,7 +131,7 @@ def score(batch: StepBatch, run: Run, state: State) -> StepBatch:
     wanted = state.beta != 0.0 or kl.collect_max is not None or kl.measures(state.step)
     if run.reference is not None and wanted:
         batch = score_reference(batch, run)
-    in_reward = kl.spec.placement == "reward" and state.beta != 0.0
+    in_reward = kl.placement == "reward" and state.beta != 0.0
     if kl.collect_max is not None or in_reward or run.options.minibatches > 1:
         batch = score_policy(batch, run)
     return replace(batch, kl=sampled_kl(batch, run)) if in_reward else batch
@@ -139,12 +139,12 @@ def score(batch: StepBatch, run: Run, state: State) -> StepBatch:
 
 def sampled_kl(batch: StepBatch, run: Run) -> Tensor:
     """The KL `[B, T]` of the first door under the rollout weights: the vocabulary's sum, or the estimate."""
-    rows, spec = batch.rows, run.kl.spec
-    if spec.estimator.startswith("exact"):
-        return stitch((summed_kl(spec, scores) for scores in batch.scores), batch.width)
+    rows, kl = batch.rows, run.kl
+    if kl.estimator.startswith("exact"):
+        return stitch((summed_kl(kl, scores) for scores in batch.scores), batch.width)
     assert rows.old_logp is not None
     assert rows.ref_logp is not None
-    return estimate(spec.estimator, rows.old_logp, rows.ref_logp, rows.action_mask, clamp=spec.log_ratio_clamp)
+    return estimate(kl.estimator, rows.old_logp, rows.ref_logp, rows.action_mask, clamp=kl.log_ratio_clamp)
 
 
 def reject(batch: StepBatch, run: Run) -> StepBatch:
@@ -169,11 +169,9 @@ def reject(batch: StepBatch, run: Run) -> StepBatch:
 
 def penalize_rewards(batch: StepBatch, run: Run, beta: float) -> StepBatch:
     """Door 1: what the KL takes from each reward."""
-    if run.kl.spec.placement != "reward" or beta == 0.0 or batch.kl is None:
+    if run.kl.placement != "reward" or beta == 0.0 or batch.kl is None:
         return batch
-    assert batch.rows.rewards is not None
-    nothing = torch.zeros_like(batch.rows.rewards)
-    return replace(batch, penalty=shape_rewards(nothing, batch.kl, batch.rows.action_mask, beta))
+    return replace(batch, penalty=reward_penalty(batch.kl, batch.rows.action_mask, beta))
 
 
 def with_advantages(batch: StepBatch, run: Run, step: int) -> StepBatch:

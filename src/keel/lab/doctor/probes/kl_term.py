@@ -39,7 +39,8 @@ def probe_kl_term(bench: Bench, thresholds: Thresholds) -> Outcome:
             return Outcome("kl_term", unneeded, figures, unchecked=(together,))
         norms = gradient_norms(bench)
     values = sampled_values(policy, reference, kl)
-    measured = measure_term(policy, reference, kl, off_policy=config.off_policy, named=thresholds["kl_gradient_named"])
+    named = thresholds["kl_gradient_named"]
+    measured = measure_term(policy, reference, kl, bench.run.pairing, off_policy=config.off_policy, named=named)
     used = bench.full_beta > 0 or config.kl.controller.name != "fixed"
     figures |= measured.figures()
     expected = _expected(bench)
@@ -71,8 +72,8 @@ def _value_line(bench: Bench, values: Mapping[str, float]) -> str:
 
 def _what(bench: Bench) -> str:
     kl = bench.config.kl
-    form = bench.run.kl.pairing.form
-    return f"kl.estimator={kl.estimator} in the {kl.placement} (gradient={form}, level={bench.run.kl.pairing.level})"
+    pairing = bench.run.pairing
+    return f"kl.estimator={kl.estimator} in the {kl.placement} (gradient={pairing.form}, level={pairing.level})"
 
 
 def _gradient_line(bench: Bench, measured: Measured) -> str:
