@@ -91,20 +91,25 @@ def _fits(config: Config, tokenizer: Any) -> Callable[[Problem], bool]:
     return lambda problem: limit is None or len(renderer.prompt(problem)) <= limit
 
 
-def without_long_prompts(config: Config, tokenizer: Any, task: Task) -> tuple[Task, list[str]]:
-    """The task without prompts that are too long, and the sentence that counts them: `data.truncation: drop`."""
+def without_long_prompts(
+    config: Config, tokenizer: Any, task: Task, *, required: bool = True
+) -> tuple[Task, list[str]]:
+    """The task without prompts that are too long, and the sentence that counts them: `data.truncation: drop`.
+
+    A task that makes its problems is refused, or stays as it is where nothing of this is `required`.
+    """
     if config.data.truncation != "drop":
         return task, []
-    keep = getattr(task, "keep", None)
-    if keep is None:
+    limit = config.data.max_prompt_length
+    try:
+        found = task.keep(_fits(config, tokenizer))
+    except KeelError as error:
+        raise KeelError(f"{error}: raise data.max_prompt_length, which is {limit}") from None
+    if found is None and required:
         raise KeelError(
             f"data.truncation=drop needs a task that reads data, which {task.name!r} is not: use left or error"
         )
-    limit = config.data.max_prompt_length
-    try:
-        kept, left_out = keep(_fits(config, tokenizer))
-    except KeelError as error:
-        raise KeelError(f"{error}: raise data.max_prompt_length, which is {limit}") from None
+    kept, left_out = found or (task, 0)
     said = f"{left_out} problems left out: their prompts are longer than data.max_prompt_length={limit}"
     return kept, [said] if left_out else []
 
@@ -209,13 +214,13 @@ def build_run(
         scorer=scorer,
     )
     packing = [] if loaded.packing_note is None else [loaded.packing_note]
-    said = (*packing, *getattr(task, "notes", ()), *dropped, *_one_turn(config, task), *_kept_adapter(config, run))
+    said = (*packing, *task.notes, *dropped, *_one_turn(config, task), *_kept_adapter(config, run))
     return Built(run, judge, sampling, said)
 
 
 def _one_turn(config: Config, task: Task) -> list[str]:
     """A word on a task of several turns that is given one."""
-    if config.rollout.max_turns > 1 or not hasattr(task, "respond"):
+    if config.rollout.max_turns > 1 or not task.several_turns:
         return []
     return [f"task {task.name!r} has several turns, but rollout.max_turns is 1: no tool is ever answered"]
 
@@ -343,10 +348,7 @@ def build_warmstart(config: Config, loaded: LoadedModel, task: Task | None = Non
     else:
         named = [build_named_task(spec, config) for spec in start.task]
         own = task or build_named_task(config.task, config)
-        kept = [
-            without_long_prompts(config, loaded.tokenizer, one)[0] if hasattr(one, "keep") else one
-            for one in named or [own]
-        ]
+        kept = [without_long_prompts(config, loaded.tokenizer, one, required=False)[0] for one in named or [own]]
         source: Any = mixture(kept) if len(kept) > 1 else kept[0]
         examples = gold_examples(source, encoder, loaded.tokenizer, reply=renderer.reply, **shared)
     options = SFTOptions(
