@@ -17,6 +17,7 @@ from keel.config import load_config
 from keel.envs import Task, build_task
 from keel.envs.mixture import mixture
 from keel.rollout.collect import collect
+from keel.rollout.engine import Engine
 from keel.rollout.render import Renderer
 from keel.rollout.request import Request
 from keel.rollout.sampling import SamplingParams
@@ -28,7 +29,7 @@ from trainer.worlds import CONFIG, TASK, model
 MODEL, TOKENIZER = model()
 
 
-class Gold:
+class Gold(Engine):
     """An engine that says the gold turns of the one problem it is given."""
 
     def __init__(self, turns: list[str]) -> None:

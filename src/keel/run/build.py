@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from keel.base.errors import KeelError, unknown
-from keel.base.imports import import_object, is_users_own
+from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.config import Config, TaskOptions, controller_params, kl_spec, loss_spec, mismatch_spec
 from keel.config.checks import DATA_OF_TASKS, takes_data
@@ -24,14 +23,15 @@ from keel.models.load import DTYPES, LoadedModel, load_model
 from keel.models.lora import adapter_is_zero
 from keel.models.scorer import build_scorer
 from keel.reference import build_reference
-from keel.rollout import NativeEngine, SamplingParams
+from keel.rollout import Engine, SamplingParams
+from keel.rollout import build_engine as engine_of
 from keel.rollout.collect import collect
 from keel.rollout.render import Renderer, fit
 from keel.trainer.guard_options import GuardOptions
 from keel.trainer.integrity import check_model
 from keel.trainer.optim import Optimizer, Schedule, build_schedule
 from keel.trainer.sft import Encode, Examples, SFTOptions, file_examples, gold_examples
-from keel.trainer.state import Engine, KLOptions, Run, StepOptions
+from keel.trainer.state import KLOptions, Run, StepOptions
 
 RewardFunction = Callable[..., Any]
 
@@ -144,17 +144,11 @@ def build_sampling(config: Config, **changes: Any) -> SamplingParams:
 
 
 def build_engine(config: Config, loaded: LoadedModel) -> Engine:
-    """The sampler: the native one shares the policy's weights; a user's `module:attr` is given model and tokenizer."""
-    name = config.rollout.engine
-    if name == "native":
-        kept = int(config.rollout.kept_gib * 2**30) if config.rollout.max_turns > 1 else 0
-        return NativeEngine(loaded.model, loaded.tokenizer, kept_bytes=kept, graphs=config.rollout.cuda_graphs)
-    if is_users_own(name):
-        made: Engine = import_object(name, "engine")(loaded.model, loaded.tokenizer)
-        return made
-    if name == "vllm":
-        raise KeelError("rollout.engine=vllm is not available in this version: use rollout.engine=native")
-    raise unknown("rollout.engine", name, ["native", "module:attr"])
+    """The sampler that `rollout.engine` names, with its own options."""
+    rollout = config.rollout
+    kept = int(rollout.kept_gib * 2**30) if rollout.max_turns > 1 else 0
+    options = {"kept_bytes": kept, "graphs": rollout.cuda_graphs} if rollout.engine == "native" else {}
+    return engine_of(rollout.engine, loaded.model, loaded.tokenizer, **options)
 
 
 def rendering(config: Config) -> dict[str, Any]:
@@ -188,10 +182,11 @@ def build_run(
     judge = build_judge(config, task, reward)
     sampling = build_sampling(config)
     engine = build_engine(config, loaded)
+    _check_logp(config, engine, sampling)
     half = autocast_dtype(config, loaded)
     spec, loss = kl_spec(config), loss_spec(config)
     scorer = build_scorer(config.model.scorer)
-    shared = isinstance(engine, NativeEngine) and engine.model is loaded.model and half is None and scorer is None
+    shared = engine.shares_weights and half is None and scorer is None
     run = Run(
         policy=loaded,
         task=task,
@@ -216,6 +211,15 @@ def build_run(
     packing = [] if loaded.packing_note is None else [loaded.packing_note]
     said = (*packing, *task.notes, *dropped, *_one_turn(config, task), *_kept_adapter(config, run))
     return Built(run, judge, sampling, said)
+
+
+def _check_logp(config: Config, engine: Engine, sampling: SamplingParams) -> None:
+    """Refuse filters where the engine's log-probabilities are those after them: training compares the policy's own."""
+    if engine.logp_after_filters and sampling.filtered:
+        raise KeelError(
+            f"rollout.engine={config.rollout.engine} gives log-probabilities after filters (logp_after_filters), which "
+            "are not the policy's: leave rollout.top_p, top_k and min_p off, or let it report those before"
+        )
 
 
 def _one_turn(config: Config, task: Task) -> list[str]:
@@ -259,8 +263,7 @@ def _collector(
             judge=judge,
             **rendering(config),
         )
-        if isinstance(engine, NativeEngine):
-            engine.forget()  # the update needs the memory
+        engine.release()  # the update needs the memory
         return groups
 
     return collected

@@ -16,7 +16,7 @@ from keel.envs.judge import Judge
 from keel.envs.registry import TASKS
 from keel.envs.rewards import RewardPart
 from keel.eval.evaluate import EvalResult, evaluate, paired_difference, paired_reward
-from keel.rollout.collect import Engine
+from keel.rollout.engine import Engine
 from keel.rollout.sampling import SamplingParams
 from keel.run.build import (
     build_engine,
@@ -204,8 +204,6 @@ def _evaluated(
     found = []
     for entry in entries(config, kept):
         if watch is not None:
-            told = watch(f"{subject.name}: {entry.task.name}", config.eval.samples * _samples(config))
-            if hasattr(engine, "on_finished"):
-                engine.on_finished = told
+            engine.on_finished = watch(f"{subject.name}: {entry.task.name}", config.eval.samples * _samples(config))
         found.append(evaluate_entry(config, engine, loaded.tokenizer, entry, seed=seed))
     return found
