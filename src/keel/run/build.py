@@ -26,7 +26,6 @@ from keel.reference import build_reference
 from keel.rollout import NativeEngine, SamplingParams
 from keel.rollout.collect import collect
 from keel.rollout.render import Renderer, fit
-from keel.trainer.guard_options import GuardOptions
 from keel.trainer.integrity import check_model
 from keel.trainer.optim import Optimizer, Schedule, build_schedule
 from keel.trainer.sft import Encode, Examples, SFTOptions, file_examples, gold_examples
@@ -204,7 +203,8 @@ def build_run(
         ),
         options=_step_options(config, loaded.shared_prefix and scorer is None, half),
         mismatch=mismatch_spec(config),
-        guards=guard_options(config),
+        guards=config.guards,
+        budget=config.kl.budget,
         scorer=scorer,
     )
     packing = [] if loaded.packing_note is None else [loaded.packing_note]
@@ -278,13 +278,6 @@ def _step_options(config: Config, shared_prefix: bool, half: torch.dtype | None)
         resample_tries=loss.dynamic_sampling_rounds if loss.dynamic_sampling else 0,
         autocast=half,
     )
-
-
-def guard_options(config: Config) -> GuardOptions:
-    """The guards' limits, the KL budget among them."""
-    budget = config.kl.budget
-    spent = {} if budget is None else {"budget": budget.max, "budget_unit": budget.unit, "budget_action": budget.action}
-    return GuardOptions(**{**config.guards.model_dump(), **spent})
 
 
 def autocast_dtype(config: Config, loaded: LoadedModel) -> torch.dtype | None:
