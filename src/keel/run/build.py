@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +19,7 @@ from keel.envs.judge import Judge
 from keel.envs.mixture import mixture
 from keel.envs.rewards import wrap
 from keel.kl import build_controller
-from keel.models.load import DTYPES, LoadedModel, import_attr, is_users_own, load_model
+from keel.models.load import LoadedModel, import_attr, is_users_own, load_model
 from keel.models.lora import adapter_is_zero
 from keel.models.scorer import build_scorer
 from keel.reference import build_reference
@@ -27,8 +27,9 @@ from keel.rollout import NativeEngine, SamplingParams
 from keel.rollout.collect import collect
 from keel.rollout.render import Renderer, fit
 from keel.trainer.integrity import check_model
-from keel.trainer.optim import Optimizer, Schedule, build_schedule
-from keel.trainer.sft import Encode, Examples, SFTOptions, file_examples, gold_examples
+from keel.trainer.optim import Optimizer, Schedule, amp_dtype, build_schedule
+from keel.trainer.options import OptimOptions, WarmstartOptions
+from keel.trainer.sft import Encode, Examples, file_examples, gold_examples
 from keel.trainer.state import Engine, KLOptions, Run, StepOptions
 
 RewardFunction = Callable[..., Any]
@@ -181,7 +182,7 @@ def build_run(
     judge = build_judge(config, task, reward)
     sampling = build_sampling(config)
     engine = build_engine(config, loaded)
-    half = autocast_dtype(config, loaded)
+    half = amp_dtype(config.optim, loaded.dtype)
     spec, loss = kl_spec(config), loss_spec(config)
     scorer = build_scorer(config.model.scorer)
     shared = isinstance(engine, NativeEngine) and engine.model is loaded.model and half is None and scorer is None
@@ -191,7 +192,7 @@ def build_run(
         engine=engine,
         collect=_collector(config, engine, task, loaded, sampling, judge),
         reference=_reference(config, loaded),
-        optimizer=build_optimizer(config, loaded, half),
+        optimizer=Optimizer(loaded.model, config.optim, learning_rate_schedule(config), amp_dtype=half),
         controller=build_controller(**controller_params(config)),
         loss=loss,
         kl=KLOptions(
@@ -280,45 +281,22 @@ def _step_options(config: Config, shared_prefix: bool, half: torch.dtype | None)
     )
 
 
-def autocast_dtype(config: Config, loaded: LoadedModel) -> torch.dtype | None:
-    """The type of the mixed-precision passes, None where the weights' own is used."""
-    name = config.optim.precision
-    if name == "auto" or DTYPES[name] == loaded.dtype:
-        return None
-    if name == "float32":
-        raise KeelError(f"optim.precision=float32 needs model.dtype=float32: the weights are {loaded.dtype}")
-    return DTYPES[name]
-
-
 def learning_rate_schedule(config: Config, decay_steps: int | None = None) -> Schedule:
     """The course of the learning rate, or what it would be with another end of its decay."""
-    optim = config.optim
-    return build_schedule(
-        optim.schedule,
-        warmup_steps=optim.warmup_steps,
-        total_steps=decay_steps or optim.decay_steps or config.run.max_steps,
-        final_ratio=optim.final_ratio,
-        updates_per_step=config.loss.num_iterations * optim.minibatches,
-    )
+    optim = config.optim if decay_steps is None else config.optim.model_copy(update={"decay_steps": decay_steps})
+    updates = config.loss.num_iterations * optim.minibatches
+    return build_schedule(optim, config.run.max_steps, updates_per_step=updates)
 
 
-def build_optimizer(config: Config, loaded: LoadedModel, half: torch.dtype | None = None) -> Optimizer:
-    optim = config.optim
-    return Optimizer(
-        loaded.model,
-        name=optim.optimizer,
-        learning_rate=optim.learning_rate,
-        schedule=learning_rate_schedule(config),
-        weight_decay=optim.weight_decay,
-        betas=optim.betas,
-        eps=optim.eps,
-        max_grad_norm=optim.max_grad_norm,
-        offload=optim.offload,
-        scaler=half == torch.float16 and loaded.device.type == "cuda",
-    )
+class Supervised(NamedTuple):
+    """What `sft` takes: the examples, and the sections that say how they are learned."""
+
+    examples: Examples
+    options: WarmstartOptions
+    optim: OptimOptions
 
 
-def build_warmstart(config: Config, loaded: LoadedModel, task: Task | None = None) -> tuple[Examples, SFTOptions]:
+def build_warmstart(config: Config, loaded: LoadedModel, task: Task | None = None) -> Supervised:
     """Examples and settings of the supervised start."""
     start = config.warmstart
     if start is None:
@@ -341,12 +319,7 @@ def build_warmstart(config: Config, loaded: LoadedModel, task: Task | None = Non
         ]
         source: Any = mixture(kept) if len(kept) > 1 else kept[0]
         examples = gold_examples(source, encoder, loaded.tokenizer, reply=renderer.reply, **shared)
-    options = SFTOptions(
-        **{name: getattr(start, name) for name in type(start).model_fields if name not in ("task", "path")},
-        microbatch_tokens=config.optim.microbatch_tokens,
-        autocast=autocast_dtype(config, loaded),
-    )
-    return examples, options
+    return Supervised(examples, start, config.optim)
 
 
-__all__ = ["Built", "build_optimizer", "build_policy", "build_run", "build_warmstart"]
+__all__ = ["Built", "Supervised", "build_policy", "build_run", "build_warmstart"]
