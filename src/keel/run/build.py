@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,29 +42,10 @@ def build_policy(config: Config, weights: Path | None = None, *, probe: bool = T
     Without `probe` a model whose padded rows disagree with its own logits is not refused, so that it can be examined.
     """
     model = config.model
-    lora: Mapping[str, Any] | None = model.lora.model_dump() if model.lora else None
-    name = model.name
-    for folder in (model.lora and model.lora.adapter, name):  # another run's checkpoint, perhaps
+    for folder in (model.lora and model.lora.adapter, model.name):  # another run's checkpoint, perhaps
         if folder and weights is None:
             check_model(Path(folder).expanduser())
-    if weights is not None and lora is not None:
-        lora = {**lora, "adapter": str(weights)}
-    elif weights is not None:
-        name = str(weights)
-    loaded = load_model(
-        name,
-        dtype=model.dtype,
-        attn_implementation=model.attn_implementation,
-        lora=lora,
-        device=None if model.device == "auto" else model.device,
-        dropout=model.dropout,
-        gradient_checkpointing=model.gradient_checkpointing,
-        trust_remote_code=model.trust_remote_code,
-        seed=config.run.seed,
-        quantization=model.quantization,
-        compile=model.compile,
-        probe=probe,
-    )
+    loaded = load_model(model if weights is None else model.at(weights), seed=config.run.seed, probe=probe)
     return replace(loaded, name=model.name)
 
 
