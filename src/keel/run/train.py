@@ -344,7 +344,7 @@ def open_loggers(
 ) -> Fanout:
     """JSONL always, and what `log` asks for."""
     return build_loggers(
-        config.log.model_dump(),
+        config.log,
         directory,
         total_steps=total_steps or config.run.max_steps,
         name=config.run.name,
