@@ -87,9 +87,9 @@ def test_a_gold_episode_that_ends_too_early_is_refused() -> None:
 def test_the_warm_start_learns_episodes() -> None:
     config = load_config(CONFIG, ["warmstart.steps=12", "warmstart.batch_size=8"])
     loaded = build_policy(config)
-    examples, options = build_warmstart(config, loaded)
+    start = build_warmstart(config, loaded)
     losses: list[float] = []
-    sft(loaded, examples, options, lambda step, line: losses.append(line["loss/total"]))
+    sft(loaded, *start, lambda step, line: losses.append(line["loss/total"]))
     assert losses[-1] < 0.6 * losses[0]
 
 

@@ -12,6 +12,7 @@ from keel.base.imports import import_object, is_users_own
 from keel.base.redact import secrets_in
 from keel.config.resolve import controller_params, kl_spec, loss_spec, mismatch_spec, scale_rewards
 from keel.config.schema import Config, TaskOptions
+from keel.loggers.build import check_loggers
 
 DATA_OF_TASKS = ("path", "split", "columns", "on_broken")  # the rest of `data` says how prompts are rendered
 
@@ -247,11 +248,7 @@ def _tasks(config: Config) -> None:
     _data(config)
     for index, part in enumerate(config.rewards):
         _reward(f"rewards[{index}]", part.name, {key: v for key, v in part.params.items() if key != "label"})
-    for logger in config.log.extra:
-        name = logger if isinstance(logger, str) else logger.name
-        if not is_users_own(name):
-            raise KeelError(f"log.extra names {name!r}: give module:attr")
-        import_object(name, "log.extra")
+    check_loggers(config.log)
 
 
 def _data(config: Config) -> None:
