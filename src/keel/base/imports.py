@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from keel.base.errors import KeelError, first_line
@@ -46,11 +44,3 @@ def import_object(spec: str, part: str, *, callable_only: bool = True) -> Any:
     if callable_only and not callable(made):
         raise KeelError(f"{label} is a {type(made).__name__}: it must be a function or a class")
     return made
-
-
-def parameters_of(part: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a part with their types, which stay text where they are imported for type checkers only."""
-    try:
-        return inspect.signature(part, eval_str=True).parameters
-    except NameError:
-        return inspect.signature(part).parameters

@@ -14,7 +14,9 @@ from types import MappingProxyType, NoneType
 from typing import Any, Protocol, get_args
 
 from keel.base.errors import KeelError, unknown
-from keel.base.imports import import_object, is_users_own, parameters_of
+from keel.base.imports import import_object, is_users_own
+from keel.base.parts import options_class, parameters_of
+from keel.base.validation import read_options
 from keel.kl.options import KLOptions
 
 UNITS = ("per_token", "per_sequence")
@@ -334,8 +336,13 @@ def controller_of(kl: KLOptions, episodes_per_step: int) -> Controller:
 
 
 def build_controller(name: str, beta: float, **parameters: Any) -> Controller:
-    """The named controller; a parameter that it does not take is refused with the ones it does."""
+    """The named controller; a parameter that it does not take is refused with the ones it does.
+
+    A controller declares its parameters as keyword parameters, or as one `options` of a class of `Options`.
+    """
     make = get_controller(name)
+    if declared := options_class(make):
+        return make(beta, options=read_options(declared, parameters, "kl.controller"))
     first, *rest = parameters_of(make).values()
     accepts = {p.name: p for p in rest if p.kind is not p.VAR_KEYWORD}
     for parameter in parameters:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from torch import Tensor
 from keel.base.errors import KeelError, unknown
 from keel.base.imports import import_object, is_users_own
 from keel.base.options import Options
+from keel.base.validation import read_options
 from keel.kl.ratios import clamp_through, finite_floor, importance_ratio, log_ratio, select
 from keel.losses.inputs import Limits, LossInputs, PolicyTerm
 from keel.losses.mismatch import check_mismatch
@@ -134,21 +135,13 @@ def get_loss(loss_type: str) -> Recipe:
     return recipe
 
 
-def unknown_options(loss: LossOptions) -> Iterable[str]:
-    """Parameters beside the shared ones that the loss does not declare."""
-    declared = get_loss(loss.loss_type).options.model_fields
-    return [name for name in loss.params if name not in declared]
-
-
 def own_options(loss: LossOptions) -> Options:
     """The options that the loss declares, checked; a field that the section has as well is taken from there."""
     declared = get_loss(loss.loss_type).options
-    for name in unknown_options(loss):
-        raise unknown(f"parameter of loss_type {loss.loss_type}", name, declared.model_fields)
-    if isinstance(loss, declared):
+    if isinstance(loss, declared) and not loss.params:
         return loss
     shared = {name: getattr(loss, name) for name in declared.model_fields if name in type(loss).model_fields}
-    return declared.model_validate({**shared, **loss.params})
+    return read_options(declared, {**shared, **loss.params}, "loss")
 
 
 def check_loss(loss: LossOptions) -> None:

@@ -7,7 +7,9 @@ from types import MappingProxyType
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
-from keel.base.imports import import_object, is_users_own, parameters_of
+from keel.base.imports import import_object, is_users_own
+from keel.base.parts import options_class, parameters_of
+from keel.base.validation import read_options
 from keel.models.load import LoadedModel
 from keel.models.lora import is_lora
 from keel.reference.held import unwrap
@@ -29,12 +31,22 @@ def build_reference(kind: str, loaded: LoadedModel, **params: Any) -> Reference:
     if kind == "auto":
         kind = "adapter_off" if is_lora(unwrap(loaded.model)) else "frozen"
     check_reference(kind, **params)
-    return _factory(kind)(loaded, **params)
+    factory = _factory(kind)
+    if declared := options_class(factory):
+        return factory(loaded, options=read_options(declared, params, "reference"))
+    return factory(loaded, **params)
 
 
 def check_reference(kind: str, **params: Any) -> None:
-    """Check the name, and its parameters against the factory's signature, before any model is loaded."""
-    accepts = parameters_of(frozen if kind == "auto" else _factory(kind))
+    """Check the name and its parameters before any model is loaded.
+
+    A reference declares its parameters as keyword parameters, or as one `options` of a class of `Options`.
+    """
+    factory = frozen if kind == "auto" else _factory(kind)
+    if declared := options_class(factory):
+        read_options(declared, params, "reference")
+        return
+    accepts = parameters_of(factory)
     known = [p.name for p in list(accepts.values())[1:] if p.kind is not p.VAR_KEYWORD]
     for name, value in params.items():
         if name not in known:
