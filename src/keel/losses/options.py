@@ -55,6 +55,11 @@ class SharedLossOptions(Options):
     dynamic_sampling_rounds: Positive = Field(default=3, description="Most further rounds of sampling a step.")
     entropy_coef: NotNegative = Field(default=0.0, description="Coefficient of the entropy bonus, per nat per token.")
 
+    @property
+    def further_rounds(self) -> int:
+        """Further rounds of sampling that a step may take; 0 without dynamic sampling."""
+        return self.dynamic_sampling_rounds if self.dynamic_sampling else 0
+
 
 class LossOptions(SapoOptions, SharedLossOptions):
     """The policy loss; the parameters of a user's own stand beside the rest (`keel.losses.policy.own_options`)."""

@@ -18,7 +18,6 @@ from keel.envs.judge import Judge
 from keel.envs.mixture import mixture
 from keel.envs.rewards import wrap
 from keel.kl import controller_of
-from keel.losses import scale_rewards
 from keel.models.load import LoadedModel, load_model
 from keel.models.lora import adapter_is_zero
 from keel.models.scorer import build_scorer
@@ -180,7 +179,6 @@ def build_run(
         pairing=kl_pairing(config, off_policy=config.off_policy or not shared),
         options=_step_options(config, loaded.shared_prefix and scorer is None, half),
         guards=config.guards,
-        budget=config.kl.budget,
         scorer=scorer,
     )
     packing = [] if loaded.packing_note is None else [loaded.packing_note]
@@ -245,7 +243,6 @@ def _collector(
 
 
 def _step_options(config: Config, shared_prefix: bool, half: torch.dtype | None) -> StepOptions:
-    loss = config.loss
     return StepOptions(
         seed=config.run.seed,
         prompts_per_step=config.rollout.prompts_per_step,
@@ -253,13 +250,8 @@ def _step_options(config: Config, shared_prefix: bool, half: torch.dtype | None)
         temperature=config.rollout.temperature or 1.0,
         microbatch_tokens=config.optim.microbatch_tokens,
         shared_prefix=shared_prefix,
-        num_iterations=loss.num_iterations,
         minibatches=config.optim.minibatches,
-        baseline=loss.baseline,
-        scale_rewards=scale_rewards(loss),
         reward_warmup_steps=config.reward.warmup_steps,
-        mask_truncated=loss.mask_truncated_completions,
-        resample_tries=loss.dynamic_sampling_rounds if loss.dynamic_sampling else 0,
         autocast=half,
     )
 

@@ -13,7 +13,6 @@ from keel.base.errors import KeelError
 from keel.base.types import Group, Problem
 from keel.envs import Task
 from keel.kl import Controller, KLOptions, KLState, Pairing
-from keel.kl.options import KLBudget
 from keel.losses import LossOptions
 from keel.models.load import LoadedModel
 from keel.models.scorer import Scorer
@@ -39,13 +38,8 @@ class StepOptions:
     temperature: float = 1.0
     microbatch_tokens: int = 8192
     shared_prefix: bool = True
-    num_iterations: int = 1
     minibatches: int = 1
-    baseline: str = "group_mean"
-    scale_rewards: str = "group"
     reward_warmup_steps: int = 0
-    mask_truncated: bool = False
-    resample_tries: int = 0
     autocast: torch.dtype | None = None
 
 
@@ -65,7 +59,6 @@ class Run:
     pairing: Pairing
     options: StepOptions
     guards: GuardOptions = field(default_factory=GuardOptions)
-    budget: KLBudget | None = None
     scorer: Scorer | None = None
 
     def autocast(self) -> AbstractContextManager[Any]:

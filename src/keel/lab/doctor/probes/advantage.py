@@ -11,13 +11,13 @@ from keel.lab.doctor.findings import Finding, found, propose
 from keel.lab.doctor.probes.outcome import Outcome
 from keel.losses import count_denominators, group_statistics, zero_variance
 from keel.losses.advantages import EPSILON
-from keel.losses.policy import get_loss
+from keel.losses.policy import get_loss, scale_rewards
 from keel.losses.reductions import get_reduction
 
 
 def probe_advantage(bench: Bench, thresholds: Thresholds) -> Outcome:
     """How often a reward's difference is multiplied before it becomes an advantage, and the loss's length bias."""
-    rows, scale = bench.batch.rows, bench.run.options.scale_rewards
+    rows, scale = bench.batch.rows, scale_rewards(bench.run.loss)
     assert rows.rewards is not None
     assert rows.group is not None
     finite = bool(rows.rewards.isfinite().all())

@@ -18,6 +18,7 @@ from keel.lab.doctor.formula import formula_of
 from keel.lab.doctor.probes.outcome import Outcome
 from keel.lab.doctor.probes.share import gradient_norms
 from keel.lab.doctor.probes.states import mean_kl, policy_states, reference_states
+from keel.losses import scale_rewards
 
 DIVERGENCES = (POLICY_REF, REF_POLICY, "total-variation")
 SHARES = (0.01, 0.1, 0.5)
@@ -152,7 +153,7 @@ def _proven(bench: Bench, otherwise: str = "") -> Advice:
 def _reward_scale(bench: Bench, figures: dict[str, float]) -> tuple[Finding, ...]:
     """In the reward, before the division by the std, β is divided too."""
     rows = bench.batch.rows
-    scale = bench.run.options.scale_rewards
+    scale = scale_rewards(bench.run.loss)
     assert rows.rewards is not None
     std = rows.rewards.double().std().item() if bool(torch.isfinite(rows.rewards).all()) else 0.0
     if bench.config.kl.placement != "reward" or scale == "none" or std <= 0.0:
