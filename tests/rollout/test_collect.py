@@ -11,7 +11,7 @@ import torch
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Problem, Reward
-from keel.envs import arithmetic
+from keel.envs import Task, arithmetic
 from keel.envs.judge import Judge
 from keel.envs.rewards import wrap
 from keel.models.tiny import tiny_model
@@ -46,7 +46,7 @@ class Scripted(Engine):
         return Completion(tokens, (True,) * len(tokens), logp, logp, text, reason)
 
 
-class Guess:
+class Guess(Task):
     """Higher or lower: the environment answers until the number is hit; the reward is paid for the last turn."""
 
     name = "guess"

@@ -13,6 +13,7 @@ import torch
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
+from keel.envs import Task
 from keel.rollout import NativeEngine, Request, SamplingParams, Turn
 from keel.rollout.collect import collect
 from keel.rollout.native.batch import DecodeBatch, DecodeRow
@@ -195,7 +196,7 @@ def test_a_prompt_is_held_once_however_its_rows_joined(monkeypatch: pytest.Monke
         assert len(set(tokens)) == len(tokens) <= 4
 
 
-class Guess:
+class Guess(Task):
     """Says a few words until the third turn."""
 
     name = "guess"

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem, Reward
+from keel.envs import Task
 from keel.envs.toolbox import Toolbox
 from keel.envs.tools import tool
 from keel.models.pack import pack
@@ -38,10 +39,10 @@ def weather(city: str) -> str:
     return f'rain in "{city}"\nand wind'
 
 
-class Weather:
+class Weather(Task):
     """A task with one tool, judged by the number of turns."""
 
-    name = "weather"
+    name, several_turns = "weather", True
 
     def __init__(self, format: str = "json") -> None:
         self.toolbox = Toolbox(lambda problem: [weather], format)

@@ -95,7 +95,7 @@ def collect(
     check_engine(engine)
     if max_turns < 1:
         raise KeelError(f"rollout.max_turns is {max_turns}: it must be at least 1")
-    if max_turns > 1 and not hasattr(task, "respond"):
+    if max_turns > 1 and not task.several_turns:
         raise KeelError(f"rollout.max_turns is {max_turns}, but task {task.name!r} has no respond: set it to 1")
     _check_keys(problems)
     judge = judge or Judge.of(task)
@@ -192,18 +192,17 @@ def _judged(
 
 def _finished(episode: _Episode, task: Task, problem: Problem) -> Completion:
     """The episode as it is trained on; with several turns, or tools, with the figures that its task counts."""
-    if not hasattr(task, "respond"):
+    if not task.several_turns:
         return episode.completion({})
     return episode.completion({"turn/count": float(len(episode.turns)), **_counts(episode, task, problem)})
 
 
 def _counts(episode: _Episode, task: Task, problem: Problem) -> dict[str, float]:
     """What the task counts of an episode (`counts`), as finite numbers; none of one that broke."""
-    method = getattr(task, "counts", None)
-    if method is None or episode.broken:
+    if episode.broken:
         return {}
     try:
-        found = {str(name): float(count) for name, count in method(problem, tuple(episode.turns)).items()}
+        found = {str(name): float(count) for name, count in task.counts(problem, tuple(episode.turns)).items()}
     except Exception as error:  # a user's task may raise anything
         said = next(iter(str(error).strip().splitlines()), "")
         raise KeelError(f"counts of task {task.name!r} raised {type(error).__name__}: {said}") from error

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from keel.base.errors import KeelError, unknown
-from keel.models.load import import_attr, is_users_own
+from keel.base.imports import import_object, is_users_own
 from keel.rollout.engine import Engine, check_engine
 from keel.rollout.native.engine import NativeEngine
 
@@ -28,7 +28,7 @@ def find_engine(name: str, option: str = "rollout.engine") -> Callable[..., Engi
     check_name(name, option)
     if name in ENGINES:
         return ENGINES[name]
-    make = import_attr(name, "engine")
+    make = import_object(name, option)
     if isinstance(make, type):
         check_engine(make, f"{option}={name}")
     return make

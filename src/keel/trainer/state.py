@@ -13,13 +13,14 @@ from keel.base.errors import KeelError
 from keel.base.types import Group, Problem
 from keel.envs import Task
 from keel.kl import Controller, KLState, Pairing
+from keel.kl.options import KLBudget
 from keel.losses import KLSpec, LossSpec, MismatchSpec
 from keel.models.load import LoadedModel
 from keel.models.scorer import Scorer
 from keel.reference import Reference
 from keel.rollout import Engine
-from keel.trainer.guard_options import GuardOptions
 from keel.trainer.optim import Optimizer
+from keel.trainer.options import GuardOptions
 
 
 class Collect(Protocol):
@@ -79,6 +80,7 @@ class Run:
     options: StepOptions
     mismatch: MismatchSpec | None = None
     guards: GuardOptions = field(default_factory=GuardOptions)
+    budget: KLBudget | None = None
     scorer: Scorer | None = None
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from keel.base.types import Completion, Problem, Reward
-from keel.envs import build_task
+from keel.envs import Task, build_task
 from keel.models.scorer import ScoreRows
 from keel.models.tiny import tiny_tokenizer
 from keel.rollout import Engine, NativeEngine, Request, SamplingParams
@@ -472,7 +472,7 @@ def unreadable(problem: Problem, text: str) -> Reward:
 
 
 @dataclass(frozen=True)
-class Odd:
+class Odd(Task):
     """The schooled task with one thing changed."""
 
     kind: str

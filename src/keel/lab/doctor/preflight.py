@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from keel.base.errors import first_line
 from keel.base.thresholds import Thresholds, load_thresholds
 from keel.config import Config
 from keel.envs import Task
@@ -16,7 +17,6 @@ from keel.lab.doctor.findings import Finding, found, ranked
 from keel.lab.doctor.formula import formula_of
 from keel.lab.doctor.hypotheses import preflight_figures, weigh
 from keel.lab.doctor.probes import PROBES, Outcome
-from keel.models.load import first_line
 
 OnProbe = Callable[[Outcome, float], None]
 
@@ -50,7 +50,7 @@ def preflight(
     every = [finding for outcome in outcomes for finding in outcome.findings]
     findings = tuple(ranked(every if bench.cut is None else [_softened(finding, bench.cut) for finding in every]))
     decisive = [outcome for outcome in outcomes if bench.cut is None or outcome.name not in _ON_THE_POLICYS_SKILL]
-    several = config.rollout.max_turns > 1 and hasattr(bench.run.task, "respond")
+    several = config.rollout.max_turns > 1 and bench.run.task.several_turns
     unchecked = tuple(line for outcome in outcomes for line in outcome.unchecked)
     diagnosis = Diagnosis(
         findings=findings,

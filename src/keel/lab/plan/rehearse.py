@@ -25,7 +25,7 @@ from keel.rollout.native.graph import has_fixed_rotations
 from keel.rollout.native.lean import is_llama_shaped
 from keel.rollout.native.scheduler import NOISE_AHEAD, Passes, Traits, foretell, prefill_chunks
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
-from keel.run.build import autocast_dtype, build_optimizer
+from keel.trainer.optim import Optimizer, amp_dtype
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class _Rehearsal:
     ) -> None:
         self.config, self.loaded, self.reference = config, loaded, reference
         self.micros, self.hardware = micros, hardware
-        self.half = autocast_dtype(config, loaded)
+        self.half = amp_dtype(config.optim, loaded.dtype)
         self.traits = decoding_traits(config, loaded, hardware)
         self.live = LiveBytes()
         self.found = Found(micros=len(micros))
@@ -115,7 +115,7 @@ class _Rehearsal:
         masters = self._masters()
         parts["reference"] += masters
         live.now += masters
-        optimizer = build_optimizer(config, self.loaded)
+        optimizer = Optimizer(model, config.optim)
         trainable = [p for p in model.parameters() if p.requires_grad]
         for parameter in trainable:
             parameter.grad = torch.zeros_like(parameter)

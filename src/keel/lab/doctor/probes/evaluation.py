@@ -34,7 +34,7 @@ def probe_evaluation(bench: Bench, thresholds: Thresholds) -> Outcome:
         temperature=temperature,
         seed=config.run.seed + 1,
         sampling=bench.built.sampling,
-        max_turns=config.rollout.max_turns if hasattr(bench.run.task, "respond") else 1,
+        max_turns=config.rollout.max_turns if bench.run.task.several_turns else 1,
         **rendering(config),
     )
     findings = [*_tokens(ear, trained), *_sampling(ear, bench.sampling), *_beginnings(bench)]
