@@ -10,7 +10,7 @@ import pytest
 from keel.rollout import NativeEngine, Request, SamplingParams
 from keel.rollout.native import scheduler
 from keel.rollout.native.decode import SharedPrefixDecoder
-from keel.rollout.native.scheduler import Passes, Scheduler, Traits, foretell, prefill_chunks, resume_columns
+from keel.rollout.native.scheduler import Passes, Scheduler, Traits, prefill_chunks, resume_columns, simulate
 
 from . import shapes
 
@@ -89,7 +89,7 @@ def done(passes: list[tuple[str, Any]]) -> Passes:
 
 @pytest.mark.parametrize("max_batch", [None, 3, 6, 8, 11, 40])
 @pytest.mark.parametrize("lengths", [[6], [3, 9, 20, 5], [12, 2, 2, 2, 2]])
-def test_the_engine_does_what_is_foretold(
+def test_the_engine_does_what_is_simulated(
     max_batch: int | None, lengths: list[int], counted: list[tuple[str, Any]]
 ) -> None:
     engine = NativeEngine(shapes.model("llama"), shapes.tokenizer())
@@ -97,15 +97,15 @@ def test_the_engine_does_what_is_foretold(
     requests = [Request(f"p{i}", (i, 3, 4), max_new=lengths[i % len(lengths)]) for i in range(7)]
     sampling = SamplingParams(num_generations=4, max_completion_length=20, max_batch=max_batch, ignore_eos=True)
     engine.generate(requests, sampling)
-    foretold = foretell([(4, request.limit(sampling)) for request in requests], max_batch, CPU)
-    assert done(counted) == foretold
-    assert max_batch is not None or len(foretold.prefills) == 1
+    simulated = simulate([(4, request.limit(sampling)) for request in requests], max_batch, CPU)
+    assert done(counted) == simulated
+    assert max_batch is not None or len(simulated.prefills) == 1
 
 
 def test_rows_joined_in_the_midst_of_the_above() -> None:
-    """More prefills than one after the other would need, and fewer steps: the join is foretold too."""
+    """More prefills than one after the other would need, and fewer steps: the join is simulated too."""
     lengths = [(4, length) for length in (3, 9, 20, 5, 3, 9, 20)]
-    joined, apart = (foretell(lengths, 8, Traits("cpu", joins)) for joins in (True, False))
+    joined, apart = (simulate(lengths, 8, Traits("cpu", joins)) for joins in (True, False))
     assert sum(joined.steps) <= sum(apart.steps)
     assert len(joined.steps) < len(apart.steps)
     assert max(joined.steps) == 8

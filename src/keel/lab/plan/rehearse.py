@@ -23,7 +23,7 @@ from keel.models.logprobs import score_hidden, states_at_once
 from keel.models.pack import PackedBatch, microbatches, pack
 from keel.rollout.native.graph import has_fixed_rotations
 from keel.rollout.native.lean import is_llama_shaped
-from keel.rollout.native.scheduler import NOISE_AHEAD, Passes, Traits, foretell, prefill_chunks
+from keel.rollout.native.scheduler import NOISE_AHEAD, Passes, Traits, prefill_chunks, simulate
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
 from keel.trainer.optim import Optimizer, amp_dtype
 
@@ -301,7 +301,7 @@ def rollout_passes(config: Config, traits: Traits) -> Passes:
     """The passes of a step's rollout at full length, by the engine's own scheduler."""
     rollout = config.rollout
     requests = [(rollout.num_generations, rollout.max_completion_length)] * rollout.prompts_per_step
-    return foretell(requests, rollout.max_batch, traits)
+    return simulate(requests, rollout.max_batch, traits)
 
 
 __all__ = ["Found", "Micro", "decoding_traits", "full_micros", "rehearse", "rollout_passes"]

@@ -105,7 +105,7 @@ class Passes:
     steps: tuple[int, ...]
 
 
-def foretell(requests: Sequence[tuple[int, int]], max_batch: int | None, traits: Traits) -> Passes:
+def simulate(requests: Sequence[tuple[int, int]], max_batch: int | None, traits: Traits) -> Passes:
     """What the engine will do for requests of these many completions with these many tokens each."""
     waiting = [(request, length) for request, (rows, length) in enumerate(requests) for _ in range(rows)]
     scheduler = Scheduler(len(waiting), max_batch, traits)
