@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
-from keel.config import Config, TaskSpec, load_config, text
+from keel.config import Config, TaskOptions, load_config, text
 from keel.config.checks import DATA_OF_TASKS, takes_data
 from keel.envs import Task
 from keel.envs.judge import Judge
 from keel.envs.registry import TASKS
 from keel.envs.rewards import RewardPart
 from keel.eval.evaluate import EvalResult, evaluate, paired_difference, paired_reward
-from keel.rollout.collect import Engine
+from keel.rollout.engine import Engine
 from keel.rollout.sampling import SamplingParams
 from keel.run.build import (
     build_engine,
@@ -55,7 +55,7 @@ def entries(
     options: dict[str, Any] = {"timeout_s": config.reward.timeout_s, "on_error": config.reward.on_error}
 
     def judge(task: Task) -> Judge:
-        if not getattr(task, "unanswered", False):
+        if not task.unanswered:
             return Judge.of(task, **options)
         return Judge.of(task, reward_entries(config), **options) if rewards is None else Judge(rewards, **options)
 
@@ -69,14 +69,14 @@ def configured_tasks(config: Config, task: Task | None = None) -> list[tuple[Tas
     return [(trained, "trained"), *((other, "retention") for other in others if other != trained)]
 
 
-def spec_of_word(word: str) -> TaskSpec:
+def spec_of_word(word: str) -> TaskOptions:
     """The task of `NAME`, or of `NAME:key=value,key=value` with its parameters; a name may be `module:attr`."""
     match = _WITH_PARAMS.fullmatch(word)
     if match is None:
-        return TaskSpec(name=word)
+        return TaskOptions(name=word)
     pairs = (item.partition("=") for item in re.split(r",(?=[A-Za-z_]\w*=)", match["params"]))
     params = {key: text.parse(value, f"the value of {key} in {word!r}") for key, _, value in pairs}
-    return TaskSpec.model_validate({"name": match["name"], **params})
+    return TaskOptions.model_validate({"name": match["name"], **params})
 
 
 def _given(subject: Subject, words: Sequence[str], data: Sequence[str] = ()) -> list[tuple[Task, str]]:
@@ -92,7 +92,7 @@ def _given(subject: Subject, words: Sequence[str], data: Sequence[str] = ()) -> 
     return [(build_named_task(spec, home), "given") for spec, home in zip(specs, homes, strict=True)]
 
 
-def _home(subject: Subject, spec: TaskSpec, data: Sequence[str]) -> Config:
+def _home(subject: Subject, spec: TaskOptions, data: Sequence[str]) -> Config:
     """A configuration whose task is this one: its data are those of a bare model, or of a run that trains on a task of
     this name, changed as `data` says; a task with data beside its name reads those."""
     shared = (not subject.has_tasks or spec.name == subject.config.task.name) and "data" not in spec.params
@@ -120,7 +120,7 @@ def evaluate_entry(
         seed=config.run.seed + 1 if seed is None else seed,
         sampling=sampling or build_sampling(config),
         judge=entry.judge,
-        max_turns=config.rollout.max_turns if hasattr(entry.task, "respond") else 1,
+        max_turns=config.rollout.max_turns if entry.task.several_turns else 1,
         max_turn_length=config.rollout.max_turn_length,
         join_turns=config.rollout.join_turns,
         **rendering(config),
@@ -170,7 +170,7 @@ def run_evaluation(
         "seed": config.run.seed + 1 if seed is None else seed,
         "temperature": _temperature(config),
         "max_completion_length": config.rollout.max_completion_length,
-        "notes": [note for task, _ in chosen for note in getattr(task, "notes", ())],
+        "notes": [note for task, _ in chosen for note in task.notes],
         "tasks": records,
     }
 
@@ -204,8 +204,6 @@ def _evaluated(
     found = []
     for entry in entries(config, kept):
         if watch is not None:
-            told = watch(f"{subject.name}: {entry.task.name}", config.eval.samples * _samples(config))
-            if hasattr(engine, "on_finished"):
-                engine.on_finished = told
+            engine.on_finished = watch(f"{subject.name}: {entry.task.name}", config.eval.samples * _samples(config))
         found.append(evaluate_entry(config, engine, loaded.tokenizer, entry, seed=seed))
     return found
