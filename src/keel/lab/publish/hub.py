@@ -187,7 +187,7 @@ def _card_of_whole(card: str) -> str:
     from huggingface_hub import ModelCard
 
     whole = ModelCard(card, ignore_metadata_errors=True)
-    whole.data.library_name = "transformers"
+    whole.data["library_name"] = "transformers"
     whole.text = re.sub(r"```python\n.*?\n```", f"```python\n{MODEL_CODE}\n```", whole.text, count=1, flags=re.DOTALL)
     return str(whole)
 
