@@ -1,14 +1,13 @@
 """The three doors by hand, and what dividing by the group's spread does to β."""
 
 import math
-import warnings
 
 import numpy as np
 import pytest
 import torch
 
 from keel.base.errors import KeelError
-from keel.kl import EffectiveCoefficientWarning, check_pairing, estimate, kl_loss, shape_advantages, shape_rewards
+from keel.kl import check_pairing, estimate, kl_loss, shape_advantages, shape_rewards
 from keel.losses import advantages
 
 KL = torch.tensor([[0.5, -0.25, 9.0], [1.0, 2.0, 3.0]], dtype=torch.float64)
@@ -63,23 +62,6 @@ def test_what_is_outside_the_mask_does_not_enter(hole):
     for level in ("token", "sequence"):
         left, right = (shape_advantages(REWARDS, x, MASK, 0.1, level=level) for x in (kl, KL))
         assert torch.equal(left, right)
-
-
-def test_warns_that_beta_is_divided_by_sigma():
-    with pytest.warns(EffectiveCoefficientWarning, match=r"beta/σ.*scale_rewards=none or kl.placement=advantage"):
-        shape_rewards(REWARDS, KL, MASK, 0.1, scaled_by_std=True)
-
-
-@pytest.mark.parametrize(("beta", "scaled"), [(0.0, True), (0.1, False)])
-def test_does_not_warn_without_reason(beta, scaled):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        shape_rewards(REWARDS, KL, MASK, beta, scaled_by_std=scaled)
-
-
-def test_docstring_says_it_too():
-    assert "effective" in shape_rewards.__doc__
-    assert "β/σ" in shape_rewards.__doc__
 
 
 @pytest.mark.parametrize("sigma", [0.04, 0.5, 3.0])

@@ -6,7 +6,7 @@ from keel.kl.exact import exact_kl, topk_kl, topk_kl_unbiased
 from keel.kl.facts import FACTS, Fact, Pairing, advise, check_pairing, find_fact
 from keel.kl.gradients import GradientForm, parse_gradient, straight_through, weighted_estimate, with_form
 from keel.kl.measure import measure_kl, token_statistics
-from keel.kl.placement import EffectiveCoefficientWarning, kl_loss, kl_score_loss, shape_advantages, shape_rewards
+from keel.kl.placement import kl_loss, kl_score_loss, shape_advantages, shape_rewards
 from keel.kl.ratios import DEFAULT_CLAMP, LogRatio, importance_ratio, log_ratio
 from keel.kl.sequence import k1_to_go, k2_sequence, k3_sequence, rao_blackwell, reward_to_go, sequence_estimate
 
@@ -16,7 +16,6 @@ __all__ = [
     "ESTIMATORS",
     "FACTS",
     "Controller",
-    "EffectiveCoefficientWarning",
     "Fact",
     "GradientForm",
     "KLState",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 from torch import Tensor
 
 from keel.base.errors import KeelError, unknown
@@ -13,35 +11,17 @@ from keel.kl.ratios import DEFAULT_CLAMP, check_mask, importance_ratio, select
 from keel.kl.sequence import reward_to_go, score, sequence_estimate
 
 
-class EffectiveCoefficientWarning(UserWarning):
-    """β is divided by the group's standard deviation: the penalty's strength moves with the reward's spread."""
-
-
-def shape_rewards(
-    rewards: Tensor,
-    kl: Tensor,
-    action_mask: Tensor,
-    beta: float,
-    *,
-    scaled_by_std: bool = False,
-) -> Tensor:
+def shape_rewards(rewards: Tensor, kl: Tensor, action_mask: Tensor, beta: float) -> Tensor:
     """Door 1: R − β·Σ_t KL_t per completion `[B]`, before the group is normalised.
 
-    With `scaled_by_std` the advantage divides by the group's standard deviation σ afterwards, so **the effective
-    coefficient becomes β/σ**: at σ = 0.04 a β of 0.01 acts like 0.25. Switch the division off, or use the second
-    door, which comes after it. `kl` `[B, T]` is detached; k1 is the estimator whose gradient is right here.
+    Where the advantage divides by the group's standard deviation σ afterwards, **the effective coefficient becomes
+    β/σ**: at σ = 0.04 a β of 0.01 acts like 0.25. Switch the division off, or use the second door, which comes after
+    it. `kl` `[B, T]` is detached; k1 is the estimator whose gradient is right here.
     """
     check_mask(action_mask, kl.shape)
     if rewards.shape != kl.shape[:1]:
         raise KeelError(
             f"rewards has shape {tuple(rewards.shape)}, kl {tuple(kl.shape)}: give one reward a completion, [B]"
-        )
-    if scaled_by_std and beta != 0.0:
-        warnings.warn(
-            "KL in the reward is divided by the group's standard deviation: the effective coefficient is beta/σ; "
-            "set loss.scale_rewards=none or kl.placement=advantage",
-            EffectiveCoefficientWarning,
-            stacklevel=2,
         )
     return rewards - beta * select(kl.detach(), action_mask).sum(-1)
 
