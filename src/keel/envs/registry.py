@@ -11,7 +11,7 @@ from keel.base.errors import KeelError, unknown
 from keel.base.imports import import_object, is_users_own
 from keel.base.parts import part_arguments
 from keel.envs.arithmetic import arithmetic
-from keel.envs.base import Task
+from keel.envs.base import Task, check_is_task
 from keel.envs.capitals import capitals
 from keel.envs.countdown import countdown
 from keel.envs.dataset import dataset
@@ -21,8 +21,6 @@ from keel.envs.multihop import multihop
 from keel.envs.reasoning_gym import check_reasoning_gym, reasoning_gym
 from keel.envs.tool_list import tools_of
 from keel.envs.with_tools import WithTools, with_tools
-
-_METHODS = ("sample", "held_out", "gold", "reward")
 
 
 def mixture_of(tasks: Sequence[Mapping[str, Any]], weights: Sequence[float] | None = None) -> Mixture:
@@ -62,8 +60,7 @@ class Lazy:
         return found
 
 
-# Any rather than Task: to mypy the protocol's name is writable, which a frozen dataclass's is not
-TASKS: dict[str, Callable[..., Any]] = {
+TASKS: dict[str, Callable[..., Task]] = {
     "arithmetic": arithmetic,
     "capitals": capitals,
     "chess": Lazy("keel.envs.chess.mix:chess", "chess"),
@@ -86,17 +83,7 @@ def build_task(name: str, **params: Any) -> Task:
     """The task called `name`, or made by the user's `module:attr`, with its own parameters."""
     check_task(name, params)
     factory = _factory(name)
-    made = factory(**part_arguments(f"task {name}", factory, params))
-    if lacks := lacking(made):
-        raise KeelError(f"task {name!r} made a {type(made).__name__} without {lacks}: see keel.envs.Task")
-    task: Task = made
-    return task
-
-
-def lacking(made: Any) -> str:
-    """What an object lacks to be a task, empty where it is one."""
-    missing = [method for method in _METHODS if not callable(getattr(made, method, None))]
-    return ", ".join(missing) or ("" if isinstance(getattr(made, "name", None), str) else "name")
+    return check_is_task(factory(**part_arguments(f"task {name}", factory, params)), f"task {name!r} made")
 
 
 def check_task(name: str, params: Mapping[str, Any]) -> None:

@@ -17,8 +17,8 @@ from keel.base.errors import KeelError
 from keel.config import Config, load_config
 from keel.config.checks import advice
 from keel.envs import Task
+from keel.envs.base import check_is_task
 from keel.envs.judge import Judge
-from keel.envs.registry import lacking
 from keel.envs.rewards import build_rewards, probe_rewards
 from keel.loggers import Fanout, RunDirectory, build_loggers
 from keel.loggers.rundir import EVENTS
@@ -94,7 +94,7 @@ def train(
 ) -> TrainResult:
     """Train as `config` says (a Config, a mapping, or a YAML file's path) and return the run's summary.
 
-    `task` is an object of the shape of `keel.envs.Task` and takes the place of the configured one; `reward` is a
+    `task` is a `keel.envs.Task` and takes the place of the configured one; `reward` is a
     function `f(problem, text) -> float | dict | Reward` that takes the place of the configured rewards. Each callback
     is called as `callback(state, metrics)` after every step; one that returns True ends the run after that step.
     `at_end` judges and reports the finished run.
@@ -113,11 +113,11 @@ def train(
 
 def _check_given(task: Any, reward: Any) -> None:
     """Refuse a task or reward that is none, such as overrides in the second place."""
-    if task is not None and (lacks := lacking(task)):
-        raise KeelError(
-            f"keel.train: the task is a {type(task).__name__} without {lacks}: give an object of the shape of "
-            "keel.envs.Task, and options as overrides=[...]"
-        )
+    try:
+        if task is not None:
+            check_is_task(task, "keel.train: the task is")
+    except KeelError as error:
+        raise KeelError(f"{error}; options are given as overrides=[...]") from None
     if reward is not None and not callable(reward):
         raise KeelError(
             f"keel.train: the reward is a {type(reward).__name__}: give a function f(problem, text), and configured "

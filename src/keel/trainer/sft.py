@@ -15,7 +15,6 @@ from keel.base.errors import KeelError
 from keel.base.metrics import values
 from keel.base.types import Completion, Group, Problem
 from keel.envs import Task
-from keel.envs.base import gold_turns
 from keel.envs.problems import stream
 from keel.kl import masked_mean
 from keel.models.load import LoadedModel
@@ -91,7 +90,7 @@ def gold_examples(
     A task of several turns shows whole episodes: what the environment says between them is read and never learned,
     rendered by `reply`.
     """
-    several = hasattr(task, "gold_turns") and reply is not None
+    several = task.several_turns and reply is not None
 
     def example(problem: Problem) -> Group:
         if several:
@@ -105,12 +104,12 @@ def gold_examples(
     return batch
 
 
-def episode_example(task: Any, problem: Problem, prompt: Sequence[int], tokenizer: Any, reply: Any) -> Group:
+def episode_example(task: Task, problem: Problem, prompt: Sequence[int], tokenizer: Any, reply: Any) -> Group:
     """A gold episode to learn: the model's turns, each closed by the end-of-sequence token, with the replies between.
 
     The tokens are those of a rollout in which the model says exactly this.
     """
-    turns = gold_turns(task, problem)
+    turns = task.gold_turns(problem)
     ids: list[int] = []
     action: list[bool] = []
     for number, turn in enumerate(turns, start=1):

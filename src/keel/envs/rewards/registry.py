@@ -54,7 +54,7 @@ def check_reward(name: str, params: Mapping[str, Any]) -> None:
 def build_reward(name: str, task: Task, *, weight: float = 1.0, label: str | None = None, **params: Any) -> RewardPart:
     """One entry of `rewards:`: a name of `REWARDS`, `task`, or the user's `module:attr`, with its own parameters."""
     check_reward(name, params)
-    if getattr(task, "unanswered", False) and _compares(name, params):
+    if task.unanswered and _compares(name, params):
         raise KeelError(
             f"the reward {name!r} compares with answers, and {task.name!r} has prompts alone: name rewards that need "
             "none, such as rewards='[{name: length}]', or the answers' column with data.columns.answer"
@@ -62,8 +62,7 @@ def build_reward(name: str, task: Task, *, weight: float = 1.0, label: str | Non
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise KeelError(f"reward {name}: weight is {weight!r}, it must be a number")
     if name == TASK:
-        trusted = is_ours(task)
-        return RewardPart(label or TASK, task.reward, weight, trusted, asynchronous=is_async(task.reward))
+        return RewardPart(label or TASK, task.reward, weight, task.trusted, asynchronous=is_async(task.reward))
     function = _function(name)
     trusted = name in REWARDS and all(_build_inner(spec, task).trusted for spec in _inner(name, params))
     given = _arguments(name, _filled(name, params, task))
@@ -88,12 +87,6 @@ def probe_rewards(entries: Sequence[Mapping[str, Any]]) -> None:
     for entry in entries:
         if entry["name"] in REMOTE:
             http.probe(**{key: entry[key] for key in ("url", "headers", "timeout_s") if key in entry})
-
-
-def is_ours(task: Task) -> bool:
-    """Whether a task, and every task in a mixture, is Keel's own and runs nobody else's code on completions."""
-    own = type(task).__module__.startswith("keel.envs.") and not getattr(task, "foreign", False)
-    return own and all(map(is_ours, getattr(task, "tasks", ())))
 
 
 def _compares(name: str, params: Mapping[str, Any]) -> bool:
