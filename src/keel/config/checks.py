@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,8 +12,6 @@ from keel.base.redact import secrets_in
 from keel.config.resolve import controller_params, kl_spec, loss_spec, mismatch_spec, scale_rewards
 from keel.config.schema import Config, TaskOptions
 from keel.loggers.build import check_loggers
-
-DATA_OF_TASKS = ("path", "split", "columns", "on_broken")  # the rest of `data` says how prompts are rendered
 
 
 def check(config: Config, *, installed: bool = True) -> None:
@@ -238,50 +235,17 @@ def _warmstart_tasks(config: Config) -> tuple[TaskOptions | str, ...]:
 
 
 def _tasks(config: Config) -> None:
-    from keel.envs import check_task
+    from keel.envs.registry import check_data, check_task
+    from keel.envs.rewards.registry import check_rewards
 
     for option, task in task_specs(config):
         try:
             check_task(task.name, task.params)
         except KeelError as error:
             raise KeelError(f"{option}: {error}") from None
-    _data(config)
-    for index, part in enumerate(config.rewards):
-        _reward(f"rewards[{index}]", part.name, {key: v for key, v in part.params.items() if key != "label"})
+    check_data(config.task, config.data)
+    check_rewards(config.rewards)
     check_loggers(config.log)
-
-
-def _data(config: Config) -> None:
-    """Data that the task would not read is refused: a task reads it by a parameter called `data`."""
-    data, untouched, name = config.data, type(config.data)(), config.task.name
-    given = [n for n in DATA_OF_TASKS if getattr(data, n) != getattr(untouched, n)]
-    if given and not takes_data(name):
-        raise KeelError(
-            f"data.{given[0]} is given, but task {name} makes its own problems: leave it out, or set task.name=dataset"
-        )
-    if name == "dataset" and data.path is None and "data" not in config.task.params:
-        raise KeelError("task dataset needs data.path: a file, a folder or a hub name")
-    if given and "data" in config.task.params:
-        raise KeelError(f"data.{given[0]} and task.data both name data: keep one")
-    if data.truncation != "error" and data.max_prompt_length is None:
-        raise KeelError(f"data.truncation={data.truncation} needs data.max_prompt_length: give the limit in tokens")
-
-
-def takes_data(task: str) -> bool:
-    """Whether a task reads data: whether its factory has a parameter called `data`."""
-    from keel.envs import TASKS
-
-    factory = TASKS[task] if task in TASKS else import_object(task, "task.name")
-    return callable(factory) and "data" in inspect.signature(factory).parameters
-
-
-def _reward(option: str, name: str, params: Mapping[str, Any]) -> None:
-    from keel.envs.rewards import check_reward
-
-    try:
-        check_reward(name, params)
-    except KeelError as error:
-        raise KeelError(f"{option}: {error}") from None
 
 
 def _evaluation(config: Config) -> None:
@@ -324,4 +288,4 @@ def advice(config: Config) -> list[str]:
     return notes
 
 
-__all__ = ["advice", "check", "import_object", "takes_data", "task_specs"]
+__all__ = ["advice", "check", "task_specs"]

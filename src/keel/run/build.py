@@ -12,11 +12,11 @@ import torch
 from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.config import Config, TaskOptions, controller_params, kl_spec, loss_spec, mismatch_spec
-from keel.config.checks import DATA_OF_TASKS, takes_data
 from keel.config.resolve import scale_rewards
 from keel.envs import Task, build_task
 from keel.envs.judge import Judge
 from keel.envs.mixture import mixture
+from keel.envs.registry import reads_data
 from keel.envs.rewards import wrap
 from keel.kl import build_controller
 from keel.models.load import LoadedModel, load_model
@@ -56,9 +56,8 @@ def build_named_task(spec: TaskOptions | str, config: Config | None = None) -> T
     the run's task or another of that name.
     """
     name, params = (spec, {}) if isinstance(spec, str) else (spec.name, spec.params)
-    if config is not None and name == config.task.name and "data" not in params and takes_data(name):
-        data = config.data.model_dump()
-        params = {**params, "data": {option: data[option] for option in DATA_OF_TASKS}}
+    if config is not None and name == config.task.name and "data" not in params and reads_data(name):
+        params = {**params, "data": config.data.source}
     return build_task(name, **params)
 
 

@@ -10,10 +10,9 @@ from typing import Any
 
 from keel.base.errors import KeelError, unknown
 from keel.config import Config, TaskOptions, load_config, text
-from keel.config.checks import DATA_OF_TASKS, takes_data
 from keel.envs import Task
 from keel.envs.judge import Judge
-from keel.envs.registry import TASKS
+from keel.envs.registry import TASKS, reads_data
 from keel.envs.rewards import RewardPart
 from keel.eval.evaluate import EvalResult, evaluate, paired_difference, paired_reward
 from keel.rollout.engine import Engine
@@ -85,7 +84,7 @@ def _given(subject: Subject, words: Sequence[str], data: Sequence[str] = ()) -> 
     for spec in specs:
         if spec.name not in TASKS and ":" not in spec.name:
             raise unknown("task", spec.name, TASKS)
-    reads = [takes_data(spec.name) for spec in specs]
+    reads = [reads_data(spec.name) for spec in specs]
     if data and not any(reads):
         raise KeelError(f"{data[0]} is given, but {', '.join(words)} makes its own problems: leave it out")
     homes = [_home(subject, spec, data) if reading else None for spec, reading in zip(specs, reads, strict=True)]
@@ -96,7 +95,7 @@ def _home(subject: Subject, spec: TaskOptions, data: Sequence[str]) -> Config:
     """A configuration whose task is this one: its data are those of a bare model, or of a run that trains on a task of
     this name, changed as `data` says; a task with data beside its name reads those."""
     shared = (not subject.has_tasks or spec.name == subject.config.task.name) and "data" not in spec.params
-    given = subject.config.data.model_dump(include=set(DATA_OF_TASKS)) if shared else {}
+    given = subject.config.data.source if shared else {}
     return load_config({"task": {"name": spec.name, **spec.params}, "data": given}, data)
 
 
