@@ -84,7 +84,8 @@ def build_task(name: str, **params: Any) -> Task:
     """The task called `name`, or made by the user's `module:attr`, with its own parameters."""
     check_task(name, params)
     factory = _factory(name)
-    return check_is_task(factory(**part_arguments(f"task {name}", factory, params)), f"task {name!r} made")
+    made = factory(**part_arguments(f"task {name}", factory, params))
+    return check_is_task(made, f"task {name!r} made")
 
 
 def check_task(name: str, params: Mapping[str, Any]) -> None:
