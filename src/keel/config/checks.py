@@ -186,22 +186,10 @@ def _model(config: Config) -> None:
 
 
 def _rollout(config: Config) -> None:
-    from keel.rollout.registry import ENGINES, check_name, find_engine
+    from keel.rollout.registry import check_rollout
 
     rollout = config.rollout
-    if rollout.temperature == 0:
-        raise KeelError(
-            "rollout.temperature is 0: greedy completions of a problem are all the same and teach nothing; "
-            "set it above 0 (1.0 is usual), or eval.temperature=0 for greedy evaluation"
-        )
-    check_name(rollout.engine)
-    for name in ("kept_gib", "cuda_graphs") if rollout.engine not in ENGINES else ():
-        if getattr(rollout, name) != type(rollout).model_fields[name].default:
-            raise KeelError(
-                f"rollout.{name} is for the native engine: leave it out with rollout.engine={rollout.engine}"
-            )
-    if rollout.engine not in ENGINES:
-        find_engine(rollout.engine)
+    check_rollout(rollout)
     if config.optim.minibatches > rollout.prompts_per_step:
         raise KeelError(
             f"optim.minibatches is {config.optim.minibatches} but a step has {rollout.prompts_per_step} groups "

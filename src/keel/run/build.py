@@ -23,8 +23,7 @@ from keel.models.load import LoadedModel, load_model
 from keel.models.lora import adapter_is_zero
 from keel.models.scorer import build_scorer
 from keel.reference import build_reference
-from keel.rollout import Engine, SamplingParams
-from keel.rollout import build_engine as engine_of
+from keel.rollout import Engine, SamplingParams, build_engine
 from keel.rollout.collect import collect
 from keel.rollout.render import Renderer, fit
 from keel.trainer.integrity import check_model
@@ -117,20 +116,6 @@ def reward_entries(config: Config) -> list[dict[str, Any]]:
     return [{"name": part.name, "weight": part.weight, **part.params} for part in config.rewards]
 
 
-def build_sampling(config: Config, **changes: Any) -> SamplingParams:
-    rollout = config.rollout
-    names = ("temperature", "top_p", "top_k", "min_p", "max_completion_length", "num_generations", "stop", "max_batch")
-    return SamplingParams(**{**{name: getattr(rollout, name) for name in names}, **changes})
-
-
-def build_engine(config: Config, loaded: LoadedModel) -> Engine:
-    """The sampler that `rollout.engine` names, with its own options."""
-    rollout = config.rollout
-    kept = int(rollout.kept_gib * 2**30) if rollout.max_turns > 1 else 0
-    options = {"kept_bytes": kept, "graphs": rollout.cuda_graphs} if rollout.engine == "native" else {}
-    return engine_of(rollout.engine, loaded.model, loaded.tokenizer, **options)
-
-
 def rendering(config: Config) -> dict[str, Any]:
     """How prompts become tokens."""
     data = config.data
@@ -160,8 +145,8 @@ def build_run(
     task = task or build_named_task(config.task, config)
     task, dropped = without_long_prompts(config, loaded.tokenizer, task)
     judge = build_judge(config, task, reward)
-    sampling = build_sampling(config)
-    engine = build_engine(config, loaded)
+    sampling = SamplingParams.of(config.rollout)
+    engine = build_engine(config.rollout, loaded.model, loaded.tokenizer)
     _check_logp(config, engine, sampling)
     half = amp_dtype(config.optim, loaded.dtype)
     spec, loss = kl_spec(config), loss_spec(config)
@@ -198,8 +183,8 @@ def _check_logp(config: Config, engine: Engine, sampling: SamplingParams) -> Non
     """Refuse filters where the engine's log-probabilities are those after them: training compares the policy's own."""
     if engine.logp_after_filters and sampling.filtered:
         raise KeelError(
-            f"rollout.engine={config.rollout.engine} gives log-probabilities after filters (logp_after_filters), which "
-            "are not the policy's: leave rollout.top_p, top_k and min_p off, or let it report those before"
+            f"rollout.engine={config.rollout.named_engine.name} gives log-probabilities after filters "
+            "(logp_after_filters), which are not the policy's: leave rollout.top_p, top_k and min_p off, or let it report those before"
         )
 
 

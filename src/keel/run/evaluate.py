@@ -16,11 +16,10 @@ from keel.envs.registry import TASKS, reads_data
 from keel.envs.rewards import RewardPart
 from keel.eval.evaluate import EvalResult, evaluate, paired_difference, paired_reward
 from keel.rollout.engine import Engine
+from keel.rollout.registry import build_engine
 from keel.rollout.sampling import SamplingParams
 from keel.run.build import (
-    build_engine,
     build_named_task,
-    build_sampling,
     fitting,
     rendering,
     reward_entries,
@@ -117,7 +116,7 @@ def evaluate_entry(
         k=config.eval.k,
         temperature=_temperature(config),
         seed=config.run.seed + 1 if seed is None else seed,
-        sampling=sampling or build_sampling(config),
+        sampling=sampling or SamplingParams.of(config.rollout),
         judge=entry.judge,
         max_turns=config.rollout.max_turns if entry.task.several_turns else 1,
         max_turn_length=config.rollout.max_turn_length,
@@ -195,7 +194,7 @@ def _evaluated(
 ) -> list[EvalResult]:
     """All tasks on one model, which is let go before the next one is loaded."""
     loaded = subject.load()
-    engine = build_engine(config, loaded)
+    engine = build_engine(config.rollout, loaded.model, loaded.tokenizer)
     kept = [  # before judges are made: a judge belongs to the task whose problems it is given
         (without_long_prompts(config, loaded.tokenizer, task)[0] if split == "trained" else task, split)
         for task, split in chosen
