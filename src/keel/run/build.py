@@ -184,7 +184,8 @@ def _check_logp(config: Config, engine: Engine, sampling: SamplingParams) -> Non
     if engine.logp_after_filters and sampling.filtered:
         raise KeelError(
             f"rollout.engine={config.rollout.named_engine.name} gives log-probabilities after filters "
-            "(logp_after_filters), which are not the policy's: leave rollout.top_p, top_k and min_p off, or let it report those before"
+            "(logp_after_filters), which are not the policy's: leave rollout.top_p, top_k and min_p off, or let it "
+            "report those before"
         )
 
 
