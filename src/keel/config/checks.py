@@ -12,6 +12,8 @@ from keel.base.redact import secrets_in
 from keel.config.resolve import controller_params, kl_spec, loss_spec, mismatch_spec, scale_rewards
 from keel.config.schema import Config, TaskOptions
 from keel.loggers.build import check_loggers
+from keel.models.options import check_quantization
+from keel.trainer.options import check_optim
 
 
 def check(config: Config, *, installed: bool = True) -> None:
@@ -19,7 +21,7 @@ def check(config: Config, *, installed: bool = True) -> None:
 
     `installed=False` asks what the configuration means, not whether this machine has the packages for it.
     """
-    for part in (_users_parts, _loss, _kl, _controller, _reference, _model, _rollout, _optim, _tasks, _evaluation):
+    for part in (_users_parts, _loss, _kl, _controller, _reference, _model, _rollout, _tasks, _evaluation):
         part(config)
     _doctor(config)
     if installed:
@@ -177,10 +179,7 @@ def _model(config: Config) -> None:
                 "the exact KL reads hidden states, which model.scorer does not give: use model.scorer=native, or "
                 "kl.exact=false and a sampled estimator such as k3"
             )
-    if model.quantization is not None and model.lora is None:
-        raise KeelError(
-            f"model.quantization={model.quantization} needs LoRA, quantized weights do not train: set model.lora"
-        )
+    check_quantization(model)
     if model.quantization is not None and config.optim.offload:
         raise KeelError("optim.offload has no use with model.quantization: adapters are small; leave it out")
 
@@ -195,19 +194,7 @@ def _rollout(config: Config) -> None:
             f"optim.minibatches is {config.optim.minibatches} but a step has {rollout.prompts_per_step} groups "
             "(rollout.prompts_per_step): an update needs at least one"
         )
-
-
-def _optim(config: Config) -> None:
-    optim = config.optim
-    if any(beta >= 1 for beta in optim.betas):
-        raise KeelError(f"optim.betas is {list(optim.betas)}: both must be below 1")
-    end = optim.decay_steps or config.run.max_steps
-    if optim.schedule != "constant" and optim.warmup_steps >= end:
-        raise KeelError(
-            f"optim.warmup_steps is {optim.warmup_steps} but the {optim.schedule} decay ends at step {end}: lower it"
-        )
-    if optim.schedule == "constant" and optim.decay_steps is not None:
-        raise KeelError("optim.decay_steps has no meaning with optim.schedule=constant: use linear or cosine")
+    check_optim(config.optim, config.run.max_steps)
 
 
 def task_specs(config: Config) -> Iterator[tuple[str, TaskOptions]]:
