@@ -62,6 +62,11 @@ class DataOptions(PromptOptions, SourceOptions):
     """Problems from a file or a hub, for tasks that read data."""
 
     @property
+    def prompts(self) -> dict[str, Any]:
+        """How prompts are rendered, as plain data."""
+        return self.model_dump(include=set(PromptOptions.model_fields))
+
+    @property
     def source(self) -> dict[str, Any]:
         """What tasks are given of it, as plain data."""
         return self.model_dump(include=set(SourceOptions.model_fields))

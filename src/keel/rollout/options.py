@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -48,6 +48,11 @@ class RolloutOptions(Options):
     cuda_graphs: bool = Field(
         default=True, description="Decode by CUDA graphs where the model allows it (Llama-shaped, on a GPU)."
     )
+
+    @property
+    def turns(self) -> dict[str, Any]:
+        """What `collect` takes of it beside the sampling, as plain data."""
+        return self.model_dump(include={"max_turns", "max_turn_length", "join_turns"})
 
     @property
     def named_engine(self) -> EngineOptions:

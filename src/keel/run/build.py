@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.config import Config, TaskOptions, kl_pairing
@@ -29,7 +27,7 @@ from keel.trainer.integrity import check_model
 from keel.trainer.optim import Optimizer, Schedule, amp_dtype, build_schedule
 from keel.trainer.options import OptimOptions, WarmstartOptions
 from keel.trainer.sft import Encode, Examples, file_examples, gold_examples
-from keel.trainer.state import Run, StepOptions
+from keel.trainer.state import Run
 
 RewardFunction = Callable[..., Any]
 
@@ -115,17 +113,6 @@ def reward_entries(config: Config) -> list[dict[str, Any]]:
     return [{"name": part.name, "weight": part.weight, **part.params} for part in config.rewards]
 
 
-def rendering(config: Config) -> dict[str, Any]:
-    """How prompts become tokens."""
-    data = config.data
-    return {
-        "chat_template": data.chat_template,
-        "system_prompt": data.system_prompt,
-        "max_prompt_length": data.max_prompt_length,
-        "truncation": data.truncation,
-    }
-
-
 @dataclass(frozen=True)
 class Built:
     """A run with what stands around it."""
@@ -161,8 +148,13 @@ def build_run(
         loss=config.loss,
         kl=config.kl,
         pairing=kl_pairing(config, off_policy=config.off_policy or not shared),
-        options=_step_options(config, loaded.shared_prefix and scorer is None, half),
+        rollout=config.rollout,
+        reward=config.reward,
+        optim=config.optim,
         guards=config.guards,
+        seed=config.run.seed,
+        shared_prefix=loaded.shared_prefix and scorer is None,
+        amp_dtype=half,
         scorer=scorer,
     )
     packing = [] if loaded.packing_note is None else [loaded.packing_note]
@@ -215,30 +207,14 @@ def _collector(
             seed=config.run.seed,
             attempt=attempt,
             step=step,
-            max_turns=config.rollout.max_turns,
-            max_turn_length=config.rollout.max_turn_length,
-            join_turns=config.rollout.join_turns,
+            **config.rollout.turns,
             judge=judge,
-            **rendering(config),
+            **config.data.prompts,
         )
         engine.release()  # the update needs the memory
         return groups
 
     return collected
-
-
-def _step_options(config: Config, shared_prefix: bool, half: torch.dtype | None) -> StepOptions:
-    return StepOptions(
-        seed=config.run.seed,
-        prompts_per_step=config.rollout.prompts_per_step,
-        max_completion_length=config.rollout.max_completion_length,
-        temperature=config.rollout.temperature or 1.0,
-        microbatch_tokens=config.optim.microbatch_tokens,
-        shared_prefix=shared_prefix,
-        minibatches=config.optim.minibatches,
-        reward_warmup_steps=config.reward.warmup_steps,
-        autocast=half,
-    )
 
 
 def learning_rate_schedule(config: Config, decay_steps: int | None = None) -> Schedule:

@@ -21,7 +21,6 @@ from keel.rollout.sampling import SamplingParams
 from keel.run.build import (
     build_named_task,
     fitting,
-    rendering,
     reward_entries,
     without_long_prompts,
 )
@@ -118,10 +117,8 @@ def evaluate_entry(
         seed=config.run.seed + 1 if seed is None else seed,
         sampling=sampling or SamplingParams.of(config.rollout),
         judge=entry.judge,
-        max_turns=config.rollout.max_turns if entry.task.several_turns else 1,
-        max_turn_length=config.rollout.max_turn_length,
-        join_turns=config.rollout.join_turns,
-        **rendering(config),
+        **{**config.rollout.turns, "max_turns": config.rollout.max_turns if entry.task.several_turns else 1},
+        **config.data.prompts,
     )
 
 
