@@ -303,11 +303,11 @@ PAPERS: dict[str, Advice] = {
 }
 
 
-def advise(loss_type: str, beta: float, *, rule_based_verifier: bool = True) -> list[str]:
+def advise(loss_type: str, beta: float) -> list[str]:
     """What a user who asks about β should be told, in sentences; empty when there is nothing to say."""
     notes = []
     paper = PAPERS.get(loss_type)
-    if loss_type == "dr_grpo" and beta > 0 and rule_based_verifier:
+    if loss_type == "dr_grpo" and beta > 0:
         notes.append(
             f"kl/unneeded: dr_grpo with a rule-based verifier is meant to run at beta 0 ({PAPERS['dr_grpo'].paper}): "
             f"the reward stays right however far the policy drifts; beta is {beta:g}"

@@ -26,17 +26,17 @@ def native(model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions) -> Nati
 ENGINES: dict[str, Callable[..., Engine]] = {"native": native}
 
 
-def find_engine(name: str) -> Callable[..., Engine]:
+def find_engine(name: str, option: str = "rollout.engine") -> Callable[..., Engine]:
     """What makes the engine of this name; a class that is no engine is refused."""
     if name == "vllm":
-        raise KeelError("rollout.engine=vllm is not available in this version: use rollout.engine=native")
+        raise KeelError(f"{option}=vllm is not available in this version: use {option}=native")
     if name in ENGINES:
         return ENGINES[name]
     if not is_users_own(name):
-        raise unknown("rollout.engine", name, ENGINES)
-    make = import_object(name, "rollout.engine")
+        raise unknown(option, name, ENGINES)
+    make = import_object(name, option)
     if isinstance(make, type):
-        check_engine(make, name)
+        check_engine(make, f"{option}={name}")
     return make
 
 
@@ -48,7 +48,7 @@ def build_engine(rollout: RolloutOptions, model: nn.Module, tokenizer: Any) -> E
     chosen = rollout.named_engine
     make = find_engine(chosen.name)
     engine = make(model, tokenizer, **_arguments(chosen, make, rollout))
-    check_engine(engine, chosen.name)
+    check_engine(engine, f"rollout.engine={chosen.name}")
     return engine
 
 

@@ -88,12 +88,12 @@ def kl_values(bandit: Bandit) -> dict[str, float]:
     }
 
 
-def moments(formula: Formula, bandit: Bandit, sampling: str = ON) -> tuple[float, float, float]:
-    """Mean, standard deviation and smallest value of a formula on samples from the policy, or from `old`."""
-    old = bandit.old_logp(sampling)
+def moments(formula: Formula, bandit: Bandit) -> tuple[float, float, float]:
+    """Mean, standard deviation and smallest value of a formula on samples from the policy."""
+    logp = bandit.old_logp(ON)
     with torch.no_grad():
-        values = formula(bandit.old_logp(ON), bandit.ref_logp, old)
-    weights = old.exp()
+        values = formula(logp, bandit.ref_logp, logp)
+    weights = logp.exp()
     mean = (weights * values).sum()
     spread = (weights * (values - mean).square()).sum().sqrt()
     return mean.item(), spread.item(), values.min().item()
