@@ -97,20 +97,14 @@ def build_renderer(config: Config, tokenizer: Any) -> Renderer:
 
 def build_judge(config: Config, task: Task, reward: RewardFunction | None = None) -> Judge:
     """The configured rewards; where none are configured, the task's own; or the function given in Python."""
-    options: dict[str, Any] = {
-        "aggregate": config.reward.aggregate,
-        "timeout_s": config.reward.timeout_s,
-        "on_error": config.reward.on_error,
-        "shuffle": config.reward.shuffle,
-    }
     if reward is not None:
-        return Judge([wrap(reward)], **options)
-    return Judge.of(task, reward_entries(config), **options)
+        return Judge([wrap(reward)], config.reward)
+    return Judge.of(task, reward_entries(config), config.reward)
 
 
 def reward_entries(config: Config) -> list[dict[str, Any]]:
     """`rewards:` as the rewards' room takes them."""
-    return [{"name": part.name, "weight": part.weight, **part.params} for part in config.rewards]
+    return [part.model_dump() for part in config.rewards]
 
 
 @dataclass(frozen=True)

@@ -49,12 +49,12 @@ def entries(
 
     A task without answers has none: it is judged by `rewards`, by default the configured ones, as they are summed.
     """
-    options: dict[str, Any] = {"timeout_s": config.reward.timeout_s, "on_error": config.reward.on_error}
+    options = config.reward.model_copy(update={"aggregate": "sum", "shuffle": None})
 
     def judge(task: Task) -> Judge:
         if not task.unanswered:
-            return Judge.of(task, **options)
-        return Judge.of(task, reward_entries(config), **options) if rewards is None else Judge(rewards, **options)
+            return Judge.of(task, options=options)
+        return Judge.of(task, reward_entries(config), options) if rewards is None else Judge(rewards, options)
 
     return [Entry(task, split, judge(task)) for task, split in tasks]
 
