@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from keel.base.errors import KeelError, unknown
+from keel.base.imports import import_object, is_users_own
 from keel.base.types import Problem
 from keel.config import Config, TaskOptions, controller_params, kl_spec, loss_spec, mismatch_spec
 from keel.config.checks import DATA_OF_TASKS, takes_data
@@ -19,7 +20,7 @@ from keel.envs.judge import Judge
 from keel.envs.mixture import mixture
 from keel.envs.rewards import wrap
 from keel.kl import build_controller
-from keel.models.load import DTYPES, LoadedModel, import_attr, is_users_own, load_model
+from keel.models.load import DTYPES, LoadedModel, load_model
 from keel.models.lora import adapter_is_zero
 from keel.models.scorer import build_scorer
 from keel.reference import build_reference
@@ -144,7 +145,7 @@ def build_engine(config: Config, loaded: LoadedModel) -> Engine:
         kept = int(config.rollout.kept_gib * 2**30) if config.rollout.max_turns > 1 else 0
         return NativeEngine(loaded.model, loaded.tokenizer, kept_bytes=kept, graphs=config.rollout.cuda_graphs)
     if is_users_own(name):
-        made: Engine = import_attr(name, "engine")(loaded.model, loaded.tokenizer)
+        made: Engine = import_object(name, "engine")(loaded.model, loaded.tokenizer)
         return made
     if name == "vllm":
         raise KeelError("rollout.engine=vllm is not available in this version: use rollout.engine=native")
