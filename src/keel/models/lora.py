@@ -2,62 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from keel.base.errors import KeelError, first_line, unknown
+from keel.models.options import LoraOptions
 
 
-@dataclass(frozen=True)
-class LoraSettings:
-    """`W + (alpha / r) B A` on each target layer; of an existing `adapter`, r, alpha and targets are its own.
-
-    `targets` is `all-linear` (every linear layer but the output head) or names of layers. `dropout` holds for both;
-    it is 0 unless asked for, also where the adapter was trained with some.
-    """
-
-    r: int = 16
-    alpha: float = 32
-    dropout: float = 0.0
-    targets: str | Sequence[str] = "all-linear"
-    adapter: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.r < 1:
-            raise KeelError(f"lora.r is {self.r}: the rank must be 1 or more")
-        if not 0.0 <= self.dropout < 1.0:
-            raise KeelError(f"lora.dropout is {self.dropout}: it must be in [0, 1)")
-
-
-def lora_settings(options: Mapping[str, Any] | LoraSettings | None) -> LoraSettings | None:
-    """The settings from an option's mapping; a key that does not exist is an error, not a silent default."""
-    if options is None or isinstance(options, LoraSettings):
+def lora_options(options: Mapping[str, Any] | LoraOptions | None) -> LoraOptions | None:
+    """The options of a mapping; a key that does not exist is an error, not a silent default."""
+    if options is None or isinstance(options, LoraOptions):
         return options
-    known = [field.name for field in fields(LoraSettings)]
     for key in options:
-        if key not in known:
-            raise unknown("lora option", key, known)
-    return LoraSettings(**options)
+        if key not in LoraOptions.model_fields:
+            raise unknown("lora option", key, LoraOptions.model_fields)
+    try:
+        return LoraOptions(**options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise KeelError(f"lora.{first['loc'][0]} is {first['input']!r}: {first['msg']}") from None
 
 
-def check_adapter(settings: LoraSettings | None) -> None:
+def check_adapter(options: LoraOptions | None) -> None:
     """Refuse a missing adapter folder before a model is loaded for it."""
-    if settings is None or settings.adapter is None:
+    if options is None or options.adapter is None:
         return
-    folder = Path(settings.adapter).expanduser()
+    folder = Path(options.adapter).expanduser()
     if not (folder / "adapter_config.json").is_file():
         raise KeelError(
-            f"no adapter at lora.adapter={settings.adapter!r}: the folder needs an adapter_config.json; "
+            f"no adapter at lora.adapter={options.adapter!r}: the folder needs an adapter_config.json; "
             "give the folder that save_pretrained wrote, or leave adapter out for a fresh one"
         )
 
 
-def add_lora(model: nn.Module, settings: LoraSettings, *, seed: int = 0) -> nn.Module:
+def add_lora(model: nn.Module, options: LoraOptions, *, seed: int = 0) -> nn.Module:
     """The model wrapped by peft with one trainable adapter; the base weights are frozen.
 
     A fresh adapter has B = 0, so the wrapped model computes exactly what the base does. Equal seeds give equal A,
@@ -68,33 +51,33 @@ def add_lora(model: nn.Module, settings: LoraSettings, *, seed: int = 0) -> nn.M
     try:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            if settings.adapter is None:
-                targets = settings.targets if isinstance(settings.targets, str) else list(settings.targets)
+            if options.adapter is None:
+                targets = options.targets if isinstance(options.targets, str) else list(options.targets)
                 config = LoraConfig(
-                    r=settings.r,
-                    lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft only divides it
-                    lora_dropout=settings.dropout,
+                    r=options.r,
+                    lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft only divides it
+                    lora_dropout=options.dropout,
                     target_modules=targets,
                     task_type=TaskType.CAUSAL_LM,
                 )
                 return get_peft_model(model, config)
-            folder = str(Path(settings.adapter).expanduser())
-            found = PeftConfig.from_pretrained(folder)
-            if not isinstance(found, LoraConfig):
-                raise KeelError(f"the adapter at {settings.adapter!r} is {found.peft_type}, not LoRA: give a LoRA one")
-            check_bias(found, f"the adapter at {settings.adapter!r}")
-            found.lora_dropout = settings.dropout
-            found.inference_mode = False
-            return PeftModel.from_pretrained(model, folder, config=found, is_trainable=True)
+            folder = str(Path(options.adapter).expanduser())
+            saved = PeftConfig.from_pretrained(folder)
+            if not isinstance(saved, LoraConfig):
+                raise KeelError(f"the adapter at {options.adapter!r} is {saved.peft_type}, not LoRA: give a LoRA one")
+            check_bias(saved, f"the adapter at {options.adapter!r}")
+            saved.lora_dropout = options.dropout
+            saved.inference_mode = False
+            return PeftModel.from_pretrained(model, folder, config=saved, is_trainable=True)
     except KeelError:
         raise
     except (ValueError, RuntimeError, KeyError, OSError) as error:
-        what = f"the adapter at {settings.adapter!r}" if settings.adapter else f"lora.targets={settings.targets!r}"
+        what = f"the adapter at {options.adapter!r}" if options.adapter else f"lora.targets={options.targets!r}"
         raise KeelError(f"{what} does not fit the model: {first_line(error)}") from error
 
 
 def check_bias(config: Any, what: str) -> None:
-    """Refuse LoRA that trains the base's biases: the base is shared, so that the reference would move with it."""
+    """Refuse LoRA that trains the base's biases: the reference shares the base and would move with it."""
     bias = getattr(config, "bias", "none")
     if bias != "none":
         raise KeelError(f"{what} has bias={bias!r}, which trains the base model itself: use LoRA with bias='none'")
@@ -108,11 +91,11 @@ def check_unmerged(model: nn.Module) -> None:
             raise KeelError(f"the policy's adapter is merged into its base ({name}): call unmerge_adapter() first")
 
 
-def settings_of(model: nn.Module, settings: LoraSettings) -> LoraSettings:
-    """The settings as they are in the model: a continued adapter brings its own rank, alpha and targets."""
+def options_in(model: nn.Module, options: LoraOptions) -> LoraOptions:
+    """The options as they are in the model: a continued adapter brings its own rank, alpha and targets."""
     config: Any = next(iter(model.peft_config.values()))  # type: ignore[operator]
     targets = config.target_modules if isinstance(config.target_modules, str) else tuple(sorted(config.target_modules))
-    return replace(settings, r=config.r, alpha=config.lora_alpha, targets=targets)
+    return options.model_copy(update={"r": config.r, "alpha": config.lora_alpha, "targets": targets})
 
 
 def is_lora(model: nn.Module) -> bool:
@@ -121,7 +104,7 @@ def is_lora(model: nn.Module) -> bool:
 
 
 def adapter_is_zero(model: nn.Module) -> bool:
-    """Whether the active adapter changes nothing yet: every B is 0 and no layer is trained whole beside it."""
+    """Whether the active adapter changes nothing yet: every B is 0 and no module is trained in full beside it."""
     module: Any
     for module in model.modules():
         if not hasattr(module, "adapter_layer_names"):

@@ -17,8 +17,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from keel.base.errors import KeelError, first_line
 from keel.models.checks import context_length
 from keel.models.head import causal_lm
-from keel.models.lengths import LengthRegimes, forget_lengths, length_regimes
-from keel.models.probe import last_logits, local_windows, longest_probe, past, position_switches
+from keel.models.probe import last_logits, length_past, local_windows, longest_probe, position_switches
+from keel.models.rope import LengthRegimes, length_regimes, reset_rope
 from keel.rollout.native.cache import Prefix, SharedPrefixCache, shared_prefix_attention
 from keel.rollout.native.graph import GraphedStep, can_be_graphed
 from keel.rollout.native.kept import KeptPrompt, KeptRow, stacked
@@ -303,7 +303,7 @@ class SwitchingDecoder:
             self._leave(set(range(len(self.contexts))) - set(crossing))
         logits: dict[int, Tensor] = {}
         for _, decoder, rows in self.parts:
-            forget_lengths(self.model)
+            reset_rope(self.model)
             logits |= zip(rows, decoder.step(tokens[torch.tensor(rows, device=tokens.device)]), strict=True)
         self._read(crossing, logits)
         return torch.stack([logits[row] for row in range(len(self.contexts))])
@@ -340,7 +340,7 @@ class SwitchingDecoder:
             number: dict[tuple[int, ...], int] = {}
             prompt_of = [number.setdefault(self.contexts[row], len(number)) for row in members]
             decoder: Any = self.inner(self.model)
-            forget_lengths(self.model)
+            reset_rope(self.model)
             logits |= zip(members, decoder.start(list(number), prompt_of, self.length), strict=True)
             same = [i for i, (other, there, _) in enumerate(self.parts) if other == regime and there.resumes]
             if decoder.resumes and same:
@@ -394,7 +394,7 @@ def _cases(model: nn.Module, *, shared: bool, lean: bool) -> list[_Case]:
 def _beyond(length: int, most: int, limit: int | None) -> int | None:
     """A prompt whose probe crosses `length`, well past it where that fits; None where nothing that fits crosses it."""
     room = most if limit is None else min(most, limit - _PROBE_STEPS)
-    longest = min(past(length), room)
+    longest = min(length_past(length), room)
     return longest if longest + _PROBE_STEPS > length else None
 
 
