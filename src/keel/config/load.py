@@ -17,11 +17,11 @@ from keel.base.moved import current_names
 from keel.base.options import PluginOptions
 from keel.base.redact import MASK, hide, remember
 from keel.config import aliases, text
+from keel.config.aliases import Setting
 from keel.config.checks import check
 from keel.config.schema import Config
 
 logger = logging.getLogger("keel")
-Setting = tuple[str, Any, str]  # dotted name, value, where it was given
 
 
 def load_config(source: Path | str | Mapping[str, Any] | Config, overrides: Sequence[str] = ()) -> Config:
@@ -38,25 +38,26 @@ def load_config(source: Path | str | Mapping[str, Any] | Config, overrides: Sequ
 def read_config(
     source: Path | str | Mapping[str, Any] | Config, overrides: Sequence[str] = (), *, installed: bool = True
 ) -> tuple[Config, list[str]]:
-    """Like `load_config`, with the sentences on renamed options as a list; `installed` as in `check`."""
+    """`load_config`, with the sentences on renamed options as a list; `installed` as in `check`."""
     if isinstance(source, Config):
         data: Mapping[str, Any] = source.to_dict()
     else:
         data = source if isinstance(source, Mapping) else text.read(Path(source))
-    where = "the configuration" if isinstance(source, Mapping | Config) else str(source)
+    origin = "the configuration" if isinstance(source, Mapping | Config) else str(source)
     remember(data)
-    layers = [list(_settings(data, where)), [leaf for item in overrides for leaf in _override(item)]]
+    from_source = [(name, value, origin) for name, value in leaves("", data)]
+    layers = [from_source, [setting for override in overrides for setting in _override(override)]]
     for name, value, _ in layers[1]:
         remember(value, name)
     _check_masks(layers)
-    given = {aliases.normal(name): value for layer in layers for name, value, _ in layer}
+    settings = {aliases.normal(name): value for layer in layers for name, value, _ in layer}
     tree: dict[str, Any] = {}
     renamed: list[str] = []
     for layer in layers:
-        native, notes = aliases.translate(layer, given, is_option)
+        native, notes = aliases.translate(layer, settings, is_option)
         renamed += notes
-        for name, value, origin in native:
-            put(tree, name, value, origin)
+        for name, value, _ in native:
+            put(tree, name, value)
     renamed += _choose_task(tree)
     # a section whose options are all commented out is null in YAML: it has its defaults
     config = validate(current_names({key: value for key, value in tree.items() if value is not None}))
@@ -95,14 +96,8 @@ def validate(tree: Mapping[str, Any]) -> Config:
 # ---------------------------------------------------------------------------------------------- settings
 
 
-def _settings(data: Mapping[str, Any], where: str) -> Iterator[Setting]:
-    """The leaves of a mapping as dotted settings; a part with parameters of its own keeps them as they are."""
-    for key, value in leaves("", data):
-        yield key, value, where
-
-
 def leaves(prefix: str, data: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Every option of nested mappings by its dotted name."""
+    """Every option of nested mappings by its dotted name; a plug-in's own parameters stay as they are."""
     for key, value in data.items():
         if not isinstance(key, str):
             raise KeelError(f"the key {key!r} {'in ' + prefix.rstrip('.') if prefix else ''} must be a word")
@@ -114,29 +109,28 @@ def leaves(prefix: str, data: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_leaf(name: str) -> bool:
-    """Whether what lies below this name is a value of its part rather than options of ours."""
-    parent, _, _ = name.rpartition(".")
-    found = _find(parent) if parent else None
-    return isinstance(found, type) and issubclass(found, PluginOptions) and name not in set(option_names())
+    """Whether what lies below this name is a plug-in's own parameter rather than options of ours."""
+    section = _section(name.rpartition(".")[0])
+    return section is not None and issubclass(section, PluginOptions) and name not in _NAMES
 
 
-def _override(item: str) -> Iterator[Setting]:
-    """One override; a section given whole is merged option by option, a part given whole replaces the old one."""
-    name, equals, value = item.partition("=")
+def _override(override: str) -> Iterator[Setting]:
+    """One override; a mapping for a section is merged option by option, one for a plug-in replaces it."""
+    name, equals, value = override.partition("=")
     name = name.strip().lstrip("+")
     if not equals or not name:
-        raise KeelError(f"cannot read the override {item!r}: write name=value, such as kl.beta=0.01")
+        raise KeelError(f"cannot read the override {override!r}: write name=value, such as kl.beta=0.01")
     parsed = text.parse(value, f"the value of {name}")
-    found = _find(aliases.normal(name))
-    if isinstance(parsed, dict) and parsed and found is not None and not issubclass(found, PluginOptions):
+    section = _section(aliases.normal(name))
+    if isinstance(parsed, dict) and parsed and section is not None and not issubclass(section, PluginOptions):
         for key, inner in leaves(name + ".", parsed):
             yield key, inner, "the command line"
     else:
         yield name, parsed, "the command line"
 
 
-def put(tree: dict[str, Any], name: str, value: Any, origin: str) -> None:
-    """Set a dotted name in nested dicts; a null section can be opened again by an option inside it."""
+def put(tree: dict[str, Any], name: str, value: Any) -> None:
+    """Set a dotted name in nested dicts; an option inside a null section opens it again."""
     *path, leaf = name.split(".")
     node = tree
     for depth, part in enumerate(path):
@@ -166,18 +160,19 @@ def option_names(model: type[BaseModel] = Config, prefix: str = "") -> list[str]
 
 
 def is_option(name: str) -> bool:
-    """Whether a dotted name is an option of ours, or a parameter of a part that we name."""
+    """Whether a dotted name is an option, or a parameter of a plug-in."""
     if name in _NAMES:
         return True
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
-        found = _find(".".join(parts[:end]))
-        if found is not None:
-            return issubclass(found, PluginOptions)
+        section = _section(".".join(parts[:end]))
+        if section is not None:
+            return issubclass(section, PluginOptions)
     return False
 
 
-def _find(name: str) -> type[BaseModel] | None:
+def _section(name: str) -> type[BaseModel] | None:
+    """The options class at a dotted name, None where there is none."""
     model: type[BaseModel] | None = Config
     for part in name.split("."):
         if model is None or part not in model.model_fields:
@@ -192,9 +187,9 @@ def _model_of(annotation: Any) -> type[BaseModel] | None:
         return annotation
     if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
         for inner in typing.get_args(annotation):
-            found = _model_of(inner)
-            if found is not None:
-                return found
+            model = _model_of(inner)
+            if model is not None:
+                return model
     return None
 
 
@@ -249,7 +244,7 @@ def _one_line(error: ValidationError) -> str:
     name, value, context = _dotted(item["loc"]), item["input"], item.get("ctx", {})
     if item["type"] == "missing":
         return f"{name} is required: give it"
-    bounds = [f"{words} {context[key]:g}" for key, words in _BOUNDS.items() if key in context]
+    bounds = [f"{relation} {context[key]:g}" for key, relation in _BOUNDS.items() if key in context]
     if bounds:
         return f"{name} is {text.dump(value)}: it must be {' and '.join(bounds)}"
     if item["type"] == "literal_error":
@@ -271,10 +266,10 @@ def _one_line(error: ValidationError) -> str:
 
 
 def _likeliest(errors: Sequence[Any]) -> Any:
-    """Of the errors of a union's branches, the one that goes deepest: it got furthest with what was given."""
-    first = errors[0]
-    same = [item for item in errors if _dotted(item["loc"]).startswith(_dotted(first["loc"]))]
-    return max(same, key=lambda item: len(_dotted(item["loc"]).split(".")))
+    """Of the errors of a union's branches, the deepest: that branch fits the value best."""
+    first = _dotted(errors[0]["loc"])
+    branches = [item for item in errors if _dotted(item["loc"]).startswith(first)]
+    return max(branches, key=lambda item: len(_dotted(item["loc"]).split(".")))
 
 
 def _literals(expected: str) -> list[str]:
@@ -295,10 +290,10 @@ def _dotted(location: Sequence[str | int]) -> str:
 
 
 def _show(value: Any) -> str:
-    """What was given, short enough for a line."""
+    """The value, short enough for a line."""
     try:
         shown = text.dump(value)
-    except Exception:  # a Python object in a mapping, which YAML has no words for
+    except Exception:  # a Python object in a mapping, which YAML cannot write
         shown = repr(value)
     kind = {str: "the text ", bool: "", type(None): ""}.get(type(value), "")
     return kind + (shown if len(shown) <= 60 else shown[:57] + "…")

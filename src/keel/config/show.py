@@ -26,24 +26,24 @@ def show_config(config: Config, *, comments: bool = True) -> str:
     return "\n".join(_lines(config, "", "", resolved(config), comments)) + "\n"
 
 
-def _lines(model: BaseModel, path: str, indent: str, stands_for: dict[str, Any], comments: bool) -> Iterator[str]:
+def _lines(model: BaseModel, path: str, indent: str, resolved_values: dict[str, Any], comments: bool) -> Iterator[str]:
     for name, field in type(model).model_fields.items():
         value, dotted = getattr(model, name), path + name
         sentence = field.description or ""
-        if dotted in stands_for:
-            sentence += f" Here: {text.dump(stands_for[dotted])}."
+        if dotted in resolved_values:
+            sentence += f" Here: {text.dump(resolved_values[dotted])}."
         if isinstance(value, BaseModel):
             yield _line(f"{indent}{name}:", sentence, comments)
-            yield from _lines(value, dotted + ".", indent + "  ", stands_for, comments)
+            yield from _lines(value, dotted + ".", indent + "  ", resolved_values, comments)
         else:
             yield _line(f"{indent}{name}: {text.dump(masked(_data(value), name))}", sentence, comments)
     if isinstance(model, PluginOptions):
         for name, value in model.params.items():
             shown = text.dump(masked(_data(value), name))
-            yield _line(f"{indent}{text.dump(name)}: {shown}", _own(path), comments)
+            yield _line(f"{indent}{text.dump(name)}: {shown}", _parameter_sentence(path), comments)
 
 
-def _own(path: str) -> str:
+def _parameter_sentence(path: str) -> str:
     return f"A parameter of this {path.rstrip('.').rpartition('.')[2]}'s own."
 
 
@@ -92,9 +92,8 @@ def migrate_page() -> str:
         parts.append(
             f"## {titles[origin]}\n\n| name | becomes | note |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
         )
-        rest = [alias for alias in aliases if not alias.target]
-        if rest:
-            rows = [_without(alias) for alias in rest]
+        rows = [_row_without_target(alias) for alias in aliases if not alias.target]
+        if rows:
             parts.append("Without an option here:\n\n| name | | why |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)
 
@@ -103,7 +102,7 @@ def _row(alias: Alias) -> str:
     return f"| `{alias.name}` | `{alias.target}` | {alias.note} |"
 
 
-def _without(alias: Alias) -> str:
+def _row_without_target(alias: Alias) -> str:
     return f"| `{alias.name}` | {'refused' if alias.convert is None else 'not needed'} | {alias.note} |"
 
 

@@ -1,4 +1,4 @@
-"""YAML in: numbers as people write them, and a key given twice is an error rather than a silent choice."""
+"""YAML: numbers as people write them, and a key given twice is an error rather than a silent choice."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ Loader.add_implicit_resolver(
 )
 
 
-def parse(text: str, where: str) -> Any:
-    """The value of a YAML text; `where` names it in errors."""
+def parse(text: str, source: str) -> Any:
+    """The value of a YAML text; `source` names it in errors."""
     try:
         return yaml.load(text, Loader)
     except KeelError as error:
-        raise KeelError(f"{where}: {error}") from None
+        raise KeelError(f"{source}: {error}") from None
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
-        raise KeelError(f"{where} is not YAML{line}: {' '.join(str(problem).split())}") from None
+        raise KeelError(f"{source} is not YAML{line}: {' '.join(str(problem).split())}") from None
 
 
 def read(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file."""
     path = find(path.expanduser())
     if path.is_dir():
-        inside = path / "config.yaml"
-        if not inside.is_file():
+        config = path / "config.yaml"
+        if not config.is_file():
             raise KeelError(f"{path} is a folder without a config.yaml: give a YAML file, or the folder of a run")
-        path = inside
+        path = config
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -73,7 +73,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def find(path: Path) -> Path:
-    """The path itself, or the configuration of that name that comes with Keel: `default` is configs/default.yaml."""
+    """The path itself, or the shipped configuration of that name: `default` is configs/default.yaml."""
     if path.exists() or path.suffix or len(path.parts) != 1:
         return path
     package = Path(__file__).resolve().parents[1]
@@ -94,7 +94,7 @@ def _neighbours(path: Path) -> str:
 
 
 def dump(value: Any) -> str:
-    """A value in one line of YAML, so that the loader above reads the same value again."""
+    """A value in one line of YAML that `parse` reads back as the same value."""
     if isinstance(value, float):
         text = repr(value)
         return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}.get(text, text)

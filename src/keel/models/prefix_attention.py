@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from keel.models.pack import PackedBatch
 
-ATTENTION = "keel_shared_prefix"
+ATTENTION = "keel_prefix_scoring"  # the engine registers one for decoding
 LONG_ROW = 1024  # below this a mask costs little, and a call a group costs more
 _OUTPUTS = {"output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep", "return_dict"}
 _BENIGN = {"position_ids", "use_cache", "is_causal"} | _OUTPUTS  # none changes what is attended to
