@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from keel.base.errors import KeelError, first_line, unknown
+from keel.base.errors import KeelError, first_line
 from keel.base.imports import import_object, is_users_own
+from keel.base.validation import read_options
 from keel.models.checks import check_eos, check_tokenizer, context_length
 from keel.models.dropout import disable_dropout, has_dropout
 from keel.models.gguf import check_gguf, load_gguf
 from keel.models.head import body_of
-from keel.models.lora import add_lora, check_adapter, lora_options, options_in
-from keel.models.options import LoraOptions
+from keel.models.lora import add_lora, check_adapter, options_in
+from keel.models.options import LoraOptions, ModelOptions
 from keel.models.probe import probe_packing
 from keel.models.tiny import tiny_model
 
@@ -35,7 +36,8 @@ DTYPES = {
     "float16": torch.float16,
     "fp16": torch.float16,
 }
-Loader = Callable[..., tuple[Any, Any, tuple[str, ...]]]  # returns model, tokenizer, notes
+Loaded = tuple[Any, Any, tuple[str, ...]]  # model, tokenizer, notes
+Loader = Callable[..., Loaded]
 
 
 @dataclass(frozen=True)
@@ -62,27 +64,14 @@ class LoadedModel:
 
 
 def load_model(
-    name: str,
-    *,
-    dtype: str | torch.dtype = "auto",
-    attn_implementation: str = "sdpa",
-    lora: Mapping[str, Any] | LoraOptions | None = None,
-    device: str | torch.device | None = None,
-    dropout: bool = False,
-    gradient_checkpointing: bool = False,
-    compile: bool = False,
-    trust_remote_code: bool = False,
-    quantization: str | None = None,
-    seed: int = 0,
-    probe: bool = True,
-    longest: int | None = None,
+    model: ModelOptions | str, *, seed: int = 0, probe: bool = True, longest: int | None = None, **overrides: Any
 ) -> LoadedModel:
-    """The model called `name`, with its tokenizer, checked before any compute is spent on it.
+    """A model with its tokenizer, checked before any compute is spent on it.
 
-    `name` is `tiny`, a folder, a hub name, a `.gguf` file, or `module:attr`, a function that returns
-    `(model, tokenizer)`; it is given those of `dtype`, `attn_implementation` and `seed` that its signature names.
-    `dtype: auto` is fp32 on the CPU and the checkpoint's own elsewhere. Every dropout is 0 unless `dropout`;
-    a config that is saved with the model keeps its own values.
+    `model` is the section of that name, or a name, with any other option of the section by keyword:
+    `load_model("tiny", device="cpu", lora={"r": 8})`. A loader `module:attr` returns `(model, tokenizer)`; it is given
+    those of `dtype`, `attn_implementation` and `seed` that its signature names. Every dropout is 0 unless `dropout`; a
+    config that is saved with the model keeps its own values.
     A tokenizer without pad gets EOS as pad; one without EOS is an error, because no completion would ever end.
     The model is in eval mode unless an option needs train mode (dropout, gradient checkpointing).
     `quantization` (4bit, 8bit) is for the frozen base under LoRA (QLoRA, arXiv:2305.14314) and needs bitsandbytes.
@@ -90,53 +79,58 @@ def load_model(
     job's longest prompt plus completion, for attention windows that it never exceeds (None: the context). Without the
     probe, one row a completion is used.
     """
-    lora = lora_options(lora)
+    options = model_options(model, **overrides)
+    name, lora = options.name, options.lora
     check_adapter(lora)
-    device = _resolve_device(device)
-    dtype = _resolve_dtype(dtype, device)
+    device = _resolve_device(options.device)
+    dtype = _resolve_dtype(options.dtype, device)
     loader = _loader(name)
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation, "seed": seed}
-    if quantization is not None:
-        options["quantization"] = _quantization_kwargs(quantization, loader, lora, device)
-    model, tokenizer, notes = loader(name, trust_remote_code=trust_remote_code, **options)
-    notes += check_tokenizer(tokenizer, model, name)
-    if not dropout:
-        disable_dropout(model)
-    elif not has_dropout(model):
+    quantization = _quantization_kwargs(options.quantization, loader, lora, device)
+    policy, tokenizer, notes = loader(options, dtype=dtype, seed=seed, quantization=quantization)
+    notes += check_tokenizer(tokenizer, policy, name)
+    if not options.dropout:
+        disable_dropout(policy)
+    elif not has_dropout(policy):
         notes += (f"model.dropout=true changes nothing: every dropout in the config of {name!r} is 0",)
     if quantization is None:
-        model = cast_parameters(model, dtype if isinstance(dtype, torch.dtype) else None, device)
+        policy = cast_parameters(policy, dtype if isinstance(dtype, torch.dtype) else None, device)
     if lora is not None:
-        model = add_lora(model, lora, seed=seed)
-        lora = options_in(model, lora)
-    align_parameters(model)
-    if gradient_checkpointing:
+        policy = add_lora(policy, lora, seed=seed)
+        lora = options_in(policy, lora)
+    align_parameters(policy)
+    if options.gradient_checkpointing:
         # The reentrant form drops gradients when the first input needs none, as with a frozen embedding under LoRA.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train(gradient_checkpointing or dropout or (lora is not None and lora.dropout > 0))
+        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy.train(options.gradient_checkpointing or options.dropout or (lora is not None and lora.dropout > 0))
     shared_prefix = False
     packing_note: str | None = f"{name!r} was loaded without the packing probe: one row a completion"
     if probe:
-        shared_prefix, packing_note = _packing(model, tokenizer, name, longest)
+        shared_prefix, packing_note = _packing(policy, tokenizer, name, longest)
         notes += () if packing_note is None else (packing_note,)
-    if compile:
-        body_of(model).compile(dynamic=True)  # the part that scoring calls, past the model's own forward
+    if options.compile:
+        body_of(policy).compile(dynamic=True)  # the part that scoring calls, past the model's own forward
     for note in notes:
         logger.warning(note)
     return LoadedModel(
-        model=model,
+        model=policy,
         tokenizer=tokenizer,
         name=name,
-        context_length=context_length(model),
-        eos_ids=eos_ids(model, tokenizer),
+        context_length=context_length(policy),
+        eos_ids=eos_ids(policy, tokenizer),
         pad_id=int(tokenizer.pad_token_id),
         device=device,
-        dtype=next(model.parameters()).dtype,
+        dtype=next(policy.parameters()).dtype,
         lora=lora,
         notes=notes,
         shared_prefix=shared_prefix,
         packing_note=packing_note,
     )
+
+
+def model_options(model: ModelOptions | str, **overrides: Any) -> ModelOptions:
+    """The section `model`, from itself or from a name and other options of it."""
+    values = model.model_dump() if isinstance(model, ModelOptions) else {"name": model}
+    return read_options(ModelOptions, {**values, **overrides}, "model")
 
 
 def align_parameters(model: nn.Module) -> None:
@@ -170,14 +164,14 @@ def cast_parameters(
 def eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     """Every token that ends a completion: instruct models often list more in their generation config."""
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    listed = list(configured) if isinstance(configured, list | tuple) else [configured]
+    listed = configured if isinstance(configured, list | tuple) else [configured]
     return tuple(dict.fromkeys(int(token) for token in (tokenizer.eos_token_id, *listed) if token is not None))
 
 
-def _resolve_device(name: str | torch.device | None) -> torch.device:
-    """The named device, None for the accelerator if there is one; a device that is not there is refused."""
+def _resolve_device(name: str) -> torch.device:
+    """The named device, or for `auto` the accelerator if there is one; a device that is not there is refused."""
     try:
-        device = torch.device(name if name is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     except RuntimeError:
         raise KeelError(f"unknown model.device {name!r}: use cpu, cuda or cuda:N, or auto") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -187,13 +181,9 @@ def _resolve_device(name: str | torch.device | None) -> torch.device:
     return device
 
 
-def _resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | str:
-    if isinstance(dtype, torch.dtype):
-        return dtype
+def _resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
-    if dtype not in DTYPES:
-        raise unknown("model.dtype", dtype, [*DTYPES, "auto"])
     return DTYPES[dtype]
 
 
@@ -203,10 +193,12 @@ def _packing(model: nn.Module, tokenizer: Any, name: str, longest: int | None) -
     return result.ok, None if result.ok else f"{name!r} is scored without shared prompts: {result.reason}"
 
 
-def _quantization_kwargs(bits: str, loader: Loader, lora: LoraOptions | None, device: torch.device) -> dict[str, Any]:
+def _quantization_kwargs(
+    bits: str | None, loader: Loader, lora: LoraOptions | None, device: torch.device
+) -> dict[str, Any] | None:
     """Arguments of `from_pretrained` for a base in 4 or 8 bits; refused where it cannot work."""
-    if bits not in ("4bit", "8bit"):
-        raise unknown("model.quantization", bits, ["4bit", "8bit"])
+    if bits is None:
+        return None
     if lora is None:
         raise KeelError(f"model.quantization={bits} freezes the base, so there is nothing to train: set model.lora too")
     if loader is not _from_transformers:
@@ -247,61 +239,50 @@ def _loader(name: str) -> Loader:
     return _from_transformers
 
 
-def _from_tiny(name: str, *, seed: int, attn_implementation: str, **_: Any) -> tuple[Any, Any, tuple[str, ...]]:
-    return (*tiny_model(seed, attn_implementation), ())
+def _from_tiny(model: ModelOptions, *, seed: int, **_: Any) -> Loaded:
+    return (*tiny_model(seed, model.attn_implementation), ())
 
 
-def _from_gguf(
-    name: str, *, dtype: torch.dtype | str, attn_implementation: str, **_: Any
-) -> tuple[Any, Any, tuple[str, ...]]:
+def _from_gguf(model: ModelOptions, *, dtype: torch.dtype | str, **_: Any) -> Loaded:
     # Quantised weights have no float type of their own; 16-bit scales lose nothing in fp32.
-    weights_dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
+    dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
     try:
-        model, tokenizer = load_gguf(
-            Path(name).expanduser(), dtype=weights_dtype, attn_implementation=attn_implementation
-        )
+        loaded = load_gguf(Path(model.name).expanduser(), dtype=dtype, attn_implementation=model.attn_implementation)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise error if isinstance(error, KeelError) else _cannot_load(name, error) from error
-    return model, tokenizer, ()
+        raise error if isinstance(error, KeelError) else _cannot_load(model.name, error) from error
+    return (*loaded, ())
 
 
-def _from_user(name: str, **options: Any) -> tuple[Any, Any, tuple[str, ...]]:
+def _from_user(model: ModelOptions, *, dtype: Any, seed: int, **_: Any) -> Loaded:
+    name = model.name
     loader = import_object(name, "model loader")
+    arguments = {"dtype": dtype, "attn_implementation": model.attn_implementation, "seed": seed}
     parameters = inspect.signature(loader).parameters
-    result = loader(**{key: options[key] for key in ("dtype", "attn_implementation", "seed") if key in parameters})
+    result = loader(**{key: value for key, value in arguments.items() if key in parameters})
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
         raise KeelError(f"model loader {name!r} returned {type(result).__name__}: it must return (model, tokenizer)")
     return (*result, ())
 
 
-def _from_transformers(
-    name: str,
-    *,
-    dtype: torch.dtype | str,
-    attn_implementation: str,
-    trust_remote_code: bool,
-    quantization: Any = None,
-    **_: Any,
-) -> tuple[Any, Any, tuple[str, ...]]:
+def _from_transformers(model: ModelOptions, *, dtype: torch.dtype | str, quantization: Any, **_: Any) -> Loaded:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    name, attention, trust = model.name, model.attn_implementation, model.trust_remote_code
     source = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
     try:
         # The small files first: a wrong tokenizer should not cost the download of the weights.
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
         check_eos(tokenizer, name)
-        options = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code}
-        if quantization is not None:
-            options |= quantization
+        options = {"config": config, "dtype": dtype, "trust_remote_code": trust, **(quantization or {})}
         try:
-            model = AutoModelForCausalLM.from_pretrained(source, attn_implementation=attn_implementation, **options)
-            return model, tokenizer, ()
+            loaded = AutoModelForCausalLM.from_pretrained(source, attn_implementation=attention, **options)
+            return loaded, tokenizer, ()
         except ValueError as error:
-            if attn_implementation != "sdpa" or "scaled_dot_product_attention" not in str(error):
+            if attention != "sdpa" or "scaled_dot_product_attention" not in str(error):
                 raise
-        model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager", **options)
-        return model, tokenizer, (f"{name!r} has no sdpa attention: attn_implementation=eager is used",)
+        loaded = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager", **options)
+        return loaded, tokenizer, (f"{name!r} has no sdpa attention: attn_implementation=eager is used",)
     except KeelError:
         raise
     except Exception as error:  # what transformers raises here has no common base

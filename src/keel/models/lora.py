@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import nn
 
-from keel.base.errors import KeelError, first_line, unknown
+from keel.base.errors import KeelError, first_line
 from keel.models.options import LoraOptions
-
-
-def lora_options(options: Mapping[str, Any] | LoraOptions | None) -> LoraOptions | None:
-    """The options of a mapping; a key that does not exist is an error, not a silent default."""
-    if options is None or isinstance(options, LoraOptions):
-        return options
-    for key in options:
-        if key not in LoraOptions.model_fields:
-            raise unknown("lora option", key, LoraOptions.model_fields)
-    try:
-        return LoraOptions(**options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise KeelError(f"lora.{first['loc'][0]} is {first['input']!r}: {first['msg']}") from None
 
 
 def check_adapter(options: LoraOptions | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,8 @@ class Source(Protocol):
 
     def keep(self, fits: Callable[[Question], bool]) -> tuple[Source, int]: ...
 
+    def fingerprint(self) -> str | None: ...
+
 
 @dataclass(frozen=True)
 class Worlds:
@@ -48,6 +51,9 @@ class Worlds:
 
     def keep(self, fits: Callable[[Question], bool]) -> tuple[Source, int]:
         raise KeelError("data.truncation=drop needs rows: the built-in worlds are made as they are asked for")
+
+    def fingerprint(self) -> None:
+        return None
 
     def _drawer(self, hops: Sequence[int]) -> Callable[[random.Random], tuple[str, Problem]]:
         def draw(rng: random.Random) -> tuple[str, Problem]:
@@ -76,6 +82,11 @@ class Rows:
     def keep(self, fits: Callable[[Question], bool]) -> tuple[Source, int]:
         data, left_out = self.data.keep(lambda problem: fits(problem.info["question"]))
         return replace(self, data=data, _stages={}), left_out
+
+    def fingerprint(self) -> str:
+        """A digest of all questions, their documents included, and of which of them are held out."""
+        questions = [[repr(p.info["question"]) for p in side] for side in (self.data.train, self.data.held)]
+        return hashlib.sha256(repr(questions).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
     def _stage(self, hops: tuple[int, ...]) -> Dataset:
         if hops not in self._stages:
