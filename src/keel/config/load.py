@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from keel.config import aliases, text
 from keel.config.aliases import Setting
 from keel.config.checks import check
 from keel.config.schema import Config
+from keel.losses import LossOptions, get_loss
 
 logger = logging.getLogger("keel")
 
@@ -86,9 +87,13 @@ def _choose_task(tree: dict[str, Any]) -> list[str]:
 def validate(tree: Mapping[str, Any]) -> Config:
     """The model of plain data; types and ranges only, the first mistake as one line."""
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as error:
         raise KeelError(one_line(error, unknown_option)) from None
+    own = get_loss(config.loss.loss_type).options.model_fields.keys() - LossOptions.model_fields.keys()
+    for name in config.loss.params.keys() - own:
+        raise unknown_option(f"loss.{name}", more=[f"loss.{option}" for option in own])
+    return config
 
 
 # ---------------------------------------------------------------------------------------------- settings
@@ -108,8 +113,7 @@ def leaves(prefix: str, data: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 def _is_leaf(name: str) -> bool:
     """Whether what lies below this name is a plug-in's own parameter rather than options of ours."""
-    section = _section(name.rpartition(".")[0])
-    return section is not None and issubclass(section, PluginOptions) and name not in _NAMES
+    return _takes_parameters(_section(name.rpartition(".")[0])) and name not in _NAMES
 
 
 def _override(override: str) -> Iterator[Setting]:
@@ -154,8 +158,13 @@ def is_option(name: str) -> bool:
     for end in range(len(parts) - 1, 0, -1):
         section = _section(".".join(parts[:end]))
         if section is not None:
-            return issubclass(section, PluginOptions)
+            return _takes_parameters(section)
     return False
+
+
+def _takes_parameters(section: type[BaseModel] | None) -> bool:
+    """Whether a section takes parameters of the plug-in that it names."""
+    return section is not None and section.model_config.get("extra") == "allow"
 
 
 def _section(name: str) -> type[BaseModel] | None:
@@ -171,6 +180,6 @@ def _section(name: str) -> type[BaseModel] | None:
 _NAMES = option_names(Config)
 
 
-def unknown_option(name: str, origin: str = "") -> KeelError:
-    """The error for a name that is no option, under our names or those of other trainers."""
-    return no_such_option(name, _NAMES, also=aliases.table(), origin=origin)
+def unknown_option(name: str, origin: str = "", more: Iterable[str] = ()) -> KeelError:
+    """The error for a name that is no option, under our names (and `more`) or those of other trainers."""
+    return no_such_option(name, [*_NAMES, *more], also=aliases.table(), origin=origin)

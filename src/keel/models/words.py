@@ -12,7 +12,7 @@ from keel.models.tiny import CHAT_TEMPLATE, closed_tokenizer, random_model, tiny
 LINE = "\n"
 
 
-def word_tokenizer(words: Sequence[str], chat_template: str = CHAT_TEMPLATE) -> Any:
+def word_tokenizer(words: Sequence[str]) -> Any:
     """One token a word and one a line break; any other word is `<unk>`.
 
     `decode(encode(x)) == x` for texts of known words with single spaces between them and none around line breaks.
@@ -26,7 +26,7 @@ def word_tokenizer(words: Sequence[str], chat_template: str = CHAT_TEMPLATE) -> 
         [decoders.WordPiece(prefix="##", cleanup=False), decoders.Fuse(), decoders.Replace(Regex(" ?\n ?"), LINE)]
     )
     tokenizer = closed_tokenizer((LINE, *words), split, join)
-    tokenizer.chat_template = chat_template
+    tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
