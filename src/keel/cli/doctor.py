@@ -88,8 +88,8 @@ def _log_at(paths: list[str]) -> Path | None:
 
 
 def _preflight(args: list[str], threshold: list[str], as_json: bool) -> tuple[str, Any]:
-    from keel.base.thresholds import words as as_mapping
     from keel.base.thresholds import load_thresholds
+    from keel.base.thresholds import words as as_mapping
     from keel.lab.doctor.preflight import preflight
 
     config = configuration(args)
