@@ -144,7 +144,7 @@ def test_bf16_packs_and_samples():
     assert (logp - sampled).abs().mean() < 0.02
 
 
-def test_attention_by_structure_equals_the_mask_with_grouped_heads(monkeypatch):
+def test_prefix_attention_equals_the_mask_with_grouped_heads(monkeypatch):
     """Values and gradients of rows scored by their structure, on the device, against the dense mask's."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS["llama"]()).cuda().eval()
