@@ -12,11 +12,13 @@ import pytest
 
 import keel
 from keel.base.errors import KeelError
+from keel.base.options import Options, Positive
 from keel.base.types import Completion
 from keel.config import load_config
 from keel.envs import arithmetic
-from keel.rollout import Engine, NativeEngine, Request, SamplingParams, Turn, WrappedEngine, build_engine
+from keel.rollout import Engine, EngineWrapper, NativeEngine, Request, SamplingParams, Turn, build_engine
 from keel.rollout.collect import collect
+from keel.run.build import build_engine as build_engine_of
 from keel.run.build import build_policy, build_run
 
 from . import shapes
@@ -56,6 +58,22 @@ class AfterFilters(Counting):
     logp_after_filters = True
 
 
+class Sharp(Counting):
+    def __init__(self, model: Any, tokenizer: Any, *, sharpness: float) -> None:
+        super().__init__()
+        self.sharpness = sharpness
+
+
+class BluntOptions(Options):
+    bluntness: Positive = 1
+
+
+class Blunt(Counting):
+    def __init__(self, model: Any, tokenizer: Any, options: BluntOptions) -> None:
+        super().__init__()
+        self.bluntness = options.bluntness
+
+
 def by_shape(model: Any, tokenizer: Any) -> Any:
     return ByShape(model, tokenizer)
 
@@ -85,7 +103,7 @@ def test_an_engine_with_weights_of_its_own_must_say_how_it_syncs() -> None:
 
 def test_a_wrapper_forwards_everything_that_an_engine_declares() -> None:
     inner = NativeEngine(shapes.model("llama"), shapes.tokenizer())
-    wrapper: Any = WrappedEngine(inner)
+    wrapper: Any = EngineWrapper(inner)
     names = [name for name in dir(Engine) if not name.startswith("_")]
     assert {"generate", "converse", "sync", "release", "context", "shares_weights", "logp_after_filters"} <= set(names)
     for name in names:
@@ -103,7 +121,7 @@ def test_a_wrapper_forwards_everything_that_an_engine_declares() -> None:
 def test_a_wrapper_with_a_generate_of_its_own_is_asked_by_it_for_every_turn() -> None:
     """It inherits a converse that would go past it."""
 
-    class Listening(WrappedEngine):
+    class Listening(EngineWrapper):
         heard = 0
 
         def generate(self, *args: Any, **options: Any) -> Any:
@@ -156,6 +174,35 @@ def test_the_engine_of_the_docs_trains_from_one_file(tmp_path: Path, monkeypatch
     lines = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     assert all(0 <= line["logp/sampler_gap_max"] < 1e-4 for line in lines), "it samples from the policy that trains"
+
+
+def test_an_engine_of_ones_own_declares_and_receives_its_parameters() -> None:
+    sharp = load_config({}, [f"rollout.engine={HERE}:Sharp", "rollout.sharpness=2.5", "model.device=cpu"])
+    blunt = load_config({"rollout": {"engine": f"{HERE}:Blunt", "bluntness": 3}, "model": {"device": "cpu"}})
+    loaded = build_policy(sharp)
+    engines: list[Any] = [build_engine_of(config, loaded) for config in (sharp, blunt)]
+    assert (engines[0].sharpness, engines[1].bluntness) == (2.5, 3)
+    assert load_config(sharp.to_dict()).rollout.params == {"sharpness": 2.5}
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (
+            ["rollout.engine={HERE}:Sharp", "rollout.sharpnes=1"],
+            "unknown option rollout.sharpnes: did you mean rollout.sha",
+        ),
+        (["rollout.engine={HERE}:Sharp"], "rollout.engine={HERE}:Sharp needs the parameter 'sharpness'"),
+        (["rollout.engine={HERE}:Blunt", "rollout.bluntness=0"], "bluntness"),
+        (["rollout.engine={HERE}:Blunt", "rollout.temperatur=1"], "did you mean rollout.temperature?"),
+        (["rollout.sharpness=1"], "unknown option rollout.sharpness"),
+    ],
+)
+def test_a_parameter_that_an_engine_does_not_take_is_one_line(given: list[str], line: str) -> None:
+    with pytest.raises(KeelError) as error:
+        load_config({}, [item.format(HERE=HERE) for item in given])
+    assert line.format(HERE=HERE) in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_filters_are_refused_where_log_probabilities_are_those_after_them() -> None:

@@ -46,6 +46,12 @@ def part_arguments(
     return {**taken, **params}
 
 
+def part_parameters(factory: Callable[..., Any], *, placed: int = 0) -> list[str]:
+    """The names of the parameters that a factory declares, after the first `placed`."""
+    declared = options_class(factory)
+    return list(parameters_of(factory))[placed:] if declared is None else list(declared.model_fields)
+
+
 def options_class(factory: Callable[..., Any]) -> type[Options] | None:
     """The type of a factory's parameter `options`, where it declares its own parameters by a class of `Options`."""
     parameter = parameters_of(factory).get("options")

@@ -9,6 +9,7 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.base.imports import import_object
+from keel.base.parts import part_arguments
 from keel.base.redact import secrets_in
 from keel.config.resolve import kl_pairing
 from keel.config.schema import Config, TaskOptions
@@ -16,6 +17,8 @@ from keel.kl import advise, check_kl, controller_of
 from keel.loggers.build import check_loggers
 from keel.losses import check_loss, get_loss, scale_rewards
 from keel.reference import check_reference
+from keel.rollout.options import NativeOptions
+from keel.rollout.registry import ENGINES, check_name, find_engine
 from keel.verify.own import estimator_facts
 
 DATA_OF_TASKS = ("path", "split", "columns", "on_broken")  # the rest of `data` says how prompts are rendered
@@ -107,8 +110,6 @@ def _model(config: Config) -> None:
 
 
 def _rollout(config: Config) -> None:
-    from keel.rollout.registry import ENGINES, check_name, find_engine
-
     rollout = config.rollout
     if rollout.temperature == 0:
         raise KeelError(
@@ -116,13 +117,13 @@ def _rollout(config: Config) -> None:
             "set it above 0 (1.0 is usual), or eval.temperature=0 for greedy evaluation"
         )
     check_name(rollout.engine)
-    for name in ("kept_gib", "cuda_graphs") if rollout.engine not in ENGINES else ():
+    for name in NativeOptions.model_fields if rollout.engine not in ENGINES else ():
         if getattr(rollout, name) != type(rollout).model_fields[name].default:
             raise KeelError(
                 f"rollout.{name} is for the native engine: leave it out with rollout.engine={rollout.engine}"
             )
     if rollout.engine not in ENGINES:
-        find_engine(rollout.engine)
+        part_arguments(f"rollout.engine={rollout.engine}", find_engine(rollout.engine), rollout.params, placed=2)
     if config.optim.minibatches > rollout.prompts_per_step:
         raise KeelError(
             f"optim.minibatches is {config.optim.minibatches} but a step has {rollout.prompts_per_step} groups "

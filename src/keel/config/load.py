@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,14 @@ from pydantic import BaseModel, ValidationError
 
 from keel.base.errors import KeelError
 from keel.base.moved import current_names
-from keel.base.options import PluginOptions
+from keel.base.options import Options, PluginOptions
 from keel.base.redact import MASK, hide, remember
 from keel.base.validation import model_of, no_such_option, one_line, option_names
 from keel.config import aliases, text
 from keel.config.checks import check
 from keel.config.schema import Config
 from keel.losses import LossOptions, get_loss
+from keel.rollout.registry import engine_parameters
 
 logger = logging.getLogger("keel")
 Setting = tuple[str, Any, str]  # dotted name, value, where it was given
@@ -90,9 +91,15 @@ def validate(tree: Mapping[str, Any]) -> Config:
     except ValidationError as error:
         raise KeelError(one_line(error, unknown_option)) from None
     own = get_loss(config.loss.loss_type).options.model_fields.keys() - LossOptions.model_fields.keys()
-    for name in config.loss.params.keys() - own:
-        raise unknown_option(f"loss.{name}", more=[f"loss.{option}" for option in own])
+    _check_own("loss", config.loss, own)
+    _check_own("rollout", config.rollout, engine_parameters(config.rollout.engine) if config.rollout.params else ())
     return config
+
+
+def _check_own(section: str, options: Options, own: Collection[str]) -> None:
+    """Refuse what stands beside a section's options and is no parameter of the part that it names."""
+    for name in options.params.keys() - set(own):
+        raise unknown_option(f"{section}.{name}", more=[f"{section}.{option}" for option in own])
 
 
 # ---------------------------------------------------------------------------------------------- settings

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from keel.base.options import Count, Float, NotNegative, Options, Positive, Share
 
 
-class RolloutOptions(Options):
-    """How completions are sampled."""
+class NativeOptions(Options):
+    """What only the native engine has."""
+
+    kept_gib: NotNegative = Field(
+        default=1.0,
+        description="GiB of the model's device for keys and values between turns; what finds no room is read again.",
+    )
+    cuda_graphs: bool = Field(
+        default=True, description="Decode by CUDA graphs where the model allows it (Llama-shaped, on a GPU)."
+    )
+
+
+class SharedRolloutOptions(Options):
+    """What is asked of every engine."""
 
     engine: str = Field(default="native", description="Engine that samples: native, or a user's module:attr.")
     prompts_per_step: Positive = Field(default=16, description="Problems a step; each gives one group of completions.")
@@ -33,10 +45,9 @@ class RolloutOptions(Options):
     )
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), description="Texts that end a turn.")
     max_batch: Positive | None = Field(default=None, description="Completions sampled at a time; null for all of them.")
-    kept_gib: NotNegative = Field(
-        default=1.0,
-        description="GiB of the model's device for keys and values between turns; what finds no room is read again.",
-    )
-    cuda_graphs: bool = Field(
-        default=True, description="Decode by CUDA graphs where the model allows it (Llama-shaped, on a GPU)."
-    )
+
+
+class RolloutOptions(NativeOptions, SharedRolloutOptions):
+    """How completions are sampled; the parameters of an engine of the user's own stand beside the rest."""
+
+    model_config = ConfigDict(extra="allow")

@@ -9,6 +9,7 @@ from torch import nn
 
 from keel.base.errors import KeelError, unknown
 from keel.base.imports import import_object, is_users_own
+from keel.base.parts import part_arguments, part_parameters
 from keel.rollout.engine import Engine, check_engine
 from keel.rollout.native.engine import NativeEngine
 
@@ -34,8 +35,16 @@ def find_engine(name: str, option: str = "rollout.engine") -> Callable[..., Engi
     return make
 
 
+def engine_parameters(name: str) -> list[str]:
+    """The parameters that a user's engine declares; those of Keel's own are options of `rollout` already."""
+    return part_parameters(find_engine(name), placed=2) if is_users_own(name) else []
+
+
 def build_engine(name: str, model: nn.Module, tokenizer: Any, **options: Any) -> Engine:
     """The engine of this name on a model and its tokenizer; `options` are the engine's own."""
-    engine = find_engine(name)(model, tokenizer, **options)
+    make = find_engine(name)
+    if name not in ENGINES:
+        options = part_arguments(f"rollout.engine={name}", make, options, placed=2)
+    engine = make(model, tokenizer, **options)
     check_engine(engine, f"rollout.engine={name}")
     return engine

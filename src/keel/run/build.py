@@ -127,7 +127,8 @@ def build_engine(config: Config, loaded: LoadedModel) -> Engine:
     """The sampler that `rollout.engine` names, with its own options."""
     rollout = config.rollout
     kept = int(rollout.kept_gib * 2**30) if rollout.max_turns > 1 else 0
-    options = {"kept_bytes": kept, "graphs": rollout.cuda_graphs} if rollout.engine == "native" else {}
+    native = {"kept_bytes": kept, "graphs": rollout.cuda_graphs}
+    options = native if rollout.engine == "native" else rollout.params
     return engine_of(rollout.engine, loaded.model, loaded.tokenizer, **options)
 
 
