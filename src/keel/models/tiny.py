@@ -37,14 +37,20 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 def character_tokenizer(words: Iterable[str], pattern: str = r"[\s\S]") -> PreTrainedTokenizerFast:
     """A token for each of `words`, which are what `pattern` cuts a text into; anything else is `<unk>`."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Regex, decoders, pre_tokenizers
+
+    return closed_tokenizer(words, pre_tokenizers.Split(Regex(pattern), "isolated"), decoders.Fuse())
+
+
+def closed_tokenizer(words: Iterable[str], pre_tokenizer: Any, decoder: Any) -> PreTrainedTokenizerFast:
+    """The special tokens and `words`, and no others."""
+    from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
     distinct = dict.fromkeys((PAD, BOS, EOS, UNK, *ROLES, *words))  # numbers without gaps, or the last has no embedding
     vocab = {token: index for index, token in enumerate(distinct)}
     core = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
-    core.decoder = decoders.Fuse()
+    core.pre_tokenizer, core.decoder = pre_tokenizer, decoder
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token=PAD,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from keel.models.tiny import BOS, CHAT_TEMPLATE, EOS, PAD, ROLES, UNK, tiny_config
+from keel.models.tiny import CHAT_TEMPLATE, closed_tokenizer, tiny_config
 
 LINE = "\n"
 
@@ -18,27 +18,11 @@ def word_tokenizer(words: Sequence[str]) -> Any:
 
     `decode(encode(x)) == x` for texts of known words with single spaces between them and none around line breaks.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Regex, decoders, pre_tokenizers
 
-    vocab = {word: index for index, word in enumerate(dict.fromkeys((PAD, BOS, EOS, UNK, *ROLES, LINE, *words)))}
-    core = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
-    core.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(LINE, "isolated"), pre_tokenizers.Split(Regex(" +"), "removed")]
-    )
-    core.decoder = decoders.Sequence(
-        [decoders.WordPiece(prefix="##", cleanup=False), decoders.Fuse(), decoders.Replace(Regex(" ?\n ?"), LINE)]
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token=PAD,
-        bos_token=BOS,
-        eos_token=EOS,
-        unk_token=UNK,
-        additional_special_tokens=list(ROLES),
-        clean_up_tokenization_spaces=False,
-        model_max_length=2048,
-    )
+    split = [pre_tokenizers.Split(LINE, "isolated"), pre_tokenizers.Split(Regex(" +"), "removed")]
+    join = [decoders.WordPiece(prefix="##", cleanup=False), decoders.Fuse(), decoders.Replace(Regex(" ?\n ?"), LINE)]
+    tokenizer = closed_tokenizer((LINE, *words), pre_tokenizers.Sequence(split), decoders.Sequence(join))
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
