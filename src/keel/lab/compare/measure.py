@@ -13,7 +13,7 @@ from torch import Tensor
 from keel.base.errors import KeelError
 from keel.base.types import Group, Problem
 from keel.kl import log_ratio, token_statistics
-from keel.kl.estimators import BUILT_IN
+from keel.kl.estimators import ESTIMATORS
 from keel.kl.ratios import select
 from keel.lab.compare.score import Scored, check_comparable, render, sample, score
 from keel.lab.compare.sides import Side, load_pair
@@ -214,7 +214,7 @@ def _direction(sampler: Side, groups: Sequence[Group], scored: Scored) -> Direct
     mask, prompts = scored.mask, len(groups)
     ratio = log_ratio(scored.logp, scored.other_logp, mask)
     d = ratio.d.double()
-    values = {name: select(of(d), mask) for name, of in BUILT_IN.items()} | {EXACT: scored.exact}
+    values = {name: select(of(d), mask) for name, of in ESTIMATORS.items()} | {EXACT: scored.exact}
     completions = [completion for group in groups for completion in group.completions]
     widths = range(mask.shape[1])
     return Direction(
