@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from keel.config.checks import DATA_OF_TASKS
 from keel.envs import Task
+from keel.envs.options import SourceOptions
 from keel.lab.hooks import AT_END
 from keel.run import sft
 from keel.run import train as runs
@@ -76,7 +76,7 @@ def evaluate(
 
 
 def _is_data(setting: str) -> bool:
-    return setting.startswith(tuple(f"data.{name}{sign}" for name in DATA_OF_TASKS for sign in "=."))
+    return setting.startswith(tuple(f"data.{name}{sign}" for name in SourceOptions.model_fields for sign in "=."))
 
 
 __all__ = ["TrainResult", "evaluate", "main", "supervise", "train"]

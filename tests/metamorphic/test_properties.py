@@ -49,7 +49,7 @@ def by_completion(batch: StepBatch) -> dict[Name, torch.Tensor]:
 
 
 def scored(run: Run, rollouts: Sequence[Group], budget_tokens: int = 8192) -> dict[Name, torch.Tensor]:
-    run.options = replace(run.options, microbatch_tokens=budget_tokens)
+    run.optim = run.optim.model_copy(update={"microbatch_tokens": budget_tokens})
     return by_completion(score_policy(pack_step(rollouts, run), run))
 
 
@@ -57,7 +57,7 @@ def written_out(run: Run, group: Group, completion: Completion) -> torch.Tensor:
     """The model's own log-probabilities of one sequence by itself, unpadded, from all of its logits."""
     ids = torch.tensor([[*group.prompt_tokens, *completion.tokens]])
     with torch.no_grad():
-        logits = run.policy.model(ids).logits[0, len(group.prompt_tokens) - 1 : -1] / run.options.temperature
+        logits = run.policy.model(ids).logits[0, len(group.prompt_tokens) - 1 : -1] / run.rollout.temperature
     picked = ids[0, len(group.prompt_tokens) :, None]
     return torch.where(torch.tensor(completion.action), logits.log_softmax(-1).gather(-1, picked)[:, 0], 0.0)
 
@@ -207,7 +207,7 @@ def test_a_sample_depends_on_its_own_prompt_and_noise_alone(seed, count, max_bat
                 assert torch.allclose(torch.tensor(one.sample_logp), torch.tensor(other.sample_logp), atol=1e-4)
         for completion in alone:
             bare = Group(run.task.sample(1, seed=0, step=0)[0], request.tokens, (completion,))
-            run.options = replace(run.options, temperature=temperature)
+            run.rollout = run.rollout.model_copy(update={"temperature": temperature})
             expected = written_out(run, bare, completion)
             assert torch.allclose(torch.tensor(completion.sample_logp), expected, atol=1e-4)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -199,6 +199,6 @@ def make_run(config: Config, rollouts: Sequence[Group] | None = None) -> tuple[R
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
             parameter.add_(0.05 * noise)
     if rollouts is not None:
-        run.options = replace(run.options, prompts_per_step=len(rollouts))
+        run.rollout = run.rollout.model_copy(update={"prompts_per_step": len(rollouts)})
         run.collect = lambda problems, *, attempt, step: list(rollouts)  # type: ignore[assignment]
     return run, State(kl=run.controller.init())

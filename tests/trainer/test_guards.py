@@ -216,12 +216,12 @@ def test_weights_that_are_not_finite_are_seen_at_the_end_and_not_sampled_from(ov
 def test_the_end_is_what_the_next_step_would_report(overrides: tuple[str, ...]) -> None:
     run, state = make(*overrides)
     for _ in range(2):
-        torch.manual_seed(step_seed(run.options.seed, state))
+        torch.manual_seed(step_seed(run.seed, state))
         state = train_step(run, state).state
     before = (state, torch.get_rng_state().tolist(), weights(run).tolist())
     measured = measure_end(run, state)
     assert (state, torch.get_rng_state().tolist(), weights(run).tolist()) == before
-    torch.manual_seed(step_seed(run.options.seed, state))
+    torch.manual_seed(step_seed(run.seed, state))
     line = train_step(run, state).metrics
     assert measured["kl/policy_ref/k3/mean"] > 0
     if "kl.measure_every=3" not in overrides:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from keel.base.types import Problem
+from keel.kl import advantage_penalty
 from keel.losses import mismatch_weights
-from keel.losses.objective import advantage_penalty, objective
+from keel.losses.objective import kl_values, objective
 from keel.run.build import build_policy, build_run
 from keel.trainer import step as step_module
 from keel.trainer.state import Run, State
@@ -262,7 +263,7 @@ def test_the_exact_kl_behind_the_first_doors_is_the_sum_over_the_vocabulary(
 
     def spy(scores: Any, view: Any, loss: Any, kl: Any, beta: float, *args: Any, **options: Any) -> Any:
         if placement == "advantage":
-            taken.extend(advantage_penalty(kl, scores, view, beta))
+            taken.extend(advantage_penalty(kl_values(kl, scores, view), view.action_mask, beta, level=kl.level))
         return objective(scores, view, loss, kl, beta, *args, **options)
 
     monkeypatch.setattr(step_module, "objective", spy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from types import FrameType, ModuleType
 from typing import Any
@@ -91,6 +91,19 @@ class _OldNames(MetaPathFinder):
 
         name, place = _asked(fullname, sys._getframe(1))
         raise KeelError(f"{name} is now {current(name)}: change the import in {place}")
+
+
+def refuse_renamed(module: str, renamed: Mapping[str, str]) -> Callable[[str], Any]:
+    """A module's `__getattr__` that refuses its names of 0.1 in one line that says what each became."""
+
+    def lookup(name: str) -> Any:
+        if name not in renamed:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        from keel.base.errors import KeelError
+
+        raise KeelError(f"{module}.{name} is now {renamed[name]}: see docs/upgrading.md")
+
+    return lookup
 
 
 def _asked(name: str, frame: FrameType | None) -> tuple[str, str]:

@@ -145,15 +145,15 @@ def _given_prompts(file: Path | None, task: str | None, params: list[str]) -> An
 def _named_task(task: str, params: list[str]) -> Any:
     """The task with its own parameters and the data that it reads, written as in `keel check-task`."""
     from keel.config import arguments, read_config
-    from keel.config.checks import DATA_OF_TASKS
+    from keel.envs.options import SourceOptions
     from keel.run.build import build_named_task
 
-    settings = [arguments.of_task(word) for word in params]
+    settings, reads = [arguments.of_task(word) for word in params], list(SourceOptions.model_fields)
     for setting in settings:
         section, _, name = setting.lstrip("+").partition("=")[0].partition(".")
-        if section != "task" and (section != "data" or name.partition(".")[0] not in DATA_OF_TASKS):
+        if section != "task" and (section != "data" or name.partition(".")[0] not in reads):
             raise KeelError(
-                f"{setting} is no parameter of a task: keel kl takes task.*, data.{', data.'.join(DATA_OF_TASKS)} "
+                f"{setting} is no parameter of a task: keel kl takes task.*, data.{', data.'.join(reads)} "
                 "and its own options"
             )
     config, _ = read_config({"task": {"name": task}}, settings)

@@ -13,7 +13,7 @@ from keel.base.errors import KeelError
 from keel.base.moved import current_names
 from keel.base.options import PluginOptions
 from keel.base.redact import MASK, hide, remember
-from keel.base.validation import model_of, no_such_option, one_line, option_names
+from keel.base.validation import may_be_a_name, model_of, no_such_option, one_line, option_names
 from keel.config import aliases, text
 from keel.config.checks import check
 from keel.config.schema import Config
@@ -118,9 +118,13 @@ def leaves(prefix: str, data: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 def _is_leaf(name: str) -> bool:
     """Whether what lies below this name is a value of its part rather than options of ours."""
-    parent, _, _ = name.rpartition(".")
+    parent, _, leaf = name.rpartition(".")
     found = _find(parent) if parent else None
-    return _takes_own(found) and name not in _NAMES
+    if found is None:
+        return False
+    if leaf in found.model_fields:
+        return may_be_a_name(found.model_fields[leaf].annotation)
+    return _takes_own(found)
 
 
 def _override(item: str) -> Iterator[Setting]:

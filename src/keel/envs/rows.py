@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 from keel.base.errors import KeelError, unknown
 
-ON_BROKEN = ("error", "skip")
 SPLITS = ("train", "validation", "valid", "val", "dev", "test", "eval")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(,[\w.-]+){0,2}")
 
@@ -77,8 +76,6 @@ def read_rows(path: str | Sequence[str], split: str = "train") -> Rows:
 
 def settle(source: str, broken: Sequence[Broken], on_broken: str) -> str | None:
     """Refuse broken rows by their places, or with `data.on_broken: skip` return the note that counts them."""
-    if on_broken not in ON_BROKEN:
-        raise unknown("data.on_broken", on_broken, ON_BROKEN)
     if not broken:
         return None
     shown = ", ".join(item.place for item in broken[1:4]) + (", …" if len(broken) > 4 else "")
@@ -94,6 +91,11 @@ def _read(path: str, split: str) -> Rows:
     if place.is_dir():
         return _folder(place, split)
     if place.is_file():
+        if split != "train" and split.lower() not in _words(place.name):
+            raise KeelError(
+                f"data.split={split} has no meaning for {path}: a file has no splits; leave it out, or give a folder "
+                "or a hub name"
+            )
         return _file(place)
     looks_like_a_file = place.suffix.lower() in READERS or path.startswith(("/", ".", "~")) or path.count("/") > 1
     if looks_like_a_file or not _HUB_NAME.fullmatch(path):
@@ -226,7 +228,7 @@ def _folder(folder: Path, split: str) -> Rows:
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix.lower() in READERS)
     if not files:
         raise KeelError(f"the folder {folder} holds no data: known endings are {', '.join(READERS)}")
-    words = {file: set(re.split(r"[^a-z0-9]+", str(file.relative_to(folder)).lower())) for file in files}
+    words = {file: _words(str(file.relative_to(folder))) for file in files}
     chosen = [file for file in files if split.lower() in words[file]]
     if not chosen and split == "train":  # files that name no split are for training
         chosen = [file for file in files if not words[file] & set(SPLITS)]
@@ -239,6 +241,10 @@ def _folder(folder: Path, split: str) -> Rows:
     rows = (Row(f"{prefix[p.source]}:{r.place.rpartition(':')[2]}", r.values) for p in parts for r in p.rows)
     broken = (Broken(f"{prefix[p.source]}:{b.place.rpartition(':')[2]}", b.why) for p in parts for b in p.broken)
     return Rows(source, tuple(rows), tuple(broken))
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[^a-z0-9]+", name.lower()))
 
 
 def _hub(name: str, split: str) -> Rows:

@@ -10,20 +10,17 @@ from typing import Any
 
 from keel.base.errors import KeelError, unknown
 from keel.config import Config, TaskOptions, load_config, text
-from keel.config.checks import DATA_OF_TASKS, takes_data
 from keel.envs import Task
 from keel.envs.judge import Judge
-from keel.envs.registry import TASKS
+from keel.envs.registry import TASKS, reads_data
 from keel.envs.rewards import RewardPart
 from keel.eval.evaluate import EvalResult, evaluate, paired_difference, paired_reward
 from keel.rollout.engine import Engine
+from keel.rollout.registry import build_engine
 from keel.rollout.sampling import SamplingParams
 from keel.run.build import (
-    build_engine,
     build_named_task,
-    build_sampling,
     fitting,
-    rendering,
     reward_entries,
     without_long_prompts,
 )
@@ -52,12 +49,12 @@ def entries(
 
     A task without answers has none: it is judged by `rewards`, by default the configured ones, as they are summed.
     """
-    options: dict[str, Any] = {"timeout_s": config.reward.timeout_s, "on_error": config.reward.on_error}
+    options = config.reward.model_copy(update={"aggregate": "sum", "shuffle": None})
 
     def judge(task: Task) -> Judge:
         if not task.unanswered:
-            return Judge.of(task, **options)
-        return Judge.of(task, reward_entries(config), **options) if rewards is None else Judge(rewards, **options)
+            return Judge.of(task, options=options)
+        return Judge.of(task, reward_entries(config), options) if rewards is None else Judge(rewards, options)
 
     return [Entry(task, split, judge(task)) for task, split in tasks]
 
@@ -85,7 +82,7 @@ def _given(subject: Subject, words: Sequence[str], data: Sequence[str] = ()) -> 
     for spec in specs:
         if spec.name not in TASKS and ":" not in spec.name:
             raise unknown("task", spec.name, TASKS)
-    reads = [takes_data(spec.name) for spec in specs]
+    reads = [reads_data(spec.name) for spec in specs]
     if data and not any(reads):
         raise KeelError(f"{data[0]} is given, but {', '.join(words)} makes its own problems: leave it out")
     homes = [_home(subject, spec, data) if reading else None for spec, reading in zip(specs, reads, strict=True)]
@@ -96,7 +93,7 @@ def _home(subject: Subject, spec: TaskOptions, data: Sequence[str]) -> Config:
     """A configuration whose task is this one: its data are those of a bare model, or of a run that trains on a task of
     this name, changed as `data` says; a task with data beside its name reads those."""
     shared = (not subject.has_tasks or spec.name == subject.config.task.name) and "data" not in spec.params
-    given = subject.config.data.model_dump(include=set(DATA_OF_TASKS)) if shared else {}
+    given = subject.config.data.source if shared else {}
     return load_config({"task": {"name": spec.name, **spec.params}, "data": given}, data)
 
 
@@ -118,12 +115,10 @@ def evaluate_entry(
         k=config.eval.k,
         temperature=_temperature(config),
         seed=config.run.seed + 1 if seed is None else seed,
-        sampling=sampling or build_sampling(config),
+        sampling=sampling or SamplingParams.of(config.rollout),
         judge=entry.judge,
-        max_turns=config.rollout.max_turns if entry.task.several_turns else 1,
-        max_turn_length=config.rollout.max_turn_length,
-        join_turns=config.rollout.join_turns,
-        **rendering(config),
+        **{**config.rollout.turns, "max_turns": config.rollout.max_turns if entry.task.several_turns else 1},
+        **config.data.prompts,
     )
 
 
@@ -196,7 +191,7 @@ def _evaluated(
 ) -> list[EvalResult]:
     """All tasks on one model, which is let go before the next one is loaded."""
     loaded = subject.load()
-    engine = build_engine(config, loaded)
+    engine = build_engine(config.rollout, loaded.model, loaded.tokenizer)
     kept = [  # before judges are made: a judge belongs to the task whose problems it is given
         (without_long_prompts(config, loaded.tokenizer, task)[0] if split == "trained" else task, split)
         for task, split in chosen

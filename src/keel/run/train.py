@@ -104,7 +104,7 @@ def train(
     task = task or build_named_task(checked.task, checked)  # bad data is found before anything is written or loaded
     if reward is None:
         build_rewards(reward_entries(checked), task)  # rewards that cannot judge this task are found now
-        probe_rewards([{"name": part.name, **part.params} for part in checked.rewards])
+        probe_rewards(reward_entries(checked))
     if dry_run:
         return _dry_run(checked, task, reward)
     with interruptible() as interrupt, open_run(checked, resume=resume) as (directory, resumed):

@@ -76,16 +76,16 @@ class StepBatch:
 
 def pack_step(groups: Sequence[Group], run: Run) -> StepBatch:
     """One row a group where the model can, the prompt once; microbatches by tokens, groups whole where they fit."""
-    options, device = run.options, run.policy.device
+    device, shared, budget = run.policy.device, run.shared_prefix, run.optim.microbatch_tokens
     completions = [completion for group in groups for completion in group.completions]
     micros, start = [], 0
-    for number, members in enumerate(_parts(groups, options.minibatches)):
-        for part in microbatches(members, options.microbatch_tokens, shared_prefix=options.shared_prefix):
+    for number, members in enumerate(_parts(groups, run.optim.minibatches)):
+        for part in microbatches(members, budget, shared_prefix=shared):
             packed = pack(
                 part,
                 run.policy.pad_id,
-                shared_prefix=options.shared_prefix,
-                max_row_tokens=_row_budget(part, options.microbatch_tokens) if options.shared_prefix else None,
+                shared_prefix=shared,
+                max_row_tokens=_row_budget(part, budget) if shared else None,
                 context_length=run.policy.context_length,
             )
             stop = start + len(packed.tokens)
@@ -125,12 +125,12 @@ def score_reference(batch: StepBatch, run: Run) -> StepBatch:
     with run.reference.model() as held, torch.no_grad(), run.autocast():
         for micro in batch.micros:
             if run.scorer is not None:
-                logps.append(score_with(run.scorer, held, micro.packed, temperature=run.options.temperature).logp)
+                logps.append(score_with(run.scorer, held, micro.packed, temperature=run.rollout.temperature).logp)
                 micros.append(micro)
                 continue
             hidden = hidden_states(held, micro.packed)
             head = head or frozen_head(held)
-            logps.append(score_hidden(hidden, head, micro.packed, temperature=run.options.temperature).logp)
+            logps.append(score_hidden(hidden, head, micro.packed, temperature=run.rollout.temperature).logp)
             micros.append(replace(micro, ref_hidden=hidden) if run.kl.needs_exact else micro)
     ref_logp = stitch(logps, batch.width)
     return replace(
@@ -162,11 +162,11 @@ def score_micro(micro: Micro, batch: StepBatch, run: Run) -> FullScores:
     exact = micro.ref_hidden is not None
     with run.autocast():
         if run.scorer is not None:
-            return score_with(run.scorer, run.policy.model, micro.packed, temperature=run.options.temperature)
+            return score_with(run.scorer, run.policy.model, micro.packed, temperature=run.rollout.temperature)
         return score_tokens(
             run.policy.model,
             micro.packed,
-            temperature=run.options.temperature,
+            temperature=run.rollout.temperature,
             entropy=True,
             exact_kl=exact,
             ref_policy=exact,

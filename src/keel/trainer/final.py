@@ -25,7 +25,7 @@ def measure_end(run: Run, state: State) -> dict[str, float]:
         return {}
     before = rng_state()
     try:
-        torch.manual_seed(step_seed(run.options.seed, state))
+        torch.manual_seed(step_seed(run.seed, state))
         batch = score_reference(pack_step(sample_groups(run, state), run), run)
         measured = measure_policy(score_policy(batch, run), run)
     finally:

@@ -115,7 +115,7 @@ def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
     elif state.step >= job.max_steps:  # a finished run, gone on with: its summary says the same again
         _measure_end(job, state)
     while state.step < job.max_steps and interrupt.signal is None:
-        torch.manual_seed(step_seed(job.run.options.seed, state))  # for dropout: sampling has noise of its own
+        torch.manual_seed(step_seed(job.run.seed, state))  # for dropout: sampling has noise of its own
         step = train_step(job.run, state)
         earlier, state = state, replace(step.state, wall_s=before + time.monotonic() - began)
         _log(job, step, earlier, state)

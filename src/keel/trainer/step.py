@@ -65,7 +65,7 @@ def train_step(run: Run, state: State) -> Step:
         for _ in range(run.loss.num_iterations):
             passes: list[FullScores] = []
             for minibatch in batch.minibatches:
-                counts = global_denominators(batch.view(*minibatch), run.options.max_completion_length)
+                counts = global_denominators(batch.view(*minibatch), run.rollout.max_completion_length)
                 info: Metrics = {}
                 for micro in minibatch:
                     scores = score_micro(micro, batch, run)             # logp, entropy, exact KL: each [b, t]
@@ -103,8 +103,7 @@ def sample_groups(run: Run, state: State) -> list[Group]:
     The groups without signal stay, because their KL counts; new problems are added until `prompts_per_step` groups
     have a signal or the tries are spent.
     """
-    options = run.options
-    wanted, seed = options.prompts_per_step, problem_seed(options.seed, state.attempt)
+    wanted, seed = run.rollout.prompts_per_step, problem_seed(run.seed, state.attempt)
     problems = run.task.sample(wanted, seed=seed, step=state.step)
     groups = run.collect(problems, attempt=state.attempt, step=state.step)
     seen = {group.problem.key for group in groups}
@@ -141,7 +140,7 @@ def score(batch: StepBatch, run: Run, state: State) -> StepBatch:
     if run.reference is not None and wanted:
         batch = score_reference(batch, run)
     in_reward = kl.placement == "reward" and state.beta != 0.0
-    if kl.collect_max is not None or in_reward or run.options.minibatches > 1:
+    if kl.collect_max is not None or in_reward or run.optim.minibatches > 1:
         batch = score_policy(batch, run)
     return replace(batch, kl=sampled_kl(batch, run)) if in_reward else batch
 
@@ -188,7 +187,7 @@ def with_advantages(batch: StepBatch, run: Run, step: int) -> StepBatch:
 
     The reward's warm-up scales the rewards' part after any such division, never the penalty's.
     """
-    rows, baseline, warmup = batch.rows, run.loss.baseline, run.options.reward_warmup_steps
+    rows, baseline, warmup = batch.rows, run.loss.baseline, run.reward.warmup_steps
     assert rows.rewards is not None
     assert rows.group is not None
     penalized = rows.rewards if batch.penalty is None else rows.rewards + batch.penalty

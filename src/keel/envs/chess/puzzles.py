@@ -26,7 +26,8 @@ from keel.envs.chess.rewards import malformed_value
 from keel.envs.chess.rules import board_of, fen_of, identity, legal_moves
 from keel.envs.chess.task import ChessTask, Marking, part_means
 from keel.envs.dataset import Dataset, Unmarked, stem
-from keel.envs.layouts import Source, source_of
+from keel.envs.layouts import source_of
+from keel.envs.options import SourceOptions
 from keel.envs.problems import is_held_out
 from keel.envs.rows import Broken, Row, read_rows, settle
 
@@ -83,11 +84,11 @@ def chess_puzzles(
         raise KeelError(f"chess_puzzles held_out is {held_out!r}: it must be a share above 0, 1 for all")
     widths = padding_of(padding)
     marking = PuzzleMarking(widths, malformed_value("graduated", malformed))
-    problems = _read(Source(path or source.path, source.split, {}, source.on_broken), widths, float(held_out))
+    problems = _read(source.model_copy(update={"path": path or source.path}), widths, float(held_out))
     return ChessTask(problems if problems.train else OnlyHeldOut(problems), marking, "chess_puzzles")
 
 
-def _read(source: Source, padding: Padding, share: float) -> Dataset:
+def _read(source: SourceOptions, padding: Padding, share: float) -> Dataset:
     assert source.path is not None
     rows = read_rows(source.path, source.split)
     missing = [name for name in COLUMNS if name not in rows.columns]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.envs.layouts import Source
+from keel.envs.options import SourceOptions
 from keel.envs.problems import stream
 from keel.envs.rows import Broken, Row, read_rows, settle
 
@@ -55,7 +55,7 @@ class Questions:
     notes: tuple[str, ...] = ()
 
 
-def read_questions(source: Source, noise_rate: float) -> Questions:
+def read_questions(source: SourceOptions, noise_rate: float) -> Questions:
     """The rows of files or hub datasets, `path,name,split[:n]` and several joined by semicolons.
 
     Rows without supporting paragraphs, or that cannot be read, are broken: refused by their place, or with

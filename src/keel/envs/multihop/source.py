@@ -12,9 +12,9 @@ from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.envs.dataset import Dataset, Unmarked, split
 from keel.envs.layouts import Loaded
-from keel.envs.layouts import Source as Data
 from keel.envs.multihop.question import Question, read_questions, with_noise
 from keel.envs.multihop.world import draw_question
+from keel.envs.options import SourceOptions
 from keel.envs.problems import held_out_problems, stream, training_problems
 
 
@@ -95,11 +95,11 @@ class Rows:
         return self._stages[hops]
 
 
-def rows_of(source: Data, noise_rate: float, hops: tuple[int, ...], held_out: int | float) -> Rows:
+def rows_of(source: SourceOptions, noise_rate: float, hops: tuple[int, ...], held_out: int | float) -> Rows:
     """The rows with those numbers of hops, cut into a training and a held-out part by a hash of the question."""
     found: dict[int, int] = {}
 
-    def read(wanted: Data) -> Loaded:
+    def read(wanted: SourceOptions) -> Loaded:
         loaded = read_questions(wanted, noise_rate)
         kept = [one for one in loaded.questions if not hops or one.hops in hops]
         if not kept:

@@ -69,7 +69,7 @@ class Bench:
     @property
     def temperature(self) -> float:
         """The temperature of sampling and so of scoring."""
-        return self.run.options.temperature
+        return self.run.rollout.temperature
 
     @property
     def beta(self) -> float:

@@ -89,7 +89,7 @@ def _amplified(figures: dict[str, float], scale: str, thresholds: Thresholds) ->
 def length_bias(mask: Tensor, bench: Bench) -> dict[str, float]:
     """The weight of one token in the shortest completion over that of one in the longest, under this loss."""
     reduction = get_reduction(get_loss(bench.run.loss.loss_type).reduction)
-    weights = token_weights(mask, reduction, bench.run.options.max_completion_length)
+    weights = token_weights(mask, reduction, bench.run.rollout.max_completion_length)
     lengths = mask.sum(-1)
     present = lengths > 0
     short, long = lengths[present].argmin(), lengths[present].argmax()

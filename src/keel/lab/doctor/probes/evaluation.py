@@ -12,7 +12,6 @@ from keel.lab.doctor.findings import Finding, found
 from keel.lab.doctor.probes.outcome import Outcome
 from keel.lab.doctor.probes.prompts import rendered
 from keel.rollout import Engine, Request, SamplingParams, WrappedEngine
-from keel.run.build import rendering
 
 _ENOUGH = 6  # prompts on either side before their common beginnings are compared
 _COMPARED = ("top_p", "top_k", "min_p", "max_completion_length", "stop")
@@ -35,7 +34,7 @@ def probe_evaluation(bench: Bench, thresholds: Thresholds) -> Outcome:
         seed=config.run.seed + 1,
         sampling=bench.built.sampling,
         max_turns=config.rollout.max_turns if bench.run.task.several_turns else 1,
-        **rendering(config),
+        **config.data.prompts,
     )
     findings = [*_tokens(ear, trained), *_sampling(ear, bench.sampling), *_beginnings(bench)]
     same = sum(request.tokens == trained[request.key] for request in ear.first)

@@ -191,7 +191,7 @@ def _gradient(bench: Bench) -> list[Finding]:
         bench.run.kl,
         bench.full_beta,
         pairing=bench.run.pairing,
-        max_completion_length=bench.run.options.max_completion_length,
+        max_completion_length=bench.run.rollout.max_completion_length,
     )
     if not out.loss.requires_grad:
         return []  # a loss without gradient is the objective's finding

@@ -32,7 +32,7 @@ def probe_objective(bench: Bench, thresholds: Thresholds) -> Outcome:
     advantage = torch.tensor([ADVANTAGES[i % len(ADVANTAGES)] for i in range(len(mask))], device=mask.device)
     gradient = loss_gradient(bench, advantage)
     reduction = get_reduction(get_loss(bench.run.loss.loss_type).reduction)
-    weights = token_weights(mask, reduction, bench.run.options.max_completion_length)
+    weights = token_weights(mask, reduction, bench.run.rollout.max_completion_length)
     figures: dict[str, float] = {}
     findings = [
         *_pushes(bench, gradient, advantage[:, None].expand_as(mask), weights, figures, thresholds),
@@ -63,7 +63,7 @@ def loss_gradient(bench: Bench, advantage: Tensor) -> Tensor:
         bench.run.kl,
         0.0,
         pairing=bench.run.pairing,
-        max_completion_length=bench.run.options.max_completion_length,
+        max_completion_length=bench.run.rollout.max_completion_length,
     )
     if not out.loss.requires_grad:
         return torch.zeros_like(logp)

@@ -81,7 +81,7 @@ def _scored(bench: Bench) -> StepBatch:
     run, beta = bench.run, bench.beta
     batch = score_policy(bench.batch if run.reference is None else score_reference(bench.batch, run), run)
     batch = penalize_rewards(batch, run, beta)
-    return with_advantages(batch, run, run.options.reward_warmup_steps)
+    return with_advantages(batch, run, run.reward.warmup_steps)
 
 
 def _with_signal(batch: StepBatch, bench: Bench) -> tuple[StepBatch, bool]:
@@ -98,7 +98,7 @@ def _with_signal(batch: StepBatch, bench: Bench) -> tuple[StepBatch, bool]:
 def _backward(bench: Bench, batch: StepBatch) -> float:
     """The loss of the whole batch as one update, its gradient left on the weights."""
     run = bench.run
-    counts = global_denominators(batch.rows, run.options.max_completion_length)
+    counts = global_denominators(batch.rows, run.rollout.max_completion_length)
     total = 0.0
     for micro in batch.micros:
         scores = score_micro(micro, batch, run)
