@@ -10,13 +10,13 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.base.files import write_atomic
-from keel.loggers.base import Quiet
+from keel.loggers.base import Logger
 from keel.loggers.options import WandbOptions
 from keel.loggers.rundir import WANDB
 from keel.loggers.tensorboard import flat_numbers
 
 
-class WandbLogger(Quiet):
+class WandbLogger(Logger):
     """One W&B run for one run directory: its id is kept in `wandb.json`, so a resume goes on in the same run.
 
     Steps are a metric of their own (`step`), because W&B's own counter cannot go back to a checkpoint.

@@ -16,7 +16,7 @@ import torch
 
 from keel.base.types import Problem
 from keel.eval.options import EvalOptions
-from keel.loggers import Fanout, RunDirectory
+from keel.loggers import MultiLogger, RunDirectory
 from keel.loggers.options import LogOptions
 from keel.loggers.rundir import SKIPPED
 from keel.trainer.checkpoint import clean, last_good, rewrite_state, save_checkpoint, step_of
@@ -54,7 +54,7 @@ class Job:
 
     run: Run
     directory: RunDirectory
-    loggers: Fanout
+    loggers: MultiLogger
     max_steps: int
     eval: EvalOptions
     checkpoint: CheckpointOptions
