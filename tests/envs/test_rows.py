@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from keel.base.errors import KeelError
-from keel.envs.layouts import Source, load_problems
+from keel.envs.layouts import DataSource, load_problems
 from keel.envs.rows import read_rows
 
 ROWS = [{"question": f"{a}+1=", "answer": str(a + 1), "level": a} for a in range(5)]
@@ -40,7 +40,7 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def load(path: str | list[str], **options: Any) -> Any:
-    return load_problems(Source(path, **options))
+    return load_problems(DataSource(path, **options))
 
 
 def refused(path: str | list[str], **options: Any) -> str:

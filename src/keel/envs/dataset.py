@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from keel.base.errors import KeelError, unknown
 from keel.base.types import Problem, Reward
 from keel.envs.answers import last_number, last_tag, plain_number
-from keel.envs.layouts import Loaded, Source, load_problems, source_of
+from keel.envs.layouts import DataSource, Loaded, load_problems, source_of
 from keel.envs.maths import math_equal, need_math_verify
 from keel.envs.problems import HELD_OUT_FRACTION, held_out_rank, is_held_out, stream
 
@@ -194,11 +194,11 @@ def dataset(
 
 
 def split(
-    source: Source,
+    source: DataSource,
     held_out: int | float,
     eval_path: str | Sequence[str] | None,
     eval_split: str | None,
-    read: Callable[[Source], Loaded] = load_problems,
+    read: Callable[[DataSource], Loaded] = load_problems,
 ) -> tuple[tuple[Problem, ...], tuple[Problem, ...], tuple[str, ...]]:
     """Training problems, held-out problems and notes; what is evaluated on is never trained on."""
     is_number = isinstance(held_out, int | float) and not isinstance(held_out, bool)
@@ -272,7 +272,7 @@ def _comparison(name: str, answer: str | None, problems: Sequence[Problem]) -> t
     return compare, [f"{name}: answers are compared as task.answer={compare}, {why}"]
 
 
-def stem(source: Source) -> str:
+def stem(source: DataSource) -> str:
     """A short name of the data, by which results are told apart."""
     first = source.path if isinstance(source.path, str) else (source.path or ("data",))[0]
     return Path(first.partition(",")[0]).expanduser().stem or "data"

@@ -11,7 +11,7 @@ from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
 from keel.envs.answers import last_number, plain_number
 from keel.envs.dataset import Dataset, split
-from keel.envs.layouts import Loaded, Source, load_problems, source_of
+from keel.envs.layouts import DataSource, Loaded, load_problems, source_of
 from keel.envs.maths import has_math_verify, math_equal
 from keel.envs.problems import HELD_OUT_FRACTION
 from keel.envs.rows import Broken, settle
@@ -63,7 +63,7 @@ def gsm8k(
     return Dataset("gsm8k", train, held, Worked(has_math_verify()), (*sides[2], f"gsm8k: answers are compared {how}"))
 
 
-def _solutions(source: Source) -> Loaded:
+def _solutions(source: DataSource) -> Loaded:
     """The rows with the number behind `####` as the answer and what stands before it as the solution."""
     loaded = load_problems(source)
     problems, broken = [], []

@@ -10,7 +10,7 @@ from typing import Any
 
 from keel.base.errors import KeelError, unknown
 from keel.base.types import Problem
-from keel.envs.rows import Broken, Row, Rows, read_rows, settle
+from keel.envs.rows import Broken, DataRow, Rows, read_rows, settle
 
 PROMPT, ANSWER = "question", "answer"  # the defaults of data.columns
 # Where a default column is missing: the first of these that is there is taken, and a note says so.
@@ -20,7 +20,7 @@ _MISSING = object()
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """The part of `data:` that a task reads; `columns` maps prompt, answer, messages and system to column names."""
 
     path: str | Sequence[str] | None = None
@@ -29,10 +29,10 @@ class Source:
     on_broken: str = "error"
 
 
-def source_of(data: Mapping[str, Any] | Source | None) -> Source:
+def source_of(data: Mapping[str, Any] | DataSource | None) -> DataSource:
     """`data: {path, split, columns, on_broken}` of a task, checked."""
-    if data is None or isinstance(data, Source):
-        return data or Source()
+    if data is None or isinstance(data, DataSource):
+        return data or DataSource()
     if not isinstance(data, Mapping):
         raise KeelError(f"data is {data!r}: give a section such as {{path: mine.jsonl}}")
     names = ("path", "split", "columns", "on_broken")
@@ -43,7 +43,7 @@ def source_of(data: Mapping[str, Any] | Source | None) -> Source:
     for name in columns:
         if name not in _COLUMNS:
             raise unknown("data.columns entry", name, _COLUMNS)
-    return Source(**{**data, "columns": dict(columns)})
+    return DataSource(**{**data, "columns": dict(columns)})
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Columns:
     last_turn: bool = False
 
 
-def load_problems(source: Source) -> Loaded:
+def load_problems(source: DataSource) -> Loaded:
     """Every usable row as a problem: prompt and answer from their columns, all other columns in `info`.
 
     The key of a problem is its row's place, such as `mine.jsonl:3`. Rows without a prompt or an answer are broken.
@@ -130,7 +130,7 @@ def choose_columns(rows: Rows, given: Mapping[str, str | None]) -> tuple[Columns
     return Columns(prompt, answer, system, whole, last_turn), notes
 
 
-def problem_of(row: Row, columns: Columns) -> Problem | Broken:
+def problem_of(row: DataRow, columns: Columns) -> Problem | Broken:
     """A row as a problem, or why it is none."""
     prompt = _prompt(_get(row.values, columns.prompt))
     if isinstance(prompt, _Why):

@@ -21,7 +21,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(,[\w.-]+){0,2}")
 
 
 @dataclass(frozen=True)
-class Row:
+class DataRow:
     """One record and where it stands, such as `mine.jsonl:3`."""
 
     place: str
@@ -41,7 +41,7 @@ class Rows:
     """What was read: `columns` are all that occur, `source` is for messages."""
 
     source: str
-    rows: tuple[Row, ...]
+    rows: tuple[DataRow, ...]
     broken: tuple[Broken, ...] = ()
 
     @property
@@ -65,7 +65,7 @@ def read_rows(path: str | Sequence[str], split: str = "train") -> Rows:
         places = {row.place for row in rows}
         if len(places) < len(rows):  # files of one name in several folders: then the whole path tells them apart
             rows = tuple(
-                Row(f"{one}:{row.place.rpartition(':')[2]}", row.values)
+                DataRow(f"{one}:{row.place.rpartition(':')[2]}", row.values)
                 for one, part in zip(paths, several, strict=True)
                 for row in part.rows
             )
@@ -108,7 +108,7 @@ def _file(path: Path) -> Rows:
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise KeelError(f"cannot read {path}: its ending is {path.suffix!r}, known are {', '.join(READERS)}")
-    rows: list[Row] = []
+    rows: list[DataRow] = []
     broken: list[Broken] = []
     try:
         for number, record in reader(path):
@@ -116,7 +116,7 @@ def _file(path: Path) -> Rows:
             if isinstance(record, str):
                 broken.append(Broken(place, record))
             else:
-                rows.append(Row(place, record))
+                rows.append(DataRow(place, record))
     except OSError as error:
         raise KeelError(f"cannot read {path}: {error.strerror or error}") from error
     return Rows(str(path), tuple(rows), tuple(broken))
@@ -236,7 +236,7 @@ def _folder(folder: Path, split: str) -> Rows:
     parts = [_file(file) for file in chosen]
     source = str(chosen[0]) if len(chosen) == 1 else f"{folder} ({split})"
     prefix = {part.source: str(Path(part.source).relative_to(folder)) for part in parts}
-    rows = (Row(f"{prefix[p.source]}:{r.place.rpartition(':')[2]}", r.values) for p in parts for r in p.rows)
+    rows = (DataRow(f"{prefix[p.source]}:{r.place.rpartition(':')[2]}", r.values) for p in parts for r in p.rows)
     broken = (Broken(f"{prefix[p.source]}:{b.place.rpartition(':')[2]}", b.why) for p in parts for b in p.broken)
     return Rows(source, tuple(rows), tuple(broken))
 
@@ -282,9 +282,9 @@ def _quiet(*libraries: str) -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _numbered(name: str, records: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
+def _numbered(name: str, records: Iterable[Mapping[str, Any]]) -> Iterator[DataRow]:
     for number, record in enumerate(records, start=1):
-        yield Row(f"{name}:{number}", dict(record))
+        yield DataRow(f"{name}:{number}", dict(record))
 
 
 def _kind(value: Any) -> str:

@@ -30,7 +30,7 @@ from keel.trainer.guard_options import GuardOptions
 from keel.trainer.integrity import check_model
 from keel.trainer.optim import Optimizer, Schedule, build_schedule
 from keel.trainer.sft import Encode, Examples, SFTOptions, file_examples, gold_examples
-from keel.trainer.state import Engine, KLOptions, Run, StepOptions
+from keel.trainer.state import Engine, KLOptions, StepOptions, TrainingRun
 
 RewardFunction = Callable[..., Any]
 
@@ -166,7 +166,7 @@ def rendering(config: Config) -> dict[str, Any]:
 class Built:
     """A run with what stands around it."""
 
-    run: Run
+    run: TrainingRun
     judge: Judge
     sampling: SamplingParams
     notes: tuple[str, ...]
@@ -186,7 +186,7 @@ def build_run(
     spec, loss = kl_spec(config), loss_spec(config)
     scorer = build_scorer(config.model.scorer)
     shared = isinstance(engine, NativeEngine) and engine.model is loaded.model and half is None and scorer is None
-    run = Run(
+    run = TrainingRun(
         policy=loaded,
         task=task,
         engine=engine,
@@ -219,7 +219,7 @@ def _one_turn(config: Config, task: Task) -> list[str]:
     return [f"task {task.name!r} has several turns, but rollout.max_turns is 1: no tool is ever answered"]
 
 
-def _kept_adapter(config: Config, run: Run) -> list[str]:
+def _kept_adapter(config: Config, run: TrainingRun) -> list[str]:
     """A word on adapter_off where the adapter has a past: what is held then is not the base alone."""
     if config.reference.kind != "adapter_off" or run.reference is None or adapter_is_zero(run.policy.model):
         return []

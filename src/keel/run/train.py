@@ -58,7 +58,7 @@ from keel.trainer.step import train_step
 from keel.trainer.summary import reward_failures, summarise
 
 logger = logging.getLogger("keel")
-Source = Config | Mapping[str, Any] | str | Path
+ConfigSource = Config | Mapping[str, Any] | str | Path
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class TrainResult:
 
 
 def train(
-    config: Source,
+    config: ConfigSource,
     task: Task | None = None,
     reward: Callable[..., Any] | None = None,
     callbacks: Sequence[Callback] = (),

@@ -32,7 +32,7 @@ from keel.trainer.guards import (
 )
 from keel.trainer.records import rollout_records, tracked_records
 from keel.trainer.rollback import roll_back, stop_at_last_good
-from keel.trainer.state import Run, State, step_seed
+from keel.trainer.state import State, TrainingRun, step_seed
 from keel.trainer.step import Step, train_step
 
 Record = dict[str, Any]
@@ -61,7 +61,7 @@ class Job:
     failed, which is said once a stretch.
     """
 
-    run: Run
+    run: TrainingRun
     directory: RunDirectory
     loggers: Fanout
     cadence: Cadence

@@ -78,7 +78,7 @@ class StepOptions:
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """Everything that a step works with. `reference` is None where no KL is wanted, `scorer` for Keel's own pass."""
 
     policy: LoadedModel

@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 
 from keel.envs.toolbox import KINDS
+from keel.lab import runs as reading
 from keel.lab.report import html
-from keel.lab.report import read as reading
 from keel.lab.report.charts import Axis, Panel, Series, log_ticks, svg, thin, tick_text, ticks, wants_log
 from keel.lab.report.panels import PANELS, panels
-from keel.lab.report.read import Run, read_run
 from keel.lab.report.rollouts import facts, readable, scale
 from keel.lab.report.samples import pages, pick, section, span, tokens
 from keel.lab.report.sections import flatten, retention_table, seconds, since
 from keel.lab.report.verdict import Accuracy, accuracy, change_word, kl_figures, sentences, state
+from keel.lab.runs import RunRecord, read_run
 from keel.loggers import RunDirectory
 from keel.loggers.jsonl import JsonlLogger
 
-RUN = Run(path=Path("r"), name="r")
+RUN = RunRecord(path=Path("r"), name="r")
 
 
 def test_ticks_are_round_and_inside():
@@ -213,9 +213,9 @@ def test_guards_rollbacks_and_abandoned_attempts_are_told(tmp_path):
 def test_a_stop_is_said_where_it_ended_the_run():
     events = ({"kind": "stop", "step": 9, "message": "too far: back to checkpoint step-6, the run stops"},)
     config = {"run": {"max_steps": 20}}
-    stopped = Run(Path("x"), "x", metrics=({"step": 6},), events=events, config=config, summary={"steps": 6})
+    stopped = RunRecord(Path("x"), "x", metrics=({"step": 6},), events=events, config=config, summary={"steps": 6})
     assert ("bad", "Stopped by a guard: too far: back to checkpoint step-6, the run stops.") in sentences(stopped)
-    gone_on = Run(Path("x"), "x", metrics=({"step": 20},), events=events, config=config, summary={"steps": 20})
+    gone_on = RunRecord(Path("x"), "x", metrics=({"step": 20},), events=events, config=config, summary={"steps": 20})
     assert not any("Stopped by a guard" in text for _, text in sentences(gone_on))
 
 

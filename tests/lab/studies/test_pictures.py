@@ -10,7 +10,7 @@ from keel.lab.studies import read_study
 from keel.lab.studies.layout import COLOURS, bounds, colouring, facets, limits
 from keel.lab.studies.page import study_page
 from keel.lab.studies.pictures import numbered, write_pictures
-from keel.lab.studies.rows import EXACT_CURVE, K3_CURVE, Row, kl_curve
+from keel.lab.studies.results import EXACT_CURVE, K3_CURVE, RunResult, kl_curve
 from keel.lab.studies.stats import Estimate, estimate
 from keel.lab.studies.table import summarise
 from lab.studies.test_verdict import beta_study, row
@@ -119,7 +119,7 @@ def test_the_pages_charts_of_many_points_name_each_once():
 
 def test_kl_curves_beside_each_other_are_by_one_estimate():
     def with_curves(*names):
-        return Row("a", 0, "done", "", {}, {}, curves={name: [(0, 0.1)] for name in names})
+        return RunResult("a", 0, "done", "", {}, {}, curves={name: [(0, 0.1)] for name in names})
 
     assert kl_curve([with_curves(EXACT_CURVE, K3_CURVE), with_curves(EXACT_CURVE, K3_CURVE)]) == EXACT_CURVE
     assert kl_curve([with_curves(EXACT_CURVE, K3_CURVE), with_curves(K3_CURVE)]) == K3_CURVE

@@ -11,9 +11,9 @@ from keel.base.types import Problem
 from keel.envs.chess.notation import need_uci
 from keel.envs.chess.rules import identity
 from keel.envs.dataset import Dataset, Unmarked, stem
-from keel.envs.layouts import Source, source_of
+from keel.envs.layouts import DataSource, source_of
 from keel.envs.problems import held_out_rank, is_held_out
-from keel.envs.rows import Broken, Row, read_rows, settle
+from keel.envs.rows import Broken, DataRow, read_rows, settle
 
 TEXT = "text"
 Ask = Callable[["Record"], Problem]
@@ -63,7 +63,7 @@ def load(data: Mapping[str, Any], mark: str, ask: Ask, held_out: int | float, na
     return Dataset(f"{name}/{stem(source)}", train, held, Unmarked(), notes)
 
 
-def _record(row: Row, source: Source) -> Record:
+def _record(row: DataRow, source: DataSource) -> Record:
     values = row.values
     for other in ("messages", "system"):
         if (source.columns or {}).get(other) is not None:

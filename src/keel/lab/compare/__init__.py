@@ -3,16 +3,16 @@
 from keel.lab.compare.measure import Direction, Drift, Estimate, PositionDrift, Sample, TokenDrift, measure_drift
 from keel.lab.compare.prompts import read_prompts
 from keel.lab.compare.sides import Side, load_pair
-from keel.lab.compare.sources import Source, default_reference, resolve
+from keel.lab.compare.sources import ModelSource, default_reference, resolve
 
 __all__ = [
     "Direction",
     "Drift",
     "Estimate",
+    "ModelSource",
     "PositionDrift",
     "Sample",
     "Side",
-    "Source",
     "TokenDrift",
     "default_reference",
     "load_pair",

@@ -16,7 +16,7 @@ from keel.lab.doctor.diagnosis import Hypothesis
 from keel.lab.doctor.early import early_moves
 from keel.lab.doctor.findings import CODES, Advice, Finding, overrides
 from keel.lab.doctor.formula import Formula
-from keel.lab.doctor.suspects import ROWS, Clear, Row
+from keel.lab.doctor.suspects import SUSPECTS, Clear, Suspect
 
 if TYPE_CHECKING:
     from keel.lab.doctor.history import History
@@ -39,12 +39,12 @@ def weigh(
     serious = [finding for finding in findings if finding.severity != "note"]
     lines = tuple(unchecked)
     return tuple(
-        _decided(row, serious, figures, thresholds, lines, formula if row.by_formula else None) for row in ROWS
+        _decided(row, serious, figures, thresholds, lines, formula if row.by_formula else None) for row in SUSPECTS
     )
 
 
 def _decided(
-    row: Row,
+    row: Suspect,
     findings: Sequence[Finding],
     figures: Mapping[str, float],
     thresholds: Thresholds,
@@ -78,7 +78,7 @@ def _decided(
     return _said(row, UNTESTED, "no figure here decides it", row.to_test)
 
 
-def _by_formula(row: Row, formula: Formula, figures: Mapping[str, float]) -> Hypothesis:
+def _by_formula(row: Suspect, formula: Formula, figures: Mapping[str, float]) -> Hypothesis:
     """What the formula is decides; a measured cosine only says beside it that the code does that."""
     measured = figures.get("kl_term/cosine_expected", math.nan)
     seen = f"; measured on this batch: cosine {measured:.3f} to it" if math.isfinite(measured) else ""
@@ -102,7 +102,7 @@ def _unsafe(way: Clear, figures: Mapping[str, float], thresholds: Thresholds) ->
     return None
 
 
-def _not_checked(row: Row, unchecked: Sequence[str]) -> str | None:
+def _not_checked(row: Suspect, unchecked: Sequence[str]) -> str | None:
     """The line that keeps a row open: of a code it needs, or of its only codes."""
     lines = {code: _line_of(code, unchecked) for code in row.codes}
     needed = [line for code in row.needs if (line := lines[code]) is not None]
@@ -120,7 +120,7 @@ def _line_of(code: str, unchecked: Sequence[str]) -> str | None:
 
 
 def _said(
-    row: Row, verdict: str, figure: str, action: str | Advice, options: tuple[tuple[str, ...], ...] = ()
+    row: Suspect, verdict: str, figure: str, action: str | Advice, options: tuple[tuple[str, ...], ...] = ()
 ) -> Hypothesis:
     if isinstance(action, Advice):
         options = tuple(overrides(proposal) for proposal in action.proposals)
@@ -166,4 +166,4 @@ def history_figures(history: History, recent: int = 10) -> dict[str, float]:
     return figures
 
 
-__all__ = ["ROWS", "history_figures", "preflight_figures", "weigh"]
+__all__ = ["SUSPECTS", "history_figures", "preflight_figures", "weigh"]

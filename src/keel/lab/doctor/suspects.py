@@ -31,7 +31,7 @@ def clear(words: str, *figures: tuple[str, Side, str | float]) -> Clear:
 
 
 @dataclass(frozen=True)
-class Row:
+class Suspect:
     """One suspect: the codes that confirm it and the ways to clear it, any one of which is enough.
 
     `over` and `under` name a figure and a threshold beyond which the row is confirmed without a finding. A code of
@@ -65,8 +65,8 @@ NOT_AMPLIFIED = (
     clear("mean within-group std {:.3g}", ("reward/within_group_std", "at least", "reward_spread")),
 )
 
-ROWS: tuple[Row, ...] = (
-    Row(
+SUSPECTS: tuple[Suspect, ...] = (
+    Suspect(
         "H01",
         "advantage scaling",
         "high",
@@ -77,7 +77,7 @@ ROWS: tuple[Row, ...] = (
         "leave loss.scale_rewards as it is",
         to_test="needs rewards that differ within a group: see H05",
     ),
-    Row(
+    Suspect(
         "H02",
         "token masking",
         "high",
@@ -94,7 +94,7 @@ ROWS: tuple[Row, ...] = (
         "none: the prompt is seen, and what was sampled is trained",
         to_test="look at the coloured masks of keel doctor on the configuration: is what is read only not sampled?",
     ),
-    Row(
+    Suspect(
         "H03",
         "KL formula and direction",
         "medium",
@@ -113,7 +113,7 @@ ROWS: tuple[Row, ...] = (
         needs=("kl/reversed", "kl/no-gradient"),
         by_formula=True,
     ),
-    Row(
+    Suspect(
         "H04",
         "context truncation",
         "medium",
@@ -135,7 +135,7 @@ ROWS: tuple[Row, ...] = (
             ("length/truncated_fraction", "near_limit"),
         ),
     ),
-    Row(
+    Suspect(
         "H05",
         "weak reward",
         "high",
@@ -149,7 +149,7 @@ ROWS: tuple[Row, ...] = (
         "none: rewards differ within groups",
         to_test="look at more steps: too few groups have differed to call the reward strong or weak",
     ),
-    Row(
+    Suspect(
         "H06",
         "weight sync",
         "high",
@@ -171,7 +171,7 @@ ROWS: tuple[Row, ...] = (
         "call the engine's sync after every update, adapters included",
         "none: the engine follows the policy",
     ),
-    Row(
+    Suspect(
         "H07",
         "multi-turn handling",
         "medium",
@@ -182,7 +182,7 @@ ROWS: tuple[Row, ...] = (
         "none",
         to_test="run keel doctor with rollout.max_turns over 1 and a task that responds",
     ),
-    Row(
+    Suspect(
         "H08",
         "evaluation against training",
         "low",
@@ -192,7 +192,7 @@ ROWS: tuple[Row, ...] = (
         "render both by the same template and judge both by the same reward",
         "none",
     ),
-    Row(
+    Suspect(
         "E01",
         "explosion chain: random weights",
         "high",
@@ -205,7 +205,7 @@ ROWS: tuple[Row, ...] = (
         "load trained weights (model.name), or add a warmstart",
         "none: the model has been trained",
     ),
-    Row(
+    Suspect(
         "E02",
         "explosion chain: unparseable output",
         "high",
@@ -219,7 +219,7 @@ ROWS: tuple[Row, ...] = (
         "none",
         under=(("parse/first_steps", "parse_rate_warning"),),
     ),
-    Row(
+    Suspect(
         "E03",
         "explosion chain: reward cliff",
         "high",
@@ -234,7 +234,7 @@ ROWS: tuple[Row, ...] = (
         "none",
         to_test="look at the rewards: what malformed output earns, and how many completions earn that",
     ),
-    Row(
+    Suspect(
         "E04",
         "explosion chain: amplified advantages",
         "high",
@@ -245,7 +245,7 @@ ROWS: tuple[Row, ...] = (
         "none",
         to_test="needs rewards that differ within a group: see H05",
     ),
-    Row(
+    Suspect(
         "E05",
         "explosion chain: learning rate",
         "high",
@@ -266,7 +266,7 @@ ROWS: tuple[Row, ...] = (
         "none",
         needs=("optim/lr-too-high",),
     ),
-    Row(
+    Suspect(
         "E06",
         "explosion chain: KL explosion",
         "high",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from keel.lab.report.charts import Panel, Series
-from keel.lab.report.read import Run, curve_of, number
+from keel.lab.runs import RunRecord, curve_of, number
 
 # (title, unit, hint, [(metric, label)]): in this order on the page.
 PANELS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
@@ -89,14 +89,14 @@ NOTABLE = ("guard", "rollback", "stop", "resume", "abort", "spike", "nan", "inte
 TOLD_TWICE = {"Reward", "Gradient norm", "Learning rate", "KL(policy‖reference) a sequence"}
 
 
-def panels(runs: Sequence[Run]) -> list[Panel]:
+def panels(runs: Sequence[RunRecord]) -> list[Panel]:
     """Every chart that has data, accuracy, reward, KL and β first; a colour a metric, or a run if there are several."""
     drawn = [_from_metrics(runs, *spec) for spec in PANELS]
     order = (_accuracy(runs), drawn[0], *_parts(runs), *_kl(runs), *drawn[1:])
     return [panel for panel in order if panel is not None]
 
 
-def marks(runs: Sequence[Run]) -> list[float]:
+def marks(runs: Sequence[RunRecord]) -> list[float]:
     """The steps of events worth a line in every chart; of one run only, since several would be a thicket."""
     if len(runs) != 1:
         return []
@@ -109,7 +109,9 @@ def marks(runs: Sequence[Run]) -> list[float]:
     return sorted(found)[:40]
 
 
-def _from_metrics(runs: Sequence[Run], title: str, unit: str, hint: str, names: list[tuple[str, str]]) -> Panel | None:
+def _from_metrics(
+    runs: Sequence[RunRecord], title: str, unit: str, hint: str, names: list[tuple[str, str]]
+) -> Panel | None:
     curves: list[Series] = []
     for index, run in enumerate(runs):
         for order, (metric, label) in enumerate(names):
@@ -129,7 +131,7 @@ def _from_metrics(runs: Sequence[Run], title: str, unit: str, hint: str, names: 
     return Panel(title, unit, curves, hint, marks(runs), title in FROM_ZERO, saves(runs))
 
 
-def _parts(runs: Sequence[Run]) -> list[Panel | None]:
+def _parts(runs: Sequence[RunRecord]) -> list[Panel | None]:
     """What the reward is made of, before weights: all parts together for one run, a chart each for several."""
     names = sorted({name for run in runs for name in run.metric_names if name.startswith(PART)})
     labelled = [(name, name.removeprefix(PART)) for name in names]
@@ -138,7 +140,7 @@ def _parts(runs: Sequence[Run]) -> list[Panel | None]:
     return [_from_metrics(runs, f"Reward part: {label}", "mean of a step", "", [(n, label)]) for n, label in labelled]
 
 
-def _abandoned(runs: Sequence[Run], metric: str) -> list[Series]:
+def _abandoned(runs: Sequence[RunRecord], metric: str) -> list[Series]:
     """The attempts of a single run that a rollback gave up, from colours that the chart has not used."""
     given_up = runs[0].abandoned if len(runs) == 1 else ()
     curves = [(name, curve_of(lines, metric)) for name, lines in given_up]
@@ -149,7 +151,7 @@ def _abandoned(runs: Sequence[Run], metric: str) -> list[Series]:
     ]
 
 
-def saves(runs: Sequence[Run]) -> list[float]:
+def saves(runs: Sequence[RunRecord]) -> list[float]:
     """The steps at which checkpoints were saved, of one run only."""
     events = runs[0].events if len(runs) == 1 else ()
     kept = {number(event.get("step")) for event in events if event.get("kind") == "checkpoint"}
@@ -157,7 +159,7 @@ def saves(runs: Sequence[Run]) -> list[float]:
 
 
 def _series(
-    runs: Sequence[Run],
+    runs: Sequence[RunRecord],
     index: int,
     order: int,
     label: str,
@@ -173,7 +175,7 @@ def _series(
     )
 
 
-def _kl(runs: Sequence[Run]) -> list[Panel]:
+def _kl(runs: Sequence[RunRecord]) -> list[Panel]:
     """KL a token with its standard error: all estimators together for one run, a chart each for several."""
     title, unit = "KL(policy‖reference)", "nats per token"
     hint = "band: ± 1 standard error"
@@ -189,7 +191,7 @@ def _kl(runs: Sequence[Run]) -> list[Panel]:
     return [Panel(f"{title}, {kind}", unit, curves, hint) for kind, curves in by_kind.items() if curves]
 
 
-def _kl_curve(runs: Sequence[Run], index: int, kind: str) -> Series | None:
+def _kl_curve(runs: Sequence[RunRecord], index: int, kind: str) -> Series | None:
     name = f"kl/policy_ref/{kind}"
     lines = [line for line in runs[index].metrics if f"{name}/mean" in line]
     points = [(number(line.get("step")) or 0.0, number(line[f"{name}/mean"])) for line in lines]
@@ -204,7 +206,7 @@ def _kl_curve(runs: Sequence[Run], index: int, kind: str) -> Series | None:
     return _series(runs, index, order, kind if len(runs) == 1 else "", points, bounds if any(bounds) else ())
 
 
-def _accuracy(runs: Sequence[Run]) -> Panel | None:
+def _accuracy(runs: Sequence[RunRecord]) -> Panel | None:
     """pass@1 on held-out problems with its 95 % interval: the trained task, and for one run the retained skills."""
     curves: list[Series] = []
     for index, run in enumerate(runs):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.lab.report.read import Record, number
+from keel.lab.runs import Record, number
 from keel.loggers import rundir
 
 _STEP = re.compile(rb'\{"step":\s*(\d+)[,}]')

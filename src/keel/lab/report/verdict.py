@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.lab.report.panels import interval
-from keel.lab.report.read import Record, Run, number
 from keel.lab.report.rollouts import brief
+from keel.lab.runs import Record, RunRecord, number
 
 OVER_BUDGET = 0.2  # nats per token, the contract's kl/over-budget
 
@@ -31,7 +31,7 @@ class Accuracy:
         return self.ci_before[0] <= self.ci_after[1] and self.ci_after[0] <= self.ci_before[1]
 
 
-def state(run: Run) -> tuple[str, str]:
+def state(run: RunRecord) -> tuple[str, str]:
     """(kind, words): completed, stopped, aborted, running or interrupted."""
     done = f"{run.steps} of {run.max_steps} steps" if run.max_steps else f"{run.steps} steps"
     ended = [str(event.get("kind", "")) for event in run.events]
@@ -47,7 +47,7 @@ def state(run: Run) -> tuple[str, str]:
     return "interrupted", f"not finished: {done}, no summary, and no process is at work on it"
 
 
-def accuracy(run: Run) -> Accuracy | None:
+def accuracy(run: RunRecord) -> Accuracy | None:
     """Of the trained task: from the summary, or from the first and last evaluation of a run without one."""
     summary = run.summary or {}
     said = summary.get("accuracy")
@@ -64,7 +64,7 @@ def accuracy(run: Run) -> Accuracy | None:
     return found[0] if found else None
 
 
-def retention(run: Run) -> list[Accuracy]:
+def retention(run: RunRecord) -> list[Accuracy]:
     """Of every other skill; intervals from eval.jsonl, which the summary does not carry."""
     measured = _by_task([line for line in run.evaluations if line.get("split") == "retention"])
     said = (run.summary or {}).get("retention")
@@ -97,7 +97,7 @@ def _by_task(lines: list[Record]) -> dict[str, Accuracy]:
     }
 
 
-def kl_figures(run: Run) -> dict[str, tuple[float, float | None]]:
+def kl_figures(run: RunRecord) -> dict[str, tuple[float, float | None]]:
     """(mean, standard error) by estimator: the summary's, else the last measured step's."""
     said = (run.summary or {}).get("kl")
     figures: dict[str, tuple[float, float | None]] = {}
@@ -117,7 +117,7 @@ def per_token_kl(figures: Mapping[str, tuple[float, float | None]]) -> tuple[str
     return next(((kind, *figures[kind]) for kind in ("exact", "k3", "k1", "k2") if kind in figures), None)
 
 
-def sentences(run: Run) -> list[tuple[str, str]]:
+def sentences(run: RunRecord) -> list[tuple[str, str]]:
     """The verdict, a (tone, sentence) at a time; tone is good, warn, bad or plain."""
     return [
         _progress(run),
@@ -129,14 +129,14 @@ def sentences(run: Run) -> list[tuple[str, str]]:
     ]
 
 
-def _progress(run: Run) -> tuple[str, str]:
+def _progress(run: RunRecord) -> tuple[str, str]:
     kind, words = state(run)
     tone = {"completed": "good", "aborted": "bad", "interrupted": "warn", "stopped": "warn"}.get(kind, "plain")
     wall = number((run.summary or {}).get("wall_s"))
     return tone, f"The run is {words}" + (f", in {wall / 60:.1f} minutes." if wall is not None else ".")
 
 
-def _guard_words(run: Run) -> list[tuple[str, str]]:
+def _guard_words(run: RunRecord) -> list[tuple[str, str]]:
     """What the guards did: skipped updates, rollbacks and, where it ended the run, the stop; nothing if nothing."""
     counted = {kind: [e for e in run.events if e.get("kind") == kind] for kind in ("guard/skipped", "rollback", "stop")}
     skipped, rollbacks, stops = counted.values()
@@ -151,7 +151,7 @@ def _guard_words(run: Run) -> list[tuple[str, str]]:
     return said + ([("bad", f"Stopped by a guard: {stops[-1].get('message')}.")] if ended else [])
 
 
-def _accuracy_words(run: Run) -> list[tuple[str, str]]:
+def _accuracy_words(run: RunRecord) -> list[tuple[str, str]]:
     found = accuracy(run)
     paid = (run.summary or {}).get("reward")
     if (found is None or found.after is None) and isinstance(paid, Mapping) and number(paid.get("after")) is not None:
@@ -184,7 +184,7 @@ def _accuracy_words(run: Run) -> list[tuple[str, str]]:
     return [("good" if change > 0 else "bad", text + f". The intervals do not overlap: {words} beyond chance.")]
 
 
-def _kl_words(run: Run) -> list[tuple[str, str]]:
+def _kl_words(run: RunRecord) -> list[tuple[str, str]]:
     figures = kl_figures(run)
     per_token = per_token_kl(figures)
     if per_token is None:
@@ -205,7 +205,7 @@ def _kl_words(run: Run) -> list[tuple[str, str]]:
     return [("plain", text + ".")]
 
 
-def _retention_words(run: Run) -> list[tuple[str, str]]:
+def _retention_words(run: RunRecord) -> list[tuple[str, str]]:
     rows = [row for row in retention(run) if row.before is not None and row.after is not None]
     if not rows:
         return [("plain", "Retention of other skills was not measured.")]
@@ -226,7 +226,7 @@ def change_word(row: Accuracy) -> str:
     return "held" if not beyond else "improved" if change > 0 else "dropped"
 
 
-def _finding_words(run: Run) -> tuple[str, str]:
+def _finding_words(run: RunRecord) -> tuple[str, str]:
     if run.findings is None:
         codes = (run.summary or {}).get("findings")
         if isinstance(codes, list):

@@ -12,7 +12,7 @@ from keel.lab.report.html import block, chart_data, curves, document
 from keel.lab.report.sections import table
 from keel.lab.studies.layout import bounds, colouring, facets
 from keel.lab.studies.pictures import WAYS, frontier_line, frontier_points, root, root_bounds
-from keel.lab.studies.rows import REWARD_CURVE, kl_curve
+from keel.lab.studies.results import REWARD_CURVE, kl_curve
 from keel.lab.studies.table import Summary, shown, shown_columns
 from keel.lab.studies.verdict import Sentence, forgetting_pairs
 

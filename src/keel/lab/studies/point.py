@@ -13,7 +13,7 @@ from keel.base.errors import KeelError
 from keel.base.files import encode, write_atomic
 from keel.config import Config, load_config
 from keel.lab.hooks import AT_END
-from keel.lab.report.read import read_run
+from keel.lab.runs import read_run
 from keel.lab.studies.folder import DONE, DRIFT, FAILED, INTERRUPTED, STOPPED, Outcome, write_outcome
 from keel.lab.studies.grid import Measure
 from keel.lab.studies.process import CONFIG

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from keel.lab.studies.folder import DONE, FAILED, STOPPED
 from keel.lab.studies.grid import Axis
-from keel.lab.studies.rows import Row
+from keel.lab.studies.results import RunResult
 from keel.lab.studies.stats import (
     MIN_SEEDS,
     Correlation,
@@ -227,7 +227,7 @@ def correlation(summaries: Sequence[Summary]) -> list[Sentence]:
     return found
 
 
-def forgetting_pairs(rows: Sequence[Row], figure: str) -> list[tuple[float, float]]:
+def forgetting_pairs(rows: Sequence[RunResult], figure: str) -> list[tuple[float, float]]:
     """(KL on the trained task, loss on the old skills) of every run that has both."""
     both = ((figure_of(row, figure), figure_of(row, "forgetting")) for row in rows)
     return [(kl, lost) for kl, lost in both if kl is not None and lost is not None]

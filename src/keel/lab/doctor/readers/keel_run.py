@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from keel.lab.doctor.history import KL_NAMES, History, Record, series_of
-from keel.lab.report.read import Run, number, read_lines, read_run
+from keel.lab.runs import RunRecord, number, read_lines, read_run
 from keel.loggers import rundir
 
 
@@ -65,7 +65,7 @@ def _abandoned(path: Path) -> list[str]:
     return said
 
 
-def _vocabulary(run: Run) -> int | None:
+def _vocabulary(run: RunRecord) -> int | None:
     """Of a checkpoint's own config.json; the newest one's."""
     places = sorted((run.path / rundir.CHECKPOINTS).glob("step-*/**/config.json"))
     return vocabulary_of(places[-1]) if places else None

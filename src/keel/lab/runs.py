@@ -21,7 +21,7 @@ ROLLOUT_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """What was found: every field is empty or None where its file is missing, and `missing` says so in words."""
 
     path: Path
@@ -87,7 +87,7 @@ def number(value: Any) -> float | None:
     return float(value)
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RunRecord:
     """Everything that is there; a KeelError only where there is no run at all."""
     if not path.is_dir():
         raise KeelError(f"no run directory at {path}; a run is a folder such as runs/default")
@@ -100,7 +100,7 @@ def read_run(path: Path) -> Run:
     summary = _current(_json(path / rundir.SUMMARY, notes), metrics, notes)
     config = _yaml(config_text, notes)
     remember(config)
-    return Run(
+    return RunRecord(
         path=path,
         name=path.resolve().name,
         config_text=_shown(config_text, config),

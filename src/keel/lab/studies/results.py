@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.lab.report.read import Run, number, read_run
+from keel.lab.runs import RunRecord, number, read_run
 from keel.lab.studies.folder import DRIFT, Job, Outcome
 from keel.lab.studies.grid import Measure
 
@@ -29,7 +29,7 @@ class Skill:
 
 
 @dataclass(frozen=True)
-class Row:
+class RunResult:
     """A run in numbers; None where it has none. KL is in nats per token unless a name says `sequence`."""
 
     point: str
@@ -73,19 +73,19 @@ SEQUENCE_CURVE = "kl/policy_ref/sequence/mean"
 CURVES = (REWARD_CURVE, EXACT_CURVE, K3_CURVE, "kl/beta")
 
 
-def kl_curve(rows: Sequence[Row]) -> str:
+def kl_curve(rows: Sequence[RunResult]) -> str:
     """The KL whose curves can be laid beside each other: exact if every run has it, otherwise k3, which all have."""
     measured = [row.curves for row in rows if K3_CURVE in row.curves]
     return EXACT_CURVE if measured and all(EXACT_CURVE in curves for curves in measured) else K3_CURVE
 
 
-def read_row(job: Job, ended: Outcome, measure: Measure) -> Row:
+def read_result(job: Job, ended: Outcome, measure: Measure) -> RunResult:
     """What a run left, however little that is."""
     options = dict(job.point.values)
     try:
         run = read_run(job.folder)
     except KeelError:
-        return Row(job.point.label, job.seed, ended.state, ended.reason, options, dict.fromkeys(FIGURES))
+        return RunResult(job.point.label, job.seed, ended.state, ended.reason, options, dict.fromkeys(FIGURES))
     drift = _drift(job.folder)
     skills, trained = _skills(run, drift), _trained_drift(drift)
     first, last = _accuracy(run, "trained")
@@ -116,7 +116,9 @@ def read_row(job: Job, ended: Outcome, measure: Measure) -> Row:
     }
     wall = number((run.summary or {}).get("wall_s"))
     curves = {name: run.series(name) for name in CURVES if run.series(name)}
-    return Row(job.point.label, job.seed, ended.state, ended.reason, options, figures, skills, wall, curves, band_by)
+    return RunResult(
+        job.point.label, job.seed, ended.state, ended.reason, options, figures, skills, wall, curves, band_by
+    )
 
 
 def _drift(folder: Path) -> dict[str, Any]:
@@ -143,7 +145,7 @@ def _figure(task: Mapping[str, Any], way: str, estimator: str, unit: str = "per_
         return None
 
 
-def _accuracy(run: Run, split: str) -> tuple[dict[str, float], dict[str, float]]:
+def _accuracy(run: RunRecord, split: str) -> tuple[dict[str, float], dict[str, float]]:
     """(first, last) accuracy by task, under "" for the trained one; the last is one after training began.
 
     A run that its guard took back to step 0 ends as the start, which was evaluated once.
@@ -160,7 +162,7 @@ def _accuracy(run: Run, split: str) -> tuple[dict[str, float], dict[str, float]]
     return first, dict(first) if back_at_start and not last else last
 
 
-def _skills(run: Run, drift: Mapping[str, Any]) -> dict[str, Skill]:
+def _skills(run: RunRecord, drift: Mapping[str, Any]) -> dict[str, Skill]:
     first, last = _accuracy(run, "retention")
     measured = _tasks(drift, "retention")
     return {
@@ -180,7 +182,7 @@ def _mean(values: Any) -> float | None:
     return None if not found or None in found else fmean(found)
 
 
-def _band(run: Run, measure: Measure) -> tuple[str, dict[str, float | None]]:
+def _band(run: RunRecord, measure: Measure) -> tuple[str, dict[str, float | None]]:
     """By which estimate; steps until it is first within a factor of 1.5 of its target, share of all steps inside.
 
     The estimate is the one that steers a controller: a sequence's k1, or per token the exact one where it is measured.
