@@ -12,6 +12,7 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.base.lock import in_use
 from keel.base.redact import hidden, hide, masked, remember
+from keel.base.thresholds import Thresholds, thresholds_of
 from keel.loggers import rundir
 
 Record = dict[str, Any]
@@ -62,6 +63,11 @@ class RunRecord:
         return dict(sorted(grouped.items(), key=lambda item: item[0][0] != "trained"))
 
     @property
+    def thresholds(self) -> Thresholds:
+        """What this run is judged by."""
+        return thresholds_of(self.config)
+
+    @property
     def max_steps(self) -> int | None:
         """As configured."""
         section = self.config.get("run")
@@ -85,6 +91,15 @@ def number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
+
+
+def interval(value: object) -> tuple[float, float] | None:
+    """[low, high] as numbers, or None."""
+    if isinstance(value, list | tuple) and len(value) == 2:
+        low, high = number(value[0]), number(value[1])
+        if low is not None and high is not None:
+            return (low, high)
+    return None
 
 
 def read_run(path: Path) -> RunRecord:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from keel.base.errors import KeelError, unknown
+from keel.base.thresholds import thresholds_of
 from keel.base.types import Problem
 from keel.config import Config, TaskSpec, controller_params, kl_spec, loss_spec, mismatch_spec
 from keel.config.checks import DATA_OF_TASKS, takes_data
@@ -205,6 +206,7 @@ def build_run(
         options=_step_options(config, loaded.shared_prefix and scorer is None, half),
         mismatch=mismatch_spec(config),
         guards=guard_options(config),
+        thresholds=thresholds_of(config.model_dump()),
         scorer=scorer,
     )
     packing = [] if loaded.packing_note is None else [loaded.packing_note]

@@ -234,7 +234,7 @@ def _log(job: Job, step: Step, before: State, state: State) -> None:
         _keep_skipped(job, step, state)
     for kind, message in stretches(state, job.run.guards):
         job.loggers.event(kind, step=state.step, message=message)
-    told = tool_trouble(step.metrics, step.batch.completions)
+    told = tool_trouble(step.metrics, step.batch.completions, job.run.thresholds)
     if told is not None and not job.tools_failing:
         job.loggers.event("tool/errors", step=state.step, **told)
     job.tools_failing = told is not None

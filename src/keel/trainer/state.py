@@ -1,4 +1,4 @@
-"""What a run is made of (`Run`, built once) and what moves from step to step (`State`, plain data)."""
+"""What a run is made of (`TrainingRun`, built once) and what moves from step to step (`State`, plain data)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from keel.base.errors import KeelError
+from keel.base.thresholds import Thresholds, load_thresholds
 from keel.base.types import Completion, Group, Problem
 from keel.envs import Task
 from keel.kl import Controller, KLState, Pairing
@@ -93,6 +94,7 @@ class TrainingRun:
     options: StepOptions
     mismatch: MismatchSpec | None = None
     guards: GuardOptions = field(default_factory=GuardOptions)
+    thresholds: Thresholds = field(default_factory=load_thresholds)
     scorer: Scorer | None = None
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -50,7 +50,8 @@ def train_step(run: TrainingRun, state: State) -> Step:
     batch = penalize_rewards(batch, run, state.beta)                    # door 1: KL in the reward
     batch = with_advantages(batch, run, state.step)
     metrics: Metrics = {}
-    guard: dict[str, Any] = {"spike": spike_limit(state.norms, run.guards), "skip_spike": run.guards.on_spike == "skip"}
+    spike = spike_limit(state.norms, run.thresholds)
+    guard: dict[str, Any] = {"spike": spike, "skip_spike": run.guards.on_spike == "skip"}
     run.optimizer.begin()
     with clock("update"):
         for _ in range(run.options.num_iterations):

@@ -9,20 +9,23 @@ from pathlib import Path
 
 import pytest
 
+from keel.base.thresholds import load_thresholds
 from keel.envs.toolbox import KINDS
 from keel.lab import runs as reading
+from keel.lab.judge import Accuracy
 from keel.lab.report import html
 from keel.lab.report.charts import Axis, Panel, Series, log_ticks, svg, thin, tick_text, ticks, wants_log
 from keel.lab.report.panels import PANELS, panels
 from keel.lab.report.rollouts import facts, readable, scale
 from keel.lab.report.samples import pages, pick, section, span, tokens
 from keel.lab.report.sections import flatten, retention_table, seconds, since
-from keel.lab.report.verdict import Accuracy, accuracy, change_word, kl_figures, sentences, state
+from keel.lab.report.verdict import accuracy, kl_figures, sentences, state
 from keel.lab.runs import RunRecord, read_run
 from keel.loggers import RunDirectory
 from keel.loggers.jsonl import JsonlLogger
 
 RUN = RunRecord(path=Path("r"), name="r")
+THRESHOLDS = load_thresholds()
 
 
 def test_ticks_are_round_and_inside():
@@ -72,12 +75,12 @@ def both(before: float, after: float, low: tuple[float, float], high: tuple[floa
 
 
 def test_change_is_judged_by_the_intervals():
-    assert change_word(both(0.5, 0.4, (0.45, 0.55), (0.35, 0.45))) == "held"  # they touch
-    assert change_word(both(0.5, 0.3, (0.45, 0.55), (0.25, 0.35))) == "dropped"
-    assert change_word(both(0.3, 0.5, (0.25, 0.35), (0.45, 0.55))) == "improved"
-    assert change_word(Accuracy("s", 0.5, 0.46, None, None)) == "held"
-    assert change_word(Accuracy("s", 0.5, 0.44, None, None)) == "dropped"
-    assert change_word(Accuracy("s", 0.5, None, None, None)) == "not measured"
+    assert both(0.5, 0.4, (0.45, 0.55), (0.35, 0.45)).change(THRESHOLDS) == "held"  # they touch
+    assert both(0.5, 0.3, (0.45, 0.55), (0.25, 0.35)).change(THRESHOLDS) == "dropped"
+    assert both(0.3, 0.5, (0.25, 0.35), (0.45, 0.55)).change(THRESHOLDS) == "improved"
+    assert Accuracy("s", 0.5, 0.46, None, None).change(THRESHOLDS) == "held"
+    assert Accuracy("s", 0.5, 0.44, None, None).change(THRESHOLDS) == "dropped"
+    assert Accuracy("s", 0.5, None, None, None).change(THRESHOLDS) == "not measured"
 
 
 def test_accuracy_falls_back_on_the_evaluations():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from keel.lab.report.charts import Panel, Series
-from keel.lab.runs import RunRecord, curve_of, number
+from keel.lab.runs import RunRecord, curve_of, interval, number
 
 # (title, unit, hint, [(metric, label)]): in this order on the page.
 PANELS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
@@ -222,12 +222,3 @@ def _accuracy(runs: Sequence[RunRecord]) -> Panel | None:
     return Panel(
         "Accuracy on held-out problems", "pass@1", curves, "bars: 95 % interval", marks(runs), saves=saves(runs)
     )
-
-
-def interval(value: object) -> tuple[float, float] | None:
-    """[low, high] as numbers, or None."""
-    if isinstance(value, list | tuple) and len(value) == 2:
-        low, high = number(value[0]), number(value[1])
-        if low is not None and high is not None:
-            return (low, high)
-    return None

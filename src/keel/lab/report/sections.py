@@ -10,7 +10,6 @@ from typing import Any
 from keel.lab.report.rollouts import brief
 from keel.lab.report.verdict import (
     accuracy,
-    change_word,
     ci,
     kl_figures,
     measured,
@@ -130,7 +129,7 @@ def retention_table(run: RunRecord) -> str:
     trained = accuracy(run)
     rows = []
     for row in ([trained] if trained else []) + retention(run):
-        word = change_word(row)
+        word = row.change(run.thresholds)
         tone = {"dropped": "bad", "improved": "good"}.get(word, "plain")
         change = "–"
         if row.before is not None and row.after is not None:
