@@ -34,7 +34,7 @@ def weigh(
 ) -> tuple[Hypothesis, ...]:
     """Every row with its verdict; a note confirms nothing. `unchecked` are lines `code, code: why`.
 
-    `formula` is what the configured KL term is: where it is known it decides H03, whatever a batch has measured.
+    `formula` is what the configured KL term is: where it is known it decides the rows that ask for it.
     """
     serious = [finding for finding in findings if finding.severity != "note"]
     lines = tuple(unchecked)
@@ -51,13 +51,11 @@ def _decided(
     unchecked: Sequence[str],
     formula: Formula | None = None,
 ) -> Hypothesis:
-    against = [finding for finding in findings if finding.code in row.codes]
     beyond = [name for name, limit in row.over if figures.get(name, -math.inf) > thresholds[limit]]
     beyond += [name for name, limit in row.under if figures.get(name, math.inf) < thresholds[limit]]
     there = [way for way in row.clears if all(math.isfinite(figures.get(name, math.nan)) for name, _, _ in way.figures)]
-    # Of several turns the messages' tokens are what decides: masks are found wrong for one turn and for many alike.
-    if row.name == "H07" and there:
-        against = [finding for finding in findings if finding.code.startswith("mask/")]
+    codes = (*row.codes, *(row.codes_if_measured if there else ()))
+    against = [finding for finding in findings if finding.code in codes]
     if against:
         worst = min(against, key=lambda finding: CODES[finding.code].rank)
         return _said(row, CONFIRMED, f"{worst.code}: {worst.evidence}", row.if_confirmed or worst.advice, worst.options)
