@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from keel.base.errors import KeelError, unknown
+from keel.base.files import json_kind, json_lines, no_constant
 
 ON_BROKEN = ("error", "skip")
 SPLITS = ("train", "validation", "valid", "val", "dev", "test", "eval")
@@ -129,29 +130,13 @@ Records = Iterator[tuple[int, dict[str, Any] | str]]
 
 def _jsonl(path: Path) -> Records:
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip(b" \t\r\n\xef\xbb\xbf"):
-                yield number, _record(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
-
-
-def _record(line: bytes) -> dict[str, Any] | str:
-    try:
-        record = json.loads(line.decode("utf-8"), parse_constant=_no_constant)
-    except UnicodeDecodeError as error:
-        return f"not UTF-8 (byte {error.start + 1})"
-    except (ValueError, RecursionError) as error:
-        return f"not JSON ({error})"
-    return record if isinstance(record, dict) else f"a JSON {_kind(record)}, not an object"
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON value")
+        yield from json_lines(lines, strict=True)
 
 
 def _json(path: Path) -> Records:
     """A list of objects; a file of this ending that is JSONL all the same is read as that."""
     try:
-        whole = json.loads(path.read_text(encoding="utf-8-sig"), parse_constant=_no_constant)
+        whole = json.loads(path.read_text(encoding="utf-8-sig"), parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
         if str(error).startswith("Extra data"):
             yield from _jsonl(path)
@@ -163,9 +148,9 @@ def _json(path: Path) -> Records:
             raise KeelError(f"{path} holds one object: give a list of objects, or one object a line as .jsonl")
         whole = whole[lists[0]]
     if not isinstance(whole, list):
-        raise KeelError(f"{path} holds a JSON {_kind(whole)}: give a list of objects")
+        raise KeelError(f"{path} holds a JSON {json_kind(whole)}: give a list of objects")
     for number, record in enumerate(whole, start=1):
-        yield number, record if isinstance(record, dict) else f"a JSON {_kind(record)}, not an object"
+        yield number, record if isinstance(record, dict) else f"a JSON {json_kind(record)}, not an object"
 
 
 def _csv(path: Path) -> Records:
@@ -285,8 +270,3 @@ def _quiet(*libraries: str) -> Iterator[None]:
 def _numbered(name: str, records: Iterable[Mapping[str, Any]]) -> Iterator[DataRow]:
     for number, record in enumerate(records, start=1):
         yield DataRow(f"{name}:{number}", dict(record))
-
-
-def _kind(value: Any) -> str:
-    kinds = {list: "list", str: "text", bool: "boolean", int: "number", float: "number", type(None): "null"}
-    return kinds.get(type(value), type(value).__name__)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from keel.base.errors import KeelError
+from keel.base.files import json_lines
 from keel.base.lock import in_use
 from keel.base.redact import hidden, hide, masked, remember
 from keel.base.thresholds import Thresholds, thresholds_of
@@ -224,10 +225,10 @@ def read_lines(path: Path, notes: list[str], limit: int | None = None) -> tuple[
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error.strerror or error}")
         return ()
-    parsed = list(_parse(data))
-    records = tuple(record for record in parsed if record is not None)
+    parsed = [record for _, record in json_lines(data.split(b"\n"))]
+    records = tuple(record for record in parsed if not isinstance(record, str))
     unread = len(parsed) - len(records)
-    if parsed and parsed[-1] is None:
+    if parsed and isinstance(parsed[-1], str):
         notes.append(f"the last line of {path.name} is incomplete and was left out")
         unread -= 1
     if unread:
@@ -235,15 +236,3 @@ def read_lines(path: Path, notes: list[str], limit: int | None = None) -> tuple[
     if not records:
         notes.append(f"{path.name} has no complete line yet")
     return records
-
-
-def _parse(data: bytes) -> Iterator[Record | None]:
-    for line in data.split(b"\n"):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line.decode("utf-8", "replace"))
-        except ValueError:
-            yield None
-            continue
-        yield record if isinstance(record, dict) else None
