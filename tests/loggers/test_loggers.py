@@ -265,7 +265,7 @@ def test_build_takes_a_users_logger_and_checks_its_arguments(run):
     for spec, message in (
         ("nothing", "is not module:attr"),
         ("no_such_module:Logger", "cannot import"),
-        (f"{__name__}:METRICS", "not a class or function"),
+        (f"{__name__}:METRICS", "it must be a function or a class"),
         ({"name": name, "prefx": 1}, "did you mean 'prefix'"),
         ("builtins:dict", "has no step"),
     ):

@@ -29,6 +29,7 @@ MOVED = {
     "keel.metrics": "keel.base.metrics",
     "keel.redact": "keel.base.redact",
     "keel.report": "keel.lab.report",
+    "keel.report.read": "keel.lab.runs",
     "keel.rollout.batch": "keel.rollout.native.batch",
     "keel.rollout.cache": "keel.rollout.native.cache",
     "keel.rollout.decode": "keel.rollout.native.decode",
@@ -41,7 +42,9 @@ MOVED = {
     "keel.studies.live": "keel.lab.plan.live",
     "keel.studies.plan": "keel.lab.plan.plan",
     "keel.studies.rehearse": "keel.lab.plan.rehearse",
+    "keel.studies.rows": "keel.lab.studies.results",
     "keel.studies.shapes": "keel.lab.plan.shapes",
+    "keel.studies.stats": "keel.eval.statistics",
     "keel.tasks": "keel.envs",
     "keel.train": "keel.trainer",
     "keel.train.api": "keel.run.train",
@@ -79,11 +82,6 @@ def current_names(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: current_names(part) for key, part in value.items()}
     return type(value)(map(current_names, value)) if isinstance(value, list | tuple) else value
-
-
-def import_module(name: str) -> ModuleType:
-    """The module of a `module:attr`, which may have been written for 0.1."""
-    return importlib.import_module(current(name))
 
 
 class _OldNames(MetaPathFinder):

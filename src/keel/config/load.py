@@ -14,10 +14,10 @@ from pydantic import BaseModel, ValidationError
 
 from keel.base.errors import KeelError
 from keel.base.moved import current_names
+from keel.base.options import PluginOptions
 from keel.base.redact import MASK, hide, remember
 from keel.config import aliases, text
 from keel.config.checks import check
-from keel.config.fields import Part
 from keel.config.schema import Config
 
 logger = logging.getLogger("keel")
@@ -117,7 +117,7 @@ def _is_leaf(name: str) -> bool:
     """Whether what lies below this name is a value of its part rather than options of ours."""
     parent, _, _ = name.rpartition(".")
     found = _find(parent) if parent else None
-    return isinstance(found, type) and issubclass(found, Part) and name not in set(option_names())
+    return isinstance(found, type) and issubclass(found, PluginOptions) and name not in set(option_names())
 
 
 def _override(item: str) -> Iterator[Setting]:
@@ -128,7 +128,7 @@ def _override(item: str) -> Iterator[Setting]:
         raise KeelError(f"cannot read the override {item!r}: write name=value, such as kl.beta=0.01")
     parsed = text.parse(value, f"the value of {name}")
     found = _find(aliases.normal(name))
-    if isinstance(parsed, dict) and parsed and found is not None and not issubclass(found, Part):
+    if isinstance(parsed, dict) and parsed and found is not None and not issubclass(found, PluginOptions):
         for key, inner in leaves(name + ".", parsed):
             yield key, inner, "the command line"
     else:
@@ -173,7 +173,7 @@ def is_option(name: str) -> bool:
     for end in range(len(parts) - 1, 0, -1):
         found = _find(".".join(parts[:end]))
         if found is not None:
-            return issubclass(found, Part)
+            return issubclass(found, PluginOptions)
     return False
 
 

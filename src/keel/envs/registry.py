@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
-from keel.base.imports import import_own, is_users_own
+from keel.base.imports import import_object, is_users_own
 from keel.envs.arithmetic import arithmetic
 from keel.envs.base import Task
 from keel.envs.capitals import capitals
@@ -130,5 +130,5 @@ def _factory(name: str) -> Callable[..., Any]:
         found = TASKS[name]
         return found.load() if isinstance(found, Lazy) else found
     if isinstance(name, str) and is_users_own(name):
-        return import_own(name, "task")
+        return import_object(name, "task")
     raise unknown("task", name, TASKS)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
-from keel.base.moved import import_module
+from keel.base.imports import import_object
 from keel.base.redact import masked
 from keel.loggers.base import Fanout, Logger
 from keel.loggers.console import ConsoleLogger
@@ -79,16 +79,8 @@ def _wandb(options: Any, run: RunDirectory, name: str | None, config: Mapping[st
 def user_logger(spec: Any, **offered: Any) -> tuple[str, Logger]:
     """A user's `module:attr`, called with its own arguments plus those of `run` and `total_steps` that it takes."""
     given = dict(spec) if isinstance(spec, Mapping) else {"name": spec}
-    target = given.pop("name", None)
-    if not isinstance(target, str) or target.count(":") != 1:
-        raise KeelError(f"log.extra: {target!r} is not module:attr, such as my_logging:MyLogger")
-    module, _, attribute = target.partition(":")
-    try:
-        made = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise KeelError(f"log.extra: cannot import {target}: {error}") from error
-    if not callable(made):
-        raise KeelError(f"log.extra: {target} is not a class or function that makes a logger")
+    target: Any = given.pop("name", None)
+    made = import_object(target, "log.extra")
     try:
         takes: Mapping[str, inspect.Parameter] = inspect.signature(made).parameters
     except ValueError:  # built in, without a signature

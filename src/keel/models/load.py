@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import logging
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from keel.base.errors import KeelError, unknown
-from keel.base.moved import import_module
+from keel.base.errors import KeelError, first_line, unknown
+from keel.base.imports import import_object, is_users_own
 from keel.models.checks import check_eos, check_tokenizer, context_length
 from keel.models.dropout import disable_dropout, has_dropout
 from keel.models.gguf import check_gguf, load_gguf
@@ -35,7 +34,6 @@ DTYPES = {
     "float16": torch.float16,
     "fp16": torch.float16,
 }
-_USERS_OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
@@ -165,30 +163,6 @@ def cast_parameters(
     return model if device is None else model.to(device)
 
 
-def import_attr(spec: str, kind: str) -> Callable[..., Any]:
-    """The user's own part named `module:attr`."""
-    module_name, _, attr = spec.partition(":")
-    try:
-        found = getattr(import_module(module_name), attr)
-    except (ImportError, AttributeError) as error:
-        raise KeelError(
-            f"cannot import {kind} {spec!r}: {first_line(error)}; check the spelling and PYTHONPATH"
-        ) from error
-    if not callable(found):
-        raise KeelError(f"{kind} {spec!r} is a {type(found).__name__}: it must be a function or a class")
-    return found
-
-
-def is_users_own(name: str) -> bool:
-    """Whether a name is of the form `module:attr`."""
-    return bool(_USERS_OWN.fullmatch(name))
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error that may have many, so that ours stays on one."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
 def eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     """Every token that ends a completion: instruct models often list more in their generation config."""
     extra = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
@@ -266,7 +240,7 @@ def _source(name: str) -> Source:
             raise KeelError(f"the model folder {name} has no config.json: give a folder written by save_pretrained")
         return _from_transformers
     if is_users_own(name):
-        import_attr(name, "model loader")
+        import_object(name, "model loader")
         return _from_user
     # A hub name is `name` or `owner/name`; anything else can only have meant a folder, and so can a name inside a
     # folder that exists. Asking the hub for it would end in half a minute of retries without a network.
@@ -293,7 +267,7 @@ def _from_gguf(
 
 
 def _from_user(name: str, **options: Any) -> tuple[Any, Any, tuple[str, ...]]:
-    loader = import_attr(name, "model loader")
+    loader = import_object(name, "model loader")
     accepts = inspect.signature(loader).parameters
     result = loader(**{key: options[key] for key in ("dtype", "attn_implementation", "seed") if key in accepts})
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):

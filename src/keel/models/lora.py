@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from keel.base.errors import KeelError, unknown
+from keel.base.errors import KeelError, first_line, unknown
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,3 @@ def adapter_is_zero(model: nn.Module) -> bool:
                     if bool(weight.detach().any()):
                         return False
     return True
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message that says anything, or its type."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from keel.base.errors import KeelError, unknown
+from keel.base.imports import import_object, is_users_own
 from keel.base.thresholds import thresholds_of
 from keel.base.types import Problem
-from keel.config import Config, TaskSpec, controller_params, kl_spec, loss_spec, mismatch_spec
+from keel.config import Config, TaskOptions, controller_params, kl_spec, loss_spec, mismatch_spec
 from keel.config.checks import DATA_OF_TASKS, takes_data
 from keel.config.resolve import scale_rewards
 from keel.envs import Task, build_task
@@ -20,7 +21,7 @@ from keel.envs.judge import Judge
 from keel.envs.mixture import mixture
 from keel.envs.rewards import wrap
 from keel.kl import build_controller
-from keel.models.load import DTYPES, LoadedModel, import_attr, is_users_own, load_model
+from keel.models.load import DTYPES, LoadedModel, load_model
 from keel.models.lora import adapter_is_zero
 from keel.models.scorer import build_scorer
 from keel.reference import build_reference
@@ -68,7 +69,7 @@ def build_policy(config: Config, weights: Path | None = None, *, probe: bool = T
     return replace(loaded, name=model.name)
 
 
-def build_named_task(spec: TaskSpec | str, config: Config | None = None) -> Task:
+def build_named_task(spec: TaskOptions | str, config: Config | None = None) -> Task:
     """`task`, or one entry of `eval.tasks` or `warmstart.task`: a name, or a name with parameters.
 
     A task that reads data, and has no `data` of its own beside its name, is given the configuration's `data` if it is
@@ -145,7 +146,7 @@ def build_engine(config: Config, loaded: LoadedModel) -> Engine:
         kept = int(config.rollout.kept_gib * 2**30) if config.rollout.max_turns > 1 else 0
         return NativeEngine(loaded.model, loaded.tokenizer, kept_bytes=kept, graphs=config.rollout.cuda_graphs)
     if is_users_own(name):
-        made: Engine = import_attr(name, "engine")(loaded.model, loaded.tokenizer)
+        made: Engine = import_object(name, "engine")(loaded.model, loaded.tokenizer)
         return made
     if name == "vllm":
         raise KeelError("rollout.engine=vllm is not available in this version: use rollout.engine=native")

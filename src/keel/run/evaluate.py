@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
-from keel.config import Config, TaskSpec, load_config, text
+from keel.config import Config, TaskOptions, load_config, text
 from keel.config.checks import DATA_OF_TASKS, takes_data
 from keel.envs import Task
 from keel.envs.judge import Judge
 from keel.envs.registry import TASKS
 from keel.envs.rewards import RewardPart
-from keel.eval.evaluate import EvalResult, evaluate, paired_difference, paired_reward
+from keel.eval.evaluate import EvalResult, difference, evaluate
 from keel.rollout.collect import Engine
 from keel.rollout.sampling import SamplingParams
 from keel.run.build import (
@@ -31,8 +30,6 @@ from keel.run.subject import Subject
 
 # Told what is sampled and how many completions that will be; returns what is told of those that end.
 Watch = Callable[[str, int], Callable[[int], None]]
-METHOD = "adjusted Wald over the problems' paired differences (Bonett and Price 2012)"
-REWARD_METHOD = "normal over the problems' paired differences"
 _WITH_PARAMS = re.compile(r"(?P<name>.+?):(?P<params>[A-Za-z_]\w*=.*)", re.DOTALL)
 
 
@@ -69,14 +66,14 @@ def configured_tasks(config: Config, task: Task | None = None) -> list[tuple[Tas
     return [(trained, "trained"), *((other, "retention") for other in others if other != trained)]
 
 
-def spec_of_word(word: str) -> TaskSpec:
+def spec_of_word(word: str) -> TaskOptions:
     """The task of `NAME`, or of `NAME:key=value,key=value` with its parameters; a name may be `module:attr`."""
     match = _WITH_PARAMS.fullmatch(word)
     if match is None:
-        return TaskSpec(name=word)
+        return TaskOptions(name=word)
     pairs = (item.partition("=") for item in re.split(r",(?=[A-Za-z_]\w*=)", match["params"]))
     params = {key: text.parse(value, f"the value of {key} in {word!r}") for key, _, value in pairs}
-    return TaskSpec.model_validate({"name": match["name"], **params})
+    return TaskOptions.model_validate({"name": match["name"], **params})
 
 
 def _given(subject: Subject, words: Sequence[str], data: Sequence[str] = ()) -> list[tuple[Task, str]]:
@@ -92,7 +89,7 @@ def _given(subject: Subject, words: Sequence[str], data: Sequence[str] = ()) -> 
     return [(build_named_task(spec, home), "given") for spec, home in zip(specs, homes, strict=True)]
 
 
-def _home(subject: Subject, spec: TaskSpec, data: Sequence[str]) -> Config:
+def _home(subject: Subject, spec: TaskOptions, data: Sequence[str]) -> Config:
     """A configuration whose task is this one: its data are those of a bare model, or of a run that trains on a task of
     this name, changed as `data` says; a task with data beside its name reads those."""
     shared = (not subject.has_tasks or spec.name == subject.config.task.name) and "data" not in spec.params
@@ -127,15 +124,6 @@ def evaluate_entry(
     )
 
 
-def eval_record(result: EvalResult, split: str) -> dict[str, Any]:
-    """A line of eval.jsonl; without pass@1 and pass@k where nothing is right or wrong."""
-    plain = result.as_dict()
-    shown = {"pass@1": plain.pop("accuracy"), "ci95": plain.pop("ci95"), "pass@k": plain.pop("pass_at")}
-    if result.accuracy is None:
-        shown = {}
-    return {"task": plain.pop("task"), "split": split, **shown, "n": plain.pop("problems"), **plain}
-
-
 def run_evaluation(
     subject: Subject,
     *,
@@ -159,10 +147,10 @@ def run_evaluation(
     before = None if baseline is None else _evaluated(baseline, config, chosen, seed, watch)
     records = []
     for number, ((_, split), result) in enumerate(zip(chosen, after, strict=True)):
-        record = eval_record(result, split)
+        record = result.record(split)
         if before is not None:
-            record["baseline"] = eval_record(before[number], split)
-            record["difference"] = _difference(before[number], result)
+            record["baseline"] = before[number].record(split)
+            record["difference"] = difference(before[number], result)
         records.append(record)
     return {
         "model": subject.name,
@@ -173,14 +161,6 @@ def run_evaluation(
         "notes": [note for task, _ in chosen for note in getattr(task, "notes", ())],
         "tasks": records,
     }
-
-
-def _difference(before: EvalResult, after: EvalResult) -> dict[str, Any]:
-    if after.accuracy is None:
-        mean, interval = paired_reward(before, after)
-        return {"reward": mean, "ci95": list(interval) if math.isfinite(interval[0]) else None, "method": REWARD_METHOD}
-    mean, interval = paired_difference(before, after)
-    return {"pass@1": mean, "ci95": list(interval), "method": METHOD}
 
 
 def _temperature(config: Config) -> float:

@@ -34,7 +34,7 @@ from keel.run.build import (
     reward_entries,
 )
 from keel.run.environment import environment
-from keel.run.evaluate import configured_tasks, entries, eval_record, evaluate_entry
+from keel.run.evaluate import configured_tasks, entries, evaluate_entry
 from keel.run.hooks import NOTHING, AtEnd
 from keel.run.resume import (
     Told,
@@ -290,7 +290,7 @@ def evaluator(
     def records() -> list[dict[str, Any]]:
         options: dict[str, Any] = {"sampling": built.sampling}
         return [
-            eval_record(evaluate_entry(config, run.engine, run.policy.tokenizer, entry, **options), entry.split)
+            evaluate_entry(config, run.engine, run.policy.tokenizer, entry, **options).record(entry.split)
             for entry in chosen
         ]
 

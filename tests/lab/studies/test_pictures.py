@@ -6,12 +6,12 @@ import re
 
 import pytest
 
+from keel.eval.statistics import Estimate, estimate
 from keel.lab.studies import read_study
 from keel.lab.studies.layout import COLOURS, bounds, colouring, facets, limits
 from keel.lab.studies.page import study_page
 from keel.lab.studies.pictures import numbered, write_pictures
 from keel.lab.studies.results import EXACT_CURVE, K3_CURVE, RunResult, kl_curve
-from keel.lab.studies.stats import Estimate, estimate
 from keel.lab.studies.table import summarise
 from lab.studies.test_verdict import beta_study, row
 

@@ -3,10 +3,10 @@
 import csv
 import io
 
+from keel.eval.statistics import estimate
 from keel.lab.studies.grid import Axis, Value
 from keel.lab.studies.page import study_page
 from keel.lab.studies.results import FIGURES, RunResult, Skill
-from keel.lab.studies.stats import estimate
 from keel.lab.studies.table import points_csv, shown, summarise, table_csv, table_md
 from keel.lab.studies.verdict import verdict
 

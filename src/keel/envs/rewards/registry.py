@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
-from keel.base.imports import import_own, is_users_own
+from keel.base.imports import import_object, is_users_own
 from keel.envs.base import Task
 from keel.envs.concurrent import is_async
 from keel.envs.registry import check_params
@@ -148,5 +148,5 @@ def _function(name: str) -> RewardFunction:
     if name in REWARDS:
         return REWARDS[name]
     if isinstance(name, str) and is_users_own(name):
-        return import_own(name, "reward")
+        return import_object(name, "reward")
     raise unknown("reward", name, [*REWARDS, TASK])

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from keel.base.errors import KeelError
+from keel.base.errors import KeelError, first_line
+from keel.base.imports import import_object, is_users_own
 from keel.config import Config
 from keel.lab.plan.hardware import Hardware
 from keel.lab.plan.live import CudaAutocast
 from keel.models.head import causal_lm
-from keel.models.load import DTYPES, LoadedModel, disable_dropout, first_line, import_attr, is_users_own
+from keel.models.load import DTYPES, LoadedModel, disable_dropout
 from keel.models.lora import add_lora, is_lora, lora_settings
 from keel.models.tiny import tiny_model
 from keel.models.tokenizer import load_tokenizer
@@ -32,7 +33,7 @@ def source_of(config: Config) -> tuple[Any, Build]:
     if name == "tiny":
         return tiny_model()[1], lambda: tiny_model(attn_implementation=config.model.attn_implementation)[0]
     if is_users_own(name):
-        made, tokenizer = import_attr(name, "model loader")()
+        made, tokenizer = import_object(name, "model loader")()
         shape = causal_lm(made).config
         del made
         return tokenizer, lambda: _from_config(shape, config)

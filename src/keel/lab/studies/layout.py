@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from keel.lab.studies.stats import Estimate
+from keel.eval.statistics import Estimate
 from keel.lab.studies.table import PERCENT, Summary
 
 COLOURS = 8  # that a reader can tell apart

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from keel.eval.statistics import Estimate, frontier
 from keel.lab.report.picture import picture
 from keel.lab.studies.layout import COLOURS, Colouring, bounds, colouring, facets, limits
 from keel.lab.studies.results import REWARD_CURVE, kl_curve
-from keel.lab.studies.stats import Estimate, frontier
 from keel.lab.studies.table import Summary
 from keel.lab.studies.verdict import forgetting_pairs
 

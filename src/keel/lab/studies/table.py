@@ -7,9 +7,9 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from keel.eval.statistics import Estimate, estimate, paired
 from keel.lab.studies.folder import DONE, STOPPED
 from keel.lab.studies.results import FIGURES, RunResult
-from keel.lab.studies.stats import Estimate, estimate, paired
 
 PERCENT = ("accuracy_before", "accuracy_after", "retention_before", "retention_after", "forgetting", "share_in_band")
 _SHOWN = {

@@ -7,10 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from keel.lab.studies.folder import DONE, FAILED, STOPPED
-from keel.lab.studies.grid import Axis
-from keel.lab.studies.results import RunResult
-from keel.lab.studies.stats import (
+from keel.eval.statistics import (
     MIN_SEEDS,
     Correlation,
     Estimate,
@@ -23,6 +20,9 @@ from keel.lab.studies.stats import (
     tested,
     winner,
 )
+from keel.lab.studies.folder import DONE, FAILED, STOPPED
+from keel.lab.studies.grid import Axis
+from keel.lab.studies.results import RunResult
 from keel.lab.studies.table import Summary, figure_of, shown
 
 NAMES = {"accuracy_after": "accuracy", "reward": "reward", "retention_after": "accuracy on the old skills"}
