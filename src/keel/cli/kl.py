@@ -70,7 +70,7 @@ def kl(
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw positions, estimators, tokens.")] = None,
 ) -> int:
     from keel.config import arguments
-    from keel.lab.report.picture import check_picture
+    from keel.lab.plots.picture import check_picture
 
     if plot is not None:
         check_picture(plot)
@@ -108,7 +108,7 @@ def kl(
             max_batch=max_batch,
         )
     if plot is not None:
-        from keel.lab.compare.plot import plot_drift
+        from keel.lab.plots.drift import plot_drift
 
         plot_drift(drift, plot)
     if as_json:

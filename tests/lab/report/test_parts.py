@@ -13,8 +13,21 @@ from keel.base.thresholds import load_thresholds
 from keel.envs.toolbox import KINDS
 from keel.lab import runs as reading
 from keel.lab.judge import Accuracy
+from keel.lab.plots.charts import (
+    BOTTOM,
+    HEIGHT,
+    TOP,
+    Axis,
+    Panel,
+    Series,
+    log_ticks,
+    svg,
+    thin,
+    tick_text,
+    ticks,
+    wants_log,
+)
 from keel.lab.report import html
-from keel.lab.report.charts import Axis, Panel, Series, log_ticks, svg, thin, tick_text, ticks, wants_log
 from keel.lab.report.panels import PANELS, panels
 from keel.lab.report.rollouts import facts, readable, scale
 from keel.lab.report.samples import pages, pick, section, span, tokens
@@ -45,6 +58,14 @@ def test_axis_maps_ends_to_ends():
     log = Axis(1, 100, 0, 50, log=True)
     assert (log.at(1), log.at(10), log.at(100)) == (0, 25, 50)
     assert Axis(3, 3, 0, 50).at(3) == 25
+
+
+def test_beyond_a_given_range_a_chart_goes_on_at_its_edge():
+    assert Axis(0, 10, 100, 0).at(12) == 0
+    series = Series("a", [(0.0, 0.5), (1.0, 0.6)], error=[(-5.0, 6.0), (0.5, 0.7)], dots=True)
+    heights = [float(y) for y in re.findall(r' y[12]="([\d.-]+)"', svg(Panel("t", "", [series], y_range=(0.0, 1.0))))]
+    assert min(heights) == TOP
+    assert max(heights) == HEIGHT - BOTTOM
 
 
 def test_thinning_keeps_spikes_gaps_and_ends():

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 
+from keel.lab.plots.charts import COLOURS, HEIGHT, WIDTH, Panel, svg, thin
 from keel.lab.report import samples, sections
-from keel.lab.report.charts import COLOURS, HEIGHT, WIDTH, Panel, svg, thin
 from keel.lab.report.panels import panels
 from keel.lab.report.verdict import sentences, state
 from keel.lab.runs import RunRecord

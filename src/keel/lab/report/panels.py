@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from keel.lab.report.charts import Panel, Series
+from keel.lab.plots.charts import Panel, Series
 from keel.lab.runs import RunRecord, curve_of, interval, number
 
 # (title, unit, hint, [(metric, label)]): in this order on the page.
