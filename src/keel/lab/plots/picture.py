@@ -145,8 +145,8 @@ def _upright(axis: Any, panel: Panel, *, small: bool) -> None:
     if values and min(values) < 0 < max(values):
         axis.axhline(0, color="#888", lw=0.8)
     axis.set_title(panel.title, fontsize=8 if small else 11)
-    unit, _, across = panel.unit.partition("; across, ")
-    axis.set_xlabel(f"{panel.across}, {across}" if across else panel.across, fontsize=8)
+    unit, _, across_unit = panel.unit.partition("; across, ")
+    axis.set_xlabel(f"{panel.across}, {across_unit}" if across_unit else panel.across, fontsize=8)
     axis.set_ylabel(unit, fontsize=8)
     axis.set(xlim=panel.x_range, ylim=panel.y_range)
     axis.tick_params(labelsize=7 if small else 9)
