@@ -27,6 +27,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from keel.envs import Task
+
 GIB = 2**30
 PHASES = {"rollout": ("rollout",), "score": ("reference",), "update": ("update", "optimizer step")}
 
@@ -100,7 +102,7 @@ def with_model(path: str, small: bool) -> dict[str, Job]:
     }
 
 
-class LongPrompts:
+class LongPrompts(Task):
     """A task of endless prompts, which `data.max_prompt_length` cuts, and a reward that differs within a group."""
 
     name = "long_prompts"

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import keel
+import keel.envs
 from keel.base.types import Problem, Reward
 from keel.config import load_config
 from keel.kl.controllers import CONTROLLERS
@@ -96,7 +97,7 @@ class Logger(Quiet):
 
 
 @dataclass(frozen=True)
-class Task:
+class Task(keel.envs.Task):
     name: str = "own"
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:

@@ -94,6 +94,7 @@ def test_a_configuration_of_01_loads():
 def test_each_importer_knows_them():
     from keel.envs.rewards import build_reward
     from keel.loggers.build import user_logger
+    from keel.loggers.options import LoggerOptions
     from keel.verify.formula import load_callable
 
     assert build_task("keel.tasks.arithmetic:arithmetic") == build_task("arithmetic")
@@ -101,7 +102,7 @@ def test_each_importer_knows_them():
     assert build_reward("keel.tasks.rewards.text:exact", build_task("arithmetic")).name
     assert load_callable("keel.verify.values:reversed_k3")
     with pytest.raises(KeelError, match="has no"):
-        user_logger("keel.types:Problem", key="a", prompt="b", answer="c")
+        user_logger(LoggerOptions(name="keel.types:Problem", key="a", prompt="b", answer="c"))
 
 
 def test_a_run_of_01_goes_on(tmp_path):

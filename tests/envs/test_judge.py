@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
-from keel.envs import arithmetic, countdown, mixture
+from keel.envs import TaskWrapper, arithmetic, countdown, mixture
 from keel.envs.judge import Judge
 from keel.envs.rewards import as_reward, build_reward, build_rewards, check_reward, combine, wrap
 
@@ -220,11 +220,8 @@ def test_an_interrupted_call_leaves_no_answer_behind() -> None:
 
 
 def test_a_users_task_is_guarded_alone_and_in_a_mixture() -> None:
-    class Own:
-        name = "own"
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(TASK, name)
+    class Own(TaskWrapper):
+        name, inner = "own", TASK
 
         def reward(self, problem: Problem, turns: Sequence[str]) -> Any:
             return HANG.wait(20)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
-from keel.envs import TASKS, Task, arithmetic, build_task, check, check_task, countdown, mixture
+from keel.envs import TASKS, Task, TaskWrapper, arithmetic, build_task, check, check_task, countdown, mixture
 from keel.envs.answers import last_number, last_tag
 from keel.envs.arithmetic import SKILLS
 from keel.envs.countdown import value_of
@@ -58,17 +57,14 @@ def test_specs_cover_the_registry() -> None:
     assert {spec["name"] for spec in SPECS} == set(TASKS) - need_data - in_chess
 
 
-class Broken:
+class Broken(TaskWrapper):
     """A good task with one method replaced."""
 
     name = "broken"
 
     def __init__(self, **methods: Any) -> None:
         self.inner = arithmetic(high=30)
-        self.methods = methods
-
-    def __getattr__(self, name: str) -> Any:
-        return self.methods.get(name) or getattr(self.inner, name)
+        vars(self).update(methods)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +299,13 @@ def test_mixture_shares_and_judges_where_it_belongs() -> None:
 
 def test_no_total_of_a_mixture_hides_another() -> None:
     def counting(name: str, **totals: float) -> Any:
-        return SimpleNamespace(name=name, totals=lambda: totals)
+        class Counting(Task):
+            def totals(self) -> dict[str, float]:
+                return totals
+
+        made = Counting()
+        made.name = name  # type: ignore[misc]
+        return made
 
     first, second, third = counting("a", crashed=1, cached=2), counting("b", crashed=3), counting("b", crashed=4)
     assert mixture([first, arithmetic()]).totals() == {"crashed": 1, "cached": 2}
@@ -337,7 +339,8 @@ def test_mixture_refuses_bad_weights(weights: list[float]) -> None:
         ("mixture", {"tasks": ["arithmetic"]}, "entries with a name"),
         ("no.such.module:task", {}, "cannot import task"),
         ("keel.envs.countdown:FORM_REWARD", {}, "must be a function"),
-        ("builtins:dict", {}, "without sample"),
+        ("builtins:dict", {}, "a dict, which does not derive from keel.envs.Task"),
+        ("keel.envs.base:Task", {}, "a Task without sample, held_out, gold, reward"),
     ],
 )
 def test_bad_names_and_parameters_are_refused_in_one_line(name: str, params: dict[str, Any], message: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem
-from keel.envs import build_task
+from keel.envs import Task, build_task
 from keel.envs.concurrent import Loop
 from keel.envs.guard import CallFailed, Guard
 from keel.envs.judge import Judge
@@ -29,7 +29,7 @@ def turn(name: str, *queries: str) -> str:
     return "".join(f"<tool_call>{call}</tool_call>" for call in calls)
 
 
-class Dawdles:
+class Dawdles(Task):
     """A task of the user's whose replies come of a guard of its own: first slowly, then at once."""
 
     name = "dawdles"
@@ -137,7 +137,7 @@ def test_a_tool_may_take_as_long_as_it_says_whatever_the_reward_may() -> None:
 
 
 def test_a_task_that_hangs_beside_its_tools_is_still_given_up() -> None:
-    class Stuck:
+    class Stuck(Task):
         name = "stuck"
         toolbox = Toolbox(lambda problem: [tool(look)])
 
@@ -416,7 +416,7 @@ def test_equal_episodes_share_one_call_and_failures_are_recorded_by_episode() ->
     assert replies(task, [(problem, sample, [turn("note", "a")]) for sample in range(6)]) == ["call 1"] * 6
     assert seen == ["a"]
 
-    class Fails:
+    class Fails(Task):
         name, toolbox = "fails", task.toolbox
 
         def respond(self, problem: Problem, turns: Any) -> Any:

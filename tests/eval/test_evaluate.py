@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem, Reward
-from keel.envs import arithmetic
+from keel.envs import Task, TaskWrapper, arithmetic
 from keel.envs.judge import Judge
 from keel.envs.rewards import wrap
 from keel.eval.evaluate import EvalResult, evaluate, paired_difference, summarise
 from keel.eval.statistics import normal_interval, paired_interval, pass_at_k, wilson
 from keel.models.tiny import tiny_model
-from keel.rollout import NativeEngine, SamplingParams
+from keel.rollout import Engine, NativeEngine, SamplingParams
 
 TASK = arithmetic()
 
@@ -103,7 +103,7 @@ def test_one_problem_still_makes_a_line_of_json() -> None:
 
 
 def test_without_a_part_called_correct_the_gold_answers_reward_is_full() -> None:
-    class Partial:
+    class Partial(Task):
         name = "partial"
 
         def gold(self, problem: Problem) -> str:
@@ -142,13 +142,10 @@ def test_evaluation_is_deterministic_and_greedy_is_one_sample(engine: NativeEngi
 
 
 def test_several_tasks_and_what_they_retain(engine: NativeEngine) -> None:
-    class Always:
+    class Always(TaskWrapper):
         """A task on which everything is right."""
 
-        name = "always"
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(TASK, name)
+        name, inner = "always", TASK
 
         def reward(self, problem: Problem, turns: Any) -> Reward:
             return Reward(1.0, {"correct": 1.0})
@@ -179,7 +176,7 @@ def test_a_judge_of_ones_own_pays_and_the_task_says_what_is_right(engine: Native
     options: dict[str, Any] = {"max_completion_length": 3, "k": (1,), "samples": 4}
     answers = {0: TASK.gold(problem), 1: "1", 2: "2", 3: "3"}
 
-    class Knows:
+    class Knows(Engine):
         def generate(self, requests: Any, sampling: Any, **noise: int) -> list[list[Completion]]:
             return [[Completion((1,), (True,), (0.0,), (0.0,), answers[i], "eos") for i in range(4)] for _ in requests]
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from keel.base.types import Completion, Group, Problem, Reward
 from keel.config import load_config
 from keel.config.schema import Config
+from keel.envs import Task
 from keel.models.tiny import tiny_tokenizer
 from keel.run.build import build_policy, build_run
 from keel.trainer.state import State, TrainingRun
@@ -82,7 +83,7 @@ def random_model(seed: int = 0) -> tuple[Any, Any]:
 
 
 @dataclass(frozen=True)
-class Sums:
+class Sums(Task):
     """Prompts of different lengths; rewards come with the rollouts that the tests make."""
 
     name: str = "sums"

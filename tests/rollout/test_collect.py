@@ -11,11 +11,11 @@ import torch
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Problem, Reward
-from keel.envs import arithmetic
+from keel.envs import Task, arithmetic
 from keel.envs.judge import Judge
 from keel.envs.rewards import wrap
 from keel.models.tiny import tiny_model
-from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.rollout import Engine, NativeEngine, Request, SamplingParams
 from keel.rollout.collect import collect
 
 from . import shapes
@@ -25,7 +25,7 @@ EOS = TOKENIZER.eos_token_id
 
 
 @dataclass
-class Scripted:
+class Scripted(Engine):
     """An engine that says the next line of a script for each sample, and EOS."""
 
     lines: dict[int, list[str]]
@@ -46,7 +46,7 @@ class Scripted:
         return Completion(tokens, (True,) * len(tokens), logp, logp, text, reason)
 
 
-class Guess:
+class Guess(Task):
     """Higher or lower: the environment answers until the number is hit; the reward is paid for the last turn."""
 
     name = "guess"

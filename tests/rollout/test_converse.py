@@ -13,6 +13,7 @@ import torch
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
+from keel.envs import Task
 from keel.rollout import NativeEngine, Request, SamplingParams, Turn
 from keel.rollout.collect import collect
 from keel.rollout.native.batch import Batch, Row
@@ -195,7 +196,7 @@ def test_a_prompt_is_held_once_however_its_rows_joined(monkeypatch: pytest.Monke
         assert len(set(tokens)) == len(tokens) <= 4
 
 
-class Guess:
+class Guess(Task):
     """Says a few words until the third turn."""
 
     name = "guess"
@@ -248,19 +249,6 @@ def test_an_engine_that_returns_too_few_is_named() -> None:
 
     with pytest.raises(KeelError, match=r"engine Short was asked for 12 completions of 4 requests and returned 8 of 4"):
         groups(Short(shapes.model("llama"), shapes.tokenizer()), Guess())
-
-
-def test_a_generate_put_on_the_object_is_asked_too() -> None:
-    engine, times = engine_of(shapes.model("llama")), []
-    generate = engine.generate
-
-    def logged(*args: Any, **options: Any) -> Any:
-        times.append(len(args[0]))
-        return generate(*args, **options)
-
-    engine.generate = logged  # type: ignore[method-assign]
-    assert tokens_of(groups(engine, Guess())) == tokens_of(groups(engine_of(shapes.model("llama")), Guess()))
-    assert len(times) == 3
 
 
 def test_without_joining_all_are_answered_together() -> None:

@@ -13,11 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem, Reward
+from keel.envs import Task
 from keel.envs.toolbox import Toolbox
 from keel.envs.tools import tool
 from keel.models.pack import pack
 from keel.models.tiny import tiny_tokenizer
-from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.rollout import Engine, NativeEngine, Request, SamplingParams
 from keel.rollout.collect import collect
 from keel.rollout.render import Renderer
 from keel.trainer.measure import describe_episodes
@@ -38,10 +39,10 @@ def weather(city: str) -> str:
     return f'rain in "{city}"\nand wind'
 
 
-class Weather:
+class Weather(Task):
     """A task with one tool, judged by the number of turns."""
 
-    name = "weather"
+    name, several_turns = "weather", True
 
     def __init__(self, format: str = "json") -> None:
         self.toolbox = Toolbox(lambda problem: [weather], format)
@@ -64,7 +65,7 @@ class Weather:
 
 
 @dataclass
-class Scripted:
+class Scripted(Engine):
     """An engine that says the next turn of a script and the end of sequence, and writes down what it was asked."""
 
     tokenizer: Any

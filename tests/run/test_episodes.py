@@ -13,9 +13,10 @@ import keel
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Problem
 from keel.config import load_config
-from keel.envs import build_task
+from keel.envs import Task, build_task
 from keel.envs.mixture import mixture
 from keel.rollout.collect import collect
+from keel.rollout.engine import Engine
 from keel.rollout.render import Renderer
 from keel.rollout.request import Request
 from keel.rollout.sampling import SamplingParams
@@ -26,7 +27,7 @@ from trainer.worlds import CONFIG, TASK, model
 MODEL, TOKENIZER = model()
 
 
-class Gold:
+class Gold(Engine):
     """An engine that says the gold turns of the one problem it is given."""
 
     def __init__(self, turns: list[str]) -> None:
@@ -68,7 +69,7 @@ def test_a_mixture_shows_whole_episodes_and_single_turns() -> None:
 
 
 def test_a_gold_episode_that_ends_too_early_is_refused() -> None:
-    class Early:
+    class Early(Task):
         name = "early"
 
         def gold_turns(self, problem: Problem) -> list[str]:
@@ -84,9 +85,9 @@ def test_a_gold_episode_that_ends_too_early_is_refused() -> None:
 def test_the_warm_start_learns_episodes() -> None:
     config = load_config(CONFIG, ["warmstart.steps=12", "warmstart.batch_size=8"])
     loaded = build_policy(config)
-    examples, options = build_warmstart(config, loaded)
+    start = build_warmstart(config, loaded)
     losses: list[float] = []
-    sft(loaded, examples, options, lambda step, line: losses.append(line["loss/total"]))
+    sft(loaded, *start, lambda step, line: losses.append(line["loss/total"]))
     assert losses[-1] < 0.6 * losses[0]
 
 

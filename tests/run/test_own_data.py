@@ -199,3 +199,20 @@ def test_rollouts_hold_the_prompt_that_the_model_was_given(tmp_path: Path, capsy
     assert f"{cut[0]['prompt_tokens_cut']} tokens cut off its left end" in page
     assert "Add." not in page
     assert "tokens cut off its left end" in (result.directory / "report.html").read_text()
+
+
+def test_tools_around_a_task_do_not_hide_that_its_data_have_changed(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.jsonl", sums())
+    task = {"name": "tools", "task": {"name": "dataset", "data": {"path": path}}, "tools": ["run.test_own_data:double"]}
+    first = trained(tmp_path, task=task, **{"model.name": "tiny"})
+    settings = {**SETTINGS, "run.dir": str(tmp_path / "runs"), "task": task, "run.max_steps": 2, "model.name": "tiny"}
+    write(tmp_path / "mine.jsonl", sums()[1:])
+    with pytest.raises(KeelError, match=r"dataset/mine\+tools has changed since .*mine was trained on it"):
+        keel.train(settings, resume=True)
+    write(tmp_path / "mine.jsonl", sums())
+    assert keel.train(settings, resume=True).steps == first.steps + 1
+
+
+def double(number: int) -> int:
+    """Double a number."""
+    return 2 * number

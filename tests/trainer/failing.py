@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from keel.base.types import Problem, Reward
+from keel.envs import Task
 
 
-class Failing:
+class Failing(Task):
     name = "failing"
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:

@@ -11,6 +11,7 @@ import torch
 from keel.base.types import Problem, Reward
 from keel.config import load_config
 from keel.config.schema import Config
+from keel.envs import Task
 from keel.models.tiny import tiny_tokenizer
 
 
@@ -40,7 +41,7 @@ def small_model(seed: int = 0) -> tuple[Any, Any]:
 
 
 @dataclass(frozen=True)
-class Letters:
+class Letters(Task):
     """Pays the share of letters in a completion: every group of a random model has some spread."""
 
     name: str = "letters"

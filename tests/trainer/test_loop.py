@@ -119,7 +119,7 @@ def test_a_mistake_is_one_line_before_any_model_loads() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"task": ["run.max_steps=1"]}, r"the task is a list without .*sample.*overrides="),
+        ({"task": ["run.max_steps=1"]}, r"the task is a list, which does not derive from keel.envs.Task.*overrides="),
         ({"reward": ["correct"]}, "the reward is a list: give a function"),
     ],
 )
@@ -140,4 +140,4 @@ def test_a_picture_that_cannot_be_drawn_does_not_stop_a_run(tmp_path: Path) -> N
     result = keel.train(small_config(f"run.dir={tmp_path}", "run.max_steps=1"), task=Undrawable())
     tracked = [r for r in read(result.directory / "rollouts.jsonl") if r["tracked"]]
     assert tracked
-    assert all(record["picture"] is None for record in tracked)
+    assert not any("picture" in record for record in tracked)

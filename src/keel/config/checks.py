@@ -7,13 +7,13 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from keel.base.errors import KeelError, unknown
+from keel.base.errors import KeelError
 from keel.base.imports import import_object, is_users_own
 from keel.base.redact import secrets_in
 from keel.config.resolve import controller_params, kl_spec, loss_spec, mismatch_spec, scale_rewards
 from keel.config.schema import Config, TaskOptions
+from keel.loggers.build import check_loggers
 
-ENGINES = ("native",)
 DATA_OF_TASKS = ("path", "split", "columns", "on_broken")  # the rest of `data` says how prompts are rendered
 
 
@@ -189,23 +189,22 @@ def _model(config: Config) -> None:
 
 
 def _rollout(config: Config) -> None:
+    from keel.rollout.registry import ENGINES, check_name, find_engine
+
     rollout = config.rollout
     if rollout.temperature == 0:
         raise KeelError(
             "rollout.temperature is 0: greedy completions of a problem are all the same and teach nothing; "
             "set it above 0 (1.0 is usual), or eval.temperature=0 for greedy evaluation"
         )
-    if rollout.engine == "vllm":
-        raise KeelError("rollout.engine=vllm is not available in this version: use rollout.engine=native")
-    if rollout.engine not in ENGINES and not is_users_own(rollout.engine):
-        raise unknown("rollout.engine", rollout.engine, ENGINES)
+    check_name(rollout.engine)
     for name in ("kept_gib", "cuda_graphs") if rollout.engine not in ENGINES else ():
         if getattr(rollout, name) != type(rollout).model_fields[name].default:
             raise KeelError(
                 f"rollout.{name} is for the native engine: leave it out with rollout.engine={rollout.engine}"
             )
     if rollout.engine not in ENGINES:
-        import_object(rollout.engine, "rollout.engine")
+        find_engine(rollout.engine)
     if config.optim.minibatches > rollout.prompts_per_step:
         raise KeelError(
             f"optim.minibatches is {config.optim.minibatches} but a step has {rollout.prompts_per_step} groups "
@@ -249,11 +248,7 @@ def _tasks(config: Config) -> None:
     _data(config)
     for index, part in enumerate(config.rewards):
         _reward(f"rewards[{index}]", part.name, {key: v for key, v in part.params.items() if key != "label"})
-    for logger in config.log.extra:
-        name = logger if isinstance(logger, str) else logger.name
-        if not is_users_own(name):
-            raise KeelError(f"log.extra names {name!r}: give module:attr")
-        import_object(name, "log.extra")
+    check_loggers(config.log)
 
 
 def _data(config: Config) -> None:

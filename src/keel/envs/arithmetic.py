@@ -10,6 +10,7 @@ from itertools import product
 from keel.base.errors import KeelError, unknown
 from keel.base.types import Problem, Reward
 from keel.envs.answers import last_number, last_tag
+from keel.envs.base import Task
 from keel.envs.problems import choose_held_out, held_out_problems, is_held_out, stream, training_problems
 
 RANGE = (0, 99)
@@ -58,7 +59,7 @@ STYLES = ("signs", "words")
 
 
 @dataclass(frozen=True)
-class Arithmetic:
+class Arithmetic(Task):
     """Problems of one skill with operands between `low` and `high` (for digit strings: of `digits` digits).
 
     With `style: signs` the prompt is `12+7=` and the completion is the answer and nothing else, for a character model.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
+from keel.envs.base import Task
 from keel.envs.problems import choose_held_out, stream
 
 CAPITALS: Mapping[str, str] = {
@@ -38,7 +39,7 @@ def _plain(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Capitals:
+class Capitals(Task):
     """One question a country; `kept` are those never trained on. An answer counts if it names the capital.
 
     Naming other capitals beside it is wrong, so that listing cities is no answer.

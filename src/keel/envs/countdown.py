@@ -13,6 +13,7 @@ from fractions import Fraction
 from keel.base.errors import KeelError, unknown
 from keel.base.types import Problem, Reward
 from keel.envs.answers import last_tag
+from keel.envs.base import Task
 from keel.envs.problems import held_out_problems, stream, training_problems
 
 FORMATS = ("tags", "plain")
@@ -65,7 +66,7 @@ def _walk(node: ast.expr, numbers: list[int]) -> Fraction:
 
 
 @dataclass(frozen=True)
-class Countdown:
+class Countdown(Task):
     """Solvable problems with `numbers` integers between `low` and `high`, made backwards from a solution.
 
     `format: tags` asks in words and reads the last `<answer>`; `format: plain` asks `3 5 7>22=` and reads the whole

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from keel.base.errors import KeelError, unknown
 from keel.base.types import Problem, Reward
 from keel.envs.answers import last_number, last_tag, plain_number
+from keel.envs.base import Task
 from keel.envs.layouts import DataSource, Loaded, load_problems, source_of
 from keel.envs.maths import math_equal, need_math_verify
 from keel.envs.problems import HELD_OUT_FRACTION, held_out_rank, is_held_out, stream
@@ -41,7 +42,7 @@ class Unmarked:
 
 
 @dataclass(frozen=True)
-class Dataset:
+class Dataset(Task):
     """Problems that were read once, cut into a training and a held-out part.
 
     Training walks them in an order of its own each epoch, without replacement. `notes` says how they were read.
@@ -92,7 +93,7 @@ class Dataset:
         """1 for the right answer, else 0."""
         return self.marking.reward(problem, turns[-1] if turns else "")
 
-    def keep(self, fits: Callable[[Problem], bool]) -> tuple[Dataset, int]:
+    def keep(self, fits: Callable[[Problem], bool]) -> tuple[Self, int]:
         """The task with only the problems that `fits` accepts, and how many were left out."""
         train, held = tuple(filter(fits, self.train)), tuple(filter(fits, self.held))
         left_out = len(self.train) + len(self.held) - len(train) - len(held)

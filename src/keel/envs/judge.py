@@ -15,7 +15,6 @@ from keel.envs.concurrent import Late, Loop, Outcome, run_threads
 from keel.envs.guard import CallFailed, Guard, TooManyHang, attempt, call_here, late, settled
 from keel.envs.problems import stream
 from keel.envs.rewards import AGGREGATES, TASK, RewardPart, as_reward, build_reward, build_rewards, combine
-from keel.envs.toolbox import Toolbox
 
 ON_ERROR = ("stop", "zero", "skip_group")
 Reply = str | list[Message]
@@ -100,19 +99,16 @@ class Judge:
             )
         return tuple(rewards)
 
-    def respond_all(self, task: Any, episodes: Sequence[Episode]) -> list[Reply | CallFailed | None]:
+    def respond_all(self, task: Task, episodes: Sequence[Episode]) -> list[Reply | CallFailed | None]:
         """The environment's message to each episode, in order; in the place of one that failed, why it did.
 
         Each is under the same limits as a reward, and each failure is written down.
 
-        Episodes of a task with a `toolbox` are answered several at a time, as its tools allow (`at_once`), and equal
-        ones once; others one after the other.
+        Several at a time are answered where the task allows it (`at_once`), and equal ones once.
         """
         asked = {(problem.key, tuple(turns)): problem for problem, _, turns in episodes}
-        toolbox, problems = getattr(task, "toolbox", None), {problem.key: problem for problem, _, _ in episodes}
-        at_once = 1
-        if isinstance(toolbox, Toolbox):
-            at_once = max((toolbox.at_once(problem) for problem in problems.values()), default=1)
+        problems = {problem.key: problem for problem, _, _ in episodes}
+        at_once = max((task.at_once(problem) for problem in problems.values()), default=1)
         found: dict[Any, Outcome] = {}
         if at_once > 1:
             calls = [(self._reply, (task, problem, turns)) for (_, turns), problem in asked.items()]

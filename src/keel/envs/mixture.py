@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Self
 
 from keel.base.errors import KeelError
 from keel.base.types import Group, Message, Problem, Reward
-from keel.envs.base import Task, gold_turns
+from keel.envs.base import Task
 from keel.envs.problems import stream
 
 
 @dataclass(frozen=True)
-class Mixture:
+class Mixture(Task):
     """Several tasks as one. Which of them a problem comes from is noted in its info, so that it is judged there."""
 
     tasks: tuple[Task, ...]
@@ -25,7 +26,31 @@ class Mixture:
     @property
     def notes(self) -> tuple[str, ...]:
         """What its tasks say about how they read their data."""
-        return tuple(note for task in self.tasks for note in getattr(task, "notes", ()))
+        return tuple(note for task in self.tasks for note in task.notes)
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether none of its tasks has answers; a mixture with some is judged by them."""
+        return all(task.unanswered for task in self.tasks)
+
+    @property
+    def trusted(self) -> bool:
+        return super().trusted and all(task.trusted for task in self.tasks)
+
+    @property
+    def several_turns(self) -> bool:
+        return any(task.several_turns for task in self.tasks)
+
+    def at_once(self, problem: Problem) -> int:
+        return self._of(problem).at_once(problem)
+
+    def keep(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
+        """The mixture with only those problems of its tasks' data that `fits` accepts."""
+        kept = [task.keep(fits) for task in self.tasks]
+        if not any(kept):
+            return None
+        tasks = tuple(task if found is None else found[0] for task, found in zip(self.tasks, kept, strict=True))
+        return replace(self, tasks=tasks), sum(found[1] for found in kept if found is not None)
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """Training problems, each task's share drawn by weight."""
@@ -50,25 +75,22 @@ class Mixture:
 
     def fingerprint(self) -> str | None:
         """The digests of those tasks that read data."""
-        found = [task.fingerprint() for task in self.tasks if hasattr(task, "fingerprint")]
-        return "+".join(map(str, found)) or None
+        return "+".join(digest for task in self.tasks if (digest := task.fingerprint()) is not None) or None
 
     def gold_turns(self, problem: Problem) -> list[str]:
-        return gold_turns(self._of(problem), problem)
+        return self._of(problem).gold_turns(problem)
 
     def respond(self, problem: Problem, turns: Sequence[str]) -> str | Sequence[Message] | None:
-        """The environment's message of the problem's own task, where that has several turns."""
-        respond = getattr(self._of(problem), "respond", None)
-        return None if respond is None else respond(problem, turns)
+        """The environment's message of the problem's own task."""
+        return self._of(problem).respond(problem, turns)
 
     def counts(self, problem: Problem, turns: Sequence[str]) -> Mapping[str, float]:
-        """The figures of the problem's own task, where it has some."""
-        counts = getattr(self._of(problem), "counts", None)
-        return {} if counts is None else counts(problem, turns)
+        """The figures of the problem's own task."""
+        return self._of(problem).counts(problem, turns)
 
     def totals(self) -> Mapping[str, float]:
         """The running counts of its tasks, under a task's name where several count what is called the same."""
-        counted = {i: dict(task.totals()) for i, task in enumerate(self.tasks) if hasattr(task, "totals")}
+        counted = {i: dict(task.totals()) for i, task in enumerate(self.tasks)}
         owners = Counter(name for totals in counted.values() for name in totals)
         return {
             name if owners[name] == 1 else f"{self._label(i)}/{name}": total
@@ -77,18 +99,16 @@ class Mixture:
         }
 
     def picture(self, problem: Problem, text: str) -> str | None:
-        """The picture of the problem's own task, where that draws any."""
-        picture = getattr(self._of(problem), "picture", None)
-        return None if picture is None else picture(problem, text)
+        """The picture of the problem's own task."""
+        return self._of(problem).picture(problem, text)
 
     def extra_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """What each task adds over the groups of its own problems, under its name."""
         found: dict[str, float] = {}
         for index, task in enumerate(self.tasks):
             own = [group for group in groups if group.problem.info["mixture"] == index]
-            method = getattr(task, "extra_metrics", None)
-            if own and method is not None:
-                found |= {f"{self._label(index)}/{name}": value for name, value in method(own).items()}
+            if own:
+                found |= {f"{self._label(index)}/{name}": value for name, value in task.extra_metrics(own).items()}
         return found
 
     def _label(self, index: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem
-from keel.envs.base import Task, gold_turns
+from keel.envs.base import Task
 from keel.envs.judge import Judge
 from keel.envs.rewards import as_reward
 from keel.envs.validity import Check, checks, expect, outcome
@@ -53,7 +53,7 @@ def examples(task: Task, judge: Judge | None = None, count: int = 3, seed: int =
     judge = judge or Judge.of(task)
     found = []
     for number, problem in enumerate(problems[:count]):
-        gold, wrong = gold_turns(task, problem), wrong_answer(task, problem, problems[number - 1])
+        gold, wrong = task.gold_turns(problem), wrong_answer(task, problem, problems[number - 1])
         judged = judge.judge(problem, [gold, wrong])
         if judged is None:
             raise KeelError(f"the rewards failed on problem {problem.key!r}: {judge.failures[-1]}")
@@ -67,7 +67,7 @@ def examples(task: Task, judge: Judge | None = None, count: int = 3, seed: int =
 
 def wrong_answer(task: Task, problem: Problem, other: Problem) -> list[str]:
     """Turns that earn less: those of another problem's answer, or nonsense where that is right here too."""
-    gold, candidate = gold_turns(task, problem), gold_turns(task, other)
+    gold, candidate = task.gold_turns(problem), task.gold_turns(other)
     earned = [as_reward(task.reward(problem, turns)).total for turns in (gold, candidate)]
     return candidate if earned[1] < earned[0] else [NONSENSE]
 
@@ -90,7 +90,7 @@ def _answers(problems: Callable[[], Sequence[Problem]], task: Task, tokenizer: A
     """Encoded and decoded, the gold answer still earns the full reward."""
     left_out = 0
     for problem in problems():
-        gold = gold_turns(task, problem)
+        gold = task.gold_turns(problem)
         back = [_back(tokenizer, turn) for turn in gold]
         full, earned = (as_reward(task.reward(problem, turns)).total for turns in (gold, back))
         if earned < full and not strict and not all(_covers(tokenizer, turn) for turn in gold):
@@ -107,7 +107,7 @@ def _rewards(problems: Callable[[], Sequence[Problem]], task: Task, judge: Judge
     names = ", ".join(part.name for part in judge.parts)
     for number, problem in enumerate(chosen):
         wrong = wrong_answer(task, problem, chosen[number - 1])
-        judged = judge.judge(problem, [gold_turns(task, problem), wrong, [""]])
+        judged = judge.judge(problem, [task.gold_turns(problem), wrong, [""]])
         expect(
             judged is not None and not judge.failures, f"a reward failed: {judge.failures[:1] and judge.failures[0]}"
         )

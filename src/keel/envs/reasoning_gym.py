@@ -17,6 +17,7 @@ from typing import Any
 from keel.base.errors import KeelError, unknown
 from keel.base.types import Problem, Reward
 from keel.envs.answers import last_tag
+from keel.envs.base import Task
 from keel.envs.problems import held_out_problems, is_held_out, stream, training_problems
 
 SIZE = 10_000
@@ -33,7 +34,7 @@ _SMALL_POWER = r"(\*\*|\^)\s*(-?\d{1,2}|\w|\(\s*-?\d{1,2}\s*(/\s*\d{1,2}\s*)?\))
 
 
 @dataclass(frozen=True)
-class ReasoningGym:
+class ReasoningGym(Task):
     """Problems of one dataset, by index; a hash of the question's text decides which are held out."""
 
     dataset: str
@@ -43,7 +44,7 @@ class ReasoningGym:
     entry: Callable[[int], Mapping[str, Any]] = field(repr=False, compare=False)
     score: Callable[[str, Mapping[str, Any]], float] = field(repr=False, compare=False)
     size: int = SIZE
-    foreign: bool = True  # the library's scoring reads completions: the judge keeps its time
+    trusted: bool = False  # the library's scoring reads completions: the judge keeps its time
 
     @property
     def name(self) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 
 from keel.base.errors import KeelError, unknown
 from keel.base.imports import import_object, is_users_own
+from keel.base.parts import part_arguments
 from keel.envs.arithmetic import arithmetic
-from keel.envs.base import Task
+from keel.envs.base import Task, check_is_task
 from keel.envs.capitals import capitals
 from keel.envs.countdown import countdown
 from keel.envs.dataset import dataset
@@ -20,8 +21,6 @@ from keel.envs.multihop import multihop
 from keel.envs.reasoning_gym import check_reasoning_gym, reasoning_gym
 from keel.envs.tool_list import tools_of
 from keel.envs.with_tools import WithTools, with_tools
-
-_METHODS = ("sample", "held_out", "gold", "reward")
 
 
 def mixture_of(tasks: Sequence[Mapping[str, Any]], weights: Sequence[float] | None = None) -> Mixture:
@@ -61,8 +60,7 @@ class Lazy:
         return found
 
 
-# Any rather than Task: to mypy the protocol's name is writable, which a frozen dataclass's is not
-TASKS: dict[str, Callable[..., Any]] = {
+TASKS: dict[str, Callable[..., Task]] = {
     "arithmetic": arithmetic,
     "capitals": capitals,
     "chess": Lazy("keel.envs.chess.mix:chess", "chess"),
@@ -84,45 +82,16 @@ CHECKS: dict[str, Callable[[Mapping[str, Any]], None]] = {"reasoning_gym": check
 def build_task(name: str, **params: Any) -> Task:
     """The task called `name`, or made by the user's `module:attr`, with its own parameters."""
     check_task(name, params)
-    made = _factory(name)(**params)
-    if lacks := lacking(made):
-        raise KeelError(f"task {name!r} made a {type(made).__name__} without {lacks}: see keel.envs.Task")
-    task: Task = made
-    return task
-
-
-def lacking(made: Any) -> str:
-    """What an object lacks to be a task, empty where it is one."""
-    missing = [method for method in _METHODS if not callable(getattr(made, method, None))]
-    return ", ".join(missing) or ("" if isinstance(getattr(made, "name", None), str) else "name")
+    factory = _factory(name)
+    made = factory(**part_arguments(f"task {name}", factory, params))
+    return check_is_task(made, f"task {name!r} made")
 
 
 def check_task(name: str, params: Mapping[str, Any]) -> None:
     """Refuse an unknown task or parameter, with the nearest valid name; builds nothing."""
-    check_params(f"task {name}", _factory(name), params)
+    part_arguments(f"task {name}", _factory(name), params)
     if name in CHECKS:
         CHECKS[name](params)
-
-
-def check_params(kind: str, factory: Callable[..., Any], params: Mapping[str, Any], given: Sequence[str] = ()) -> None:
-    """Refuse parameters that `factory` does not take, or lacks.
-
-    `given` names what the caller hands over itself: the first positional ones by place, `turns` by name.
-    """
-    try:
-        signature = list(inspect.signature(factory).parameters.values())
-    except (TypeError, ValueError):  # some built-in callables have none
-        return
-    named = [p for p in signature if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    placed = sum(name != "turns" for name in given)
-    free = {p.name: p for p in named[placed:] if p.name not in given}
-    if not any(p.kind is p.VAR_KEYWORD for p in signature):
-        for key in params:
-            if key not in free:
-                raise unknown(f"{kind} parameter", key, free)
-    for name, parameter in free.items():
-        if parameter.default is parameter.empty and name not in params:
-            raise KeelError(f"{kind} needs the parameter {name!r}")
 
 
 def _factory(name: str) -> Callable[..., Any]:

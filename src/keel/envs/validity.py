@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
-from keel.envs.base import Task, gold_turns
+from keel.envs.base import Task
 from keel.envs.rewards import as_reward
 
 STEPS = 4  # training steps that are drawn
@@ -97,7 +97,7 @@ class _Drawn:
         return first
 
     def gold(self, problem: Problem) -> float:
-        return self.reward(problem, *gold_turns(self.task, problem)).total
+        return self.reward(problem, *self.task.gold_turns(problem)).total
 
 
 def _sizes(drawn: _Drawn) -> str:
@@ -136,13 +136,13 @@ def _finite(drawn: _Drawn) -> str:
             drawn.reward(problem, text)
     for problem in drawn.problems:
         with suppress(KeelError):  # a task without gold answers is found by the next check
-            drawn.reward(problem, *gold_turns(drawn.task, problem))
+            drawn.reward(problem, *drawn.task.gold_turns(problem))
     return f"rewards of {len(drawn.problems)} gold answers and of nonsense are finite and repeat"
 
 
 def _gold(drawn: _Drawn) -> str:
     for problem in drawn.problems:
-        correct = drawn.reward(problem, *gold_turns(drawn.task, problem)).parts.get("correct", 1.0) >= 1.0
+        correct = drawn.reward(problem, *drawn.task.gold_turns(problem)).parts.get("correct", 1.0) >= 1.0
         expect(correct, f"the gold answer of {problem.key!r} is not judged correct")
     totals = [drawn.gold(problem) for problem in drawn.problems]
     return f"{len(totals)} gold answers are judged correct and earn {_span(totals)}"
@@ -159,7 +159,7 @@ def _beaten(drawn: _Drawn) -> str:
     problems = drawn.problems
     for index, problem in enumerate(problems):
         full = drawn.gold(problem)
-        others = [gold_turns(drawn.task, other) for other in problems[max(0, index - 2) : index + 3]]
+        others = [drawn.task.gold_turns(other) for other in problems[max(0, index - 2) : index + 3]]
         for turns in (*others, *([text] for text in (NONSENSE if index < 8 else ()))):
             fine = drawn.reward(problem, *turns).total <= full
             expect(fine, f"another answer to {problem.key!r} earns more than the gold one: {turns[-1][:40]!r}")
@@ -167,7 +167,7 @@ def _beaten(drawn: _Drawn) -> str:
 
 
 def _wrong(drawn: _Drawn) -> str:
-    gold = partial(gold_turns, drawn.task)
+    gold = drawn.task.gold_turns
     pairs = [(p, q) for p, q in pairwise(drawn.problems) if gold(p) != gold(q)]
     less = [drawn.reward(p, *gold(q)).total < drawn.gold(p) for p, q in pairs]
     expect(not less or any(less), "the answer to another problem always earns the full reward")

@@ -8,28 +8,28 @@ from functools import cached_property
 
 from keel.base.errors import KeelError, unknown
 from keel.base.types import Message, Problem, Reward
-from keel.envs.base import Task
+from keel.envs.base import Task, TaskWrapper
 from keel.envs.tool_calls import FORMATS
 from keel.envs.toolbox import Toolbox
 from keel.envs.tools import Tool
 
 
 @dataclass(frozen=True)
-class WithTools:
+class WithTools(TaskWrapper):
     """A task whose model may call tools first: its first turn without a call is the answer, judged by the task."""
 
     inner: Task
     tools: tuple[Tool, ...]
     format: str = "json"
-    foreign: bool = True  # tools are a user's code
+    trusted: bool = False  # tools are a user's code
 
     @property
     def name(self) -> str:
         return f"{self.inner.name}+tools"
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        return tuple(getattr(self.inner, "notes", ()))
+    def several_turns(self) -> bool:
+        return True
 
     @cached_property
     def toolbox(self) -> Toolbox:
@@ -42,10 +42,6 @@ class WithTools:
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
         return [self._offered(problem) for problem in self.inner.held_out(count, seed=seed)]
 
-    def gold(self, problem: Problem) -> str:
-        """The task's own answer, without a call."""
-        return self.inner.gold(problem)
-
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
         """What the task pays for the turn that ended the episode; an episode that still calls tools earns nothing."""
         played = self.toolbox.play(problem, turns)
@@ -57,6 +53,9 @@ class WithTools:
 
     def counts(self, problem: Problem, turns: Sequence[str]) -> Mapping[str, float]:
         return self.toolbox.counts(problem, turns)
+
+    def at_once(self, problem: Problem) -> int:
+        return self.toolbox.at_once(problem)
 
     def _offered(self, problem: Problem) -> Problem:
         if self.format == "json":
@@ -76,6 +75,6 @@ def with_tools(task: Task, tools: Sequence[Tool], format: str = "json") -> WithT
         raise unknown("tool format", format, FORMATS)
     if not tools:
         raise KeelError("the task tools needs tools: a list of module:attr or {mcp: …}")
-    if hasattr(task, "respond"):
+    if task.several_turns:
         raise KeelError(f"task {task.name!r} has several turns of its own: tools are for tasks of one turn")
     return WithTools(task, tuple(tools), format)

@@ -14,7 +14,8 @@ from keel.envs.base import Task
 from keel.envs.judge import Judge
 from keel.envs.rewards import TASK
 from keel.eval.statistics import Interval, normal_interval, paired_interval, pass_at_k, wilson
-from keel.rollout.collect import Engine, collect
+from keel.rollout.collect import collect
+from keel.rollout.engine import Engine
 from keel.rollout.sampling import SamplingParams
 
 METHOD = "adjusted Wald over the problems' paired differences (Bonett and Price 2012)"
@@ -103,7 +104,7 @@ def evaluate(
         raise KeelError(f"eval.k is {list(k)} with {count} samples a problem: each k must be from 1 to {count}")
     base = sampling or SamplingParams(max_completion_length=max_completion_length)
     params = SamplingParams(**{**vars(base), "temperature": temperature, "num_generations": count})
-    judge = Judge.of(task) if judge is None else judge if _unanswered(task) else judge.beside(task)
+    judge = Judge.of(task) if judge is None else judge if task.unanswered else judge.beside(task)
     groups = collect(engine, task, problems, tokenizer, params, seed=seed, judge=judge, **collecting)
     return summarise(task, groups, wanted, greedy=greedy, own=judge.called(task) or TASK)
 
@@ -113,7 +114,7 @@ def summarise(
 ) -> EvalResult:
     """The figures of judged groups, all with the same number of samples; `own` names the task's own reward in them."""
     samples = len(groups[0].completions)
-    answered = not _unanswered(task)
+    answered = not task.unanswered
     right = [sum(_is_right(task, group, i, own) for i in range(samples)) for group in groups] if answered else []
     shares = {n: [pass_at_k(samples, c, n) for c in right] for n in {1, *k}}
     shown = k if answered else ()
@@ -140,11 +141,8 @@ def summarise(
 
 
 def extra_metrics(task: Task, groups: Sequence[Group]) -> dict[str, float]:
-    """What a task's optional `extra_metrics(groups)` says of judged groups, as finite numbers by name."""
-    method = getattr(task, "extra_metrics", None)
-    if method is None:
-        return {}
-    found = method(groups)
+    """What a task's own `extra_metrics(groups)` says of judged groups, as finite numbers by name."""
+    found = task.extra_metrics(groups)
     if not isinstance(found, Mapping):
         kind = type(found).__name__
         raise KeelError(f"extra_metrics of task {task.name!r} returned a {kind}: it must be a mapping of numbers")
@@ -190,10 +188,6 @@ def _differences(task: str, values: Sequence[Mapping[str, float]]) -> list[float
     if not common:
         raise KeelError(f"the two evaluations of {task!r} have no problem in common: give them the same task")
     return [second[key] - first[key] for key in common]
-
-
-def _unanswered(task: Task) -> bool:
-    return bool(getattr(task, "unanswered", False))
 
 
 def _is_right(task: Task, group: Group, index: int, own: str) -> bool:

@@ -50,3 +50,8 @@ class LogOptions(Options):
     )
     rollouts_every: Count = Field(default=1, description="Steps between entries of rollouts.jsonl; 0 is never.")
     extra: tuple[LoggerOptions | str, ...] = Field(default=(), description="Further loggers, module:attr or {name, …}.")
+
+    @property
+    def parts(self) -> tuple[LoggerOptions, ...]:
+        """The further loggers, each with its parameters."""
+        return tuple(LoggerOptions(name=part) if isinstance(part, str) else part for part in self.extra)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -10,7 +11,7 @@ from keel.base.options import Above0, Flag, Float, Options, Positive
 
 
 class LoraOptions(Options):
-    """LoRA: W + (alpha / r)·B·A on each target layer."""
+    """LoRA: W + (alpha / r)·B·A on each target layer; of an existing `adapter`, r, alpha and targets are its own."""
 
     r: Positive = Field(default=16, description="Rank of the update, in dimensions.")
     alpha: Above0 = Field(default=32.0, description="Scale of the update; it is multiplied by alpha / r.")
@@ -55,3 +56,9 @@ class ModelOptions(Options):
     )
     compile: Flag = Field(default=False, description="Compile the model with torch.compile.")
     trust_remote_code: Flag = Field(default=False, description="Run Python code that comes with the model.")
+
+    def at(self, checkpoint: Path) -> ModelOptions:
+        """The same model with a checkpoint's weights: its adapter under LoRA, the whole model otherwise."""
+        if self.lora is None:
+            return self.model_copy(update={"name": str(checkpoint)})
+        return self.model_copy(update={"lora": self.lora.model_copy(update={"adapter": str(checkpoint)})})

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem
 from keel.envs.base import Task
 from keel.envs.judge import CallFailed, Judge
 from keel.envs.toolbox import keeping
+from keel.rollout.engine import Engine, check_engine, turn_by_turn
 from keel.rollout.render import Renderer, Reply, fit
 from keel.rollout.request import Request, Turn
 from keel.rollout.sampling import SamplingParams
-
-
-class Engine(Protocol):
-    """What collect asks of an engine."""
-
-    def generate(
-        self, requests: Sequence[Request], sampling: SamplingParams, *, seed: int = 0, attempt: int = 0, step: int = 0
-    ) -> list[list[Completion]]: ...
 
 
 @dataclass
@@ -99,9 +92,10 @@ def collect(
     Episodes do not wait for each other: one that is answered goes on beside those still in an earlier turn. Without
     `join_turns` they do, and all are answered together.
     """
+    check_engine(engine)
     if max_turns < 1:
         raise KeelError(f"rollout.max_turns is {max_turns}: it must be at least 1")
-    if max_turns > 1 and not hasattr(task, "respond"):
+    if max_turns > 1 and not task.several_turns:
         raise KeelError(f"rollout.max_turns is {max_turns}, but task {task.name!r} has no respond: set it to 1")
     _check_keys(problems)
     judge = judge or Judge.of(task)
@@ -129,45 +123,10 @@ def collect(
         live = [e for e, reply in pairs if _go_on(e, problems[e.group], reply, renderer, sampling, max_turns)]
         return [_request(e, problems[e.group], prompts[e.group], sampling, limit) for e in live]
 
-    converse = _converse_of(engine) if join_turns and max_turns > 1 else partial(_turn_by_turn, engine)
+    converse = engine.converse if join_turns and max_turns > 1 else partial(turn_by_turn, engine)
     converse(asked, sampling, answer, **noise)
     marked = [_marked(p, len(t) - len(kept)) for p, t, kept in zip(problems, whole, prompts, strict=True)]
     return _judged(task, marked, prompts, [episodes[place] for place in sorted(episodes)], judge, step)
-
-
-def _converse_of(engine: Any) -> Callable[..., None]:
-    """How an engine is asked for several turns: by its `converse`, in which a turn that goes on joins those running.
-
-    An engine that inherits that and has a `generate` of its own is asked by `generate`: its author meant every turn.
-    """
-    places = (engine, *type(engine).__mro__)
-    first = next((place for place in places if {"converse", "generate"} & set(getattr(place, "__dict__", ()))), object)
-    found: Callable[..., None] = engine.converse if "converse" in vars(first) else partial(_turn_by_turn, engine)
-    return found
-
-
-def _turn_by_turn(
-    engine: Engine,
-    requests: Sequence[Request],
-    sampling: SamplingParams,
-    answer: Callable[[list[Turn]], list[Request]],
-    **noise: int,
-) -> None:
-    """For an engine that takes nothing up while others run: all episodes say their turn, then all are answered."""
-    while requests:
-        found = engine.generate(requests, sampling, **noise)
-        asked, given = [len(request.drawn(sampling)) for request in requests], [len(group) for group in found]
-        if asked != given:
-            raise KeelError(
-                f"the engine {type(engine).__name__} was asked for {sum(asked)} completions of {len(asked)} requests "
-                f"and returned {sum(given)} of {len(given)}: its generate must return as many as each request draws"
-            )
-        turns = [
-            Turn(request, sample, completion)
-            for request, group in zip(requests, found, strict=True)
-            for sample, completion in zip(request.drawn(sampling), group, strict=True)
-        ]
-        requests = answer(turns)
 
 
 def _go_on(
@@ -233,18 +192,17 @@ def _judged(
 
 def _finished(episode: _Episode, task: Task, problem: Problem) -> Completion:
     """The episode as it is trained on; with several turns, or tools, with the figures that its task counts."""
-    if not hasattr(task, "respond"):
+    if not task.several_turns:
         return episode.completion({})
     return episode.completion({"turn/count": float(len(episode.turns)), **_counts(episode, task, problem)})
 
 
 def _counts(episode: _Episode, task: Task, problem: Problem) -> dict[str, float]:
     """What the task counts of an episode (`counts`), as finite numbers; none of one that broke."""
-    method = getattr(task, "counts", None)
-    if method is None or episode.broken:
+    if episode.broken:
         return {}
     try:
-        found = {str(name): float(count) for name, count in method(problem, tuple(episode.turns)).items()}
+        found = {str(name): float(count) for name, count in task.counts(problem, tuple(episode.turns)).items()}
     except Exception as error:  # a user's task may raise anything
         said = next(iter(str(error).strip().splitlines()), "")
         raise KeelError(f"counts of task {task.name!r} raised {type(error).__name__}: {said}") from error
@@ -266,7 +224,7 @@ def _check_room(
     engine: Engine, problems: Sequence[Problem], prompts: Sequence[tuple[int, ...]], sampling: SamplingParams
 ) -> None:
     """Refuse an episode that could outgrow the model's context in a later turn, before the first is sampled."""
-    context = getattr(engine, "context", None)
+    context = engine.context
     for problem, prompt in zip(problems, prompts, strict=True):
         if context is not None and len(prompt) < context < len(prompt) + sampling.max_completion_length:
             raise KeelError(

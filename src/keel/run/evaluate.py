@@ -15,7 +15,7 @@ from keel.envs.judge import Judge
 from keel.envs.registry import TASKS
 from keel.envs.rewards import RewardPart
 from keel.eval.evaluate import EvalResult, difference, evaluate
-from keel.rollout.collect import Engine
+from keel.rollout.engine import Engine
 from keel.rollout.sampling import SamplingParams
 from keel.run.build import (
     build_engine,
@@ -52,7 +52,7 @@ def entries(
     options: dict[str, Any] = {"timeout_s": config.reward.timeout_s, "on_error": config.reward.on_error}
 
     def judge(task: Task) -> Judge:
-        if not getattr(task, "unanswered", False):
+        if not task.unanswered:
             return Judge.of(task, **options)
         return Judge.of(task, reward_entries(config), **options) if rewards is None else Judge(rewards, **options)
 
@@ -117,7 +117,7 @@ def evaluate_entry(
         seed=config.run.seed + 1 if seed is None else seed,
         sampling=sampling or build_sampling(config),
         judge=entry.judge,
-        max_turns=config.rollout.max_turns if hasattr(entry.task, "respond") else 1,
+        max_turns=config.rollout.max_turns if entry.task.several_turns else 1,
         max_turn_length=config.rollout.max_turn_length,
         join_turns=config.rollout.join_turns,
         **rendering(config),
@@ -158,7 +158,7 @@ def run_evaluation(
         "seed": config.run.seed + 1 if seed is None else seed,
         "temperature": _temperature(config),
         "max_completion_length": config.rollout.max_completion_length,
-        "notes": [note for task, _ in chosen for note in getattr(task, "notes", ())],
+        "notes": [note for task, _ in chosen for note in task.notes],
         "tasks": records,
     }
 
@@ -184,8 +184,6 @@ def _evaluated(
     found = []
     for entry in entries(config, kept):
         if watch is not None:
-            told = watch(f"{subject.name}: {entry.task.name}", config.eval.samples * _samples(config))
-            if hasattr(engine, "on_finished"):
-                engine.on_finished = told
+            engine.on_finished = watch(f"{subject.name}: {entry.task.name}", config.eval.samples * _samples(config))
         found.append(evaluate_entry(config, engine, loaded.tokenizer, entry, seed=seed))
     return found

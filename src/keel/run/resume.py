@@ -202,8 +202,7 @@ def cut_lines(directory: RunDirectory, step: int, *, keep_as: int | None = None)
 
 def fingerprint(task: Task | None) -> str | None:
     """The digest of a task's data, None of one that makes its own problems."""
-    method = getattr(task, "fingerprint", None)
-    return None if method is None else method()
+    return None if task is None else task.fingerprint()
 
 
 def check_same_data(checkpoint: Path, config: Config, task: Task | None) -> None:

@@ -17,8 +17,8 @@ from keel.base.errors import KeelError
 from keel.config import Config, load_config
 from keel.config.checks import advice
 from keel.envs import Task
+from keel.envs.base import check_is_task
 from keel.envs.judge import Judge
-from keel.envs.registry import lacking
 from keel.envs.rewards import build_rewards, probe_rewards
 from keel.loggers import Fanout, RunDirectory, build_loggers
 from keel.loggers.rundir import EVENTS
@@ -51,7 +51,7 @@ from keel.run.warmstart import is_whole, warmstart, warmstart_place
 from keel.trainer.checkpoint import clean, lay_aside, load_checkpoint, saved_state
 from keel.trainer.guards import guard_findings
 from keel.trainer.integrity import damages
-from keel.trainer.loop import Cadence, Callback, Interrupt, Job, interruptible, train_loop
+from keel.trainer.loop import Callback, Interrupt, Job, interruptible, train_loop
 from keel.trainer.rollback import finish_rollback
 from keel.trainer.state import State
 from keel.trainer.step import train_step
@@ -94,7 +94,7 @@ def train(
 ) -> TrainResult:
     """Train as `config` says (a Config, a mapping, or a YAML file's path) and return the run's summary.
 
-    `task` is an object of the shape of `keel.envs.Task` and takes the place of the configured one; `reward` is a
+    `task` is a `keel.envs.Task` and takes the place of the configured one; `reward` is a
     function `f(problem, text) -> float | dict | Reward` that takes the place of the configured rewards. Each callback
     is called as `callback(state, metrics)` after every step; one that returns True ends the run after that step.
     `at_end` judges and reports the finished run.
@@ -113,11 +113,11 @@ def train(
 
 def _check_given(task: Any, reward: Any) -> None:
     """Refuse a task or reward that is none, such as overrides in the second place."""
-    if task is not None and (lacks := lacking(task)):
-        raise KeelError(
-            f"keel.train: the task is a {type(task).__name__} without {lacks}: give an object of the shape of "
-            "keel.envs.Task, and options as overrides=[...]"
-        )
+    try:
+        if task is not None:
+            check_is_task(task, "keel.train: the task is")
+    except KeelError as error:
+        raise KeelError(f"{error}; options are given as overrides=[...]") from None
     if reward is not None and not callable(reward):
         raise KeelError(
             f"keel.train: the reward is a {type(reward).__name__}: give a function f(problem, text), and configured "
@@ -259,14 +259,10 @@ def _job(config: Config, built: Built, directory: RunDirectory, loggers: Fanout,
         run=built.run,
         directory=directory,
         loggers=loggers,
-        cadence=Cadence(
-            max_steps=config.run.max_steps,
-            eval_every=config.eval.every,
-            save_every=config.checkpoint.every,
-            keep=config.checkpoint.keep,
-            keep_best=config.checkpoint.best,
-            rollouts_every=config.log.rollouts_every,
-        ),
+        max_steps=config.run.max_steps,
+        eval=config.eval,
+        checkpoint=config.checkpoint,
+        log=config.log,
         evaluate=evaluator(config, built, judges),
         tracked=built.run.task.held_out(4),
         failures=lambda: [*built.judge.drain(), *(failure for judge in judges.values() for failure in judge.drain())],
@@ -348,7 +344,7 @@ def open_loggers(
 ) -> Fanout:
     """JSONL always, and what `log` asks for."""
     return build_loggers(
-        config.log.model_dump(),
+        config.log,
         directory,
         total_steps=total_steps or config.run.max_steps,
         name=config.run.name,

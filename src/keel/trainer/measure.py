@@ -126,9 +126,8 @@ def describe_groups(batch: StepBatch) -> dict[str, float]:
 
 
 def task_totals(task: Task) -> dict[str, float]:
-    """What a task's optional `totals()` has counted since this process began."""
-    method = getattr(task, "totals", None)
-    return {} if method is None else {f"task/{name}": float(total) for name, total in method().items()}
+    """What a task has counted since this process began."""
+    return {f"task/{name}": float(total) for name, total in task.totals().items()}
 
 
 def describe_episodes(completions: Sequence[Completion]) -> dict[str, float]:

@@ -104,3 +104,8 @@ class WarmstartOptions(Options):
     entropy_coef: NotNegative = Field(
         default=0.0, description="Reward for entropy while imitating: above 0 the start stays unsure, so groups differ."
     )
+
+    @property
+    def optim(self) -> OptimOptions:
+        """The optimizer of the warm start: the options that both sections have, and the defaults of `optim`."""
+        return OptimOptions(**self.model_dump(include=set(OptimOptions.model_fields)))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from keel.base.types import Batch, Group, Problem
+from keel.envs import Task
 from keel.losses import advantages
 from keel.trainer.batch import StepBatch, pack_step, score_policy, score_reference
 from keel.trainer.measure import token_kl
@@ -84,19 +85,17 @@ def tracked_records(run: TrainingRun, problems: Sequence[Problem], *, step: int)
     assert rows.group is not None
     batch = batch.with_rows(advantages=advantages(rows.rewards, rows.group, scale="none"))
     records = rollout_records(batch, run.policy.tokenizer, groups=len(groups), tracked=True)
-    if not hasattr(run.task, "picture"):
-        return records
-    return [{**r, "picture": _picture(run.task, groups[r["group"]].problem, r["completion"])} for r in records]
+    drawn = (_picture(run.task, groups[r["group"]].problem, r["completion"]) for r in records)
+    return [r if picture is None else {**r, "picture": picture} for r, picture in zip(records, drawn, strict=True)]
 
 
-def _picture(task: Any, problem: Problem, text: str) -> str | None:
+def _picture(task: Task, problem: Problem, text: str) -> str | None:
     """The task's picture of an answer, or None where it cannot draw what the model said: no reason to stop a run."""
     try:
-        drawn: str | None = task.picture(problem, text)
+        return task.picture(problem, text)
     except Exception as error:
         logger.warning("no picture of %s: %s", problem.key, error)
         return None
-    return drawn
 
 
 def _first(group: Group, count: int) -> Group:

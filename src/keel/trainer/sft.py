@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,13 @@ from keel.base.files import json_lines
 from keel.base.metrics import values
 from keel.base.types import Completion, Group, Problem
 from keel.envs import Task
-from keel.envs.base import gold_turns
 from keel.envs.problems import stream
 from keel.kl import masked_mean
 from keel.models.load import LoadedModel
 from keel.models.logprobs import score_tokens
 from keel.models.pack import microbatches, pack
-from keel.trainer.optim import Optimizer, build_schedule
+from keel.trainer.optim import Optimizer, amp_dtype, build_schedule
+from keel.trainer.options import OptimOptions, WarmstartOptions
 
 Encode = Callable[[Problem], tuple[int, ...]]
 Reply = Callable[[Problem, Any, int | None], tuple[int, ...]]  # what stands between two turns, as tokens
@@ -30,39 +29,23 @@ Examples = Callable[[int], list[Group]]  # step to one batch, each example a gro
 Report = Callable[[int, Mapping[str, float]], None]
 
 
-@dataclass(frozen=True)
-class SFTOptions:
-    """How long, how fast, how many at a time."""
-
-    steps: int = 200
-    batch_size: int = 64
-    learning_rate: float = 1e-3
-    schedule: str = "cosine"
-    warmup_steps: int = 10
-    weight_decay: float = 0.0
-    max_grad_norm: float | None = 1.0
-    entropy_coef: float = 0.0
-    microbatch_tokens: int = 8192
-    autocast: torch.dtype | None = None
-
-
-def sft(loaded: LoadedModel, examples: Examples, options: SFTOptions, report: Report | None = None) -> float:
+def sft(
+    loaded: LoadedModel,
+    examples: Examples,
+    options: WarmstartOptions,
+    optim: OptimOptions,
+    report: Report | None = None,
+) -> float:
     """Minimise −mean(log π(completion | prompt) + entropy_coef · H) over completion tokens; returns the last loss.
 
     The mean is over all completion tokens of the batch, counted before its microbatches, so that any split gives the
-    same update. Prompts are read and never learned.
+    same update. Prompts are read and never learned. Of `optim` only what cuts and casts a pass is read.
     """
-    optimizer = Optimizer(
-        loaded.model,
-        learning_rate=options.learning_rate,
-        schedule=build_schedule(options.schedule, warmup_steps=options.warmup_steps, total_steps=options.steps),
-        weight_decay=options.weight_decay,
-        max_grad_norm=options.max_grad_norm,
-        scaler=options.autocast == torch.float16 and loaded.device.type == "cuda",
-    )
+    schedule = build_schedule(options.optim, options.steps)
+    optimizer = Optimizer(loaded.model, options.optim, schedule, amp_dtype=amp_dtype(optim, loaded.dtype))
     loss = 0.0
     for step in range(options.steps):
-        line = sft_step(loaded, examples(step), optimizer, options)
+        line = sft_step(loaded, examples(step), optimizer, options, optim)
         loss = line["loss/total"]
         if report is not None:
             report(step + 1, line)
@@ -73,14 +56,14 @@ def sft_step(
     loaded: LoadedModel,
     groups: Sequence[Group],
     optimizer: Optimizer,
-    options: SFTOptions,
+    options: WarmstartOptions,
+    optim: OptimOptions,
 ) -> dict[str, float]:
     """One update on one batch of examples; returns its metrics."""
     tokens = sum(sum(completion.action) for group in groups for completion in group.completions)
-    total = 0.0
-    for part in microbatches(groups, options.microbatch_tokens, shared_prefix=False):
+    total, half = 0.0, amp_dtype(optim, loaded.dtype)
+    for part in microbatches(groups, optim.microbatch_tokens, shared_prefix=False):
         packed = pack(part, loaded.pad_id, shared_prefix=False, context_length=loaded.context_length).to(loaded.device)
-        half = options.autocast
         with torch.autocast(loaded.device.type, dtype=half) if half is not None else nullcontext():
             scores = score_tokens(loaded.model, packed, entropy=options.entropy_coef > 0)
         gain = scores.logp if scores.entropy is None else scores.logp + options.entropy_coef * scores.entropy
@@ -107,7 +90,7 @@ def gold_examples(
     A task of several turns shows whole episodes: what the environment says between them is read and never learned,
     rendered by `reply`.
     """
-    several = hasattr(task, "gold_turns") and reply is not None
+    several = task.several_turns and reply is not None
 
     def example(problem: Problem) -> Group:
         if several:
@@ -121,12 +104,12 @@ def gold_examples(
     return batch
 
 
-def episode_example(task: Any, problem: Problem, prompt: Sequence[int], tokenizer: Any, reply: Any) -> Group:
+def episode_example(task: Task, problem: Problem, prompt: Sequence[int], tokenizer: Any, reply: Any) -> Group:
     """A gold episode to learn: the model's turns, each closed by the end-of-sequence token, with the replies between.
 
     The tokens are those of a rollout in which the model says exactly this.
     """
-    turns = gold_turns(task, problem)
+    turns = task.gold_turns(problem)
     ids: list[int] = []
     action: list[bool] = []
     for number, turn in enumerate(turns, start=1):

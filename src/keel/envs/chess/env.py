@@ -16,14 +16,14 @@ from keel.envs.chess.notation import is_real, need_uci
 from keel.envs.chess.positions import Position, any_move, games_of
 from keel.envs.chess.rewards import env_reward
 from keel.envs.chess.rules import DRAWS, board_of, legal_moves, next_positions, step
-from keel.envs.chess.task import ChessTask, check_marking, part_means, problems_of
+from keel.envs.chess.task import ChessTask, Marking, check_marking, part_means, problems_of
 from keel.envs.problems import HELD_OUT_FRACTION
 
 PARTS = ("parsed", "structure", "fen_exact", "fen_similarity", "reward_value", "flags")
 
 
 @dataclass(frozen=True)
-class EnvMarking:
+class EnvMarking(Marking):
     """Marks A: answers by the rules; `answer` of a problem is the true verdict's four fields."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -93,7 +93,7 @@ def chess_env(
         return _of_record(record, shown, draws)
 
     problems = problems_of("chess_env", "A: ", data, games_of(plies, pieces), ask, ask_of, held_out)
-    return ChessTask("chess_env", problems, marking, getattr(problems, "notes", ()))
+    return ChessTask(problems, marking, "chess_env")
 
 
 def _of_record(record: Record, shown: Callable[[Sequence[str]], Sequence[str]], draws: str) -> Problem:

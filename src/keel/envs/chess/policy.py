@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 from keel.base.errors import KeelError
 from keel.base.types import Group, Problem, Reward
+from keel.envs.base import Task, TaskWrapper
 from keel.envs.chess.data import Record
 from keel.envs.chess.engine import EngineOptions, Query, engine_options, pool_of
 from keel.envs.chess.format import (
@@ -26,7 +27,7 @@ from keel.envs.chess.mates import mate_in_one
 from keel.envs.chess.positions import Position, games_of
 from keel.envs.chess.rewards import policy_reward
 from keel.envs.chess.rules import legal_moves
-from keel.envs.chess.task import ChessTask, Problems, check_marking, keep_fitting, part_means, problems_of
+from keel.envs.chess.task import ChessTask, Marking, check_marking, part_means, problems_of
 from keel.envs.dataset import Dataset
 from keel.envs.problems import HELD_OUT_FRACTION, stream
 
@@ -37,7 +38,7 @@ MOST_LOSS = 10.0  # pawns: a mate that was missed counts like this
 
 
 @dataclass(frozen=True)
-class PolicyMarking:
+class PolicyMarking(Marking):
     """Marks P: answers by the engine's lines, which are in a problem's info; None there is `unavailable`."""
 
     padding: Padding = PADDINGS["source"]
@@ -102,10 +103,10 @@ class PolicyMarking:
 
 
 @dataclass(frozen=True)
-class Labelled:
+class Labelled(TaskWrapper):
     """Problems with the engine's lines in their info; those that bring labels of their own keep them."""
 
-    inner: Problems
+    inner: Task
     engine: EngineOptions
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
@@ -119,10 +120,6 @@ class Labelled:
         """Those of a fixed set that an engine labelled; of the positions behind it where that is none."""
         draws = (self.inner.held_out(count * (draw + 1), seed=seed)[count * draw :] for draw in range(DRAWS))
         return self._first_labelled(draws) if count else []
-
-    def keep(self, fits: Callable[[Problem], bool]) -> tuple[Labelled, int]:
-        kept, left_out = keep_fitting(self.inner, fits)
-        return replace(self, inner=kept), left_out
 
     def _first_labelled(self, draws: Iterable[list[Problem]]) -> list[Problem]:
         """What could be labelled of the first draw that has any: a position may break an engine, several draws in a
@@ -184,11 +181,10 @@ def chess_policy(
         return _of_record(record, widths)
 
     problems = problems_of("chess_policy", "P: ", data, games_of(plies, pieces), ask, ask_of, held_out)
-    notes = getattr(problems, "notes", ())
     if isinstance(problems, Dataset) and all("lines" in p.info for p in (*problems.train, *problems.held)):
-        return ChessTask("chess_policy", problems, PolicyMarking(widths, None, options), notes)
+        return ChessTask(problems, PolicyMarking(widths, None, options), "chess_policy")
     pool_of(chosen)
-    return ChessTask("chess_policy", Labelled(problems, chosen), PolicyMarking(widths, chosen, options), notes)
+    return ChessTask(Labelled(problems, chosen), PolicyMarking(widths, chosen, options), "chess_policy")
 
 
 def _of_record(record: Record, padding: Padding) -> Problem:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import chess
 
 from keel.base.errors import KeelError
 from keel.base.types import Group, Problem, Reward
+from keel.envs.base import Task, TaskWrapper
 from keel.envs.chess.format import (
     PADDINGS,
     Analysis,
@@ -23,7 +24,7 @@ from keel.envs.chess.mates import mate_in_one, mating_moves
 from keel.envs.chess.notation import need_uci
 from keel.envs.chess.rewards import malformed_value
 from keel.envs.chess.rules import board_of, fen_of, identity, legal_moves
-from keel.envs.chess.task import ChessTask, part_means
+from keel.envs.chess.task import ChessTask, Marking, part_means
 from keel.envs.dataset import Dataset, Unmarked, stem
 from keel.envs.layouts import DataSource, source_of
 from keel.envs.problems import is_held_out
@@ -35,7 +36,7 @@ _RENAMED = {"best_legal": "legal_move_rate", "correct": "puzzle_accuracy"}
 
 
 @dataclass(frozen=True)
-class PuzzleMarking:
+class PuzzleMarking(Marking):
     """1 for the solution, or for any other mate where it mates; 0 for another move; `malformed` for none."""
 
     padding: Padding = PADDINGS["source"]
@@ -83,7 +84,7 @@ def chess_puzzles(
     widths = padding_of(padding)
     marking = PuzzleMarking(widths, malformed_value("graduated", malformed))
     problems = _read(DataSource(path or source.path, source.split, {}, source.on_broken), widths, float(held_out))
-    return ChessTask("chess_puzzles", problems if problems.train else OnlyHeldOut(problems), marking, problems.notes)
+    return ChessTask(problems if problems.train else OnlyHeldOut(problems), marking, "chess_puzzles")
 
 
 def _read(source: DataSource, padding: Padding, share: float) -> Dataset:
@@ -114,20 +115,13 @@ def _read(source: DataSource, padding: Padding, share: float) -> Dataset:
 
 
 @dataclass(frozen=True)
-class OnlyHeldOut:
+class OnlyHeldOut(TaskWrapper):
     """Puzzles that are all for evaluation."""
 
-    inner: Dataset
+    inner: Task
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         raise KeelError("all puzzles are held out for evaluation: set held_out below 1 to train on the others")
-
-    def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
-        return self.inner.held_out(count, seed=seed)
-
-    def keep(self, fits: Callable[[Problem], bool]) -> tuple[OnlyHeldOut, int]:
-        kept, left_out = self.inner.keep(fits)
-        return OnlyHeldOut(kept), left_out
 
 
 def _problem(row: DataRow, padding: Padding) -> Problem:

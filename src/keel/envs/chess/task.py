@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from keel.base.errors import KeelError, unknown
 from keel.base.types import Group, Problem, Reward
+from keel.envs.base import Task, TaskWrapper
 from keel.envs.chess.data import Record, load
 from keel.envs.chess.format import PARSES
 from keel.envs.chess.positions import Games, Position
@@ -19,27 +20,25 @@ from keel.envs.layouts import source_of
 from keel.envs.problems import Draw, held_out_problems, is_held_out, stream, training_problems
 
 
-class Problems(Protocol):
-    """Where problems come from: a file (`Dataset`) or a generator."""
+class Marking:
+    """How answers are marked: a gold one, the reward of a text, figures over judged groups, and running counts."""
 
-    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]: ...
+    def gold(self, problem: Problem) -> str:
+        raise NotImplementedError
 
-    def held_out(self, count: int, *, seed: int = 0) -> list[Problem]: ...
+    def reward(self, problem: Problem, text: str) -> Reward:
+        raise NotImplementedError
 
+    def metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        raise NotImplementedError
 
-class Marking(Protocol):
-    """How answers are marked: a gold one, the reward of a text, and figures over judged groups."""
-
-    def gold(self, problem: Problem) -> str: ...
-
-    def reward(self, problem: Problem, text: str) -> Reward: ...
-
-    def metrics(self, groups: Sequence[Group]) -> Mapping[str, float]: ...
+    def totals(self) -> Mapping[str, float]:
+        return {}
 
 
 @dataclass(frozen=True)
-class Generated:
-    """Problems out of a stream of random positions; a hash of the position says which are held out."""
+class Generated(Task):
+    """Unmarked problems out of a stream of random positions; a hash of the position says which are held out."""
 
     name: str
     games: Games
@@ -65,25 +64,19 @@ class Generated:
 
 
 @dataclass(frozen=True)
-class ChessTask:
-    """One of the chess tasks."""
+class ChessTask(TaskWrapper):
+    """One of the chess tasks: `inner` has the problems, of data (`Dataset`) or made (`Generated`), unmarked."""
 
-    name: str
-    problems: Problems
+    inner: Task
     marking: Marking
-    notes: tuple[str, ...] = ()
-
-    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
-        """Training problems of one step."""
-        return self.problems.sample(count, seed=seed, step=step)
-
-    def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
-        """A fixed set of positions that are never trained on."""
-        return self.problems.held_out(count, seed=seed)
+    name: str = "chess"
 
     def gold(self, problem: Problem) -> str:
         """The true continuation of the prompt."""
         return self.marking.gold(problem)
+
+    def gold_turns(self, problem: Problem) -> list[str]:
+        return [self.gold(problem)]
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
         """What the model's text earns, part by part."""
@@ -95,28 +88,13 @@ class ChessTask:
 
     def totals(self) -> Mapping[str, float]:
         """What went wrong with the engine so far, where there is one."""
-        totals = getattr(self.marking, "totals", None)
-        return {} if totals is None else totals()
+        return self.marking.totals()
 
     def picture(self, problem: Problem, text: str) -> str | None:
         """The board of an answer, as SVG, for the report."""
         from keel.envs.chess.picture import answer_picture
 
         return answer_picture(problem, text)
-
-    def keep(self, fits: Callable[[Problem], bool]) -> tuple[ChessTask, int]:
-        """The task with only the problems of its data that `fits` accepts, and how many were left out."""
-        kept, left_out = keep_fitting(self.problems, fits)
-        return replace(self, problems=kept), left_out
-
-
-def keep_fitting(problems: Problems, fits: Callable[[Problem], bool]) -> tuple[Problems, int]:
-    """Data's problems that `fits` accepts, and how many were left out; positions that are made cannot be counted."""
-    keep = getattr(problems, "keep", None)
-    if keep is None:
-        raise KeelError("data.truncation=drop needs data.path, and these positions are made: use left or error")
-    kept: tuple[Problems, int] = keep(fits)
-    return kept
 
 
 def check_marking(system: str, parse: str, malformed: float | None) -> dict[str, Any]:
@@ -153,7 +131,7 @@ def problems_of(
     ask: Callable[[random.Random, Position], Problem],
     ask_of: Callable[[Record], Problem],
     held_out: int | float,
-) -> Problems:
+) -> Task:
     """A task's problems: of its data where there are any, else out of random games."""
     if (
         not isinstance(held_out, int | float)

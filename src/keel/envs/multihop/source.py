@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,8 @@ class QuestionSource(Protocol):
 
     def keep(self, fits: Callable[[Question], bool]) -> tuple[QuestionSource, int]: ...
 
+    def fingerprint(self) -> str | None: ...
+
 
 @dataclass(frozen=True)
 class Worlds:
@@ -47,6 +50,9 @@ class Worlds:
 
     def keep(self, fits: Callable[[Question], bool]) -> tuple[QuestionSource, int]:
         raise KeelError("data.truncation=drop needs rows: the built-in worlds are made as they are asked for")
+
+    def fingerprint(self) -> None:
+        return None
 
     def _drawer(self, hops: Sequence[int]) -> Callable[[random.Random], tuple[str, Problem]]:
         def draw(rng: random.Random) -> tuple[str, Problem]:
@@ -75,6 +81,11 @@ class Rows:
     def keep(self, fits: Callable[[Question], bool]) -> tuple[QuestionSource, int]:
         data, left_out = self.data.keep(lambda problem: fits(problem.info["question"]))
         return replace(self, data=data, _stages={}), left_out
+
+    def fingerprint(self) -> str:
+        """A digest of all questions, their documents included, and of which of them are held out."""
+        questions = [[repr(p.info["question"]) for p in side] for side in (self.data.train, self.data.held)]
+        return hashlib.sha256(repr(questions).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
     def _stage(self, hops: tuple[int, ...]) -> Dataset:
         if hops not in self._stages:

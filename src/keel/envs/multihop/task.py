@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 from keel.base.errors import KeelError
 from keel.base.types import Group, Message, Problem, Reward
 from keel.envs.answers import last_tag
+from keel.envs.base import Task
 from keel.envs.multihop import score
 from keel.envs.multihop.answer import Answer, complete, read_answer, retrieve_documents
 from keel.envs.multihop.question import Document, Question
@@ -27,7 +28,7 @@ _OWN_TAGS = {"think", "cite", "answer", "result"}
 
 
 @dataclass(frozen=True)
-class Multihop:
+class Multihop(Task):
     """Questions that take several documents; the reward is (hops / 2) × the weighted mean of its parts."""
 
     name: str
@@ -48,6 +49,14 @@ class Multihop:
     foreign: bool = False  # whether a user's tools or embeddings run in it
     _base: Tool = field(default=tool(retrieve_documents, tag="retrieve"), repr=False, compare=False)
 
+    @property
+    def trusted(self) -> bool:
+        return super().trusted and not self.foreign
+
+    def fingerprint(self) -> str | None:
+        """A digest of the rows with their documents, None of worlds that are made."""
+        return self.source.fingerprint()
+
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """Training problems of one step, with as many hops as the curriculum allows by then."""
         return self._asked(self.source.sample(count, seed, step, self.hops_at(step)))
@@ -56,7 +65,7 @@ class Multihop:
         """Problems of all hops that are never trained on."""
         return self._asked(self.source.held_out(count, seed, self.hops))
 
-    def keep(self, fits: Callable[[Problem], bool]) -> tuple[Multihop, int]:
+    def keep(self, fits: Callable[[Problem], bool]) -> tuple[Self, int]:
         """The task with only the questions whose prompts `fits` accepts, and how many were left out."""
         source, left_out = self.source.keep(lambda question: fits(self.problem(question)))
         return replace(self, source=source), left_out
@@ -174,6 +183,9 @@ class Multihop:
         function = partial(self._retrieve, _question(problem))
         bound = replace(self._base, function=function, max_characters=self.max_characters)
         return (bound, *((complete,) if self.answer_style == "complete" else ()), *self.own_tools)
+
+    def at_once(self, problem: Problem) -> int:
+        return self.toolbox.at_once(problem)
 
     @cached_property
     def toolbox(self) -> Toolbox:

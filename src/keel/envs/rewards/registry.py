@@ -10,9 +10,9 @@ from typing import Any
 
 from keel.base.errors import KeelError, unknown
 from keel.base.imports import import_object, is_users_own
+from keel.base.parts import part_arguments
 from keel.envs.base import Task
 from keel.envs.concurrent import is_async
-from keel.envs.registry import check_params
 from keel.envs.rewards import http, maths, text
 from keel.envs.rewards.checks import CHECKS, check_types
 from keel.envs.rewards.part import RewardFunction, RewardPart, wrap
@@ -42,7 +42,7 @@ def check_reward(name: str, params: Mapping[str, Any]) -> None:
             raise KeelError(f"the reward 'task' takes no parameters, but was given {', '.join(params)}")
         return
     given = {"of": TASK, **params} if name == "cosine" else params
-    check_params(f"reward {name}", _function(name), given, given=("problem", "text", "turns"))
+    _arguments(name, given)
     if name in REWARDS:
         check_types(name, REWARDS[name], params)
     if name in CHECKS:
@@ -54,7 +54,7 @@ def check_reward(name: str, params: Mapping[str, Any]) -> None:
 def build_reward(name: str, task: Task, *, weight: float = 1.0, label: str | None = None, **params: Any) -> RewardPart:
     """One entry of `rewards:`: a name of `REWARDS`, `task`, or the user's `module:attr`, with its own parameters."""
     check_reward(name, params)
-    if getattr(task, "unanswered", False) and _compares(name, params):
+    if task.unanswered and _compares(name, params):
         raise KeelError(
             f"the reward {name!r} compares with answers, and {task.name!r} has prompts alone: name rewards that need "
             "none, such as rewards='[{name: length}]', or the answers' column with data.columns.answer"
@@ -62,14 +62,13 @@ def build_reward(name: str, task: Task, *, weight: float = 1.0, label: str | Non
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise KeelError(f"reward {name}: weight is {weight!r}, it must be a number")
     if name == TASK:
-        trusted = is_ours(task)
-        return RewardPart(label or TASK, task.reward, weight, trusted, asynchronous=is_async(task.reward))
+        return RewardPart(label or TASK, task.reward, weight, task.trusted, asynchronous=is_async(task.reward))
     function = _function(name)
     trusted = name in REWARDS and all(_build_inner(spec, task).trusted for spec in _inner(name, params))
-    filled = _filled(name, params, task)
+    given = _arguments(name, _filled(name, params, task))
     at_once = int(params.get("concurrency", http.CONCURRENCY)) if name in REMOTE else 1
     return wrap(
-        partial(function, **filled) if filled else function, label or name, weight, trusted=trusted, at_once=at_once
+        partial(function, **given) if given else function, label or name, weight, trusted=trusted, at_once=at_once
     )
 
 
@@ -88,12 +87,6 @@ def probe_rewards(entries: Sequence[Mapping[str, Any]]) -> None:
     for entry in entries:
         if entry["name"] in REMOTE:
             http.probe(**{key: entry[key] for key in ("url", "headers", "timeout_s") if key in entry})
-
-
-def is_ours(task: Task) -> bool:
-    """Whether a task, and every task in a mixture, is Keel's own and runs nobody else's code on completions."""
-    own = type(task).__module__.startswith("keel.envs.") and not getattr(task, "foreign", False)
-    return own and all(map(is_ours, getattr(task, "tasks", ())))
 
 
 def _compares(name: str, params: Mapping[str, Any]) -> bool:
@@ -142,6 +135,11 @@ def _filled(name: str, params: Mapping[str, Any], task: Task) -> dict[str, Any]:
             for rung in params["rungs"]
         ]
     return filled
+
+
+def _arguments(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    """A reward's own parameters as arguments; problem, text and turns are given to it completion by completion."""
+    return part_arguments(f"reward {name}", _function(name), params, placed=2, reserved=("turns",))
 
 
 def _function(name: str) -> RewardFunction:

@@ -50,7 +50,7 @@ def preflight(
     every = [finding for outcome in outcomes for finding in outcome.findings]
     findings = tuple(ranked(every if bench.cut is None else [_softened(finding, bench.cut) for finding in every]))
     decisive = [outcome for outcome in outcomes if bench.cut is None or outcome.name not in _ON_THE_POLICYS_SKILL]
-    several = config.rollout.max_turns > 1 and hasattr(bench.run.task, "respond")
+    several = config.rollout.max_turns > 1 and bench.run.task.several_turns
     unchecked = tuple(line for outcome in outcomes for line in outcome.unchecked)
     diagnosis = Diagnosis(
         findings=findings,

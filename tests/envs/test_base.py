@@ -1,0 +1,171 @@
+"""One base class for tasks: wrappers forward all that it lists, and what is no task is refused in one line."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+import keel.envs
+from keel.base.errors import KeelError
+from keel.base.types import Group, Problem, Reward
+from keel.envs import Task, TaskWrapper, build_task, mixture
+from keel.envs.base import MEMBERS
+from keel.envs.mixture import Mixture
+from keel.envs.tools import tool
+from keel.envs.with_tools import with_tools
+
+PROBLEM = Problem("p", "?", "7", {"mixture": 0})
+
+
+@tool
+def look(query: str) -> str:
+    """Look something up."""
+    return query
+
+
+class Full(Task):
+    """A task whose every member says something that no default says."""
+
+    name, notes, unanswered = "full", ("read twice",), True
+
+    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        return [PROBLEM] * count
+
+    def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
+        return [Problem("held", "?")] * count
+
+    def gold(self, problem: Problem) -> str:
+        return "7"
+
+    def gold_turns(self, problem: Problem) -> list[str]:
+        return ["6", "7"]
+
+    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
+        return Reward(float(len(turns)))
+
+    def extra_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        return {"groups": float(len(groups))}
+
+    def totals(self) -> dict[str, float]:
+        return {"crashed": 2.0}
+
+    def picture(self, problem: Problem, text: str) -> str:
+        return f"<svg>{text}</svg>"
+
+    def fingerprint(self) -> str:
+        return "of the data"
+
+    def keep(self, fits: Callable[[Problem], bool]) -> tuple[Self, int]:
+        return self, 3
+
+
+class Wrapped(TaskWrapper):
+    """A user's wrapper that changes nothing."""
+
+    def __init__(self, inner: Task) -> None:
+        self.inner = inner
+
+
+def values_of(task: Task) -> dict[str, Any]:
+    """What each member of a task says."""
+    given: dict[str, tuple[Any, ...]] = {
+        "extra_metrics": ([Group(PROBLEM, (), ())],),
+        "picture": (PROBLEM, "7"),
+        "reward": (PROBLEM, ["7"]),
+        "respond": (PROBLEM, ["7"]),
+        "counts": (PROBLEM, ["7"]),
+    }
+    found: dict[str, Any] = {}
+    for name in MEMBERS:
+        value = getattr(task, name)
+        if name in ("sample", "held_out"):
+            found[name] = len(value(4, seed=0, step=0) if name == "sample" else value(4))
+        elif name == "keep":
+            found[name] = value(lambda problem: True)[1]
+        else:
+            found[name] = value(*given.get(name, (PROBLEM,) * len(signature(value)))) if callable(value) else value
+    return found
+
+
+def signature(method: Any) -> list[str]:
+    return list(inspect.signature(method).parameters)
+
+
+def test_every_wrapper_forwards_every_member() -> None:
+    """Those that mean something else on purpose are listed; a new member of Task must be forwarded or listed."""
+    inner = Full()
+    plain = values_of(inner)
+    assert all(plain[name] != getattr(Task, name, None) for name in MEMBERS)
+    assert values_of(Wrapped(inner)) == plain
+    tools = values_of(with_tools(inner, [look]))
+    changed = {name for name in MEMBERS if tools[name] != plain[name]}
+    assert changed == {"name", "several_turns", "counts"}
+    mixed = values_of(mixture([inner]))
+    assert {name for name in MEMBERS if mixed[name] != plain[name]} == {"name", "extra_metrics"}
+    assert set(MEMBERS) - set(vars(Mixture)) == {"name"} - set(vars(Mixture)), "a mixture decides each of them itself"
+
+
+def test_what_is_kept_keeps_its_wrapper() -> None:
+    kept = with_tools(Full(), [look]).keep(lambda problem: True)
+    assert kept is not None
+    assert (kept[0].name, kept[0].tools, kept[1]) == ("full+tools", (look,), 3)
+    assert build_task("arithmetic").keep(lambda problem: True) is None
+    both = mixture([build_task("arithmetic"), Full()]).keep(lambda problem: True)
+    assert both is not None
+    assert both[1] == 3
+
+
+def test_a_wrappers_own_attributes_come_first() -> None:
+    wrapped: Any = Wrapped(Full())
+    wrapped.name, wrapped.notes = "mine", ()
+    assert (wrapped.name, wrapped.notes, wrapped.fingerprint()) == ("mine", (), "of the data")
+
+
+def test_a_users_subclass_of_a_task_of_ours_is_a_users_code() -> None:
+    class Mine(type(build_task("countdown"))):  # type: ignore[misc]
+        pass
+
+    assert build_task("countdown").trusted
+    assert not Mine(**vars(build_task("countdown"))).trusted
+    assert not Wrapped(build_task("countdown")).trusted
+
+
+class Shaped:
+    """The shape of a task, as 0.1 took it."""
+
+    name = "shaped"
+    sample = held_out = gold = reward = lambda self, *args, **options: None
+
+
+class Bare(Task):
+    """Half a task."""
+
+    name = "bare"
+    sample = Full.sample
+    reward = Full.reward
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ("Shaped", r"made a Shaped, which does not derive from keel\.envs\.Task: see docs/upgrading\.md"),
+        ("Bare", "made a Bare without held_out, gold: see keel.envs.Task"),
+    ],
+)
+def test_what_is_no_task_is_refused_in_one_line(made: str, message: str) -> None:
+    with pytest.raises(KeelError, match=message) as caught:
+        build_task(f"{__name__}:{made}")
+    assert "\n" not in str(caught.value)
+
+
+def test_nobody_looks_for_members_of_a_task_by_name() -> None:
+    """Optional powers are declared: no `hasattr` or `getattr` on a task anywhere."""
+    source = Path(keel.envs.__file__).parents[1]
+    for path in source.rglob("*.py"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            asked = "hasattr(task" in line or "getattr(task" in line or "hasattr(run.task" in line
+            assert not asked, f"{path}: {line}"
