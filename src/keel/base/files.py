@@ -163,6 +163,14 @@ def _parted(path: Path, step: int, history: Collection[str]) -> tuple[list[bytes
     return kept, dropped
 
 
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; None where it is not there, cannot be read, or holds none."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The records of a file of JSON lines, none where there is no file; lines that are no JSON object are left out."""
     return [record for _, record in json_lines(_lines(path)) if not isinstance(record, str)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.base.thresholds import Thresholds
-from keel.lab.runs import interval, number
+from keel.lab.runs import interval, number, option_of
 
 Interval = tuple[float, float]
 
@@ -22,11 +22,9 @@ class KLLimit:
 
 def kl_limit(config: Mapping[str, Any], thresholds: Thresholds) -> KLLimit:
     """The run's own budget where it has one per token, otherwise the threshold."""
-    kl = config.get("kl")
-    budget = kl.get("budget") if isinstance(kl, Mapping) else None
-    own = budget.get("max") if isinstance(budget, Mapping) and budget.get("unit") != "per_sequence" else None
-    if isinstance(own, int | float):
-        return KLLimit(float(own), "kl.budget.max of the configuration")
+    own = number(option_of(config, "kl.budget.max"))
+    if own is not None and option_of(config, "kl.budget.unit") != "per_sequence":
+        return KLLimit(own, "kl.budget.max of the configuration")
     return KLLimit(thresholds["kl_over_budget"], "the threshold kl_over_budget")
 
 

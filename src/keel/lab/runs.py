@@ -71,8 +71,7 @@ class RunRecord:
     @property
     def max_steps(self) -> int | None:
         """As configured."""
-        section = self.config.get("run")
-        value = number(section.get("max_steps")) if isinstance(section, Mapping) else None
+        value = number(option_of(self.config, "run.max_steps"))
         return None if value is None else int(value)
 
     @property
@@ -85,6 +84,16 @@ class RunRecord:
 def curve_of(lines: Sequence[Record], metric: str) -> list[tuple[float, float | None]]:
     """(step, value) of every line that has this metric; None where it was not finite."""
     return [(number(line.get("step")) or 0.0, number(line[metric])) for line in lines if metric in line]
+
+
+def option_of(config: Mapping[str, Any], dotted: str) -> Any:
+    """A value of a configuration as plain data, such as `kl.beta`; None where it is not there."""
+    value: Any = config
+    for part in dotted.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return None
+        value = value[part]
+    return value
 
 
 def number(value: Any) -> float | None:

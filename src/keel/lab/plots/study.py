@@ -14,8 +14,7 @@ from keel.lab.plots.charts import COLOURS, GREY, Panel, Point, Series
 from keel.lab.plots.layout import bounds, colouring, facets, limits
 from keel.lab.plots.picture import Key, write_panels
 from keel.lab.studies.results import REWARD_CURVE, kl_curve
-from keel.lab.studies.table import Summary
-from keel.lab.studies.verdict import forgetting_pairs
+from keel.lab.studies.table import Summary, forgetting_pairs, frontier_points
 
 FITTING = 44  # characters of names that fit under a chart
 NUMBERS = 23  # of points, as many as fit
@@ -115,15 +114,6 @@ def split_names(panels: Sequence[Panel]) -> list[Panel]:
 
 
 # ---------------------------------------------------------------------------------------------------- frontier
-
-
-def frontier_points(summaries: Sequence[Summary]) -> dict[str, tuple[Estimate, Estimate]]:
-    """(KL(policy‖start) per token, reward) of every point that has both."""
-    return {
-        one.label: (kl, reward)
-        for one in summaries
-        if (kl := one.means.get("kl_policy_ref")) is not None and (reward := one.means.get("reward")) is not None
-    }
 
 
 def frontier_line(known: Mapping[str, tuple[Estimate, Estimate]]) -> list[tuple[float, float]]:

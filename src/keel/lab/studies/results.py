@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from keel.base.errors import KeelError
+from keel.base.files import read_json
 from keel.lab.runs import RunRecord, number, read_run
 from keel.lab.studies.folder import DRIFT, Job, Outcome
 from keel.lab.studies.grid import Measure
@@ -122,11 +122,8 @@ def read_result(job: Job, ended: Outcome, measure: Measure) -> RunResult:
 
 
 def _drift(folder: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((folder / DRIFT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    measured = read_json(folder / DRIFT)
+    return measured if isinstance(measured, dict) else {}
 
 
 def _tasks(drift: Mapping[str, Any], split: str) -> dict[str, Mapping[str, Any]]:

@@ -89,6 +89,21 @@ def summarise(rows: Sequence[RunResult], baseline: str) -> list[Summary]:
     return found
 
 
+def forgetting_pairs(rows: Sequence[RunResult], figure: str) -> list[tuple[float, float]]:
+    """(KL on the trained task, loss on the old skills) of every run that has both."""
+    both = ((figure_of(row, figure), figure_of(row, "forgetting")) for row in rows)
+    return [(kl, lost) for kl, lost in both if kl is not None and lost is not None]
+
+
+def frontier_points(summaries: Sequence[Summary]) -> dict[str, tuple[Estimate, Estimate]]:
+    """(KL(policy‖start) per token, reward) of every point that has both."""
+    return {
+        one.label: (kl, reward)
+        for one in summaries
+        if (kl := one.means.get("kl_policy_ref")) is not None and (reward := one.means.get("reward")) is not None
+    }
+
+
 # ------------------------------------------------------------------------------------------------------ files
 
 

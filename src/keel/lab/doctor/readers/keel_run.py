@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
 
+from keel.base.files import read_json
 from keel.lab.doctor.history import KL_NAMES, History, Record, series_of
 from keel.lab.runs import RunRecord, number, read_lines, read_run
 from keel.loggers import rundir
@@ -73,10 +73,7 @@ def _vocabulary(run: RunRecord) -> int | None:
 
 def vocabulary_of(path: Path) -> int | None:
     """vocab_size of a Hugging Face config.json, also of a composite model's text part."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    data = read_json(path)
     if not isinstance(data, dict):
         return None
     inner = data.get("text_config")
