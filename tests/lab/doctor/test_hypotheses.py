@@ -14,7 +14,7 @@ from keel.lab.doctor.diagnosis import Hypothesis
 from keel.lab.doctor.findings import CODES, found
 from keel.lab.doctor.history import History, Series
 from keel.lab.doctor.hypotheses import history_figures, preflight_figures, weigh
-from keel.lab.doctor.probes.outcome import Outcome
+from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.suspects import SUSPECTS, Clear, Suspect
 from lab.doctor.histories import altered, healthy
 
@@ -101,13 +101,13 @@ def test_a_row_none_of_whose_codes_was_checked_is_not_ruled_out() -> None:
     )
 
 
-def masks(trained: float, total: float, left_out: float) -> Outcome:
+def masks(trained: float, total: float, left_out: float) -> ProbeResult:
     figures = {"trained_tokens": trained, "completion_tokens": total, "left_out_of_turns": left_out}
-    return Outcome("masks", figures=figures)
+    return ProbeResult("masks", figures=figures)
 
 
 def test_sampled_tokens_that_are_not_trained_keep_masking_a_suspect() -> None:
-    def verdicts(outcome: Outcome, several_turns: bool) -> tuple[str, str]:
+    def verdicts(outcome: ProbeResult, several_turns: bool) -> tuple[str, str]:
         figures = preflight_figures([outcome], several_turns=several_turns)
         table = {hypothesis.name: hypothesis.verdict for hypothesis in weigh((), figures, LIMITS)}
         return table["H02"], table["H07"]

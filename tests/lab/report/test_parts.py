@@ -17,9 +17,9 @@ from keel.lab.plots.charts import (
     BOTTOM,
     HEIGHT,
     TOP,
-    Axis,
+    Curve,
     Panel,
-    Series,
+    Scale,
     log_ticks,
     svg,
     thin,
@@ -53,16 +53,16 @@ def test_ticks_are_round_and_inside():
 
 
 def test_axis_maps_ends_to_ends():
-    axis = Axis(0, 10, 100, 0)
+    axis = Scale(0, 10, 100, 0)
     assert (axis.at(0), axis.at(10), axis.at(2.5)) == (100, 0, 75)
-    log = Axis(1, 100, 0, 50, log=True)
+    log = Scale(1, 100, 0, 50, log=True)
     assert (log.at(1), log.at(10), log.at(100)) == (0, 25, 50)
-    assert Axis(3, 3, 0, 50).at(3) == 25
+    assert Scale(3, 3, 0, 50).at(3) == 25
 
 
 def test_beyond_a_given_range_a_chart_goes_on_at_its_edge():
-    assert Axis(0, 10, 100, 0).at(12) == 0
-    series = Series("a", [(0.0, 0.5), (1.0, 0.6)], error=[(-5.0, 6.0), (0.5, 0.7)], dots=True)
+    assert Scale(0, 10, 100, 0).at(12) == 0
+    series = Curve("a", [(0.0, 0.5), (1.0, 0.6)], error=[(-5.0, 6.0), (0.5, 0.7)], dots=True)
     heights = [float(y) for y in re.findall(r' y[12]="([\d.-]+)"', svg(Panel("t", "", [series], y_range=(0.0, 1.0))))]
     assert min(heights) == TOP
     assert max(heights) == HEIGHT - BOTTOM
@@ -71,7 +71,7 @@ def test_beyond_a_given_range_a_chart_goes_on_at_its_edge():
 def test_thinning_keeps_spikes_gaps_and_ends():
     points: list[tuple[float, float | None]] = [(float(x), 0.0) for x in range(10_000)]
     points[5_003] = (5003.0, 99.0)
-    series = thin(Series("a", points, error=[(0.0, 1.0)] * 10_000))
+    series = thin(Curve("a", points, error=[(0.0, 1.0)] * 10_000))
     assert len(series.points) <= 500
     assert (5003.0, 99.0) in series.points
     assert (series.points[0], series.points[-1]) == (points[0], points[-1])
@@ -82,13 +82,13 @@ def test_log_scale_only_where_a_linear_one_hides_the_rest():
     assert wants_log([0.1] * 20 + [100.0])
     assert not wants_log([0.1, 0.2, 0.3, 0.4, 0.5, 0.9])
     assert not wants_log([0.0] * 20 + [100.0])
-    picture = svg(Panel("t", "", [Series("a", [(float(i), 0.1) for i in range(9)] + [(9.0, 100.0)])]))
+    picture = svg(Panel("t", "", [Curve("a", [(float(i), 0.1) for i in range(9)] + [(9.0, 100.0)])]))
     assert "data-log" in picture
 
 
 def test_a_chart_without_a_number_is_not_drawn_and_one_point_is_a_dot():
-    assert svg(Panel("t", "", [Series("a", [(1.0, None)])])) == ""
-    assert svg(Panel("t", "", [Series("a", [(1.0, 5.0)])])).count("<circle") == 1
+    assert svg(Panel("t", "", [Curve("a", [(1.0, None)])])) == ""
+    assert svg(Panel("t", "", [Curve("a", [(1.0, 5.0)])])).count("<circle") == 1
 
 
 def both(before: float, after: float, low: tuple[float, float], high: tuple[float, float]) -> Accuracy:

@@ -20,7 +20,7 @@ from keel.lab.doctor.suspects import SUSPECTS, Clear, Suspect
 
 if TYPE_CHECKING:
     from keel.lab.doctor.history import History
-    from keel.lab.doctor.probes.outcome import Outcome
+    from keel.lab.doctor.probes.result import ProbeResult
 
 CONFIRMED, RULED_OUT, UNTESTED = "confirmed", "ruled out", "not testable here"
 
@@ -125,7 +125,7 @@ def _said(
     return Hypothesis(row.name, row.title, verdict, figure, row.priority, row.interacts, str(action), options)
 
 
-def preflight_figures(outcomes: Iterable[Outcome], *, several_turns: bool = False) -> dict[str, float]:
+def preflight_figures(outcomes: Iterable[ProbeResult], *, several_turns: bool = False) -> dict[str, float]:
     """The probes' figures as `probe/figure`, and with several turns how many tokens are the environment's."""
     figures = {f"{o.name}/{name}": float(value) for o in outcomes for name, value in o.figures.items()}
     if "masks/trained_tokens" not in figures:

@@ -17,7 +17,7 @@ COLOURS, GREY = len(PALETTE), 7  # that a reader can tell apart; the last is of 
 
 
 @dataclass(frozen=True)
-class Series:
+class Curve:
     """One curve: a gap where y is None; `error` (same length) draws a band or, with `dots`, error bars.
 
     `tag` stands beside the dots of a picture, which has no pointer to ask for the label.
@@ -41,7 +41,7 @@ class Panel:
 
     title: str
     unit: str
-    series: Sequence[Series]
+    series: Sequence[Curve]
     hint: str = ""
     marks: Sequence[float] = ()
     from_zero: bool = False
@@ -53,7 +53,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Axis:
+class Scale:
     """Data to pixels, linear or logarithmic."""
 
     low: float
@@ -82,8 +82,8 @@ def svg(panel: Panel) -> str:
     bounds = [edge for series in drawn for pair in series.error if pair for edge in pair]
     y = y_axis(ys if log else ys + bounds, log, panel.from_zero)
     if panel.y_range is not None:
-        y = Axis(*panel.y_range, HEIGHT - BOTTOM, TOP)
-    x = Axis(*(panel.x_range or (min(xs), max(xs))), LEFT, WIDTH - RIGHT)
+        y = Scale(*panel.y_range, HEIGHT - BOTTOM, TOP)
+    x = Scale(*(panel.x_range or (min(xs), max(xs))), LEFT, WIDTH - RIGHT)
     parts = [
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(panel.title, quote=True)}"'
         f' data-x="{x.low:.10g},{x.high:.10g},{x.start},{x.end}"{" data-log" if log else ""}>'
@@ -107,7 +107,7 @@ def svg(panel: Panel) -> str:
     return "".join(parts)
 
 
-def thin(series: Series) -> Series:
+def thin(series: Curve) -> Curve:
     """At most about MAX_POINTS points: of every stretch the lowest and the highest stay, so no spike is lost."""
     count = len(series.points)
     if count <= MAX_POINTS:
@@ -129,18 +129,18 @@ def wants_log(ys: Sequence[float]) -> bool:
     return len(ordered) > 4 and ordered[0] > 0 and ordered[-1] > 50 * ordered[len(ordered) // 2]
 
 
-def y_axis(values: Sequence[float], log: bool, from_zero: bool) -> Axis:
+def y_axis(values: Sequence[float], log: bool, from_zero: bool) -> Scale:
     """A little room around the values; a flat line sits in the middle."""
     low, high = min(values), max(values)
     if low == high == 0:
         high = 1.0
     bottom, top = HEIGHT - BOTTOM, TOP
     if log:
-        return Axis(low / 1.2, high * 1.2, bottom, top, log=True)
+        return Scale(low / 1.2, high * 1.2, bottom, top, log=True)
     if from_zero:
         low = min(low, 0.0)
     room = (high - low) * 0.06 or abs(high) * 0.5 or 1.0
-    return Axis(low if from_zero and low == 0 else low - room, high + room, bottom, top)
+    return Scale(low if from_zero and low == 0 else low - room, high + room, bottom, top)
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -175,7 +175,7 @@ def tick_text(value: float) -> str:
     return f"{value:.6g}"
 
 
-def grid(x: Axis, y: Axis, whole: bool = True, names: Sequence[str] = ()) -> list[str]:
+def grid(x: Scale, y: Scale, whole: bool = True, names: Sequence[str] = ()) -> list[str]:
     """Horizontal lines with their numbers, and steps, or names, along the bottom."""
     parts = []
     for value in log_ticks(y.low, y.high) if y.log else ticks(y.low, y.high):
@@ -191,7 +191,7 @@ def grid(x: Axis, y: Axis, whole: bool = True, names: Sequence[str] = ()) -> lis
     return parts
 
 
-def curve(series: Series, x: Axis, y: Axis) -> str:
+def curve(series: Curve, x: Scale, y: Scale) -> str:
     """A line broken at gaps; a point that stands alone, or every point of an evaluation, as a dot."""
     colour = series.colour % COLOURS
     commands: list[str] = []
@@ -216,7 +216,7 @@ def curve(series: Series, x: Axis, y: Axis) -> str:
     return f'<path class="c{colour}" d="{"".join(commands)}"{dash}/>' + "".join(dots)
 
 
-def band(series: Series, x: Axis, y: Axis) -> str:
+def band(series: Curve, x: Scale, y: Scale) -> str:
     """The area between the error bounds, one polygon for every unbroken stretch."""
     parts: list[str] = []
     stretch: list[tuple[float, float, float]] = []

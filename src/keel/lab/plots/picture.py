@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.lab.plots.charts import PALETTE, Panel, Series, wants_log
+from keel.lab.plots.charts import PALETTE, Curve, Panel, wants_log
 
 KINDS = (".png", ".svg", ".pdf")
 
@@ -155,7 +155,7 @@ def _upright(axis: Any, panel: Panel, *, small: bool) -> None:
 Known = list[tuple[float, float, tuple[float, float] | None]]
 
 
-def _known(series: Series) -> Known:
+def _known(series: Curve) -> Known:
     """(x, y, interval) of the points that have a value."""
     errors = series.error or [None] * len(series.points)
     return [(x, y, error) for (x, y), error in zip(series.points, errors, strict=True) if y is not None]

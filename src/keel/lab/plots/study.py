@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from keel.eval.statistics import Estimate, frontier
-from keel.lab.plots.charts import COLOURS, GREY, Panel, Point, Series
+from keel.lab.plots.charts import COLOURS, GREY, Curve, Panel, Point
 from keel.lab.plots.layout import bounds, colouring, facets, limits
 from keel.lab.plots.picture import Key, write_panels
 from keel.lab.studies.results import REWARD_CURVE, kl_curve
@@ -90,10 +90,10 @@ def axis_panels(summaries: Sequence[Summary], names: Sequence[str]) -> list[Pane
     return [panel for panel in panels if panel.y_range is not None]
 
 
-def _figure(summaries: Sequence[Summary], name: str, label: str, colour: int) -> Series:
+def _figure(summaries: Sequence[Summary], name: str, label: str, colour: int) -> Curve:
     estimates = [one.means.get(name) for one in summaries]
     points = [(float(i), None if e is None else e.mean) for i, e in enumerate(estimates)]
-    return Series(label, points, colour, [bounds(name, e) for e in estimates], dots=True)
+    return Curve(label, points, colour, [bounds(name, e) for e in estimates], dots=True)
 
 
 def split_names(panels: Sequence[Panel]) -> list[Panel]:
@@ -138,10 +138,10 @@ def frontier_panels(summaries: Sequence[Summary]) -> list[Panel]:
         at, wide = (root(kl.mean), reward.mean), bounds("kl_policy_ref", kl)
         drawn = not many or at in line
         error = [bounds("reward", reward) if drawn else None]
-        series.append(Series(label, [at], colours.of[label], error, dots=True, tag=numbers[label]))
+        series.append(Curve(label, [at], colours.of[label], error, dots=True, tag=numbers[label]))
         arms += [(root(wide[0]), at[1]), (root(wide[1]), at[1]), (root(wide[1]), None)] if wide and drawn else []
-    series.append(Series("frontier of the means", line, GREY, dashed=True))
-    series += [Series("95 % intervals of √KL", arms, GREY)] if arms else []
+    series.append(Curve("frontier of the means", line, GREY, dashed=True))
+    series += [Curve("95 % intervals of √KL", arms, GREY)] if arms else []
     means = [[replace(e, low=None, high=None) if many else e for e in pair] for pair in known.values()]
     kls, rewards = limits({"kl_policy_ref": [kl for kl, _ in means]}), limits({"reward": [e for _, e in means]})
     unit = "reward, mean of the last 10 steps; across, √(nats per token)"
@@ -169,7 +169,7 @@ def curve_panels(summaries: Sequence[Summary]) -> list[Panel]:
     return panels
 
 
-def _course(one: Summary, name: str, colour: int) -> Series:
+def _course(one: Summary, name: str, colour: int) -> Curve:
     """A point's curve: the mean of its runs at every step that some run has, and their range."""
     at: dict[float, list[float]] = {}
     for row in one.rows:
@@ -177,7 +177,7 @@ def _course(one: Summary, name: str, colour: int) -> Series:
             if value is not None:
                 at.setdefault(step, []).append(value)
     steps = sorted(at)
-    return Series(one.label, [(s, fmean(at[s])) for s in steps], colour, [(min(at[s]), max(at[s])) for s in steps])
+    return Curve(one.label, [(s, fmean(at[s])) for s in steps], colour, [(min(at[s]), max(at[s])) for s in steps])
 
 
 # -------------------------------------------------------------------------------------------------- forgetting
@@ -188,7 +188,7 @@ def forgetting_panels(summaries: Sequence[Summary]) -> list[Panel]:
     colours, panels = colouring(summaries), []
     for figure, name in WAYS.items():
         series = [
-            Series(
+            Curve(
                 label,
                 _apart([pair for one in members for pair in forgetting_pairs(one.rows, figure)]),
                 index,

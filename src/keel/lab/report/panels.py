@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from keel.lab.plots.charts import Panel, Series
+from keel.lab.plots.charts import Curve, Panel
 from keel.lab.runs import RunRecord, curve_of, interval, number
 
 # (title, unit, hint, [(metric, label)]): in this order on the page.
@@ -112,7 +112,7 @@ def marks(runs: Sequence[RunRecord]) -> list[float]:
 def _from_metrics(
     runs: Sequence[RunRecord], title: str, unit: str, hint: str, names: list[tuple[str, str]]
 ) -> Panel | None:
-    curves: list[Series] = []
+    curves: list[Curve] = []
     for index, run in enumerate(runs):
         for order, (metric, label) in enumerate(names):
             if len(runs) > 1 and order and title == "Time a step":
@@ -140,12 +140,12 @@ def _parts(runs: Sequence[RunRecord]) -> list[Panel | None]:
     return [_from_metrics(runs, f"Reward part: {label}", "mean of a step", "", [(n, label)]) for n, label in labelled]
 
 
-def _abandoned(runs: Sequence[RunRecord], metric: str) -> list[Series]:
+def _abandoned(runs: Sequence[RunRecord], metric: str) -> list[Curve]:
     """The attempts of a single run that a rollback gave up, from colours that the chart has not used."""
     given_up = runs[0].abandoned if len(runs) == 1 else ()
     curves = [(name, curve_of(lines, metric)) for name, lines in given_up]
     return [
-        Series(f"abandoned {name}", points, 4 + order, dashed=True)
+        Curve(f"abandoned {name}", points, 4 + order, dashed=True)
         for order, (name, points) in enumerate(curves)
         if any(y is not None for _, y in points)
     ]
@@ -166,11 +166,11 @@ def _series(
     points: list[tuple[float, float | None]],
     error: Sequence[tuple[float, float] | None] = (),
     dots: bool = False,
-) -> Series:
+) -> Curve:
     """One run: a colour a metric. Several: a colour a run, and dashes for a second metric."""
     if len(runs) == 1:
-        return Series(label, points, order, error, dots)
-    return Series(
+        return Curve(label, points, order, error, dots)
+    return Curve(
         f"{runs[index].name} · {label}" if label else runs[index].name, points, index, error, dots, dashed=order > 0
     )
 
@@ -191,7 +191,7 @@ def _kl(runs: Sequence[RunRecord]) -> list[Panel]:
     return [Panel(f"{title}, {kind}", unit, curves, hint) for kind, curves in by_kind.items() if curves]
 
 
-def _kl_curve(runs: Sequence[RunRecord], index: int, kind: str) -> Series | None:
+def _kl_curve(runs: Sequence[RunRecord], index: int, kind: str) -> Curve | None:
     name = f"kl/policy_ref/{kind}"
     lines = [line for line in runs[index].metrics if f"{name}/mean" in line]
     points = [(number(line.get("step")) or 0.0, number(line[f"{name}/mean"])) for line in lines]
@@ -208,7 +208,7 @@ def _kl_curve(runs: Sequence[RunRecord], index: int, kind: str) -> Series | None
 
 def _accuracy(runs: Sequence[RunRecord]) -> Panel | None:
     """pass@1 on held-out problems with its 95 % interval: the trained task, and for one run the retained skills."""
-    curves: list[Series] = []
+    curves: list[Curve] = []
     for index, run in enumerate(runs):
         for order, ((split, task), lines) in enumerate(run.evaluated.items()):
             if split != "trained" and len(runs) > 1:

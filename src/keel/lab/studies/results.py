@@ -19,7 +19,7 @@ BAND = 1.5  # the band around a target KL is target/1.5 to 1.5·target, as in PP
 
 
 @dataclass(frozen=True)
-class Skill:
+class SkillResult:
     """One retention task: accuracy before and after, and the KL on its prompts in both directions."""
 
     before: float | None
@@ -38,7 +38,7 @@ class RunResult:
     reason: str
     options: Mapping[str, str]
     figures: Mapping[str, float | None]
-    skills: Mapping[str, Skill] = field(default_factory=dict)
+    skills: Mapping[str, SkillResult] = field(default_factory=dict)
     wall_s: float | None = None
     curves: Mapping[str, Sequence[tuple[float, float | None]]] = field(default_factory=dict)
     band_by: str = ""  # the estimate that the band was held against
@@ -159,11 +159,11 @@ def _accuracy(run: RunRecord, split: str) -> tuple[dict[str, float], dict[str, f
     return first, dict(first) if back_at_start and not last else last
 
 
-def _skills(run: RunRecord, drift: Mapping[str, Any]) -> dict[str, Skill]:
+def _skills(run: RunRecord, drift: Mapping[str, Any]) -> dict[str, SkillResult]:
     first, last = _accuracy(run, "retention")
     measured = _tasks(drift, "retention")
     return {
-        name: Skill(
+        name: SkillResult(
             first.get(name),
             last.get(name),
             _figure(measured.get(name, {}), "policy_ref", "exact"),

@@ -8,14 +8,14 @@ from torch import Tensor
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.bench import Bench
 from keel.lab.doctor.findings import Finding, found, propose
-from keel.lab.doctor.probes.outcome import Outcome
+from keel.lab.doctor.probes.result import ProbeResult
 from keel.losses import count_denominators, group_statistics, zero_variance
 from keel.losses.advantages import EPSILON
 from keel.losses.policy import get_recipe
 from keel.losses.reductions import get_reduction
 
 
-def probe_advantage(bench: Bench, thresholds: Thresholds) -> Outcome:
+def probe_advantage(bench: Bench, thresholds: Thresholds) -> ProbeResult:
     """How often a reward's difference is multiplied before it becomes an advantage, and the loss's length bias."""
     rows, scale = bench.batch.rows, bench.run.options.scale_rewards
     assert rows.rewards is not None
@@ -25,7 +25,7 @@ def probe_advantage(bench: Bench, thresholds: Thresholds) -> Outcome:
     findings: tuple[Finding, ...] = ()
     lines: list[str] = []
     if not finite:
-        return Outcome("advantage", unchecked=("advantage/amplified: a reward is not finite",))
+        return ProbeResult("advantage", unchecked=("advantage/amplified: a reward is not finite",))
     spread = group_spreads(rows.rewards, rows.group)
     figures["groups_with_spread"] = float(len(spread))
     if len(spread):
@@ -42,7 +42,7 @@ def probe_advantage(bench: Bench, thresholds: Thresholds) -> Outcome:
         f"loss_type={bench.run.loss.loss_type}: a token of the shortest completion ({figures['shortest']:.0f} tokens) "
         f"weighs {figures['length_bias']:.3g} times one of the longest ({figures['longest']:.0f})"
     )
-    return Outcome("advantage", findings, figures, tuple(lines))
+    return ProbeResult("advantage", findings, figures, tuple(lines))
 
 
 def group_spreads(rewards: Tensor, group: Tensor) -> Tensor:

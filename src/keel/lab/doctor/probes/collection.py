@@ -14,13 +14,13 @@ from keel.base.types import Group, Reward
 from keel.lab.doctor.advice import either, times
 from keel.lab.doctor.bench import Bench
 from keel.lab.doctor.findings import Finding, found
-from keel.lab.doctor.probes.outcome import Outcome
 from keel.lab.doctor.probes.prompts import prompt_findings
+from keel.lab.doctor.probes.result import ProbeResult
 
 _SAME = 1e-9
 
 
-def probe_collection(bench: Bench, thresholds: Thresholds) -> Outcome:
+def probe_collection(bench: Bench, thresholds: Thresholds) -> ProbeResult:
     """Parse rate, end rate, entropy against uniform, spread and cliffs of the rewards, on the bench's batch."""
     rewards = [reward for group in bench.groups for reward in group.rewards]
     totals = [reward.total for reward in rewards]
@@ -56,7 +56,7 @@ def probe_collection(bench: Bench, thresholds: Thresholds) -> Outcome:
         f"{figures['within_group_std']:.3g} within groups, entropy {100 * figures['entropy_share']:.0f} % of uniform",
         *(f"  {completion.text!r} → {reward.total:g}" for completion, reward in _examples(bench.groups)),
     )
-    return Outcome("collection", tuple(findings), figures, lines)
+    return ProbeResult("collection", tuple(findings), figures, lines)
 
 
 def _examples(groups: Sequence[Group]) -> list[tuple[Any, Reward]]:

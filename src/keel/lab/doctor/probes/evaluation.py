@@ -9,8 +9,8 @@ from keel.base.types import Completion
 from keel.eval.evaluate import evaluate
 from keel.lab.doctor.bench import Bench
 from keel.lab.doctor.findings import Finding, found
-from keel.lab.doctor.probes.outcome import Outcome
 from keel.lab.doctor.probes.prompts import rendered
+from keel.lab.doctor.probes.result import ProbeResult
 from keel.rollout import Engine, Request, SamplingParams, WrappedEngine
 from keel.run.build import rendering
 
@@ -18,7 +18,7 @@ _ENOUGH = 6  # prompts on either side before their common beginnings are compare
 _COMPARED = ("top_p", "top_k", "min_p", "max_completion_length", "stop")
 
 
-def probe_evaluation(bench: Bench, thresholds: Thresholds) -> Outcome:
+def probe_evaluation(bench: Bench, thresholds: Thresholds) -> ProbeResult:
     """Both paths with the engine listened to: tokens, sampling, and what prompts of either side have in common."""
     problems = [group.problem for group in bench.groups]
     trained = {group.problem.key: group.prompt_tokens for group in bench.groups}
@@ -40,7 +40,7 @@ def probe_evaluation(bench: Bench, thresholds: Thresholds) -> Outcome:
     findings = [*_tokens(ear, trained), *_sampling(ear, bench.sampling), *_beginnings(bench)]
     same = sum(request.tokens == trained[request.key] for request in ear.first)
     line = f"evaluation: {same} of {len(ear.first)} prompts are the same tokens as in training"
-    return Outcome("evaluation", tuple(findings), {"same_prompts": float(same)}, (line,))
+    return ProbeResult("evaluation", tuple(findings), {"same_prompts": float(same)}, (line,))
 
 
 class Ear(WrappedEngine):

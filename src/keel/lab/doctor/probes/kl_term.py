@@ -15,7 +15,7 @@ from keel.lab.doctor.bench import Bench
 from keel.lab.doctor.expected import WORDS, Measured, measure_term, sampled_values
 from keel.lab.doctor.findings import Advice, Finding, found, propose
 from keel.lab.doctor.formula import formula_of
-from keel.lab.doctor.probes.outcome import Outcome
+from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.share import gradient_norms
 from keel.lab.doctor.probes.states import mean_kl, policy_states, reference_states
 
@@ -25,18 +25,18 @@ NOISE = 0.2  # of each weight's RMS: far enough that the KL is no rounding error
 SEEN_KL = 0.1  # nats per token
 
 
-def probe_kl_term(bench: Bench, thresholds: Thresholds) -> Outcome:
+def probe_kl_term(bench: Bench, thresholds: Thresholds) -> ProbeResult:
     """Direction and size of the configured term, its share of the gradient, and the β that would change it."""
     config, kl = bench.config, bench.run.kl
     unneeded = _unneeded(bench)
     if bench.run.reference is None:  # only at β = 0 without measurements
-        return Outcome("kl_term", unneeded, lines=("kl.beta is 0: no KL term acts, and this run has no reference",))
+        return ProbeResult("kl_term", unneeded, lines=("kl.beta is 0: no KL term acts, and this run has no reference",))
     with bench.perturbed(_noise(bench)):
         policy, reference = policy_states(bench), reference_states(bench)
         figures = {"kl_perturbed": mean_kl(policy, reference)}
         if figures["kl_perturbed"] <= 0.0:
             together = "kl/no-gradient, kl/reversed: the perturbed policy and the reference are equal (see reference)"
-            return Outcome("kl_term", unneeded, figures, unchecked=(together,))
+            return ProbeResult("kl_term", unneeded, figures, unchecked=(together,))
         norms = gradient_norms(bench)
     values = sampled_values(policy, reference, kl)
     measured = measure_term(policy, reference, kl, off_policy=config.off_policy, named=thresholds["kl_gradient_named"])
@@ -50,9 +50,9 @@ def probe_kl_term(bench: Bench, thresholds: Thresholds) -> Outcome:
     lines = [_gradient_line(bench, measured), norms.line(bench.full_beta, SHARES, figures["kl_perturbed"])]
     lines.append(_value_line(bench, values))
     if not used:
-        return Outcome("kl_term", unneeded, figures, ("kl.beta is 0: no KL term acts; " + lines[1],))
+        return ProbeResult("kl_term", unneeded, figures, ("kl.beta is 0: no KL term acts; " + lines[1],))
     findings = (*_judged(bench, measured, thresholds), *_reward_scale(bench, figures), *unneeded)
-    return Outcome("kl_term", findings, figures, tuple(lines))
+    return ProbeResult("kl_term", findings, figures, tuple(lines))
 
 
 def _noise(bench: Bench) -> float:

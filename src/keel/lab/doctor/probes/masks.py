@@ -14,14 +14,14 @@ from keel.lab.doctor.bench import Bench
 from keel.lab.doctor.findings import Finding, found
 from keel.lab.doctor.probes.draws import Draws, draws, improbable_runs, unfiltered
 from keel.lab.doctor.probes.ends import end_findings
-from keel.lab.doctor.probes.outcome import Outcome
+from keel.lab.doctor.probes.result import ProbeResult
 from keel.losses import objective
 
 TRAINED, GIVEN, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"  # green, dim
 _MOST_PLACES = 6
 
 
-def probe_masks(bench: Bench, thresholds: Thresholds) -> Outcome:
+def probe_masks(bench: Bench, thresholds: Thresholds) -> ProbeResult:
     """Perturb what a completion should see; differentiate the loss; compare what is trained with what was drawn."""
     findings = [*_blindness(bench, thresholds), *_gradient(bench), *end_findings(bench, thresholds)]
     findings += _foreign(bench, thresholds)
@@ -30,7 +30,7 @@ def probe_masks(bench: Bench, thresholds: Thresholds) -> Outcome:
     figures = {"trained_tokens": float(trained), "completion_tokens": float(total)}
     if "left out of turns" in bench.found:
         figures["left_out_of_turns"] = float(bench.found["left out of turns"])
-    return Outcome("masks", tuple(findings), figures, tuple(_shown(bench)))
+    return ProbeResult("masks", tuple(findings), figures, tuple(_shown(bench)))
 
 
 def _shown(bench: Bench) -> list[str]:

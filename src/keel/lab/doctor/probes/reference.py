@@ -15,7 +15,7 @@ from keel.lab.doctor.advice import either, setting
 from keel.lab.doctor.advice import reference as as_kind
 from keel.lab.doctor.bench import Bench
 from keel.lab.doctor.findings import Advice, Finding, found
-from keel.lab.doctor.probes.outcome import Outcome
+from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.start import at_start, largest_gap, reference_logp, token_kl
 from keel.models.fingerprint import effective_weights, fingerprint
 from keel.reference import KINDS, Reference, build_reference
@@ -25,10 +25,10 @@ MOST_UPDATES = 512
 FAR = 1e3  # nats per token: any threshold of a reference that waits for KL is below it
 
 
-def probe_reference(bench: Bench, thresholds: Thresholds) -> Outcome:
+def probe_reference(bench: Bench, thresholds: Thresholds) -> ProbeResult:
     """KL at step 0, then the same on a perturbed policy, then the loop's calls of `update`."""
     if bench.run.reference is None:
-        return Outcome(
+        return ProbeResult(
             "reference",
             lines=("no reference is built: kl.beta is 0 and kl.measure_every is 0",),
             unchecked=("reference/*: this run has no reference",),
@@ -36,7 +36,7 @@ def probe_reference(bench: Bench, thresholds: Thresholds) -> Outcome:
     figures: dict[str, float] = {}
     placed = misplaced(bench)
     if placed:
-        return Outcome("reference", placed, figures)
+        return ProbeResult("reference", placed, figures)
     saved, start = _saved(bench.run.reference), held_fingerprint(bench)
     findings = at_start(bench, thresholds, figures)
     try:
@@ -48,7 +48,7 @@ def probe_reference(bench: Bench, thresholds: Thresholds) -> Outcome:
         f"KL to the reference at step 0: {figures['kl_at_start']:.3g} nats per token; policy perturbed: its "
         f"log-probabilities move by {figures['policy_moved']:.3g}, the reference's by {figures['reference_moved']:.3g}"
     )
-    return Outcome("reference", tuple(findings), figures, (line,))
+    return ProbeResult("reference", tuple(findings), figures, (line,))
 
 
 # -- where things lie ---------------------------------------------------------------------------------------------

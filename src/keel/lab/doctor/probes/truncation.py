@@ -8,10 +8,10 @@ from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either, times
 from keel.lab.doctor.bench import Bench
 from keel.lab.doctor.findings import Finding, found
-from keel.lab.doctor.probes.outcome import Outcome
+from keel.lab.doctor.probes.result import ProbeResult
 
 
-def probe_truncation(bench: Bench, thresholds: Thresholds) -> Outcome:
+def probe_truncation(bench: Bench, thresholds: Thresholds) -> ProbeResult:
     """Shares of the batch at the limits; that completions are cut is a finding of the collection."""
     limit, near = bench.config.rollout.max_completion_length, thresholds["near_limit_from"]
     completions = [c for group in bench.groups for c in group.completions]
@@ -31,7 +31,7 @@ def probe_truncation(bench: Bench, thresholds: Thresholds) -> Outcome:
         f"{figures['prompts_cut']:.0%} cut, longest {max(prompts)}"
         + (f" of {longest_prompt}" if longest_prompt is not None else ""),
     )
-    return Outcome("truncation", _cut_prompts(figures, bench, thresholds), figures, lines)
+    return ProbeResult("truncation", _cut_prompts(figures, bench, thresholds), figures, lines)
 
 
 def _prompt_limit(bench: Bench) -> int | None:

@@ -16,7 +16,7 @@ from keel.config import Config
 from keel.lab.doctor.advice import warmed_up
 from keel.lab.doctor.bench import Bench
 from keel.lab.doctor.findings import Finding, found, propose
-from keel.lab.doctor.probes.outcome import Outcome
+from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.states import mean_kl, policy_states
 from keel.losses import global_denominators, objective
 from keel.trainer.batch import StepBatch, score_micro, score_policy, score_reference
@@ -36,7 +36,7 @@ class Taken:
     kl: float
 
 
-def probe_update(bench: Bench, thresholds: Thresholds) -> Outcome:
+def probe_update(bench: Bench, thresholds: Thresholds) -> ProbeResult:
     """The first update at its own learning rate, at half, at double and at the peak; all of it is undone.
 
     A warm-up is for the first updates, which Adam takes at full length whatever the gradient's noise is; later ones are
@@ -73,7 +73,7 @@ def probe_update(bench: Bench, thresholds: Thresholds) -> Outcome:
         f"{one.norm:.3g}, KL to the policy before it {one.kl:.2g} nats per token ({taken[0.5].kl:.2g} at half the "
         f"rate, {taken[2.0].kl:.2g} at double)" + ("" if given else "; signs drawn at random stood in for advantages")
     )
-    return Outcome("update", findings, figures, (line,))
+    return ProbeResult("update", findings, figures, (line,))
 
 
 def _scored(bench: Bench) -> StepBatch:
