@@ -113,7 +113,7 @@ def kl(
             engine=engine,
         )
     if plot is not None:
-        from keel.lab.plots.drift import plot_drift
+        from keel.lab.compare.plot import plot_drift
 
         plot_drift(drift, plot)
     if as_json:

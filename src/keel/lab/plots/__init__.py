@@ -1,1 +1,1 @@
-"""Every plot once: what is drawn as data, then as SVG in a page or as a picture in a file."""
+"""How plots are drawn: a chart as data, as SVG in a page, as a picture in a file."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from html import escape
 
 from keel.lab.plots.charts import svg
-from keel.lab.plots.study import short_names, study_panels
 from keel.lab.report.html import block, chart_data, curves, document
 from keel.lab.report.sections import table
+from keel.lab.studies.plots import short_names, study_panels
 from keel.lab.studies.table import Summary, shown, shown_columns
 from keel.lab.studies.verdict import Sentence
 

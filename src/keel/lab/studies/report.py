@@ -8,10 +8,10 @@ from pathlib import Path
 
 from keel.base.errors import KeelError
 from keel.base.files import write_atomic
-from keel.lab.plots.study import write_pictures
 from keel.lab.studies.folder import FAILED, Outcome, jobs
 from keel.lab.studies.grid import Study
 from keel.lab.studies.page import study_page
+from keel.lab.studies.plots import write_pictures
 from keel.lab.studies.results import read_result
 from keel.lab.studies.table import points_csv, summarise, table_csv, table_md
 from keel.lab.studies.verdict import verdict

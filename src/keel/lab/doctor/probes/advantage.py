@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,7 @@ def probe_advantage(bench: Bench, thresholds: Thresholds) -> ProbeResult:
     figures["groups_with_spread"] = float(len(spread))
     if len(spread):
         figures |= amplification(spread, rows.rewards, scale)
-        findings = _amplified(figures, scale, thresholds)
+        findings = tuple(_amplified(figures, scale, thresholds))
         lines.append(
             f"group std from {figures['smallest_std']:.3g} to {figures['largest_std']:.3g}; differences of reward are "
             f"multiplied by {figures['amplification']:.3g} (typical), {figures['amplification_max']:.3g} (largest)"
@@ -65,24 +67,20 @@ def amplification(spread: Tensor, rewards: Tensor, scale: str) -> dict[str, floa
     }
 
 
-def _amplified(figures: dict[str, float], scale: str, thresholds: Thresholds) -> tuple[Finding, ...]:
+def _amplified(figures: dict[str, float], scale: str, thresholds: Thresholds) -> Iterator[Finding]:
     limit = thresholds["advantage_amplification"]
     if figures["amplification_max"] <= limit:
-        return ()
+        return
     typical = figures["amplification"] > limit
     times = figures["amplification" if typical else "amplification_max"]
-    return (
-        found(
-            "advantage/amplified",
-            f"the {'typical' if typical else 'smallest'} within-group std is {1 / times - EPSILON:.3g}: differences "
-            f"of reward are multiplied by {times:.3g} (over {limit:g})",
-            f"loss.scale_rewards={scale} divides advantages by a spread that is nearly nothing, so noise in the "
-            "reward becomes an update of full size",
-            propose(
-                "set {} (as dr_grpo does), or make the reward tell completions apart", {"loss.scale_rewards": "none"}
-            ),
-            severity=None if typical else "note",
-        ),
+    yield found(
+        "advantage/amplified",
+        f"the {'typical' if typical else 'smallest'} within-group std is {1 / times - EPSILON:.3g}: differences "
+        f"of reward are multiplied by {times:.3g} (over {limit:g})",
+        f"loss.scale_rewards={scale} divides advantages by a spread that is nearly nothing, so noise in the "
+        "reward becomes an update of full size",
+        propose("set {} (as dr_grpo does), or make the reward tell completions apart", {"loss.scale_rewards": "none"}),
+        severity=None if typical else "note",
     )
 
 

@@ -52,7 +52,7 @@ def probe_sampler(bench: Bench, thresholds: Thresholds) -> ProbeResult:
         if not _close(bench, gap, thresholds):
             findings.append(_reported(bench, given, gap, thresholds))
             bench.found["sampler mismatch"] = findings[-1].code == "sampler/mismatch"
-    repeated = noise_findings(bench, thresholds)
+    repeated = [*noise_findings(bench, thresholds)]
     findings += repeated
     more = _more(bench, thresholds)
     chance, penalty, odds = _judged(more, bench.sampling)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from statistics import fmean
 
 from keel.base.thresholds import Thresholds
@@ -31,7 +32,7 @@ def probe_truncation(bench: Bench, thresholds: Thresholds) -> ProbeResult:
         f"{figures['prompts_cut']:.0%} cut, longest {max(prompts)}"
         + (f" of {longest_prompt}" if longest_prompt is not None else ""),
     )
-    return ProbeResult("truncation", _cut_prompts(figures, bench, thresholds), figures, lines)
+    return ProbeResult("truncation", tuple(_cut_prompts(figures, bench, thresholds)), figures, lines)
 
 
 def _prompt_limit(bench: Bench) -> int | None:
@@ -42,18 +43,16 @@ def _prompt_limit(bench: Bench) -> int | None:
     return None if context is None else context - bench.config.rollout.max_completion_length
 
 
-def _cut_prompts(figures: dict[str, float], bench: Bench, thresholds: Thresholds) -> tuple[Finding, ...]:
+def _cut_prompts(figures: dict[str, float], bench: Bench, thresholds: Thresholds) -> Iterator[Finding]:
     share = figures["prompts_cut"]
     if share <= thresholds["truncated_prompts"]:
-        return ()
-    return (
-        found(
-            "prompt/truncated",
-            f"{share:.0%} of the prompts are cut to data.max_prompt_length={bench.config.data.max_prompt_length}",
-            f"prompts are longer than the limit and data.truncation={bench.config.data.truncation} cuts them",
-            either(
-                times(bench.config.to_dict(), "data.max_prompt_length", 2, "twice"),
-                "filter long problems out of the data",
-            ),
+        return
+    yield found(
+        "prompt/truncated",
+        f"{share:.0%} of the prompts are cut to data.max_prompt_length={bench.config.data.max_prompt_length}",
+        f"prompts are longer than the limit and data.truncation={bench.config.data.truncation} cuts them",
+        either(
+            times(bench.config.to_dict(), "data.max_prompt_length", 2, "twice"),
+            "filter long problems out of the data",
         ),
     )

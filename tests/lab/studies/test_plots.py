@@ -7,10 +7,10 @@ import re
 import pytest
 
 from keel.eval.statistics import Estimate, estimate
-from keel.lab.plots.layout import COLOURS, bounds, colouring, facets, limits
-from keel.lab.plots.study import numbered, write_pictures
 from keel.lab.studies import read_study
+from keel.lab.studies.layout import COLOURS, bounds, colouring, facets, limits
 from keel.lab.studies.page import study_page
+from keel.lab.studies.plots import numbered, write_pictures
 from keel.lab.studies.results import EXACT_CURVE, K3_CURVE, RunResult, kl_curve
 from keel.lab.studies.table import summarise
 from lab.studies.test_verdict import beta_study, row

@@ -11,8 +11,8 @@ from typing import Any
 
 from keel.eval.statistics import Estimate, frontier
 from keel.lab.plots.charts import COLOURS, GREY, Curve, Panel, Point
-from keel.lab.plots.layout import bounds, colouring, facets, limits
 from keel.lab.plots.picture import Key, write_panels
+from keel.lab.studies.layout import bounds, colouring, facets, limits
 from keel.lab.studies.results import REWARD_CURVE, kl_curve
 from keel.lab.studies.table import Summary, forgetting_pairs, frontier_points
 
