@@ -71,7 +71,7 @@ def kl(
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw positions, estimators, tokens.")] = None,
 ) -> int:
     from keel.config import arguments
-    from keel.lab.report.picture import check_picture
+    from keel.lab.plots.picture import check_picture
 
     if plot is not None:
         check_picture(plot)

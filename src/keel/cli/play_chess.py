@@ -138,7 +138,7 @@ def _model(
 
 def _figures(played: Sequence[Any], name: str, opponent: str) -> dict[str, Any]:
     from keel.envs.chess.matches import tally
-    from keel.eval.evaluate import wilson
+    from keel.eval.statistics import wilson
 
     scores = [game.score for game in played if game.score is not None]
     return {
