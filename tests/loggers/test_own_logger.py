@@ -64,9 +64,3 @@ def test_parameters_are_checked_before_anything_is_built(params: dict, line: str
         load_config(settings(**params))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "runs").exists()
-
-
-def test_one_of_01_learns_the_new_name_of_its_base(tmp_path: Path) -> None:
-    (tmp_path / "alarms.py").write_text("from keel.loggers import Quiet\n\n\nclass Alarms(Quiet): ...\n")
-    with pytest.raises(KeelError, match=r"^keel\.loggers\.Quiet is now keel\.loggers\.Logger: change the import$"):
-        load_config(settings())

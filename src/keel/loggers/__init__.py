@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-from keel.base.errors import KeelError
+from keel.base.moved import refuse_renamed
 from keel.loggers.base import Logger, MultiLogger
 from keel.loggers.build import build_loggers
 from keel.loggers.console import ConsoleLogger
 from keel.loggers.jsonl import JsonlLogger
 from keel.loggers.rundir import RunDirectory
 
+if not TYPE_CHECKING:  # type checkers see the names that are there
+    __getattr__ = refuse_renamed(__name__, {"Quiet": "keel.loggers.Logger", "Fanout": "keel.loggers.MultiLogger"})
+
 __all__ = ["ConsoleLogger", "JsonlLogger", "Logger", "MultiLogger", "RunDirectory", "build_loggers"]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Quiet":  # of 0.1
-        raise KeelError("keel.loggers.Quiet is now keel.loggers.Logger: change the import")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
