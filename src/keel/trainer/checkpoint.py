@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 import keel
 from keel.base.errors import KeelError
 from keel.base.files import write_atomic
-from keel.models.dropout import own_dropout
+from keel.models.dropout import original_dropout
 from keel.models.lora import is_lora
 from keel.reference import Reference
 from keel.reference.held import unwrap
@@ -71,7 +71,7 @@ def save_weights(folder: Path, model: Any, tokenizer: Any) -> None:
     inner = unwrap(model)
     chosen = {"selected_adapters": [inner.active_adapters[0]]} if is_lora(inner) else {}
     try:
-        with without_bars(), own_dropout(inner):
+        with without_bars(), original_dropout(inner):
             inner.save_pretrained(str(folder), **chosen)
     except SafetensorError as error:  # a full disk has a type of its own there
         raise OSError(str(error)) from error

@@ -13,7 +13,7 @@ from torch import nn
 from keel.base.errors import KeelError, first_line
 from keel.lab.compare.sources import Source
 from keel.models.head import evaluating
-from keel.models.load import LoadedModel, own_memory
+from keel.models.load import LoadedModel, align_parameters
 from keel.models.lora import check_bias
 from keel.trainer.integrity import check_model
 
@@ -74,7 +74,7 @@ def _add_second(model: Any, folder: Path) -> None:
         raise
     except (ValueError, RuntimeError, KeyError, OSError) as error:
         raise KeelError(f"the adapter at {str(folder)!r} does not fit the model: {first_line(error)}") from error
-    own_memory(model)
+    align_parameters(model)
 
 
 def _adapters_off(model: Any) -> AbstractContextManager[Any]:
