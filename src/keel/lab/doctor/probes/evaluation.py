@@ -11,7 +11,7 @@ from keel.lab.doctor.bench import Bench
 from keel.lab.doctor.findings import Finding, found
 from keel.lab.doctor.probes.outcome import Outcome
 from keel.lab.doctor.probes.prompts import rendered
-from keel.rollout import Engine, Request, SamplingParams, WrappedEngine
+from keel.rollout import Engine, EngineWrapper, Request, SamplingParams
 
 _ENOUGH = 6  # prompts on either side before their common beginnings are compared
 _COMPARED = ("top_p", "top_k", "min_p", "max_completion_length", "stop")
@@ -42,7 +42,7 @@ def probe_evaluation(bench: Bench, thresholds: Thresholds) -> Outcome:
     return Outcome("evaluation", tuple(findings), {"same_prompts": float(same)}, (line,))
 
 
-class Ear(WrappedEngine):
+class Ear(EngineWrapper):
     """An engine that writes down what it is asked before it asks the engine behind it."""
 
     def __init__(self, inner: Engine) -> None:
