@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import nn
 
 from keel.base.errors import KeelError, first_line
 from keel.base.imports import import_object, is_users_own
+from keel.base.parts import part_arguments
 from keel.base.validation import read_options
 from keel.models.checks import check_eos, check_tokenizer, context_length
 from keel.models.dropout import disable_dropout, has_dropout
@@ -256,9 +256,8 @@ def _from_gguf(model: ModelOptions, *, dtype: torch.dtype | str, **_: Any) -> Lo
 def _from_user(model: ModelOptions, *, dtype: Any, seed: int, **_: Any) -> Loaded:
     name = model.name
     loader = import_object(name, "model loader")
-    arguments = {"dtype": dtype, "attn_implementation": model.attn_implementation, "seed": seed}
-    parameters = inspect.signature(loader).parameters
-    result = loader(**{key: value for key, value in arguments.items() if key in parameters})
+    offered = {"dtype": dtype, "attn_implementation": model.attn_implementation, "seed": seed}
+    result = loader(**part_arguments(f"model loader {name}", loader, {}, **offered))
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
         raise KeelError(f"model loader {name!r} returned {type(result).__name__}: it must return (model, tokenizer)")
     return (*result, ())
