@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from types import FrameType, ModuleType
 from typing import Any
@@ -31,6 +31,7 @@ MOVED = {
     "keel.models.lengths": "keel.models.rope",
     "keel.redact": "keel.base.redact",
     "keel.report": "keel.lab.report",
+    "keel.report.read": "keel.lab.runs",
     "keel.rollout.batch": "keel.rollout.native.batch",
     "keel.rollout.cache": "keel.rollout.native.cache",
     "keel.rollout.decode": "keel.rollout.native.decode",
@@ -43,7 +44,9 @@ MOVED = {
     "keel.studies.live": "keel.lab.plan.live",
     "keel.studies.plan": "keel.lab.plan.plan",
     "keel.studies.rehearse": "keel.lab.plan.rehearse",
+    "keel.studies.rows": "keel.lab.studies.results",
     "keel.studies.shapes": "keel.lab.plan.shapes",
+    "keel.studies.stats": "keel.eval.statistics",
     "keel.tasks": "keel.envs",
     "keel.train": "keel.trainer",
     "keel.train.api": "keel.run.train",
@@ -93,6 +96,19 @@ class _OldNames(MetaPathFinder):
 
         name, location = _importer(fullname, sys._getframe(1))
         raise KeelError(f"{name} is now {current(name)}: change the import in {location}")
+
+
+def refuse_renamed(module: str, renamed: Mapping[str, str]) -> Callable[[str], Any]:
+    """A module's `__getattr__` that refuses its names of 0.1 in one line that says what each became."""
+
+    def lookup(name: str) -> Any:
+        if name not in renamed:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        from keel.base.errors import KeelError
+
+        raise KeelError(f"{module}.{name} is now {renamed[name]}: see docs/upgrading.md")
+
+    return lookup
 
 
 def _importer(name: str, frame: FrameType | None) -> tuple[str, str]:

@@ -88,12 +88,11 @@ def _log_at(paths: list[str]) -> Path | None:
 
 
 def _preflight(args: list[str], threshold: list[str], as_json: bool) -> tuple[str, Any]:
-    from keel.base.thresholds import load_thresholds
-    from keel.base.thresholds import words as as_mapping
+    from keel.base.thresholds import thresholds_of
     from keel.lab.doctor.preflight import preflight
 
     config = configuration(args)
-    limits = load_thresholds({**config.doctor.thresholds.params, **as_mapping(threshold)})
+    limits = thresholds_of(config.model_dump(), threshold)
     return f"preflight of {config.run.name}", preflight(config, limits, None if as_json else _print_outcome)
 
 

@@ -62,7 +62,7 @@ def eval(
 ) -> int:
     from keel.base.files import write_atomic
     from keel.config import arguments
-    from keel.lab.report.picture import check_picture
+    from keel.lab.plots.picture import check_picture
 
     if plot is not None:
         check_picture(plot)
@@ -91,7 +91,7 @@ def eval(
     if out is not None:
         write_atomic(out, json.dumps(data, ensure_ascii=False, allow_nan=False, indent=2) + "\n")
     if plot is not None:
-        from keel.lab.report.evaluation import plot_evaluation
+        from keel.lab.plots.evaluation import plot_evaluation
 
         plot_evaluation(data, plot)
     if as_json:

@@ -71,7 +71,7 @@ def kl(
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw positions, estimators, tokens.")] = None,
 ) -> int:
     from keel.config import arguments
-    from keel.lab.report.picture import check_picture
+    from keel.lab.plots.picture import check_picture
 
     if plot is not None:
         check_picture(plot)
@@ -145,15 +145,16 @@ def _prompt_source(file: Path | None, task: str | None, params: list[str]) -> An
 def _named_task(task: str, params: list[str]) -> Any:
     """The task with its own parameters and the data that it reads, written as in `keel check-task`."""
     from keel.config import arguments, read_config
-    from keel.config.checks import DATA_OF_TASKS
+    from keel.envs.options import SourceOptions
     from keel.run.build import build_named_task
 
     settings = [arguments.of_task(override) for override in params]
+    reads = list(SourceOptions.model_fields)
     for setting in settings:
         section, _, name = setting.lstrip("+").partition("=")[0].partition(".")
-        if section != "task" and (section != "data" or name.partition(".")[0] not in DATA_OF_TASKS):
+        if section != "task" and (section != "data" or name.partition(".")[0] not in reads):
             raise KeelError(
-                f"{setting} is no parameter of a task: keel kl takes task.*, data.{', data.'.join(DATA_OF_TASKS)} "
+                f"{setting} is no parameter of a task: keel kl takes task.*, data.{', data.'.join(reads)} "
                 "and its own options"
             )
     config, _ = read_config({"task": {"name": task}}, settings)

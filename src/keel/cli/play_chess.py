@@ -113,17 +113,18 @@ def _model(
     from keel.envs.chess.format import padding_of, read_policy
     from keel.envs.chess.policy import policy_problem
     from keel.envs.chess.rules import fen_of
+    from keel.rollout import SamplingParams, build_engine
     from keel.rollout.request import Request
-    from keel.run.build import build_engine, build_renderer, build_sampling
+    from keel.run.build import build_renderer
     from keel.run.subject import find_subject
 
     widths = padding_of(padding)
     subject = find_subject(source, overrides, checkpoint)
     loaded = subject.load()
-    engine = build_engine(subject.config, loaded)
+    engine = build_engine(subject.config.rollout, loaded.model, loaded.tokenizer)
     renderer = build_renderer(subject.config, loaded.tokenizer)
     changes = {"temperature": temperature, "max_completion_length": max_tokens, "num_generations": 1}
-    sampling = build_sampling(subject.config, **changes)
+    sampling = SamplingParams.of(subject.config.rollout, **changes)
 
     def moves(games: Sequence[Any]) -> list[str | None]:
         keys = [f"game {game.number}, ply {len(game.board.move_stack)}" for game in games]
@@ -137,7 +138,7 @@ def _model(
 
 def _figures(played: Sequence[Any], name: str, opponent: str) -> dict[str, Any]:
     from keel.envs.chess.matches import tally
-    from keel.eval.evaluate import wilson
+    from keel.eval.statistics import wilson
 
     scores = [game.score for game in played if game.score is not None]
     return {

@@ -13,7 +13,7 @@ from keel.base.errors import KeelError
 from keel.base.moved import current_names
 from keel.base.options import PluginOptions
 from keel.base.redact import MASK, hide, remember
-from keel.base.validation import model_of, no_such_option, one_line, option_names
+from keel.base.validation import may_be_a_name, model_of, no_such_option, one_line, option_names
 from keel.config import aliases, text
 from keel.config.aliases import Setting
 from keel.config.checks import check
@@ -113,7 +113,13 @@ def leaves(prefix: str, data: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 def _is_leaf(name: str) -> bool:
     """Whether what lies below this name is a plug-in's own parameter rather than options of ours."""
-    return _takes_parameters(_section(name.rpartition(".")[0])) and name not in _NAMES
+    parent, _, leaf = name.rpartition(".")
+    section = _section(parent) if parent else None
+    if section is None:
+        return False
+    if leaf in section.model_fields:
+        return may_be_a_name(section.model_fields[leaf].annotation)
+    return _takes_parameters(section)
 
 
 def _override(override: str) -> Iterator[Setting]:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from keel.loggers.base import Fanout, Logger, Quiet
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.loggers.base import Logger, MultiLogger
 from keel.loggers.build import build_loggers
 from keel.loggers.console import ConsoleLogger
 from keel.loggers.jsonl import JsonlLogger
 from keel.loggers.rundir import RunDirectory
 
-__all__ = ["ConsoleLogger", "Fanout", "JsonlLogger", "Logger", "Quiet", "RunDirectory", "build_loggers"]
+__all__ = ["ConsoleLogger", "JsonlLogger", "Logger", "MultiLogger", "RunDirectory", "build_loggers"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Quiet":  # of 0.1
+        raise KeelError("keel.loggers.Quiet is now keel.loggers.Logger: change the import")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

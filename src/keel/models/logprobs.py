@@ -78,7 +78,12 @@ def score_hidden(
     ref_head: LogitsOf | None = None,
     chunk_tokens: int | None = None,
 ) -> FullScores:
-    """`score_tokens` from hidden states `[N, H]` that are already computed."""
+    """log softmax(logits / temperature) of hidden states `[N, H]`, a chunk at a time; all `[B, T]`, fp32.
+
+    `exact_kl` adds Σ_v π_v (log π_v − log p_v) against the reference given by `ref_hidden` (its `hidden_states` for
+    this batch) and `ref_head` (its `head_of`, or any function from hidden states to logits); `ref_policy` adds the
+    other direction, as a measurement unless `ref_policy_grad`. Zero outside the completions.
+    """
     _, tokens = packed.scored()
     exact_kl = exact_kl or ref_policy
     if exact_kl and (ref_hidden is None or ref_head is None):
@@ -105,35 +110,6 @@ def score_hidden(
     )
 
 
-def score_tokens(
-    model: nn.Module,
-    packed: PackedBatch,
-    *,
-    temperature: float = 1.0,
-    entropy: bool = False,
-    exact_kl: bool = False,
-    ref_policy: bool = False,
-    ref_policy_grad: bool = False,
-    ref_hidden: Tensor | None = None,
-    ref_head: LogitsOf | None = None,
-    chunk_tokens: int | None = None,
-) -> FullScores:
-    """One forward of the body, then log softmax(logits / temperature) a chunk at a time; all `[B, T]`, fp32.
-
-    `exact_kl` adds Σ_v π_v (log π_v − log p_v) against the reference given by `ref_hidden` (its `hidden_states` for
-    this batch) and `ref_head` (its `head_of`, or any function from hidden states to logits); `ref_policy` adds the
-    other direction, as a measurement unless `ref_policy_grad`. Zero outside the completions.
-    """
-    return score_hidden(
-        hidden_states(model, packed),
-        head_of(model),
-        packed,
-        temperature=temperature,
-        entropy=entropy,
-        exact_kl=exact_kl,
-        ref_policy=ref_policy,
-        ref_policy_grad=ref_policy_grad,
-        ref_hidden=ref_hidden,
-        ref_head=ref_head,
-        chunk_tokens=chunk_tokens,
-    )
+def score_tokens(model: nn.Module, packed: PackedBatch, **options: Any) -> FullScores:
+    """One forward of the body, and the scores of its hidden states; `options` are those of `score_hidden`."""
+    return score_hidden(hidden_states(model, packed), head_of(model), packed, **options)

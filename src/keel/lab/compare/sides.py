@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from keel.base.errors import KeelError, first_line
-from keel.lab.compare.sources import Source
+from keel.lab.compare.sources import ModelSource
 from keel.models.head import evaluating
 from keel.models.load import LoadedModel, align_parameters
 from keel.models.lora import check_bias
@@ -40,7 +40,7 @@ class Side:
             yield self.loaded.model
 
 
-def load_pair(policy: Source, reference: Source) -> tuple[Side, Side]:
+def load_pair(policy: ModelSource, reference: ModelSource) -> tuple[Side, Side]:
     """Both models; adapters of one base, and a base against its adapter, share one copy of the base's weights."""
     if not policy.same_base(reference):
         first, second = (Side(source.name, source.load(source.adapter)) for source in (policy, reference))
@@ -51,7 +51,7 @@ def load_pair(policy: Source, reference: Source) -> tuple[Side, Side]:
         _add_second(loaded.model, adapters[1])
     names = dict(zip(adapters, (_FIRST, _SECOND), strict=False))
 
-    def side(source: Source) -> Side:
+    def side(source: ModelSource) -> Side:
         if not adapters:
             return Side(source.name, loaded)
         active = None if source.adapter is None else names[source.adapter.resolve()]
