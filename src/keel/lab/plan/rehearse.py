@@ -35,7 +35,7 @@ class FullLength(PackedBatch):
     def scored(self) -> tuple[Tensor, Tensor]:
         return self.gather.flatten(), self.tokens.flatten()
 
-    def spread(self, values: Tensor) -> Tensor:
+    def scatter(self, values: Tensor) -> Tensor:
         return values.view(self.tokens.shape)
 
 
