@@ -101,7 +101,7 @@ def test_each_importer_knows_them():
     assert import_object("keel.train.sft:sft", "part").__module__ == "keel.trainer.sft"
     assert build_reward("keel.tasks.rewards.text:exact", build_task("arithmetic")).name
     assert load_callable("keel.verify.values:reversed_k3")
-    with pytest.raises(KeelError, match="has no"):
+    with pytest.raises(KeelError, match="derive it from"):
         user_logger(LoggerOptions(name="keel.types:Problem", key="a", prompt="b", answer="c"))
 
 
@@ -125,6 +125,8 @@ def test_a_run_of_01_goes_on(tmp_path):
         ("keel.losses", "MismatchSpec", "keel.losses.MismatchOptions"),
         ("keel.kl", "shape_rewards", "keel.kl.reward_penalty"),
         ("keel.kl", "shape_advantages", "keel.kl.advantage_penalty"),
+        ("keel.loggers", "Quiet", "keel.loggers.Logger"),
+        ("keel.loggers", "Fanout", "keel.loggers.MultiLogger"),
     ],
 )
 def test_a_renamed_part_is_refused_in_one_line(module, name, now):

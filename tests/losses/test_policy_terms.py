@@ -202,7 +202,7 @@ MISTAKES = [
     (LossOptions(loss_type="grpo", sapo_temperature_pos=2.0), "loss.sapo_temperature_pos has no meaning with grpo"),
     (
         LossOptions(loss_type="grpo", epsilom=0.2),
-        "unknown parameter of loss_type grpo 'epsilom': did you mean 'epsilon'?",
+        "unknown option loss.epsilom: did you mean loss.epsilon?",
     ),
 ]
 
