@@ -13,7 +13,7 @@ import torch
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
-from keel.envs import Task
+from keel.envs import Episode, Task
 from keel.rollout import NativeEngine, Request, SamplingParams, Turn
 from keel.rollout.collect import collect
 from keel.rollout.native.batch import Batch, Row
@@ -201,11 +201,19 @@ class Guess(Task):
 
     name = "guess"
 
-    def respond(self, problem: Problem, turns: Sequence[str]) -> str | None:
-        return None if len(turns) == 3 else "no" * (1 + len(turns[-1]) % 3)
+    def start(self, problem: Problem) -> Episode:
+        return Guessing()
 
-    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
-        return Reward(float(len(turns)))
+
+class Guessing(Episode):
+    turns = 0
+
+    def step(self, text: str) -> str | None:
+        self.turns += 1
+        return None if self.turns == 3 else "no" * (1 + len(text) % 3)
+
+    def reward(self) -> Reward:
+        return Reward(float(self.turns))
 
 
 class Asked(NativeEngine):

@@ -12,9 +12,10 @@ import pytest
 import keel
 from keel.base.errors import KeelError
 from keel.base.thresholds import shipped_thresholds
-from keel.base.types import Completion, Problem
+from keel.base.types import Completion, Problem, Reward
 from keel.config import load_config
-from keel.envs import Task, build_task
+from keel.envs import Episode, Task, build_task
+from keel.envs.episode import SingleTurn
 from keel.envs.mixture import mixture
 from keel.rollout.collect import collect
 from keel.rollout.render import Renderer
@@ -76,8 +77,8 @@ def test_a_gold_episode_that_ends_too_early_is_refused() -> None:
         def gold_turns(self, problem: Problem) -> list[str]:
             return ["12", "."]
 
-        def respond(self, problem: Problem, turns: Sequence[str]) -> None:
-            return None
+        def start(self, problem: Problem) -> Episode:
+            return SingleTurn(lambda turns: Reward(0.0))
 
     with pytest.raises(KeelError, match="ends after turn 1"):
         episode_example(Early(), Problem("p", "?"), (1,), TOKENIZER, Renderer(TOKENIZER).reply)

@@ -12,7 +12,7 @@ from keel.base.errors import KeelError
 from keel.base.types import Group, Problem
 from keel.envs.base import Task
 from keel.envs.judge import Judge
-from keel.envs.rewards import TASK
+from keel.envs.rewards import TASK, as_reward
 from keel.rollout.collect import Engine, collect
 from keel.rollout.sampling import SamplingParams
 
@@ -248,4 +248,8 @@ def _is_right(task: Task, group: Group, index: int, own: str) -> bool:
     correct = reward.parts.get("correct" if own == TASK else f"{own}/correct")
     if correct is not None:
         return correct >= 1.0
-    return reward.parts.get(own, reward.total) >= task.reward(group.problem, [task.gold(group.problem)]).total - 1e-9
+    return reward.parts.get(own, reward.total) >= _full(task, group.problem) - 1e-9
+
+
+def _full(task: Task, problem: Problem) -> float:
+    return as_reward(task.reward(problem, task.gold_turns(problem))).total

@@ -11,7 +11,7 @@ from typing import Any
 from keel.base.errors import KeelError, unknown
 from keel.base.imports import import_own, is_users_own
 from keel.envs.base import Task
-from keel.envs.concurrent import is_async
+from keel.envs.calls import is_async
 from keel.envs.registry import check_params
 from keel.envs.rewards import http, maths, text
 from keel.envs.rewards.checks import CHECKS, check_types
