@@ -100,7 +100,7 @@ def measure(job: str, steps: int) -> dict[str, float]:
     for number in range(steps + 1):
         spent.clear()
         state, metrics, _ = step_module.train_step(run, state)
-        find(state, metrics, run.guards)
+        find(state, metrics, run.guards, run.budget)
         if number:
             guarding = sum(spent[name] for name in (*GUARDS, "find_trouble"))
             measuring = sum(spent[name] for name in MEASUREMENTS)

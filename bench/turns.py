@@ -128,7 +128,7 @@ def main() -> None:
         for side in sides if repeat % 2 == 0 else reversed(sides):
             engine, way = ways[side]
             episodes = Episodes(options)
-            engine.forget()
+            engine.release()
             started = time.perf_counter()
             way(engine, episodes.first(prompts), sampling, episodes.answer, repeat)
             if repeat:

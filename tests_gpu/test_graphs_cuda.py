@@ -139,12 +139,12 @@ def test_two_engines_take_turns_and_memory_stays(made):
     requests = [Request(str(i), prompt) for i, prompt in enumerate(PROMPTS)]
     first = [each.generate(requests, sampling, seed=3) for each in engines]
     for each in engines:
-        each.forget()
+        each.release()
     held = torch.cuda.memory_allocated()
     made.clear()
     for _ in range(4):
         for each, expected in zip(engines, first, strict=True):
             assert_close(each.generate(requests, sampling, seed=3), expected)
-            each.forget()
+            each.release()
     assert len(made) > 30
     assert torch.cuda.memory_allocated() <= held + 2**20

@@ -10,6 +10,7 @@ import yaml
 
 import keel
 from keel.base.errors import KeelError
+from keel.base.imports import import_object
 from keel.base.moved import MOVED, current, current_names
 from keel.config import load_config
 from keel.envs import build_task
@@ -93,15 +94,15 @@ def test_a_configuration_of_01_loads():
 def test_each_importer_knows_them():
     from keel.envs.rewards import build_reward
     from keel.loggers.build import user_logger
-    from keel.models.load import import_attr
+    from keel.loggers.options import LoggerOptions
     from keel.verify.formula import load_callable
 
     assert build_task("keel.tasks.arithmetic:arithmetic") == build_task("arithmetic")
-    assert import_attr("keel.train.sft:sft", "part").__module__ == "keel.trainer.sft"
+    assert import_object("keel.train.sft:sft", "part").__module__ == "keel.trainer.sft"
     assert build_reward("keel.tasks.rewards.text:exact", build_task("arithmetic")).name
     assert load_callable("keel.verify.values:reversed_k3")
     with pytest.raises(KeelError, match="has no"):
-        user_logger("keel.types:Problem", key="a", prompt="b", answer="c")
+        user_logger(LoggerOptions(name="keel.types:Problem", key="a", prompt="b", answer="c"))
 
 
 def test_a_run_of_01_goes_on(tmp_path):

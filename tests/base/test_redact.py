@@ -28,6 +28,7 @@ from keel.lab.report import write_report
 from keel.lab.studies.folder import _record
 from keel.lab.studies.grid import read_study
 from keel.loggers import RunDirectory, build_loggers
+from keel.loggers.options import LogOptions
 from keel.run.resume import check_same_run, write_config
 
 PHASES = (Phase.explicit, Phase.generate)  # a failing secret is no clearer for being short
@@ -118,7 +119,7 @@ def test_a_secret_is_nowhere_to_be_seen(
     with RunDirectory.create(folder / "run") as directory:
         write_config(directory, config)
         assert load_config_text(directory.path) == config.to_dict()  # it can be resumed
-        log = {"console": "none", "wandb": {"project": "p"}}
+        log = LogOptions(console="none", tensorboard=False, wandb="p")
         loggers = build_loggers(log, directory, total_steps=1, config=config.to_dict())
         loggers.event("reward/failed", message=f"the server said: bad login {secret}", more={"text": [secret]})
         loggers.step(1, {"reward/mean": 0.0})

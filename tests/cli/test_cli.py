@@ -97,11 +97,11 @@ def test_plot_is_a_picture(tmp_path):
         (["verify", "--nope"], "No such option"),
         (["verify", "--formula", "os.system(1)"], "may not be called"),
         (["verify", "--formula", "logp", "--callable", "a:b"], "exclude each other"),
-        (["verify", "--callable", "nowhere:f"], "cannot import 'nowhere'"),
+        (["verify", "--callable", "nowhere:f"], "cannot import callable 'nowhere:f'"),
         (["verify", "--plot", "/nonexistent/folder/x.png", "--formula", "logp"], "cannot write the plot"),
         (["verify", "--plot", "x.notaformat", "--formula", "logp"], "cannot write the plot"),
         (["verify", "--plot", "noext", "--formula", "logp"], "end its name in .png"),
-        (["verify", "--callable", "exits:f"], "cannot import 'exits'"),
+        (["verify", "--callable", "exits:f"], "cannot import callable 'exits:f': SystemExit"),
         (["verify", "--formula", "1if logp else 2"], "cannot be parsed"),
     ],
 )

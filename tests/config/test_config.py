@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.base.errors import KeelError
+from keel.base.validation import option_names
 from keel.config import Config, controller_params, load_config, loss_spec, read_config, resolved
 from keel.config.aliases import table
 from keel.config.checks import advice
-from keel.config.load import is_option, option_names
+from keel.config.load import is_option
 from keel.config.show import migrate_page, show_config
 
 ROOT = Path(__file__).parents[2]
@@ -368,7 +369,7 @@ def test_a_verl_configuration():
 
 
 def test_every_alias_leads_to_an_option():
-    names = set(option_names())
+    names = set(option_names(Config))
     for alias in table().values():
         assert not alias.target or alias.target in names or is_option(alias.target), alias.name
         assert alias.target or alias.note, alias.name
@@ -427,7 +428,7 @@ VALUES = st.recursive(
 
 
 @settings(max_examples=200, deadline=None)
-@given(option=st.sampled_from([*option_names(), *table()]), value=VALUES)
+@given(option=st.sampled_from([*option_names(Config), *table()]), value=VALUES)
 def test_any_value_anywhere_is_taken_or_refused_in_one_line(option, value):
     message = ""
     try:

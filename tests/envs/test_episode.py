@@ -1,4 +1,4 @@
-"""Episodes: each completion has one of its own, stepped once a turn, side by side where they are slow, always closed."""
+"""Episodes: one a completion, stepped once a turn, side by side where they are slow, and always closed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -19,6 +19,7 @@ from keel.envs.judge import Judge
 from keel.envs.rewards import wrap
 from keel.models.tiny import tiny_tokenizer
 from keel.rollout.collect import collect
+from keel.rollout.engine import Engine
 from keel.rollout.request import Request
 from keel.rollout.sampling import SamplingParams
 from trainer.small import small_config
@@ -28,10 +29,8 @@ from .playing import replies
 TOKENIZER = tiny_tokenizer()
 
 
-class Says:
+class Says(Engine):
     """An engine whose completions say the next line of a script each."""
-
-    context = None
 
     def __init__(self, *scripts: Sequence[str]) -> None:
         self.scripts = [iter(script) for script in scripts]
@@ -50,7 +49,7 @@ class Says:
 class Box(Episode):
     """Holds what it was told; ends at `stop`, fails at `fail`, waits at `wait` until somebody says `go`."""
 
-    made: list[Box] = []
+    made: ClassVar[list[Box]] = []
     go: asyncio.Event
 
     def __init__(self) -> None:
@@ -108,7 +107,7 @@ def rollout(engine: Says, task: Task | None = None, **options: Any) -> Any:
     sampling = SamplingParams(num_generations=len(engine.scripts), max_completion_length=200)
     options = {"max_turns": 3, **options}
     task = task or Boxes()
-    (group,) = collect(engine, task, task.sample(1, seed=0, step=0), TOKENIZER, sampling, **options)  # type: ignore[arg-type]
+    (group,) = collect(engine, task, task.sample(1, seed=0, step=0), TOKENIZER, sampling, **options)
     return group
 
 

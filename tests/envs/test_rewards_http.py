@@ -61,8 +61,9 @@ class Server:
 
 @pytest.fixture(autouse=True)
 def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+    for name in ("http_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
 
 
 @pytest.fixture
@@ -157,6 +158,24 @@ def test_an_answer_that_drips_in_ends_too() -> None:
         totals(judge_of(f"http://127.0.0.1:{listening.getsockname()[1]}/", timeout_s=0.3, retries=0), "x")
     released.set()
     listening.close()
+
+
+def test_an_answer_without_end_is_no_score(server: Server) -> None:
+    server.answer = lambda body: (200, '{"score": 1}' + " " * (1 << 20))
+    with pytest.raises(KeelError, match="did not answer in JSON: longer than 1 MiB"):
+        totals(judge_of(server.url), "x")
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "ALL_PROXY"])
+def test_a_proxy_of_the_environment_is_asked(server: Server, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, server.url.removesuffix("/judge"))
+    probe_rewards([{"name": "http", "url": "http://judge.invalid/score"}])  # who is behind a proxy shows later
+    assert totals(judge_of("http://judge.invalid/score"), "x") == [1.0]
+    assert server.paths == ["http://judge.invalid/score"]
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert totals(judge_of(server.url), "x") == [1.0]
+    assert server.paths[1:] == ["/judge"]
 
 
 def test_a_slow_judge_is_left_after_its_time(server: Server) -> None:

@@ -30,7 +30,7 @@ from keel.eval.evaluate import (
     wilson,
 )
 from keel.models.tiny import tiny_model
-from keel.rollout import NativeEngine, SamplingParams
+from keel.rollout import Engine, NativeEngine, SamplingParams
 
 TASK = arithmetic()
 
@@ -185,7 +185,7 @@ def test_a_judge_of_ones_own_pays_and_the_task_says_what_is_right(engine: Native
     options: dict[str, Any] = {"max_completion_length": 3, "k": (1,), "samples": 4}
     answers = {0: TASK.gold(problem), 1: "1", 2: "2", 3: "3"}
 
-    class Knows:
+    class Knows(Engine):
         def generate(self, requests: Any, sampling: Any, **noise: int) -> list[list[Completion]]:
             return [[Completion((1,), (True,), (0.0,), (0.0,), answers[i], "eos") for i in range(4)] for _ in requests]
 

@@ -78,7 +78,7 @@ def test_dropout_that_was_asked_for_is_there() -> None:
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        ({"rank": 4}, "unknown lora option 'rank'"),
+        ({"rank": 4}, "unknown option model.lora.rank"),
         ({"r": 0}, "lora.r is 0"),
         ({"dropout": 1.0}, "lora.dropout"),
         ({"targets": ["no_such_layer"]}, "no_such_layer"),

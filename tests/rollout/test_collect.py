@@ -15,7 +15,7 @@ from keel.envs import Episode, Task, arithmetic
 from keel.envs.judge import Judge
 from keel.envs.rewards import wrap
 from keel.models.tiny import tiny_model
-from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.rollout import Engine, NativeEngine, Request, SamplingParams
 from keel.rollout.collect import collect
 
 from . import shapes
@@ -25,7 +25,7 @@ EOS = TOKENIZER.eos_token_id
 
 
 @dataclass
-class Scripted:
+class Scripted(Engine):
     """An engine that says the next line of a script for each sample, and EOS."""
 
     lines: dict[int, list[str]]

@@ -259,19 +259,6 @@ def test_an_engine_that_returns_too_few_is_named() -> None:
         groups(Short(shapes.model("llama"), shapes.tokenizer()), Guess())
 
 
-def test_a_generate_put_on_the_object_is_asked_too() -> None:
-    engine, times = engine_of(shapes.model("llama")), []
-    generate = engine.generate
-
-    def logged(*args: Any, **options: Any) -> Any:
-        times.append(len(args[0]))
-        return generate(*args, **options)
-
-    engine.generate = logged  # type: ignore[method-assign]
-    assert tokens_of(groups(engine, Guess())) == tokens_of(groups(engine_of(shapes.model("llama")), Guess()))
-    assert len(times) == 3
-
-
 def test_without_joining_all_are_answered_together() -> None:
     class NeverJoins(NativeEngine):
         def converse(self, *args: Any, **options: Any) -> None:

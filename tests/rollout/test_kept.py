@@ -127,7 +127,7 @@ def test_the_bytes_are_those_of_the_prompt_once_and_of_each_row() -> None:
     engine.generate([Request("a", tuple(range(10)))], sampling)
     a_token = 2 * 2 * 2 * 8 * 4  # layers, keys and values, KV heads, their size, bytes
     assert engine.kept.bytes == (10 + 3 * 3) * a_token  # the last token of each row was never read
-    engine.forget()
+    engine.release()
     assert engine.kept.bytes == 0
 
 

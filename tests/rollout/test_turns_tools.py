@@ -18,7 +18,7 @@ from keel.envs.toolbox import Toolbox, ToolEpisode
 from keel.envs.tools import tool
 from keel.models.pack import pack
 from keel.models.tiny import tiny_tokenizer
-from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.rollout import Engine, NativeEngine, Request, SamplingParams
 from keel.rollout.collect import collect
 from keel.rollout.render import Renderer
 from keel.trainer.measure import describe_episodes
@@ -71,7 +71,7 @@ class Weather(Task):
 
 
 @dataclass
-class Scripted:
+class Scripted(Engine):
     """An engine that says the next turn of a script and the end of sequence, and writes down what it was asked."""
 
     tokenizer: Any

@@ -18,6 +18,7 @@ from keel.envs import Episode, Task, build_task
 from keel.envs.episode import SingleTurn
 from keel.envs.mixture import mixture
 from keel.rollout.collect import collect
+from keel.rollout.engine import Engine
 from keel.rollout.render import Renderer
 from keel.rollout.request import Request
 from keel.rollout.sampling import SamplingParams
@@ -29,7 +30,7 @@ from trainer.worlds import CONFIG, TASK, model
 MODEL, TOKENIZER = model()
 
 
-class Gold:
+class Gold(Engine):
     """An engine that says the gold turns of the one problem it is given."""
 
     def __init__(self, turns: list[str]) -> None:
@@ -87,17 +88,24 @@ def test_a_gold_episode_that_ends_too_early_is_refused() -> None:
 def test_the_warm_start_learns_episodes() -> None:
     config = load_config(CONFIG, ["warmstart.steps=12", "warmstart.batch_size=8"])
     loaded = build_policy(config)
-    examples, options = build_warmstart(config, loaded)
+    start = build_warmstart(config, loaded)
     losses: list[float] = []
-    sft(loaded, examples, options, lambda step, line: losses.append(line["loss/total"]))
+    sft(loaded, *start, lambda step, line: losses.append(line["loss/total"]))
     assert losses[-1] < 0.6 * losses[0]
 
 
-@pytest.mark.parametrize(("turns", "said"), [(1, True), (2, False)])
-def test_one_turn_for_a_task_of_several_is_worth_a_note(turns: int, said: bool) -> None:
-    config = load_config(CONFIG, [f"rollout.max_turns={turns}"])
-    notes = build_run(config, build_policy(config)).notes
-    assert any("rollout.max_turns is 1" in note for note in notes) == said
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["rollout.max_turns=1"], "rollout.max_turns is 1"),
+        (["rollout.max_turns=2"], None),
+        (["rollout.max_turns=2", "rollout.overlap_tools=true"], "the last digits of a run vary"),
+    ],
+)
+def test_what_turns_deserve_a_note(options: list[str], said: str | None) -> None:
+    config = load_config(CONFIG, options)
+    notes = [note for note in build_run(config, build_policy(config)).notes if "rollout." in note]
+    assert [said in note for note in notes] == [True] if said else notes == []
 
 
 def test_two_steps_from_a_configuration(tmp_path: Path) -> None:

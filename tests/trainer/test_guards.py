@@ -14,9 +14,11 @@ import torch
 import keel
 from keel.base.errors import KeelError
 from keel.kl import KLState
+from keel.kl.options import KLBudget
 from keel.run.build import build_policy, build_run
 from keel.trainer.final import measure_end
-from keel.trainer.guards import ENOUGH, WINDOW, GuardOptions, find_trouble, over_budget, spike_limit, trouble_at_end
+from keel.trainer.guards import ENOUGH, WINDOW, find_trouble, over_budget, spike_limit, trouble_at_end
+from keel.trainer.options import GuardOptions
 from keel.trainer.state import State, step_seed
 from keel.trainer.step import problem_seed, train_step
 from trainer.small import BASE, small_config
@@ -58,19 +60,19 @@ def at(**changes: Any) -> State:
     ],
 )
 def test_the_budget_is_a_mean_and_twice_that_for_the_95th_percentile(
-    unit: str, metrics: dict[str, float], broken: str | None
+    unit: Any, metrics: dict[str, float], broken: str | None
 ) -> None:
-    said = over_budget(metrics, GuardOptions(budget=0.1, budget_unit=unit))
+    said = over_budget(metrics, KLBudget(max=0.1, unit=unit))
     assert said is None if broken is None else broken in str(said)
-    assert over_budget(metrics, GuardOptions(budget=None, budget_unit=unit)) is None
+    assert over_budget(metrics, None) is None
 
 
 def test_which_trouble_asks_for_what() -> None:
-    options = GuardOptions(max_consecutive_nans=3, on_nans="stop", budget=0.1, budget_action="rollback")
+    options, limit = GuardOptions(max_consecutive_nans=3, on_nans="stop"), KLBudget(max=0.1, action="rollback")
     bad = {"kl/policy_ref/k3/mean": 0.5}
-    assert find_trouble(at(consecutive_skips=2), {}, options) is None
-    skips = find_trouble(at(consecutive_skips=3), bad, options)
-    budget = find_trouble(at(consecutive_skips=2), bad, options)
+    assert find_trouble(at(consecutive_skips=2), {}, options, limit) is None
+    skips = find_trouble(at(consecutive_skips=3), bad, options, limit)
+    budget = find_trouble(at(consecutive_skips=2), bad, options, limit)
     assert skips is not None
     assert (skips.code, skips.action) == ("optim/non-finite", "stop")
     assert budget is not None
@@ -88,8 +90,8 @@ def test_a_run_of_skipped_spikes_is_not_called_non_finite() -> None:
 
 def test_a_trouble_that_only_warns_does_not_hide_a_graver_one() -> None:
     bad = {"kl/policy_ref/k3/mean": 0.5}
-    options = GuardOptions(max_consecutive_nans=3, on_nans="warn", budget=0.1, budget_action="stop")
-    found = find_trouble(at(consecutive_skips=3), bad, options)
+    options = GuardOptions(max_consecutive_nans=3, on_nans="warn")
+    found = find_trouble(at(consecutive_skips=3), bad, options, KLBudget(max=0.1))
     assert found is not None
     assert (found.code, found.action) == ("kl/over-budget", "stop")
 
@@ -181,10 +183,10 @@ def test_a_run_of_nans_that_only_warns_is_said_once_and_goes_on(tmp_path: Path) 
 
 
 def test_the_end_is_judged_like_a_step() -> None:
-    options = GuardOptions(budget=0.1, budget_action="rollback", on_nans="stop")
-    assert trouble_at_end(9, {"kl/policy_ref/k3/mean": 0.05, "logp/policy_mean": -1.0}, options) is None
-    assert trouble_at_end(9, {}, options) is None
-    far = trouble_at_end(9, {"kl/policy_ref/k3/mean": 0.5, "logp/policy_mean": -1.0}, options)
+    limits = GuardOptions(on_nans="stop"), KLBudget(max=0.1, action="rollback")
+    assert trouble_at_end(9, {"kl/policy_ref/k3/mean": 0.05, "logp/policy_mean": -1.0}, *limits) is None
+    assert trouble_at_end(9, {}, *limits) is None
+    far = trouble_at_end(9, {"kl/policy_ref/k3/mean": 0.5, "logp/policy_mean": -1.0}, *limits)
     assert far is not None
     assert (far.code, far.action) == ("kl/over-budget", "rollback")
     assert "after the last update, that of step 9" in far.message

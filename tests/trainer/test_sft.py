@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from keel.base.errors import KeelError
 from keel.run.build import build_policy, build_warmstart
 from keel.run.warmstart import warmstart_place
 from keel.trainer.optim import Optimizer, build_schedule
-from keel.trainer.sft import SFTOptions, as_example, sft, sft_step
+from keel.trainer.options import OptimOptions, WarmstartOptions
+from keel.trainer.sft import as_example, sft, sft_step
 from trainer.small import BASE, small_config
 
 
@@ -32,8 +34,8 @@ def test_the_loss_is_the_mean_over_completion_tokens_alone() -> None:
         logp = loaded.model(ids).logits[0, start - 1 : -1].log_softmax(-1).gather(-1, ids[0, start:, None])
         total, tokens = total - logp.sum().item(), tokens + len(logp)
     for budget in (8192, 4):
-        optimizer = Optimizer(loaded.model, learning_rate=1e-30)
-        line = sft_step(loaded, examples, optimizer, SFTOptions(microbatch_tokens=budget))
+        optimizer = Optimizer(loaded.model, OptimOptions(learning_rate=1e-30))
+        line = sft_step(loaded, examples, optimizer, WarmstartOptions(), OptimOptions(microbatch_tokens=budget))
         assert line["loss/total"] == pytest.approx(total / tokens, rel=1e-5)
     assert tokens == 5  # "3", "30", and the end of each
 
@@ -41,9 +43,9 @@ def test_the_loss_is_the_mean_over_completion_tokens_alone() -> None:
 def test_it_learns_the_gold_answers() -> None:
     config = small_config("warmstart.steps=60", "warmstart.learning_rate=0.02", "warmstart.batch_size=8")
     loaded = build_policy(config)
-    examples, options = build_warmstart(config, loaded)
+    start = build_warmstart(config, loaded)
     losses: list[float] = []
-    sft(loaded, examples, options, lambda step, line: losses.append(line["loss/total"]))
+    sft(loaded, *start, lambda step, line: losses.append(line["loss/total"]))
     assert losses[-1] < 0.2 * losses[0]
 
 
@@ -58,7 +60,12 @@ def test_an_entropy_bonus_leaves_the_share_of_other_tokens_that_its_optimum_has(
         low, high = (
             (middle, high) if middle + (size - 1) * middle * math.exp(-1 / (coef * middle)) < 1 else (low, middle)
         )
-    sft(loaded, lambda step: [example], SFTOptions(steps=400, learning_rate=0.01, entropy_coef=coef))
+    sft(
+        loaded,
+        lambda step: [example],
+        WarmstartOptions(steps=400, learning_rate=0.01, entropy_coef=coef),
+        OptimOptions(),
+    )
     ids = torch.tensor([[*example.prompt_tokens, *example.completions[0].tokens]])
     found = loaded.model(ids).logits[0, -2].softmax(-1)
     assert low < 0.97  # the bonus takes something
@@ -71,7 +78,7 @@ def test_examples_of_a_file_come_all_once_an_epoch(tmp_path: Path) -> None:
     path = tmp_path / "examples.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": f"{i}=", "completion": str(i)}) for i in range(6)))
     config = small_config(f"warmstart.path={path}", "warmstart.batch_size=3", "warmstart.steps=4")
-    examples, _ = build_warmstart(config, build_policy(config))
+    examples = build_warmstart(config, build_policy(config)).examples
     epoch = [group.completions[0].text for step in (0, 1) for group in examples(step)]
     assert sorted(epoch) == [str(i) for i in range(6)]
     path.write_text('{"prompt": "1="}')
@@ -120,11 +127,12 @@ def test_keel_sft_leaves_a_run_with_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
-def test_schedules_rise_then_follow_their_course(name: str) -> None:
-    factor = build_schedule(name, warmup_steps=4, total_steps=14, final_ratio=0.1)
+def test_schedules_rise_then_follow_their_course(name: Any) -> None:
+    options = OptimOptions(schedule=name, warmup_steps=4, final_ratio=0.1)
+    factor = build_schedule(options, 14)
     assert [round(factor(i), 6) for i in range(4)] == [0.25, 0.5, 0.75, 1.0]
     end, middle = {"constant": (1.0, 1.0), "linear": (0.1, 0.55), "cosine": (0.1, 0.55)}[name]
     assert factor(14) == pytest.approx(end)
     assert factor(9) == pytest.approx(middle)
-    twice = build_schedule(name, warmup_steps=4, total_steps=14, final_ratio=0.1, updates_per_step=2)
+    twice = build_schedule(options, 14, updates_per_step=2)
     assert twice(28) == pytest.approx(end)

@@ -184,8 +184,8 @@ def test_an_optional_third_argument_is_not_old_unless_it_says_so(user_module):
         ("mixes", "mixes tokens"),
         ("raises", "raised RuntimeError: first second"),
         ("text", "returned str"),
-        ("number", "has no function 'number'"),
-        ("absent", "has no function 'absent'"),
+        ("number", "it must be a function or a class"),
+        ("absent", "has no attribute 'absent'"),
     ],
 )
 def test_bad_callables_are_named_in_one_line(user_module, name, says):

@@ -15,6 +15,11 @@ class KeelError(ValueError):
         super().__init__(*(hide(arg) if isinstance(arg, str) else arg for arg in args))
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message that says anything, or its type."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> KeelError:
     """The error for a name that is not in a registry, with the nearest valid one."""
     names = sorted(known)

@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Callable
+import sys
+import traceback
 from typing import Any
 
-from keel.base.errors import KeelError
-from keel.base.moved import import_module
+from keel.base.errors import KeelError, first_line
+from keel.base.moved import current
 
-_USERS_OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_IDENTIFIER = r"[^\W\d]\w*"
+_USERS_OWN = re.compile(rf"{_IDENTIFIER}(\.{_IDENTIFIER})*:{_IDENTIFIER}")
 
 
-def is_users_own(name: str) -> bool:
+def is_users_own(name: object) -> bool:
     """Whether a name has the form `module:attr`."""
-    return bool(_USERS_OWN.fullmatch(name))
+    return isinstance(name, str) and bool(_USERS_OWN.fullmatch(name))
 
 
-def import_own(spec: str, kind: str) -> Callable[..., Any]:
-    """The user's own part named `module:attr`."""
-    module, _, attr = spec.partition(":")
+def import_object(spec: str, part: str, *, callable_only: bool = True) -> Any:
+    """The user's own part named `module:attr`, also under a name of 0.1; the working folder is on the path.
+
+    `part` says in an error what it was meant for: an option (`kl.estimator`) or a kind (`task`).
+    """
+    label = f"{part}={spec}" if "." in part else f"{part} {spec!r}"
+    if not is_users_own(spec):
+        raise KeelError(f"{label} is not module:attr, such as my_module:my_part")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as with python -m
+    module, _, attribute = spec.partition(":")
     try:
-        found = getattr(import_module(module), attr)
-    except Exception as error:  # a user's module may raise anything while it is imported
-        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise KeelError(f"cannot import {kind} {spec!r}: {cause}; check the spelling and PYTHONPATH") from error
-    if not callable(found):
-        raise KeelError(f"{kind} {spec!r} is a {type(found).__name__}: it must be a function or a class")
-    return found
+        made = getattr(importlib.import_module(current(module)), attribute)
+    except KeelError:
+        raise
+    except (ImportError, AttributeError) as error:
+        raise KeelError(f"cannot import {label}: {first_line(error)}; check the spelling and PYTHONPATH") from error
+    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        cause = f"{type(error).__name__}: {first_line(error)}"
+        raise KeelError(f"cannot import {label}: {cause}, in {line.filename}, line {line.lineno}") from error
+    if callable_only and not callable(made):
+        raise KeelError(f"{label} is a {type(made).__name__}: it must be a function or a class")
+    return made

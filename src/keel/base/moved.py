@@ -81,11 +81,6 @@ def current_names(value: Any) -> Any:
     return type(value)(map(current_names, value)) if isinstance(value, list | tuple) else value
 
 
-def import_module(name: str) -> ModuleType:
-    """The module of a `module:attr`, which may have been written for 0.1."""
-    return importlib.import_module(current(name))
-
-
 class _OldNames(MetaPathFinder):
     """Refuses an import of a module under its name of 0.1, in one line that says where it is and who asks."""
 

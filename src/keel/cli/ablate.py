@@ -54,7 +54,6 @@ def ablate(
     from keel.lab.studies import read_study
     from keel.lab.studies.run import check_place, run_study
 
-    sys.path.insert(0, "")  # module:attr of the folder one stands in
     paths, overrides = arguments.split(words)
     if len(paths) != 1:
         raise KeelError(f"keel ablate takes one configuration or study, not {len(paths)}: {' '.join(paths)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -47,7 +46,6 @@ def configuration(words: list[str], *, resume: bool = False) -> Any:
     from keel.config import arguments, read_config
     from keel.config.checks import advice
 
-    sys.path.insert(0, "")  # module:attr of the folder one stands in, as with python -m
     paths, overrides = arguments.split(words)
     source, brought = arguments.choose(paths, resume=resume, overrides=overrides)
     config, renamed = read_config(source, [*brought, *overrides])

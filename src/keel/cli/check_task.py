@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,7 +40,6 @@ def check_task(
     samples: Annotated[int, typer.Option(min=2, help="Problems drawn a step, and held out.")] = 32,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
 ) -> int:
-    sys.path.insert(0, "")  # module:attr of the folder one stands in, as with python -m
     config, from_file = _configuration(name, words or [])
     if model is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"name": model})})

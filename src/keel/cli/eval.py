@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,7 +64,6 @@ def eval(
     from keel.config import arguments
     from keel.lab.report.picture import check_picture
 
-    sys.path.insert(0, "")  # module:attr of the folder one stands in, as with python -m
     if plot is not None:
         check_picture(plot)
     if out is not None and not out.parent.is_dir():

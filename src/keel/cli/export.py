@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +31,6 @@ def export(
 ) -> int:
     from keel.lab.publish.export import export as write
 
-    sys.path.insert(0, "")  # module:attr of the folder one stands in, as with python -m
     place = write(source, folder, checkpoint=checkpoint, merged=merged)
     typer.echo(f"exported {source} into {place}")
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -44,7 +43,6 @@ def push(
 ) -> int:
     from keel.lab.publish import hub
 
-    sys.path.insert(0, "")  # module:attr of the folder one stands in, as with python -m
     pushed = hub.push(source, repo, checkpoint=checkpoint, private=private, merged=merged)
     for note in pushed.notes:
         typer.echo(f"keel: note: {note}", err=True)

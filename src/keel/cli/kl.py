@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,7 +72,6 @@ def kl(
     from keel.config import arguments
     from keel.lab.report.picture import check_picture
 
-    sys.path.insert(0, "")  # module:attr of the folder one stands in, as with python -m
     if plot is not None:
         check_picture(plot)
     if not 0 < temperature < float("inf"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,7 +48,6 @@ def play_chess(
 ) -> int:
     from keel.config import arguments
 
-    sys.path.insert(0, "")  # module:attr of the folder one stands in, as with python -m
     if opponent not in OPPONENTS:
         raise unknown("--opponent", opponent, OPPONENTS)
     if nodes is not None and opponent != "stockfish":

@@ -2,11 +2,11 @@
 
 from keel.config.load import load_config, read_config
 from keel.config.resolve import controller_params, kl_spec, loss_spec, mismatch_spec, resolved
-from keel.config.schema import Config, TaskSpec
+from keel.config.schema import Config, TaskOptions
 
 __all__ = [
     "Config",
-    "TaskSpec",
+    "TaskOptions",
     "controller_params",
     "kl_spec",
     "load_config",

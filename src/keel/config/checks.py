@@ -7,13 +7,13 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from keel.base.errors import KeelError, unknown
-from keel.base.moved import import_module
+from keel.base.errors import KeelError
+from keel.base.imports import import_object, is_users_own
 from keel.base.redact import secrets_in
 from keel.config.resolve import controller_params, kl_spec, loss_spec, mismatch_spec, scale_rewards
-from keel.config.schema import Config, TaskSpec
+from keel.config.schema import Config, TaskOptions
+from keel.loggers.build import check_loggers
 
-ENGINES = ("native",)
 DATA_OF_TASKS = ("path", "split", "columns", "on_broken")  # the rest of `data` says how prompts are rendered
 
 
@@ -46,21 +46,6 @@ def _doctor(config: Config) -> None:
     load_thresholds(config.doctor.thresholds.params)
 
 
-def _is_users_own(name: str) -> bool:
-    module, colon, attribute = name.partition(":")
-    return bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
-
-
-def import_part(spec: str, option: str) -> Any:
-    """The user's own part `module:attr` behind an option."""
-    module, _, attribute = spec.partition(":")
-    try:
-        return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        reason = " ".join(str(error).split())
-        raise KeelError(f"cannot import {option}={spec}: {reason}; check the spelling and PYTHONPATH") from error
-
-
 def _users_parts(config: Config) -> None:
     """Put a user's loss, estimator and controller beside the built-in ones: every room finds them by their name."""
     from keel.kl import CONTROLLERS
@@ -69,18 +54,18 @@ def _users_parts(config: Config) -> None:
     from keel.losses.policy import Recipe
 
     loss, controller = config.loss.loss_type, config.kl.controller.name
-    if loss not in LOSSES and _is_users_own(loss):
-        found = import_part(loss, "loss.loss_type")
+    if loss not in LOSSES and is_users_own(loss):
+        found = import_object(loss, "loss.loss_type", callable_only=False)
         if not (isinstance(found, Recipe) or callable(found)):
             raise KeelError(f"loss.loss_type={loss} is a {type(found).__name__}: give a policy loss or a Recipe")
         LOSSES[loss] = found if isinstance(found, Recipe) else Recipe(found, "token_mean")
     estimator = config.kl.estimator
-    if estimator not in OWN_FACTS and _is_users_own(estimator):
+    if estimator not in OWN_FACTS and is_users_own(estimator):
         from keel.verify.own import register_estimator
 
-        register_estimator(estimator, import_part(estimator, "kl.estimator"))
-    if controller not in CONTROLLERS and _is_users_own(controller):
-        CONTROLLERS[controller] = import_part(controller, "kl.controller.name")
+        register_estimator(estimator, import_object(estimator, "kl.estimator"))
+    if controller not in CONTROLLERS and is_users_own(controller):
+        CONTROLLERS[controller] = import_object(controller, "kl.controller.name")
 
 
 def _loss(config: Config) -> None:
@@ -152,7 +137,7 @@ def _controller(config: Config) -> None:
     params = controller_params(config)
     name = params.pop("name")
     for key, value in config.kl.controller.params.items():
-        if isinstance(value, str) and key not in ("unit", "preset") and not _is_users_own(name):
+        if isinstance(value, str) and key not in ("unit", "preset") and not is_users_own(name):
             raise KeelError(f"kl.controller.{key} is the text {value}: expected a number")
     try:
         build_controller(name, **params)
@@ -176,7 +161,7 @@ def _reference(config: Config) -> None:
         "offload": (lambda v: isinstance(v, bool), "true or false"),
         "reset_optimizer": (lambda v: isinstance(v, bool), "true or false"),
     }
-    for name, value in params.items() if not _is_users_own(kind) else ():
+    for name, value in params.items() if not is_users_own(kind) else ():
         fine, expected = rules.get(name, (lambda v: True, ""))
         flag = name in ("offload", "reset_optimizer")
         number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -204,23 +189,22 @@ def _model(config: Config) -> None:
 
 
 def _rollout(config: Config) -> None:
+    from keel.rollout.registry import ENGINES, check_name, find_engine
+
     rollout = config.rollout
     if rollout.temperature == 0:
         raise KeelError(
             "rollout.temperature is 0: greedy completions of a problem are all the same and teach nothing; "
             "set it above 0 (1.0 is usual), or eval.temperature=0 for greedy evaluation"
         )
-    if rollout.engine == "vllm":
-        raise KeelError("rollout.engine=vllm is not available in this version: use rollout.engine=native")
-    if rollout.engine not in ENGINES and not _is_users_own(rollout.engine):
-        raise unknown("rollout.engine", rollout.engine, ENGINES)
+    check_name(rollout.engine)
     for name in ("kept_gib", "cuda_graphs") if rollout.engine not in ENGINES else ():
         if getattr(rollout, name) != type(rollout).model_fields[name].default:
             raise KeelError(
                 f"rollout.{name} is for the native engine: leave it out with rollout.engine={rollout.engine}"
             )
     if rollout.engine not in ENGINES:
-        import_part(rollout.engine, "rollout.engine")
+        find_engine(rollout.engine)
     if config.optim.minibatches > rollout.prompts_per_step:
         raise KeelError(
             f"optim.minibatches is {config.optim.minibatches} but a step has {rollout.prompts_per_step} groups "
@@ -241,15 +225,15 @@ def _optim(config: Config) -> None:
         raise KeelError("optim.decay_steps has no meaning with optim.schedule=constant: use linear or cosine")
 
 
-def task_specs(config: Config) -> Iterator[tuple[str, TaskSpec]]:
+def task_specs(config: Config) -> Iterator[tuple[str, TaskOptions]]:
     """Every task that the configuration names, with the option that names it."""
     yield "task", config.task
     for option, tasks in (("eval.tasks", config.eval.tasks), ("warmstart.task", _warmstart_tasks(config))):
         for index, task in enumerate(tasks):
-            yield f"{option}[{index}]", TaskSpec(name=task) if isinstance(task, str) else task
+            yield f"{option}[{index}]", TaskOptions(name=task) if isinstance(task, str) else task
 
 
-def _warmstart_tasks(config: Config) -> tuple[TaskSpec | str, ...]:
+def _warmstart_tasks(config: Config) -> tuple[TaskOptions | str, ...]:
     return config.warmstart.task if config.warmstart else ()
 
 
@@ -264,11 +248,7 @@ def _tasks(config: Config) -> None:
     _data(config)
     for index, part in enumerate(config.rewards):
         _reward(f"rewards[{index}]", part.name, {key: v for key, v in part.params.items() if key != "label"})
-    for logger in config.log.extra:
-        name = logger if isinstance(logger, str) else logger.name
-        if not _is_users_own(name):
-            raise KeelError(f"log.extra names {name!r}: give module:attr")
-        import_part(name, "log.extra")
+    check_loggers(config.log)
 
 
 def _data(config: Config) -> None:
@@ -291,7 +271,7 @@ def takes_data(task: str) -> bool:
     """Whether a task reads data: whether its factory has a parameter called `data`."""
     from keel.envs import TASKS
 
-    factory = TASKS[task] if task in TASKS else import_part(task, "task.name")
+    factory = TASKS[task] if task in TASKS else import_object(task, "task.name")
     return callable(factory) and "data" in inspect.signature(factory).parameters
 
 
@@ -344,4 +324,4 @@ def advice(config: Config) -> list[str]:
     return notes
 
 
-__all__ = ["advice", "check", "import_part", "takes_data", "task_specs"]
+__all__ = ["advice", "check", "import_object", "takes_data", "task_specs"]

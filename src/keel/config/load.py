@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
-import types
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +11,11 @@ from pydantic import BaseModel, ValidationError
 
 from keel.base.errors import KeelError
 from keel.base.moved import current_names
+from keel.base.options import PluginOptions
 from keel.base.redact import MASK, hide, remember
+from keel.base.validation import model_of, no_such_option, one_line, option_names
 from keel.config import aliases, text
 from keel.config.checks import check
-from keel.config.fields import Part
 from keel.config.schema import Config
 
 logger = logging.getLogger("keel")
@@ -89,7 +87,7 @@ def validate(tree: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise KeelError(_one_line(error)) from None
+        raise KeelError(one_line(error, unknown_option)) from None
 
 
 # ---------------------------------------------------------------------------------------------- settings
@@ -117,7 +115,7 @@ def _is_leaf(name: str) -> bool:
     """Whether what lies below this name is a value of its part rather than options of ours."""
     parent, _, _ = name.rpartition(".")
     found = _find(parent) if parent else None
-    return isinstance(found, type) and issubclass(found, Part) and name not in set(option_names())
+    return isinstance(found, type) and issubclass(found, PluginOptions) and name not in _NAMES
 
 
 def _override(item: str) -> Iterator[Setting]:
@@ -128,7 +126,7 @@ def _override(item: str) -> Iterator[Setting]:
         raise KeelError(f"cannot read the override {item!r}: write name=value, such as kl.beta=0.01")
     parsed = text.parse(value, f"the value of {name}")
     found = _find(aliases.normal(name))
-    if isinstance(parsed, dict) and parsed and found is not None and not issubclass(found, Part):
+    if isinstance(parsed, dict) and parsed and found is not None and not issubclass(found, PluginOptions):
         for key, inner in leaves(name + ".", parsed):
             yield key, inner, "the command line"
     else:
@@ -154,17 +152,6 @@ def put(tree: dict[str, Any], name: str, value: Any, origin: str) -> None:
 # ------------------------------------------------------------------------------------------------- names
 
 
-def option_names(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """All dotted options, sections included."""
-    names = []
-    for key, field in model.model_fields.items():
-        names.append(prefix + key)
-        inner = _model_of(field.annotation)
-        if inner is not None:
-            names += option_names(inner, f"{prefix}{key}.")
-    return names
-
-
 def is_option(name: str) -> bool:
     """Whether a dotted name is an option of ours, or a parameter of a part that we name."""
     if name in _NAMES:
@@ -173,7 +160,7 @@ def is_option(name: str) -> bool:
     for end in range(len(parts) - 1, 0, -1):
         found = _find(".".join(parts[:end]))
         if found is not None:
-            return issubclass(found, Part)
+            return issubclass(found, PluginOptions)
     return False
 
 
@@ -182,123 +169,13 @@ def _find(name: str) -> type[BaseModel] | None:
     for part in name.split("."):
         if model is None or part not in model.model_fields:
             return None
-        model = _model_of(model.model_fields[part].annotation)
+        model = model_of(model.model_fields[part].annotation)
     return model
 
 
-def _model_of(annotation: Any) -> type[BaseModel] | None:
-    """The model behind `X` or `X | None`; lists of models are values, not sections."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
-        for inner in typing.get_args(annotation):
-            found = _model_of(inner)
-            if found is not None:
-                return found
-    return None
-
-
-_NAMES = frozenset(option_names())
+_NAMES = option_names(Config)
 
 
 def unknown_option(name: str, origin: str = "") -> KeelError:
-    """The error for a name that is no option, with the nearest that is one: same leaf elsewhere, or a near spelling."""
-    leaf = name.rpartition(".")[2]
-    known = sorted(_NAMES)
-    near = [option for option in known if option.rpartition(".")[2] == leaf]
-    section = name.rpartition(".")[0]
-    inside = [option for option in known if option.rpartition(".")[0] == section] if section else []
-    near = near or difflib.get_close_matches(name, inside, n=1, cutoff=0.6)
-    near = near or difflib.get_close_matches(name, [*known, *aliases.table()], n=1, cutoff=0.6)
-    if not near:
-        by_leaf = {option.rpartition(".")[2]: option for option in known}
-        near = [by_leaf[hit] for hit in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.6)]
-    if near:
-        hint = f"did you mean {' or '.join(near[:3])}?"
-    elif inside:
-        hint = f"{section} has {', '.join(option.rpartition('.')[2] for option in inside)}"
-    else:
-        hint = f"the sections are {', '.join(Config.model_fields)}"
-    return KeelError(f"unknown option {name}{' in ' + origin if origin else ''}: {hint}")
-
-
-# ------------------------------------------------------------------------------------------------ errors
-
-_EXPECTED = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "string_type": "a text",
-    "tuple_type": "a list such as [1, 8]",
-    "model_type": "a section such as {name: value}",
-    "model_attributes_type": "a section such as {name: value}",
-}
-_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-
-
-def _one_line(error: ValidationError) -> str:
-    """The first error in one line; unknown names first, since a misspelt option explains what follows."""
-    errors = error.errors(include_url=False)
-    for item in errors:
-        if item["type"] == "extra_forbidden":
-            return str(unknown_option(_dotted(item["loc"])))
-    item = _likeliest(errors)
-    name, value, context = _dotted(item["loc"]), item["input"], item.get("ctx", {})
-    if item["type"] == "missing":
-        return f"{name} is required: give it"
-    bounds = [f"{words} {context[key]:g}" for key, words in _BOUNDS.items() if key in context]
-    if bounds:
-        return f"{name} is {text.dump(value)}: it must be {' and '.join(bounds)}"
-    if item["type"] == "literal_error":
-        options = _literals(context["expected"])
-        near = difflib.get_close_matches(str(value), options, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}? " if near else ""
-        return f"{name} is {_show(value)}: {hint}it must be one of {', '.join(options)}"
-    expected = _EXPECTED.get(item["type"])
-    if item["type"] in ("too_short", "too_long"):
-        length = context.get("min_length", context.get("max_length"))
-        expected = f"a list of {'at least' if item['type'] == 'too_short' else 'at most'} {length}"
-    elif item["type"] == "string_too_short":
-        expected = "a text that is not empty"
-    if expected is None and item["type"] == "value_error":
-        expected = "a number"
-    if expected is None:
-        expected = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ").strip()
-    return f"{name} is {_show(value)}: expected {expected}"
-
-
-def _likeliest(errors: Sequence[Any]) -> Any:
-    """Of the errors of a union's branches, the one that goes deepest: it got furthest with what was given."""
-    first = errors[0]
-    same = [item for item in errors if _dotted(item["loc"]).startswith(_dotted(first["loc"]))]
-    return max(same, key=lambda item: len(_dotted(item["loc"]).split(".")))
-
-
-def _literals(expected: str) -> list[str]:
-    return [part.strip(" '") for part in expected.replace(" or ", ", ").split(",") if part.strip(" '")]
-
-
-def _dotted(location: Sequence[str | int]) -> str:
-    """A location without the names that pydantic gives to a union's branches."""
-    name = ""
-    for part in location:
-        if isinstance(part, int):
-            name += f"[{part}]"
-        elif part.isidentifier() and not part[:1].isupper() and part not in ("str", "int", "float", "bool"):
-            name += f".{part}" if name else part
-        elif "." in part or "-" in part:
-            name += "" if "[" in part else f".{part}"
-    return name
-
-
-def _show(value: Any) -> str:
-    """What was given, short enough for a line."""
-    try:
-        shown = text.dump(value)
-    except Exception:  # a Python object in a mapping, which YAML has no words for
-        shown = repr(value)
-    kind = {str: "the text ", bool: "", type(None): ""}.get(type(value), "")
-    return kind + (shown if len(shown) <= 60 else shown[:57] + "…")
+    """The error for a name that is no option, under our names or those of other trainers."""
+    return no_such_option(name, _NAMES, also=aliases.table(), origin=origin)

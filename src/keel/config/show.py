@@ -7,11 +7,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from keel.base.options import PluginOptions
 from keel.base.redact import masked
 from keel.config import text
 from keel.config.alias import Alias
 from keel.config.aliases import tables
-from keel.config.fields import Part
 from keel.config.resolve import resolved
 from keel.config.schema import Config, plain
 
@@ -37,7 +37,7 @@ def _lines(model: BaseModel, path: str, indent: str, stands_for: dict[str, Any],
             yield from _lines(value, dotted + ".", indent + "  ", stands_for, comments)
         else:
             yield _line(f"{indent}{name}: {text.dump(masked(_data(value), name))}", sentence, comments)
-    if isinstance(model, Part):
+    if isinstance(model, PluginOptions):
         for name, value in model.params.items():
             shown = text.dump(masked(_data(value), name))
             yield _line(f"{indent}{text.dump(name)}: {shown}", _own(path), comments)

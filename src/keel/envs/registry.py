@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
-from keel.base.imports import import_own, is_users_own
+from keel.base.imports import import_object, is_users_own
+from keel.base.parts import part_arguments
 from keel.envs.arithmetic import arithmetic
 from keel.envs.base import Task, check_is_task
 from keel.envs.capitals import capitals
@@ -81,35 +82,16 @@ CHECKS: dict[str, Callable[[Mapping[str, Any]], None]] = {"reasoning_gym": check
 def build_task(name: str, **params: Any) -> Task:
     """The task called `name`, or made by the user's `module:attr`, with its own parameters."""
     check_task(name, params)
-    return check_is_task(_factory(name)(**params), f"task {name!r} made")
+    factory = _factory(name)
+    made = factory(**part_arguments(f"task {name}", factory, params))
+    return check_is_task(made, f"task {name!r} made")
 
 
 def check_task(name: str, params: Mapping[str, Any]) -> None:
     """Refuse an unknown task or parameter, with the nearest valid name; builds nothing."""
-    check_params(f"task {name}", _factory(name), params)
+    part_arguments(f"task {name}", _factory(name), params)
     if name in CHECKS:
         CHECKS[name](params)
-
-
-def check_params(kind: str, factory: Callable[..., Any], params: Mapping[str, Any], given: Sequence[str] = ()) -> None:
-    """Refuse parameters that `factory` does not take, or lacks.
-
-    `given` names what the caller hands over itself: the first positional ones by place, `turns` by name.
-    """
-    try:
-        signature = list(inspect.signature(factory).parameters.values())
-    except (TypeError, ValueError):  # some built-in callables have none
-        return
-    named = [p for p in signature if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    placed = sum(name != "turns" for name in given)
-    free = {p.name: p for p in named[placed:] if p.name not in given}
-    if not any(p.kind is p.VAR_KEYWORD for p in signature):
-        for key in params:
-            if key not in free:
-                raise unknown(f"{kind} parameter", key, free)
-    for name, parameter in free.items():
-        if parameter.default is parameter.empty and name not in params:
-            raise KeelError(f"{kind} needs the parameter {name!r}")
 
 
 def _factory(name: str) -> Callable[..., Any]:
@@ -117,5 +99,5 @@ def _factory(name: str) -> Callable[..., Any]:
         found = TASKS[name]
         return found.load() if isinstance(found, Lazy) else found
     if isinstance(name, str) and is_users_own(name):
-        return import_own(name, "task")
+        return import_object(name, "task")
     raise unknown("task", name, TASKS)

@@ -13,7 +13,8 @@ from keel.base.types import Group, Problem
 from keel.envs.base import Task
 from keel.envs.judge import Judge
 from keel.envs.rewards import TASK, as_reward
-from keel.rollout.collect import Engine, collect
+from keel.rollout.collect import collect
+from keel.rollout.engine import Engine
 from keel.rollout.sampling import SamplingParams
 
 Z95 = 1.959963984540054

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from keel.base.errors import KeelError, unknown
-from keel.base.moved import import_module
+from keel.base.errors import KeelError
+from keel.base.imports import import_object, is_users_own
+from keel.base.parts import part_arguments
 from keel.base.redact import masked
 from keel.loggers.base import Fanout, Logger
 from keel.loggers.console import ConsoleLogger
 from keel.loggers.jsonl import JsonlLogger
+from keel.loggers.options import LoggerOptions, LogOptions
 from keel.loggers.rundir import RunDirectory
 from keel.loggers.tensorboard import TensorBoardLogger
 from keel.loggers.wandb import WandbLogger
 
-OPTIONS = ("console", "tensorboard", "wandb", "extra", "rollouts_every")
-CONSOLES = ("auto", "rich", "plain", "none")
+LIVE = {"auto": None, "rich": True, "plain": False}
 
 
 def build_loggers(
-    log: Mapping[str, Any],
+    log: LogOptions,
     run: RunDirectory,
     *,
     total_steps: int,
@@ -29,80 +29,50 @@ def build_loggers(
     config: Mapping[str, Any] | None = None,
     resumed_from: int | None = None,
 ) -> Fanout:
-    """JSONL always, and what `log` asks for.
+    """JSONL always, and what `log` asks for; `name` is the run's.
 
-    `console` (auto, rich, plain or none), `tensorboard` (default false here), `wandb` (null, true, a project, or a
-    mapping of project, name, id, entity, mode, group, tags), `extra` (a list of `module:attr`, or mappings
-    `{name: module:attr, ...}` whose other keys are arguments); `rollouts_every` is for whoever calls `rollouts`.
     A TensorBoard that is not installed is recorded and left out, because it is on by default; anything asked for by
     name must work.
     """
-    for option in log:
-        if option not in OPTIONS:
-            raise unknown("log option", option, OPTIONS)
     others: dict[str, Logger] = {}
     missing: list[str] = []
-    console = log.get("console", "auto")
-    if console not in CONSOLES:
-        raise unknown("log.console", console, CONSOLES)
-    if console != "none":
-        live = {"auto": None, "rich": True, "plain": False}[console]
-        others["console"] = ConsoleLogger(total_steps, start_step=resumed_from or 0, live=live)
-    if log.get("tensorboard"):
+    if log.console != "none":
+        others["console"] = ConsoleLogger(total_steps, start_step=resumed_from or 0, live=LIVE[log.console])
+    if log.tensorboard:
         try:
             others["tensorboard"] = TensorBoardLogger(run.tensorboard, resumed_from)
         except KeelError as error:
             missing.append(str(error))
-    if log.get("wandb"):
-        others["wandb"] = _wandb(log["wandb"], run, name, config)
-    for spec in log.get("extra") or ():
-        label, logger = user_logger(spec, run=run, total_steps=total_steps)
-        others[label] = logger
+    if log.wandb is not None:
+        others["wandb"] = WandbLogger(run.path, log.wandb, name=name, config=masked(config))
+    for part in log.parts:
+        others[part.name] = user_logger(part, run=run, total_steps=total_steps)
     fanout = Fanout(JsonlLogger(run), others)
     for message in missing:
         fanout.event("logger/missing", step=resumed_from or 0, message=message)
     return fanout
 
 
-def _wandb(options: Any, run: RunDirectory, name: str | None, config: Mapping[str, Any] | None) -> WandbLogger:
-    if isinstance(options, str):  # log.wandb=my-project
-        options = {"project": options}
-    given = dict(options) if isinstance(options, Mapping) else {}
-    known = [option for option in inspect.signature(WandbLogger).parameters if option not in ("folder", "config")]
-    for option in given:
-        if option not in known:
-            raise unknown("log.wandb option", option, known)
-    given = {option: value for option, value in given.items() if value is not None}
-    return WandbLogger(run.path, config=masked(config), **{"name": name, **given})
+def check_loggers(log: LogOptions) -> None:
+    """Refuse a user's logger that is not there, or parameters that it does not take."""
+    for part in log.parts:
+        if not is_users_own(part.name):
+            raise KeelError(f"log.extra names {part.name!r}: give module:attr")
+        _arguments(part, import_object(part.name, "log.extra"))
 
 
-def user_logger(spec: Any, **offered: Any) -> tuple[str, Logger]:
-    """A user's `module:attr`, called with its own arguments plus those of `run` and `total_steps` that it takes."""
-    given = dict(spec) if isinstance(spec, Mapping) else {"name": spec}
-    target = given.pop("name", None)
-    if not isinstance(target, str) or target.count(":") != 1:
-        raise KeelError(f"log.extra: {target!r} is not module:attr, such as my_logging:MyLogger")
-    module, _, attribute = target.partition(":")
+def user_logger(part: LoggerOptions, **offered: Any) -> Logger:
+    """A user's `module:attr`, called with its own parameters plus those of `run` and `total_steps` that it takes."""
+    made = import_object(part.name, "log.extra")
     try:
-        made = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise KeelError(f"log.extra: cannot import {target}: {error}") from error
-    if not callable(made):
-        raise KeelError(f"log.extra: {target} is not a class or function that makes a logger")
-    try:
-        takes: Mapping[str, inspect.Parameter] = inspect.signature(made).parameters
-    except ValueError:  # built in, without a signature
-        takes = {}
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
-        for option in given:
-            if option not in takes:
-                raise unknown(f"argument of {target}", option, takes)
-    arguments = {**{name: value for name, value in offered.items() if name in takes}, **given}
-    try:
-        logger: Logger = made(**arguments)
+        logger: Logger = made(**_arguments(part, made, **offered))
     except TypeError as error:
-        raise KeelError(f"log.extra: {target} could not be made: {error}") from error
+        raise KeelError(f"log.extra: {part.name} could not be made: {error}") from error
     lacking = [name for name in ("step", "rollouts", "evaluation", "event", "close") if not hasattr(logger, name)]
     if lacking:
-        raise KeelError(f"log.extra: {target} has no {', '.join(lacking)}; derive it from keel.loggers.Quiet")
-    return target, logger
+        raise KeelError(f"log.extra: {part.name} has no {', '.join(lacking)}; derive it from keel.loggers.Quiet")
+    return logger
+
+
+def _arguments(part: LoggerOptions, factory: Callable[..., Any], run: Any = None, total_steps: int = 0) -> Any:
+    return part_arguments(f"logger {part.name}", factory, part.params, run=run, total_steps=total_steps)

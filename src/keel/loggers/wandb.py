@@ -11,6 +11,7 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.base.files import write_atomic
 from keel.loggers.base import Quiet
+from keel.loggers.options import WandbOptions
 from keel.loggers.rundir import WANDB
 from keel.loggers.tensorboard import flat_numbers
 
@@ -24,14 +25,9 @@ class WandbLogger(Quiet):
     def __init__(
         self,
         folder: Path,
+        options: WandbOptions,
         *,
-        project: str = "keel",
         name: str | None = None,
-        id: str | None = None,
-        entity: str | None = None,
-        mode: str | None = None,
-        group: str | None = None,
-        tags: list[str] | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
         try:
@@ -40,18 +36,18 @@ class WandbLogger(Quiet):
             raise KeelError(
                 "log.wandb needs the wandb package: pip install 'keel-rl[wandb]', or log.wandb=null"
             ) from error
-        self.id = id or remembered_id(folder) or secrets.token_hex(4)
-        write_atomic(folder / WANDB, json.dumps({"id": self.id, "project": project}) + "\n")
+        self.id = options.id or remembered_id(folder) or secrets.token_hex(4)
+        write_atomic(folder / WANDB, json.dumps({"id": self.id, "project": options.project}) + "\n")
         try:
             self._run = wandb.init(
-                project=project,
-                name=name,
+                project=options.project,
+                name=options.name or name,
                 id=self.id,
-                entity=entity,
-                group=group,
-                tags=tags,
+                entity=options.entity,
+                group=options.group,
+                tags=options.tags,
                 resume="allow",
-                mode=mode,  # type: ignore[arg-type]
+                mode=options.mode,
                 dir=str(folder),
                 config=dict(config or {}),
             )

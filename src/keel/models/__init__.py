@@ -2,6 +2,6 @@
 
 from keel.models.fingerprint import fingerprint
 from keel.models.load import LoadedModel, load_model
-from keel.models.lora import LoraSettings
+from keel.models.options import LoraOptions, ModelOptions
 
-__all__ = ["LoadedModel", "LoraSettings", "fingerprint", "load_model"]
+__all__ = ["LoadedModel", "LoraOptions", "ModelOptions", "fingerprint", "load_model"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import logging
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from keel.base.errors import KeelError, unknown
-from keel.base.moved import import_module
+from keel.base.errors import KeelError, first_line
+from keel.base.imports import import_object, is_users_own
+from keel.base.validation import read_options
 from keel.models.checks import check_eos, check_tokenizer, context_length
 from keel.models.dropout import disable_dropout, has_dropout
 from keel.models.gguf import check_gguf, load_gguf
 from keel.models.head import body_of
-from keel.models.lora import LoraSettings, add_lora, check_adapter, lora_settings, settings_of
+from keel.models.lora import add_lora, check_adapter, settings_of
+from keel.models.options import LoraOptions, ModelOptions
 from keel.models.probe import probe_packing
 from keel.models.tiny import tiny_model
 
@@ -35,7 +36,6 @@ DTYPES = {
     "float16": torch.float16,
     "fp16": torch.float16,
 }
-_USERS_OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
@@ -55,34 +55,21 @@ class LoadedModel:
     pad_id: int
     device: torch.device
     dtype: torch.dtype
-    lora: LoraSettings | None = None
+    lora: LoraOptions | None = None
     notes: tuple[str, ...] = ()
     shared_prefix: bool = False
     packing_note: str | None = None
 
 
 def load_model(
-    name: str,
-    *,
-    dtype: str | torch.dtype = "auto",
-    attn_implementation: str = "sdpa",
-    lora: Mapping[str, Any] | LoraSettings | None = None,
-    device: str | torch.device | None = None,
-    dropout: bool = False,
-    gradient_checkpointing: bool = False,
-    compile: bool = False,
-    trust_remote_code: bool = False,
-    quantization: str | None = None,
-    seed: int = 0,
-    probe: bool = True,
-    longest: int | None = None,
+    model: ModelOptions | str, *, seed: int = 0, probe: bool = True, longest: int | None = None, **options: Any
 ) -> LoadedModel:
-    """The model called `name`, with its tokenizer, checked before any compute is spent on it.
+    """A model with its tokenizer, checked before any compute is spent on it.
 
-    `name` is `tiny`, a folder, a hub name, a `.gguf` file, or `module:attr`, a function that returns
-    `(model, tokenizer)`; it is given those of `dtype`, `attn_implementation` and `seed` that its signature names.
-    `dtype: auto` is fp32 on the CPU and the checkpoint's own elsewhere. Every dropout is 0 unless `dropout`;
-    a config that is saved with the model keeps its own values.
+    `model` is the section of that name, or a name, with any other option of the section by keyword:
+    `load_model("tiny", device="cpu", lora={"r": 8})`. A loader `module:attr` returns `(model, tokenizer)`; it is given
+    those of `dtype`, `attn_implementation` and `seed` that its signature names. Every dropout is 0 unless `dropout`; a
+    config that is saved with the model keeps its own values.
     A tokenizer without pad gets EOS as pad; one without EOS is an error, because no completion would ever end.
     The model is in eval mode unless something was asked for that only works in train mode. `quantization` (4bit, 8bit)
     is for the frozen base under LoRA (QLoRA, arXiv:2305.14314) and needs bitsandbytes.
@@ -90,51 +77,56 @@ def load_model(
     is the job's longest prompt plus completion, for windows of attention that it never exceeds (None: the context).
     Without the probe nothing is known, so one row a completion is used.
     """
-    settings = lora_settings(lora)
+    chosen = model_options(model, **options)
+    name, settings = chosen.name, chosen.lora
     check_adapter(settings)
-    place = _device(device)
-    want = _dtype(dtype, place)
+    place = _device(chosen.device)
+    want = _dtype(chosen.dtype, place)
     source = _source(name)
-    options: dict[str, Any] = {"dtype": want, "attn_implementation": attn_implementation, "seed": seed}
-    if quantization is not None:
-        options["quantization"] = _quantized(quantization, source, settings, place)
-    model, tokenizer, notes = source(name, trust_remote_code=trust_remote_code, **options)
-    notes += check_tokenizer(tokenizer, model, name)
-    if not dropout:
-        disable_dropout(model)
-    elif not has_dropout(model):
+    quantized = _quantized(chosen.quantization, source, settings, place)
+    made, tokenizer, notes = source(chosen, dtype=want, seed=seed, quantized=quantized)
+    notes += check_tokenizer(tokenizer, made, name)
+    if not chosen.dropout:
+        disable_dropout(made)
+    elif not has_dropout(made):
         notes += (f"model.dropout=true changes nothing: every dropout in the config of {name!r} is 0",)
-    if quantization is None:
-        model = cast_parameters(model, want if isinstance(want, torch.dtype) else None, place)
+    if quantized is None:
+        made = cast_parameters(made, want if isinstance(want, torch.dtype) else None, place)
     if settings is not None:
-        model = add_lora(model, settings, seed=seed)
-        settings = settings_of(model, settings)
-    own_memory(model)
-    if gradient_checkpointing:
+        made = add_lora(made, settings, seed=seed)
+        settings = settings_of(made, settings)
+    own_memory(made)
+    if chosen.gradient_checkpointing:
         # The reentrant form drops gradients when the first input needs none, as with a frozen embedding under LoRA.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train(gradient_checkpointing or dropout or (settings is not None and settings.dropout > 0))
-    shared_prefix, packing_note = _packing(model, tokenizer, name, longest) if probe else (False, _unprobed(name))
+        made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    made.train(chosen.gradient_checkpointing or chosen.dropout or (settings is not None and settings.dropout > 0))
+    shared_prefix, packing_note = _packing(made, tokenizer, name, longest) if probe else (False, _unprobed(name))
     if probe and packing_note is not None:
         notes += (packing_note,)
-    if compile:
-        body_of(model).compile(dynamic=True)  # the part that scoring calls, past the model's own forward
+    if chosen.compile:
+        body_of(made).compile(dynamic=True)  # the part that scoring calls, past the model's own forward
     for note in notes:
         logger.warning(note)
     return LoadedModel(
-        model=model,
+        model=made,
         tokenizer=tokenizer,
         name=name,
-        context_length=context_length(model),
-        eos_ids=eos_ids(model, tokenizer),
+        context_length=context_length(made),
+        eos_ids=eos_ids(made, tokenizer),
         pad_id=int(tokenizer.pad_token_id),
         device=place,
-        dtype=next(model.parameters()).dtype,
+        dtype=next(made.parameters()).dtype,
         lora=settings,
         notes=notes,
         shared_prefix=shared_prefix,
         packing_note=packing_note,
     )
+
+
+def model_options(model: ModelOptions | str, **options: Any) -> ModelOptions:
+    """The section `model`, from itself or from a name and other options of it."""
+    given = model.model_dump() if isinstance(model, ModelOptions) else {"name": model}
+    return read_options(ModelOptions, {**given, **options}, "model")
 
 
 def own_memory(model: nn.Module) -> None:
@@ -165,30 +157,6 @@ def cast_parameters(
     return model if device is None else model.to(device)
 
 
-def import_attr(spec: str, kind: str) -> Callable[..., Any]:
-    """The user's own part named `module:attr`."""
-    module_name, _, attr = spec.partition(":")
-    try:
-        found = getattr(import_module(module_name), attr)
-    except (ImportError, AttributeError) as error:
-        raise KeelError(
-            f"cannot import {kind} {spec!r}: {first_line(error)}; check the spelling and PYTHONPATH"
-        ) from error
-    if not callable(found):
-        raise KeelError(f"{kind} {spec!r} is a {type(found).__name__}: it must be a function or a class")
-    return found
-
-
-def is_users_own(name: str) -> bool:
-    """Whether a name is of the form `module:attr`."""
-    return bool(_USERS_OWN.fullmatch(name))
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error that may have many, so that ours stays on one."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
 def eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     """Every token that ends a completion: instruct models often list more in their generation config."""
     extra = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
@@ -196,10 +164,10 @@ def eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(token) for token in (tokenizer.eos_token_id, *listed)))
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def _device(device: str) -> torch.device:
     """The device asked for, or the accelerator if there is one; a device that is not there is refused."""
     try:
-        place = torch.device(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
+        place = torch.device(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     except RuntimeError:
         raise KeelError(f"unknown model.device {device!r}: use cpu, cuda or cuda:N, or auto") from None
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
@@ -209,13 +177,9 @@ def _device(device: str | torch.device | None) -> torch.device:
     return place
 
 
-def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | str:
-    if isinstance(dtype, torch.dtype):
-        return dtype
+def _dtype(dtype: str, device: torch.device) -> torch.dtype | str:
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
-    if dtype not in DTYPES:
-        raise unknown("model.dtype", dtype, [*DTYPES, "auto"])
     return DTYPES[dtype]
 
 
@@ -229,10 +193,10 @@ def _unprobed(name: str) -> str:
     return f"{name!r} was loaded without the packing probe: one row a completion"
 
 
-def _quantized(bits: str, source: Any, lora: LoraSettings | None, place: torch.device) -> dict[str, Any]:
+def _quantized(bits: str | None, source: Any, lora: LoraOptions | None, place: torch.device) -> dict[str, Any] | None:
     """What `from_pretrained` needs for a base in 4 or 8 bits; refused where it cannot work."""
-    if bits not in ("4bit", "8bit"):
-        raise unknown("model.quantization", bits, ["4bit", "8bit"])
+    if bits is None:
+        return None
     if lora is None:
         raise KeelError(f"model.quantization={bits} freezes the base, so there is nothing to train: set model.lora too")
     if source is not _from_transformers:
@@ -266,7 +230,7 @@ def _source(name: str) -> Source:
             raise KeelError(f"the model folder {name} has no config.json: give a folder written by save_pretrained")
         return _from_transformers
     if is_users_own(name):
-        import_attr(name, "model loader")
+        import_object(name, "model loader")
         return _from_user
     # A hub name is `name` or `owner/name`; anything else can only have meant a folder, and so can a name inside a
     # folder that exists. Asking the hub for it would end in half a minute of retries without a network.
@@ -276,59 +240,52 @@ def _source(name: str) -> Source:
     return _from_transformers
 
 
-def _from_tiny(name: str, *, seed: int, attn_implementation: str, **_: Any) -> tuple[Any, Any, tuple[str, ...]]:
-    return (*tiny_model(seed, attn_implementation), ())
+def _from_tiny(model: ModelOptions, *, seed: int, **_: Any) -> tuple[Any, Any, tuple[str, ...]]:
+    return (*tiny_model(seed, model.attn_implementation), ())
 
 
-def _from_gguf(
-    name: str, *, dtype: torch.dtype | str, attn_implementation: str, **_: Any
-) -> tuple[Any, Any, tuple[str, ...]]:
+def _from_gguf(model: ModelOptions, *, dtype: torch.dtype | str, **_: Any) -> tuple[Any, Any, tuple[str, ...]]:
     # Quantised weights have no float type of their own; 16-bit scales lose nothing in fp32.
     exact = dtype if isinstance(dtype, torch.dtype) else torch.float32
     try:
-        model, tokenizer = load_gguf(Path(name).expanduser(), dtype=exact, attn_implementation=attn_implementation)
+        made = load_gguf(Path(model.name).expanduser(), dtype=exact, attn_implementation=model.attn_implementation)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise error if isinstance(error, KeelError) else _cannot_load(name, error) from error
-    return model, tokenizer, ()
+        raise error if isinstance(error, KeelError) else _cannot_load(model.name, error) from error
+    return (*made, ())
 
 
-def _from_user(name: str, **options: Any) -> tuple[Any, Any, tuple[str, ...]]:
-    loader = import_attr(name, "model loader")
+def _from_user(model: ModelOptions, *, dtype: Any, seed: int, **_: Any) -> tuple[Any, Any, tuple[str, ...]]:
+    name = model.name
+    loader = import_object(name, "model loader")
+    offered = {"dtype": dtype, "attn_implementation": model.attn_implementation, "seed": seed}
     accepts = inspect.signature(loader).parameters
-    result = loader(**{key: options[key] for key in ("dtype", "attn_implementation", "seed") if key in accepts})
+    result = loader(**{key: value for key, value in offered.items() if key in accepts})
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
         raise KeelError(f"model loader {name!r} returned {type(result).__name__}: it must return (model, tokenizer)")
     return (*result, ())
 
 
 def _from_transformers(
-    name: str,
-    *,
-    dtype: torch.dtype | str,
-    attn_implementation: str,
-    trust_remote_code: bool,
-    quantization: Any = None,
-    **_: Any,
+    model: ModelOptions, *, dtype: torch.dtype | str, quantized: Any, **_: Any
 ) -> tuple[Any, Any, tuple[str, ...]]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    name, attention, trust = model.name, model.attn_implementation, model.trust_remote_code
     where = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
     try:
         # The small files first: a wrong tokenizer should not cost the download of the weights.
-        config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
-        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(where, trust_remote_code=trust)
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust)
         check_eos(tokenizer, name)
-        common = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code}
-        if quantization is not None:
-            common |= quantization
+        common = {"config": config, "dtype": dtype, "trust_remote_code": trust, **(quantized or {})}
         try:
-            model = AutoModelForCausalLM.from_pretrained(where, attn_implementation=attn_implementation, **common)
-            return model, tokenizer, ()
+            made = AutoModelForCausalLM.from_pretrained(where, attn_implementation=attention, **common)
+            return made, tokenizer, ()
         except ValueError as error:
-            if attn_implementation != "sdpa" or "scaled_dot_product_attention" not in str(error):
+            if attention != "sdpa" or "scaled_dot_product_attention" not in str(error):
                 raise
-        model = AutoModelForCausalLM.from_pretrained(where, attn_implementation="eager", **common)
-        return model, tokenizer, (f"{name!r} has no sdpa attention: attn_implementation=eager is used",)
+        made = AutoModelForCausalLM.from_pretrained(where, attn_implementation="eager", **common)
+        return made, tokenizer, (f"{name!r} has no sdpa attention: attn_implementation=eager is used",)
     except KeelError:
         raise
     except Exception as error:  # what transformers raises here has no common base

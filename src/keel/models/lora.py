@@ -2,50 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from keel.base.errors import KeelError, unknown
+from keel.base.errors import KeelError, first_line
+from keel.models.options import LoraOptions
 
 
-@dataclass(frozen=True)
-class LoraSettings:
-    """`W + (alpha / r) B A` on each target layer; of an existing `adapter`, r, alpha and targets are its own.
-
-    `targets` is `all-linear` (every linear layer but the output head) or names of layers. `dropout` holds for both;
-    it is 0 unless asked for, also where the adapter was trained with some.
-    """
-
-    r: int = 16
-    alpha: float = 32
-    dropout: float = 0.0
-    targets: str | Sequence[str] = "all-linear"
-    adapter: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.r < 1:
-            raise KeelError(f"lora.r is {self.r}: the rank must be 1 or more")
-        if not 0.0 <= self.dropout < 1.0:
-            raise KeelError(f"lora.dropout is {self.dropout}: it must be in [0, 1)")
-
-
-def lora_settings(options: Mapping[str, Any] | LoraSettings | None) -> LoraSettings | None:
-    """The settings from an option's mapping; a key that does not exist is an error, not a silent default."""
-    if options is None or isinstance(options, LoraSettings):
-        return options
-    known = [field.name for field in fields(LoraSettings)]
-    for key in options:
-        if key not in known:
-            raise unknown("lora option", key, known)
-    return LoraSettings(**options)
-
-
-def check_adapter(settings: LoraSettings | None) -> None:
+def check_adapter(settings: LoraOptions | None) -> None:
     """Refuse a missing adapter folder before a model is loaded for it."""
     if settings is None or settings.adapter is None:
         return
@@ -57,7 +24,7 @@ def check_adapter(settings: LoraSettings | None) -> None:
         )
 
 
-def add_lora(model: nn.Module, settings: LoraSettings, *, seed: int = 0) -> nn.Module:
+def add_lora(model: nn.Module, settings: LoraOptions, *, seed: int = 0) -> nn.Module:
     """The model wrapped by peft with one trainable adapter; the base weights are frozen.
 
     A fresh adapter has B = 0, so the wrapped model computes exactly what the base does. Equal seeds give equal A,
@@ -108,11 +75,11 @@ def check_unmerged(model: nn.Module) -> None:
             raise KeelError(f"the policy's adapter is merged into its base ({name}): call unmerge_adapter() first")
 
 
-def settings_of(model: nn.Module, settings: LoraSettings) -> LoraSettings:
+def settings_of(model: nn.Module, settings: LoraOptions) -> LoraOptions:
     """The settings as they are in the model: a continued adapter brings its own rank, alpha and targets."""
     config: Any = next(iter(model.peft_config.values()))  # type: ignore[operator]
     targets = config.target_modules if isinstance(config.target_modules, str) else tuple(sorted(config.target_modules))
-    return replace(settings, r=config.r, alpha=config.lora_alpha, targets=targets)
+    return settings.model_copy(update={"r": config.r, "alpha": config.lora_alpha, "targets": targets})
 
 
 def is_lora(model: nn.Module) -> bool:
@@ -135,8 +102,3 @@ def adapter_is_zero(model: nn.Module) -> bool:
                     if bool(weight.detach().any()):
                         return False
     return True
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message that says anything, or its type."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

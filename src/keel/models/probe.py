@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keel.base.errors import KeelError
+from keel.base.errors import KeelError, first_line
 from keel.base.types import Completion, Group, Problem
 from keel.models.checks import context_length
 from keel.models.head import (
@@ -31,7 +31,6 @@ from keel.models.head import (
 )
 from keel.models.lengths import forget_lengths, length_regimes
 from keel.models.logprobs import score_tokens
-from keel.models.lora import first_line
 from keel.models.pack import pack
 
 LONGEST_PROBE = 8192

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from keel.base.errors import KeelError
+from keel.base.imports import import_object, is_users_own
 from keel.base.types import Scores
 from keel.models.head import at_least_fp32
-from keel.models.load import import_attr, is_users_own
 from keel.models.logprobs import FullScores
 from keel.models.pack import PackedBatch
 
@@ -84,7 +84,7 @@ def build_scorer(name: str) -> Scorer | None:
         return None
     if not is_users_own(name):
         raise KeelError(f"model.scorer is {name!r}: it must be native or a scorer module:attr")
-    scorer: Scorer = import_attr(name, "scorer")
+    scorer: Scorer = import_object(name, "scorer")
     try:
         inspect.signature(scorer).bind(None, None, temperature=1.0)
     except TypeError as error:

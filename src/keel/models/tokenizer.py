@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from keel.base.errors import KeelError
-from keel.models.load import first_line, is_users_own, load_model
+from keel.base.errors import KeelError, first_line
+from keel.base.imports import is_users_own
+from keel.models.load import load_model
 from keel.models.tiny import tiny_tokenizer
 
 

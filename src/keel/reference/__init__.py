@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from keel.base.errors import unknown
-from keel.models.load import LoadedModel, import_attr, is_users_own
+from keel.base.imports import import_object, is_users_own
+from keel.models.load import LoadedModel
 from keel.models.lora import is_lora
 from keel.reference.held import unwrap
 from keel.reference.kinds import Reference, adapter_off, ema, frozen, kl_triggered, snapshot
@@ -45,7 +46,7 @@ def _factory(kind: str) -> Callable[..., Reference]:
     if kind in KINDS:
         return KINDS[kind]
     if is_users_own(kind):
-        return import_attr(kind, "reference")
+        return import_object(kind, "reference")
     raise unknown("reference.kind", kind, [*KINDS, "auto"])
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem
@@ -14,17 +14,10 @@ from keel.envs.base import Task
 from keel.envs.calls import CallFailed
 from keel.envs.episode import Episode, EpisodeRunner, Key, Transcript
 from keel.envs.judge import Judge
+from keel.rollout.engine import Engine, check_engine, turn_by_turn
 from keel.rollout.render import Renderer, Reply, fit
 from keel.rollout.request import Request, Turn
 from keel.rollout.sampling import SamplingParams
-
-
-class Engine(Protocol):
-    """What collect asks of an engine."""
-
-    def generate(
-        self, requests: Sequence[Request], sampling: SamplingParams, *, seed: int = 0, attempt: int = 0, step: int = 0
-    ) -> list[list[Completion]]: ...
 
 
 @dataclass
@@ -101,6 +94,7 @@ def collect(
     `join_turns` they do, and all are answered together. With `overlap_tools` sampling goes on while slow tools work:
     which episodes share a pass then depends on the clock, and with it the last digits.
     """
+    check_engine(engine)
     if max_turns < 1:
         raise KeelError(f"rollout.max_turns is {max_turns}: it must be at least 1")
     if max_turns > 1 and not task.several_turns:
@@ -138,7 +132,7 @@ def collect(
                 requests.append(_request(trajectory, problem, prompts[key[0]], sampling, limit))
         return requests
 
-    converse = _converse_of(engine) if join_turns and max_turns > 1 else partial(_turn_by_turn, engine)
+    converse = engine.converse if join_turns and max_turns > 1 else partial(turn_by_turn, engine)
     try:
         while asked:
             converse(asked, sampling, answer, **noise)
@@ -153,41 +147,6 @@ def collect(
     for key, failure in failures:
         judge.record(f"{task.name}.close", problems[key[0]], key[1], failure)
     return groups
-
-
-def _converse_of(engine: Any) -> Callable[..., None]:
-    """How an engine is asked for several turns: by its `converse`, in which a turn that goes on joins those running.
-
-    An engine that inherits that and has a `generate` of its own is asked by `generate`: its author meant every turn.
-    """
-    places = (engine, *type(engine).__mro__)
-    first = next((place for place in places if {"converse", "generate"} & set(getattr(place, "__dict__", ()))), object)
-    found: Callable[..., None] = engine.converse if "converse" in vars(first) else partial(_turn_by_turn, engine)
-    return found
-
-
-def _turn_by_turn(
-    engine: Engine,
-    requests: Sequence[Request],
-    sampling: SamplingParams,
-    answer: Callable[[list[Turn]], list[Request]],
-    **noise: int,
-) -> None:
-    """For an engine that takes nothing up while others run: all episodes say their turn, then all are answered."""
-    while requests:
-        found = engine.generate(requests, sampling, **noise)
-        asked, given = [len(request.drawn(sampling)) for request in requests], [len(group) for group in found]
-        if asked != given:
-            raise KeelError(
-                f"the engine {type(engine).__name__} was asked for {sum(asked)} completions of {len(asked)} requests "
-                f"and returned {sum(given)} of {len(given)}: its generate must return as many as each request draws"
-            )
-        turns = [
-            Turn(request, sample, completion)
-            for request, group in zip(requests, found, strict=True)
-            for sample, completion in zip(request.drawn(sampling), group, strict=True)
-        ]
-        requests = answer(turns)
 
 
 def _hear(
@@ -282,7 +241,7 @@ def _check_room(
     engine: Engine, problems: Sequence[Problem], prompts: Sequence[tuple[int, ...]], sampling: SamplingParams
 ) -> None:
     """Refuse an episode that could outgrow the model's context in a later turn, before the first is sampled."""
-    context = getattr(engine, "context", None)
+    context = engine.context
     for problem, prompt in zip(problems, prompts, strict=True):
         if context is not None and len(prompt) < context < len(prompt) + sampling.max_completion_length:
             raise KeelError(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from keel.base.errors import KeelError, unknown
+from keel.base.errors import KeelError
 from keel.base.types import Problem
-from keel.config import Config, TaskSpec, controller_params, kl_spec, loss_spec, mismatch_spec
+from keel.config import Config, TaskOptions, controller_params, kl_spec, loss_spec, mismatch_spec
 from keel.config.checks import DATA_OF_TASKS, takes_data
 from keel.config.resolve import scale_rewards
 from keel.envs import Task, build_task
@@ -19,18 +19,19 @@ from keel.envs.judge import Judge
 from keel.envs.mixture import mixture
 from keel.envs.rewards import wrap
 from keel.kl import build_controller
-from keel.models.load import DTYPES, LoadedModel, import_attr, is_users_own, load_model
+from keel.models.load import LoadedModel, load_model
 from keel.models.lora import adapter_is_zero
 from keel.models.scorer import build_scorer
 from keel.reference import build_reference
-from keel.rollout import NativeEngine, SamplingParams
+from keel.rollout import Engine, SamplingParams
+from keel.rollout import build_engine as engine_of
 from keel.rollout.collect import collect
 from keel.rollout.render import Renderer, fit
-from keel.trainer.guard_options import GuardOptions
 from keel.trainer.integrity import check_model
-from keel.trainer.optim import Optimizer, Schedule, build_schedule
-from keel.trainer.sft import Encode, Examples, SFTOptions, file_examples, gold_examples
-from keel.trainer.state import Engine, KLOptions, Run, StepOptions
+from keel.trainer.optim import Optimizer, Schedule, amp_dtype, build_schedule
+from keel.trainer.options import OptimOptions, WarmstartOptions
+from keel.trainer.sft import Encode, Examples, file_examples, gold_examples
+from keel.trainer.state import KLOptions, Run, StepOptions
 
 RewardFunction = Callable[..., Any]
 
@@ -41,33 +42,14 @@ def build_policy(config: Config, weights: Path | None = None, *, probe: bool = T
     Without `probe` a model whose padded rows disagree with its own logits is not refused, so that it can be examined.
     """
     model = config.model
-    lora: Mapping[str, Any] | None = model.lora.model_dump() if model.lora else None
-    name = model.name
-    for folder in (model.lora and model.lora.adapter, name):  # another run's checkpoint, perhaps
+    for folder in (model.lora and model.lora.adapter, model.name):  # another run's checkpoint, perhaps
         if folder and weights is None:
             check_model(Path(folder).expanduser())
-    if weights is not None and lora is not None:
-        lora = {**lora, "adapter": str(weights)}
-    elif weights is not None:
-        name = str(weights)
-    loaded = load_model(
-        name,
-        dtype=model.dtype,
-        attn_implementation=model.attn_implementation,
-        lora=lora,
-        device=None if model.device == "auto" else model.device,
-        dropout=model.dropout,
-        gradient_checkpointing=model.gradient_checkpointing,
-        trust_remote_code=model.trust_remote_code,
-        seed=config.run.seed,
-        quantization=model.quantization,
-        compile=model.compile,
-        probe=probe,
-    )
+    loaded = load_model(model if weights is None else model.at(weights), seed=config.run.seed, probe=probe)
     return replace(loaded, name=model.name)
 
 
-def build_named_task(spec: TaskSpec | str, config: Config | None = None) -> Task:
+def build_named_task(spec: TaskOptions | str, config: Config | None = None) -> Task:
     """`task`, or one entry of `eval.tasks` or `warmstart.task`: a name, or a name with parameters.
 
     A task that reads data, and has no `data` of its own beside its name, is given the configuration's `data` if it is
@@ -143,17 +125,11 @@ def build_sampling(config: Config, **changes: Any) -> SamplingParams:
 
 
 def build_engine(config: Config, loaded: LoadedModel) -> Engine:
-    """The sampler: the native one shares the policy's weights; a user's `module:attr` is given model and tokenizer."""
-    name = config.rollout.engine
-    if name == "native":
-        kept = int(config.rollout.kept_gib * 2**30) if config.rollout.max_turns > 1 else 0
-        return NativeEngine(loaded.model, loaded.tokenizer, kept_bytes=kept, graphs=config.rollout.cuda_graphs)
-    if is_users_own(name):
-        made: Engine = import_attr(name, "engine")(loaded.model, loaded.tokenizer)
-        return made
-    if name == "vllm":
-        raise KeelError("rollout.engine=vllm is not available in this version: use rollout.engine=native")
-    raise unknown("rollout.engine", name, ["native", "module:attr"])
+    """The sampler that `rollout.engine` names, with its own options."""
+    rollout = config.rollout
+    kept = int(rollout.kept_gib * 2**30) if rollout.max_turns > 1 else 0
+    options = {"kept_bytes": kept, "graphs": rollout.cuda_graphs} if rollout.engine == "native" else {}
+    return engine_of(rollout.engine, loaded.model, loaded.tokenizer, **options)
 
 
 def rendering(config: Config) -> dict[str, Any]:
@@ -187,17 +163,18 @@ def build_run(
     judge = build_judge(config, task, reward)
     sampling = build_sampling(config)
     engine = build_engine(config, loaded)
-    half = autocast_dtype(config, loaded)
+    _check_logp(config, engine, sampling)
+    half = amp_dtype(config.optim, loaded.dtype)
     spec, loss = kl_spec(config), loss_spec(config)
     scorer = build_scorer(config.model.scorer)
-    shared = isinstance(engine, NativeEngine) and engine.model is loaded.model and half is None and scorer is None
+    shared = engine.shares_weights and half is None and scorer is None
     run = Run(
         policy=loaded,
         task=task,
         engine=engine,
         collect=_collector(config, engine, task, loaded, sampling, judge),
         reference=_reference(config, loaded),
-        optimizer=build_optimizer(config, loaded, half),
+        optimizer=Optimizer(loaded.model, config.optim, learning_rate_schedule(config), amp_dtype=half),
         controller=build_controller(**controller_params(config)),
         loss=loss,
         kl=KLOptions(
@@ -209,19 +186,33 @@ def build_run(
         ),
         options=_step_options(config, loaded.shared_prefix and scorer is None, half),
         mismatch=mismatch_spec(config),
-        guards=guard_options(config),
+        guards=config.guards,
+        budget=config.kl.budget,
         scorer=scorer,
     )
     packing = [] if loaded.packing_note is None else [loaded.packing_note]
-    said = (*packing, *task.notes, *dropped, *_one_turn(config, task), *_kept_adapter(config, run))
+    said = (*packing, *task.notes, *dropped, *_turns(config, task), *_kept_adapter(config, run))
     return Built(run, judge, sampling, said)
 
 
-def _one_turn(config: Config, task: Task) -> list[str]:
-    """A word on a task of several turns that is given one."""
-    if config.rollout.max_turns > 1 or not task.several_turns:
+def _check_logp(config: Config, engine: Engine, sampling: SamplingParams) -> None:
+    """Refuse filters where the engine's log-probabilities are those after them: training compares the policy's own."""
+    if engine.logp_after_filters and sampling.filtered:
+        raise KeelError(
+            f"rollout.engine={config.rollout.engine} gives log-probabilities after filters (logp_after_filters), which "
+            "are not the policy's: leave rollout.top_p, top_k and min_p off, or let it report those before"
+        )
+
+
+def _turns(config: Config, task: Task) -> list[str]:
+    """A word on a task of several turns that is given one, and on turns that depend on the clock."""
+    if not task.several_turns:
         return []
-    return [f"task {task.name!r} has several turns, but rollout.max_turns is 1: no tool is ever answered"]
+    if config.rollout.max_turns == 1:
+        return [f"task {task.name!r} has several turns, but rollout.max_turns is 1: no tool is ever answered"]
+    if not config.rollout.overlap_tools:
+        return []
+    return ["rollout.overlap_tools: which episodes share a pass depends on the clock, so the last digits of a run vary"]
 
 
 def _kept_adapter(config: Config, run: Run) -> list[str]:
@@ -255,11 +246,11 @@ def _collector(
             max_turns=config.rollout.max_turns,
             max_turn_length=config.rollout.max_turn_length,
             join_turns=config.rollout.join_turns,
+            overlap_tools=config.rollout.overlap_tools,
             judge=judge,
             **rendering(config),
         )
-        if isinstance(engine, NativeEngine):
-            engine.forget()  # the update needs the memory
+        engine.release()  # the update needs the memory
         return groups
 
     return collected
@@ -285,52 +276,22 @@ def _step_options(config: Config, shared_prefix: bool, half: torch.dtype | None)
     )
 
 
-def guard_options(config: Config) -> GuardOptions:
-    """The guards' limits, the KL budget among them."""
-    budget = config.kl.budget
-    spent = {} if budget is None else {"budget": budget.max, "budget_unit": budget.unit, "budget_action": budget.action}
-    return GuardOptions(**{**config.guards.model_dump(), **spent})
-
-
-def autocast_dtype(config: Config, loaded: LoadedModel) -> torch.dtype | None:
-    """The type of the mixed-precision passes, None where the weights' own is used."""
-    name = config.optim.precision
-    if name == "auto" or DTYPES[name] == loaded.dtype:
-        return None
-    if name == "float32":
-        raise KeelError(f"optim.precision=float32 needs model.dtype=float32: the weights are {loaded.dtype}")
-    return DTYPES[name]
-
-
 def learning_rate_schedule(config: Config, decay_steps: int | None = None) -> Schedule:
     """The course of the learning rate, or what it would be with another end of its decay."""
-    optim = config.optim
-    return build_schedule(
-        optim.schedule,
-        warmup_steps=optim.warmup_steps,
-        total_steps=decay_steps or optim.decay_steps or config.run.max_steps,
-        final_ratio=optim.final_ratio,
-        updates_per_step=config.loss.num_iterations * optim.minibatches,
-    )
+    optim = config.optim if decay_steps is None else config.optim.model_copy(update={"decay_steps": decay_steps})
+    updates = config.loss.num_iterations * optim.minibatches
+    return build_schedule(optim, config.run.max_steps, updates_per_step=updates)
 
 
-def build_optimizer(config: Config, loaded: LoadedModel, half: torch.dtype | None = None) -> Optimizer:
-    optim = config.optim
-    return Optimizer(
-        loaded.model,
-        name=optim.optimizer,
-        learning_rate=optim.learning_rate,
-        schedule=learning_rate_schedule(config),
-        weight_decay=optim.weight_decay,
-        betas=optim.betas,
-        eps=optim.eps,
-        max_grad_norm=optim.max_grad_norm,
-        offload=optim.offload,
-        scaler=half == torch.float16 and loaded.device.type == "cuda",
-    )
+class Supervised(NamedTuple):
+    """What `sft` takes: the examples, and the sections that say how they are learned."""
+
+    examples: Examples
+    options: WarmstartOptions
+    optim: OptimOptions
 
 
-def build_warmstart(config: Config, loaded: LoadedModel, task: Task | None = None) -> tuple[Examples, SFTOptions]:
+def build_warmstart(config: Config, loaded: LoadedModel, task: Task | None = None) -> Supervised:
     """Examples and settings of the supervised start."""
     start = config.warmstart
     if start is None:
@@ -350,12 +311,7 @@ def build_warmstart(config: Config, loaded: LoadedModel, task: Task | None = Non
         kept = [without_long_prompts(config, loaded.tokenizer, one, required=False)[0] for one in named or [own]]
         source: Any = mixture(kept) if len(kept) > 1 else kept[0]
         examples = gold_examples(source, encoder, loaded.tokenizer, reply=renderer.reply, **shared)
-    options = SFTOptions(
-        **{name: getattr(start, name) for name in type(start).model_fields if name not in ("task", "path")},
-        microbatch_tokens=config.optim.microbatch_tokens,
-        autocast=autocast_dtype(config, loaded),
-    )
-    return examples, options
+    return Supervised(examples, start, config.optim)
 
 
-__all__ = ["Built", "build_optimizer", "build_policy", "build_run", "build_warmstart"]
+__all__ = ["Built", "Supervised", "build_policy", "build_run", "build_warmstart"]

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
-from keel.config import Config, TaskSpec, load_config, text
+from keel.config import Config, TaskOptions, load_config, text
 from keel.config.checks import DATA_OF_TASKS, takes_data
 from keel.envs import Task
 from keel.envs.judge import Judge
 from keel.envs.registry import TASKS
 from keel.envs.rewards import RewardPart
 from keel.eval.evaluate import EvalResult, evaluate, paired_difference, paired_reward
-from keel.rollout.collect import Engine
+from keel.rollout.engine import Engine
 from keel.rollout.sampling import SamplingParams
 from keel.run.build import (
     build_engine,
@@ -69,14 +69,14 @@ def configured_tasks(config: Config, task: Task | None = None) -> list[tuple[Tas
     return [(trained, "trained"), *((other, "retention") for other in others if other != trained)]
 
 
-def spec_of_word(word: str) -> TaskSpec:
+def spec_of_word(word: str) -> TaskOptions:
     """The task of `NAME`, or of `NAME:key=value,key=value` with its parameters; a name may be `module:attr`."""
     match = _WITH_PARAMS.fullmatch(word)
     if match is None:
-        return TaskSpec(name=word)
+        return TaskOptions(name=word)
     pairs = (item.partition("=") for item in re.split(r",(?=[A-Za-z_]\w*=)", match["params"]))
     params = {key: text.parse(value, f"the value of {key} in {word!r}") for key, _, value in pairs}
-    return TaskSpec.model_validate({"name": match["name"], **params})
+    return TaskOptions.model_validate({"name": match["name"], **params})
 
 
 def _given(subject: Subject, words: Sequence[str], data: Sequence[str] = ()) -> list[tuple[Task, str]]:
@@ -92,7 +92,7 @@ def _given(subject: Subject, words: Sequence[str], data: Sequence[str] = ()) -> 
     return [(build_named_task(spec, home), "given") for spec, home in zip(specs, homes, strict=True)]
 
 
-def _home(subject: Subject, spec: TaskSpec, data: Sequence[str]) -> Config:
+def _home(subject: Subject, spec: TaskOptions, data: Sequence[str]) -> Config:
     """A configuration whose task is this one: its data are those of a bare model, or of a run that trains on a task of
     this name, changed as `data` says; a task with data beside its name reads those."""
     shared = (not subject.has_tasks or spec.name == subject.config.task.name) and "data" not in spec.params
@@ -204,8 +204,6 @@ def _evaluated(
     found = []
     for entry in entries(config, kept):
         if watch is not None:
-            told = watch(f"{subject.name}: {entry.task.name}", config.eval.samples * _samples(config))
-            if hasattr(engine, "on_finished"):
-                engine.on_finished = told
+            engine.on_finished = watch(f"{subject.name}: {entry.task.name}", config.eval.samples * _samples(config))
         found.append(evaluate_entry(config, engine, loaded.tokenizer, entry, seed=seed))
     return found

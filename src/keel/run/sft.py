@@ -35,8 +35,9 @@ def _supervise(config: Config, directory: RunDirectory, at_end: AtEnd) -> TrainR
     write_config(directory, config)
     directory.write_json("env.json", environment())
     loaded = build_policy(config)
-    examples, options = build_warmstart(config, loaded)
-    loggers = open_loggers(config, directory, None, total_steps=options.steps)
+    start = build_warmstart(config, loaded)
+    steps = start.options.steps
+    loggers = open_loggers(config, directory, None, total_steps=steps)
     try:
         # no KL here: nothing is sampled to measure it on, so no reference is built
         built = build_run(load_config(config, ["kl.beta=0", "kl.measure_every=0"]), loaded)
@@ -48,15 +49,15 @@ def _supervise(config: Config, directory: RunDirectory, at_end: AtEnd) -> TrainR
         def report(step: int, line: Mapping[str, float]) -> None:
             loggers.step(step, line)
 
-        sft(loaded, examples, options, report)
+        sft(loaded, *start, report)
         after = evaluate()
         for record in after:
-            loggers.evaluation(options.steps, record)
-        place = _save(directory.checkpoints / f"step-{options.steps}", config, loaded)
-        loggers.event("checkpoint", step=options.steps, path=str(place.relative_to(directory.path)))
+            loggers.evaluation(steps, record)
+        place = _save(directory.checkpoints / f"step-{steps}", config, loaded)
+        loggers.event("checkpoint", step=steps, path=str(place.relative_to(directory.path)))
         state = State(
             kl=built.run.controller.init(),
-            step=options.steps,
+            step=steps,
             before=tuple(before),
             evaluated=tuple(after),
             wall_s=time.monotonic() - began,
@@ -68,7 +69,7 @@ def _supervise(config: Config, directory: RunDirectory, at_end: AtEnd) -> TrainR
         write_report_of(directory.path, loggers, at_end)
     finally:
         loggers.close()
-    return TrainResult(summary, directory.path, options.steps)
+    return TrainResult(summary, directory.path, steps)
 
 
 def _save(place: Path, config: Config, loaded: Any) -> Path:

@@ -51,7 +51,7 @@ from keel.run.warmstart import is_whole, warmstart, warmstart_place
 from keel.trainer.checkpoint import clean, lay_aside, load_checkpoint, saved_state
 from keel.trainer.guards import guard_findings
 from keel.trainer.integrity import damages
-from keel.trainer.loop import Cadence, Callback, Interrupt, Job, interruptible, train_loop
+from keel.trainer.loop import Callback, Interrupt, Job, interruptible, train_loop
 from keel.trainer.rollback import finish_rollback
 from keel.trainer.state import State
 from keel.trainer.step import train_step
@@ -259,14 +259,10 @@ def _job(config: Config, built: Built, directory: RunDirectory, loggers: Fanout,
         run=built.run,
         directory=directory,
         loggers=loggers,
-        cadence=Cadence(
-            max_steps=config.run.max_steps,
-            eval_every=config.eval.every,
-            save_every=config.checkpoint.every,
-            keep=config.checkpoint.keep,
-            keep_best=config.checkpoint.best,
-            rollouts_every=config.log.rollouts_every,
-        ),
+        max_steps=config.run.max_steps,
+        eval=config.eval,
+        checkpoint=config.checkpoint,
+        log=config.log,
         evaluate=evaluator(config, built, judges),
         tracked=built.run.task.held_out(4),
         failures=lambda: [*built.judge.drain(), *(failure for judge in judges.values() for failure in judge.drain())],
@@ -348,7 +344,7 @@ def open_loggers(
 ) -> Fanout:
     """JSONL always, and what `log` asks for."""
     return build_loggers(
-        config.log.model_dump(),
+        config.log,
         directory,
         total_steps=total_steps or config.run.max_steps,
         name=config.run.name,

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from keel.models.load import LoadedModel
+from keel.run.build import Supervised
 from keel.run.paths import absolute_paths
 from keel.trainer.checkpoint import save_weights, writing
 from keel.trainer.integrity import WARMSTART, checksums, sealed
-from keel.trainer.sft import Examples, Report, SFTOptions, sft
+from keel.trainer.sft import Report, sft
 
 FOLDER = "warmstart"
 
@@ -51,14 +52,14 @@ def is_whole(folder: Path) -> bool:
 def warmstart(
     folder: Path,
     loaded: LoadedModel,
-    recipe: Callable[[LoadedModel], tuple[Examples, SFTOptions]],
+    recipe: Callable[[LoadedModel], Supervised],
     report: Report | None = None,
 ) -> float:
     """Train the loaded model in place and keep its weights; returns the last loss."""
-    examples, options = recipe(loaded)
-    loss = sft(loaded, examples, options, report)
+    start = recipe(loaded)
+    loss = sft(loaded, *start, report)
     with writing(folder) as temporary:
         save_weights(temporary, loaded.model, loaded.tokenizer)
-        record = sealed({"loss": loss, "steps": options.steps}, checksums(temporary))
+        record = sealed({"loss": loss, "steps": start.options.steps}, checksums(temporary))
         (temporary / WARMSTART).write_text(record, encoding="utf-8")
     return loss

@@ -14,8 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from keel.base.types import Completion
+from keel.kl.options import KLBudget
 from keel.trainer.batch import StepBatch
-from keel.trainer.guard_options import GuardOptions
+from keel.trainer.options import GuardOptions
 from keel.trainer.state import State
 
 WINDOW, ENOUGH = 50, 10  # gradient norms that the running median looks back on, and those it needs to say anything
@@ -38,21 +39,29 @@ def budget_metric(metrics: Mapping[str, float], unit: str) -> str | None:
     return next((name for name in names if f"{name}/mean" in metrics), None)
 
 
-def over_budget(metrics: Mapping[str, float], options: GuardOptions) -> str | None:
+def may_roll_back(options: GuardOptions, budget: KLBudget | None) -> bool:
+    """Whether the start is worth a checkpoint, because there may be nothing else to go back to."""
+    broken = budget is not None and budget.action == "rollback"
+    return options.max_rollbacks > 0 and (broken or options.on_nans == "rollback")
+
+
+def over_budget(metrics: Mapping[str, float], budget: KLBudget | None) -> str | None:
     """One line that says how the budget T is broken: mean above T, p95 above 2T, or not a number; None if it is not."""
-    limit, name = options.budget, budget_metric(metrics, options.budget_unit)
-    if limit is None or name is None:
+    name = None if budget is None else budget_metric(metrics, budget.unit)
+    if budget is None or name is None:
         return None
-    unit = "token" if options.budget_unit == "per_token" else "sequence"
-    for part, most in (("mean", limit), ("p95", P95_FACTOR * limit)):
+    unit = "token" if budget.unit == "per_token" else "sequence"
+    for part, most in (("mean", budget.max), ("p95", P95_FACTOR * budget.max)):
         spent = metrics.get(f"{name}/{part}", 0.0)
         if not spent <= most:
             factor = "" if part == "mean" else f"{P95_FACTOR:g} × "
-            return f"{name}/{part} is {spent:.4g} nats per {unit}, over {factor}kl.budget.max {limit:g}"
+            return f"{name}/{part} is {spent:.4g} nats per {unit}, over {factor}kl.budget.max {budget.max:g}"
     return None
 
 
-def find_trouble(state: State, metrics: Mapping[str, float], options: GuardOptions) -> Trouble | None:
+def find_trouble(
+    state: State, metrics: Mapping[str, float], options: GuardOptions, budget: KLBudget | None = None
+) -> Trouble | None:
     """The gravest thing about a finished step, or None; what only warns does not hide what does more."""
     found = []
     if state.consecutive_skips >= options.max_consecutive_nans:
@@ -60,21 +69,23 @@ def find_trouble(state: State, metrics: Mapping[str, float], options: GuardOptio
         code, why = ("optim/spike", ", as gradient spikes") if spikes else ("optim/non-finite", "")
         message = f"{state.consecutive_skips} updates in a row were skipped{why} up to step {state.step}"
         found.append(Trouble(code, message, options.on_nans))
-    broken = over_budget(metrics, options)
-    if broken is not None:
-        found.append(Trouble("kl/over-budget", f"{broken} at step {state.step}", options.budget_action))
+    broken = over_budget(metrics, budget)
+    if budget is not None and broken is not None:
+        found.append(Trouble("kl/over-budget", f"{broken} at step {state.step}", budget.action))
     return min(found, key=lambda trouble: trouble.action == "warn", default=None)
 
 
-def trouble_at_end(step: int, metrics: Mapping[str, float], options: GuardOptions) -> Trouble | None:
+def trouble_at_end(
+    step: int, metrics: Mapping[str, float], options: GuardOptions, budget: KLBudget | None = None
+) -> Trouble | None:
     """The same about the policy that the last update has left, from the numbers of `measure_end`."""
     if not math.isfinite(metrics.get("logp/policy_mean", 0.0)):
         message = f"the policy is not finite after the last update, that of step {step}"
         return Trouble("optim/non-finite", message, options.on_nans)
-    broken = over_budget(metrics, options)
-    if broken is None:
+    broken = over_budget(metrics, budget)
+    if budget is None or broken is None:
         return None
-    return Trouble("kl/over-budget", f"{broken} after the last update, that of step {step}", options.budget_action)
+    return Trouble("kl/over-budget", f"{broken} after the last update, that of step {step}", budget.action)
 
 
 def spike_limit(norms: Sequence[float], options: GuardOptions) -> float | None:
@@ -83,16 +94,16 @@ def spike_limit(norms: Sequence[float], options: GuardOptions) -> float | None:
 
 
 def watch(
-    state: State, metrics: Mapping[str, float], batch: StepBatch, options: GuardOptions, *, taken: Sequence[float]
+    state: State, metrics: Mapping[str, float], batch: StepBatch, budget: KLBudget | None, *, taken: Sequence[float]
 ) -> State:
     """The guards' own memory after a step: running norms, stretches without signal, and how far back all was well.
 
     Only norms of updates that were made (`taken`) count: spikes that were skipped must not become the usual. The
     numbers of step N are those of the weights after N − 1 updates, so a fine step N vouches for `step-{N−1}`.
     """
-    broken = over_budget(metrics, options) is not None
-    known = options.budget is None or budget_metric(metrics, options.budget_unit) is not None
-    within = known and (not broken or options.budget_action == "warn")
+    broken = over_budget(metrics, budget) is not None
+    known = budget is None or budget_metric(metrics, budget.unit) is not None
+    within = known and (not broken or (budget is not None and budget.action == "warn"))
     fine = metrics["guard/skipped"] == 0.0 and within
     totals = {reward.total for group in batch.groups for reward in group.rewards}
     silent = batch.rows.advantages is not None and not bool(batch.rows.advantages.any())

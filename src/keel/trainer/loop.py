@@ -15,21 +15,24 @@ from typing import Any
 import torch
 
 from keel.base.types import Problem
+from keel.eval.options import EvalOptions
 from keel.loggers import Fanout, RunDirectory
+from keel.loggers.options import LogOptions
 from keel.loggers.rundir import SKIPPED
 from keel.trainer.checkpoint import clean, last_good, rewrite_state, save_checkpoint, step_of
 from keel.trainer.final import measure_end
 from keel.trainer.guards import (
-    GuardOptions,
     Trouble,
     budget_metric,
     find_trouble,
     first_nonfinite,
+    may_roll_back,
     skipped_record,
     stretches,
     tool_trouble,
     trouble_at_end,
 )
+from keel.trainer.options import CheckpointOptions, GuardOptions
 from keel.trainer.records import rollout_records, tracked_records
 from keel.trainer.rollback import roll_back, stop_at_last_good
 from keel.trainer.state import Run, State, step_seed
@@ -38,19 +41,7 @@ from keel.trainer.step import Step, train_step
 Record = dict[str, Any]
 Callback = Callable[[State, Mapping[str, float]], bool | None]
 SKIPPED_KEPT = 20  # batches kept for inspection, at most
-
-
-@dataclass(frozen=True)
-class Cadence:
-    """How often what happens, in steps; 0 is never (evaluations still happen at the start and the end)."""
-
-    max_steps: int
-    eval_every: int = 20
-    save_every: int = 50
-    keep: int = 3
-    keep_best: bool = True
-    rollouts_every: int = 1
-    rollout_groups: int = 2
+ROLLOUT_GROUPS = 2  # groups of a step that rollouts.jsonl shows
 
 
 @dataclass
@@ -64,7 +55,10 @@ class Job:
     run: Run
     directory: RunDirectory
     loggers: Fanout
-    cadence: Cadence
+    max_steps: int
+    eval: EvalOptions
+    checkpoint: CheckpointOptions
+    log: LogOptions
     evaluate: Callable[[], list[Record]]
     tracked: Sequence[Problem] = ()
     failures: Callable[[], Sequence[Any]] = list
@@ -110,28 +104,28 @@ def interruptible() -> Iterator[Interrupt]:
 
 def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
     """From `state` to the last step, to a guard's stop, or to a signal; a failed evaluation is saved before."""
-    cadence, guards = job.cadence, job.run.guards
+    guards, budget = job.run.guards, job.run.budget
     began, before = time.monotonic(), state.wall_s
     if state.step == 0 and state.evaluated_at is None:
         state = _evaluate(job, state)
         state = replace(state, before=state.evaluated)
         _track(job, 0)
-        if guards.may_roll_back:
+        if may_roll_back(guards, budget):
             save(job, state)
-    elif state.step >= cadence.max_steps:  # a finished run, gone on with: its summary says the same again
+    elif state.step >= job.max_steps:  # a finished run, gone on with: its summary says the same again
         _measure_end(job, state)
-    while state.step < cadence.max_steps and interrupt.signal is None:
+    while state.step < job.max_steps and interrupt.signal is None:
         torch.manual_seed(step_seed(job.run.options.seed, state))  # for dropout: sampling has noise of its own
         step = train_step(job.run, state)
         earlier, state = state, replace(step.state, wall_s=before + time.monotonic() - began)
         _log(job, step, earlier, state)
         stop = [callback(state, step.metrics) for callback in job.callbacks]
-        last = state.step == cadence.max_steps or any(stop)
-        trouble = find_trouble(state, step.metrics, guards)
+        last = state.step == job.max_steps or any(stop)
+        trouble = find_trouble(state, step.metrics, guards, budget)
         if trouble is not None and _is_new(trouble, earlier, state, guards):
             job.loggers.event(trouble.code, step=state.step, message=trouble.message)
         if last and (trouble is None or trouble.action == "warn"):  # what the last update did, no later step will see
-            trouble = trouble_at_end(state.step, _measure_end(job, state), guards)
+            trouble = trouble_at_end(state.step, _measure_end(job, state), guards, budget)
             if trouble is not None and not state.over_budget:
                 job.loggers.event(trouble.code, step=state.step, message=trouble.message)
         if trouble is not None and trouble.action != "warn":
@@ -142,15 +136,15 @@ def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
                     continue
             return _stop(job, state, trouble)
         try:
-            if last or _due(state.step, cadence.eval_every):
+            if last or _due(state.step, job.eval.every):
                 state = _evaluate(job, state)
             if last:
                 _track(job, state.step)
         except Exception:  # whatever stops an evaluation must not cost the steps before it
             save(job, state)
             raise
-        better = cadence.keep_best and state.best is not None and state.best["step"] == state.step
-        if last or better or _due(state.step, cadence.save_every):
+        better = job.checkpoint.best and state.best is not None and state.best["step"] == state.step
+        if last or better or _due(state.step, job.checkpoint.every):
             save(job, state)
         if any(stop):
             break
@@ -208,10 +202,10 @@ def save(job: Job, state: State) -> None:
     """Lines to the disk first, then the checkpoint, then the ones that are no longer wanted."""
     job.directory.sync()
     place = save_checkpoint(job.directory.checkpoints, job.run, state, about=job.about)
-    best = int(state.best["step"]) if state.best and job.cadence.keep_best else None
-    done = state.step >= job.cadence.max_steps
+    best = int(state.best["step"]) if state.best and job.checkpoint.best else None
+    done = state.step >= job.max_steps
     good = None if done else last_good(job.directory.checkpoints, state.confirmed)
-    clean(job.directory.checkpoints, keep=job.cadence.keep, also=(best, None if good is None else step_of(good)))
+    clean(job.directory.checkpoints, keep=job.checkpoint.keep, also=(best, None if good is None else step_of(good)))
     job.saved_at = state.step
     job.loggers.event("checkpoint", step=state.step, path=str(place.relative_to(job.directory.path)))
 
@@ -223,8 +217,8 @@ def _due(step: int, every: int) -> bool:
 def _log(job: Job, step: Step, before: State, state: State) -> None:
     """A complete line a step, skipped or not; a few rollouts; what went wrong in the rewards."""
     job.loggers.step(state.step, step.metrics)
-    if _due(state.step - 1, job.cadence.rollouts_every) or state.step == job.cadence.max_steps:
-        records = rollout_records(step.batch, job.run.policy.tokenizer, groups=job.cadence.rollout_groups)
+    if _due(state.step - 1, job.log.rollouts_every) or state.step == job.max_steps:
+        records = rollout_records(step.batch, job.run.policy.tokenizer, groups=ROLLOUT_GROUPS)
         job.loggers.rollouts(state.step, records)
     if step.metrics["guard/spike"] > 0:
         norm, median = job.run.optimizer.spiked, statistics.median(before.norms)

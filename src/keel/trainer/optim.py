@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keel.base.errors import KeelError, unknown
+from keel.base.errors import KeelError
 from keel.base.metrics import Mean, Metric
+from keel.models.load import DTYPES
+from keel.trainer.options import OptimOptions
 
 Schedule = Callable[[int], float]
 
@@ -34,17 +36,15 @@ def cosine(progress: float) -> float:
 SCHEDULES: dict[str, Callable[[float], float]] = {"constant": constant, "linear": linear, "cosine": cosine}
 
 
-def build_schedule(
-    name: str, *, warmup_steps: int = 0, total_steps: int = 1, final_ratio: float = 0.0, updates_per_step: int = 1
-) -> Schedule:
+def build_schedule(options: OptimOptions, total_steps: int = 1, *, updates_per_step: int = 1) -> Schedule:
     """Update number to a factor of the learning rate: a linear warm-up, then the named course down to `final_ratio`.
 
     The first update moves too, and the last of the warm-up has the full rate. Steps are steps of the run: with
     several updates a batch the course is as long as it would be with one.
     """
-    if name not in SCHEDULES:
-        raise unknown("optim.schedule", name, SCHEDULES)
-    course, low = SCHEDULES[name], final_ratio if name != "constant" else 0.0
+    course, warmup_steps = SCHEDULES[options.schedule], options.warmup_steps
+    total_steps = options.decay_steps or total_steps
+    low = options.final_ratio if options.schedule != "constant" else 0.0
 
     def factor(update: int) -> float:
         step = update / updates_per_step
@@ -76,6 +76,16 @@ def _adamw_8bit(params: list[Any], device: torch.device, **settings: Any) -> tor
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": _adamw, "adamw8bit": _adamw_8bit}
 
 
+def amp_dtype(options: OptimOptions, weights: torch.dtype) -> torch.dtype | None:
+    """The type of the mixed-precision passes, None where the weights' own is used."""
+    name = options.precision
+    if name == "auto" or DTYPES[name] == weights:
+        return None
+    if name == "float32":
+        raise KeelError(f"optim.precision=float32 needs model.dtype=float32: the weights are {weights}")
+    return DTYPES[name]
+
+
 class Optimizer:
     """A torch optimizer with its schedule and its guard. One call of `step` is one update, or none.
 
@@ -87,32 +97,22 @@ class Optimizer:
     def __init__(
         self,
         model: nn.Module,
-        *,
-        name: str = "adamw",
-        learning_rate: float,
+        options: OptimOptions,
         schedule: Schedule | None = None,
-        weight_decay: float = 0.0,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        max_grad_norm: float | None = 1.0,
-        offload: bool = False,
-        scaler: bool = False,
+        *,
+        amp_dtype: torch.dtype | None = None,
     ) -> None:
-        if name not in OPTIMIZERS:
-            raise unknown("optim.optimizer", name, OPTIMIZERS)
         self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.parameters = list(self._names)
         if not self.parameters:
             raise KeelError("the model has no parameter to train: every one is frozen")
-        self._make = OPTIMIZERS[name]
-        self._settings = {"lr": learning_rate, "betas": betas, "eps": eps}
-        self._weight_decay = weight_decay
+        self.options = options
         self.device = self.parameters[0].device
-        self.learning_rate, self.schedule = learning_rate, schedule or build_schedule("constant")
-        self.max_grad_norm, self.offload = max_grad_norm, offload
+        self.learning_rate, self.schedule = options.learning_rate, schedule or build_schedule(options)
         self.updates, self.factor = 0, 1.0
         self.begin()
-        self.scaler = torch.amp.GradScaler(self.device.type) if scaler else None
+        scaled = amp_dtype == torch.float16 and self.device.type == "cuda"
+        self.scaler = torch.amp.GradScaler(self.device.type) if scaled else None
         self.reset()
 
     def begin(self) -> None:
@@ -123,7 +123,9 @@ class Optimizer:
 
     def reset(self) -> None:
         """Forget the moments, as after a hard reset of the reference (ProRL)."""
-        self.inner = self._make(_decayed(self.parameters, self._weight_decay), self.device, **self._settings)
+        options, groups = self.options, _decayed(self.parameters, self.options.weight_decay)
+        make = OPTIMIZERS[options.optimizer]
+        self.inner = make(groups, self.device, lr=options.learning_rate, betas=options.betas, eps=options.eps)
 
     @property
     def lr(self) -> float:
@@ -140,10 +142,10 @@ class Optimizer:
         A norm above `spike` is marked, and with `skip_spike` skipped like one that is not finite. `nonfinite` is the
         first parameter whose gradient was not.
         """
-        lr = self.lr
+        lr, max_norm = self.lr, self.options.max_grad_norm
         for group in self.inner.param_groups:
             group["lr"] = lr
-        if self.offload:
+        if self.options.offload:
             self._move_state(self.device)
         if self.scaler:
             self.scaler.unscale_(self.inner)
@@ -154,7 +156,7 @@ class Optimizer:
         high = finite and spike is not None and norm > spike
         fine = finite and not (high and skip_spike)
         if fine:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm or math.inf, total)
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm or math.inf, total)
             self.inner.step()
             self.updates += 1
             self.taken.append(norm)
@@ -165,9 +167,9 @@ class Optimizer:
         if self.scaler:
             self.scaler.update()
         self.inner.zero_grad(set_to_none=True)
-        if self.offload:
+        if self.options.offload:
             self._move_state(torch.device("cpu"))
-        clip = min(1.0, self.max_grad_norm / norm) if fine and self.max_grad_norm and norm > 0 else float(fine)
+        clip = min(1.0, max_norm / norm) if fine and max_norm and norm > 0 else float(fine)
         return {
             "grad/norm": Mean(norm, 1.0),
             "grad/clip_factor": Mean(clip, 1.0),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,8 @@ from keel.kl import masked_mean
 from keel.models.load import LoadedModel
 from keel.models.logprobs import score_tokens
 from keel.models.pack import microbatches, pack
-from keel.trainer.optim import Optimizer, build_schedule
+from keel.trainer.optim import Optimizer, amp_dtype, build_schedule
+from keel.trainer.options import OptimOptions, WarmstartOptions
 
 Encode = Callable[[Problem], tuple[int, ...]]
 Reply = Callable[[Problem, Any, int | None], tuple[int, ...]]  # what stands between two turns, as tokens
@@ -31,39 +31,23 @@ Examples = Callable[[int], list[Group]]  # step to one batch, each example a gro
 Report = Callable[[int, Mapping[str, float]], None]
 
 
-@dataclass(frozen=True)
-class SFTOptions:
-    """How long, how fast, how many at a time."""
-
-    steps: int = 200
-    batch_size: int = 64
-    learning_rate: float = 1e-3
-    schedule: str = "cosine"
-    warmup_steps: int = 10
-    weight_decay: float = 0.0
-    max_grad_norm: float | None = 1.0
-    entropy_coef: float = 0.0
-    microbatch_tokens: int = 8192
-    autocast: torch.dtype | None = None
-
-
-def sft(loaded: LoadedModel, examples: Examples, options: SFTOptions, report: Report | None = None) -> float:
+def sft(
+    loaded: LoadedModel,
+    examples: Examples,
+    options: WarmstartOptions,
+    optim: OptimOptions,
+    report: Report | None = None,
+) -> float:
     """Minimise −mean(log π(completion | prompt) + entropy_coef · H) over completion tokens; returns the last loss.
 
     The mean is over all completion tokens of the batch, counted before its microbatches, so that any split gives the
-    same update. Prompts are read and never learned.
+    same update. Prompts are read and never learned. Of `optim` only what cuts and casts a pass is read.
     """
-    optimizer = Optimizer(
-        loaded.model,
-        learning_rate=options.learning_rate,
-        schedule=build_schedule(options.schedule, warmup_steps=options.warmup_steps, total_steps=options.steps),
-        weight_decay=options.weight_decay,
-        max_grad_norm=options.max_grad_norm,
-        scaler=options.autocast == torch.float16 and loaded.device.type == "cuda",
-    )
+    schedule = build_schedule(options.optim, options.steps)
+    optimizer = Optimizer(loaded.model, options.optim, schedule, amp_dtype=amp_dtype(optim, loaded.dtype))
     loss = 0.0
     for step in range(options.steps):
-        line = sft_step(loaded, examples(step), optimizer, options)
+        line = sft_step(loaded, examples(step), optimizer, options, optim)
         loss = line["loss/total"]
         if report is not None:
             report(step + 1, line)
@@ -74,14 +58,14 @@ def sft_step(
     loaded: LoadedModel,
     groups: Sequence[Group],
     optimizer: Optimizer,
-    options: SFTOptions,
+    options: WarmstartOptions,
+    optim: OptimOptions,
 ) -> dict[str, float]:
     """One update on one batch of examples; returns its metrics."""
     tokens = sum(sum(completion.action) for group in groups for completion in group.completions)
-    total = 0.0
-    for part in microbatches(groups, options.microbatch_tokens, shared_prefix=False):
+    total, half = 0.0, amp_dtype(optim, loaded.dtype)
+    for part in microbatches(groups, optim.microbatch_tokens, shared_prefix=False):
         packed = pack(part, loaded.pad_id, shared_prefix=False, context_length=loaded.context_length).to(loaded.device)
-        half = options.autocast
         with torch.autocast(loaded.device.type, dtype=half) if half is not None else nullcontext():
             scores = score_tokens(loaded.model, packed, entropy=options.entropy_coef > 0)
         gain = scores.logp if scores.entropy is None else scores.logp + options.entropy_coef * scores.entropy

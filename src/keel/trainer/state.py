@@ -8,32 +8,19 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from keel.base.errors import KeelError
-from keel.base.types import Completion, Group, Problem
+from keel.base.types import Group, Problem
 from keel.envs import Task
 from keel.kl import Controller, KLState, Pairing
+from keel.kl.options import KLBudget
 from keel.losses import KLSpec, LossSpec, MismatchSpec
 from keel.models.load import LoadedModel
 from keel.models.scorer import Scorer
 from keel.reference import Reference
-from keel.rollout import Request, SamplingParams
-from keel.trainer.guard_options import GuardOptions
+from keel.rollout import Engine
 from keel.trainer.optim import Optimizer
-
-
-class Engine(Protocol):
-    """What a step needs of whatever samples."""
-
-    @property
-    def version(self) -> int | None: ...
-
-    def generate(
-        self, requests: Sequence[Request], sampling: SamplingParams, *, seed: int = 0, attempt: int = 0, step: int = 0
-    ) -> list[list[Completion]]: ...
-
-    def sync(self, policy: nn.Module, version: int | None = None) -> None: ...
+from keel.trainer.options import GuardOptions
 
 
 class Collect(Protocol):
@@ -93,6 +80,7 @@ class Run:
     options: StepOptions
     mismatch: MismatchSpec | None = None
     guards: GuardOptions = field(default_factory=GuardOptions)
+    budget: KLBudget | None = None
     scorer: Scorer | None = None
 
     def autocast(self) -> AbstractContextManager[Any]:

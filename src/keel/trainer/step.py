@@ -73,13 +73,13 @@ def train_step(run: Run, state: State) -> Step:
     line = {**values(metrics), **describe_groups(batch), **measure_policy(batch, run), "kl/beta": state.beta}
     line |= {name: total - before.get(name, 0.0) for name, total in task_totals(run.task).items()}
     line |= measure_old(batch, [scores.logp for scores in passes])
-    line["guard/over_budget"] = float(over_budget(line, run.guards) is not None)
+    line["guard/over_budget"] = float(over_budget(line, run.budget) is not None)
     skipped = Skipped.of(line)
     tokens = int(batch.rows.action_mask.sum())
     last_kl = {name: value for name, value in line.items() if name.startswith("kl/policy_ref/")}
     kl = run.controller.update(state.kl, controlled_kl(line, run.controller.unit))
     state = state.next(kl=kl, skipped=skipped, tokens=tokens, last_kl=last_kl)
-    state = watch(state, line, batch, run.guards, taken=run.optimizer.taken)
+    state = watch(state, line, batch, run.budget, taken=run.optimizer.taken)
     with clock("sync"):
         move_reference(run, state, line)
         run.engine.sync(run.policy.model, state.policy_version)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import ast
 import inspect
 import operator
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from keel.base.errors import KeelError, unknown
-from keel.base.moved import import_module
+from keel.base.imports import import_object
 from keel.verify.oracle import Formula
 
 NAMES = ("logp", "ref", "old")
@@ -155,18 +153,7 @@ def load_callable(name: str) -> UserCallable:
     A third parameter is taken for `old` only if it has no default or says so by its name: `clamp=10.0` is not ours
     to fill.
     """
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        raise KeelError(f"{name!r} is no callable: write module:function, as in my_trainer.kl:per_token_kl")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        function = getattr(import_module(module_name), attribute, None)
-    except (Exception, SystemExit) as error:
-        raise KeelError(f"cannot import {module_name!r} for {name!r}: {_one_line(error)}") from None
-    if not callable(function):
-        raise KeelError(f"{module_name!r} has no function {attribute!r}: check the name after the colon")
+    function = import_object(name, "callable")
     arguments = _arguments(function)
     seen: list[torch.dtype] = []
 

@@ -16,7 +16,7 @@ from keel.base.types import Completion, Problem, Reward
 from keel.envs import Episode, Task, build_task
 from keel.models.scorer import ScoreRows
 from keel.models.tiny import tiny_tokenizer
-from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.rollout import Engine, NativeEngine, Request, SamplingParams
 from lab.doctor.schooled import TASK, fresh_model, nearness, schooled_model, taught
 
 # Scorers
@@ -243,16 +243,12 @@ def random_weights() -> tuple[Any, Any]:
 # Engines
 
 
-class Wrapped:
+class Wrapped(Engine):
     """The native engine with one thing changed."""
 
     def __init__(self, model: nn.Module, tokenizer: Any) -> None:
         self.model = model
         self.native = NativeEngine(model, tokenizer)
-
-    @property
-    def version(self) -> int | None:
-        return self.native.version
 
     def sync(self, policy: nn.Module, version: int | None = None) -> None:
         self.native.sync(policy, version)

@@ -82,3 +82,6 @@ def test_p_values_by_hand() -> None:
     assert uniform_p_value(even) == 1.0
     assert uniform_p_value(0.5 + 0.5 * even) < 1e-10  # nothing below 0.4: a chance of 0.6^100
     assert uniform_p_value(torch.zeros(0, dtype=torch.float64)) == 1.0
+    # recorded from the sums by hand that the thresholds were set with
+    assert uniform_p_value(even**1.5) == pytest.approx(0.00499068807981582, rel=1e-9)
+    assert uniform_p_value(even**2) == pytest.approx(2.2872422115554154e-08, rel=1e-9)

@@ -15,7 +15,8 @@ from keel.lab.doctor.probes.outcome import Outcome
 from keel.lab.doctor.probes.reference import devices, held_fingerprint, probe_reference
 from keel.lab.doctor.probes.start import Difference, compare_weights, explain_start, sums_against_means
 from keel.models.fingerprint import fingerprint
-from keel.models.lora import LoraSettings, add_lora
+from keel.models.lora import add_lora
+from keel.models.options import LoraOptions
 from lab.doctor.schooled import schooled_config, schooled_model
 
 LIMITS = load_thresholds()
@@ -68,7 +69,7 @@ def test_a_frozen_reference_does_not_move() -> None:
 def test_the_base_is_no_reference_for_an_adapter_with_a_past(tmp_path: Path) -> None:
     """Its start is the adapter as it was loaded: switching it off measures from another model."""
     model, _ = schooled_model()
-    adapted = add_lora(model, LoraSettings(r=4))
+    adapted = add_lora(model, LoraOptions(r=4))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:

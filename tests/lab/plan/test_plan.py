@@ -17,12 +17,13 @@ from keel.config import load_config
 from keel.lab.plan.hardware import KNOWN, find_hardware
 from keel.lab.plan.live import CudaAutocast, LiveBytes, Operations
 from keel.lab.plan.plan import make_it_fit, plan
+from keel.rollout import Engine
 from keel.run.build import build_policy, build_run
 from keel.trainer.state import State
 from keel.trainer.step import train_step
 
 
-class FullLength:
+class FullLength(Engine):
     """An engine whose completions all have the length that they may have: the worst step, which a plan is about."""
 
     version = 0

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from keel.base.errors import KeelError, unknown
-from keel.base.imports import import_own
+from keel.base.imports import import_object
 from keel.envs.multihop.question import Document, Question
 from keel.envs.multihop.score import normalise
 
@@ -99,7 +99,7 @@ def build_retriever(name: str, embedding: str | Callable[[list[str]], Any] | Non
         return lexical
     if embedding is None:
         raise KeelError("multihop retriever=hybrid needs embedding: module:attr of a function from texts to vectors")
-    return Hybrid(import_own(embedding, "embedding") if isinstance(embedding, str) else embedding)
+    return Hybrid(import_object(embedding, "embedding") if isinstance(embedding, str) else embedding)
 
 
 def need_bm25() -> Any:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import socket
+import ssl
 import time
 from collections.abc import Mapping, Sequence
-from http.client import HTTPException, HTTPMessage
-from typing import IO, Any
-from urllib.error import HTTPError
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
-from urllib.request import HTTPRedirectHandler, Request, build_opener, getproxies, proxy_bypass
+from urllib.request import getproxies, proxy_bypass
 
 from keel.base.errors import KeelError
 from keel.base.redact import NoVariable, fill
 from keel.base.types import Problem
+
+if TYPE_CHECKING:
+    import httpx2
 
 CONCURRENCY = 8
 TEMPLATE = (
@@ -108,7 +111,7 @@ def probe(url: str, headers: Mapping[str, str] | None = None, timeout_s: float =
     except JudgeFailed as error:
         raise KeelError(str(error)) from None
     host = str(parts.hostname)
-    if parts.scheme in getproxies() and not proxy_bypass(host):
+    if {parts.scheme, "all"} & getproxies().keys() and not proxy_bypass(host):
         return  # who listens behind a proxy shows at the first call
     try:
         socket.create_connection((host, parts.port or (443 if parts.scheme == "https" else 80)), timeout_s).close()
@@ -129,62 +132,75 @@ def _below(url: str, path: str) -> str:
     return urlunsplit(parts._replace(path=own))
 
 
-class _SameOrigin(HTTPRedirectHandler):
-    """Follows a redirect within the origin (scheme, host and port) that was asked, with its body where 307 and 308 say
-    so. What was sent, headers with tokens among it, is for that origin alone: one to another is refused by name."""
-
-    def redirect_request(
-        self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
-    ) -> Request | None:
-        if _origin(newurl) != _origin(req.full_url):
-            raise JudgeFailed(
-                f"{shown(req.full_url)} redirects to {shown(newurl)}, another origin: what is meant for the first "
-                "is not sent there; if it is the judge, give that url"
-            )
-        if code in (307, 308):
-            return Request(newurl, req.data, req.headers, req.origin_req_host, method=req.get_method())
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-def _origin(url: str) -> tuple[str, str | None, int | None]:
-    parts = urlsplit(url)
-    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
-
-
 def _ask(
     url: str, body: Any, headers: Mapping[str, str] | None, timeout_s: float, retries: int, backoff_s: float
 ) -> Any:
-    given = {"Content-Type": "application/json", **_headers(headers)}
-    request = Request(_filled(url, "url"), json.dumps(body).encode(), given)
-    for attempt in range(retries + 1):
-        try:
-            return _answer(request, timeout_s)
-        except HTTPError as error:
-            with error:
-                cause = f"answered with status {error.code}"
-            if error.code != 429 and error.code < 500:
-                raise JudgeFailed(f"{shown(url)} {cause}") from error
-        except json.JSONDecodeError as error:
-            raise JudgeFailed(f"{shown(url)} did not answer in JSON: {error}") from error
-        except (OSError, HTTPException) as error:
-            cause = f"cannot be reached: {_why(error)}"
-        if attempt < retries:
-            time.sleep(min(backoff_s * 2**attempt, _LONGEST_PAUSE))
+    import httpx2
+
+    target = httpx2.URL(_filled(url, "url"))
+
+    def same_origin(request: httpx2.Request) -> None:
+        """What is sent, headers with tokens among it, is for the origin that was asked: no redirect may leave it."""
+        if (request.url.scheme, request.url.host, request.url.port) != (target.scheme, target.host, target.port):
+            raise JudgeFailed(
+                f"{shown(url)} redirects to {shown(str(request.url))}, another origin: what is meant for the first "
+                "is not sent there; if it is the judge, give that url"
+            )
+
+    with httpx2.Client(
+        headers={"Content-Type": "application/json", **_headers(headers)},
+        timeout=timeout_s,
+        verify=_certificates(),
+        follow_redirects=True,
+        event_hooks={"request": [same_origin]},
+    ) as client:
+        for attempt in range(retries + 1):
+            try:
+                status, data = _post(client, target, json.dumps(body).encode(), timeout_s)
+            except httpx2.RequestError as error:
+                cause = f"cannot be reached: {_why(error)}"
+            else:
+                if 200 <= status < 300:
+                    return _json(data, url)
+                cause = f"answered with status {status}"
+                if status != 429 and status < 500:
+                    raise JudgeFailed(f"{shown(url)} {cause}")
+            if attempt < retries:
+                time.sleep(min(backoff_s * 2**attempt, _LONGEST_PAUSE))
     raise JudgeFailed(f"{shown(url)} {cause}" + (f" ({retries + 1} tries)" if retries else ""))
 
 
-def _answer(request: Request, timeout_s: float) -> Any:
-    """One try; the limit holds for the whole answer, which may otherwise drip in byte by byte for ever."""
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Those of this machine, read once: a client that reads them anew costs 60 ms a completion."""
+    import httpx2
+
+    return httpx2.create_ssl_context()
+
+
+def _post(client: httpx2.Client, url: httpx2.URL, content: bytes, timeout_s: float) -> tuple[int, bytes]:
+    """Status and data of one try; the limit holds for the whole answer, which may otherwise drip in for ever."""
+    import httpx2
+
     ends = time.monotonic() + timeout_s
     data = b""
-    with build_opener(_SameOrigin).open(request, timeout=timeout_s) as response:
-        while chunk := response.read1(1 << 16):
+    with client.stream("POST", url, content=content) as response:
+        for chunk in response.iter_bytes():
             data += chunk
             if time.monotonic() > ends:
-                raise TimeoutError("timed out")
+                raise httpx2.ReadTimeout("timed out")
             if len(data) > _MOST_BYTES:
-                raise json.JSONDecodeError("longer than 1 MiB", "", 0)
-    return json.loads(data.decode(errors="replace"))
+                break
+    return response.status_code, data
+
+
+def _json(data: bytes, url: str) -> Any:
+    if len(data) > _MOST_BYTES:
+        raise JudgeFailed(f"{shown(url)} did not answer in JSON: longer than 1 MiB")
+    try:
+        return json.loads(data.decode(errors="replace"))
+    except json.JSONDecodeError as error:
+        raise JudgeFailed(f"{shown(url)} did not answer in JSON: {error}") from error
 
 
 def _headers(headers: Mapping[str, str] | None) -> dict[str, str]:
@@ -224,6 +240,6 @@ def _plain(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else "\n\n".join(str(message["content"]) for message in prompt)
 
 
-def _why(error: BaseException) -> str:
-    reason = getattr(error, "reason", None) or error
-    return "timed out" if isinstance(reason, TimeoutError) else str(reason) or type(reason).__name__
+def _why(error: Exception) -> str:
+    name = type(error).__name__  # TimeoutError of a socket, ReadTimeout and others of httpx2
+    return "timed out" if "Timeout" in name else str(error) or name

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
-from keel.base.imports import import_own, is_users_own
+from keel.base.imports import import_object, is_users_own
+from keel.base.parts import part_arguments
 from keel.envs.base import Task
 from keel.envs.calls import is_async
-from keel.envs.registry import check_params
 from keel.envs.rewards import http, maths, text
 from keel.envs.rewards.checks import CHECKS, check_types
 from keel.envs.rewards.part import RewardFunction, RewardPart, wrap
@@ -42,7 +42,7 @@ def check_reward(name: str, params: Mapping[str, Any]) -> None:
             raise KeelError(f"the reward 'task' takes no parameters, but was given {', '.join(params)}")
         return
     given = {"of": TASK, **params} if name == "cosine" else params
-    check_params(f"reward {name}", _function(name), given, given=("problem", "text", "turns"))
+    _arguments(name, given)
     if name in REWARDS:
         check_types(name, REWARDS[name], params)
     if name in CHECKS:
@@ -65,10 +65,10 @@ def build_reward(name: str, task: Task, *, weight: float = 1.0, label: str | Non
         return RewardPart(label or TASK, task.reward, weight, task.trusted, asynchronous=is_async(task.reward))
     function = _function(name)
     trusted = name in REWARDS and all(_build_inner(spec, task).trusted for spec in _inner(name, params))
-    filled = _filled(name, params, task)
+    given = _arguments(name, _filled(name, params, task))
     at_once = int(params.get("concurrency", http.CONCURRENCY)) if name in REMOTE else 1
     return wrap(
-        partial(function, **filled) if filled else function, label or name, weight, trusted=trusted, at_once=at_once
+        partial(function, **given) if given else function, label or name, weight, trusted=trusted, at_once=at_once
     )
 
 
@@ -137,9 +137,14 @@ def _filled(name: str, params: Mapping[str, Any], task: Task) -> dict[str, Any]:
     return filled
 
 
+def _arguments(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    """A reward's own parameters as arguments; problem, text and turns are given to it completion by completion."""
+    return part_arguments(f"reward {name}", _function(name), params, placed=2, reserved=("turns",))
+
+
 def _function(name: str) -> RewardFunction:
     if name in REWARDS:
         return REWARDS[name]
     if isinstance(name, str) and is_users_own(name):
-        return import_own(name, "reward")
+        return import_object(name, "reward")
     raise unknown("reward", name, [*REWARDS, TASK])

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from keel.base.errors import KeelError
+from keel.base.errors import KeelError, first_line
 from keel.lab.compare.sources import Source
 from keel.models.head import evaluating
 from keel.models.load import LoadedModel, own_memory
-from keel.models.lora import check_bias, first_line
+from keel.models.lora import check_bias
 from keel.trainer.integrity import check_model
 
 Switch = Callable[[Any], AbstractContextManager[Any]]

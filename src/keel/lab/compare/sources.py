@@ -32,16 +32,9 @@ class Source:
         model = self.config.model
         for folder in (Path(self.base), *(() if adapter is None else (adapter,))):
             check_model(folder.expanduser())
-        return load_model(
-            self.base,
-            dtype=model.dtype,
-            attn_implementation=model.attn_implementation,
-            lora=None if adapter is None else {"adapter": str(adapter)},
-            device=None if model.device == "auto" else model.device,
-            trust_remote_code=model.trust_remote_code,
-            quantization=model.quantization,
-            seed=self.config.run.seed,
-        )
+        lora = None if adapter is None else {"adapter": str(adapter)}
+        plain = {"dropout": False, "gradient_checkpointing": False, "compile": False}
+        return load_model(model, name=self.base, lora=lora, seed=self.config.run.seed, **plain)
 
     def same_base(self, other: Source) -> bool:
         """Whether both stand on the same weights, loaded in the same way."""

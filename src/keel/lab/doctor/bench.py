@@ -240,18 +240,18 @@ def _policy(config: Config, task: Task | None, limit_s: float) -> tuple[LoadedMo
         return loaded, (*notes, f"the warm start of this configuration was found in {place} and used"), None
     loaded, notes = _loaded(config)
     began, done = time.monotonic(), 0
-    examples, options = build_warmstart(config, loaded, task)
+    start = build_warmstart(config, loaded, task)
 
     def report(step: int, line: Mapping[str, float]) -> None:
         nonlocal done
         done = step
-        if time.monotonic() - began > limit_s and step < options.steps:
+        if time.monotonic() - began > limit_s and step < start.options.steps:
             raise _Enough
 
     try:
-        sft(loaded, examples, options, report)
+        sft(loaded, *start, report)
     except _Enough:
-        cut = f"{done} of {options.steps} steps of its warm start ({limit_s:g} s)"
+        cut = f"{done} of {start.options.steps} steps of its warm start ({limit_s:g} s)"
         return loaded, (*notes, f"the policy has had {cut}: train once, and the doctor finds the whole one"), cut
     return loaded, (*notes, f"the warm start ran its {done} steps in {time.monotonic() - began:.0f} s"), None
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from keel.base.errors import first_line
 from keel.base.thresholds import Thresholds, load_thresholds
 from keel.config import Config
 from keel.envs import Task
@@ -16,7 +17,6 @@ from keel.lab.doctor.findings import Finding, found, ranked
 from keel.lab.doctor.formula import formula_of
 from keel.lab.doctor.hypotheses import preflight_figures, weigh
 from keel.lab.doctor.probes import PROBES, Outcome
-from keel.models.load import first_line
 
 OnProbe = Callable[[Outcome, float], None]
 

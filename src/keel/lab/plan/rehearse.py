@@ -23,7 +23,7 @@ from keel.models.logprobs import score_hidden, states_at_once
 from keel.models.pack import PackedBatch, microbatches, pack
 from keel.rollout.native.decode import may_join
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
-from keel.run.build import autocast_dtype, build_optimizer
+from keel.trainer.optim import Optimizer, amp_dtype
 
 _PREFILL_TOKENS = 16384  # as the engine reads prompts
 _NOISE_AHEAD = 16
@@ -103,7 +103,7 @@ class _Rehearsal:
     ) -> None:
         self.config, self.loaded, self.reference = config, loaded, reference
         self.micros, self.hardware = micros, hardware
-        self.half = autocast_dtype(config, loaded)
+        self.half = amp_dtype(config.optim, loaded.dtype)
         self.live = LiveBytes()
         self.found = Found(micros=len(micros))
 
@@ -115,7 +115,7 @@ class _Rehearsal:
         masters = self._masters()
         parts["reference"] += masters
         live.now += masters
-        optimizer = build_optimizer(config, self.loaded)
+        optimizer = Optimizer(model, config.optim)
         trainable = [p for p in model.parameters() if p.requires_grad]
         for parameter in trainable:
             parameter.grad = torch.zeros_like(parameter)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from keel.base.errors import KeelError
+from keel.base.errors import KeelError, first_line
+from keel.base.imports import import_object, is_users_own
 from keel.config import Config
 from keel.lab.plan.hardware import Hardware
 from keel.lab.plan.live import CudaAutocast
 from keel.models.head import causal_lm
-from keel.models.load import DTYPES, LoadedModel, disable_dropout, first_line, import_attr, is_users_own
-from keel.models.lora import add_lora, is_lora, lora_settings
+from keel.models.load import DTYPES, LoadedModel, disable_dropout
+from keel.models.lora import add_lora, is_lora
 from keel.models.tiny import tiny_model
 from keel.models.tokenizer import load_tokenizer
 from keel.run.build import build_named_task, build_renderer
@@ -32,7 +32,7 @@ def source_of(config: Config) -> tuple[Any, Build]:
     if name == "tiny":
         return tiny_model()[1], lambda: tiny_model(attn_implementation=config.model.attn_implementation)[0]
     if is_users_own(name):
-        made, tokenizer = import_attr(name, "model loader")()
+        made, tokenizer = import_object(name, "model loader")()
         shape = causal_lm(made).config
         del made
         return tokenizer, lambda: _from_config(shape, config)
@@ -67,9 +67,9 @@ def shaped_policy(config: Config, tokenizer: Any, build: Build, hardware: Hardwa
     if not config.model.dropout:
         disable_dropout(model)
     dtype = next(model.parameters()).dtype
-    settings = lora_settings(config.model.lora.model_dump() if config.model.lora else None)
+    settings = config.model.lora
     if settings is not None:
-        model = add_lora(model, replace(settings, adapter=None), seed=0)
+        model = add_lora(model, settings.model_copy(update={"adapter": None}), seed=0)
     if config.model.gradient_checkpointing:
         again: dict[str, Any] = {"use_reentrant": False}
         if hardware.kind == "cuda":  # the rehearsal's own does not reach into the backward pass

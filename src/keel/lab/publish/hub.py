@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from keel.base.errors import KeelError
-from keel.models.load import first_line
+from keel.base.errors import KeelError, first_line
 from keel.rollout.native.weights import merge
 from keel.run.subject import Subject, find_subject, model_folder
 from keel.trainer.card import MODEL_CODE, is_hub_name

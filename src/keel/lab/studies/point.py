@@ -114,7 +114,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shared", type=Path, required=True)
     parser.add_argument("--measure")
     given = parser.parse_args(argv)
-    sys.path.insert(0, "")  # module:attr of the folder one stands in
     config = load_config(json.loads(os.environ.pop(CONFIG)))
     try:
         if given.measure is None:

@@ -1,4 +1,4 @@
-"""Small-sample statistics: t-intervals, paired differences, Holm's correction, correlations. Pure, standard library."""
+"""Small-sample statistics: t-intervals, paired differences, Holm's correction, correlations. Pure functions."""
 
 from __future__ import annotations
 
@@ -64,57 +64,6 @@ class Winner:
     p: Mapping[str, float | None]
 
 
-# ---------------------------------------------------------------------------------------------- t distribution
-
-
-def t_cdf(t: float, df: float) -> float:
-    """P(T ≤ t) of Student's t: 1 − ½·I_x(df/2, ½) with x = df/(df + t²), for t ≥ 0."""
-    if math.isinf(t):
-        return 1.0 if t > 0 else 0.0
-    tail = 0.5 * incomplete_beta(df / 2, 0.5, df / (df + t * t))
-    return 1.0 - tail if t >= 0 else tail
-
-
-def t_quantile(probability: float, df: float) -> float:
-    """The t with P(T ≤ t) = probability, by bisection."""
-    if probability < 0.5:
-        return -t_quantile(1 - probability, df)
-    low, high = 0.0, 1.0
-    while t_cdf(high, df) < probability:
-        high *= 2
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_cdf(middle, df) < probability else (low, middle)
-    return (low + high) / 2
-
-
-def incomplete_beta(a: float, b: float, x: float) -> float:
-    """I_x(a, b), the regularised incomplete beta function, by its continued fraction (Lentz's method)."""
-    if x <= 0 or x >= 1:
-        return float(x >= 1)
-    if x > (a + 1) / (a + b + 2):  # the fraction converges fast on the other side only
-        return 1 - incomplete_beta(b, a, 1 - x)
-    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
-    tiny = 1e-300
-    c, d = 1.0, 1.0 / _off_zero(1 - (a + b) * x / (a + 1), tiny)
-    result = d
-    for m in range(1, 400):
-        for term in (
-            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
-            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
-        ):
-            d = 1.0 / _off_zero(1 + term * d, tiny)
-            c = _off_zero(1 + term / c, tiny)
-            result *= c * d
-        if abs(c * d - 1) < 1e-15:
-            break
-    return front * result / a
-
-
-def _off_zero(value: float, tiny: float) -> float:
-    return value if abs(value) > tiny else tiny
-
-
 # --------------------------------------------------------------------------------------------------- estimates
 
 
@@ -133,9 +82,11 @@ def estimate(values: Sequence[float], *, scale: float = 0.0) -> Estimate | None:
     deviation = stdev(values)
     if deviation <= rounding:
         return Estimate(mean, None, None, n, 1.0 if abs(mean) <= rounding else None)
+    from scipy.special import stdtr, stdtrit  # the cdf and ppf of scipy.stats.t, at a fifth of the import
+
     se = deviation / math.sqrt(n)
-    half = t_quantile(0.5 + LEVEL / 2, n - 1) * se
-    return Estimate(mean, mean - half, mean + half, n, 2 * (1 - t_cdf(abs(mean) / se, n - 1)))
+    half = float(stdtrit(n - 1, 0.5 + LEVEL / 2)) * se
+    return Estimate(mean, mean - half, mean + half, n, float(2 * stdtr(n - 1, -abs(mean) / se)))
 
 
 def paired(first: Mapping[int, float], second: Mapping[int, float]) -> Estimate | None:

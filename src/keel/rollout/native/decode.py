@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from keel.base.errors import KeelError
+from keel.base.errors import KeelError, first_line
 from keel.models.checks import context_length
 from keel.models.head import causal_lm
 from keel.models.lengths import LengthRegimes, forget_lengths, length_regimes
-from keel.models.lora import first_line
 from keel.models.probe import last_logits, local_windows, longest_probe, past, position_switches
 from keel.rollout.native.cache import Prefix, SharedPrefixCache, shared_prefix_attention
 from keel.rollout.native.graph import GraphedStep, can_be_graphed

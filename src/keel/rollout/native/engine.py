@@ -13,6 +13,7 @@ from keel.base.errors import KeelError
 from keel.base.types import Completion
 from keel.models.head import causal_lm, evaluating
 from keel.models.load import context_length, eos_ids
+from keel.rollout.engine import Answer, Engine
 from keel.rollout.native.batch import Batch, Row
 from keel.rollout.native.decode import Decoder, choose_decoder
 from keel.rollout.native.kept import KeptContexts, weights_stamp
@@ -22,13 +23,13 @@ from keel.rollout.sampling import SamplingParams, row_key
 from keel.rollout.stops import StopStrings
 
 
-class NativeEngine:
+class NativeEngine(Engine):
     """Samples from a transformers model, plain or adapted by peft.
 
     By default it shares the policy's weights and there is nothing to sync. With `copy=True` (implied by a `dtype` or
     `device`) it holds its own, `merge=True` with the active adapters merged into them; `sync` updates them and
     `is_stale` tells whether that is due. `kept_bytes` is the memory for keys and values of past turns: a request that
-    goes on where a turn ended reads only what is new, the prompt of a group is held once, and `forget` frees them.
+    goes on where a turn ended reads only what is new, the prompt of a group is held once, and `release` frees them.
     `graphs` lets decoding steps run as CUDA graphs where they can.
     """
 
@@ -49,8 +50,8 @@ class NativeEngine:
         copied = copy or merge or dtype is not None or device is not None
         self._policy = model
         self._copy = WeightCopy(model, dtype=dtype, device=device, merge=merge) if copied else None
+        self.shares_weights = not copied
         self.tokenizer = tokenizer
-        self.on_finished: Callable[[int], None] | None = None  # told how many completions have just ended
         self._stops = StopStrings(tokenizer)
         self.eos_ids = frozenset(eos_ids(causal_lm(model), tokenizer))
         self.context = context_length(causal_lm(model))
@@ -70,22 +71,18 @@ class NativeEngine:
         """The model that decodes."""
         return self._policy if self._copy is None else self._copy.model
 
-    @property
-    def version(self) -> int | None:
-        """The policy version of the last `sync`; None for shared weights, which have no version of their own."""
-        return None if self._copy is None else self._copy.version
-
     def sync(self, policy: nn.Module, version: int | None = None) -> None:
         """Take over the policy's weights; nothing to do where they are shared."""
-        self.forget()
+        self.release()
         if self._copy is not None:
-            self._copy.sync(policy, version)
+            self._copy.sync(policy)
+            self.version = version
         elif policy is not self._policy:
             raise KeelError(
                 "this engine shares the weights of another model: build it on this policy, or with copy=True"
             )
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Free what was kept of past turns."""
         self.kept.forget()
 
@@ -106,7 +103,7 @@ class NativeEngine:
         self,
         requests: Sequence[Request],
         sampling: SamplingParams,
-        answer: Callable[[list[Turn]], Iterable[Request]],
+        answer: Answer,
         *,
         seed: int = 0,
         attempt: int = 0,

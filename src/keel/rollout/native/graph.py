@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keel.models.lora import first_line
+from keel.base.errors import first_line
 from keel.rollout.native.cache import SharedPrefixCache
 from keel.rollout.native.lean import LlamaStep
 

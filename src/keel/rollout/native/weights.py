@@ -127,9 +127,8 @@ class WeightCopy:
     ) -> None:
         self.dtype, self.device = dtype, device
         self.merge = merge and is_lora(policy)
-        self.version: int | None = None
         self.model: Any = None
-        self.sync(policy, None)
+        self.sync(policy)
 
     def _rebuild(self, policy: nn.Module) -> Any:
         twin: Any = copy.deepcopy(policy)
@@ -153,7 +152,7 @@ class WeightCopy:
         return all(name in source and source[name].shape == tensor.shape for name, tensor in mine.items())
 
     @torch.no_grad()
-    def sync(self, policy: nn.Module, version: int | None) -> None:
+    def sync(self, policy: nn.Module) -> None:
         """Make the copy equal to the policy, in place where both have the same tensors."""
         _check_not_merged_and_off(policy)
         source = self._source(policy)
@@ -167,7 +166,6 @@ class WeightCopy:
             _take_adapter_state(self.model, policy)
             self.model.requires_grad_(False)
         self._verify(policy)
-        self.version = version
         self._source_print, self._own_print = fingerprint(policy), fingerprint(self.model)
 
     def _verify(self, policy: nn.Module) -> None:

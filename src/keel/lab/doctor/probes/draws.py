@@ -143,33 +143,19 @@ def tail_masses(drawn: Draws, params: SamplingParams, seed: int = 0) -> Tensor:
 
 def uniform_p_value(masses: Tensor) -> float:
     """The chance of tail masses like these if they are uniform: Kolmogorov-Smirnov, and empty or full lower tails."""
+    from scipy.special import bdtr, kolmogorov
+
     n = len(masses)
     if n == 0:
         return 1.0
     ordered = masses.sort().values.cpu()
     steps = torch.arange(1, n + 1, dtype=torch.float64) / n
     distance = float(torch.maximum(steps - ordered, ordered - steps + 1 / n).max())
-    found = [_kolmogorov(math.sqrt(n) * distance)]
+    chances = [float(kolmogorov(math.sqrt(n) * distance))]
     for edge in (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4):
         count = int((ordered < edge).sum())
-        found.append(2 * min(_binomial(count, n, edge), _binomial(n - count, n, 1 - edge)))
-    return min(1.0, len(found) * min(found))
-
-
-def _kolmogorov(x: float) -> float:
-    if x < 0.2:
-        return 1.0
-    return min(1.0, max(0.0, 2 * sum((-1) ** (k - 1) * math.exp(-2 * k * k * x * x) for k in range(1, 30))))
-
-
-def _binomial(count: int, n: int, p: float) -> float:
-    """P(X ≤ count) of n tries with chance p."""
-    logs = [
-        math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) + k * math.log(p) + (n - k) * math.log1p(-p)
-        for k in range(count + 1)
-    ]
-    top = max(logs)
-    return min(1.0, math.exp(top) * sum(math.exp(x - top) for x in logs))
+        chances.append(2 * float(min(bdtr(count, n, edge), bdtr(n - count, n, 1 - edge))))
+    return min(1.0, len(chances) * min(chances))
 
 
 def repetition_penalty(drawn: Draws, params: SamplingParams) -> tuple[float, float]:
@@ -193,6 +179,8 @@ def improbable_runs(drawn: Draws, params: SamplingParams, chance: float = 1e-9) 
     −Σ ln(tail mass) over a window of n tokens is at most Gamma(n)-distributed if they were drawn; a window is called
     improbable where that chance is below `chance`, whatever the model's entropy.
     """
+    from scipy.special import gammainccinv
+
     masses = tail_masses(drawn, params).clamp_min(1e-300)
     surprise = -masses.log().cpu()
     rows = drawn.row.cpu()
@@ -203,17 +191,7 @@ def improbable_runs(drawn: Draws, params: SamplingParams, chance: float = 1e-9) 
         windows = surprise.unfold(0, width, 1).sum(-1)
         alone = rows.unfold(0, width, 1)
         within = alone[:, 0] == alone[:, -1]
-        for start in ((windows > _gamma_edge(width, chance)) & within).nonzero().squeeze(-1).tolist():
+        for start in ((windows > float(gammainccinv(width, chance))) & within).nonzero().squeeze(-1).tolist():
             inside = torch.arange(start, start + width)
             flagged[inside[surprise[inside] > 2.0]] = True
     return flagged.to(drawn.tokens.device)
-
-
-def _gamma_edge(shape: int, chance: float) -> float:
-    """x with P(Gamma(shape) > x) = chance, by bisection of the Poisson sum."""
-    low, high = 0.0, 400.0
-    while high - low > 1e-6:
-        middle = (low + high) / 2
-        tail = sum(math.exp(-middle + k * math.log(middle) - math.lgamma(k + 1)) for k in range(shape))
-        low, high = (middle, high) if tail > chance else (low, middle)
-    return high

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from keel.base.thresholds import Thresholds
 from keel.base.types import Completion
@@ -12,7 +11,7 @@ from keel.lab.doctor.bench import Bench
 from keel.lab.doctor.findings import Finding, found
 from keel.lab.doctor.probes.outcome import Outcome
 from keel.lab.doctor.probes.prompts import rendered
-from keel.rollout import Request, SamplingParams
+from keel.rollout import Engine, Request, SamplingParams, WrappedEngine
 from keel.run.build import rendering
 
 _ENOUGH = 6  # prompts on either side before their common beginnings are compared
@@ -44,11 +43,11 @@ def probe_evaluation(bench: Bench, thresholds: Thresholds) -> Outcome:
     return Outcome("evaluation", tuple(findings), {"same_prompts": float(same)}, (line,))
 
 
-class Ear:
+class Ear(WrappedEngine):
     """An engine that writes down what it is asked before it asks the engine behind it."""
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
+    def __init__(self, inner: Engine) -> None:
+        super().__init__(inner)
         self.first: list[Request] = []
         self.sampling: SamplingParams | None = None
 
@@ -57,8 +56,7 @@ class Ear:
     ) -> list[list[Completion]]:
         if self.sampling is None:
             self.first, self.sampling = list(requests), sampling
-        made: list[list[Completion]] = self.engine.generate(requests, sampling, seed=seed, attempt=attempt, step=step)
-        return made
+        return self.inner.generate(requests, sampling, seed=seed, attempt=attempt, step=step)
 
 
 def _tokens(ear: Ear, trained: dict[str, tuple[int, ...]]) -> list[Finding]:

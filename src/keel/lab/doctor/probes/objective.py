@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from keel.base.errors import first_line
 from keel.base.thresholds import Thresholds
 from keel.base.types import Batch, Scores
 from keel.kl.controllers import UNITS
@@ -19,7 +20,6 @@ from keel.lab.doctor.probes.outcome import Outcome
 from keel.losses import objective
 from keel.losses.policy import get_recipe
 from keel.losses.reductions import get_reduction
-from keel.models.load import first_line
 
 ADVANTAGES = (1.0, -0.5, 2.0, -1.5)  # both signs, and sizes that differ: one after the other over the completions
 LEVELS = (1e-4, 0.05, 10.0)  # measured KL that a controller is tried on: nothing, a usual one, an explosion

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from keel.base.imports import import_object, is_users_own
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either, setting
 from keel.lab.doctor.advice import reference as as_kind
@@ -17,7 +18,6 @@ from keel.lab.doctor.findings import Advice, Finding, found
 from keel.lab.doctor.probes.outcome import Outcome
 from keel.lab.doctor.probes.start import at_start, largest_gap, reference_logp, token_kl
 from keel.models.fingerprint import effective_weights, fingerprint
-from keel.models.load import import_attr, is_users_own
 from keel.reference import KINDS, Reference, build_reference
 
 STILL = ("frozen", "adapter_off")
@@ -234,7 +234,7 @@ def _parameters(bench: Bench) -> dict[str, Any]:
     """The reference's parameters, its factory's defaults included."""
     kind, given = bench.config.reference.kind, bench.config.reference.params
     own = is_users_own(kind)
-    factory: Callable[..., Reference] = import_attr(kind, "reference") if own else KINDS[_kind(bench)]
+    factory: Callable[..., Reference] = import_object(kind, "reference") if own else KINDS[_kind(bench)]
     defaults = inspect.signature(factory).parameters
     return {**{name: p.default for name, p in defaults.items() if p.default is not p.empty}, **given}
 

@@ -27,13 +27,13 @@ NotNegative = Annotated[float, BeforeValidator(as_number), Field(ge=0, allow_inf
 Above0 = Annotated[float, BeforeValidator(as_number), Field(gt=0, allow_inf_nan=False)]
 
 
-class Section(BaseModel):
+class Options(BaseModel):
     """A section of the configuration: unknown keys are refused, nothing changes after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Part(BaseModel):
+class PluginOptions(BaseModel):
     """A part named by string, with that part's own parameters beside its name."""
 
     model_config = ConfigDict(extra="allow", frozen=True)

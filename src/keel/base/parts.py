@@ -1,0 +1,53 @@
+"""Parts that an option names (task, reward, engine, logger…): each declares its own parameters by its factory."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from keel.base.errors import KeelError, unknown
+from keel.base.options import Options
+from keel.base.validation import read_options
+
+
+def part_arguments(
+    kind: str,
+    factory: Callable[..., Any],
+    params: Mapping[str, Any],
+    *,
+    placed: int = 0,
+    reserved: Collection[str] = (),
+    **offered: Any,
+) -> dict[str, Any]:
+    """The keyword arguments to call a part's factory with: its own parameters, and what it takes of `offered`.
+
+    A part declares its parameters as keyword parameters, or all of them as one `options` whose type is a class of
+    `Options`, with ranges. One that is not declared, or is lacking, is refused in a line. The caller itself gives the
+    first `placed` parameters and those that are `reserved`.
+    """
+    try:
+        parameters = _parameters(factory)
+    except (TypeError, ValueError):  # some built-in callables have none
+        return dict(params)
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][placed:]
+    taken = {p.name: offered[p.name] for p in named if p.name in offered}
+    own = {p.name: p for p in named if p.name not in offered and p.name not in reserved}
+    declared = own["options"].annotation if "options" in own else None
+    if isinstance(declared, type) and issubclass(declared, Options):
+        return {**taken, "options": read_options(declared, params, kind)}
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for name in params:
+            if name not in own:
+                raise unknown(f"{kind} parameter", name, own)
+    for name, parameter in own.items():
+        if parameter.default is parameter.empty and name not in params:
+            raise KeelError(f"{kind} needs the parameter {name!r}")
+    return {**taken, **params}
+
+
+def _parameters(factory: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(factory, eval_str=True).parameters.values())
+    except Exception:  # types that are there for type checkers only stay text
+        return list(inspect.signature(factory).parameters.values())

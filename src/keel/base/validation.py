@@ -1,0 +1,148 @@
+"""What pydantic says of a wrong option, as one line that names the option, what it is and what it must be."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from keel.base.errors import KeelError
+from keel.base.yaml_text import dump
+
+T = TypeVar("T", bound=BaseModel)
+
+
+def read_options(model: type[T], values: Mapping[str, Any], section: str) -> T:
+    """The options of a section from plain values; the first mistake is one line that names the option."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        known = option_names(model, f"{section}.")
+        raise KeelError(one_line(error, lambda name: no_such_option(name, known), section)) from None
+
+
+def option_names(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """All dotted options, sections included."""
+    names = []
+    for key, field in model.model_fields.items():
+        names.append(prefix + key)
+        inner = model_of(field.annotation)
+        if inner is not None:
+            names += option_names(inner, f"{prefix}{key}.")
+    return names
+
+
+def model_of(annotation: Any) -> type[BaseModel] | None:
+    """The model behind `X` or `X | None`; lists of models are values, not sections."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
+        for inner in typing.get_args(annotation):
+            found = model_of(inner)
+            if found is not None:
+                return found
+    return None
+
+
+def no_such_option(name: str, known: Sequence[str], *, also: Iterable[str] = (), origin: str = "") -> KeelError:
+    """The error for a name that is no option, with the nearest that is one: same leaf elsewhere, or a near spelling."""
+    sections = [option for option in known if "." not in option]
+    known, leaf, section = sorted(known), name.rpartition(".")[2], name.rpartition(".")[0]
+    near = [option for option in known if option.rpartition(".")[2] == leaf]
+    inside = [option for option in known if option.rpartition(".")[0] == section] if section else []
+    near = near or difflib.get_close_matches(name, inside, n=1, cutoff=0.6)
+    near = near or difflib.get_close_matches(name, [*known, *also], n=1, cutoff=0.6)
+    if not near:
+        by_leaf = {option.rpartition(".")[2]: option for option in known}
+        near = [by_leaf[hit] for hit in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.6)]
+    if near:
+        hint = f"did you mean {' or '.join(near[:3])}?"
+    elif inside:
+        hint = f"{section} has {', '.join(option.rpartition('.')[2] for option in inside)}"
+    else:
+        hint = f"the sections are {', '.join(sections)}"
+    return KeelError(f"unknown option {name}{' in ' + origin if origin else ''}: {hint}")
+
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "tuple_type": "a list such as [1, 8]",
+    "model_type": "a section such as {name: value}",
+    "model_attributes_type": "a section such as {name: value}",
+}
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+def one_line(error: ValidationError, unknown_option: Callable[[str], KeelError], section: str = "") -> str:
+    """The first error in one line; unknown names first, since a misspelt option explains what follows."""
+    errors, prefix = error.errors(include_url=False), f"{section}." if section else ""
+    for item in errors:
+        if item["type"] == "extra_forbidden":
+            return str(unknown_option(prefix + _dotted(item["loc"])))
+    item = _likeliest(errors)
+    name, value, context = prefix + _dotted(item["loc"]), item["input"], item.get("ctx", {})
+    if item["type"] == "missing":
+        return f"{name} is required: give it"
+    bounds = [f"{words} {context[key]:g}" for key, words in _BOUNDS.items() if key in context]
+    if bounds:
+        return f"{name} is {dump(value)}: it must be {' and '.join(bounds)}"
+    if item["type"] == "literal_error":
+        options = _literals(context["expected"])
+        near = difflib.get_close_matches(str(value), options, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}? " if near else ""
+        return f"{name} is {_show(value)}: {hint}it must be one of {', '.join(options)}"
+    expected = _EXPECTED.get(item["type"])
+    if item["type"] in ("too_short", "too_long"):
+        length = context.get("min_length", context.get("max_length"))
+        expected = f"a list of {'at least' if item['type'] == 'too_short' else 'at most'} {length}"
+    elif item["type"] == "string_too_short":
+        expected = "a text that is not empty"
+    if expected is None and item["type"] == "value_error":
+        expected = "a number"
+    if expected is None:
+        expected = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ").strip()
+    return f"{name} is {_show(value)}: expected {expected}"
+
+
+def _likeliest(errors: Sequence[Any]) -> Any:
+    """Of the errors of a union's branches, the one that goes deepest: it got furthest with what was given."""
+    first = errors[0]
+    same = [item for item in errors if _dotted(item["loc"]).startswith(_dotted(first["loc"]))]
+    return max(same, key=lambda item: len(_dotted(item["loc"]).split(".")))
+
+
+def _literals(expected: str) -> list[str]:
+    return [part.strip(" '") for part in expected.replace(" or ", ", ").split(",") if part.strip(" '")]
+
+
+def _dotted(location: Sequence[str | int]) -> str:
+    """A location without the names that pydantic gives to a union's branches."""
+    name = ""
+    for part in location:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part.isidentifier() and not part[:1].isupper() and part not in ("str", "int", "float", "bool"):
+            name += f".{part}" if name else part
+        elif "." in part or "-" in part:
+            name += "" if "[" in part else f".{part}"
+    return name
+
+
+def _show(value: Any) -> str:
+    """What was given, short enough for a line."""
+    try:
+        shown = dump(value)
+    except Exception:  # a Python object in a mapping, which YAML has no words for
+        shown = repr(value)
+    kind = {str: "the text ", bool: "", type(None): ""}.get(type(value), "")
+    return kind + (shown if len(shown) <= 60 else shown[:57] + "…")

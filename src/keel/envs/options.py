@@ -1,0 +1,83 @@
+"""Options of tasks, data and rewards: `task`, `data`, `rewards`, `reward`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from keel.base.options import Above0, Count, Float, Options, PluginOptions, Positive
+
+
+class TaskOptions(PluginOptions):
+    """A task and its own parameters."""
+
+    name: str = Field(default="arithmetic", min_length=1, description="Name of the task, or a user's module:attr.")
+
+
+class ColumnOptions(Options):
+    """Which columns of the data are read; a name with dots is a field inside a column, as reward_model.ground_truth."""
+
+    prompt: str = Field(default="question", min_length=1, description="Column of the prompt, a text or chat messages.")
+    answer: Annotated[str, Field(min_length=1)] | None = Field(
+        default="answer", description="Column of the answer, one kind of value in all; null: prompts alone."
+    )
+    messages: str | None = Field(
+        default=None, description="Column of whole conversations, in place of prompt; their last turn is the answer."
+    )
+    system: str | None = Field(default=None, description="Column of each row's own system message; null for none.")
+
+
+class DataOptions(Options):
+    """Problems from a file or a hub, for tasks that read data."""
+
+    path: str | tuple[str, ...] | None = Field(
+        default=None,
+        description="A file (.jsonl, .json, .parquet, .csv), a folder, a hub name, or several; null: the task's own.",
+    )
+    split: str = Field(default="train", min_length=1, description="Split to train on, of a folder or a hub dataset.")
+    columns: ColumnOptions = Field(default=ColumnOptions(), description="Columns of the data.")
+    on_broken: Literal["error", "skip"] = Field(
+        default="error", description="Rows that cannot be read: stop and name them, or leave them out and count them."
+    )
+    system_prompt: str | None = Field(default=None, description="Text of a system message put before every prompt.")
+    chat_template: str = Field(
+        default="auto", description="auto (the tokenizer's, if any), none, or a template's name."
+    )
+    max_prompt_length: Positive | None = Field(
+        default=None, description="Longest prompt in tokens; null for the context."
+    )
+    truncation: Literal["error", "left", "drop"] = Field(
+        default="error",
+        description="A prompt that is too long: stop with an error, cut its left end, or leave the problem out.",
+    )
+
+
+class RewardPartOptions(PluginOptions):
+    """One reward and its own parameters."""
+
+    name: str = Field(
+        default="task", min_length=1, description="task (its own), a name in docs/rewards.md, or module:attr."
+    )
+    weight: Float = Field(default=1.0, description="Factor of this reward in the sum.")
+
+
+class RewardOptions(Options):
+    """How rewards are combined, and what happens when one fails."""
+
+    aggregate: Literal["sum", "normalised_sum"] = Field(
+        default="sum", description="Weighted sum of the rewards, or of each normalised within its group first."
+    )
+    warmup_steps: Count = Field(
+        default=0, description="Steps over which the advantages' weight rises linearly from 0 to 1."
+    )
+    timeout_s: Above0 | None = Field(
+        default=30.0, description="Seconds after which a reward counts as failed; null: never."
+    )
+    shuffle: int | None = Field(
+        default=None,
+        description="Seed to deal rewards out at random in each group: a control that must not learn; null: off.",
+    )
+    on_error: Literal["stop", "zero", "skip_group"] = Field(
+        default="stop", description="A reward that fails, by name: stop the run, count it as 0, or leave its group out."
+    )

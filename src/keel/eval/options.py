@@ -1,0 +1,24 @@
+"""Options of evaluation: `eval`."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from keel.base.options import Count, NotNegative, Options, Positive
+from keel.envs.options import TaskOptions
+
+
+class EvalOptions(Options):
+    """Evaluation on held-out problems."""
+
+    every: Count = Field(
+        default=20, description="Steps between evaluations; 0 evaluates at the start and the end only."
+    )
+    tasks: tuple[TaskOptions | str, ...] = Field(
+        default=(), description="Further tasks to evaluate (retention), names or {name, …}."
+    )
+    samples: Positive = Field(default=64, description="Held-out problems a task.")
+    k: tuple[Positive, ...] = Field(default=(1, 8), min_length=1, description="pass@k, in completions a problem.")
+    temperature: NotNegative | None = Field(
+        default=None, description="Sampling temperature; 0 is greedy; null the rollout's."
+    )

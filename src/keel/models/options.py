@@ -1,0 +1,64 @@
+"""Options of the policy: `model`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from keel.base.options import Above0, Flag, Float, Options, Positive
+
+
+class LoraOptions(Options):
+    """LoRA: W + (alpha / r)·B·A on each target layer; of an existing `adapter`, r, alpha and targets are its own."""
+
+    r: Positive = Field(default=16, description="Rank of the update, in dimensions.")
+    alpha: Above0 = Field(default=32.0, description="Scale of the update; it is multiplied by alpha / r.")
+    dropout: Annotated[Float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="Dropout probability on the adapter's input; above 0 the KL at step 0 is not 0."
+    )
+    targets: str | tuple[str, ...] = Field(
+        default="all-linear", description="Layers to adapt: all-linear or names of layers."
+    )
+    adapter: str | None = Field(
+        default=None, description="Folder of an existing adapter to continue; null for a fresh one."
+    )
+
+
+class ModelOptions(Options):
+    """The policy."""
+
+    name: str = Field(
+        default="tiny", min_length=1, description="tiny, a folder, a hub name, a .gguf file, or a loader module:attr."
+    )
+    dtype: Literal["auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16"] = Field(
+        default="auto",
+        description="Type of the weights; auto is float32 on the CPU and the checkpoint's own elsewhere.",
+    )
+    device: str = Field(
+        default="auto", description="Where the model runs: auto (CUDA where present), cpu, cuda or cuda:N."
+    )
+    attn_implementation: str = Field(
+        default="sdpa", description="Attention of transformers: sdpa, eager, flash_attention_2…"
+    )
+    lora: LoraOptions | None = Field(default=None, description="LoRA settings; null trains all weights.")
+    quantization: Literal["4bit", "8bit"] | None = Field(
+        default=None,
+        description="Bits of the frozen base under LoRA (QLoRA; needs bitsandbytes and CUDA); null for none.",
+    )
+    dropout: Flag = Field(default=False, description="Keep the model's own dropout; then the KL at step 0 is not 0.")
+    gradient_checkpointing: Flag = Field(
+        default=False, description="Recompute activations: less memory, about 30 % slower."
+    )
+    scorer: str = Field(
+        default="native", description="What turns tokens into log-probabilities: native, or a user's module:attr."
+    )
+    compile: Flag = Field(default=False, description="Compile the model with torch.compile.")
+    trust_remote_code: Flag = Field(default=False, description="Run Python code that comes with the model.")
+
+    def at(self, checkpoint: Path) -> ModelOptions:
+        """The same model with a checkpoint's weights: its adapter under LoRA, the whole model otherwise."""
+        if self.lora is None:
+            return self.model_copy(update={"name": str(checkpoint)})
+        return self.model_copy(update={"lora": self.lora.model_copy(update={"adapter": str(checkpoint)})})

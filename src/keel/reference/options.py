@@ -1,0 +1,17 @@
+"""Options of the reference: `reference`."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from keel.base.options import PluginOptions
+
+
+class ReferenceOptions(PluginOptions):
+    """The reference and its own parameters."""
+
+    kind: str = Field(
+        default="auto",
+        description="auto, frozen, adapter_off (a fresh adapter's base; of a continued or warm-started one where it "
+        "starts), ema, snapshot, kl_triggered, or a user's module:attr.",
+    )

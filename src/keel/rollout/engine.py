@@ -1,0 +1,115 @@
+"""The one protocol of engines: every method and capability that an engine may have, with its default."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from keel.base.errors import KeelError
+from keel.base.types import Completion
+from keel.rollout.request import Request, Turn
+from keel.rollout.sampling import SamplingParams
+
+Answer = Callable[[list[Turn]], Iterable[Request]]
+
+
+class Engine:
+    """Samples completions from the policy. Derive from it, write `generate`, and declare what else holds.
+
+    An engine that has weights of its own writes `sync` too. A class that writes `generate` and not `converse` is asked
+    by its own `generate` for every turn, whatever it inherits.
+    """
+
+    shares_weights: bool = False  # samples with the policy's own tensors, so that there is nothing to sync
+    logp_after_filters: bool = False  # `sample_logp` is of the distribution that top-p, top-k and min-p leave
+    context: int | None = None  # tokens that prompt and completion may have together; None where nothing limits them
+    version: int | None = None  # the policy version of the last `sync`; None where weights are shared
+    on_finished: Callable[[int], None] | None = None  # may be told how many completions have just ended
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "generate" in vars(cls) and "converse" not in vars(cls):
+            cls.converse = Engine.converse  # type: ignore[method-assign]
+
+    def generate(
+        self, requests: Sequence[Request], sampling: SamplingParams, *, seed: int = 0, attempt: int = 0, step: int = 0
+    ) -> list[list[Completion]]:
+        """As many completions of each request as it draws, in order; noise is keyed by seed, attempt and step."""
+        raise NotImplementedError
+
+    def converse(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingParams,
+        answer: Answer,
+        *,
+        seed: int = 0,
+        attempt: int = 0,
+        step: int = 0,
+    ) -> None:
+        """Sample until no request is left: `answer` is told of turns that have ended and returns requests that go on.
+
+        By default all episodes say their turn, then all are answered.
+        """
+        turn_by_turn(self, requests, sampling, answer, seed=seed, attempt=attempt, step=step)
+
+    def sync(self, policy: nn.Module, version: int | None = None) -> None:
+        """Take over the policy's weights."""
+        if not self.shares_weights:
+            raise KeelError(
+                f"the engine {type(self).__name__} has no sync: write one that takes over the policy's weights, or "
+                "declare shares_weights = True"
+            )
+
+    def release(self) -> None:
+        """Free memory that the update needs and the next rollout does not."""
+
+
+class WrappedEngine(Engine):
+    """An engine around another: all that a subclass does not change is the inner engine's, capabilities included."""
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner = inner
+
+
+def _forwarded(name: str) -> property:
+    return property(lambda self: getattr(self.inner, name), lambda self, value: setattr(self.inner, name, value))
+
+
+for _name in [name for name in vars(Engine) if not name.startswith("_")]:  # what is added to Engine is forwarded too
+    setattr(WrappedEngine, _name, _forwarded(_name))
+
+
+def turn_by_turn(
+    engine: Engine, requests: Sequence[Request], sampling: SamplingParams, answer: Answer, **noise: int
+) -> None:
+    """Several turns by `generate` alone: all episodes say their turn, then all are answered."""
+    while requests:
+        groups = engine.generate(requests, sampling, **noise)
+        asked, given = [len(request.drawn(sampling)) for request in requests], [len(group) for group in groups]
+        if asked != given:
+            raise KeelError(
+                f"the engine {type(engine).__name__} was asked for {sum(asked)} completions of {len(asked)} requests "
+                f"and returned {sum(given)} of {len(given)}: its generate must return as many as each request draws"
+            )
+        turns = [
+            Turn(request, sample, completion)
+            for request, group in zip(requests, groups, strict=True)
+            for sample, completion in zip(request.drawn(sampling), group, strict=True)
+        ]
+        requests = list(answer(turns))
+
+
+def check_engine(engine: Any, name: str | None = None) -> None:
+    """Refuse an object or a class that is no `Engine`, as those of Keel 0.1 were not, or that cannot sample."""
+    cls = engine if isinstance(engine, type) else type(engine)
+    label = f"the engine {cls.__name__}" if name is None else f"rollout.engine={name}"
+    if not issubclass(cls, Engine):
+        raise KeelError(
+            f"{label} does not derive from keel.rollout.Engine, which Keel 0.1 did not ask for: write "
+            f"class {cls.__name__}(keel.rollout.Engine) (docs/upgrading.md)"
+        )
+    if cls.generate is Engine.generate:
+        raise KeelError(f"{label} has no generate: write generate(requests, sampling, *, seed, attempt, step)")

@@ -1,0 +1,47 @@
+"""Options of sampling: `rollout`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from keel.base.options import Count, Float, NotNegative, Options, Positive, Share
+
+
+class RolloutOptions(Options):
+    """How completions are sampled."""
+
+    engine: str = Field(default="native", description="Engine that samples: native, or a user's module:attr.")
+    prompts_per_step: Positive = Field(default=16, description="Problems a step; each gives one group of completions.")
+    num_generations: Positive = Field(default=8, description="Completions a problem, compared with each other.")
+    temperature: NotNegative = Field(default=1.0, description="Sampling temperature; KL is between policies at it.")
+    top_p: Annotated[Float, Field(gt=0, le=1)] = Field(default=1.0, description="Nucleus probability kept; 1 is off.")
+    top_k: Count = Field(default=0, description="Most probable tokens kept; 0 is off.")
+    min_p: Share = Field(default=0.0, description="Least probability kept, as a share of the largest; 0 is off.")
+    max_completion_length: Positive = Field(
+        default=64, description="Longest completion in tokens, over all turns and the messages between them."
+    )
+    max_turns: Positive = Field(default=1, description="Most turns of the model in an episode.")
+    max_turn_length: Positive | None = Field(
+        default=None, description="Longest turn of the model in tokens; null: only max_completion_length counts."
+    )
+    join_turns: bool = Field(
+        default=True,
+        description="Episodes that were answered join those still speaking; false: all are answered together, which "
+        "suits slow tools.",
+    )
+    overlap_tools: bool = Field(
+        default=False,
+        description="Sampling goes on while slow tools work; which episodes share a pass then depends on the clock, so "
+        "that the last digits of a run vary.",
+    )
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), description="Texts that end a turn.")
+    max_batch: Positive | None = Field(default=None, description="Completions sampled at a time; null for all of them.")
+    kept_gib: NotNegative = Field(
+        default=1.0,
+        description="GiB of the model's device for keys and values between turns; what finds no room is read again.",
+    )
+    cuda_graphs: bool = Field(
+        default=True, description="Decode by CUDA graphs where the model allows it (Llama-shaped, on a GPU)."
+    )

@@ -1,0 +1,111 @@
+"""Options of the trainer: `optim`, `guards`, `checkpoint`, `warmstart`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from keel.base.options import Above0, Count, Flag, Float, NotNegative, Options, Positive, Share
+from keel.envs.options import TaskOptions
+
+
+class OptimOptions(Options):
+    """The optimizer and how a batch is cut."""
+
+    optimizer: Literal["adamw", "adamw8bit"] = Field(
+        default="adamw",
+        description="AdamW, fused where the device allows it, or with 8-bit moments (needs bitsandbytes).",
+    )
+    learning_rate: Above0 = Field(default=1.0e-6, description="Peak step size.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="Course of the learning rate after its warm-up."
+    )
+    warmup_steps: Count = Field(default=0, description="Steps over which the learning rate rises from 0.")
+    decay_steps: Positive | None = Field(
+        default=None,
+        description="Step at which the decay ends; null is the run.max_steps that the run was begun with.",
+    )
+    final_ratio: Share = Field(default=0.0, description="Learning rate at the decay's end, as a share of its peak.")
+    betas: tuple[Share, Share] = Field(
+        default=(0.9, 0.999), description="Decay rates of AdamW's two moments, per update."
+    )
+    eps: Above0 = Field(default=1e-8, description="Added to AdamW's denominator.")
+    weight_decay: NotNegative = Field(default=0.0, description="Decoupled weight decay, per unit of learning rate.")
+    max_grad_norm: Above0 | None = Field(
+        default=1.0, description="Gradients are scaled down to this norm; null for no limit."
+    )
+    minibatches: Positive = Field(default=1, description="Parts into which a step's groups are cut, one update each.")
+    microbatch_tokens: Positive = Field(
+        default=8192, description="Tokens a pass holds at most; gradients are accumulated."
+    )
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Type of the mixed-precision passes; auto is the weights' own type."
+    )
+    offload: Flag = Field(default=False, description="Keep the optimizer's state in the CPU's memory between updates.")
+
+
+class GuardOptions(Options):
+    """What the loop does when numbers go wrong."""
+
+    max_consecutive_nans: Positive = Field(
+        default=5, description="Steps in a row with a skipped update that call for on_nans."
+    )
+    on_nans: Literal["rollback", "stop", "warn"] = Field(
+        default="rollback",
+        description="Back to the last good checkpoint after them, a clean stop there, or an event and no more.",
+    )
+    recovery_lr_factor: Annotated[Float, Field(gt=0, le=1)] = Field(
+        default=0.5, description="Factor of the learning rate after each rollback; they multiply."
+    )
+    max_rollbacks: Count = Field(
+        default=3, description="Rollbacks before the run stops; with 0 on_nans=rollback stops at once."
+    )
+    grad_spike: Annotated[Float, Field(gt=1)] = Field(
+        default=10.0, description="A gradient norm above this many running medians is a spike."
+    )
+    on_spike: Literal["warn", "skip"] = Field(default="warn", description="Say so, or also skip that update.")
+    constant_steps: Count = Field(
+        default=10, description="Steps in a row with one and the same reward before it is said; 0 is never."
+    )
+
+
+class CheckpointOptions(Options):
+    """Checkpoints, from which a run resumes exactly."""
+
+    every: Positive = Field(default=50, description="Steps between checkpoints; the last step always has one.")
+    keep: Positive = Field(default=3, description="Checkpoints kept, the last good one always among them.")
+    best: Flag = Field(default=True, description="Also keep the checkpoint with the best evaluation.")
+
+
+class WarmstartOptions(Options):
+    """A supervised start (behaviour cloning of gold answers); its result is the reference."""
+
+    task: tuple[TaskOptions | str, ...] = Field(
+        default=(),
+        description="Tasks whose gold answers are learned, names or {name, …}; empty means the run's own task.",
+    )
+    path: str | None = Field(
+        default=None, description="JSONL of prompt and completion to learn from in place of tasks."
+    )
+    steps: Positive = Field(default=200, description="Supervised updates.")
+    batch_size: Positive = Field(default=64, description="Examples an update.")
+    learning_rate: Above0 = Field(default=1e-3, description="Peak step size of AdamW during the warm start.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="cosine", description="Course of the learning rate over the warm start's steps."
+    )
+    warmup_steps: Count = Field(default=10, description="Steps over which the learning rate rises from 0.")
+    weight_decay: NotNegative = Field(
+        default=0.0, description="Decoupled weight decay of AdamW, per unit of learning rate."
+    )
+    max_grad_norm: Above0 | None = Field(
+        default=1.0, description="Gradients are scaled down to this norm; null for no limit."
+    )
+    entropy_coef: NotNegative = Field(
+        default=0.0, description="Reward for entropy while imitating: above 0 the start stays unsure, so groups differ."
+    )
+
+    @property
+    def optim(self) -> OptimOptions:
+        """The optimizer of the warm start: the options that both sections have, and the defaults of `optim`."""
+        return OptimOptions(**self.model_dump(include=set(OptimOptions.model_fields)))

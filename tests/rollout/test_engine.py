@@ -1,0 +1,167 @@
+"""The engines' protocol: what a class need not write, what a wrapper forwards, and who is refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import keel
+from keel.base.errors import KeelError
+from keel.base.types import Completion
+from keel.config import load_config
+from keel.envs import arithmetic
+from keel.rollout import Engine, NativeEngine, Request, SamplingParams, Turn, WrappedEngine, build_engine
+from keel.rollout.collect import collect
+from keel.run.build import build_policy, build_run
+
+from . import shapes
+
+HERE = "rollout.test_engine"
+
+
+class Counting(Engine):
+    """Completions that name the turn: the smallest engine there is."""
+
+    def __init__(self, model: Any = None, tokenizer: Any = None) -> None:
+        self.asked: list[int] = []
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams, **noise: int) -> list[list[Completion]]:
+        self.asked.append(len(requests))
+        one = Completion((len(self.asked),), (True,), (-1.0,), (-1.0,), "", "eos")
+        return [[one for _ in request.drawn(sampling)] for request in requests]
+
+
+class ByShape:
+    """An engine of Keel 0.1: all the methods, and no base."""
+
+    version = None
+
+    def __init__(self, model: Any, tokenizer: Any) -> None: ...
+
+    def generate(self, requests: Any, sampling: Any, **noise: int) -> Any: ...
+
+    def sync(self, policy: Any, version: int | None = None) -> None: ...
+
+
+class Mute(Engine):
+    def __init__(self, model: Any, tokenizer: Any) -> None: ...
+
+
+class AfterFilters(Counting):
+    logp_after_filters = True
+
+
+def by_shape(model: Any, tokenizer: Any) -> Any:
+    return ByShape(model, tokenizer)
+
+
+def test_generate_alone_takes_several_turns() -> None:
+    engine, said = Counting(), []
+
+    def answer(turns: list[Turn]) -> list[Request]:
+        said.append([turn.completion.tokens for turn in turns])
+        return [Request("p", (1, 2), samples=(turn.sample,)) for turn in turns[1:]]
+
+    engine.converse([Request("p", (1,))], SamplingParams(num_generations=3), answer)
+    assert said == [[(1,)] * 3, [(2,)] * 2, [(3,)]]
+    assert engine.asked == [1, 2, 1]
+
+
+def test_an_engine_with_weights_of_its_own_must_say_how_it_syncs() -> None:
+    model = shapes.model("llama")
+    with pytest.raises(KeelError, match=r"engine Counting has no sync: .* or declare shares_weights = True"):
+        Counting().sync(model, 1)
+
+    class Shares(Counting):
+        shares_weights = True
+
+    Shares().sync(model, 1)
+
+
+def test_a_wrapper_forwards_everything_that_an_engine_declares() -> None:
+    inner = NativeEngine(shapes.model("llama"), shapes.tokenizer())
+    wrapper: Any = WrappedEngine(inner)
+    names = [name for name in dir(Engine) if not name.startswith("_")]
+    assert {"generate", "converse", "sync", "release", "context", "shares_weights", "logp_after_filters"} <= set(names)
+    for name in names:
+        assert getattr(wrapper, name) == getattr(inner, name), name
+    assert wrapper.shares_weights
+    assert wrapper.context == inner.context is not None
+    seen: list[int] = []
+    wrapper.on_finished = seen.append
+    sampling = SamplingParams(num_generations=2, max_completion_length=3, ignore_eos=True)
+    asked = [Request("p", (3, 4))]
+    assert wrapper.generate(asked, sampling, seed=1) == inner.generate(asked, sampling, seed=1)
+    assert seen == [2, 2], "what is set on the wrapper is set on the engine that works"
+
+
+def test_a_wrapper_with_a_generate_of_its_own_is_asked_by_it_for_every_turn() -> None:
+    """It inherits a converse that would go past it."""
+
+    class Listening(WrappedEngine):
+        heard = 0
+
+        def generate(self, *args: Any, **options: Any) -> Any:
+            self.heard += 1
+            return super().generate(*args, **options)
+
+    engine = Listening(NativeEngine(shapes.model("llama"), shapes.tokenizer()))
+    sampling = SamplingParams(num_generations=1, max_completion_length=2, ignore_eos=True)
+    turns = iter([[Request("p", (3, 4, 5, 6), samples=(0,), start=2)], []])
+    engine.converse([Request("p", (3, 4))], sampling, lambda _: next(turns))
+    assert engine.heard == 2
+
+
+@pytest.mark.parametrize("name", ["ByShape", "by_shape"])
+def test_an_engine_by_shape_is_refused_in_one_line_that_names_the_change(name: str) -> None:
+    refused = rf"^rollout.engine={HERE}:{name} does not derive from keel.rollout.Engine, .*class ByShape\(keel.rollout."
+    with pytest.raises(KeelError, match=refused):
+        build_engine(f"{HERE}:{name}", shapes.model("llama"), shapes.tokenizer())
+
+
+def test_a_class_by_shape_is_refused_before_a_model_loads() -> None:
+    with pytest.raises(KeelError, match=f"rollout.engine={HERE}:ByShape does not derive from keel.rollout.Engine"):
+        load_config({}, [f"rollout.engine={HERE}:ByShape"])
+    with pytest.raises(KeelError, match=f"rollout.engine={HERE}:Mute has no generate"):
+        load_config({}, [f"rollout.engine={HERE}:Mute"])
+
+
+def test_an_engine_by_shape_given_in_python_is_refused_too() -> None:
+    task: Any = arithmetic()
+    with pytest.raises(KeelError, match=r"^the engine ByShape does not derive from keel.rollout.Engine"):
+        collect(by_shape(None, None), task, task.held_out(1), shapes.tokenizer(), SamplingParams())
+
+
+def test_the_engine_of_the_docs_trains_from_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class PlainEngine" in block]
+    (tmp_path / "plain.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sizes = {"prompts_per_step": 2, "num_generations": 3, "max_completion_length": 5}
+    config = load_config(
+        {
+            "run": {"dir": str(tmp_path), "max_steps": 2},
+            "model": {"device": "cpu"},
+            "rollout": {"engine": "plain:PlainEngine", **sizes},
+            "log": {"console": "none", "tensorboard": False},
+            "eval": {"every": 0, "samples": 2, "k": [1]},
+        }
+    )
+    result = keel.train(config)
+    lines = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(0 <= line["logp/sampler_gap_max"] < 1e-4 for line in lines), "it samples from the policy that trains"
+
+
+def test_filters_are_refused_where_log_probabilities_are_those_after_them() -> None:
+    plain = load_config({}, [f"rollout.engine={HERE}:AfterFilters", "model.device=cpu"])
+    loaded = build_policy(plain)
+    assert not build_run(plain, loaded).run.engine.shares_weights
+    filtered = load_config(plain, ["rollout.top_p=0.9"])
+    with pytest.raises(KeelError, match=r"AfterFilters gives log-probabilities after filters .*leave rollout.top_p"):
+        build_run(filtered, loaded)
