@@ -29,7 +29,8 @@ def measure_here(prompt: int, group: int, completion: int, shared: bool, repeats
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     from keel.base.types import Batch, Completion, Group, Problem
-    from keel.losses import KLSpec, LossSpec, objective
+    from keel.kl import KLOptions
+    from keel.losses import LossOptions, objective
     from keel.models.logprobs import score_tokens
     from keel.models.pack import pack
 
@@ -65,7 +66,7 @@ def measure_here(prompt: int, group: int, completion: int, shared: bool, repeats
             ref_logp = score_tokens(model, packed).logp
         model.zero_grad()
         batch = Batch(packed.action_mask, advantage, ref_logp=ref_logp - 0.01)
-        objective(score_tokens(model, packed), batch, LossSpec(), KLSpec(), 0.04).loss.backward()
+        objective(score_tokens(model, packed), batch, LossOptions(), KLOptions(), 0.04).loss.backward()
         times.append(time.perf_counter() - started)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return {"seconds": statistics.median(times[1:]), "peak_mib": peak / 1024}

@@ -154,7 +154,8 @@ def run_keel(model: str, job: Job, steps: int, device: str) -> list[dict[str, fl
     import torch
 
     from keel.base.types import Batch, Group, Problem
-    from keel.losses import KLSpec, LossSpec, advantages, objective
+    from keel.kl import KLOptions
+    from keel.losses import LossOptions, advantages, objective
     from keel.models.load import load_model
     from keel.models.logprobs import score_tokens
     from keel.models.pack import pack
@@ -189,7 +190,7 @@ def run_keel(model: str, job: Job, steps: int, device: str) -> list[dict[str, fl
         scores = score_tokens(policy, packed, entropy=True)
         batch = Batch(packed.action_mask, advantage, ref_logp=ref_logp)
         optimizer.zero_grad()
-        objective(scores, batch, LossSpec(loss_type="grpo"), KLSpec(), BETA).loss.backward()
+        objective(scores, batch, LossOptions(loss_type="grpo"), KLOptions(), BETA).loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from keel.base.types import Batch, Scores
-from keel.kl import estimate, masked_mean
-from keel.losses import Counts, KLSpec, LossSpec, advantages, global_denominators, objective
+from keel.kl import KLOptions, estimate, masked_mean
+from keel.losses import Counts, LossOptions, advantages, global_denominators, objective
 
 CHARACTERS = "0123456789+=."  # "." ends an answer
 END = CHARACTERS.index(".")
@@ -102,7 +102,7 @@ def token_logps(model: nn.Module, ids: Tensor) -> Tensor:
 def compute_loss(logp: Tensor, batch: Batch, kl_coef: float, counts: Counts | None = None) -> tuple[Tensor, Info]:
     """Clipped policy loss + kl_coef · KL(policy‖reference), the KL as k3, pulled along ∇KL(policy‖reference)."""
     beta = kl_coef if batch.ref_logp is not None else 0.0
-    out = objective(Scores(logp), batch, LossSpec(loss_type="grpo"), KLSpec(estimator="k3"), beta, counts)
+    out = objective(Scores(logp), batch, LossOptions(loss_type="grpo"), KLOptions(estimator="k3"), beta, counts)
     return out.loss, {"loss": out.metrics["loss/total"].value, "kl_penalty": out.metrics["loss/kl"].value}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,16 +12,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import keel
 import keel.envs
+from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
 from keel.config import load_config
-from keel.kl.controllers import CONTROLLERS
+from keel.kl import CONTROLLERS, ESTIMATORS
 from keel.loggers import Quiet
 from keel.losses import LOSSES
 from keel.models.head import evaluating
 from keel.models.tiny import tiny_model
+from keel.reference import KINDS
 from keel.rollout import NativeEngine
 
 HERE = __name__
@@ -76,9 +80,9 @@ def estimator(logp, ref_logp):
     return (logp - ref_logp).square() / 2
 
 
-def loss(logp, old_logp, advantage, mask, limits, spec):
+def loss(inputs, options):
     USED.add("loss")
-    return LOSSES["grpo"].term(logp, old_logp, advantage, mask, limits, spec)
+    return LOSSES["grpo"].term(inputs, options)
 
 
 def controller(beta: float, factor: float = 1.0):
@@ -153,3 +157,54 @@ def test_a_reference_of_ones_own_comes_back_from_a_checkpoint(tmp_path: Path) ->
     keel.train(load_config(settings(tmp_path)))
     more = load_config(settings(tmp_path), ["run.max_steps=3", "run.if_exists=resume"])
     assert keel.train(more).steps == 3
+
+
+def test_validation_writes_into_no_registry(tmp_path: Path) -> None:
+    registries = (LOSSES, CONTROLLERS, ESTIMATORS, KINDS)
+    before = [dict(registry) for registry in registries]
+    load_config(settings(tmp_path))
+    assert [dict(registry) for registry in registries] == before
+    for registry in registries:
+        with pytest.raises(TypeError, match="does not support item assignment"):
+            registry["mine"] = None  # type: ignore[index]
+
+
+@pytest.fixture
+def from_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The loss of docs/extending.md as a reader has it: one file, and the line of YAML beside it."""
+    page = (Path(__file__).parents[1] / "docs" / "extending.md").read_text().partition("### A loss\n")[2]
+    code, section = re.findall(r"```(?:python|text)\n(.*?)```", page, re.S)[:2]
+    (tmp_path / "my_losses.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return section
+
+
+def with_loss(folder: Path, section: str) -> dict:
+    return {**settings(folder), **yaml.safe_load(section)}
+
+
+def test_a_new_loss_with_its_own_option_is_one_file(tmp_path: Path, from_the_docs: str) -> None:
+    runs = {}
+    for width in (0.3, 3.0):
+        folder = tmp_path / str(width)
+        result = keel.train(load_config(with_loss(folder, from_the_docs), [f"loss.width={width}"]))
+        assert f"width: {width}" in (result.directory / "config.yaml").read_text()
+        lines = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()]
+        assert len(lines) == 2
+        runs[width] = [line["grad/norm"] for line in lines]
+    assert runs[0.3] != runs[3.0]  # the second pass over a batch sees ratios, and the option acts on them
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("loss.widht=1", "unknown option loss.widht: did you mean loss.width?"),
+        ("loss.width=0", "loss.width is 0: it must be above 0"),
+        ("loss.width=wide", "loss.width is the text wide: expected a number"),
+        ("loss.sapo_temperature_pos=2", "loss.sapo_temperature_pos has no meaning with my_losses:spo: leave it out"),
+    ],
+)
+def test_its_options_are_checked_as_keels_own(tmp_path: Path, from_the_docs: str, override: str, says: str) -> None:
+    with pytest.raises(KeelError) as caught:
+        load_config(with_loss(tmp_path, from_the_docs), [override])
+    assert str(caught.value) == says

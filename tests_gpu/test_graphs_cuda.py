@@ -50,7 +50,7 @@ def test_the_same_tokens_as_without(name, max_batch, lora, made):
     sampling = SamplingParams(max_completion_length=90, num_generations=8, max_batch=max_batch)
     with_graphs, without = engine(model, graphs=True), engine(model, graphs=False)
     assert made
-    assert with_graphs._new_decoder().carries
+    assert with_graphs._new_decoder().traits.graphed
     made.clear()
     found = with_graphs.generate(requests, sampling, seed=3)
     count = len(made)
@@ -125,7 +125,7 @@ def test_a_model_that_no_graph_can_hold_decodes_without(made):
         layer.mlp.act_fn = Looks()
     tried = engine(waits, graphs=True)
     assert made
-    assert not tried._new_decoder().carries
+    assert not tried._new_decoder().traits.graphed
     assert_close(tried.generate(requests, sampling, seed=3), expected)
     torch.randn(4, device="cuda")  # the device is left as it was
     made.clear()

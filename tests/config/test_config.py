@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from keel.base.errors import KeelError
 from keel.base.validation import option_names
-from keel.config import Config, controller_params, load_config, loss_spec, read_config, resolved
+from keel.config import Config, load_config, read_config, resolved
 from keel.config.aliases import table
 from keel.config.checks import advice
 from keel.config.load import is_option
 from keel.config.show import migrate_page, show_config
+from keel.kl import controller_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -268,8 +269,9 @@ def test_notes():
 def test_exact_and_episodes_follow_from_the_rest():
     config = load_config({}, ["kl.estimator=exact", "kl.controller.name=ziegler", "kl.beta=0.1"])
     assert config.kl.needs_exact
-    assert controller_params(config)["episodes_per_step"] == 128
-    assert loss_spec(config).epsilon is None
+    controller = controller_of(config.kl, config.episodes_per_step)
+    after = controller.update(controller.init(), 1e9)
+    assert after.beta == pytest.approx(0.1 * (1 + 128 / 10_000 * 0.2))  # 16 prompts × 8 completions
 
 
 # ------------------------------------------------------------------------------------------------ aliases

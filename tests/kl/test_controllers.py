@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.base.errors import KeelError
-from keel.kl import CONTROLLERS, KLState, build_controller
+from keel.base.options import Above0, Options
+from keel.kl import CONTROLLERS, Controller, KLState, build_controller
 
 EVERY = {
     "fixed": {},
@@ -33,7 +34,7 @@ def betas(controller, measured):
 
 
 def test_every_controller_is_covered_here():
-    assert set(EVERY) == {name for name in CONTROLLERS if ":" not in name}  # users' own are told by their colon
+    assert set(EVERY) == set(CONTROLLERS)
 
 
 def test_fixed():
@@ -267,6 +268,9 @@ MISTAKES = [
     ("step", {"low": -1.0}, "0 ≤ low ≤ high"),
     ("ziegler", {"horizon": 0}, "horizon must be positive"),
     ("dual", {}, "needs kl.controller.target"),
+    ("dual", {"target": "soon"}, "kl.controller.target is the text soon: expected a number"),
+    ("dual", {"target": None}, "kl.controller.target must be a number, got None"),
+    ("fixed", {"unit": 3}, "kl.controller.unit must be a name, got 3"),
     ("dual", {"target": 0.1, "smoothing": 1.0}, "smoothing must be in [0, 1)"),
     ("dual", {"target": 0.1, "learning_rate": -1.0}, "learning_rate must be positive"),
     ("pid", {"target": -1.0}, "target must be positive"),
@@ -315,3 +319,37 @@ def test_closed_loop_reaches_the_target(name, start):
         if step >= 1400:
             late.append(kl)
     assert 1 / band <= (sum(late) / len(late)) / 0.05 <= band
+
+
+class Own(Options):
+    factor: Above0 = 1.0
+
+
+def declared(beta: float, options: Own) -> Controller:
+    return build_controller("fixed", beta * options.factor)
+
+
+def by_parameters(beta: float, mode: str = "up", **rest: float) -> Controller:
+    return build_controller("fixed", beta * sum(rest.values()) if mode == "up" else beta)
+
+
+def test_a_controller_of_ones_own_declares_its_parameters_either_way():
+    assert build_controller(f"{__name__}:declared", 0.1, factor=3.0).init().beta == pytest.approx(0.3)
+    assert build_controller(f"{__name__}:by_parameters", 0.1, left=1.0, right=2.0).init().beta == pytest.approx(0.3)
+    assert build_controller(f"{__name__}:by_parameters", 0.1, mode="down").init().beta == pytest.approx(0.1)
+
+
+OWN_MISTAKES = [
+    ("declared", {"facter": 2.0}, "unknown option kl.controller.facter: did you mean kl.controller.factor?"),
+    ("declared", {"factor": 0}, "kl.controller.factor is 0: it must be above 0"),
+    ("by_parameters", {"mode": 3}, "kl.controller.mode must be a name, got 3"),
+    ("nothing", {}, "cannot import kl.controller.name="),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "says"), OWN_MISTAKES)
+def test_and_is_checked_as_keels_own(name, options, says):
+    with pytest.raises(KeelError) as caught:
+        build_controller(f"{__name__}:{name}", 0.1, **options)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)

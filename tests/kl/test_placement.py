@@ -1,36 +1,28 @@
 """The three doors by hand, and what dividing by the group's spread does to β."""
 
 import math
-import warnings
 
 import numpy as np
 import pytest
 import torch
 
 from keel.base.errors import KeelError
-from keel.kl import EffectiveCoefficientWarning, check_pairing, estimate, kl_loss, shape_advantages, shape_rewards
+from keel.kl import advantage_penalty, check_pairing, estimate, kl_loss, reward_penalty
 from keel.losses import advantages
 
 KL = torch.tensor([[0.5, -0.25, 9.0], [1.0, 2.0, 3.0]], dtype=torch.float64)
 MASK = torch.tensor([[True, True, False], [True, True, True]])
-REWARDS = torch.tensor([1.0, 2.0], dtype=torch.float64)
 
 
-def test_first_door_by_hand():
-    assert shape_rewards(REWARDS, KL, MASK, 0.1).tolist() == pytest.approx([1 - 0.025, 2 - 0.6])
+def test_what_the_reward_loses_by_hand():
+    assert reward_penalty(KL, MASK, 0.1).tolist() == pytest.approx([-0.025, -0.6])
 
 
-def test_second_door_by_hand():
-    token = shape_advantages(REWARDS, KL, MASK, 0.1)
-    np.testing.assert_allclose(token, [[0.95, 1.025, 0.0], [1.9, 1.8, 1.7]], atol=1e-12)
-    sequence = shape_advantages(REWARDS, KL, MASK, 0.1, level="sequence")
-    np.testing.assert_allclose(sequence, [[0.975, 1.025, 0.0], [1.4, 1.5, 1.7]], atol=1e-12)
-
-
-def test_second_door_takes_advantages_per_token():
-    per_token = REWARDS[:, None] * torch.tensor([[1.0, 2.0, 3.0]])
-    got = shape_advantages(per_token, KL, MASK, 0.1)
-    np.testing.assert_allclose(got, [[0.95, 2.025, 0.0], [1.9, 3.8, 5.7]], atol=1e-12)
+def test_what_the_advantage_loses_by_hand():
+    token = advantage_penalty(KL, MASK, 0.1)
+    np.testing.assert_allclose(token, [[-0.05, 0.025, 0.0], [-0.1, -0.2, -0.3]], atol=1e-12)
+    sequence = advantage_penalty(KL, MASK, 0.1, level="sequence")
+    np.testing.assert_allclose(sequence, [[-0.025, 0.025, 0.0], [-0.6, -0.5, -0.3]], atol=1e-12)
 
 
 def test_third_door_by_hand():
@@ -51,35 +43,18 @@ def test_third_door_with_the_exact_kl(level):
 
 def test_the_penalty_is_detached_in_reward_and_advantage():
     kl = KL.clone().requires_grad_()
-    assert not shape_rewards(REWARDS, kl, MASK, 0.1).requires_grad
-    assert not shape_advantages(REWARDS, kl, MASK, 0.1).requires_grad
+    assert not reward_penalty(kl, MASK, 0.1).requires_grad
+    assert not advantage_penalty(kl, MASK, 0.1).requires_grad
 
 
 @pytest.mark.parametrize("hole", [math.nan, math.inf])
 def test_what_is_outside_the_mask_does_not_enter(hole):
     kl = KL.clone()
     kl[0, 2] = hole
-    assert torch.equal(shape_rewards(REWARDS, kl, MASK, 0.1), shape_rewards(REWARDS, KL, MASK, 0.1))
+    assert torch.equal(reward_penalty(kl, MASK, 0.1), reward_penalty(KL, MASK, 0.1))
     for level in ("token", "sequence"):
-        left, right = (shape_advantages(REWARDS, x, MASK, 0.1, level=level) for x in (kl, KL))
+        left, right = (advantage_penalty(x, MASK, 0.1, level=level) for x in (kl, KL))
         assert torch.equal(left, right)
-
-
-def test_warns_that_beta_is_divided_by_sigma():
-    with pytest.warns(EffectiveCoefficientWarning, match=r"beta/σ.*scale_rewards=none or kl.placement=advantage"):
-        shape_rewards(REWARDS, KL, MASK, 0.1, scaled_by_std=True)
-
-
-@pytest.mark.parametrize(("beta", "scaled"), [(0.0, True), (0.1, False)])
-def test_does_not_warn_without_reason(beta, scaled):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        shape_rewards(REWARDS, KL, MASK, beta, scaled_by_std=scaled)
-
-
-def test_docstring_says_it_too():
-    assert "effective" in shape_rewards.__doc__
-    assert "β/σ" in shape_rewards.__doc__
 
 
 @pytest.mark.parametrize("sigma", [0.04, 0.5, 3.0])
@@ -92,13 +67,12 @@ def test_effective_coefficient_is_beta_over_sigma(sigma):
     mask = torch.ones(4, 1, dtype=torch.bool)
 
     def first_door(scale):
-        before, after = (advantages(shape_rewards(base, x, mask, beta), group, scale=scale) for x in (kl, more))
+        before, after = (advantages(base + reward_penalty(x, mask, beta), group, scale=scale) for x in (kl, more))
         return ((before - after)[0] / nudge).item()
 
     assert first_door("group") == pytest.approx(beta / sigma, rel=1e-2)
     assert first_door("none") == pytest.approx(beta, rel=1e-6)
-    a = advantages(base, group)
-    second = (shape_advantages(a, kl, mask, beta) - shape_advantages(a, more, mask, beta))[0, 0] / nudge
+    second = (advantage_penalty(kl, mask, beta) - advantage_penalty(more, mask, beta))[0, 0] / nudge
     assert second.item() == pytest.approx(beta, rel=1e-6)
 
 
@@ -114,11 +88,10 @@ def test_k1_through_either_door_has_the_gradient_of_the_sequence_kl(door):
     total = logp.sum(-1)
     (truth,) = torch.autograd.grad((total.exp() * (total - ref.sum(-1))).sum(), theta, retain_graph=True)
     kl, mask = estimate("k1", logp, ref), torch.ones(4, 2, dtype=torch.bool)
-    zero = torch.zeros(4, dtype=torch.float64)
     if door == "reward":
-        shaped = shape_rewards(zero, kl, mask, 1.0)[:, None]
+        shaped = reward_penalty(kl, mask, 1.0)[:, None]
     else:
-        shaped = shape_advantages(zero, kl, mask, 1.0, level="sequence")
+        shaped = advantage_penalty(kl, mask, 1.0, level="sequence")
     (got,) = torch.autograd.grad(-(total.exp().detach()[:, None] * shaped * logp).sum(), theta)
     torch.testing.assert_close(got, truth, rtol=0, atol=1e-12)
 
@@ -126,11 +99,9 @@ def test_k1_through_either_door_has_the_gradient_of_the_sequence_kl(door):
 X = torch.zeros(1, 2)
 ON = torch.ones(1, 2, dtype=torch.bool)
 MISTAKES = [
-    (lambda: shape_rewards(REWARDS, KL, MASK.float(), 0.1), "action_mask must be boolean"),
-    (lambda: shape_rewards(KL, KL, MASK, 0.1), "give one reward a completion"),
-    (lambda: shape_advantages(REWARDS, KL, MASK[:, :2], 0.1), "action_mask has shape (2, 2)"),
-    (lambda: shape_advantages(REWARDS[:1], KL, MASK, 0.1), "give [B] or [B, T]"),
-    (lambda: shape_advantages(REWARDS, KL, MASK, 0.1, level="word"), "unknown level 'word'"),
+    (lambda: reward_penalty(KL, MASK.float(), 0.1), "action_mask must be boolean"),
+    (lambda: advantage_penalty(KL, MASK[:, :2], 0.1), "action_mask has shape (2, 2)"),
+    (lambda: advantage_penalty(KL, MASK, 0.1, level="word"), "unknown level 'word'"),
     (lambda: kl_loss(check_pairing("k3"), X, None, ON), "needs ref_logp"),
     (lambda: kl_loss(check_pairing("exact"), X, X, ON), "set kl.exact=true"),
     (lambda: kl_loss(check_pairing("k1", "reward"), X, X, ON), "does not go through the loss"),

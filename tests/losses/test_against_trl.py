@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from trl import GRPOTrainer
 
 from keel.base.types import Batch, Scores
-from keel.losses import KLSpec, LossSpec, MismatchSpec, mismatch_weights, objective
+from keel.kl import KLOptions
+from keel.losses import LossOptions, MismatchOptions, mismatch_weights, objective
 
 BETA = 0.04
-PLAIN = KLSpec(estimator="k3", gradient="plain", reduction="loss")
+PLAIN = KLOptions(estimator="k3", gradient="plain", reduction="loss")
+NONE = MismatchOptions(kind="none")
 MAX_LENGTH = 11
 NAMES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "gspo"]
 CLIPPED = ["grpo", "bnpo", "dr_grpo", "dapo", "gspo"]
@@ -105,10 +107,10 @@ def trl_loss(name, data, *, beta=BETA, delta=None, bias_correction=False, old=Tr
     return loss.item(), logp.grad.numpy(), trainer._metrics["train"]
 
 
-def keel_loss(name, data, *, beta=BETA, delta=None, kl=PLAIN, old=True, mismatch=None, entropy_coef=0.0):
+def keel_loss(name, data, *, beta=BETA, delta=None, kl=PLAIN, old=True, mismatch=NONE, entropy_coef=0.0):
     low, high = EPSILONS.get(name, (0.2, 0.2))
     limits = {"cispo": {"epsilon_high": high}, "sapo": {}}.get(name, {"epsilon": low, "epsilon_high": high})
-    spec = LossSpec(name, delta=delta, entropy_coef=entropy_coef, **limits)
+    spec = LossOptions(loss_type=name, delta=delta, entropy_coef=entropy_coef, mismatch=mismatch, **limits)
     logp = data.logp.clone().requires_grad_()
     batch = Batch(
         action_mask=data.mask,
@@ -118,7 +120,7 @@ def keel_loss(name, data, *, beta=BETA, delta=None, kl=PLAIN, old=True, mismatch
         sample_logp=data.sample,
     )
     scores = Scores(logp, entropy=data.entropy)
-    result = objective(scores, batch, spec, kl, beta, mismatch=mismatch, max_completion_length=MAX_LENGTH)
+    result = objective(scores, batch, spec, kl, beta, max_completion_length=MAX_LENGTH)
     result.loss.backward()
     return result.loss.item(), logp.grad.numpy(), {name: metric.value for name, metric in result.metrics.items()}
 
@@ -161,7 +163,7 @@ def test_two_sided_clip(name):
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "gspo"])
 def test_bias_correction_is_the_rho_form(name):
     data = tensors(7)
-    rho = KLSpec(estimator="k3", gradient="rho", reduction="loss")
+    rho = KLOptions(estimator="k3", gradient="rho", reduction="loss")
     same(keel_loss(name, data, kl=rho), trl_loss(name, data, bias_correction=True))
 
 
@@ -183,12 +185,12 @@ def trl_weights(data, mode, cap, floor=None):
 
 
 MODES = [
-    ("token_truncate", MismatchSpec("truncate", 1.2), 1.2, None),
-    ("token_mask", MismatchSpec("mask", 1.2), 1.2, None),
-    ("token_mask", MismatchSpec("icepop", 1.4, floor=0.7), 1.4, 0.7),
-    ("sequence_truncate", MismatchSpec("truncate", 1.2, level="sequence"), 1.2, None),
-    ("sequence_mask", MismatchSpec("mask", 1.2, level="sequence"), 1.2, None),
-    ("sequence_mask", MismatchSpec("icepop", 1.9, floor=0.4, level="sequence"), 1.9, 0.4),
+    ("token_truncate", MismatchOptions(kind="truncate", cap=1.2), 1.2, None),
+    ("token_mask", MismatchOptions(kind="mask", cap=1.2), 1.2, None),
+    ("token_mask", MismatchOptions(kind="icepop", cap=1.4, floor=0.7), 1.4, 0.7),
+    ("sequence_truncate", MismatchOptions(kind="truncate", cap=1.2, level="sequence"), 1.2, None),
+    ("sequence_mask", MismatchOptions(kind="mask", cap=1.2, level="sequence"), 1.2, None),
+    ("sequence_mask", MismatchOptions(kind="icepop", cap=1.9, floor=0.4, level="sequence"), 1.9, 0.4),
 ]
 
 

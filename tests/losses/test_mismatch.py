@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from keel.base.errors import KeelError
-from keel.losses import MismatchSpec, mismatch_weights
+from keel.config import load_config
+from keel.losses import MismatchOptions, mismatch_weights
 
 RATIOS = torch.tensor([[0.25, 1.0, 1.5, 4.0], [0.5, 2.0, 3.0, 1.0]])
 SAMPLE = torch.full((2, 4), -1.0)
@@ -14,15 +15,15 @@ OLD = SAMPLE + RATIOS.log()
 MASK = torch.tensor([[True, True, True, True], [True, True, False, False]])
 
 CASES = [
-    (MismatchSpec(), [[0.25, 1.0, 1.5, 2.0], [0.5, 2.0, 1.0, 1.0]]),
-    (MismatchSpec("none"), [[1.0] * 4, [1.0] * 4]),
-    (MismatchSpec("truncate", 3.0), [[0.25, 1.0, 1.5, 3.0], [0.5, 2.0, 1.0, 1.0]]),
-    (MismatchSpec("mask", 1.6), [[0.25, 1.0, 1.5, 0.0], [0.5, 0.0, 1.0, 1.0]]),
-    (MismatchSpec("icepop", 1.6, floor=0.4), [[0.0, 1.0, 1.5, 0.0], [0.5, 0.0, 1.0, 1.0]]),
-    (MismatchSpec("truncate", 1.2, level="sequence"), [[1.2] * 4, [1.0] * 4]),
-    (MismatchSpec("truncate", 2.0, level="sequence"), [[1.5] * 4, [1.0] * 4]),
-    (MismatchSpec("mask", 1.4, level="sequence"), [[0.0] * 4, [1.0] * 4]),
-    (MismatchSpec("icepop", 5.0, floor=0.5, level="sequence"), [[1.5] * 4, [1.0] * 4]),
+    (MismatchOptions(), [[0.25, 1.0, 1.5, 2.0], [0.5, 2.0, 1.0, 1.0]]),
+    (MismatchOptions(kind="none"), [[1.0] * 4, [1.0] * 4]),
+    (MismatchOptions(kind="truncate", cap=3.0), [[0.25, 1.0, 1.5, 3.0], [0.5, 2.0, 1.0, 1.0]]),
+    (MismatchOptions(kind="mask", cap=1.6), [[0.25, 1.0, 1.5, 0.0], [0.5, 0.0, 1.0, 1.0]]),
+    (MismatchOptions(kind="icepop", cap=1.6, floor=0.4), [[0.0, 1.0, 1.5, 0.0], [0.5, 0.0, 1.0, 1.0]]),
+    (MismatchOptions(kind="truncate", cap=1.2, level="sequence"), [[1.2] * 4, [1.0] * 4]),
+    (MismatchOptions(kind="truncate", cap=2.0, level="sequence"), [[1.5] * 4, [1.0] * 4]),
+    (MismatchOptions(kind="mask", cap=1.4, level="sequence"), [[0.0] * 4, [1.0] * 4]),
+    (MismatchOptions(kind="icepop", cap=5.0, floor=0.5, level="sequence"), [[1.5] * 4, [1.0] * 4]),
 ]
 
 
@@ -40,7 +41,7 @@ def test_weights_are_detached(spec, expected):
 def test_a_missing_sampler_log_probability_means_no_correction(level):
     sample = SAMPLE.clone()
     sample[0, 3] = math.nan
-    got = mismatch_weights(OLD, sample, MASK, MismatchSpec("truncate", 10.0, level=level))
+    got = mismatch_weights(OLD, sample, MASK, MismatchOptions(kind="truncate", cap=10.0, level=level))
     expected = 1.0 if level == "token" else 0.375
     assert got[0, 3].item() == pytest.approx(expected, rel=1e-6)
 
@@ -50,7 +51,7 @@ def test_a_missing_sampler_log_probability_means_no_correction(level):
 def test_nothing_leaks_from_outside_the_mask(level, hole):
     old, sample = OLD.clone(), SAMPLE.clone()
     old[1, 2:], sample[1, 2:] = hole, -hole
-    spec = MismatchSpec("truncate", 10.0, level=level)
+    spec = MismatchOptions(kind="truncate", cap=10.0, level=level)
     torch.testing.assert_close(mismatch_weights(old, sample, MASK, spec), mismatch_weights(OLD, SAMPLE, MASK, spec))
 
 
@@ -58,15 +59,15 @@ def test_nothing_leaks_from_outside_the_mask(level, hole):
 @pytest.mark.parametrize("kind", ["truncate", "mask"])
 def test_tokens_the_sampler_calls_impossible_stay_finite(kind, level):
     sample = torch.tensor([[-math.inf, -math.inf, -1.0, -1.0], [-1.0] * 4])
-    assert torch.isfinite(mismatch_weights(OLD, sample, MASK, MismatchSpec(kind, level=level))).all()
+    assert torch.isfinite(mismatch_weights(OLD, sample, MASK, MismatchOptions(kind=kind, level=level))).all()
 
 
 MISTAKES = [
-    ({"kind": "trunc"}, "unknown mismatch kind 'trunc': did you mean 'truncate'?"),
-    ({"level": "word"}, "unknown mismatch level 'word'"),
-    ({"cap": 0.5}, "loss.mismatch.cap must be at least 1, got 0.5"),
+    ({"kind": "trunc"}, "loss.mismatch.kind is the text trunc: did you mean truncate?"),
+    ({"level": "word"}, "loss.mismatch.level is the text word: it must be one of token, sequence"),
+    ({"cap": 0.5}, "loss.mismatch.cap is 0.5: it must be at least 1"),
     ({"kind": "icepop"}, "needs a floor between 0 and 1"),
-    ({"kind": "icepop", "floor": 1.5}, "needs a floor between 0 and 1"),
+    ({"kind": "icepop", "floor": 1.5}, "loss.mismatch.floor is 1.5: it must be at most 1"),
     ({"floor": 0.5}, "loss.mismatch.floor has no meaning with kind=truncate"),
 ]
 
@@ -74,11 +75,16 @@ MISTAKES = [
 @pytest.mark.parametrize(("options", "says"), MISTAKES)
 def test_mistakes_are_one_line(options, says):
     with pytest.raises(KeelError) as caught:
-        MismatchSpec(**options)
+        load_config({"loss": {"mismatch": options}})
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
+def test_a_floor_that_is_missing_is_refused_where_it_is_used():
+    with pytest.raises(KeelError, match="needs a floor"):
+        mismatch_weights(OLD, SAMPLE, MASK, MismatchOptions(kind="icepop"))
+
+
 def test_a_mask_that_is_not_boolean_is_refused():
     with pytest.raises(KeelError, match="boolean"):
-        mismatch_weights(OLD, SAMPLE, MASK.float(), MismatchSpec())
+        mismatch_weights(OLD, SAMPLE, MASK.float(), MismatchOptions())

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from keel.base.errors import KeelError
 from keel.base.metrics import merge, values
 from keel.base.types import Batch, Scores
-from keel.kl import check_pairing
-from keel.losses import LOSSES, KLSpec, LossSpec, MismatchSpec, global_denominators, objective, with_policy_mask
+from keel.kl import KLOptions, check_pairing
+from keel.losses import LOSSES, LossOptions, MismatchOptions, global_denominators, objective, with_policy_mask
 
 LENGTH = 7
 
@@ -37,11 +37,16 @@ def make(seed=0, rows=5, width=6, *, advantages=True, old=True):
     return Scores(logp, normal(rows, width).abs(), normal(rows, width).abs()), batch
 
 
+def plain(loss="grpo", **options):
+    """A loss without the correction of the sampler's mismatch, unless it is asked for."""
+    return LossOptions(loss_type=loss, **{"mismatch": MismatchOptions(kind="none"), **options})
+
+
 def run(scores, batch, loss="grpo", kl=None, beta=0.1, **options):
     logp = scores.logp.clone().requires_grad_()
-    spec = loss if isinstance(loss, LossSpec) else LossSpec(loss)
+    loss = loss if isinstance(loss, LossOptions) else plain(loss)
     options.setdefault("max_completion_length", LENGTH)
-    result = objective(replace(scores, logp=logp), batch, spec, kl or KLSpec(), beta, **options)
+    result = objective(replace(scores, logp=logp), batch, loss, kl or KLOptions(), beta, **options)
     result.loss.backward()
     return result.loss.item(), logp.grad.numpy(), values(result.metrics)
 
@@ -53,7 +58,7 @@ def test_policy_plus_beta_times_kl_by_hand():
         advantages=torch.tensor([3.0], dtype=torch.float64),
         ref_logp=torch.tensor([[-1.5, -1.0]], dtype=torch.float64),
     )
-    loss, grad, metrics = run(Scores(logp), batch, beta=0.1, kl=KLSpec(gradient="plain"))
+    loss, grad, metrics = run(Scores(logp), batch, beta=0.1, kl=KLOptions(gradient="plain"))
     kl = ((math.exp(-0.5) - 0.5) + (math.e - 2)) / 2
     assert loss == pytest.approx(-3 + 0.1 * kl, abs=1e-12)
     slopes = np.array([1 - math.exp(-0.5), 1 - math.e]) / 2
@@ -121,10 +126,10 @@ def test_a_penalty_in_reward_or_advantage_is_what_the_first_update_of_shaped_adv
     level = "sequence" if door == "to go" else "token"
     if door == "reward":
         taken = -0.3 * kl.sum(-1)
-        spec, own = KLSpec("k1", placement="reward"), replace(batch, kl_advantages=taken)
+        spec, own = KLOptions(estimator="k1", placement="reward"), replace(batch, kl_advantages=taken)
         taken = taken.unsqueeze(-1).expand_as(kl)
     else:
-        spec, own = KLSpec("k1", placement="advantage", level=level), batch
+        spec, own = KLOptions(estimator="k1", placement="advantage", level=level), batch
         taken = -0.3 * (kl if door == "advantage" else kl.flip(-1).cumsum(-1).flip(-1))
     term = replace(batch, advantages=batch.advantages.unsqueeze(-1) + torch.where(batch.action_mask, taken, 0.0))
     reduction = LOSSES[loss].reduction
@@ -142,7 +147,7 @@ def test_a_penalty_in_reward_or_advantage_is_what_the_first_update_of_shaped_adv
 def test_the_penalty_does_not_see_the_policy_mask(loss, placement):
     """Completions that leave the policy term (collect_max, truncated, no signal) keep their whole penalty."""
     scores, batch = make(advantages=False)
-    spec = KLSpec("k1", placement=placement)
+    spec = KLOptions(estimator="k1", placement=placement)
     if placement == "reward":
         batch = replace(batch, kl_advantages=torch.linspace(-1, 1, len(batch.action_mask), dtype=torch.float64))
     whole = run(scores, batch, loss, spec, beta=0.5)
@@ -159,7 +164,7 @@ def test_the_penalty_does_not_see_the_policy_mask(loss, placement):
 @given(st.integers(0, 10_000), st.sampled_from(["k1", "k2", "k3", "exact"]), st.sampled_from(["token", "sequence"]))
 def test_token_mean_makes_beta_mean_the_same_under_every_loss(seed, estimator, level):
     scores, batch = make(seed, advantages=False)
-    kl = KLSpec(estimator, level=level)
+    kl = KLOptions(estimator=estimator, level=level)
     seen = [run(scores, batch, loss, kl) for loss in sorted(LOSSES)]
     for loss, grad, metrics in seen:
         assert loss == seen[0][0]
@@ -170,7 +175,7 @@ def test_token_mean_makes_beta_mean_the_same_under_every_loss(seed, estimator, l
 
 def test_loss_reduction_ties_the_kl_to_the_policy_loss():
     scores, batch = make(advantages=False)
-    kl = KLSpec(gradient="plain", reduction="loss")
+    kl = KLOptions(gradient="plain", reduction="loss")
     mask = batch.action_mask
     d = batch.ref_logp - scores.logp
     k3 = torch.where(mask, d.exp() - 1 - d, 0.0)
@@ -186,25 +191,25 @@ def test_loss_reduction_ties_the_kl_to_the_policy_loss():
 
 def test_sequence_level_is_a_mean_over_sequences():
     scores, batch = make(advantages=False, old=False)
-    loss, _, _ = run(scores, batch, kl=KLSpec("k1", level="sequence"), beta=1.0)
+    loss, _, _ = run(scores, batch, kl=KLOptions(estimator="k1", level="sequence"), beta=1.0)
     u = torch.where(batch.action_mask, scores.logp - batch.ref_logp, 0.0)
     assert loss == pytest.approx(u.sum(-1).mean().item(), abs=1e-12)
 
 
 def test_exact_kl_enters_as_given():
     scores, batch = make(advantages=False)
-    loss, _, _ = run(scores, replace(batch, ref_logp=None), kl=KLSpec("exact"), beta=1.0)
+    loss, _, _ = run(scores, replace(batch, ref_logp=None), kl=KLOptions(estimator="exact"), beta=1.0)
     assert loss == pytest.approx(scores.exact_kl[batch.action_mask].mean().item(), abs=1e-12)
 
 
 def test_entropy_bonus_by_hand():
     scores, batch = make()
-    plain = run(scores, batch)[0]
+    without = run(scores, batch)[0]
     entropy = scores.entropy.clone().requires_grad_()
-    result = objective(replace(scores, entropy=entropy), batch, LossSpec(entropy_coef=0.25), KLSpec(), 0.1)
+    result = objective(replace(scores, entropy=entropy), batch, plain(entropy_coef=0.25), KLOptions(), 0.1)
     tokens = batch.action_mask.sum().item()
     mean = scores.entropy[batch.action_mask].sum().item() / tokens
-    assert result.loss.item() == pytest.approx(plain - 0.25 * mean, abs=1e-12)
+    assert result.loss.item() == pytest.approx(without - 0.25 * mean, abs=1e-12)
     result.loss.backward()
     np.testing.assert_allclose(entropy.grad, -0.25 / tokens * batch.action_mask, atol=1e-14)
     assert result.metrics["entropy/mean"].value == pytest.approx(mean)
@@ -214,9 +219,12 @@ def test_entropy_bonus_by_hand():
 def test_mismatch_weights_scale_the_policy_term_and_not_the_kl(loss):
     scores, batch = make()
     constant = replace(batch, sample_logp=batch.old_logp - math.log(1.5))
-    plain, weighted = run(scores, batch, loss), run(scores, constant, loss, mismatch=MismatchSpec("truncate", 2.0))
-    assert weighted[2]["loss/policy"] == pytest.approx(1.5 * plain[2]["loss/policy"], abs=1e-12)
-    assert weighted[2]["loss/kl"] == pytest.approx(plain[2]["loss/kl"], abs=1e-14)
+    unweighted = run(scores, batch, loss)
+    weighted = run(scores, constant, plain(loss, mismatch=MismatchOptions(kind="truncate", cap=2.0)))
+    assert weighted[2]["loss/policy"] == pytest.approx(1.5 * unweighted[2]["loss/policy"], abs=1e-12)
+    assert weighted[2]["loss/kl"] == pytest.approx(unweighted[2]["loss/kl"], abs=1e-14)
+    without = run(scores, replace(constant, sample_logp=None), LossOptions(loss_type=loss))
+    assert without[2]["loss/policy"] == unweighted[2]["loss/policy"]
 
 
 def cut(batch, rows):
@@ -235,14 +243,16 @@ def test_any_split_into_microbatches_is_the_same_update(seed, loss, how, at):
     scores, batch = make(seed)
     keep = torch.rand(5, generator=torch.Generator().manual_seed(seed)) < 0.7
     batch = replace(batch, policy_mask=with_policy_mask(batch.action_mask, keep))
-    kl, spec = KLSpec("k1", reduction=reduction, level=level), LossSpec(loss, entropy_coef=0.02)
+    kl, spec = (
+        KLOptions(estimator="k1", reduction=reduction, level=level),
+        LossOptions(loss_type=loss, entropy_coef=0.02),
+    )
     counts = global_denominators(batch, LENGTH)
-    options = {"kl": kl, "mismatch": MismatchSpec()}
-    whole = run(scores, batch, spec, counts=counts, **options)
+    whole = run(scores, batch, spec, kl, counts=counts)
     pieces, merged = [], {}
     for rows in (slice(0, at), slice(at, 5)):
         part = Scores(scores.logp[rows].clone().requires_grad_(), scores.entropy[rows])
-        result = objective(part, cut(batch, rows), spec, kl, 0.1, counts, mismatch=MismatchSpec())
+        result = objective(part, cut(batch, rows), spec, kl, 0.1, counts)
         result.loss.backward()
         pieces.append((result.loss.item(), part.logp.grad.numpy()))
         merged = merge(merged, result.metrics)
@@ -258,9 +268,9 @@ def halves(logp, batch):
     merged = {}
     for rows in (slice(0, 1), slice(1, 2)):
         merged = merge(
-            merged, objective(Scores(logp[rows]), cut(batch, rows), LossSpec(), KLSpec(), 0.1, counts).metrics
+            merged, objective(Scores(logp[rows]), cut(batch, rows), LossOptions(), KLOptions(), 0.1, counts).metrics
         )
-    return values(merged), values(objective(Scores(logp), batch, LossSpec(), KLSpec(), 0.1, counts).metrics)
+    return values(merged), values(objective(Scores(logp), batch, LossOptions(), KLOptions(), 0.1, counts).metrics)
 
 
 def test_an_empty_microbatch_does_not_raise_the_largest_ratio():
@@ -298,7 +308,7 @@ def test_empty_masks_and_holes_give_zero_not_nan(loss):
     hole = torch.full((2, 3), math.nan)
     batch = Batch(torch.zeros(2, 3, dtype=torch.bool), torch.ones(2), hole, hole, hole)
     scores = Scores(hole, entropy=hole)
-    total, grad, metrics = run(scores, batch, LossSpec(loss, entropy_coef=0.1), mismatch=MismatchSpec())
+    total, grad, metrics = run(scores, batch, LossOptions(loss_type=loss, entropy_coef=0.1))
     assert total == 0
     assert (grad == 0).all()
     assert all(math.isfinite(value) for value in metrics.values())
@@ -319,8 +329,8 @@ def test_half_precision_is_computed_in_fp32(loss, dtype):
         }
     )
     logp = scores.logp.to(dtype)
-    got = objective(Scores(logp), half, LossSpec(loss), KLSpec(), 0.1, max_completion_length=LENGTH).loss
-    expected = objective(Scores(logp.float()), low, LossSpec(loss), KLSpec(), 0.1, max_completion_length=LENGTH).loss
+    got = objective(Scores(logp), half, plain(loss), KLOptions(), 0.1, max_completion_length=LENGTH).loss
+    expected = objective(Scores(logp.float()), low, plain(loss), KLOptions(), 0.1, max_completion_length=LENGTH).loss
     assert got.dtype == torch.float32
     assert got.item() == expected.item()
 
@@ -328,7 +338,7 @@ def test_half_precision_is_computed_in_fp32(loss, dtype):
 def test_pairing_can_be_handed_in():
     scores, batch = make()
     given_in = run(scores, batch, pairing=check_pairing("k3", gradient="plain"))
-    assert given_in[0] == run(scores, batch, kl=KLSpec(gradient="plain"))[0]
+    assert given_in[0] == run(scores, batch, kl=KLOptions(gradient="plain"))[0]
     assert given_in[1][0, 0] != run(scores, batch)[1][0, 0]
 
 
@@ -339,13 +349,12 @@ def test_mistakes_are_one_line():
         (lambda: run(scores, replace(batch, action_mask=batch.action_mask.float())), "action_mask must be boolean"),
         (lambda: run(scores, replace(batch, policy_mask=batch.action_mask.int())), "policy_mask must be boolean"),
         (lambda: run(scores, replace(batch, ref_logp=None)), "needs ref_logp"),
-        (lambda: run(replace(scores, exact_kl=None), batch, kl=KLSpec("exact")), "set kl.exact=true"),
-        (lambda: run(replace(scores, entropy=None), batch, LossSpec(entropy_coef=0.1)), "needs the entropy"),
-        (lambda: KLSpec("k1", "plain"), "regularises nothing"),
-        (lambda: KLSpec("k1", placement="lossy"), "unknown placement"),
-        (lambda: KLSpec("k3", placement="reward"), "estimator=k1"),
+        (lambda: run(replace(scores, exact_kl=None), batch, kl=KLOptions(estimator="exact")), "set kl.exact=true"),
+        (lambda: run(replace(scores, entropy=None), batch, plain(entropy_coef=0.1)), "needs the entropy"),
+        (lambda: run(scores, batch, kl=KLOptions(estimator="k1", gradient="plain")), "pushes the policy away"),
+        (lambda: run(scores, batch, kl=KLOptions(placement="reward")), "estimator=k1"),
+        (lambda: run(scores, batch, kl=KLOptions(reduction="loss", level="sequence")), "kl.reduction=loss has no"),
         (lambda: run(scores, replace(batch, policy_mask=torch.ones_like(batch.action_mask))), "policy_mask holds"),
-        (lambda: KLSpec(reduction="mean"), "unknown kl.reduction 'mean'"),
         (lambda: run(scores, batch, "dr_grpo", max_completion_length=None), "max_completion_length"),
         (lambda: run(scores, replace(batch, kl_advantages=torch.ones(5))), "kl_advantages is for kl.placement=reward"),
         (lambda: with_policy_mask(batch.action_mask, torch.ones(5)), "keep must be boolean [B]"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from keel.base.errors import KeelError
-from keel.losses import LOSSES, LossSpec, policy_term, resolve_limits
+from keel.losses import LOSSES, LossOptions, policy_term, resolve_limits
 
 ON = torch.ones(1, 4, dtype=torch.bool)
 RATIOS = [0.5, 0.9, 1.1, 2.0]
@@ -39,34 +39,34 @@ CLIPS = [
 
 @pytest.mark.parametrize(("name", "options", "advantage", "loss", "gradient"), CLIPS)
 def test_clipped_surrogate(name, options, advantage, loss, gradient):
-    _, values, grads = term(LossSpec(name, **options), advantage)
+    _, values, grads = term(LossOptions(loss_type=name, **options), advantage)
     np.testing.assert_allclose(values, loss, atol=1e-12)
     np.testing.assert_allclose(grads, gradient, atol=1e-12)
 
 
 @pytest.mark.parametrize(("advantage", "low", "high"), [(1.0, [0] * 4, [0, 0, 0, 1]), (-1.0, [1, 0, 0, 0], [0] * 4)])
 def test_what_the_clip_held_back(advantage, low, high):
-    result, _, _ = term(LossSpec("grpo"), advantage)
+    result, _, _ = term(LossOptions(loss_type="grpo"), advantage)
     assert result.clipped_low[0].int().tolist() == low
     assert result.clipped_high[0].int().tolist() == high
 
 
 def test_zero_advantage_is_zero_and_counts_no_clip():
-    result, values, grads = term(LossSpec("grpo"), 0.0)
+    result, values, grads = term(LossOptions(loss_type="grpo"), 0.0)
     assert (values == 0).all()
     assert (grads == 0).all()
     assert not (result.clipped_low | result.clipped_high).any()
 
 
 def test_policy_gradient_is_minus_advantage_times_logp():
-    _, values, grads = term(LossSpec("policy_gradient"), 3.0)
+    _, values, grads = term(LossOptions(loss_type="policy_gradient"), 3.0)
     np.testing.assert_allclose(values, -3 * (np.log(RATIOS) - 1), atol=1e-12)
     np.testing.assert_allclose(grads, [-3.0] * 4)
 
 
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 def test_cispo_clips_the_weight_and_keeps_every_gradient(advantage):
-    result, values, grads = term(LossSpec("cispo", epsilon_high=1.5), advantage)
+    result, values, grads = term(LossOptions(loss_type="cispo", epsilon_high=1.5), advantage)
     weight = np.minimum(RATIOS, 1.5)
     np.testing.assert_allclose(values, -weight * advantage * (np.log(RATIOS) - 1), atol=1e-12)
     np.testing.assert_allclose(grads, -weight * advantage, atol=1e-12)
@@ -75,7 +75,7 @@ def test_cispo_clips_the_weight_and_keeps_every_gradient(advantage):
 
 @pytest.mark.parametrize(("advantage", "tau"), [(2.0, 1.0), (-2.0, 1.05)])
 def test_sapo_soft_gate(advantage, tau):
-    _, values, grads = term(LossSpec("sapo"), advantage)
+    _, values, grads = term(LossOptions(loss_type="sapo"), advantage)
     rho = np.array(RATIOS)
     gate = 1 / (1 + np.exp(-tau * (rho - 1)))
     np.testing.assert_allclose(values, -gate * 4 / tau * advantage, atol=1e-7)
@@ -83,25 +83,25 @@ def test_sapo_soft_gate(advantage, tau):
 
 
 def test_sapo_is_the_plain_gradient_on_policy():
-    _, _, grads = term(LossSpec("sapo", sapo_temperature_pos=3.0), 2.0, [1.0])
+    _, _, grads = term(LossOptions(loss_type="sapo", sapo_temperature_pos=3.0), 2.0, [1.0])
     np.testing.assert_allclose(grads, [-2.0], atol=1e-7)
 
 
 def test_gspo_uses_the_geometric_mean_of_the_ratios():
     """(½·0.9·1.1·2)^¼ = 0.99^¼, far outside 1 ± 3e-4 on the low side."""
     rho = 0.99**0.25
-    result, values, grads = term(LossSpec("gspo", epsilon=0.1), 2.0)
+    result, values, grads = term(LossOptions(loss_type="gspo", epsilon=0.1), 2.0)
     np.testing.assert_allclose(result.ratio.detach()[0], [rho] * 4, atol=1e-12)
     np.testing.assert_allclose(values, [-2 * rho] * 4, atol=1e-12)
     np.testing.assert_allclose(grads, [-2 * rho] * 4, atol=1e-12)  # 4 tokens × ρ·¼ each
-    _, held, still = term(LossSpec("gspo"), -2.0)
+    _, held, still = term(LossOptions(loss_type="gspo"), -2.0)
     np.testing.assert_allclose(held, [2 * (1 - 3e-4)] * 4, atol=1e-12)
     assert (still == 0).all()
 
 
 def test_gspo_counts_only_the_masked_length():
     mask = torch.tensor([[True, True, False, False]])
-    result, _, grads = term(LossSpec("gspo", epsilon=0.5), 1.0, mask=mask)
+    result, _, grads = term(LossOptions(loss_type="gspo", epsilon=0.5), 1.0, mask=mask)
     np.testing.assert_allclose(result.ratio.detach()[0], [0.45**0.5] * 4, atol=1e-12)
     assert (grads[2:] == 0).all()
 
@@ -114,7 +114,7 @@ def test_gspo_counts_only_the_masked_length():
     ],
 )
 def test_gmpo_clips_log_ratios_on_the_side_the_advantage_favours(advantage, held):
-    result, values, grads = term(LossSpec("gmpo"), advantage)
+    result, values, grads = term(LossOptions(loss_type="gmpo"), advantage)
     weight = math.exp(sum(held) / 4)
     np.testing.assert_allclose(values, [-advantage * weight] * 4, atol=1e-12)
     free = np.isclose(held, np.log(RATIOS))
@@ -127,7 +127,7 @@ def test_without_old_the_gradient_is_the_policy_gradient(name):
     """On the first update ρ = 1, and every loss has gradient −A on each token (gspo and gmpo: −A/|o|, summed −A)."""
     logp = torch.tensor([[-1.0, -2.0]], dtype=torch.float64, requires_grad=True)
     mask = torch.ones(1, 2, dtype=torch.bool)
-    loss = policy_term(LossSpec(name), logp, None, torch.tensor([1.5], dtype=torch.float64), mask).loss
+    loss = policy_term(LossOptions(loss_type=name), logp, None, torch.tensor([1.5], dtype=torch.float64), mask).loss
     loss.sum().backward()
     np.testing.assert_allclose(logp.grad[0], [-1.5, -1.5], atol=1e-7)
 
@@ -138,7 +138,7 @@ def test_masked_tokens_carry_no_gradient(name, hole):
     logp = torch.tensor([[-1.0, hole, -2.0], [hole, hole, hole]], requires_grad=True)
     old = torch.tensor([[-0.9, hole, -1.9], [hole, hole, hole]])
     mask = torch.tensor([[True, False, True], [False, False, False]])
-    loss = policy_term(LossSpec(name), logp, old, torch.tensor([1.0, -1.0]), mask).loss
+    loss = policy_term(LossOptions(loss_type=name), logp, old, torch.tensor([1.0, -1.0]), mask).loss
     torch.where(mask, loss, 0.0).sum().backward()
     assert torch.isfinite(loss).all()
     assert torch.isfinite(logp.grad).all()
@@ -151,14 +151,14 @@ def test_advantages_per_token_and_per_row_agree(name):
     logp, old = torch.tensor([[-1.0, -2.0], [-0.3, -0.4]]), torch.tensor([[-1.2, -1.9], [-0.2, -0.6]])
     mask, per_row = torch.ones(2, 2, dtype=torch.bool), torch.tensor([1.0, -2.0])
     spread = per_row[:, None].expand(2, 2)
-    left, right = (policy_term(LossSpec(name), logp, old, a, mask).loss for a in (per_row, spread))
+    left, right = (policy_term(LossOptions(loss_type=name), logp, old, a, mask).loss for a in (per_row, spread))
     assert torch.equal(left, right)
 
 
 @pytest.mark.parametrize("name", ["gspo", "gmpo"])
 def test_impossible_tokens_do_not_make_a_sequence_ratio_nan(name):
     logp = torch.tensor([[-math.inf, -math.inf, -1.0]], requires_grad=True)
-    loss = policy_term(LossSpec(name), logp, torch.full((1, 3), -1.0), torch.tensor([1.0]), ON[:, :3]).loss
+    loss = policy_term(LossOptions(loss_type=name), logp, torch.full((1, 3), -1.0), torch.tensor([1.0]), ON[:, :3]).loss
     loss.sum().backward()
     assert torch.isfinite(loss).all()
     assert torch.isfinite(logp.grad).all()
@@ -176,7 +176,7 @@ DEFAULTS = {
 
 @pytest.mark.parametrize("name", sorted(DEFAULTS))
 def test_each_papers_defaults(name):
-    limits, recipe = resolve_limits(LossSpec(name)), LOSSES[name]
+    limits, recipe = resolve_limits(LossOptions(loss_type=name)), LOSSES[name]
     assert (limits.low, limits.high, limits.level, recipe.reduction, recipe.scale_rewards) == DEFAULTS[name]
 
 
@@ -185,16 +185,25 @@ def test_all_nine_losses_are_there():
 
 
 MISTAKES = [
-    (LossSpec("grop"), "unknown loss_type 'grop': did you mean 'grpo'?"),
-    (LossSpec("cispo", epsilon=0.2), "loss.epsilon has no meaning with cispo"),
-    (LossSpec("cispo", epsilon_high=0.2), "must be at least 1, got 0.2"),
-    (LossSpec("sapo", epsilon=0.2), "loss.epsilon has no meaning with sapo"),
-    (LossSpec("policy_gradient", epsilon_high=0.2), "loss.epsilon_high has no meaning with policy_gradient"),
-    (LossSpec("grpo", epsilon=-0.1), "must not be negative"),
-    (LossSpec("grpo", delta=1.1), "loss.delta must be above 1 + epsilon_high = 1.2, got 1.1"),
-    (LossSpec("gmpo", delta=2.0), "loss.delta has no meaning with gmpo"),
-    (LossSpec("gmpo", importance_sampling_level="sequence"), "importance_sampling_level=sequence has no meaning"),
-    (LossSpec("grpo", importance_sampling_level="word"), "unknown importance_sampling_level 'word'"),
+    (LossOptions(loss_type="grop"), "unknown loss_type 'grop': did you mean 'grpo'?"),
+    (LossOptions(loss_type="cispo", epsilon=0.2), "loss.epsilon has no meaning with cispo"),
+    (LossOptions(loss_type="cispo", epsilon_high=0.2), "must be at least 1, got 0.2"),
+    (LossOptions(loss_type="sapo", epsilon=0.2), "loss.epsilon has no meaning with sapo"),
+    (
+        LossOptions(loss_type="policy_gradient", epsilon_high=0.2),
+        "loss.epsilon_high has no meaning with policy_gradient",
+    ),
+    (LossOptions(loss_type="grpo", delta=1.1), "loss.delta must be above 1 + epsilon_high = 1.2, got 1.1"),
+    (LossOptions(loss_type="gmpo", delta=2.0), "loss.delta has no meaning with gmpo"),
+    (
+        LossOptions(loss_type="gmpo", importance_sampling_level="sequence"),
+        "importance_sampling_level=sequence has no meaning",
+    ),
+    (LossOptions(loss_type="grpo", sapo_temperature_pos=2.0), "loss.sapo_temperature_pos has no meaning with grpo"),
+    (
+        LossOptions(loss_type="grpo", epsilom=0.2),
+        "unknown option loss.epsilom: did you mean loss.epsilon?",
+    ),
 ]
 
 
@@ -209,4 +218,4 @@ def test_mistakes_are_one_line(spec, says):
 @pytest.mark.parametrize("shape", [(2,), (1, 3), (2, 4)])
 def test_advantages_of_the_wrong_shape_are_refused(shape):
     with pytest.raises(KeelError, match=r"give \[B\] or \[B, T\]"):
-        policy_term(LossSpec(), torch.zeros(1, 4), None, torch.zeros(shape), ON)
+        policy_term(LossOptions(), torch.zeros(1, 4), None, torch.zeros(shape), ON)

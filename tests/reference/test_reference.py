@@ -6,7 +6,7 @@ import copy
 import io
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import torch
@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from keel.base.errors import KeelError
+from keel.base.options import Flag, Options
 from keel.base.types import Completion, Group, Problem
 from keel.models import LoadedModel, fingerprint, load_model
 from keel.models.head import frozen_head
 from keel.models.logprobs import hidden_states, score_tokens
 from keel.models.pack import pack
 from keel.models.tiny import tiny_config, tiny_tokenizer
-from keel.reference import KINDS, build_reference, check_reference
+from keel.reference import KINDS, Range, build_reference, check_reference
 from keel.reference.held import Parked
 
 LORA = {"r": 3, "alpha": 5, "targets": ["q_proj", "down_proj"]}
@@ -381,6 +382,50 @@ def test_a_users_own_factory() -> None:
     assert build_reference(name, load_model(SMALL, device="cpu"), offload=True).kind == "frozen"
     with pytest.raises(KeelError, match="offload"):
         check_reference(name, offlod=True)
+
+
+class Own(Options):
+    offload: Flag = False
+
+
+def declared(loaded: LoadedModel, options: Own) -> Any:
+    return build_reference("frozen", loaded, offload=options.offload)
+
+
+def in_range(loaded: LoadedModel, *, share: Annotated[float, Range("a share", lambda v: 0 <= v <= 1)] = 0.5) -> Any:
+    return build_reference("frozen", loaded)
+
+
+def test_ones_own_declares_its_parameters_either_way() -> None:
+    loaded = load_model(SMALL, device="cpu")
+    assert build_reference(f"{__name__}:declared", loaded, offload=True).kind == "frozen"
+    assert build_reference(f"{__name__}:in_range", loaded, share=1.0).kind == "frozen"
+    for name, params, says in [
+        ("declared", {"offload": 3}, "reference.offload is 3: expected true or false"),
+        ("declared", {"offlaod": True}, "unknown option reference.offlaod: did you mean reference.offload?"),
+        ("in_range", {"share": 2.0}, "reference.share is 2.0: expected a share"),
+    ]:
+        with pytest.raises(KeelError) as caught:
+            check_reference(f"{__name__}:{name}", **params)
+        assert str(caught.value) == says
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "expected"),
+    [
+        ("ema", "alpha", 0, "a number in (0, 1]"),
+        ("ema", "alpha", True, "a number in (0, 1]"),
+        ("ema", "every", 0, "a whole number of steps, at least 1"),
+        ("snapshot", "every", 1.5, "a whole number of steps, at least 1"),
+        ("kl_triggered", "threshold", "much", "a positive number of nats per token"),
+        ("frozen", "offload", 1, "true or false"),
+        ("auto", "offload", 1, "true or false"),
+    ],
+)
+def test_ranges_are_refused_before_a_model_is_needed(kind: str, name: str, value: Any, expected: str) -> None:
+    with pytest.raises(KeelError) as caught:
+        check_reference(kind, **{name: value})
+    assert str(caught.value) == f"reference.{name} is {value!r}: expected {expected}"
 
 
 def one_group() -> Group:

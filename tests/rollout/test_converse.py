@@ -16,7 +16,7 @@ from keel.base.types import Problem, Reward
 from keel.envs import Episode, Task
 from keel.rollout import NativeEngine, Request, SamplingParams, Turn
 from keel.rollout.collect import collect
-from keel.rollout.native.batch import Batch, Row
+from keel.rollout.native.batch import DecodeBatch, DecodeRow
 from keel.rollout.native.cache import SharedPrefixCache
 
 from . import shapes
@@ -101,21 +101,21 @@ def in_step(engine: NativeEngine, sampling: SamplingParams = SAMPLING) -> Talk:
 @pytest.fixture(autouse=True)
 def cheap_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows join soon: turns are short here."""
-    monkeypatch.setattr("keel.rollout.native.decode._JOIN", 0.5)
-    monkeypatch.setattr("keel.rollout.native.decode._JOIN_GRAPHED", 0.5)
+    monkeypatch.setattr("keel.rollout.native.scheduler.JOIN_STEPS", 0.5)
+    monkeypatch.setattr("keel.rollout.native.scheduler.JOIN_STEPS_GRAPHED", 0.5)
 
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """For how many rows each step drew a token."""
     found: list[int] = []
-    step = Batch.step
+    step = DecodeBatch.step
 
-    def noted(self: Batch) -> list[Row]:
+    def noted(self: DecodeBatch) -> list[DecodeRow]:
         found.append(len(self.rows))
         return step(self)
 
-    monkeypatch.setattr(Batch, "step", noted)
+    monkeypatch.setattr(DecodeBatch, "step", noted)
     return found
 
 
@@ -151,16 +151,16 @@ def test_no_place_stands_empty_for_long_while_anything_waits(
     cost: float, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Six groups of two and four places: between two joins the empty places cost at most a step more than a join."""
-    begun, fill = [], Batch.fill
+    begun, fill = [], DecodeBatch.fill
 
-    def noted(self: Batch, waiting: list[Row]) -> list[Row]:
+    def noted(self: DecodeBatch, waiting: list[DecodeRow]) -> list[DecodeRow]:
         left = fill(self, waiting)
         if len(left) < len(waiting):
             begun.append(len(sizes))
         return left
 
-    monkeypatch.setattr(Batch, "fill", noted)
-    monkeypatch.setattr("keel.rollout.native.decode._JOIN", cost)
+    monkeypatch.setattr(DecodeBatch, "fill", noted)
+    monkeypatch.setattr("keel.rollout.native.scheduler.JOIN_STEPS", cost)
     requests = [Request(f"p{i}", tokens) for i, tokens in enumerate(shapes.prompts(6))]
     sampling = SamplingParams(num_generations=2, max_completion_length=40, max_batch=4)
     engine_of(shapes.model("llama")).generate(requests, sampling, seed=3)

@@ -14,7 +14,7 @@ from keel.config import load_config
 from keel.models import load_model
 from keel.rollout import NativeEngine, Request, SamplingParams
 from keel.rollout.native import graph
-from keel.rollout.native.batch import Batch, Row
+from keel.rollout.native.batch import DecodeBatch, DecodeRow
 from keel.run.build import build_engine
 
 from . import shapes
@@ -39,10 +39,10 @@ def replayed(work: Callable[[], Tensor], device: torch.device) -> tuple[Callable
 @pytest.fixture
 def graphed(monkeypatch: pytest.MonkeyPatch) -> None:
     MADE.clear()
-    monkeypatch.setattr("keel.rollout.native.decode.can_be_graphed", lambda model: True)
+    monkeypatch.setattr("keel.rollout.native.choose.can_be_graphed", lambda model: True)
     monkeypatch.setattr(graph, "record", replayed)
     monkeypatch.setattr(graph, "_warm", {torch.device("cpu")})
-    monkeypatch.setattr("keel.rollout.native.decode._JOIN_GRAPHED", 0.5)
+    monkeypatch.setattr("keel.rollout.native.scheduler.JOIN_STEPS_GRAPHED", 0.5)
     monkeypatch.setattr(graph, "_WINDOW", 8)
     monkeypatch.setattr(graph, "_WORTH", 2)
 
@@ -86,14 +86,14 @@ def test_conversations_are_the_same(max_batch: int | None) -> None:
 
 @pytest.mark.usefixtures("graphed")
 def test_rows_that_have_ended_are_carried_up_to_a_fourth(monkeypatch: pytest.MonkeyPatch) -> None:
-    carried, step = [], Batch.step
+    carried, step = [], DecodeBatch.step
 
-    def noted(self: Batch) -> list[Row]:
+    def noted(self: DecodeBatch) -> list[DecodeRow]:
         ended = step(self)
         carried.append((len(self.rows) - self.live, len(self.rows)))
         return ended
 
-    monkeypatch.setattr(Batch, "step", noted)
+    monkeypatch.setattr(DecodeBatch, "step", noted)
     sampling = SamplingParams(num_generations=8, max_completion_length=40)
     requests = [Request(f"p{i}", tokens) for i, tokens in enumerate(shapes.prompts(4))]
     engine_of(shapes.model("llama")).generate(requests, sampling, seed=4)
@@ -118,7 +118,7 @@ def test_the_option_reaches_the_engine() -> None:
     def carries(*overrides: str) -> float:
         config = load_config({}, ["model.name=tiny", *overrides])
         engine: Any = build_engine(config, load_model("tiny"))
-        return float(engine._new_decoder().carries)
+        return float(engine._new_decoder().traits.carried)
 
     assert carries() > 0.0
     assert carries("rollout.cuda_graphs=false") == 0.0
@@ -161,5 +161,5 @@ def test_a_model_that_fails_in_the_probe_is_never_graphed(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(graph, "record", fails)
     engine = engine_of(shapes.model("llama"))
-    assert engine._new_decoder().carries == 0.0
+    assert engine._new_decoder().traits.carried == 0.0
     assert engine.fallback_reason is None

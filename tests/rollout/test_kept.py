@@ -89,7 +89,7 @@ def test_at_any_batch_size(max_batch: int, monkeypatch: pytest.MonkeyPatch) -> N
 def test_new_parts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     model = shapes.model("qwen3")
     expected = play(engine_of(model, 0), seed=5)
-    monkeypatch.setattr("keel.rollout.native.decode._RESUME_SCORES", 2000)
+    monkeypatch.setattr("keel.rollout.native.scheduler.RESUME_SCORES", 2000)
     assert_same(play(engine_of(model, ROOM), seed=5), expected)
 
 

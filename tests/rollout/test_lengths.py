@@ -16,7 +16,7 @@ from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
 from keel.models.probe import local_windows, probe_packing
 from keel.rollout import NativeEngine, Request, SamplingParams
-from keel.rollout.native.decode import _cases, _vouched, choose_decoder
+from keel.rollout.native.choose import _cases, _vouched, choose_decoder
 from models.architectures import VOCABULARY, Variant, build, small_config
 from models.sweep import own_logp
 
@@ -119,7 +119,7 @@ def test_dynamic_tables_are_those_of_each_context_whatever_was_computed_before()
 
 def test_contexts_beyond_what_a_probe_could_reach_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("mistral")
-    monkeypatch.setattr("keel.rollout.native.decode.longest_probe", lambda _: 2)
+    monkeypatch.setattr("keel.rollout.native.choose.longest_probe", lambda _: 2)
     engine = engine_of(model)
     sampling = SamplingParams(num_generations=1, max_completion_length=3)
     assert engine.generate([Request("a", tokens(3, 1))], sampling)
@@ -151,7 +151,7 @@ def small_mistral(**settings: Any) -> Any:
 def test_a_window_is_crossed_or_is_the_limit(
     window: int, context: int, reached: int, vouched: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keel.rollout.native.decode.longest_probe", lambda _: 100)
+    monkeypatch.setattr("keel.rollout.native.choose.longest_probe", lambda _: 100)
     model = small_mistral(sliding_window=window, max_position_embeddings=context)
     assert _vouched(model) == vouched
     assert max(_cases(model, shared=False, lean=False)[-1].prompts) == reached

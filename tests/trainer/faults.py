@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from keel.base.types import Problem, Reward
 from keel.loggers import Quiet, RunDirectory
-from keel.losses.policy import Limits, LossSpec, PolicyTerm, clipped
+from keel.losses import LossInputs, LossOptions, PolicyTerm
+from keel.losses.policy import clipped
 from trainer.small import Letters
 
 HUGE = 1e38  # finite in a reward, infinite once a group of them is summed in fp32
@@ -69,11 +69,9 @@ def constant(by_group: bool = False) -> Constant:
     return Constant(by_group=by_group)
 
 
-def nan_loss(
-    logp: Tensor, old_logp: Tensor, advantage: Tensor, mask: Tensor, limits: Limits, spec: LossSpec
-) -> PolicyTerm:
+def nan_loss(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
     """GRPO's term times NaN."""
-    term = clipped(logp, old_logp, advantage, mask, limits, spec)
+    term = clipped(inputs, options)
     return PolicyTerm(term.loss * torch.nan, term.ratio, term.clipped_low, term.clipped_high)
 
 

@@ -326,14 +326,13 @@ def test_a_mismatch_of_half_precision_weights_is_weighed() -> None:
         "model.dtype=bfloat16", "loss.mismatch.kind=icepop", "loss.mismatch.floor=0.9999", "loss.mismatch.cap=1.0001",
         "kl.beta=0",
     )  # fmt: skip
-    assert run.mismatch is not None
     _, metrics, batch = train_step(run, state)
     gap = (batch.rows.old_logp - batch.rows.sample_logp)[batch.rows.action_mask].abs()  # type: ignore[operator]
     assert (gap > 1e-3).float().mean() > 0.1
     plain, state = make("model.dtype=bfloat16", "loss.mismatch.kind=none", "kl.beta=0")
     assert train_step(plain, state).metrics["loss/policy"] != metrics["loss/policy"]
     rows = batch.rows
-    weights_ = mismatch_weights(rows.old_logp, rows.sample_logp, rows.action_mask, run.mismatch)  # type: ignore[arg-type]
+    weights_ = mismatch_weights(rows.old_logp, rows.sample_logp, rows.action_mask, run.loss.mismatch)  # type: ignore[arg-type]
     assert (weights_ == 0).float().mean() > 0.1
 
 

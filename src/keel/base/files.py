@@ -93,9 +93,9 @@ class LineFile:
         self.path = path
         with one_line_errors(f"cannot write {path}"):
             self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        self.torn_bytes = self._cut_torn_end()
+        self._cut_torn_end()
 
-    def _cut_torn_end(self) -> int:
+    def _cut_torn_end(self) -> None:
         size = os.fstat(self._handle).st_size
         end = size
         while end > 0:
@@ -107,7 +107,6 @@ class LineFile:
             end = start
         if end < size:
             os.ftruncate(self._handle, end)
-        return size - end
 
     def append(self, record: Mapping[str, Any]) -> None:
         """One record, one line, handed to the kernel before this returns (a kill -9 afterwards cannot lose it)."""

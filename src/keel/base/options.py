@@ -32,13 +32,13 @@ class Options(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-
-class PluginOptions(BaseModel):
-    """A part named by string, with that part's own parameters beside its name."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
     @property
     def params(self) -> dict[str, Any]:
-        """The part's own parameters, without its name and what the section itself declares."""
+        """The parameters of the part that the section names, without what the section itself declares."""
         return dict(self.model_extra or {})
+
+
+class PluginOptions(Options):
+    """A part named by string, with that part's own parameters beside its name."""
+
+    model_config = ConfigDict(extra="allow")

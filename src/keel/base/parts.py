@@ -27,7 +27,7 @@ def part_arguments(
     first `placed` parameters and those that are `reserved`.
     """
     try:
-        parameters = _parameters(factory)
+        parameters = list(parameters_of(factory).values())
     except (TypeError, ValueError):  # some built-in callables have none
         return dict(params)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][placed:]
@@ -46,8 +46,16 @@ def part_arguments(
     return {**taken, **params}
 
 
-def _parameters(factory: Callable[..., Any]) -> list[inspect.Parameter]:
+def options_class(factory: Callable[..., Any]) -> type[Options] | None:
+    """The type of a factory's parameter `options`, where it declares its own parameters by a class of `Options`."""
+    parameter = parameters_of(factory).get("options")
+    declared = None if parameter is None else parameter.annotation
+    return declared if isinstance(declared, type) and issubclass(declared, Options) else None
+
+
+def parameters_of(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """A factory's parameters with their types."""
     try:
-        return list(inspect.signature(factory, eval_str=True).parameters.values())
+        return inspect.signature(factory, eval_str=True).parameters
     except Exception:  # types that are there for type checkers only stay text
-        return list(inspect.signature(factory).parameters.values())
+        return inspect.signature(factory).parameters

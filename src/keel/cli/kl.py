@@ -66,6 +66,7 @@ def kl(
     ] = False,
     microbatch_tokens: Annotated[int, typer.Option(min=1, help="Tokens scored at a time.")] = 8192,
     max_batch: Annotated[int, typer.Option(min=1, help="Completions sampled at a time.")] = 64,
+    engine: Annotated[str, typer.Option(metavar="NAME", help="Who samples: native, or module:attr.")] = "native",
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw positions, estimators, tokens.")] = None,
 ) -> int:
@@ -80,6 +81,9 @@ def kl(
     if len(names) not in (1, 2):
         raise KeelError(f"keel kl takes POLICY and REFERENCE, not {len(names)} models: {' '.join(names)}")
     given = _given_prompts(prompts, task, params)
+    from keel.rollout.registry import find_engine
+
+    find_engine(engine, "--engine")
     from rich.console import Console
 
     from keel.lab.compare import default_reference, load_pair, measure_drift, resolve
@@ -106,6 +110,7 @@ def kl(
             reverse_samples=reverse_samples,
             microbatch_tokens=microbatch_tokens,
             max_batch=max_batch,
+            engine=engine,
         )
     if plot is not None:
         from keel.lab.compare.plot import plot_drift

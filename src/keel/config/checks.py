@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.base.imports import import_object, is_users_own
+from keel.base.imports import import_object
 from keel.base.redact import secrets_in
-from keel.config.resolve import controller_params, kl_spec, loss_spec, mismatch_spec, scale_rewards
+from keel.config.resolve import kl_pairing
 from keel.config.schema import Config, TaskOptions
+from keel.kl import advise, check_kl, controller_of
 from keel.loggers.build import check_loggers
+from keel.losses import check_loss, get_loss, scale_rewards
+from keel.reference import check_reference
+from keel.verify.own import estimator_facts
 
 DATA_OF_TASKS = ("path", "split", "columns", "on_broken")  # the rest of `data` says how prompts are rendered
 
@@ -22,7 +26,7 @@ def check(config: Config, *, installed: bool = True) -> None:
 
     `installed=False` asks what the configuration means, not whether this machine has the packages for it.
     """
-    for part in (_users_parts, _loss, _kl, _controller, _reference, _model, _rollout, _optim, _tasks, _evaluation):
+    for part in (_loss, _kl, _reference, _model, _rollout, _optim, _tasks, _evaluation):
         part(config)
     _doctor(config)
     if installed:
@@ -46,127 +50,41 @@ def _doctor(config: Config) -> None:
     load_thresholds(config.doctor.thresholds.params)
 
 
-def _users_parts(config: Config) -> None:
-    """Put a user's loss, estimator and controller beside the built-in ones: every room finds them by their name."""
-    from keel.kl import CONTROLLERS
-    from keel.kl.facts import OWN_FACTS
-    from keel.losses import LOSSES
-    from keel.losses.policy import Recipe
-
-    loss, controller = config.loss.loss_type, config.kl.controller.name
-    if loss not in LOSSES and is_users_own(loss):
-        found = import_object(loss, "loss.loss_type", callable_only=False)
-        if not (isinstance(found, Recipe) or callable(found)):
-            raise KeelError(f"loss.loss_type={loss} is a {type(found).__name__}: give a policy loss or a Recipe")
-        LOSSES[loss] = found if isinstance(found, Recipe) else Recipe(found, "token_mean")
-    estimator = config.kl.estimator
-    if estimator not in OWN_FACTS and is_users_own(estimator):
-        from keel.verify.own import register_estimator
-
-        register_estimator(estimator, import_object(estimator, "kl.estimator"))
-    if controller not in CONTROLLERS and is_users_own(controller):
-        CONTROLLERS[controller] = import_object(controller, "kl.controller.name")
-
-
 def _loss(config: Config) -> None:
-    from keel.losses import resolve_limits
-
-    resolve_limits(loss_spec(config))
-    mismatch_spec(config)
     loss, group = config.loss, config.rollout.num_generations
+    check_loss(loss)
     if group < 2 and loss.baseline != "none":
         raise KeelError(
             f"rollout.num_generations is {group}: loss.baseline={loss.baseline} compares completions of a problem, "
             "so give at least 2, or set loss.baseline=none"
         )
-    if group < 2 and scale_rewards(config) == "group":
+    if group < 2 and scale_rewards(loss) == "group":
         raise KeelError("loss.scale_rewards=group needs rollout.num_generations of at least 2: one has no deviation")
-    if loss.loss_type == "policy_gradient" and config.off_policy:
+    if not get_loss(loss.loss_type).has_ratio and config.off_policy:
         raise KeelError(
-            "loss.loss_type=policy_gradient has no ratio and is right for one update a batch only: set "
+            f"loss.loss_type={loss.loss_type} has no ratio and is right for one update a batch only: set "
             "loss.num_iterations=1 and optim.minibatches=1, or use grpo"
         )
-    if loss.dynamic_sampling and loss.baseline == "none":
-        raise KeelError("loss.dynamic_sampling has no meaning with loss.baseline=none, where equal rewards still teach")
 
 
 def _kl(config: Config) -> None:
     kl = config.kl
-    spec = kl_spec(config)
-    if kl.penalizes:
-        spec.pairing(loss_spec(config), off_policy=config.off_policy)
-    else:
-        _names_only(spec)
-    if kl.placement != "loss" and kl.reduction == "loss":
-        raise KeelError(f"kl.reduction=loss has no meaning with kl.placement={kl.placement}: leave it out")
+    check_kl(kl, estimator_facts(kl.estimator))
+    kl_pairing(config)
     if kl.budget is not None and kl.budget.action == "rollback" and config.guards.max_rollbacks == 0:
         raise KeelError(
             "kl.budget.action=rollback with guards.max_rollbacks=0 allows no rollback: set kl.budget.action=stop, or "
             "guards.max_rollbacks to 1 or more"
         )
-    if kl.measure_every == 0:
-        for option, used in (
-            (f"kl.controller.name={kl.controller.name}", _steers(config)),
-            ("kl.budget", kl.budget is not None),
-            ("kl.collect_max", kl.collect_max is not None),
-            ("reference.kind=kl_triggered", config.reference.kind == "kl_triggered"),
-        ):
-            if used:
-                raise KeelError(f"{option} needs the measured KL, but kl.measure_every is 0: set it to 1")
-        if kl.beta > 0:
-            raise KeelError(
-                "kl.measure_every is 0 with kl.beta above 0: the reference pass is spent anyway, so measuring costs "
-                "nothing; set kl.measure_every=1, or kl.beta=0"
-            )
-
-
-def _names_only(spec: Any) -> None:
-    """At β = 0 no gradient is taken: the names have to exist, their pairing does not matter."""
-    from dataclasses import replace
-
-    replace(spec, allow_biased=True).pairing()
-
-
-def _steers(config: Config) -> bool:
-    return config.kl.controller.name not in ("fixed", "warmup", "linear", "cosine")
-
-
-def _controller(config: Config) -> None:
-    from keel.kl import build_controller
-
-    params = controller_params(config)
-    name = params.pop("name")
-    for key, value in config.kl.controller.params.items():
-        if isinstance(value, str) and key not in ("unit", "preset") and not is_users_own(name):
-            raise KeelError(f"kl.controller.{key} is the text {value}: expected a number")
-    try:
-        build_controller(name, **params)
-    except KeelError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise KeelError(f"kl.controller does not take these values: {' '.join(str(error).split())}") from None
+    if kl.measure_every == 0 and config.reference.kind == "kl_triggered":
+        raise KeelError("reference.kind=kl_triggered needs the measured KL, but kl.measure_every is 0: set it to 1")
+    controller_of(kl, config.episodes_per_step)
 
 
 def _reference(config: Config) -> None:
-    from keel.reference import check_reference
-
-    kind, params = config.reference.kind, config.reference.params
-    check_reference(kind, **params)
-    if kind == "adapter_off" and config.model.lora is None:
+    check_reference(config.reference.kind, **config.reference.params)
+    if config.reference.kind == "adapter_off" and config.model.lora is None:
         raise KeelError("reference.kind=adapter_off needs LoRA: set model.lora, or use reference.kind=frozen")
-    rules: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-        "alpha": (lambda v: 0 < v <= 1, "a number in (0, 1]"),
-        "every": (lambda v: isinstance(v, int) and v >= 1, "a whole number of steps, at least 1"),
-        "threshold": (lambda v: v > 0, "a positive number of nats per token"),
-        "offload": (lambda v: isinstance(v, bool), "true or false"),
-        "reset_optimizer": (lambda v: isinstance(v, bool), "true or false"),
-    }
-    for name, value in params.items() if not is_users_own(kind) else ():
-        fine, expected = rules.get(name, (lambda v: True, ""))
-        flag = name in ("offload", "reset_optimizer")
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if name in rules and not ((flag or number) and fine(value)):
-            raise KeelError(f"reference.{name} is {value!r}: expected {expected}")
 
 
 def _model(config: Config) -> None:
@@ -295,16 +213,15 @@ def _evaluation(config: Config) -> None:
 
 def advice(config: Config) -> list[str]:
     """What is allowed and may surprise, one sentence each."""
-    from keel.kl import advise
-
     kl, notes = config.kl, []
     if kl.penalizes:
-        pairing = kl_spec(config).pairing(loss_spec(config), off_policy=config.off_policy)
+        pairing = kl_pairing(config)
         if pairing.expected_gradient != "policy||ref":
             notes.append(pairing.note)
-        if kl.placement == "reward" and scale_rewards(config) != "none":
+        scale = scale_rewards(config.loss)
+        if kl.placement == "reward" and scale != "none":
             notes.append(
-                f"kl.placement=reward with loss.scale_rewards={scale_rewards(config)}: the penalty is divided by the "
+                f"kl.placement=reward with loss.scale_rewards={scale}: the penalty is divided by the "
                 "rewards' deviation σ, so the effective coefficient is β/σ, and where a group's rewards agree σ is the "
                 "penalty's own and β drops out; set loss.scale_rewards=none or kl.placement=advantage"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from keel.base.validation import model_of, no_such_option, one_line, option_name
 from keel.config import aliases, text
 from keel.config.checks import check
 from keel.config.schema import Config
+from keel.losses import LossOptions, get_loss
 
 logger = logging.getLogger("keel")
 Setting = tuple[str, Any, str]  # dotted name, value, where it was given
@@ -85,9 +86,13 @@ def _choose_task(tree: dict[str, Any]) -> list[str]:
 def validate(tree: Mapping[str, Any]) -> Config:
     """The model of plain data; types and ranges only, the first mistake as one line."""
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as error:
         raise KeelError(one_line(error, unknown_option)) from None
+    own = get_loss(config.loss.loss_type).options.model_fields.keys() - LossOptions.model_fields.keys()
+    for name in config.loss.params.keys() - own:
+        raise unknown_option(f"loss.{name}", more=[f"loss.{option}" for option in own])
+    return config
 
 
 # ---------------------------------------------------------------------------------------------- settings
@@ -115,7 +120,7 @@ def _is_leaf(name: str) -> bool:
     """Whether what lies below this name is a value of its part rather than options of ours."""
     parent, _, _ = name.rpartition(".")
     found = _find(parent) if parent else None
-    return isinstance(found, type) and issubclass(found, PluginOptions) and name not in _NAMES
+    return _takes_own(found) and name not in _NAMES
 
 
 def _override(item: str) -> Iterator[Setting]:
@@ -160,8 +165,13 @@ def is_option(name: str) -> bool:
     for end in range(len(parts) - 1, 0, -1):
         found = _find(".".join(parts[:end]))
         if found is not None:
-            return issubclass(found, PluginOptions)
+            return _takes_own(found)
     return False
+
+
+def _takes_own(section: type[BaseModel] | None) -> bool:
+    """Whether a section takes parameters of the part that it names."""
+    return section is not None and section.model_config.get("extra") == "allow"
 
 
 def _find(name: str) -> type[BaseModel] | None:
@@ -176,6 +186,6 @@ def _find(name: str) -> type[BaseModel] | None:
 _NAMES = option_names(Config)
 
 
-def unknown_option(name: str, origin: str = "") -> KeelError:
-    """The error for a name that is no option, under our names or those of other trainers."""
-    return no_such_option(name, _NAMES, also=aliases.table(), origin=origin)
+def unknown_option(name: str, origin: str = "", more: Iterable[str] = ()) -> KeelError:
+    """The error for a name that is no option, under our names (and `more`) or those of other trainers."""
+    return no_such_option(name, [*_NAMES, *more], also=aliases.table(), origin=origin)

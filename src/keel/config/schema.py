@@ -90,6 +90,11 @@ class Config(Options):
         return self.loss.num_iterations > 1 or self.optim.minibatches > 1
 
     @property
+    def episodes_per_step(self) -> int:
+        """How many completions a step samples, before any resampling."""
+        return self.rollout.prompts_per_step * self.rollout.num_generations
+
+    @property
     def needs_reference(self) -> bool:
         """Whether any pass of the reference is ever spent: never at β = 0 without measurements."""
         return self.kl.penalizes or self.kl.measure_every > 0

@@ -7,13 +7,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from keel.base.options import PluginOptions
 from keel.base.redact import masked
 from keel.config import text
 from keel.config.alias import Alias
 from keel.config.aliases import tables
 from keel.config.resolve import resolved
 from keel.config.schema import Config, plain
+from keel.losses import LossOptions, own_options
 
 COLUMN = 40  # where comments begin
 
@@ -37,14 +37,21 @@ def _lines(model: BaseModel, path: str, indent: str, stands_for: dict[str, Any],
             yield from _lines(value, dotted + ".", indent + "  ", stands_for, comments)
         else:
             yield _line(f"{indent}{name}: {text.dump(masked(_data(value), name))}", sentence, comments)
-    if isinstance(model, PluginOptions):
-        for name, value in model.params.items():
-            shown = text.dump(masked(_data(value), name))
-            yield _line(f"{indent}{text.dump(name)}: {shown}", _own(path), comments)
+    for name, value, sentence in _own(model, path):
+        yield _line(f"{indent}{text.dump(name)}: {text.dump(masked(_data(value), name))}", sentence, comments)
 
 
-def _own(path: str) -> str:
-    return f"A parameter of this {path.rstrip('.').rpartition('.')[2]}'s own."
+def _own(model: BaseModel, path: str) -> Iterator[tuple[str, Any, str]]:
+    """The parameters of the part that a section names, with their sentences where it declares them."""
+    generic = f"A parameter of this {path.rstrip('.').rpartition('.')[2]}'s own."
+    if isinstance(model, LossOptions):
+        own = own_options(model)
+        for name, field in type(own).model_fields.items():
+            if name not in LossOptions.model_fields:
+                yield name, getattr(own, name), field.description or generic
+        return
+    for name, value in (model.model_extra or {}).items():
+        yield name, value, generic
 
 
 def _data(value: Any) -> Any:

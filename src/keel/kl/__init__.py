@@ -1,12 +1,13 @@
 """KL as pure functions on torch tensors: estimators, gradient forms, placement, facts, controllers."""
 
-from keel.kl.controllers import CONTROLLERS, Controller, KLState, build_controller
-from keel.kl.estimators import ESTIMATORS, absolute, estimate, k1, k2, k3, masked_mean
+from keel.kl.controllers import CONTROLLERS, Controller, KLState, build_controller, controller_of, get_controller
+from keel.kl.estimators import ESTIMATORS, absolute, estimate, get_estimator, k1, k2, k3, masked_mean
 from keel.kl.exact import exact_kl, topk_kl, topk_kl_unbiased
 from keel.kl.facts import FACTS, Fact, Pairing, advise, check_pairing, find_fact
 from keel.kl.gradients import GradientForm, parse_gradient, straight_through, weighted_estimate, with_form
 from keel.kl.measure import measure_kl, token_statistics
-from keel.kl.placement import EffectiveCoefficientWarning, kl_loss, kl_score_loss, shape_advantages, shape_rewards
+from keel.kl.options import KLOptions, check_kl
+from keel.kl.placement import advantage_penalty, kl_loss, kl_score_loss, reward_penalty
 from keel.kl.ratios import DEFAULT_CLAMP, LogRatio, importance_ratio, log_ratio
 from keel.kl.sequence import k1_to_go, k2_sequence, k3_sequence, rao_blackwell, reward_to_go, sequence_estimate
 
@@ -16,19 +17,24 @@ __all__ = [
     "ESTIMATORS",
     "FACTS",
     "Controller",
-    "EffectiveCoefficientWarning",
     "Fact",
     "GradientForm",
+    "KLOptions",
     "KLState",
     "LogRatio",
     "Pairing",
     "absolute",
+    "advantage_penalty",
     "advise",
     "build_controller",
+    "check_kl",
     "check_pairing",
+    "controller_of",
     "estimate",
     "exact_kl",
     "find_fact",
+    "get_controller",
+    "get_estimator",
     "importance_ratio",
     "k1",
     "k1_to_go",
@@ -43,10 +49,9 @@ __all__ = [
     "measure_kl",
     "parse_gradient",
     "rao_blackwell",
+    "reward_penalty",
     "reward_to_go",
     "sequence_estimate",
-    "shape_advantages",
-    "shape_rewards",
     "straight_through",
     "token_statistics",
     "topk_kl",

@@ -10,9 +10,14 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Protocol
+from types import MappingProxyType, NoneType
+from typing import Any, Protocol, get_args
 
 from keel.base.errors import KeelError, unknown
+from keel.base.imports import import_object, is_users_own
+from keel.base.parts import options_class, parameters_of
+from keel.base.validation import read_options
+from keel.kl.options import KLOptions
 
 UNITS = ("per_token", "per_sequence")
 
@@ -298,33 +303,73 @@ def pid(
     return Steered(beta, unit, warmup_steps, (low, high), rule)
 
 
-CONTROLLERS: dict[str, Callable[..., Controller]] = {
-    "fixed": fixed,
-    "warmup": warmup,
-    "linear": linear,
-    "cosine": cosine,
-    "step": step_rule,
-    "ziegler": ziegler,
-    "dual": dual_ascent,
-    "pid": pid,
-}
+CONTROLLERS: Mapping[str, Callable[..., Controller]] = MappingProxyType(
+    {
+        "fixed": fixed,
+        "warmup": warmup,
+        "linear": linear,
+        "cosine": cosine,
+        "step": step_rule,
+        "ziegler": ziegler,
+        "dual": dual_ascent,
+        "pid": pid,
+    }
+)
+
+
+def get_controller(name: str) -> Callable[..., Controller]:
+    """What makes the controller of that name, or a user's own `module:attr`, from β and its parameters."""
+    if name in CONTROLLERS:
+        return CONTROLLERS[name]
+    if is_users_own(name):
+        factory: Callable[..., Controller] = import_object(name, "kl.controller.name")
+        return factory
+    raise unknown("controller", name, CONTROLLERS)
+
+
+def controller_of(kl: KLOptions, episodes_per_step: int) -> Controller:
+    """The controller that the options name; a rule that counts episodes is told how many a step has."""
+    name, params = kl.controller.name, kl.controller.params
+    if "episodes_per_step" in parameters_of(get_controller(name)):
+        params = {"episodes_per_step": episodes_per_step, **params}
+    return build_controller(name, kl.beta, **params)
 
 
 def build_controller(name: str, beta: float, **parameters: Any) -> Controller:
-    """The named controller; a parameter that it does not take is refused with the ones it does."""
-    if name not in CONTROLLERS:
-        raise unknown("controller", name, CONTROLLERS)
-    make = CONTROLLERS[name]
-    signature = inspect.signature(make).parameters
+    """The named controller; a parameter that it does not take is refused with the ones it does.
+
+    A controller declares its parameters as keyword parameters, or as one `options` of a class of `Options`.
+    """
+    make = get_controller(name)
+    if declared := options_class(make):
+        return make(beta, options=read_options(declared, parameters, "kl.controller"))
+    first, *rest = parameters_of(make).values()
+    accepts = {p.name: p for p in rest if p.kind is not p.VAR_KEYWORD}
     for parameter in parameters:
-        if parameter not in signature or parameter == "beta":
-            raise unknown(f"parameter of the {name} controller", parameter, [p for p in signature if p != "beta"])
-    missing = [n for n, p in signature.items() if p.default is p.empty and n not in {"beta", *parameters}]
+        if parameter not in accepts and len(accepts) == len(rest):
+            raise unknown(f"parameter of the {name} controller", parameter, accepts)
+    missing = [n for n, p in accepts.items() if p.default is p.empty and n not in parameters]
     if missing:
         raise KeelError(f"the {name} controller needs kl.controller.{missing[0]}")
-    for parameter, value in {"beta": beta, **parameters}.items():
-        text = parameter in ("unit", "preset")
-        if not isinstance(value, str if text else int | float) and not (value is None and parameter in ("low", "high")):
-            where = "kl.beta" if parameter == "beta" else f"kl.controller.{parameter}"
-            raise KeelError(f"{where} must be a {'name' if text else 'number'}, got {value!r}")
-    return make(beta, **parameters)
+    _check_type("kl.beta", beta, first)
+    for parameter in parameters.keys() & accepts.keys():
+        _check_type(f"kl.controller.{parameter}", parameters[parameter], accepts[parameter])
+    try:
+        return make(beta, **parameters)
+    except KeelError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise KeelError(f"kl.controller does not take these values: {' '.join(str(error).split())}") from None
+
+
+def _check_type(option: str, value: Any, parameter: inspect.Parameter) -> None:
+    """Whether a value is a number, a text or null as the parameter's type says; other types are its owner's."""
+    types = set(get_args(parameter.annotation) or (parameter.annotation,))
+    if not types <= {int, float, bool, str, NoneType}:
+        return
+    allowed = (*types, int, float) if types & {int, float, bool} else tuple(types)
+    if isinstance(value, allowed):
+        return
+    if isinstance(value, str):
+        raise KeelError(f"{option} is the text {value}: expected a number")
+    raise KeelError(f"{option} must be a {'name' if str in types else 'number'}, got {value!r}")

@@ -7,11 +7,14 @@ Each is a function of d = log p − log π alone. What each one's *gradient* doe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from keel.base.errors import unknown
+from keel.base.imports import is_users_own
+from keel.kl.own import own_estimate
 from keel.kl.ratios import DEFAULT_CLAMP, at_least_fp32, check_mask, finite_floor, log_ratio, select
 
 Estimator = Callable[[Tensor], Tensor]
@@ -37,10 +40,7 @@ def absolute(d: Tensor) -> Tensor:
     return d.abs()
 
 
-BUILT_IN: Mapping[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
-ESTIMATORS: dict[str, Estimator] = dict(BUILT_IN)  # and users' own, once they are audited
-# Users' own of (logp, ref_logp, old_logp), each `[B, T]`; those of d alone stand above.
-OWN: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
+ESTIMATORS: Mapping[str, Estimator] = MappingProxyType({"k1": k1, "k2": k2, "k3": k3, "abs": absolute})
 
 
 def get_estimator(name: str) -> Estimator:
@@ -61,14 +61,14 @@ def estimate(
 ) -> Tensor:
     """The named estimator per token `[B, T]`, in nats, zero outside the mask, with its plain autograd gradient.
 
-    A user's own of three log-probabilities sees the clamped log-ratio as its distance between the first two.
+    A user's own (`module:attr`) sees the clamped log-ratio as the distance between its first two arguments.
     """
     d = log_ratio(logp, ref_logp, mask, clamp).d
-    if name not in OWN:
+    if not is_users_own(name):
         return get_estimator(name)(d)
     logp = finite_floor(select(logp, mask))
     old = logp.detach() if old_logp is None else finite_floor(select(old_logp, mask))
-    return select(OWN[name](logp, logp + d, old), mask)
+    return select(own_estimate(name, d, logp, old), mask)
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:

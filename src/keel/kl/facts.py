@@ -7,10 +7,11 @@ kl.md in the docs; every row is checked by exact enumeration, and under every lo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from keel.base.errors import KeelError, unknown
-from keel.kl.estimators import ESTIMATORS, OWN
+from keel.base.imports import is_users_own
 from keel.kl.gradients import GradientForm, parse_gradient
 
 PLACEMENTS = ("loss", "reward", "advantage")
@@ -137,13 +138,14 @@ def _rows() -> tuple[Fact, ...]:
 
 
 FACTS: tuple[Fact, ...] = _rows()
-OWN_FACTS: dict[str, tuple[Fact, ...]] = {}  # rows of users' own estimators, as an audit found them
 
 
-def find_fact(estimator: str, placement: str, sampling: str, gradient: str, level: str = "token") -> Fact | None:
-    """The row of that pairing, or None where no row says anything (a user's own form)."""
+def find_fact(
+    estimator: str, placement: str, sampling: str, gradient: str, level: str = "token", facts: Sequence[Fact] = ()
+) -> Fact | None:
+    """The row of that pairing, or None where no row says anything; `facts` are rows beside Keel's own."""
     wanted = (estimator, placement, sampling, gradient, level)
-    for fact in (*FACTS, *OWN_FACTS.get(estimator, ())):
+    for fact in (*FACTS, *facts):
         if (fact.estimator, fact.placement, fact.sampling, fact.gradient, fact.level) == wanted:
             return fact
     return None
@@ -175,7 +177,7 @@ def divergence_of(verdict: str) -> str:
 
 @dataclass(frozen=True)
 class Pairing:
-    """A checked choice: the gradient form to use and, in words, what it does."""
+    """A checked choice: the gradient form to use and, in words, what it does; unproven where no row says it."""
 
     estimator: str
     placement: str
@@ -183,6 +185,7 @@ class Pairing:
     form: GradientForm
     expected_gradient: str
     note: str
+    proven: bool
 
 
 def _auto(estimator: str) -> str:
@@ -212,15 +215,16 @@ def check_pairing(
     off_policy: bool = False,
     allow_biased: bool = False,
     reduction: str = "token_mean",
+    facts: Sequence[Fact] = (),
 ) -> Pairing:
     """Refuse a pairing whose expected gradient is zero or wrong; name the nearest right one; resolve `auto`.
 
     `off_policy` is true when a batch serves several updates or the sampler lags. `reduction` is what averages the term
     over tokens (in the reward and the advantage the loss's own). `allow_biased` lets a researcher through; the note
-    then still says what the pairing does.
+    then still says what the pairing does. `facts` are the rows of a user's own estimator, as an audit found them.
     """
     own = estimator not in _LOSS
-    if own and estimator not in ESTIMATORS and estimator not in OWN:
+    if own and not is_users_own(estimator):
         raise unknown("estimator", estimator, _LOSS)
     if placement not in PLACEMENTS:
         raise unknown("placement", placement, PLACEMENTS)
@@ -252,7 +256,7 @@ def check_pairing(
             )
     key = "score" if placement != "loss" else "sequence" if level == "sequence" else str(form)
     sampling = "off" if off_policy else "on"
-    fact = find_fact(estimator, placement, sampling, key, level)
+    fact = find_fact(estimator, placement, sampling, key, level, facts)
     if fact is None and not allow_biased:
         raise KeelError(
             f"kl.estimator={estimator} with gradient={form} and level={level} in the {placement} is not a proven "
@@ -271,7 +275,8 @@ def check_pairing(
             f"{what} has an expected gradient that is {meaning}: {_advice(placement, level, own)}, or set "
             "kl.allow_biased=true to run it all the same"
         )
-    return Pairing(estimator, placement, level, form, verdict, f"{what}: expected gradient is {meaning}")
+    note = f"{what}: expected gradient is {meaning}"
+    return Pairing(estimator, placement, level, form, verdict, note, proven=fact is not None)
 
 
 @dataclass(frozen=True)
@@ -298,11 +303,11 @@ PAPERS: dict[str, Advice] = {
 }
 
 
-def advise(loss_type: str, beta: float, *, rule_based_verifier: bool = True) -> list[str]:
+def advise(loss_type: str, beta: float) -> list[str]:
     """What a user who asks about β should be told, in sentences; empty when there is nothing to say."""
     notes = []
     paper = PAPERS.get(loss_type)
-    if loss_type == "dr_grpo" and beta > 0 and rule_based_verifier:
+    if loss_type == "dr_grpo" and beta > 0:
         notes.append(
             f"kl/unneeded: dr_grpo with a rule-based verifier is meant to run at beta 0 ({PAPERS['dr_grpo'].paper}): "
             f"the reward stays right however far the policy drifts; beta is {beta:g}"

@@ -59,21 +59,18 @@ def measure_kl(
     *,
     exact_kl: Tensor | None = None,
     clamp: float | None = DEFAULT_CLAMP,
-    pair: str = "policy_ref",
 ) -> dict[str, float]:
-    """The metrics `kl/<pair>/<k1|k2|k3|exact>/<mean|se|min|max|p95>`, `…/sequence/<mean|se|p95>`, the clamped fraction.
-
-    Samples are from the pair's first name, whose log-probabilities come first.
-    """
+    """`kl/policy_ref/<k1|k2|k3|exact>/<mean|se|min|max|p95>` and `…/sequence/<mean|se|p95>` on samples from the policy,
+    and the clamped fraction."""
     ratio = log_ratio(logp.detach(), ref_logp.detach(), action_mask, clamp)
     metrics: dict[str, float] = {}
     for name in REPORTED:
         for statistic, value in token_statistics(get_estimator(name)(ratio.d), action_mask).items():
-            metrics[f"kl/{pair}/{name}/{statistic}"] = value
+            metrics[f"kl/policy_ref/{name}/{statistic}"] = value
     if exact_kl is not None:
         for statistic, value in token_statistics(exact_kl, action_mask).items():
-            metrics[f"kl/{pair}/exact/{statistic}"] = value
+            metrics[f"kl/policy_ref/exact/{statistic}"] = value
     for statistic, value in sequence_statistics(-ratio.d, action_mask).items():
-        metrics[f"kl/{pair}/sequence/{statistic}"] = value
+        metrics[f"kl/policy_ref/sequence/{statistic}"] = value
     metrics["kl/clamped_fraction"] = (ratio.clamped & action_mask).sum().item() / max(1, int(action_mask.sum()))
     return metrics

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from keel.base.errors import KeelError
 from keel.base.options import Above0, Count, Flag, Float, NotNegative, Options, PluginOptions, as_number
+from keel.kl.facts import Fact, Pairing, check_pairing, term_reduction
+from keel.kl.ratios import DEFAULT_CLAMP
 
 
 class ControllerOptions(PluginOptions):
@@ -53,7 +57,7 @@ class KLOptions(Options):
         description="Mean over all action tokens, so β means the same under every loss; or the loss's own.",
     )
     log_ratio_clamp: Above0 | None = Field(
-        default=20.0, description="Log-ratios are held within ± this many nats; null for no limit."
+        default=DEFAULT_CLAMP, description="Log-ratios are held within ± this many nats; null for no limit."
     )
     ratio_cap: Annotated[Float, Field(ge=1)] | None = Field(
         default=None,
@@ -79,6 +83,72 @@ class KLOptions(Options):
         return self.beta > 0 or self.controller.name != "fixed"
 
     @property
+    def steers(self) -> bool:
+        """Whether β follows the measured KL."""
+        return self.controller.name not in ("fixed", "warmup", "linear", "cosine")
+
+    @property
     def needs_exact(self) -> bool:
         """Whether the full-vocabulary KL is computed, because it is asked for or because the penalty is made of it."""
         return self.exact or self.estimator.startswith("exact")
+
+    def measures(self, step: int) -> bool:
+        """Whether the KL is measured at this step even at β = 0."""
+        return self.measure_every > 0 and step % self.measure_every == 0
+
+    def reduction_under(self, loss_reduction: str) -> str:
+        """What averages the term over tokens under a loss that is averaged by `loss_reduction`."""
+        return term_reduction(self.placement, self.reduction, loss_reduction)
+
+    def pairing(
+        self,
+        loss_reduction: str = "token_mean",
+        *,
+        off_policy: bool = False,
+        facts: Sequence[Fact] = (),
+        acts: bool | None = None,
+    ) -> Pairing:
+        """The checked choice under such a loss; `facts` are those of a user's own estimator.
+
+        Where no penalty ever acts (`acts`; by default as `penalizes` says) there is no gradient that could be wrong.
+        """
+        if self.reduction == "loss" and self.level == "sequence":
+            raise KeelError("kl.reduction=loss has no meaning with kl.level=sequence, which is averaged over sequences")
+        pairing = check_pairing(
+            self.estimator,
+            self.placement,
+            self.gradient,
+            level=self.level,
+            off_policy=off_policy,
+            allow_biased=self.allow_biased or not (self.penalizes if acts is None else acts),
+            reduction=self.reduction_under(loss_reduction),
+            facts=facts,
+        )
+        weighted = self.placement != "loss" or self.level == "sequence" or pairing.form.weight is not None
+        if self.ratio_cap is not None and not weighted:
+            raise KeelError(
+                f"kl.ratio_cap has no meaning with kl.estimator={self.estimator} and kl.gradient={pairing.form}, "
+                "which carry no importance ratio: leave it out, or set kl.gradient to rho or sg_rho"
+            )
+        return pairing
+
+
+def check_kl(kl: KLOptions, facts: Sequence[Fact] = ()) -> None:
+    """Refuse combinations that mean nothing or pull nowhere, whatever the loss is."""
+    kl.pairing(facts=facts)
+    if kl.placement != "loss" and kl.reduction == "loss":
+        raise KeelError(f"kl.reduction=loss has no meaning with kl.placement={kl.placement}: leave it out")
+    if kl.measure_every > 0:
+        return
+    for option, used in (
+        (f"kl.controller.name={kl.controller.name}", kl.steers),
+        ("kl.budget", kl.budget is not None),
+        ("kl.collect_max", kl.collect_max is not None),
+    ):
+        if used:
+            raise KeelError(f"{option} needs the measured KL, but kl.measure_every is 0: set it to 1")
+    if kl.beta > 0:
+        raise KeelError(
+            "kl.measure_every is 0 with kl.beta above 0: the reference pass is spent anyway, so measuring costs "
+            "nothing; set kl.measure_every=1, or kl.beta=0"
+        )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 from torch import Tensor
 
 from keel.base.errors import KeelError, unknown
@@ -13,58 +11,27 @@ from keel.kl.ratios import DEFAULT_CLAMP, check_mask, importance_ratio, select
 from keel.kl.sequence import reward_to_go, score, sequence_estimate
 
 
-class EffectiveCoefficientWarning(UserWarning):
-    """β is divided by the group's standard deviation: the penalty's strength moves with the reward's spread."""
+def reward_penalty(kl: Tensor, action_mask: Tensor, beta: float) -> Tensor:
+    """What the KL takes from each reward: −β·Σ_t KL_t `[B]`, added before the group is normalised.
 
-
-def shape_rewards(
-    rewards: Tensor,
-    kl: Tensor,
-    action_mask: Tensor,
-    beta: float,
-    *,
-    scaled_by_std: bool = False,
-) -> Tensor:
-    """Door 1: R − β·Σ_t KL_t per completion `[B]`, before the group is normalised.
-
-    With `scaled_by_std` the advantage divides by the group's standard deviation σ afterwards, so **the effective
-    coefficient becomes β/σ**: at σ = 0.04 a β of 0.01 acts like 0.25. Switch the division off, or use the second
-    door, which comes after it. `kl` `[B, T]` is detached; k1 is the estimator whose gradient is right here.
+    Where the advantage is then divided by the group's standard deviation σ, **the effective coefficient becomes β/σ**:
+    at σ = 0.04 a β of 0.01 acts like 0.25. Switch the division off, or place the term in the advantage, which comes
+    after it. `kl` `[B, T]` is detached; k1 is the estimator whose gradient is right here.
     """
     check_mask(action_mask, kl.shape)
-    if rewards.shape != kl.shape[:1]:
-        raise KeelError(
-            f"rewards has shape {tuple(rewards.shape)}, kl {tuple(kl.shape)}: give one reward a completion, [B]"
-        )
-    if scaled_by_std and beta != 0.0:
-        warnings.warn(
-            "KL in the reward is divided by the group's standard deviation: the effective coefficient is beta/σ; "
-            "set loss.scale_rewards=none or kl.placement=advantage",
-            EffectiveCoefficientWarning,
-            stacklevel=2,
-        )
-    return rewards - beta * select(kl.detach(), action_mask).sum(-1)
+    return 0.0 - beta * select(kl.detach(), action_mask).sum(-1)
 
 
-def shape_advantages(
-    advantages: Tensor, kl: Tensor, action_mask: Tensor, beta: float, *, level: str = "token"
-) -> Tensor:
-    """Door 2: A_t − β·KL_t `[B, T]`, after normalisation; at the sequence level A_t − β·Σ_{j≥t} KL_j.
+def advantage_penalty(kl: Tensor, action_mask: Tensor, beta: float, *, level: str = "token") -> Tensor:
+    """What the KL takes from each advantage: −β·KL_t `[B, T]`, after normalisation; by sequence −β·Σ_{j≥t} KL_j.
 
-    `advantages` is `[B]` or `[B, T]`. The token level lets each token answer for its own KL, the sequence level for
-    all that follows.
+    The token level lets each token answer for its own KL, the sequence level for all that follows.
     """
     check_mask(action_mask, kl.shape)
     if level not in LEVELS:
         raise unknown("level", level, LEVELS)
-    if advantages.dim() == 1:
-        advantages = advantages.unsqueeze(-1)
-    if advantages.shape[0] != kl.shape[0] or advantages.shape[-1] not in (1, kl.shape[-1]):
-        raise KeelError(f"advantages has shape {tuple(advantages.shape)}, kl {tuple(kl.shape)}: give [B] or [B, T]")
     penalty = select(kl.detach(), action_mask)
-    if level == "sequence":
-        penalty = reward_to_go(penalty)
-    return select(advantages - beta * penalty, action_mask)
+    return select(0.0 - beta * (reward_to_go(penalty) if level == "sequence" else penalty), action_mask)
 
 
 def kl_score_loss(

@@ -1,10 +1,10 @@
 """Policy losses as pure functions: advantages, terms, reductions, sampler mismatch, the objective."""
 
 from keel.losses.advantages import advantages, centred, deviation, group_statistics, zero_variance
-from keel.losses.mismatch import MismatchSpec, mismatch_weights
+from keel.losses.inputs import Limits, LossInputs, PolicyTerm
+from keel.losses.mismatch import mismatch_weights
 from keel.losses.objective import (
     Counts,
-    KLSpec,
     Objective,
     global_denominators,
     kl_term,
@@ -12,7 +12,18 @@ from keel.losses.objective import (
     summed_kl,
     with_policy_mask,
 )
-from keel.losses.policy import LOSSES, LossSpec, PolicyTerm, policy_term, resolve_limits
+from keel.losses.options import LossOptions, MismatchOptions
+from keel.losses.policy import (
+    LOSSES,
+    Recipe,
+    check_loss,
+    get_loss,
+    loss_defaults,
+    own_options,
+    policy_term,
+    resolve_limits,
+    scale_rewards,
+)
 from keel.losses.reductions import REDUCTIONS, Denominators, count_denominators
 
 __all__ = [
@@ -20,22 +31,29 @@ __all__ = [
     "REDUCTIONS",
     "Counts",
     "Denominators",
-    "KLSpec",
-    "LossSpec",
-    "MismatchSpec",
+    "Limits",
+    "LossInputs",
+    "LossOptions",
+    "MismatchOptions",
     "Objective",
     "PolicyTerm",
+    "Recipe",
     "advantages",
     "centred",
+    "check_loss",
     "count_denominators",
     "deviation",
+    "get_loss",
     "global_denominators",
     "group_statistics",
     "kl_term",
+    "loss_defaults",
     "mismatch_weights",
     "objective",
+    "own_options",
     "policy_term",
     "resolve_limits",
+    "scale_rewards",
     "summed_kl",
     "with_policy_mask",
     "zero_variance",

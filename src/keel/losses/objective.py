@@ -8,60 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keel.base.errors import KeelError, unknown
+from keel.base.errors import KeelError
 from keel.base.metrics import EffectiveSampleSize, Max, Mean, Metric, Share, Sum
 from keel.base.types import Batch, Scores
 from keel.kl.estimators import estimate
-from keel.kl.facts import Pairing, check_pairing, term_reduction
-from keel.kl.placement import kl_loss, kl_score_loss, shape_advantages
-from keel.kl.ratios import DEFAULT_CLAMP, check_mask, select
-from keel.losses.mismatch import MismatchSpec, mismatch_weights
-from keel.losses.policy import LossSpec, get_recipe, policy_term
+from keel.kl.facts import Pairing
+from keel.kl.options import KLOptions
+from keel.kl.placement import advantage_penalty, kl_loss, kl_score_loss
+from keel.kl.ratios import check_mask, select
+from keel.losses.mismatch import mismatch_weights
+from keel.losses.options import LossOptions
+from keel.losses.policy import get_loss, policy_term
 from keel.losses.reductions import Denominators, count_denominators, get_reduction, token_mean
-
-KL_REDUCTIONS = ("token_mean", "loss")
-
-
-@dataclass(frozen=True)
-class KLSpec:
-    """The KL penalty as configured. `pairing()` checks it against the facts and resolves `gradient: auto`."""
-
-    estimator: str = "k3"
-    gradient: str = "auto"
-    placement: str = "loss"
-    level: str = "token"
-    reduction: str = "token_mean"
-    log_ratio_clamp: float | None = DEFAULT_CLAMP
-    ratio_cap: float | None = None
-    allow_biased: bool = False
-
-    def __post_init__(self) -> None:
-        if self.reduction not in KL_REDUCTIONS:
-            raise unknown("kl.reduction", self.reduction, KL_REDUCTIONS)
-        if self.reduction == "loss" and self.level == "sequence":
-            raise KeelError("kl.reduction=loss has no meaning with kl.level=sequence, which is averaged over sequences")
-        form = self.pairing().form  # what is refused is refused here, before anything is computed
-        if self.ratio_cap is not None and self.placement == "loss" and self.level == "token" and form.weight is None:
-            raise KeelError(
-                f"kl.ratio_cap has no meaning with kl.estimator={self.estimator} and kl.gradient={form}, which carry "
-                "no importance ratio: leave it out, or set kl.gradient to rho or sg_rho"
-            )
-
-    def reduction_under(self, loss: LossSpec) -> str:
-        """What averages the term over tokens under that loss."""
-        return term_reduction(self.placement, self.reduction, get_recipe(loss.loss_type).reduction)
-
-    def pairing(self, loss: LossSpec | None = None, *, off_policy: bool = False) -> Pairing:
-        """The checked choice under that loss; without one, where every token weighs alike."""
-        return check_pairing(
-            self.estimator,
-            self.placement,
-            self.gradient,
-            level=self.level,
-            off_policy=off_policy,
-            allow_biased=self.allow_biased,
-            reduction="token_mean" if loss is None else self.reduction_under(loss),
-        )
 
 
 @dataclass(frozen=True)
@@ -89,7 +47,9 @@ class Objective:
     metrics: dict[str, Metric]
 
 
-def kl_term(kl: KLSpec, pairing: Pairing, loss: LossSpec, scores: Scores, batch: Batch, by: Denominators) -> Tensor:
+def kl_term(
+    kl: KLOptions, pairing: Pairing, loss: LossOptions, scores: Scores, batch: Batch, by: Denominators
+) -> Tensor:
     """The KL term of the loss, reduced, before β.
 
     `token_mean` divides by all action tokens of the global batch (sequence level: by sequences), so β means the same
@@ -107,10 +67,10 @@ def kl_term(kl: KLSpec, pairing: Pairing, loss: LossSpec, scores: Scores, batch:
     )
     if pairing.level == "sequence":
         return values.sum() / max(by.sequences, 1.0)
-    return get_reduction(kl.reduction_under(loss))(values, batch.action_mask, by)
+    return get_reduction(kl.reduction_under(get_loss(loss.loss_type).reduction))(values, batch.action_mask, by)
 
 
-def kl_values(kl: KLSpec, scores: Scores, batch: Batch) -> Tensor:
+def kl_values(kl: KLOptions, scores: Scores, batch: Batch) -> Tensor:
     """The estimator's KL `[B, T]` of the policy as it is at this update, detached."""
     if kl.estimator.startswith("exact"):
         return summed_kl(kl, scores).detach()
@@ -120,7 +80,7 @@ def kl_values(kl: KLSpec, scores: Scores, batch: Batch) -> Tensor:
     return estimate(kl.estimator, logp, batch.ref_logp, batch.action_mask, clamp, old_logp=batch.old_logp)
 
 
-def mean_penalty(kl: KLSpec, scores: Scores, batch: Batch, by: Denominators) -> float:
+def mean_penalty(kl: KLOptions, scores: Scores, batch: Batch, by: Denominators) -> float:
     """The mean KL that a penalty in the reward or the advantage is made of: a token's, or a sequence's sum."""
     if batch.ref_logp is None and not kl.estimator.startswith("exact"):
         return 0.0  # a penalty that was shaped elsewhere
@@ -129,13 +89,7 @@ def mean_penalty(kl: KLSpec, scores: Scores, batch: Batch, by: Denominators) -> 
     return (values / max(by.sequences if whole else by.tokens, 1.0)).item()
 
 
-def advantage_penalty(kl: KLSpec, scores: Scores, batch: Batch, beta: float) -> Tensor:
-    """Door 2: −β·KL_t `[B, T]` of the policy as it is at this update, not as it was when it sampled."""
-    values = kl_values(kl, scores, batch)
-    return shape_advantages(torch.zeros_like(values[:, 0]), values, batch.action_mask, beta, level=kl.level)
-
-
-def summed_kl(kl: KLSpec, scores: Scores) -> Tensor:
+def summed_kl(kl: KLOptions, scores: Scores) -> Tensor:
     """The KL over the vocabulary `[B, T]`, in the direction that the estimator names."""
     values = scores.ref_policy_kl if kl.estimator == "exact_reverse" else scores.exact_kl
     if values is None:
@@ -146,13 +100,12 @@ def summed_kl(kl: KLSpec, scores: Scores) -> Tensor:
 def objective(
     scores: Scores,
     batch: Batch,
-    loss: LossSpec,
-    kl: KLSpec,
+    loss: LossOptions,
+    kl: KLOptions,
     beta: float,
     counts: Counts | None = None,
     *,
     pairing: Pairing | None = None,
-    mismatch: MismatchSpec | None = None,
     max_completion_length: int | None = None,
 ) -> Objective:
     """loss = policy + β·KL − entropy_coef·H on one microbatch, divided by the minibatch's global `counts`.
@@ -160,6 +113,7 @@ def objective(
     The sum over microbatches and ranks is the minibatch's loss. Without `counts` the microbatch is the minibatch.
     A KL in the advantage, or in the reward (`batch.kl_advantages`, β included), is a policy-gradient term of its own
     over all action tokens, so that neither `policy_mask` nor the loss's ratio and clip take the penalty away.
+    `loss.mismatch` acts where the batch has `sample_logp`.
     """
     check_mask(batch.action_mask, scores.logp.shape)
     if batch.advantages is None:
@@ -172,33 +126,34 @@ def objective(
         raise KeelError(f"kl.beta must be finite and not negative, got {beta}")
     if batch.kl_advantages is not None and kl.placement != "reward":
         raise KeelError(f"batch.kl_advantages is for kl.placement=reward, and this is {kl.placement}: leave it out")
-    if mismatch is not None and batch.sample_logp is None:
-        raise KeelError("loss.mismatch needs batch.sample_logp, the engine's own log-probabilities")
     counts = counts or global_denominators(batch, max_completion_length)
-    reduce = get_reduction(get_recipe(loss.loss_type).reduction)
+    recipe = get_loss(loss.loss_type)
+    reduce = get_reduction(recipe.reduction)
+    if beta != 0.0 and pairing is None:
+        pairing = kl.pairing(recipe.reduction, off_policy=batch.old_logp is not None, acts=True)
     old = scores.logp if batch.old_logp is None else batch.old_logp
 
     term = policy_term(loss, scores.logp, batch.old_logp, batch.advantages, policy_mask)
     per_token = term.loss
-    if mismatch is not None and batch.sample_logp is not None:
-        per_token = per_token * mismatch_weights(old, batch.sample_logp, policy_mask, mismatch)
+    if batch.sample_logp is not None:
+        per_token = per_token * mismatch_weights(old, batch.sample_logp, policy_mask, loss.mismatch)
     policy_loss = reduce(per_token, policy_mask, counts.policy)
 
     kl_loss_value = policy_loss.new_zeros(())
     penalty, logged = batch.kl_advantages, None
     if beta != 0.0 and kl.placement == "advantage":
-        penalty = advantage_penalty(kl, scores, batch, beta)
+        # of the policy as it is at this update, not as it was when it sampled
+        penalty = advantage_penalty(kl_values(kl, scores, batch), batch.action_mask, beta, level=kl.level)
     if penalty is not None:
         per_token = kl_score_loss(
             penalty, scores.logp, batch.action_mask, old_logp=batch.old_logp, ratio_cap=kl.ratio_cap
         )
-        if mismatch is not None and batch.sample_logp is not None:
-            weights = mismatch_weights(old, batch.sample_logp, batch.action_mask, mismatch, mask_out=False)
+        if batch.sample_logp is not None:
+            weights = mismatch_weights(old, batch.sample_logp, batch.action_mask, loss.mismatch, mask_out=False)
             per_token = per_token * weights
         kl_loss_value = reduce(per_token, batch.action_mask, counts.kl)
         logged = beta * mean_penalty(kl, scores, batch, counts.kl)
-    elif beta != 0.0 and kl.placement == "loss":
-        pairing = pairing or kl.pairing(loss, off_policy=batch.old_logp is not None)
+    elif pairing is not None and beta != 0.0 and kl.placement == "loss":
         kl_loss_value = beta * kl_term(kl, pairing, loss, scores, batch, counts.kl)
 
     total = policy_loss + kl_loss_value
@@ -209,7 +164,7 @@ def objective(
     losses = (total.item(), policy_loss.item(), kl_loss_value.item() if logged is None else logged)
     return Objective(
         total,
-        _metrics(scores, batch.action_mask, policy_mask, term.ratio, (term.clipped_low, term.clipped_high), losses),
+        _metrics(scores, batch.action_mask, policy_mask, term.ratio, term.clipped(), losses),
     )
 
 

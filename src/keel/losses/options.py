@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from keel.base.options import Above0, Flag, Float, NotNegative, Options, Positive, Share
+from keel.losses.sapo import SapoOptions
 
 
 class MismatchOptions(Options):
@@ -20,8 +21,8 @@ class MismatchOptions(Options):
     level: Literal["token", "sequence"] = Field(default="token", description="Weights per token or per sequence.")
 
 
-class LossOptions(Options):
-    """The policy loss."""
+class SharedLossOptions(Options):
+    """What every policy loss has."""
 
     loss_type: str = Field(
         default="grpo",
@@ -53,8 +54,16 @@ class LossOptions(Options):
     )
     dynamic_sampling_rounds: Positive = Field(default=3, description="Most further rounds of sampling a step.")
     entropy_coef: NotNegative = Field(default=0.0, description="Coefficient of the entropy bonus, per nat per token.")
-    sapo_temperature_pos: Above0 = Field(
-        default=1.0, description="Steepness of sapo's gate where the advantage is positive."
-    )
-    sapo_temperature_neg: Above0 = Field(default=1.05, description="Steepness of sapo's gate where it is negative.")
+
+    @property
+    def further_rounds(self) -> int:
+        """Further rounds of sampling that a step may take; 0 without dynamic sampling."""
+        return self.dynamic_sampling_rounds if self.dynamic_sampling else 0
+
+
+class LossOptions(SapoOptions, SharedLossOptions):
+    """The policy loss; the parameters of a user's own stand beside the rest (`keel.losses.policy.own_options`)."""
+
+    model_config = ConfigDict(extra="allow")
+
     mismatch: MismatchOptions = Field(default=MismatchOptions(), description="Correction of the sampler's mismatch.")

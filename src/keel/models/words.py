@@ -13,7 +13,7 @@ from keel.models.tiny import BOS, CHAT_TEMPLATE, EOS, PAD, ROLES, UNK, tiny_conf
 LINE = "\n"
 
 
-def word_tokenizer(words: Sequence[str], chat_template: str = CHAT_TEMPLATE) -> Any:
+def word_tokenizer(words: Sequence[str]) -> Any:
     """One token a word and one a line break; any other word is `<unk>`.
 
     `decode(encode(x)) == x` for texts of known words with single spaces between them and none around line breaks.
@@ -39,7 +39,7 @@ def word_tokenizer(words: Sequence[str], chat_template: str = CHAT_TEMPLATE) -> 
         clean_up_tokenization_spaces=False,
         model_max_length=2048,
     )
-    tokenizer.chat_template = chat_template
+    tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 

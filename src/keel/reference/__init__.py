@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from keel.base.errors import unknown
+from keel.base.errors import KeelError, unknown
 from keel.base.imports import import_object, is_users_own
+from keel.base.parts import options_class, parameters_of
+from keel.base.validation import read_options
 from keel.models.load import LoadedModel
 from keel.models.lora import is_lora
 from keel.reference.held import unwrap
-from keel.reference.kinds import Reference, adapter_off, ema, frozen, kl_triggered, snapshot
+from keel.reference.kinds import Range, Reference, adapter_off, ema, frozen, kl_triggered, snapshot
 
-KINDS: dict[str, Callable[..., Reference]] = {
-    "frozen": frozen,
-    "adapter_off": adapter_off,
-    "ema": ema,
-    "snapshot": snapshot,
-    "kl_triggered": kl_triggered,
-}
+KINDS: Mapping[str, Callable[..., Reference]] = MappingProxyType(
+    {
+        "frozen": frozen,
+        "adapter_off": adapter_off,
+        "ema": ema,
+        "snapshot": snapshot,
+        "kl_triggered": kl_triggered,
+    }
+)
 
 
 def build_reference(kind: str, loaded: LoadedModel, **params: Any) -> Reference:
@@ -27,19 +31,31 @@ def build_reference(kind: str, loaded: LoadedModel, **params: Any) -> Reference:
     if kind == "auto":
         kind = "adapter_off" if is_lora(unwrap(loaded.model)) else "frozen"
     check_reference(kind, **params)
-    return _factory(kind)(loaded, **params)
+    factory = _factory(kind)
+    if declared := options_class(factory):
+        return factory(loaded, options=read_options(declared, params, "reference"))
+    return factory(loaded, **params)
 
 
 def check_reference(kind: str, **params: Any) -> None:
-    """Check the name and its parameters against the factory's signature, before any model is loaded."""
+    """Check the name and its parameters before any model is loaded.
+
+    A reference declares its parameters as keyword parameters, or as one `options` of a class of `Options`.
+    """
     factory = frozen if kind == "auto" else _factory(kind)
-    accepts = inspect.signature(factory).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepts.values()):
+    if declared := options_class(factory):
+        read_options(declared, params, "reference")
         return
-    known = list(accepts)[1:]
-    for name in params:
+    accepts = parameters_of(factory)
+    known = [p.name for p in list(accepts.values())[1:] if p.kind is not p.VAR_KEYWORD]
+    for name, value in params.items():
         if name not in known:
+            if any(p.kind is p.VAR_KEYWORD for p in accepts.values()):
+                continue
             raise unknown(f"parameter of reference kind {kind}", name, known)
+        for range_ in getattr(accepts[name].annotation, "__metadata__", ()):
+            if isinstance(range_, Range) and not range_.holds(value):
+                raise KeelError(f"reference.{name} is {value!r}: expected {range_.expected}")
 
 
 def _factory(kind: str) -> Callable[..., Reference]:
@@ -50,4 +66,4 @@ def _factory(kind: str) -> Callable[..., Reference]:
     raise unknown("reference.kind", kind, [*KINDS, "auto"])
 
 
-__all__ = ["KINDS", "Reference", "build_reference", "check_reference"]
+__all__ = ["KINDS", "Range", "Reference", "build_reference", "check_reference"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol
 
 from torch import nn
 
@@ -100,12 +101,32 @@ class HeldReference:
         return self._held.fingerprint()
 
 
-def frozen(loaded: LoadedModel, *, offload: bool = False) -> Reference:
+@dataclass(frozen=True)
+class Range:
+    """What a parameter may be, in words and as a test; it stands in the parameter's type."""
+
+    expected: str
+    holds: Callable[[Any], bool]
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+Alpha = Annotated[float, Range("a number in (0, 1]", lambda value: _number(value) and 0 < value <= 1)]
+Steps = Annotated[
+    int, Range("a whole number of steps, at least 1", lambda v: _number(v) and isinstance(v, int) and v >= 1)
+]
+Nats = Annotated[float, Range("a positive number of nats per token", lambda value: _number(value) and value > 0)]
+Flag = Annotated[bool, Range("true or false", lambda value: isinstance(value, bool))]
+
+
+def frozen(loaded: LoadedModel, *, offload: Flag = False) -> Reference:
     """The policy as it is now, for ever: a full copy, or under LoRA the starting adapter over the shared base."""
     return HeldReference("frozen", _held(loaded, offload), when=_never, move=_assign)
 
 
-def adapter_off(loaded: LoadedModel, *, offload: bool = False) -> Reference:
+def adapter_off(loaded: LoadedModel, *, offload: Flag = False) -> Reference:
     """The policy's base with the adapters off; an adapter that has a past is kept as it is now, as a second one.
 
     A reference is where the policy starts, so that the KL begins at 0: that is the bare base model for a fresh adapter
@@ -117,20 +138,18 @@ def adapter_off(loaded: LoadedModel, *, offload: bool = False) -> Reference:
     return HeldReference("adapter_off", HeldAdapter(loaded.model, offload=offload), when=_never, move=_assign)
 
 
-def ema(loaded: LoadedModel, *, alpha: float = 0.6, every: int = 512, offload: bool = False) -> Reference:
+def ema(loaded: LoadedModel, *, alpha: Alpha = 0.6, every: Steps = 512, offload: Flag = False) -> Reference:
     """Every `every` steps: reference ← α policy + (1 − α) reference, of effective weights (under LoRA: of BA).
 
     The same α and period as TRL's `ref_model_mixup_alpha` and `ref_model_sync_steps` (TR-DPO, arXiv:2404.09656).
     """
-    if not 0.0 < alpha <= 1.0:
-        raise KeelError(f"reference.alpha is {alpha}: it must be in (0, 1]")
     policy = loaded.model
     average = DeltaAverage(policy, offload=offload) if is_lora(unwrap(policy)) else FullCopy(policy, offload=offload)
     return HeldReference("ema", average, when=_every(every), move=lambda held, policy: held.blend(policy, alpha))
 
 
 def snapshot(
-    loaded: LoadedModel, *, every: int = 100, reset_optimizer: bool = False, offload: bool = False
+    loaded: LoadedModel, *, every: Steps = 100, reset_optimizer: Flag = False, offload: Flag = False
 ) -> Reference:
     """Every `every` steps the reference becomes the policy, optionally with a fresh optimizer (arXiv:2505.24864)."""
     held = _held(loaded, offload)
@@ -138,11 +157,9 @@ def snapshot(
 
 
 def kl_triggered(
-    loaded: LoadedModel, *, threshold: float = 0.1, reset_optimizer: bool = False, offload: bool = False
+    loaded: LoadedModel, *, threshold: Nats = 0.1, reset_optimizer: Flag = False, offload: Flag = False
 ) -> Reference:
     """The reference becomes the policy whenever the measured KL (nats per token) passes `threshold`."""
-    if not threshold > 0.0:
-        raise KeelError(f"reference.threshold is {threshold}: it must be positive (nats per token)")
     held = _held(loaded, offload)
     return HeldReference("kl_triggered", held, when=_above(threshold), move=_assign, reset_optimizer=reset_optimizer)
 
@@ -161,8 +178,6 @@ def _never(step: int, measured_kl: float | None) -> bool:
 
 
 def _every(every: int) -> When:
-    if every < 1:
-        raise KeelError(f"reference.every is {every}: it must be 1 or more steps")
     return lambda step, measured_kl: step > 0 and step % every == 0
 
 

@@ -102,10 +102,10 @@ def turn_by_turn(
         requests = list(answer(turns))
 
 
-def check_engine(engine: Any, name: str | None = None) -> None:
+def check_engine(engine: Any, label: str | None = None) -> None:
     """Refuse an object or a class that is no `Engine`, as those of Keel 0.1 were not, or that cannot sample."""
     cls = engine if isinstance(engine, type) else type(engine)
-    label = f"the engine {cls.__name__}" if name is None else f"rollout.engine={name}"
+    label = label or f"the engine {cls.__name__}"
     if not issubclass(cls, Engine):
         raise KeelError(
             f"{label} does not derive from keel.rollout.Engine, which Keel 0.1 did not ask for: write "

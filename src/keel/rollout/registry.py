@@ -15,27 +15,27 @@ from keel.rollout.native.engine import NativeEngine
 ENGINES: dict[str, Callable[..., Engine]] = {"native": NativeEngine}
 
 
-def check_name(name: str) -> None:
+def check_name(name: str, option: str = "rollout.engine") -> None:
     """Refuse a name that is neither in the registry nor a `module:attr`."""
     if name == "vllm":
-        raise KeelError("rollout.engine=vllm is not available in this version: use rollout.engine=native")
+        raise KeelError(f"{option}=vllm is not available in this version: use {option}=native")
     if name not in ENGINES and not is_users_own(name):
-        raise unknown("rollout.engine", name, ENGINES)
+        raise unknown(option, name, ENGINES)
 
 
-def find_engine(name: str) -> Callable[..., Engine]:
+def find_engine(name: str, option: str = "rollout.engine") -> Callable[..., Engine]:
     """What makes the engine of this name; a class that is no engine is refused."""
-    check_name(name)
+    check_name(name, option)
     if name in ENGINES:
         return ENGINES[name]
-    make = import_object(name, "rollout.engine")
+    make = import_object(name, option)
     if isinstance(make, type):
-        check_engine(make, name)
+        check_engine(make, f"{option}={name}")
     return make
 
 
 def build_engine(name: str, model: nn.Module, tokenizer: Any, **options: Any) -> Engine:
     """The engine of this name on a model and its tokenizer; `options` are the engine's own."""
     engine = find_engine(name)(model, tokenizer, **options)
-    check_engine(engine, name)
+    check_engine(engine, f"rollout.engine={name}")
     return engine

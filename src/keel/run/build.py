@@ -11,14 +11,13 @@ import torch
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem
-from keel.config import Config, TaskOptions, controller_params, kl_spec, loss_spec, mismatch_spec
+from keel.config import Config, TaskOptions, kl_pairing
 from keel.config.checks import DATA_OF_TASKS, takes_data
-from keel.config.resolve import scale_rewards
 from keel.envs import Task, build_task
 from keel.envs.judge import Judge
 from keel.envs.mixture import mixture
 from keel.envs.rewards import wrap
-from keel.kl import build_controller
+from keel.kl import controller_of
 from keel.models.load import LoadedModel, load_model
 from keel.models.lora import adapter_is_zero
 from keel.models.scorer import build_scorer
@@ -31,7 +30,7 @@ from keel.trainer.integrity import check_model
 from keel.trainer.optim import Optimizer, Schedule, amp_dtype, build_schedule
 from keel.trainer.options import OptimOptions, WarmstartOptions
 from keel.trainer.sft import Encode, Examples, file_examples, gold_examples
-from keel.trainer.state import KLOptions, Run, StepOptions
+from keel.trainer.state import Run, StepOptions
 
 RewardFunction = Callable[..., Any]
 
@@ -165,7 +164,6 @@ def build_run(
     engine = build_engine(config, loaded)
     _check_logp(config, engine, sampling)
     half = amp_dtype(config.optim, loaded.dtype)
-    spec, loss = kl_spec(config), loss_spec(config)
     scorer = build_scorer(config.model.scorer)
     shared = engine.shares_weights and half is None and scorer is None
     run = Run(
@@ -175,19 +173,12 @@ def build_run(
         collect=_collector(config, engine, task, loaded, sampling, judge),
         reference=_reference(config, loaded),
         optimizer=Optimizer(loaded.model, config.optim, learning_rate_schedule(config), amp_dtype=half),
-        controller=build_controller(**controller_params(config)),
-        loss=loss,
-        kl=KLOptions(
-            spec=spec,
-            pairing=spec.pairing(loss, off_policy=config.off_policy or not shared),
-            exact=config.kl.needs_exact,
-            measure_every=config.kl.measure_every,
-            collect_max=config.kl.collect_max,
-        ),
+        controller=controller_of(config.kl, config.episodes_per_step),
+        loss=config.loss,
+        kl=config.kl,
+        pairing=kl_pairing(config, off_policy=config.off_policy or not shared),
         options=_step_options(config, loaded.shared_prefix and scorer is None, half),
-        mismatch=mismatch_spec(config),
         guards=config.guards,
-        budget=config.kl.budget,
         scorer=scorer,
     )
     packing = [] if loaded.packing_note is None else [loaded.packing_note]
@@ -257,7 +248,6 @@ def _collector(
 
 
 def _step_options(config: Config, shared_prefix: bool, half: torch.dtype | None) -> StepOptions:
-    loss = config.loss
     return StepOptions(
         seed=config.run.seed,
         prompts_per_step=config.rollout.prompts_per_step,
@@ -265,13 +255,8 @@ def _step_options(config: Config, shared_prefix: bool, half: torch.dtype | None)
         temperature=config.rollout.temperature or 1.0,
         microbatch_tokens=config.optim.microbatch_tokens,
         shared_prefix=shared_prefix,
-        num_iterations=loss.num_iterations,
         minibatches=config.optim.minibatches,
-        baseline=loss.baseline,
-        scale_rewards=scale_rewards(config),
         reward_warmup_steps=config.reward.warmup_steps,
-        mask_truncated=loss.mask_truncated_completions,
-        resample_tries=loss.dynamic_sampling_rounds if loss.dynamic_sampling else 0,
         autocast=half,
     )
 

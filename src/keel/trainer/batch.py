@@ -131,9 +131,11 @@ def score_reference(batch: StepBatch, run: Run) -> StepBatch:
             hidden = hidden_states(held, micro.packed)
             head = head or frozen_head(held)
             logps.append(score_hidden(hidden, head, micro.packed, temperature=run.options.temperature).logp)
-            micros.append(replace(micro, ref_hidden=hidden) if run.kl.exact else micro)
+            micros.append(replace(micro, ref_hidden=hidden) if run.kl.needs_exact else micro)
     ref_logp = stitch(logps, batch.width)
-    return replace(batch.with_rows(ref_logp=ref_logp), micros=tuple(micros), ref_head=head if run.kl.exact else None)
+    return replace(
+        batch.with_rows(ref_logp=ref_logp), micros=tuple(micros), ref_head=head if run.kl.needs_exact else None
+    )
 
 
 def score_policy(batch: StepBatch, run: Run) -> StepBatch:
@@ -168,7 +170,7 @@ def score_micro(micro: Micro, batch: StepBatch, run: Run) -> FullScores:
             entropy=True,
             exact_kl=exact,
             ref_policy=exact,
-            ref_policy_grad=run.kl.spec.estimator == "exact_reverse",
+            ref_policy_grad=run.kl.estimator == "exact_reverse",
             ref_hidden=micro.ref_hidden,
             ref_head=batch.ref_head,
         )

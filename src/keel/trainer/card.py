@@ -46,7 +46,7 @@ _HUB_NAME = re.compile(r"[\w.\-]+/[\w.\-]+")
 def model_card(run: Run, state: State, about: Mapping[str, Any]) -> str:
     """README.md of a checkpoint."""
     lora = is_lora(unwrap(run.policy.model))
-    spec, base = run.kl.spec, str(about.get("model", run.policy.name))
+    base = str(about.get("model", run.policy.name))
     card = _CARD.format(
         library="peft" if lora else "transformers",
         base=f"base_model: {base}\n" if is_hub_name(base) else "",
@@ -57,7 +57,7 @@ def model_card(run: Run, state: State, about: Mapping[str, Any]) -> str:
         task=run.task.name,
         tokens=state.tokens,
         loss=run.loss.loss_type,
-        kl=f"β = {state.beta:g}, {spec.estimator} in the {spec.placement}" if state.beta else "none (β = 0)",
+        kl=f"β = {state.beta:g}, {run.kl.estimator} in the {run.kl.placement}" if state.beta else "none (β = 0)",
         measured=_measured(state.last_kl),
         reference="none" if run.reference is None else run.reference.kind,
         evaluation=_evaluation(state),

@@ -104,7 +104,7 @@ def interruptible() -> Iterator[Interrupt]:
 
 def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
     """From `state` to the last step, to a guard's stop, or to a signal; a failed evaluation is saved before."""
-    guards, budget = job.run.guards, job.run.budget
+    guards, budget = job.run.guards, job.run.kl.budget
     began, before = time.monotonic(), state.wall_s
     if state.step == 0 and state.evaluated_at is None:
         state = _evaluate(job, state)

@@ -65,7 +65,7 @@ def measure_policy(batch: StepBatch, run: Run) -> dict[str, float]:
         found["entropy/mean"] = _mean(entropy, mask)
     if rows.ref_logp is not None:
         exact = _stitched([s.exact_kl for s in scores], width)
-        clamp = run.kl.spec.log_ratio_clamp
+        clamp = run.kl.log_ratio_clamp
         found |= measure_kl(logp, rows.ref_logp, mask, exact_kl=exact, clamp=clamp)
         found["logp/ref_mean"] = _mean(rows.ref_logp, mask)
         reverse = _stitched([s.ref_policy_kl for s in scores], width)

@@ -12,9 +12,8 @@ import torch
 from keel.base.errors import KeelError
 from keel.base.types import Group, Problem
 from keel.envs import Task
-from keel.kl import Controller, KLState, Pairing
-from keel.kl.options import KLBudget
-from keel.losses import KLSpec, LossSpec, MismatchSpec
+from keel.kl import Controller, KLOptions, KLState, Pairing
+from keel.losses import LossOptions
 from keel.models.load import LoadedModel
 from keel.models.scorer import Scorer
 from keel.reference import Reference
@@ -30,21 +29,6 @@ class Collect(Protocol):
 
 
 @dataclass(frozen=True)
-class KLOptions:
-    """The KL term, and what is measured beside it."""
-
-    spec: KLSpec
-    pairing: Pairing
-    exact: bool = False
-    measure_every: int = 1
-    collect_max: float | None = None
-
-    def measures(self, step: int) -> bool:
-        """Whether the KL is measured at this step even at β = 0."""
-        return self.measure_every > 0 and step % self.measure_every == 0
-
-
-@dataclass(frozen=True)
 class StepOptions:
     """The numbers of one step that belong to no part of their own."""
 
@@ -54,13 +38,8 @@ class StepOptions:
     temperature: float = 1.0
     microbatch_tokens: int = 8192
     shared_prefix: bool = True
-    num_iterations: int = 1
     minibatches: int = 1
-    baseline: str = "group_mean"
-    scale_rewards: str = "group"
     reward_warmup_steps: int = 0
-    mask_truncated: bool = False
-    resample_tries: int = 0
     autocast: torch.dtype | None = None
 
 
@@ -75,12 +54,11 @@ class Run:
     reference: Reference | None
     optimizer: Optimizer
     controller: Controller
-    loss: LossSpec
+    loss: LossOptions
     kl: KLOptions
+    pairing: Pairing
     options: StepOptions
-    mismatch: MismatchSpec | None = None
     guards: GuardOptions = field(default_factory=GuardOptions)
-    budget: KLBudget | None = None
     scorer: Scorer | None = None
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -11,8 +11,17 @@ from torch import Tensor
 
 from keel.base.metrics import Mean, Metric, Metrics, Sum, merge, values
 from keel.base.types import Group, Problem
-from keel.kl import estimate, shape_rewards
-from keel.losses import centred, deviation, global_denominators, objective, summed_kl, with_policy_mask, zero_variance
+from keel.kl import estimate, reward_penalty
+from keel.losses import (
+    centred,
+    deviation,
+    global_denominators,
+    objective,
+    scale_rewards,
+    summed_kl,
+    with_policy_mask,
+    zero_variance,
+)
 from keel.models.logprobs import FullScores
 from keel.trainer.batch import (
     StepBatch,
@@ -53,7 +62,7 @@ def train_step(run: Run, state: State) -> Step:
     guard: dict[str, Any] = {"spike": spike_limit(state.norms, run.guards), "skip_spike": run.guards.on_spike == "skip"}
     run.optimizer.begin()
     with clock("update"):
-        for _ in range(run.options.num_iterations):
+        for _ in range(run.loss.num_iterations):
             passes: list[FullScores] = []
             for minibatch in batch.minibatches:
                 counts = global_denominators(batch.view(*minibatch), run.options.max_completion_length)
@@ -61,8 +70,8 @@ def train_step(run: Run, state: State) -> Step:
                 for micro in minibatch:
                     scores = score_micro(micro, batch, run)             # logp, entropy, exact KL: each [b, t]
                     out = objective(                                    # doors 2 and 3: KL in advantage or loss
-                        scores, batch.view(micro), run.loss, run.kl.spec, state.beta, counts,
-                        pairing=run.kl.pairing, mismatch=run.mismatch,
+                        scores, batch.view(micro), run.loss, run.kl, state.beta, counts,
+                        pairing=run.pairing,
                     )
                     run.optimizer.backward(out.loss)
                     info = merge(info, out.metrics)
@@ -73,13 +82,13 @@ def train_step(run: Run, state: State) -> Step:
     line = {**values(metrics), **describe_groups(batch), **measure_policy(batch, run), "kl/beta": state.beta}
     line |= {name: total - before.get(name, 0.0) for name, total in task_totals(run.task).items()}
     line |= measure_old(batch, [scores.logp for scores in passes])
-    line["guard/over_budget"] = float(over_budget(line, run.budget) is not None)
+    line["guard/over_budget"] = float(over_budget(line, run.kl.budget) is not None)
     skipped = Skipped.of(line)
     tokens = int(batch.rows.action_mask.sum())
     last_kl = {name: value for name, value in line.items() if name.startswith("kl/policy_ref/")}
     kl = run.controller.update(state.kl, controlled_kl(line, run.controller.unit))
     state = state.next(kl=kl, skipped=skipped, tokens=tokens, last_kl=last_kl)
-    state = watch(state, line, batch, run.budget, taken=run.optimizer.taken)
+    state = watch(state, line, batch, run.kl.budget, taken=run.optimizer.taken)
     with clock("sync"):
         move_reference(run, state, line)
         run.engine.sync(run.policy.model, state.policy_version)
@@ -89,7 +98,7 @@ def train_step(run: Run, state: State) -> Step:
 
 
 def sample_groups(run: Run, state: State) -> list[Group]:
-    """This step's problems, collected; zero-variance groups get company if `resample_tries` allows.
+    """This step's problems, collected; zero-variance groups get company if `loss.dynamic_sampling` allows.
 
     The groups without signal stay, because their KL counts; new problems are added until `prompts_per_step` groups
     have a signal or the tries are spent.
@@ -99,7 +108,7 @@ def sample_groups(run: Run, state: State) -> list[Group]:
     problems = run.task.sample(wanted, seed=seed, step=state.step)
     groups = run.collect(problems, attempt=state.attempt, step=state.step)
     seen = {group.problem.key for group in groups}
-    for further in range(1, options.resample_tries + 1):
+    for further in range(1, run.loss.further_rounds + 1):
         missing = wanted - sum(has_signal(group) for group in groups)
         if missing <= 0:
             break
@@ -131,7 +140,7 @@ def score(batch: StepBatch, run: Run, state: State) -> StepBatch:
     wanted = state.beta != 0.0 or kl.collect_max is not None or kl.measures(state.step)
     if run.reference is not None and wanted:
         batch = score_reference(batch, run)
-    in_reward = kl.spec.placement == "reward" and state.beta != 0.0
+    in_reward = kl.placement == "reward" and state.beta != 0.0
     if kl.collect_max is not None or in_reward or run.options.minibatches > 1:
         batch = score_policy(batch, run)
     return replace(batch, kl=sampled_kl(batch, run)) if in_reward else batch
@@ -139,17 +148,17 @@ def score(batch: StepBatch, run: Run, state: State) -> StepBatch:
 
 def sampled_kl(batch: StepBatch, run: Run) -> Tensor:
     """The KL `[B, T]` of the first door under the rollout weights: the vocabulary's sum, or the estimate."""
-    rows, spec = batch.rows, run.kl.spec
-    if spec.estimator.startswith("exact"):
-        return stitch((summed_kl(spec, scores) for scores in batch.scores), batch.width)
+    rows, kl = batch.rows, run.kl
+    if kl.estimator.startswith("exact"):
+        return stitch((summed_kl(kl, scores) for scores in batch.scores), batch.width)
     assert rows.old_logp is not None
     assert rows.ref_logp is not None
-    return estimate(spec.estimator, rows.old_logp, rows.ref_logp, rows.action_mask, clamp=spec.log_ratio_clamp)
+    return estimate(kl.estimator, rows.old_logp, rows.ref_logp, rows.action_mask, clamp=kl.log_ratio_clamp)
 
 
 def reject(batch: StepBatch, run: Run) -> StepBatch:
     """Completions that leave the policy term and stay under the KL penalty, wherever that enters: too far from the
-    reference, or cut off. With `resample_tries` the groups without signal leave it too.
+    reference, or cut off. With `loss.dynamic_sampling` the groups without signal leave it too.
     """
     rows = batch.rows
     assert rows.group is not None
@@ -159,9 +168,9 @@ def reject(batch: StepBatch, run: Run) -> StepBatch:
         k1 = torch.where(rows.action_mask, rows.old_logp - rows.ref_logp, 0.0).sum(-1)
         rejected = k1 / rows.action_mask.sum(-1).clamp_min(1) > run.kl.collect_max
         keep &= ~rejected
-    if run.options.mask_truncated:
+    if run.loss.mask_truncated_completions:
         keep &= torch.tensor([c.stop_reason != "length" for c in batch.completions], device=keep.device)
-    if run.options.resample_tries and rows.rewards is not None:
+    if run.loss.dynamic_sampling and rows.rewards is not None:
         keep &= ~zero_variance(rows.rewards, rows.group)
     mask = None if bool(keep.all()) else with_policy_mask(rows.action_mask, keep)
     return replace(batch.with_rows(policy_mask=mask), rejected=rejected)
@@ -169,11 +178,9 @@ def reject(batch: StepBatch, run: Run) -> StepBatch:
 
 def penalize_rewards(batch: StepBatch, run: Run, beta: float) -> StepBatch:
     """Door 1: what the KL takes from each reward."""
-    if run.kl.spec.placement != "reward" or beta == 0.0 or batch.kl is None:
+    if run.kl.placement != "reward" or beta == 0.0 or batch.kl is None:
         return batch
-    assert batch.rows.rewards is not None
-    nothing = torch.zeros_like(batch.rows.rewards)
-    return replace(batch, penalty=shape_rewards(nothing, batch.kl, batch.rows.action_mask, beta))
+    return replace(batch, penalty=reward_penalty(batch.kl, batch.rows.action_mask, beta))
 
 
 def with_advantages(batch: StepBatch, run: Run, step: int) -> StepBatch:
@@ -181,19 +188,17 @@ def with_advantages(batch: StepBatch, run: Run, step: int) -> StepBatch:
 
     The reward's warm-up scales the rewards' part after any such division, never the penalty's.
     """
-    options, rows = run.options, batch.rows
+    rows, baseline, warmup = batch.rows, run.loss.baseline, run.options.reward_warmup_steps
     assert rows.rewards is not None
     assert rows.group is not None
     penalized = rows.rewards if batch.penalty is None else rows.rewards + batch.penalty
-    scale = deviation(penalized, rows.group, baseline=options.baseline, scale=options.scale_rewards)
-    advantage = centred(rows.rewards, rows.group, options.baseline) / scale
-    if options.reward_warmup_steps:
-        advantage = advantage * min(1.0, (step + 1) / options.reward_warmup_steps)
+    scale = deviation(penalized, rows.group, baseline=baseline, scale=scale_rewards(run.loss))
+    advantage = centred(rows.rewards, rows.group, baseline) / scale
+    if warmup:
+        advantage = advantage * min(1.0, (step + 1) / warmup)
     if batch.penalty is None:
         return batch.with_rows(advantages=advantage)
-    return batch.with_rows(
-        advantages=advantage, kl_advantages=centred(batch.penalty, rows.group, options.baseline) / scale
-    )
+    return batch.with_rows(advantages=advantage, kl_advantages=centred(batch.penalty, rows.group, baseline) / scale)
 
 
 def per_update(info: Metrics) -> dict[str, Metric]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import operator
 import warnings
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from keel.base.errors import KeelError, unknown
 from keel.base.imports import import_object
+from keel.kl.own import arity, call_checked
 from keel.verify.oracle import Formula
 
 NAMES = ("logp", "ref", "old")
@@ -148,54 +148,16 @@ class UserCallable:
 
 
 def load_callable(name: str) -> UserCallable:
-    """A user's `module:function` of (logp, ref) or (logp, ref, old), wrapped so that what it returns is checked.
-
-    A third parameter is taken for `old` only if it has no default or says so by its name: `clamp=10.0` is not ours
-    to fill.
-    """
+    """A user's `module:function` of (logp, ref) or (logp, ref, old), wrapped so that what it returns is checked."""
     function = import_object(name, "callable")
-    arguments = _arguments(function)
+    arguments = arity(function)
     seen: list[torch.dtype] = []
 
     def formula(logp: Tensor, ref: Tensor, old: Tensor) -> Tensor:
-        try:
-            result = function(*(logp, ref, old)[:arguments])
-        except (Exception, SystemExit) as error:
-            raise KeelError(
-                f"{name} raised {_one_line(error)}: it is called with (logp, ref[, old]), each [B, T]"
-            ) from None
-        if not isinstance(result, Tensor):
-            raise KeelError(f"{name} returned {type(result).__name__}: return a tensor of shape {tuple(logp.shape)}")
-        if result.shape != logp.shape:
-            raise KeelError(
-                f"{name} returned shape {tuple(result.shape)} for inputs of {tuple(logp.shape)}: "
-                "return one value a token, before any mean or mask"
-            )
-        if not result.is_floating_point() or result.layout != torch.strided or result.device != logp.device:
-            raise KeelError(
-                f"{name} returned a {result.layout} tensor of {result.dtype} on {result.device}: "
-                "return an ordinary floating-point tensor on the device of its inputs"
-            )
+        result = call_checked(name, function, *(logp, ref, old)[:arguments])
         seen.append(result.dtype)
         return result.to(logp.dtype)
 
     example = torch.full((1, 1), -1.0, dtype=torch.float64)
     formula(example, example, example)
     return UserCallable(formula, seen[0])
-
-
-def _arguments(function: Callable[..., object]) -> int:
-    """2 for (logp, ref), 3 where a third positional parameter is `old`."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except ValueError:  # built without a signature: assume the full one
-        return 3
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(positional) < 3:
-        return 3 if any(p.kind is p.VAR_POSITIONAL for p in parameters) else 2
-    third = positional[2]
-    return 3 if third.default is third.empty or third.name.startswith("old") else 2
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]

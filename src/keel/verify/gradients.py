@@ -227,11 +227,11 @@ def _sequence_term(fact: Fact) -> SequenceLoss:
 
     def scored(logp: Tensor, ref: Tensor, old: Tensor | None, exact: Tensor) -> Tensor:
         penalty = exact if fact.estimator == "exact" else kl.estimate(fact.estimator, logp, ref, clamp=None)
-        nothing, mask = torch.zeros_like(logp[:, 0]), torch.ones_like(logp, dtype=torch.bool)
+        mask = torch.ones_like(logp, dtype=torch.bool)
         if fact.placement == "reward":
-            advantage = kl.shape_rewards(nothing, penalty, mask, 1.0).unsqueeze(-1)
+            advantage = kl.reward_penalty(penalty, mask, 1.0).unsqueeze(-1)
         else:
-            advantage = kl.shape_advantages(nothing, penalty, mask, 1.0, level="sequence")
+            advantage = kl.advantage_penalty(penalty, mask, 1.0, level="sequence")
         rho = torch.ones_like(logp) if old is None else (logp - old).exp()
         return (rho.detach() * -advantage * logp).sum(-1)
 

@@ -13,22 +13,20 @@ import torch
 from torch import Tensor
 
 from keel.base.types import Batch, Scores
-from keel.kl import estimate, exact_kl, shape_rewards
+from keel.kl import KLOptions, estimate, exact_kl, reward_penalty
 from keel.kl.exact import DIRECTIONS
 from keel.kl.facts import LENGTH_WEIGHTED, MEANINGS, POLICY_REF, Pairing, divergence_of
 from keel.losses import (
     LOSSES,
     Counts,
     Denominators,
-    KLSpec,
-    LossSpec,
+    LossOptions,
     objective,
     with_policy_mask,
 )
 from keel.verify.check import EXACT, Check
 from keel.verify.oracle import OFF, ON, SequenceWorld, relative_error, sequence_world
 
-BUILT_IN = tuple(LOSSES)
 ONE = Denominators(1.0, 1.0, 1.0, 1, 1)  # every reduction then weighs a token by 1, or by 1/length
 # estimator, placement, gradient, level, kl.reduction
 PENALTIES = (
@@ -88,13 +86,13 @@ def target(all_: Completions, level: str, divergence: str = POLICY_REF) -> Tenso
     return torch.autograd.grad(value, all_.theta, retain_graph=True)[0]
 
 
-def penalty_gradient(all_: Completions, loss: LossSpec, kl: KLSpec, pairing: Pairing) -> Tensor:
+def penalty_gradient(all_: Completions, loss: LossOptions, kl: KLOptions, pairing: Pairing) -> Tensor:
     """The expected gradient of the penalty at β = 1 under a loss whose policy term leaves half of them out."""
     nothing = torch.zeros(len(all_.mask), dtype=all_.logp.dtype)
     shaped = None
     if kl.placement == "reward":  # of the policy that sampled: a reward is given once
         old = all_.logp.detach() if all_.old is None else all_.old
-        shaped = shape_rewards(nothing, estimate(kl.estimator, old, all_.ref, all_.mask, clamp=None), all_.mask, 1.0)
+        shaped = reward_penalty(estimate(kl.estimator, old, all_.ref, all_.mask, clamp=None), all_.mask, 1.0)
     leaf = all_.logp.detach().requires_grad_()
     batch = Batch(
         action_mask=all_.mask,
@@ -121,9 +119,10 @@ def penalty_check(name: str, penalty: tuple[str, str, str, str, str], sampling: 
     completions are as long; for its drift, where the sampler has caught up; and near close to the reference too.
     """
     estimator, placement, gradient, level, reduction = penalty
-    loss = LossSpec(name)
-    kl = KLSpec(estimator, gradient, placement, level, reduction, log_ratio_clamp=None)
-    pairing = kl.pairing(loss, off_policy=sampling == OFF)
+    loss = LossOptions(loss_type=name)
+    options = {"estimator": estimator, "gradient": gradient, "placement": placement, "level": level}
+    kl = KLOptions.model_validate({**options, "beta": 1.0, "reduction": reduction, "log_ratio_clamp": None})
+    pairing = kl.pairing(LOSSES[name].reduction, off_policy=sampling == OFF)
     verdict = pairing.expected_gradient
     by_length, drifts = LENGTH_WEIGHTED in verdict, verdict.startswith("near ")
 
@@ -156,13 +155,14 @@ def near_reference(world: SequenceWorld, share: float = 0.03) -> SequenceWorld:
 
 def _no_longer_zero(world: SequenceWorld) -> Check:
     """k1 in the loss has an expected gradient of zero; weighed by 1/length it has one, and no KL's."""
-    kl = KLSpec("k1", gradient="plain", reduction="loss", log_ratio_clamp=None, allow_biased=True)
-    pairing = kl.pairing(LossSpec("grpo"))
+    kl = KLOptions(estimator="k1", gradient="plain", reduction="loss", log_ratio_clamp=None, allow_biased=True)
+    by_length, alike = (kl.pairing(LOSSES[name].reduction) for name in ("grpo", "dapo"))
     all_ = completions(world, ON)
-    size = (penalty_gradient(all_, LossSpec("grpo"), kl, pairing).norm() / target(all_, "token").norm()).item()
-    even = penalty_gradient(all_, LossSpec("dapo"), kl, kl.pairing(LossSpec("dapo"))).norm().item()
+    grpo, dapo = LossOptions(loss_type="grpo"), LossOptions(loss_type="dapo")
+    size = (penalty_gradient(all_, grpo, kl, by_length).norm() / target(all_, "token").norm()).item()
+    even = penalty_gradient(all_, dapo, kl, alike).norm().item()
     fact = "grpo: k1 in the loss, plain gradient, reduction loss: zero under token_mean, no longer under 1/length"
-    ok = size > 1e-3 and even < EXACT and pairing.expected_gradient == "wrong"
+    ok = size > 1e-3 and even < EXACT and by_length.expected_gradient == "wrong"
     return Check("losses", fact, f"size {size:.3f}", MEANINGS["wrong"], ok)
 
 
@@ -171,7 +171,7 @@ def losses() -> list[Check]:
     world = sequence_world()
     rows = [
         penalty_check(name, penalty, sampling, world)
-        for name in BUILT_IN
+        for name in LOSSES
         for penalty in PENALTIES
         for sampling in (ON, OFF)
     ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keel.kl import exact_kl, shape_advantages, shape_rewards
+from keel.kl import advantage_penalty, exact_kl, reward_penalty
 
 # A KL formula as the audit sees it: (logp, ref, old) -> values of the same shape.
 Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -88,12 +88,12 @@ def kl_values(bandit: Bandit) -> dict[str, float]:
     }
 
 
-def moments(formula: Formula, bandit: Bandit, sampling: str = ON) -> tuple[float, float, float]:
-    """Mean, standard deviation and smallest value of a formula on samples from the policy, or from `old`."""
-    old = bandit.old_logp(sampling)
+def moments(formula: Formula, bandit: Bandit) -> tuple[float, float, float]:
+    """Mean, standard deviation and smallest value of a formula on samples from the policy."""
+    logp = bandit.old_logp(ON)
     with torch.no_grad():
-        values = formula(bandit.old_logp(ON), bandit.ref_logp, old)
-    weights = old.exp()
+        values = formula(logp, bandit.ref_logp, logp)
+    weights = logp.exp()
     mean = (weights * values).sum()
     spread = (weights * (values - mean).square()).sum().sqrt()
     return mean.item(), spread.item(), values.min().item()
@@ -119,9 +119,9 @@ def gradient_in_reward(
     penalty = formula(logp, bandit.ref_logp, old)
     mask = torch.ones_like(penalty, dtype=torch.bool)
     if door == "reward":
-        advantage = shape_rewards(torch.zeros_like(penalty[:, 0]), penalty, mask, 1.0).unsqueeze(-1)
+        advantage = reward_penalty(penalty, mask, 1.0).unsqueeze(-1)
     else:
-        advantage = shape_advantages(torch.zeros_like(penalty[:, 0]), penalty, mask, 1.0)
+        advantage = advantage_penalty(penalty, mask, 1.0)
     return _gradient((old.exp() * rho * -advantage * logp).sum(), theta)
 
 

@@ -2,53 +2,33 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from torch import Tensor
 
-from keel.base.errors import KeelError
-from keel.kl.estimators import ESTIMATORS, OWN
-from keel.kl.facts import MEANINGS, OWN_FACTS, POLICY_REF, REF_POLICY, Fact
+from keel.base.imports import import_object, is_users_own
+from keel.kl.facts import MEANINGS, POLICY_REF, REF_POLICY, Fact
+from keel.kl.own import call_checked, takes_ratio
 from keel.verify.audit import audit
 from keel.verify.formula import load_callable
-from keel.verify.oracle import Formula
 
 
-def register_estimator(name: str, function: Any) -> tuple[Fact, ...]:
-    """Put `module:attr` beside Keel's estimators with the rows that the audit proves; returns them.
+@cache  # an audit enumerates: once a name is enough
+def estimator_facts(name: str) -> tuple[Fact, ...]:
+    """The rows that an audit proves of a user's own estimator `module:attr`; none for Keel's, which have theirs.
 
     The function takes d = log p − log π, or (logp, ref_logp), or (logp, ref_logp, old_logp), each `[B, T]`, and
     returns one value a token. What it does in the loss, the reward and the advantage is found by exact enumeration.
     """
-    if not callable(function):
-        raise KeelError(f"kl.estimator={name} is a {type(function).__name__}: give a function of log-probabilities")
-    formula: Formula
-    if _takes_ratio(function):
-        ESTIMATORS[name] = function
+    if not is_users_own(name):
+        return ()
+    function = import_object(name, "kl.estimator")
 
-        def formula(logp: Tensor, ref: Tensor, old: Tensor) -> Tensor:
-            value: Tensor = function(ref - logp)
-            return value
+    def of_ratio(logp: Tensor, ref: Tensor, old: Tensor) -> Tensor:
+        return call_checked(name, function, ref - logp)
 
-        report = audit(formula, name)
-    else:
-        own = load_callable(name)
-        OWN[name] = own.formula
-        report = audit(own, name)
-    OWN_FACTS[name] = _rows(name, report)
-    return OWN_FACTS[name]
-
-
-def _takes_ratio(function: Callable[..., Any]) -> bool:
-    """Whether it takes one tensor, the log-ratio."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some built-in callables have none
-        return False
-    placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
-    return len(placed) == 1
+    return _rows(name, audit(of_ratio if takes_ratio(function) else load_callable(name), name))
 
 
 def _rows(name: str, report: dict[str, Any]) -> tuple[Fact, ...]:
@@ -74,4 +54,4 @@ def _verdict(answer: dict[str, Any]) -> str:
     return gradient if gradient in (POLICY_REF, REF_POLICY, "zero") else "wrong"
 
 
-__all__ = ["register_estimator"]
+__all__ = ["estimator_facts"]

@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import peft
 import pytest
@@ -14,9 +14,10 @@ import torch
 
 import keel
 from keel.base.errors import KeelError
+from keel.base.types import Completion
 from keel.lab.compare import Side, default_reference, load_pair, measure_drift, read_prompts, resolve
 from keel.models.load import LoadedModel, load_model
-from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.rollout import Engine, NativeEngine, Request, SamplingParams
 from trainer.small import small_config
 
 MODEL = "trainer.small:small_model"
@@ -87,6 +88,40 @@ def test_two_models_agree_with_full_logits(temperature: float) -> None:
         back = clustered([[c[4] for c in g] for g in groups])
         assert (direction.other_way.mean, direction.other_way.se) == pytest.approx(back, abs=1e-5)
         assert direction.per_token["exact"].mean > 0.05, "the two models must differ for this to prove anything"
+
+
+class Fixed(Engine):
+    """Answers every prompt by the same tokens, whatever the model."""
+
+    models: ClassVar[list[Any]] = []
+    tokens = (5, 6, 7, 8)
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.models.append(model)
+
+    def generate(self, requests: Any, sampling: Any, **noise: int) -> list[list[Completion]]:
+        logp = (0.0,) * len(self.tokens)
+        one = Completion(self.tokens, (True,) * len(self.tokens), logp, logp, "", "eos")
+        return [[one for _ in request.drawn(sampling)] for request in requests]
+
+
+def test_any_engine_may_sample() -> None:
+    """The KL is then of the states that it reached, exactly, and of nothing that it says of itself."""
+    policy, reference = small(0), small(1)
+    Fixed.models.clear()
+    drift = measure_drift(policy, reference, PROMPTS, engine=f"{Fixed.__module__}:Fixed", **QUICK)
+    assert Fixed.models == [policy.model, reference.model]
+    expected = []
+    for prompt in PROMPTS:
+        ids = [*policy.tokenizer(prompt)["input_ids"], *Fixed.tokens]
+        with torch.no_grad():
+            pi, p = (
+                torch.log_softmax(side.model(torch.tensor([ids])).logits[0, -5:-1].double(), -1)
+                for side in (policy, reference)
+            )
+        expected.append((pi.exp() * (pi - p)).sum(-1))
+    assert drift.policy_ref.sampled_tokens == 3 * 3 * 4
+    assert drift.policy_ref.per_token["exact"].mean == pytest.approx(torch.cat(expected).mean().item(), abs=1e-5)
 
 
 def test_positions_tokens_and_the_largest_agree_with_full_logits() -> None:

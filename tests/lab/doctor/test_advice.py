@@ -14,8 +14,7 @@ from keel.base.thresholds import load_thresholds
 from keel.config import Config, load_config
 from keel.config.aliases_trl import TRL
 from keel.config.checks import advice as surprises
-from keel.config.resolve import controller_params
-from keel.kl import build_controller
+from keel.kl import build_controller, controller_of
 from keel.lab.doctor.advice import either, option_of, setting, steered, times
 from keel.lab.doctor.bench import build_bench
 from keel.lab.doctor.checks import check_history
@@ -150,7 +149,7 @@ def test_a_controller_that_is_proposed_acts_within_the_steps_that_remain(name: s
         if not any(word.startswith("kl.controller") for word in proposal):
             continue
         followed = follow(config, proposal)
-        controller = build_controller(**controller_params(followed))
+        controller = controller_of(followed.kl, followed.episodes_per_step)
         assert controller.unit == "per_token"
         target = followed.kl.controller.params["target"]
         assert target <= 0.1  # half of the 0.2 that were exceeded

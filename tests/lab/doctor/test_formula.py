@@ -10,7 +10,6 @@ import pytest
 
 from keel.base.thresholds import load_thresholds
 from keel.config import Config, load_config
-from keel.config.resolve import kl_spec
 from keel.kl.facts import FACTS, NEAR, POLICY_REF, Fact, check_pairing
 from keel.kl.nearest import nearest_right
 from keel.lab.doctor.bench import Bench, build_bench
@@ -21,7 +20,6 @@ from keel.lab.doctor.hypotheses import preflight_figures, weigh
 from keel.lab.doctor.preflight import preflight
 from keel.lab.doctor.probes.kl_term import probe_kl_term
 from keel.lab.doctor.probes.outcome import Outcome
-from keel.trainer.state import KLOptions
 from lab.doctor.histories import configured, healthy
 from lab.doctor.schooled import schooled_config
 
@@ -56,10 +54,9 @@ def _bench() -> Bench:
 
 def on_the_bench(config: Config) -> Bench:
     """The schooled bench under another KL term: model, batch and reference are the same for all of them."""
-    spec = kl_spec(config)
-    kl = KLOptions(spec, spec.pairing(off_policy=config.off_policy), exact=config.kl.needs_exact)
     bench = _bench()
-    return replace(bench, config=config, built=replace(bench.built, run=replace(bench.run, kl=kl)))
+    run = replace(bench.run, kl=config.kl, pairing=config.kl.pairing(off_policy=config.off_policy))
+    return replace(bench, config=config, built=replace(bench.built, run=run))
 
 
 def before(config: Config) -> Hypothesis:
@@ -132,8 +129,8 @@ def test_code_that_does_not_do_what_the_formula_says_is_found() -> None:
     """Both directions are allowed, but not one in the place of the other."""
     plain = check_pairing("k3", gradient="plain")
     bench = on_the_bench(schooled_config())
-    broken = replace(bench.run.kl, pairing=replace(bench.run.kl.pairing, form=plain.form))
-    bench = replace(bench, built=replace(bench.built, run=replace(bench.run, kl=broken)))
+    broken = replace(bench.run, pairing=replace(bench.run.pairing, form=plain.form))
+    bench = replace(bench, built=replace(bench.built, run=broken))
     (finding,) = probe_kl_term(bench, LIMITS).findings
     assert finding.code == "kl/reversed"
     assert "where the configured formula has ∇KL(policy‖ref)" in finding.cause

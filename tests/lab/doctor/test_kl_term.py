@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from keel.base.thresholds import load_thresholds
-from keel.kl.facts import FACTS, POLICY_REF, Fact, check_pairing
+from keel.kl import KLOptions, Pairing
+from keel.kl.facts import FACTS, POLICY_REF, Fact
 from keel.lab.doctor.bench import build_bench
 from keel.lab.doctor.expected import REVERSED, TARGET_KL, cosine, measure_term, sampled_values, term_gradient
 from keel.lab.doctor.probes.kl_term import probe_kl_term
 from keel.lab.doctor.probes.share import Norms
-from keel.losses import KLSpec
-from keel.trainer.state import KLOptions
 from lab.doctor.schooled import schooled_config
 
 
@@ -24,13 +23,11 @@ def states(seed: int = 0, count: int = 6, vocabulary: int = 9) -> tuple[torch.Te
     return reference + 0.1 * torch.randn(count, vocabulary, generator=generator, dtype=torch.float64), reference
 
 
-def options(fact: Fact) -> KLOptions:
+def options(fact: Fact) -> tuple[KLOptions, Pairing]:
     gradient = fact.gradient if fact.placement == "loss" and fact.level == "token" else "plain"
-    spec = KLSpec(fact.estimator, gradient, fact.placement, fact.level, allow_biased=True)
-    pairing = check_pairing(
-        fact.estimator, fact.placement, gradient, level=fact.level, off_policy=False, allow_biased=True
-    )
-    return KLOptions(spec, pairing)
+    named = {"estimator": fact.estimator, "placement": fact.placement, "level": fact.level, "gradient": gradient}
+    kl = KLOptions.model_validate({**named, "allow_biased": True})
+    return kl, kl.pairing()
 
 
 # With exact KL in the first two doors the loop takes k3 of the sampled token: those rows speak of another term.
@@ -43,7 +40,7 @@ ON_POLICY = [
 
 @pytest.mark.parametrize("fact", ON_POLICY, ids=lambda f: f"{f.estimator}-{f.placement}-{f.gradient}-{f.level}")
 def test_every_proven_row_is_measured_as_what_it_claims(fact: Fact) -> None:
-    measured = measure_term(*states(), options(fact))
+    measured = measure_term(*states(), *options(fact))
     assert measured.kl == pytest.approx(TARGET_KL, rel=1e-3)
     if fact.expected_gradient == "wrong":
         assert measured.name not in (POLICY_REF, "zero")
@@ -60,24 +57,21 @@ def test_the_gradient_of_k2_is_pi_times_u_less_its_mean() -> None:
     u = logp - ref
     by_hand = logp.exp() * (u - (logp.exp() * u).sum(-1, keepdim=True)) / len(policy)
     fact = next(f for f in ON_POLICY if (f.estimator, f.gradient, f.level) == ("k2", "plain", "token"))
-    gradient, value = term_gradient(policy, ref, options(fact))
+    gradient, value = term_gradient(policy, ref, *options(fact))
     torch.testing.assert_close(gradient, by_hand)
     assert value == pytest.approx((logp.exp() * u.square() / 2).sum(-1).mean().item())
 
 
-def test_reversed_k3_follows_chi_square(monkeypatch: pytest.MonkeyPatch) -> None:
-    from keel.kl.estimators import ESTIMATORS
-
-    monkeypatch.setitem(ESTIMATORS, "own", lambda d: torch.expm1(-d) + d)
-    spec = KLSpec("own", "plain", allow_biased=True)
-    measured = measure_term(*states(1), KLOptions(spec, spec.pairing()))
+def test_reversed_k3_follows_chi_square() -> None:
+    kl = KLOptions(estimator="keel.lab.studies.reversed_k3:reversed_k3", gradient="plain", allow_biased=True)
+    measured = measure_term(*states(1), kl, kl.pairing())
     assert measured.name == REVERSED
     assert measured.value > measured.kl
 
 
 def test_an_older_sampler_makes_k1_push_away() -> None:
     fact = next(f for f in ON_POLICY if (f.estimator, f.gradient) == ("k1", "plain"))
-    measured = measure_term(*states(2), options(fact), off_policy=True)
+    measured = measure_term(*states(2), *options(fact), off_policy=True)
     assert measured.name == "zero"
     assert measured.off_policy_cosine is not None
     assert measured.off_policy_cosine < 0
@@ -85,7 +79,7 @@ def test_an_older_sampler_makes_k1_push_away() -> None:
 
 def test_sampled_means_lie_within_their_standard_errors() -> None:
     fact = next(f for f in ON_POLICY if (f.estimator, f.gradient) == ("k3", "plain"))
-    values = sampled_values(*states(4, count=64), options(fact), draws=256)
+    values = sampled_values(*states(4, count=64), options(fact)[0], draws=256)
     for name in ("k1", "k3"):
         assert abs(values[f"{name}_mean"] - values["exact"]) < 4 * values[f"{name}_se"]
 

@@ -46,7 +46,7 @@ def test_a_tiny_spread_is_an_error_only_where_it_is_divided_by(bench: Bench) -> 
     tight = rewarded(bench, 0.5, 0.5, 0.5, 0.51)
     assert [f.code for f in probe_advantage(tight, LIMITS).findings] == ["advantage/amplified"]
     plain = replace(tight, built=replace(tight.built, run=replace(tight.run)))
-    plain.run.options = replace(tight.run.options, scale_rewards="none")
+    plain.run.loss = tight.run.loss.model_copy(update={"scale_rewards": "none"})
     assert not probe_advantage(plain, LIMITS).findings
 
 

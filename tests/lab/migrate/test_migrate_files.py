@@ -315,16 +315,15 @@ def test_clipping_and_scaling_are_trls_own_in_silence(tmp_path, loss_type, given
     """Keel's dapo clips at 1.28 and its dr_grpo does not scale unless told; TRL's differ by their reduction alone."""
     from trl import GRPOConfig
 
-    from keel.config.resolve import loss_spec, scale_rewards
-    from keel.losses import resolve_limits
+    from keel.losses import resolve_limits, scale_rewards
 
     given = {"loss_type": loss_type, **given}
     theirs = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **given)
     config = load_config(dict(migrate(written(tmp_path, "a.json", given)).tree))
-    limits = resolve_limits(loss_spec(config))
+    limits = resolve_limits(config.loss)
     high = theirs.epsilon if theirs.epsilon_high is None else theirs.epsilon_high
-    assert (limits.low, limits.high, limits.delta) == (theirs.epsilon, high, theirs.delta)
-    assert scale_rewards(config) == theirs.scale_rewards
+    assert (limits.low, limits.high, config.loss.delta) == (theirs.epsilon, high, theirs.delta)
+    assert scale_rewards(config.loss) == theirs.scale_rewards
 
 
 def test_arguments_without_a_name_are_read(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +18,11 @@ from keel.config import load_config
 from keel.lab.plan.hardware import KNOWN, find_hardware
 from keel.lab.plan.live import CudaAutocast, LiveBytes, Operations
 from keel.lab.plan.plan import make_it_fit, plan
-from keel.rollout import Engine
-from keel.run.build import build_policy, build_run
+from keel.lab.plan.rehearse import decoding_traits, rollout_passes
+from keel.rollout import Engine, Request
+from keel.rollout.native.decode import SharedPrefixDecoder
+from keel.rollout.native.scheduler import Passes, Scheduler
+from keel.run.build import build_policy, build_run, build_sampling
 from keel.trainer.state import State
 from keel.trainer.step import train_step
 
@@ -206,6 +210,54 @@ def test_contexts_kept_between_turns_are_counted_up_to_their_limit():
     joining = plan(load_config({}, [*native[:-1], "rollout.max_turns=3"]), find_hardware("cpu")).parts["cache"]
     assert both < joining < both + cache, "rows that join are moved, their prompts are not"
     assert limited == cache + int(0.0001 * 2**30)
+
+
+def waves(max_batch: int | None) -> Any:
+    given = [given for given in job() if not given.startswith("rollout.engine=")]
+    return load_config({}, given if max_batch is None else [*given, f"rollout.max_batch={max_batch}"])
+
+
+@pytest.mark.parametrize("max_batch", [None, 4, 7, 8, 3])
+def test_the_planned_passes_are_those_that_a_step_makes(max_batch, monkeypatch):
+    """Groups of 4 are sampled whole: 7 places hold one, and 3 places cut each in two."""
+    prefills, steps = [], []
+    start, step = SharedPrefixDecoder.start, SharedPrefixDecoder.step
+
+    def starts(self, prompts, prompt_of, length):
+        prefills.append((len(prompts), len(prompt_of)))
+        return start(self, prompts, prompt_of, length)
+
+    def stepped(self, tokens):
+        steps.append(len(tokens))
+        return step(self, tokens)
+
+    config = waves(max_batch)
+    loaded = build_policy(config)
+    run = build_run(config, loaded).run
+    monkeypatch.setattr(SharedPrefixDecoder, "start", starts)
+    monkeypatch.setattr(SharedPrefixDecoder, "step", stepped)
+    requests = [Request(f"p{i}", (5, 6, i)) for i in range(config.rollout.prompts_per_step)]
+    run.engine.generate(requests, replace(build_sampling(config), ignore_eos=True))
+    planned = rollout_passes(config, decoding_traits(config, loaded, find_hardware("cpu")))
+    assert planned == Passes(tuple(prefills), tuple(steps))
+
+
+def test_a_plan_asks_the_engines_scheduler(monkeypatch):
+    """Whatever the scheduler decides otherwise, the plan foretells otherwise."""
+    hardware = find_hardware("cpu")
+    config = waves(8)
+    whole = plan(config, hardware)
+    monkeypatch.setattr("keel.rollout.native.scheduler.CPU_ROWS", 4)
+    assert plan(config, hardware).parts["cache"] < whole.parts["cache"], "rows that never join are never moved"
+    monkeypatch.undo()
+    monkeypatch.setattr("keel.rollout.native.scheduler.PREFILL_TOKENS", 1)
+    assert plan(config, hardware).phases["rollout"] < whole.phases["rollout"], "prompts read one by one"
+    monkeypatch.undo()
+    admit = Scheduler.admit
+    monkeypatch.setattr(Scheduler, "admit", lambda self, waiting: admit(self, list(waiting)[:1]))
+    alone = plan(config, hardware)
+    assert alone.parts["cache"] == whole.parts["cache"] / 2, "one group at a time in place of two"
+    assert alone.seconds["rollout"] > whole.seconds["rollout"]
 
 
 def test_what_does_not_fit_is_told_how_to(capsys):

@@ -14,10 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 import torch
 import yaml
+from huggingface_hub import RepoUrl
 
 from keel.api import train
 from keel.base.errors import KeelError
@@ -41,16 +42,18 @@ class FakeHub:
         self.repos: list[dict[str, Any]] = []
         self.error = error
 
-    def create_repo(self, **options: Any) -> str:
+    def create_repo(self, **options: Any) -> RepoUrl:
         if self.error is not None:
             raise self.error
         self.repos.append(options)
-        return f"https://hub.invalid/{options['repo_id']}"
+        owner = "" if "/" in options["repo_id"] else "me/"
+        return RepoUrl(f"https://hub.invalid/{owner}{options['repo_id']}", endpoint="https://hub.invalid")
 
     def repo_info(self, **options: Any) -> Any:
         return SimpleNamespace(private=not self.public)
 
-    def create_commit(self, *, operations: Any, **options: Any) -> None:
+    def create_commit(self, *, repo_id: str, operations: Any, **options: Any) -> None:
+        self.committed = repo_id
         for operation in operations:
             with operation.as_file() as file:
                 self.files[operation.path_in_repo] = file.read()
@@ -85,7 +88,7 @@ def test_a_checkpoint_goes_up_with_its_card_and_without_the_trainers_files(run: 
     hub = FakeHub()
     pushed = push(str(run), "me/letters", private=True, api=hub)
     assert pushed.url == "https://hub.invalid/me/letters"
-    assert hub.repos == [{"repo_id": "me/letters", "private": True, "exist_ok": True, "repo_type": "model"}]
+    assert hub.repos == [{"repo_id": "me/letters", "private": True, "exist_ok": True}]
     assert not any(name.startswith("trainer") for name in hub.files)
     step = run / "checkpoints" / "step-2"
     assert hub.files["model.safetensors"] == (step / "model.safetensors").read_bytes()
@@ -120,6 +123,13 @@ def test_a_private_push_onto_a_public_repository_is_refused(run: Path) -> None:
     assert hub.files
 
 
+def test_a_name_without_an_owner_is_the_users_own(run: Path) -> None:
+    hub = FakeHub()
+    push(str(run), "letters", api=hub)
+    assert hub.committed == "me/letters"
+    assert 'from_pretrained("me/letters")' in hub.files["README.md"].decode()
+
+
 def test_another_checkpoint_by_step(run: Path) -> None:
     hub = FakeHub()
     push(str(run), "me/letters", checkpoint="1", api=hub)
@@ -149,8 +159,8 @@ def test_an_adapter_goes_up_alone_or_merged_into_whole_weights(lora_run: Path, t
     assert not torch.allclose(ours, base, atol=1e-3)
 
 
-def response(status: int) -> httpx.Response:
-    return httpx.Response(status, request=httpx.Request("POST", "https://hub.invalid"))
+def response(status: int) -> httpx2.Response:
+    return httpx2.Response(status, request=httpx2.Request("POST", "https://hub.invalid"))
 
 
 def failures() -> list[tuple[Exception, str]]:
@@ -160,7 +170,7 @@ def failures() -> list[tuple[Exception, str]]:
         (HfHubHTTPError("no", response=response(401)), "hf auth login"),
         (HfHubHTTPError("no", response=response(403)), "write access"),
         (HfHubHTTPError("too large", response=response(413)), "answered 413: too large"),
-        (httpx.ConnectError("refused"), "cannot be reached (refused)"),
+        (httpx2.ConnectError("refused"), "cannot be reached (refused)"),
         (OfflineModeIsEnabled("off"), "HF_HUB_OFFLINE is set"),
     ]
 
@@ -176,6 +186,7 @@ def test_what_a_hub_refuses_is_one_line(run: Path, number: int) -> None:
 def test_what_cannot_be_pushed(run: Path, tmp_path: Path) -> None:
     cases = [
         (str(run), "me/a/b", {}, "owner/name"),
+        (str(run), "me/a--b", {}, "owner/name.*Cannot have --"),
         (str(run), "me/a", {"merged": True}, "whole weights"),
         (str(run), "me/a", {"checkpoint": "9"}, "no checkpoint of step 9"),
         (str(tmp_path), "me/a", {}, "holds no model"),

@@ -13,13 +13,14 @@ from torch import Tensor
 from keel.base.errors import KeelError
 from keel.base.types import Group, Problem
 from keel.kl import log_ratio, token_statistics
-from keel.kl.estimators import BUILT_IN
+from keel.kl.estimators import ESTIMATORS
 from keel.kl.ratios import select
 from keel.lab.compare.score import Scored, check_comparable, render, sample, score
 from keel.lab.compare.sides import Side, load_pair
 from keel.lab.compare.sources import resolve
 from keel.models.load import LoadedModel
 from keel.rollout import SamplingParams
+from keel.rollout.registry import find_engine
 
 EXACT = "exact"
 
@@ -142,6 +143,7 @@ def measure_drift(
     reverse_samples: bool = True,
     microbatch_tokens: int = 8192,
     max_batch: int = 64,
+    engine: str = "native",
 ) -> Drift:
     """KL between two models on `prompts`, by every estimator, exactly, and in both directions.
 
@@ -150,12 +152,14 @@ def measure_drift(
     messages, or problems. The policy answers each `samples` times at `temperature`; both models then score every
     sampled token, the whole vocabulary a chunk at a time. With `reverse_samples` the reference answers too, which
     is what KL(reference‖policy) of sequences needs. `microbatch_tokens` and `max_batch` (completions sampled at a
-    time) bound the memory. Equal arguments give equal results; a model against itself gives exactly 0.
+    time) bound the memory. `engine` samples: native, or a `module:attr` as `rollout.engine` takes it.
+    Equal arguments give equal results; a model against itself gives exactly 0.
 
     >>> drift = measure_drift("runs/default", "runs/default@start", ["2+3=", "7+1="])
     >>> drift.policy_ref.per_token["exact"].mean, drift.policy_ref.per_sequence["exact"].se
     """
     problems = _problems(prompts)
+    find_engine(engine)
     if not 0 < temperature < float("inf"):
         raise KeelError(f"temperature is {temperature}: KL compares distributions, and at 0 there is none; use 1")
     sampling = SamplingParams(
@@ -166,7 +170,7 @@ def measure_drift(
     rendered = render(first, second, problems, max_tokens, chat_template=chat_template, system_prompt=system_prompt)
 
     def direction(sampler: Side, other: Side, attempt: int) -> Direction:
-        groups = sample(sampler, problems, rendered, sampling, seed=seed, attempt=attempt)
+        groups = sample(sampler, problems, rendered, sampling, engine=engine, seed=seed, attempt=attempt)
         scored = score(sampler, other, groups, temperature=temperature, microbatch_tokens=microbatch_tokens)
         return _direction(sampler, groups, scored)
 
@@ -210,7 +214,7 @@ def _direction(sampler: Side, groups: Sequence[Group], scored: Scored) -> Direct
     mask, prompts = scored.mask, len(groups)
     ratio = log_ratio(scored.logp, scored.other_logp, mask)
     d = ratio.d.double()
-    values = {name: select(of(d), mask) for name, of in BUILT_IN.items()} | {EXACT: scored.exact}
+    values = {name: select(of(d), mask) for name, of in ESTIMATORS.items()} | {EXACT: scored.exact}
     completions = [completion for group in groups for completion in group.completions]
     widths = range(mask.shape[1])
     return Direction(

@@ -14,7 +14,7 @@ from keel.lab.compare.sides import Side
 from keel.models.head import causal_lm, frozen_head
 from keel.models.logprobs import hidden_states, score_hidden
 from keel.models.pack import microbatches, pack
-from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.rollout import Request, SamplingParams, build_engine
 from keel.rollout.render import Renderer
 from keel.trainer.batch import stitch
 
@@ -77,13 +77,15 @@ def sample(
     prompts: Sequence[tuple[int, ...]],
     sampling: SamplingParams,
     *,
+    engine: str = "native",
     seed: int,
     attempt: int,
 ) -> list[Group]:
-    """The side's completions of every prompt; `attempt` keeps the noise of two sets apart."""
+    """The side's completions of every prompt, by the engine named; `attempt` keeps the noise of two sets apart."""
     requests = [Request(problem.key, tokens) for problem, tokens in zip(problems, prompts, strict=True)]
     with side.model() as model:
-        drawn = NativeEngine(model, side.loaded.tokenizer).generate(requests, sampling, seed=seed, attempt=attempt)
+        sampler = build_engine(engine, model, side.loaded.tokenizer)
+        drawn = sampler.generate(requests, sampling, seed=seed, attempt=attempt)
     return [Group(*parts) for parts in zip(problems, prompts, map(tuple, drawn), strict=True)]
 
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from keel.kl import estimate, exact_kl
+from keel.kl import KLOptions, Pairing, estimate, exact_kl
 from keel.kl.facts import MEANINGS, POLICY_REF, REF_POLICY
 from keel.kl.placement import kl_loss, kl_score_loss
-from keel.trainer.state import KLOptions
 
 TARGET_KL = 0.3  # nats per token: far enough apart that estimators which agree to first order part
 LAG = 0.8  # an older sampler has come this share of the way
@@ -45,7 +44,13 @@ class Measured:
 
 
 def measure_term(
-    policy: Tensor, reference: Tensor, kl: KLOptions, *, off_policy: bool = False, named: float = 0.05
+    policy: Tensor,
+    reference: Tensor,
+    kl: KLOptions,
+    pairing: Pairing,
+    *,
+    off_policy: bool = False,
+    named: float = 0.05,
 ) -> Measured:
     """The configured term at states with these logits `[N, V]`, moved apart until their KL is about `TARGET_KL`.
 
@@ -56,7 +61,7 @@ def measure_term(
     direction = policy.double() - reference
     factor = spread_factor(reference, direction)
     logits, ref_logp = reference + factor * direction, reference.log_softmax(-1)
-    gradient, value = term_gradient(logits, ref_logp, kl)
+    gradient, value = term_gradient(logits, ref_logp, kl, pairing)
     targets = target_gradients(logits, ref_logp)
     exact = targets[POLICY_REF]
     size = (gradient.norm() / exact.norm().clamp_min(1e-300)).item()
@@ -69,7 +74,7 @@ def measure_term(
     older = None
     if off_policy:
         lagging = (reference + LAG * factor * direction).log_softmax(-1)
-        older = cosine(term_gradient(logits, ref_logp, kl, lagging)[0], exact)
+        older = cosine(term_gradient(logits, ref_logp, kl, pairing, lagging)[0], exact)
     apart = exact_kl(logits.log_softmax(-1), ref_logp).mean().item()
     factor = factors[nearest] if name == nearest else 1.0
     cosines = {target: cosine(gradient, theirs) for target, theirs in targets.items()}
@@ -99,29 +104,28 @@ def cosine(first: Tensor, second: Tensor) -> float:
 
 
 def term_gradient(
-    logits: Tensor, ref_logp: Tensor, kl: KLOptions, sampler_logp: Tensor | None = None
+    logits: Tensor, ref_logp: Tensor, kl: KLOptions, pairing: Pairing, sampler_logp: Tensor | None = None
 ) -> tuple[Tensor, float]:
     """∂E[term]/∂logits `[N, V]` over samples from the policy (or from `sampler_logp`), and E[term]."""
     logits = logits.detach().requires_grad_()
     logp = logits.log_softmax(-1)
     old = logp.detach() if sampler_logp is None else sampler_logp
-    values = _enumerated(logp, ref_logp, old, kl)
+    values = _enumerated(logp, ref_logp, old, kl, pairing)
     mean = (old.exp() * values).sum(-1).mean()
     (gradient,) = torch.autograd.grad(mean, logits, allow_unused=True)
     return (torch.zeros_like(logits) if gradient is None else gradient), mean.item()
 
 
-def _enumerated(logp: Tensor, ref_logp: Tensor, old: Tensor, kl: KLOptions) -> Tensor:
+def _enumerated(logp: Tensor, ref_logp: Tensor, old: Tensor, kl: KLOptions, pairing: Pairing) -> Tensor:
     """The term of every token that could have been drawn, `[N, V]`, through the door that is configured."""
-    spec, pairing = kl.spec, kl.pairing
     mask = torch.ones_like(logp, dtype=torch.bool)
-    if spec.placement != "loss":
-        at = old if spec.placement == "reward" else logp.detach()  # a reward is given once, by the policy that sampled
-        if spec.estimator.startswith("exact"):
-            penalty = _summed(at, ref_logp, spec.estimator)
+    if kl.placement != "loss":
+        at = old if kl.placement == "reward" else logp.detach()  # a reward is given once, by the policy that sampled
+        if kl.estimator.startswith("exact"):
+            penalty = _summed(at, ref_logp, kl.estimator)
         else:
-            penalty = estimate(spec.estimator, at, ref_logp, mask, clamp=spec.log_ratio_clamp)
-        return -kl_score_loss(penalty, logp, mask, old_logp=old, ratio_cap=spec.ratio_cap)
+            penalty = estimate(kl.estimator, at, ref_logp, mask, clamp=kl.log_ratio_clamp)
+        return -kl_score_loss(penalty, logp, mask, old_logp=old, ratio_cap=kl.ratio_cap)
     whole = _summed(logp, ref_logp, pairing.estimator)
     one = (-1, 1) if pairing.level == "sequence" else logp.shape  # a state is then a sequence of one token
     values = kl_loss(
@@ -131,8 +135,8 @@ def _enumerated(logp: Tensor, ref_logp: Tensor, old: Tensor, kl: KLOptions) -> T
         mask.reshape(one),
         old_logp=old.reshape(one),
         exact_kl=whole.reshape(one),
-        clamp=spec.log_ratio_clamp,
-        ratio_cap=spec.ratio_cap,
+        clamp=kl.log_ratio_clamp,
+        ratio_cap=kl.ratio_cap,
     )
     return values.reshape(logp.shape)
 
@@ -153,9 +157,9 @@ def sampled_values(policy: Tensor, reference: Tensor, kl: KLOptions, draws: int 
     tokens = torch.multinomial(logp.exp().cpu().float(), draws, replacement=True, generator=generator).to(logp.device)
     exact = exact_kl(logp, ref_logp)
     found = {"exact": exact.mean().item()}
-    names = {"k1", "k2", "k3", *(() if kl.spec.estimator.startswith("exact") else (kl.spec.estimator,))}
+    names = {"k1", "k2", "k3", *(() if kl.estimator.startswith("exact") else (kl.estimator,))}
     for name in sorted(names):
-        values = estimate(name, logp.gather(-1, tokens), ref_logp.gather(-1, tokens), clamp=kl.spec.log_ratio_clamp)
+        values = estimate(name, logp.gather(-1, tokens), ref_logp.gather(-1, tokens), clamp=kl.log_ratio_clamp)
         error = values.mean(-1) - exact
         found[f"{name}_mean"] = values.mean().item()
         found[f"{name}_se"] = (error.std(correction=min(1, len(error) - 1)) / len(error) ** 0.5).item()

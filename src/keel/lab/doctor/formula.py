@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.kl.facts import MEANINGS, Pairing, check_pairing, find_fact, term_reduction
+from keel.kl.facts import MEANINGS, Pairing, check_pairing, term_reduction
 from keel.kl.nearest import RIGHT, nearest_right
 from keel.lab.doctor.findings import Advice, propose
 from keel.losses import LOSSES
+from keel.verify.own import estimator_facts
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,13 @@ def formula_of(config: Mapping[str, Any], source: str = "keel") -> Formula | Non
     loss = LOSSES.get(str(_inner(config, "loss", "loss_type", "grpo")))
     tied = "loss" if source == "TRL" else str(kl.get("reduction"))  # TRL averages its KL as it does its loss
     averaged = term_reduction(told["placement"], tied, loss.reduction if loss else "token_mean")
-    context = {"off_policy": several, "reduction": averaged}
     try:
+        context = {"off_policy": several, "reduction": averaged, "facts": estimator_facts(told["estimator"])}
         pairing = check_pairing(**told, **context, allow_biased=True)
     except KeelError:
-        return None  # an estimator of one's own that nobody has audited here
+        return None  # an estimator of one's own that is not here
     note, expected = pairing.note, pairing.expected_gradient
-    if not _proven(pairing, several):
+    if not pairing.proven:
         expected = _measured(told, pairing)
         note = f"{note.partition(': expected')[0]}: expected gradient is {MEANINGS[expected]}"
     right = expected in RIGHT
@@ -79,25 +80,17 @@ def _inner(tree: Mapping[str, Any], section: str, name: str, default: Any) -> An
     return (value.get(name) or default) if isinstance(value, Mapping) else default
 
 
-def _proven(pairing: Pairing, off_policy: bool) -> bool:
-    """Whether the table has a row for it; a pairing that was let through without one is called wrong, unproven."""
-    key = "score" if pairing.placement != "loss" else "sequence" if pairing.level == "sequence" else str(pairing.form)
-    sampling = "off" if off_policy else "on"
-    return find_fact(pairing.estimator, pairing.placement, sampling, key, pairing.level) is not None
-
-
 def _measured(told: Mapping[str, Any], pairing: Pairing) -> str:
     """Of a pairing without a row: summed over the vocabulary at made-up states, as the preflight does at real ones."""
     import torch
 
+    from keel.kl import KLOptions
     from keel.lab.doctor.expected import measure_term
-    from keel.losses import KLSpec
-    from keel.trainer.state import KLOptions
 
     generator = torch.Generator().manual_seed(0)
     reference = torch.randn(8, 11, generator=generator, dtype=torch.float64)
     moved = reference + torch.randn(8, 11, generator=generator, dtype=torch.float64)
-    found = measure_term(moved, reference, KLOptions(KLSpec(**told, allow_biased=True), pairing))
+    found = measure_term(moved, reference, KLOptions.model_validate({**told, "allow_biased": True}), pairing)
     return found.name if found.name in MEANINGS and found.factor > 0 else "wrong"
 
 

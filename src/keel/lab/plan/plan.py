@@ -11,12 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from keel.config import Config, load_config
 from keel.lab.plan.hardware import Hardware
-from keel.lab.plan.rehearse import Found, full_micros, rehearse, rollout_waves
+from keel.lab.plan.rehearse import Found, decoding_traits, full_micros, rehearse, rollout_passes
 from keel.lab.plan.shapes import longest_prompt, place, shaped_policy, shaped_reference, source_of
 from keel.models.head import causal_lm
 from keel.models.load import LoadedModel
-from keel.rollout.native.graph import has_fixed_rotations
-from keel.rollout.native.lean import is_llama_shaped
+from keel.rollout.native.scheduler import Traits
 
 GIB = 2**30
 _GRAPHED = 0.25  # of a layer's launch where decoding steps are CUDA graphs: 2.1 ms for 9.5 ms were measured on an H200
@@ -112,8 +111,8 @@ def _remedies(config: Config) -> Iterator[str]:
         yield "reference.offload=true"
     if not config.optim.offload:
         yield "optim.offload=true"
-    rows, waves = rollout_waves(config)
-    if waves == 1 and rows >= 4 * config.rollout.num_generations:
+    (_, rows), *later = rollout_passes(config, Traits()).prefills
+    if not later and rows >= 4 * config.rollout.num_generations:
         yield f"rollout.max_batch={rows // 4}"
     if config.model.lora is None:
         yield "model.lora={r: 16}"
@@ -128,27 +127,25 @@ def _seconds(config: Config, loaded: LoadedModel, hardware: Hardware, found: Fou
     flops, parts = found.flops, found.parts
     single, half = hardware.flops_single, hardware.flops_half
     speed = single if loaded.dtype == torch.float32 else half
-    passes = speed if config.optim.precision in ("auto", "float32") else half
-    rows, waves = rollout_waves(config)
+    scoring = speed if config.optim.precision in ("auto", "float32") else half
     model = causal_lm(loaded.model)
     layers = model.config.num_hidden_layers
-    computing = 2.0 * sum(p.numel() for p in model.parameters()) * rows / speed
-    reading = waves * (parts["weights"] + parts["cache"] / 2) / hardware.bytes_per_s
-    graphed = (
-        hardware.kind == "cuda" and config.rollout.cuda_graphs and is_llama_shaped(model) and has_fixed_rotations(model)
-    )
-    launching = waves * (layers + _SAMPLING_LAYERS) * hardware.layer_s * (_GRAPHED if graphed else 1.0)
+    traits = decoding_traits(config, loaded, hardware)
+    passes = rollout_passes(config, traits)
+    computing = 2.0 * sum(p.numel() for p in model.parameters()) / speed
+    reading = (parts["weights"] + parts["cache"] / 2) / hardware.bytes_per_s
+    launched = len(passes.steps) * layers + (len(passes.steps) + len(passes.prefills)) * _SAMPLING_LAYERS
+    launching = launched * hardware.layer_s * (_GRAPHED if traits.graphed else 1.0)
     micros = found.micros * config.optim.minibatches
     seconds = {
-        "rollout": config.rollout.max_completion_length * (max(computing, reading) + launching)
-        + flops["rollout"] / speed,
+        "rollout": sum(max(computing * rows, reading) for rows in passes.steps) + launching + flops["rollout"] / speed,
         "reference": 0.0,
-        "update": flops["update"] / passes
+        "update": flops["update"] / scoring
         + micros * config.loss.num_iterations * 3 * layers * hardware.layer_s
         + 4 * parts["optimizer"] / hardware.bytes_per_s,
     }
     if "reference" in flops:
-        seconds["reference"] = flops["reference"] / passes + micros * layers * hardware.layer_s
+        seconds["reference"] = flops["reference"] / scoring + micros * layers * hardware.layer_s
     return {**seconds, "step": sum(seconds.values())}
 
 

@@ -21,12 +21,11 @@ from keel.models.head import Head, body_of, causal_lm, evaluating
 from keel.models.load import LoadedModel
 from keel.models.logprobs import score_hidden, states_at_once
 from keel.models.pack import PackedBatch, microbatches, pack
-from keel.rollout.native.decode import may_join
+from keel.rollout.native.graph import has_fixed_rotations
+from keel.rollout.native.lean import is_llama_shaped
+from keel.rollout.native.scheduler import NOISE_AHEAD, Passes, Traits, prefill_chunks, simulate
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
 from keel.trainer.optim import Optimizer, amp_dtype
-
-_PREFILL_TOKENS = 16384  # as the engine reads prompts
-_NOISE_AHEAD = 16
 
 
 @dataclass(frozen=True)
@@ -104,6 +103,7 @@ class _Rehearsal:
         self.config, self.loaded, self.reference = config, loaded, reference
         self.micros, self.hardware = micros, hardware
         self.half = amp_dtype(config.optim, loaded.dtype)
+        self.traits = decoding_traits(config, loaded, hardware)
         self.live = LiveBytes()
         self.found = Found(micros=len(micros))
 
@@ -144,8 +144,11 @@ class _Rehearsal:
             optimizer.inner.step()
         optimizer.inner.zero_grad(set_to_none=True)
         kept.clear()
+        passes = rollout_passes(config, self.traits)
+        prompts, rows = (max(counts) for counts in zip(*passes.prefills, strict=True))
         with self._phase("rollout"), torch.no_grad():
-            cache = self._rollout(prompt)
+            cache = self._rollout(prompt, prompts, rows, len(passes.prefills))
+        found.flops["rollout"] *= sum(count for count, _ in passes.prefills) / prompts
         there = ("weights", "reference", "optimizer", "workspaces", "reference states", "gradients")
         parts["activations"] = found.phases["update"] - sum(parts[name] for name in there) + found.host
         parts["cache"] = cache
@@ -233,38 +236,35 @@ class _Rehearsal:
         loss = scores.logp.sum() + (scores.exact_kl.sum() if scores.exact_kl is not None else 0.0)
         loss.backward()
 
-    def _rollout(self, prompt: int) -> int:
+    def _rollout(self, prompt: int, prompts: int, rows: int, waves: int) -> int:
         """One wave: its prompts are read, each once, then the newest token of all rows; returns its cache's bytes."""
         from transformers.cache_utils import DynamicCache
 
         rollout, shape = self.config.rollout, causal_lm(self.loaded.model).config
-        rows = int(min(rollout.prompts_per_step * rollout.num_generations, rollout.max_batch or math.inf))
-        groups = math.ceil(rows / rollout.num_generations)
         heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
         size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
         length, layers = rollout.max_completion_length, shape.num_hidden_layers
-        model, whole = self.loaded.model, max(1, _PREFILL_TOKENS // prompt)
+        model = self.loaded.model
         with evaluating(model):
             caches: list[list[tuple[Tensor, Tensor]]] = []
-            for start in range(0, groups, whole):
+            for count in prefill_chunks(prompts, prompt):
                 read: Any = DynamicCache(config=shape)
-                ids = torch.ones(min(whole, groups - start), prompt, dtype=torch.long)
+                ids = torch.ones(count, prompt, dtype=torch.long)
                 body_of(model)(input_ids=ids, past_key_values=read, use_cache=True)
                 caches.append([(layer.keys, layer.values) for layer in read.layers])
                 del read
             prefix = caches[0] if len(caches) == 1 else [_joined(layer) for layer in zip(*caches, strict=True)]
             del caches
             own = torch.empty(layers, 2, rows, heads, length, size, dtype=self.loaded.dtype)
-            together = rows == rollout.prompts_per_step * rollout.num_generations
-            joins = not together or (rollout.max_turns > 1 and rollout.join_turns)
-            joins = joins and may_join(self.hardware.kind, rows)
+            joins = waves > 1 or (rollout.max_turns > 1 and rollout.join_turns)
+            joins = joins and math.isfinite(self.traits.join_steps(rows))
             moved = torch.empty_like(own) if joins else own[:0]  # rows that join are put beside the others anew
             pairs = sum(x.untyped_storage().nbytes() for pair in prefix for x in pair)
             cache = pairs + own.untyped_storage().nbytes()
-            kept = torch.empty(self._kept(cache, rows), dtype=torch.uint8)
+            kept = torch.empty(self._kept(cache, waves), dtype=torch.uint8)
             noise = None
             if rollout.temperature:
-                keys = torch.ones(_NOISE_AHEAD, rows, dtype=torch.long)
+                keys = torch.ones(NOISE_AHEAD, rows, dtype=torch.long)
                 noise = gumbel(keys, keys, sum(block_shape(shape.vocab_size)))[0]
             scores = torch.empty(rows, shape.num_attention_heads, prompt + length, dtype=self.loaded.dtype)
             weights = scores.softmax(-1, dtype=torch.float32).to(self.loaded.dtype)
@@ -273,12 +273,11 @@ class _Rehearsal:
             draw(logits, SamplingParams(temperature=rollout.temperature), noise)
         return cache + moved.nbytes + kept.nbytes
 
-    def _kept(self, cache: int, rows: int) -> int:
+    def _kept(self, cache: int, waves: int) -> int:
         """Bytes of keys and values that are kept between turns, of the rows of all waves at their longest."""
         rollout = self.config.rollout
         if rollout.max_turns == 1:
             return 0
-        waves = math.ceil(rollout.prompts_per_step * rollout.num_generations / rows)
         return min(int(rollout.kept_gib * 2**30), cache * waves)
 
 
@@ -291,10 +290,18 @@ def _head(model: nn.Module) -> Head:
     return Head(causal_lm(model).get_output_embeddings(), 1.0, None)
 
 
-def rollout_waves(config: Config) -> tuple[int, int]:
-    """Rows of a step, and waves that they are sampled in."""
-    rows = config.rollout.prompts_per_step * config.rollout.num_generations
-    return rows, math.ceil(rows / (config.rollout.max_batch or rows))
+def decoding_traits(config: Config, loaded: LoadedModel, hardware: Hardware) -> Traits:
+    """How the planned device decodes; with shared prompts, though only the weights tell whether that is exact."""
+    model = causal_lm(loaded.model)
+    graphs = hardware.kind == "cuda" and config.rollout.cuda_graphs
+    return Traits(hardware.kind, True, graphs and is_llama_shaped(model) and has_fixed_rotations(model))
 
 
-__all__ = ["Found", "Micro", "full_micros", "rehearse", "rollout_waves"]
+def rollout_passes(config: Config, traits: Traits) -> Passes:
+    """The passes of a step's rollout at full length, by the engine's own scheduler."""
+    rollout = config.rollout
+    requests = [(rollout.num_generations, rollout.max_completion_length)] * rollout.prompts_per_step
+    return simulate(requests, rollout.max_batch, traits)
+
+
+__all__ = ["Found", "Micro", "decoding_traits", "full_micros", "rehearse", "rollout_passes"]

@@ -18,7 +18,6 @@ from keel.trainer.card import MODEL_CODE, is_hub_name
 from keel.trainer.checkpoint import save_weights
 from keel.trainer.integrity import MANIFEST, TRAINER, WARMSTART
 
-_REPO = re.compile(r"[\w.\-]+(/[\w.\-]+)?")
 CARD = "README.md"
 
 
@@ -102,7 +101,7 @@ def merge_adapter(subject: Subject, folder: Path, place: Path) -> None:
 @contextmanager
 def one_line(doing: str) -> Iterator[None]:
     """What a hub can answer, or fail to, as one line with its remedy."""
-    import httpx
+    import httpx2
     from huggingface_hub import errors
 
     try:
@@ -119,7 +118,7 @@ def one_line(doing: str) -> Iterator[None]:
         raise KeelError(f"cannot {doing}: it has no such revision: check --revision") from None
     except errors.HfHubHTTPError as error:
         raise KeelError(f"cannot {doing}: {_refusal(error)}") from None
-    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, httpx.TransportError, OSError) as error:
+    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, httpx2.TransportError, OSError) as error:
         offline = "HF_HUB_OFFLINE is set" if isinstance(error, errors.OfflineModeIsEnabled) else first_line(error)
         raise KeelError(
             f"cannot {doing}: the hub cannot be reached ({offline}): check the network, HF_ENDPOINT"
@@ -130,19 +129,19 @@ def _upload(folder: Path, repo: str, private: bool, api: Any, notes: tuple[str, 
     from huggingface_hub import CommitOperationAdd, HfApi
 
     hub = HfApi() if api is None else api
+    with one_line(f"push to {repo}"):
+        url = hub.create_repo(repo_id=repo, private=private or None, exist_ok=True)
+        repo = url.repo_id  # a name without an owner is the user's own
+        # one that is there already keeps its visibility, whatever was asked for
+        if private and not hub.repo_info(repo_id=repo).private:
+            raise KeelError(f"{repo} is there already and public: make it private on its page, or leave out --private")
     operations = []
     for path in model_files(folder):
         name = path.relative_to(folder).as_posix()
-        data: Any = public_card(path.read_text(encoding="utf-8"), repo).encode() if name == CARD else str(path)
+        data: Any = public_card(path.read_text(encoding="utf-8"), repo).encode() if name == CARD else path
         operations.append(CommitOperationAdd(path_in_repo=name, path_or_fileobj=data))
     with one_line(f"push to {repo}"):
-        url = hub.create_repo(repo_id=repo, private=private or None, exist_ok=True, repo_type="model")
-        # one that is there already keeps its visibility, whatever was asked for
-        if private and not hub.repo_info(repo_id=repo, repo_type="model").private:
-            raise KeelError(f"{repo} is there already and public: make it private on its page, or leave out --private")
-        hub.create_commit(
-            repo_id=repo, operations=operations, commit_message=f"{folder.name} by keel push", repo_type="model"
-        )
+        hub.create_commit(repo_id=repo, operations=operations, commit_message=f"{folder.name} by keel push")
     names = tuple(operation.path_in_repo for operation in operations)
     if CARD not in names:
         notes += ("the folder has no README.md, so the model has no card",)
@@ -159,8 +158,13 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def _check_repo(repo: str) -> None:
-    if not _REPO.fullmatch(repo):
-        raise KeelError(f"{repo!r} is no name on a hub: write owner/name")
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise KeelError(f"{repo!r} is no name on a hub: write owner/name ({first_line(error)})") from None
 
 
 def _adapter_notes(folder: Path) -> tuple[str, ...]:
@@ -180,8 +184,12 @@ def public_card(card: str, repo: str) -> str:
 
 def _card_of_whole(card: str) -> str:
     """An adapter's card, once its update is part of the weights."""
-    card = card.replace("library_name: peft", "library_name: transformers", 1)
-    return re.sub(r"```python\n.*?\n```", f"```python\n{MODEL_CODE}\n```", card, count=1, flags=re.DOTALL)
+    from huggingface_hub import ModelCard
+
+    whole = ModelCard(card, ignore_metadata_errors=True)
+    whole.data["library_name"] = "transformers"
+    whole.text = re.sub(r"```python\n.*?\n```", f"```python\n{MODEL_CODE}\n```", whole.text, count=1, flags=re.DOTALL)
+    return str(whole)
 
 
 def _status(error: Any) -> int | None:

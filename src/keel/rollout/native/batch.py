@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from keel.rollout.native.kept import KeptContexts, KeptPrompt, KeptRow
+from keel.rollout.native.scheduler import NOISE_AHEAD, Scheduler
 from keel.rollout.request import Request
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
 
-_NOISE_AHEAD = 16  # positions whose noise is made at once: it costs many small operations
-
 
 @dataclass(eq=False)
-class Row:
+class DecodeRow:
     """One completion being sampled, at most `limit` tokens long."""
 
     request: Request
@@ -33,71 +32,53 @@ class Row:
     prompt: KeptPrompt | None = None  # where its context begins, if it is to be kept itself
 
 
-class Batch:
-    """At most `size` rows at a time; `record` notes what each drew and sets the stop_reason of one that is done."""
+class DecodeBatch:
+    """The rows that a scheduler lets run; `record` notes what each drew and sets the stop_reason of those done."""
 
     def __init__(
         self,
         decoder: Callable[[], Any],
         kept: KeptContexts,
         sampling: SamplingParams,
-        size: int,
-        record: Callable[[list[Row], Tensor, Tensor, Tensor, SamplingParams], None],
+        scheduler: Scheduler,
+        record: Callable[[list[DecodeRow], Tensor, Tensor, Tensor, SamplingParams], None],
     ) -> None:
-        self.rows: list[Row] = []  # as the decoder has them; some may have ended
-        self.live = 0
-        self.size = size
-        self._idle = 0.0  # steps, each by the share of places that stood empty, since rows could last join
+        self.rows: list[DecodeRow] = []  # as the decoder has them; some may have ended
+        self.scheduler = scheduler
         self._new_decoder, self._kept, self._sampling, self._record = decoder, kept, sampling, record
         self._decoder: Any = None
         self._logits: Tensor
         self._noise: _Noise
 
     @property
-    def has_room(self) -> bool:
-        """Whether places have stood empty for long enough that filling them is worth it.
+    def live(self) -> int:
+        return self.scheduler.live
 
-        Rows that join cost time: what the others have read is moved. They join once the empty places have cost as much,
-        so that the two together are at most twice what the best moment would have cost.
-        """
-        return not self.live or self._idle >= self._decoder.join_cost(self.size)
-
-    def fill(self, waiting: list[Row]) -> list[Row]:
-        """Take the first rows that wait, as many as have a place; returns the others.
-
-        A request's rows come together, so that their context is read once, unless they are more than there are places.
-        """
-        room, count = self.size - self.live, 0
-        for _, members in groupby(waiting, key=lambda row: id(row.request)):
-            more = len(list(members))
-            if count + more > room:
-                break
-            count += more
-        if not count and not self.live:
-            count = room
-        if joining := waiting[:count]:
-            self._join(joining)
-        if joining or not waiting:
-            self._idle = 0.0
+    def fill(self, waiting: list[DecodeRow]) -> list[DecodeRow]:
+        """Take the first rows that wait, as many as the scheduler admits; returns the others."""
+        groups = groupby(waiting, key=lambda row: id(row.request))
+        count = self.scheduler.admit(len(list(members)) for _, members in groups)
+        if count:
+            self._join(waiting[:count])
         return waiting[count:]
 
-    def step(self) -> list[Row]:
+    def step(self) -> list[DecodeRow]:
         """Draw a token for each row; returns the rows that have ended with it."""
         before = [row for row in self.rows if not row.stop_reason]
         token, sample_logp, filtered_logp = draw(self._logits, self._sampling, self._noise.next())
         self._record(self.rows, token, sample_logp, filtered_logp, self._sampling)
         ended = [row for row in before if row.stop_reason]
-        self.live -= len(ended)
+        drops = self.scheduler.end(len(ended))
         if ended:
             self._keep_contexts(ended)
         if not self.live:
             self.rows, self._decoder = [], None
             return ended
-        if len(self.rows) - self.live > self._decoder.carries * len(self.rows):
+        if drops:
             order = torch.tensor(self._drop_ended(), device=token.device)
             token = token[order]
         self._logits = self._decoder.step(token)
-        self._idle += 1 - self.live / self.size
+        self.scheduler.step()
         return ended
 
     def _drop_ended(self) -> list[int]:
@@ -107,8 +88,8 @@ class Batch:
         self._noise.keep(order)
         return order
 
-    def _join(self, rows: Sequence[Row]) -> None:
-        if len(self.rows) > self.live:
+    def _join(self, rows: Sequence[DecodeRow]) -> None:
+        if any(row.stop_reason for row in self.rows):
             self._logits = self._logits[torch.tensor(self._drop_ended(), device=self._logits.device)]
         found = [(row, self._kept.find(row.key, row.request.tokens)) for row in rows]
         pasts = [past for _, past in found if past]
@@ -123,10 +104,9 @@ class Batch:
             else:
                 self._decoder.join(decoder, max(row.limit - len(row.tokens) for row in self.rows))
                 self._logits = torch.cat((self._logits, logits))
-        self.live = len(self.rows)
         self._noise = _Noise(self.rows, self._logits, self._sampling)
 
-    def _read(self, rows: list[Row], pasts: list[KeptRow], decoder: Any) -> Tensor:
+    def _read(self, rows: list[DecodeRow], pasts: list[KeptRow], decoder: Any) -> Tensor:
         """Read the contexts of rows, all of them with a past that was kept or none; the logits of the first tokens."""
         contexts = [row.request.tokens for row in rows]
         # rows that join others get their room there
@@ -146,7 +126,7 @@ class Batch:
                 row.prompt = prompts[index]
         return logits
 
-    def _keep_contexts(self, ended: list[Row]) -> None:
+    def _keep_contexts(self, ended: list[DecodeRow]) -> None:
         """Keep the contexts of rows that have just ended, all but the last token, which was never read."""
         now = set(map(id, ended))
         for index, row in enumerate(self.rows):
@@ -158,7 +138,7 @@ class Batch:
 class _Noise:
     """Noise for the rows of a batch, made for several positions at a time."""
 
-    def __init__(self, rows: list[Row], logits: Tensor, sampling: SamplingParams) -> None:
+    def __init__(self, rows: list[DecodeRow], logits: Tensor, sampling: SamplingParams) -> None:
         device = logits.device
         self.width = 0 if sampling.greedy else sum(block_shape(logits.shape[-1]))
         self.keys = torch.tensor([row.key for row in rows], device=device)
@@ -169,11 +149,11 @@ class _Noise:
     def next(self) -> Tensor | None:
         if not self.width:
             return None
-        offset = self.position % _NOISE_AHEAD
+        offset = self.position % NOISE_AHEAD
         if offset == 0 or self.ahead is None:
             first = self.position - offset
-            positions = self.starts + torch.arange(first, first + _NOISE_AHEAD, device=self.keys.device).unsqueeze(1)
-            self.ahead = gumbel(self.keys.expand(_NOISE_AHEAD, -1), positions, self.width)
+            positions = self.starts + torch.arange(first, first + NOISE_AHEAD, device=self.keys.device).unsqueeze(1)
+            self.ahead = gumbel(self.keys.expand(NOISE_AHEAD, -1), positions, self.width)
         self.position += 1
         return self.ahead[offset]
 

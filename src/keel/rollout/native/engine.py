@@ -14,9 +14,11 @@ from keel.base.types import Completion
 from keel.models.head import causal_lm, evaluating
 from keel.models.load import context_length, eos_ids
 from keel.rollout.engine import Answer, Engine
-from keel.rollout.native.batch import Batch, Row
-from keel.rollout.native.decode import Decoder, choose_decoder
+from keel.rollout.native.batch import DecodeBatch, DecodeRow
+from keel.rollout.native.choose import choose_decoder
+from keel.rollout.native.decode import Decoder
 from keel.rollout.native.kept import KeptContexts, weights_stamp
+from keel.rollout.native.scheduler import Scheduler
 from keel.rollout.native.weights import WeightCopy
 from keel.rollout.request import Request, Turn, check_noise
 from keel.rollout.sampling import SamplingParams, row_key
@@ -58,6 +60,7 @@ class NativeEngine(Engine):
         with evaluating(self.model):
             chosen = choose_decoder(self.model, graphs=graphs)
         self._decoder, self.fallback_reason, self._vouched = chosen.decoder, chosen.reason, chosen.vouched
+        self._traits = self._new_decoder().traits
         self.kept = KeptContexts(kept_bytes)
         if self.fallback_reason:
             warnings.warn(
@@ -115,7 +118,7 @@ class NativeEngine(Engine):
         noise = (seed, attempt, step)
         seen: set[tuple[str, int, int]] = set()
 
-        def go_on(rows: list[Row]) -> list[Row]:
+        def go_on(rows: list[DecodeRow]) -> list[DecodeRow]:
             turns = [Turn(row.request, row.sample, self._completion(row)) for row in rows]
             return self._rows(answer(turns), sampling, noise, seen)
 
@@ -127,7 +130,7 @@ class NativeEngine(Engine):
         sampling: SamplingParams,
         noise: tuple[int, int, int],
         seen: set[tuple[str, int, int]],
-    ) -> list[Row]:
+    ) -> list[DecodeRow]:
         """A row for each completion, once nothing is wrong with any request; `seen` is the noise drawn before."""
         asked = list(requests)
         for request in asked:
@@ -136,7 +139,7 @@ class NativeEngine(Engine):
         if not sampling.greedy:
             check_noise(asked, sampling, seen)
         return [
-            Row(request, sample, row_key(*noise, request.key, sample), request.limit(sampling))
+            DecodeRow(request, sample, row_key(*noise, request.key, sample), request.limit(sampling))
             for request in asked
             for sample in request.drawn(sampling)
         ]
@@ -153,14 +156,15 @@ class NativeEngine(Engine):
 
     def _run(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[DecodeRow],
         sampling: SamplingParams,
         noise: tuple[int, int, int],
-        go_on: Callable[[list[Row]], list[Row]] | None = None,
+        go_on: Callable[[list[DecodeRow]], list[DecodeRow]] | None = None,
     ) -> None:
         """Sample rows to their ends, and whatever `go_on` makes of those that have ended."""
         waiting = _by_length(rows)
-        batch = Batch(self._new_decoder, self.kept, sampling, sampling.max_batch or len(rows), self._record)
+        scheduler = Scheduler(len(rows), sampling.max_batch, self._traits)
+        batch = DecodeBatch(self._new_decoder, self.kept, sampling, scheduler, self._record)
         while waiting or batch.live:
             if self.kept.limit:
                 self.kept.enter(*noise, weights_stamp(self.model))
@@ -168,12 +172,14 @@ class NativeEngine(Engine):
             if go_on is not None and ended:  # a user's code: the model is as it was outside
                 waiting = [*_by_length(go_on(ended)), *waiting]
 
-    def _sample(self, batch: Batch, waiting: list[Row], *, pausing: bool) -> tuple[list[Row], list[Row]]:
+    def _sample(
+        self, batch: DecodeBatch, waiting: list[DecodeRow], *, pausing: bool
+    ) -> tuple[list[DecodeRow], list[DecodeRow]]:
         """Go on until nothing is left, or (`pausing`) those that ended may join again; who waits, and who ended."""
-        ended: list[Row] = []
+        ended: list[DecodeRow] = []
         with evaluating(self.model):
             while True:
-                if batch.has_room:
+                if batch.scheduler.has_room:
                     if pausing and ended:
                         return waiting, ended
                     waiting = batch.fill(waiting)
@@ -187,7 +193,9 @@ class NativeEngine(Engine):
     def _new_decoder(self) -> Decoder:
         return self._decoder(self.model)
 
-    def _record(self, rows: list[Row], token: Tensor, logp: Tensor, filtered: Tensor, sampling: SamplingParams) -> None:
+    def _record(
+        self, rows: list[DecodeRow], token: Tensor, logp: Tensor, filtered: Tensor, sampling: SamplingParams
+    ) -> None:
         """Write down what each row drew, and whether it is done."""
         numbers = torch.stack((token.double(), logp.double(), filtered.double())).tolist()  # one transfer
         for row, drawn, row_logp, row_filtered in zip(rows, *numbers, strict=True):
@@ -203,7 +211,7 @@ class NativeEngine(Engine):
             elif len(row.tokens) == row.limit:
                 row.stop_reason = "length"
 
-    def _completion(self, row: Row) -> Completion:
+    def _completion(self, row: DecodeRow) -> Completion:
         return Completion(
             tokens=tuple(row.tokens),
             action=(True,) * len(row.tokens),
@@ -214,6 +222,6 @@ class NativeEngine(Engine):
         )
 
 
-def _by_length(rows: Sequence[Row]) -> list[Row]:
+def _by_length(rows: Sequence[DecodeRow]) -> list[DecodeRow]:
     """Contexts of like length together: less padding, and the rows of a request stay neighbours."""
     return sorted(rows, key=lambda row: len(row.request.tokens))

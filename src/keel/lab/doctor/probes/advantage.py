@@ -11,13 +11,13 @@ from keel.lab.doctor.findings import Finding, found, propose
 from keel.lab.doctor.probes.outcome import Outcome
 from keel.losses import count_denominators, group_statistics, zero_variance
 from keel.losses.advantages import EPSILON
-from keel.losses.policy import get_recipe
+from keel.losses.policy import get_loss, scale_rewards
 from keel.losses.reductions import get_reduction
 
 
 def probe_advantage(bench: Bench, thresholds: Thresholds) -> Outcome:
     """How often a reward's difference is multiplied before it becomes an advantage, and the loss's length bias."""
-    rows, scale = bench.batch.rows, bench.run.options.scale_rewards
+    rows, scale = bench.batch.rows, scale_rewards(bench.run.loss)
     assert rows.rewards is not None
     assert rows.group is not None
     finite = bool(rows.rewards.isfinite().all())
@@ -88,7 +88,7 @@ def _amplified(figures: dict[str, float], scale: str, thresholds: Thresholds) ->
 
 def length_bias(mask: Tensor, bench: Bench) -> dict[str, float]:
     """The weight of one token in the shortest completion over that of one in the longest, under this loss."""
-    reduction = get_reduction(get_recipe(bench.run.loss.loss_type).reduction)
+    reduction = get_reduction(get_loss(bench.run.loss.loss_type).reduction)
     weights = token_weights(mask, reduction, bench.run.options.max_completion_length)
     lengths = mask.sum(-1)
     present = lengths > 0

@@ -18,6 +18,7 @@ from keel.lab.doctor.formula import formula_of
 from keel.lab.doctor.probes.outcome import Outcome
 from keel.lab.doctor.probes.share import gradient_norms
 from keel.lab.doctor.probes.states import mean_kl, policy_states, reference_states
+from keel.losses import scale_rewards
 
 DIVERGENCES = (POLICY_REF, REF_POLICY, "total-variation")
 SHARES = (0.01, 0.1, 0.5)
@@ -39,7 +40,8 @@ def probe_kl_term(bench: Bench, thresholds: Thresholds) -> Outcome:
             return Outcome("kl_term", unneeded, figures, unchecked=(together,))
         norms = gradient_norms(bench)
     values = sampled_values(policy, reference, kl)
-    measured = measure_term(policy, reference, kl, off_policy=config.off_policy, named=thresholds["kl_gradient_named"])
+    named = thresholds["kl_gradient_named"]
+    measured = measure_term(policy, reference, kl, bench.run.pairing, off_policy=config.off_policy, named=named)
     used = bench.full_beta > 0 or config.kl.controller.name != "fixed"
     figures |= measured.figures()
     expected = _expected(bench)
@@ -71,8 +73,8 @@ def _value_line(bench: Bench, values: Mapping[str, float]) -> str:
 
 def _what(bench: Bench) -> str:
     kl = bench.config.kl
-    form = bench.run.kl.pairing.form
-    return f"kl.estimator={kl.estimator} in the {kl.placement} (gradient={form}, level={bench.run.kl.pairing.level})"
+    pairing = bench.run.pairing
+    return f"kl.estimator={kl.estimator} in the {kl.placement} (gradient={pairing.form}, level={pairing.level})"
 
 
 def _gradient_line(bench: Bench, measured: Measured) -> str:
@@ -151,7 +153,7 @@ def _proven(bench: Bench, otherwise: str = "") -> Advice:
 def _reward_scale(bench: Bench, figures: dict[str, float]) -> tuple[Finding, ...]:
     """In the reward, before the division by the std, β is divided too."""
     rows = bench.batch.rows
-    scale = bench.run.options.scale_rewards
+    scale = scale_rewards(bench.run.loss)
     assert rows.rewards is not None
     std = rows.rewards.double().std().item() if bool(torch.isfinite(rows.rewards).all()) else 0.0
     if bench.config.kl.placement != "reward" or scale == "none" or std <= 0.0:

@@ -182,16 +182,15 @@ def _gradient(bench: Bench) -> list[Finding]:
         advantages=signs,
         old_logp=logp.detach(),
         ref_logp=logp.detach() - 0.1,
-        sample_logp=logp.detach(),
         group=group,
     )
     out = objective(
         Scores(logp, torch.zeros_like(logp), torch.zeros_like(logp)),
         rows,
         bench.run.loss,
-        bench.run.kl.spec,
+        bench.run.kl,
         bench.full_beta,
-        pairing=bench.run.kl.pairing,
+        pairing=bench.run.pairing,
         max_completion_length=bench.run.options.max_completion_length,
     )
     if not out.loss.requires_grad:

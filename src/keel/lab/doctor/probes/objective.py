@@ -18,7 +18,7 @@ from keel.lab.doctor.findings import Finding, found, propose
 from keel.lab.doctor.probes.advantage import token_weights
 from keel.lab.doctor.probes.outcome import Outcome
 from keel.losses import objective
-from keel.losses.policy import get_recipe
+from keel.losses.policy import get_loss
 from keel.losses.reductions import get_reduction
 
 ADVANTAGES = (1.0, -0.5, 2.0, -1.5)  # both signs, and sizes that differ: one after the other over the completions
@@ -31,7 +31,7 @@ def probe_objective(bench: Bench, thresholds: Thresholds) -> Outcome:
     mask = bench.mask
     advantage = torch.tensor([ADVANTAGES[i % len(ADVANTAGES)] for i in range(len(mask))], device=mask.device)
     gradient = loss_gradient(bench, advantage)
-    reduction = get_reduction(get_recipe(bench.run.loss.loss_type).reduction)
+    reduction = get_reduction(get_loss(bench.run.loss.loss_type).reduction)
     weights = token_weights(mask, reduction, bench.run.options.max_completion_length)
     figures: dict[str, float] = {}
     findings = [
@@ -54,16 +54,15 @@ def loss_gradient(bench: Bench, advantage: Tensor) -> Tensor:
         advantages=advantage,
         old_logp=logp.detach(),
         ref_logp=logp.detach(),
-        sample_logp=logp.detach(),
         group=bench.batch.rows.group,
     )
     out = objective(
         Scores(logp, torch.zeros_like(logp), torch.zeros_like(logp)),
         rows,
         bench.run.loss,
-        bench.run.kl.spec,
+        bench.run.kl,
         0.0,
-        pairing=bench.run.kl.pairing,
+        pairing=bench.run.pairing,
         max_completion_length=bench.run.options.max_completion_length,
     )
     if not out.loss.requires_grad:

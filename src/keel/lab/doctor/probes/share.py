@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from keel.lab.doctor.bench import Bench
-from keel.losses import KLSpec, global_denominators, objective
+from keel.losses import global_denominators, objective
 from keel.trainer.batch import StepBatch, score_micro, score_policy, score_reference
 from keel.trainer.step import penalize_rewards, sampled_kl, with_advantages
 
@@ -50,11 +50,10 @@ def gradient_norms(bench: Bench) -> Norms:
     batch = score_policy(score_reference(bench.batch, bench.run), bench.run)
     warm = bench.run.options.reward_warmup_steps
     with_policy = with_advantages(batch, bench.run, warm)
-    spec = bench.run.kl.spec
     still = batch.with_rows(advantages=torch.zeros_like(bench.batch.rows.rewards))  # type: ignore[arg-type]
-    if spec.placement == "reward":
+    if bench.run.kl.placement == "reward":
         still = still.with_rows(kl_advantages=_in_reward(bench, replace(batch, kl=sampled_kl(batch, bench.run))))
-    return Norms(_norm(bench, with_policy, 0.0, spec), _norm(bench, still, 1.0, spec))
+    return Norms(_norm(bench, with_policy, 0.0), _norm(bench, still, 1.0))
 
 
 def _in_reward(bench: Bench, batch: StepBatch) -> Tensor:
@@ -65,13 +64,14 @@ def _in_reward(bench: Bench, batch: StepBatch) -> Tensor:
     return shaped.rows.kl_advantages / beta
 
 
-def _norm(bench: Bench, batch: StepBatch, beta: float, spec: KLSpec) -> float:
+def _norm(bench: Bench, batch: StepBatch, beta: float) -> float:
     run = bench.run
+    loss = run.loss.model_copy(update={"entropy_coef": 0.0})
     counts = global_denominators(batch.rows, run.options.max_completion_length)
     for micro in batch.micros:
         scores = score_micro(micro, batch, run)
-        view = replace(batch.view(micro), old_logp=None)
-        out = objective(scores, view, replace(run.loss, entropy_coef=0.0), spec, beta, counts, pairing=run.kl.pairing)
+        view = replace(batch.view(micro), old_logp=None, sample_logp=None)
+        out = objective(scores, view, loss, run.kl, beta, counts, pairing=run.pairing)
         out.loss.backward()
     squares = [p.grad.double().square().sum() for p in run.optimizer.parameters if p.grad is not None]
     run.optimizer.inner.zero_grad(set_to_none=True)

@@ -106,11 +106,10 @@ def _backward(bench: Bench, batch: StepBatch) -> float:
             scores,
             batch.view(micro),
             run.loss,
-            run.kl.spec,
+            run.kl,
             bench.beta if batch.rows.ref_logp is not None else 0.0,
             counts,
-            pairing=run.kl.pairing,
-            mismatch=run.mismatch,
+            pairing=run.pairing,
         )
         out.loss.backward()
         total += out.loss.item()

@@ -1,0 +1,68 @@
+"""What a policy loss is given and what it returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keel.base.errors import unknown
+from keel.kl.ratios import clamp_through, importance_ratio, log_ratio
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the options of a loss come to once its own defaults are filled in: clip range around 1, level of ratios."""
+
+    low: float
+    high: float
+    level: str
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What every policy loss is made of, each `[B, T]`, and its limits.
+
+    `old_logp` is the policy's that sampled; on a batch's first update it is `logp` itself, detached.
+    """
+
+    logp: Tensor
+    old_logp: Tensor
+    advantages: Tensor
+    mask: Tensor
+    limits: Limits
+
+    def ratio(self) -> Tensor:
+        """ρ = π/π_old of each token, or of its sequence, as `limits.level` says."""
+        if self.limits.level == "token":
+            return importance_ratio(self.logp, self.old_logp, self.mask)
+        if self.limits.level == "sequence":
+            return sequence_ratio(self.logp, self.old_logp, self.mask).expand_as(self.logp)
+        raise unknown("importance_sampling_level", self.limits.level, ["token", "sequence"])
+
+
+@dataclass(frozen=True)
+class PolicyTerm:
+    """The loss per token `[B, T]`, the ratio behind it, and which tokens the clip held back (None: it has no clip)."""
+
+    loss: Tensor
+    ratio: Tensor
+    clipped_low: Tensor | None = None
+    clipped_high: Tensor | None = None
+
+    def clipped(self) -> tuple[Tensor, Tensor]:
+        """Which tokens were held back from below and from above."""
+        none = torch.zeros_like(self.ratio, dtype=torch.bool)
+        return (
+            none if self.clipped_low is None else self.clipped_low,
+            none if self.clipped_high is None else self.clipped_high,
+        )
+
+
+def sequence_ratio(logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
+    """(Π_t ρ_t)^{1/|o|}, `[B, 1]`: GSPO's length-normalised sequence ratio."""
+    mean = -log_ratio(logp, old_logp, mask, clamp=None).d.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp_min(
+        1
+    )
+    return clamp_through(mean, 20.0)[0].exp()
