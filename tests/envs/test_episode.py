@@ -15,6 +15,8 @@ from keel.base.errors import KeelError
 from keel.base.types import Completion, Problem, Reward
 from keel.envs import Episode, Task, build_task, check, mixture
 from keel.envs.calls import LOOP, Hung
+from keel.envs.chess import matches
+from keel.envs.episode import step_now
 from keel.envs.judge import Judge
 from keel.envs.rewards import wrap
 from keel.models.tiny import tiny_tokenizer
@@ -261,6 +263,40 @@ def test_a_mixture_plays_each_problem_in_its_own_task() -> None:
     group = rollout(Says(["7"]), task)
     assert Box.made == []
     assert group.completions[0].counts == {"turn/count": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("task", "turn"),
+    [
+        (
+            {"name": "tools", "task": {"name": "arithmetic"}, "tools": [f"{__name__}:note"], "format": "tags"},
+            "<note>a</note>",
+        ),
+        ({"name": "multihop", "retriever": "golden"}, "<retrieve> a </retrieve>"),
+    ],
+)
+def test_what_one_episode_was_told_is_no_other_episodes(task: dict[str, Any], turn: str) -> None:
+    made = build_task(**task)
+    (problem,) = made.sample(1, seed=0, step=0)
+    first: Any = made.start(problem)
+    second: Any = made.start(problem)
+    assert step_now(first, turn) == step_now(first, turn)
+    assert (first.counts()["tool/calls"], second.counts()["tool/calls"]) == (2.0, 0.0)
+    assert (len(first.turns), second.turns, second.results) == (2, [], [])
+
+
+def note(text: str) -> str:
+    """Note a text."""
+    return text
+
+
+def test_two_games_are_two_boards() -> None:
+    first, second = (matches.Game(0, True, matches.random_mover(0)) for _ in range(2))
+    answer = step_now(first, "e2e4")
+    assert [move.uci() for move in first.board.move_stack] == ["e2e4", answer]
+    assert not second.board.move_stack
+    assert step_now(first, "e2e4") is None
+    assert (first.reward(), first.reason, second.result) == (0.0, "illegal move e2e4", None)
 
 
 def environment() -> str:

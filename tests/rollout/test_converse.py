@@ -250,6 +250,12 @@ def test_episodes_are_those_of_an_engine_asked_turn_by_turn() -> None:
     assert len({len(completion.tokens) for group in expected for completion in group.completions}) > 3
 
 
+def test_episodes_are_the_same_where_sampling_goes_on_beside_tools() -> None:
+    model = shapes.model("llama")
+    expected = groups(engine_of(model), Guess())
+    assert tokens_of(groups(engine_of(model), Guess(), overlap_tools=True)) == tokens_of(expected)
+
+
 def test_an_engine_that_returns_too_few_is_named() -> None:
     class Short(Asked):
         def generate(self, *args: Any, **options: Any) -> Any:

@@ -81,6 +81,7 @@ class Judge:
 
         `failed` are episodes that broke before they could be judged; they earn 0.
         """
+        episodes = [turns if isinstance(turns, tuple) else tuple(turns) for turns in episodes]
         table: list[list[Reward]] = []
         called = {i: self._together(part, problem, episodes, failed) for i, part in enumerate(self.parts)}
         for sample, turns in enumerate(episodes):
