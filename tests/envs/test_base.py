@@ -76,8 +76,6 @@ def values_of(task: Task) -> dict[str, Any]:
         "extra_metrics": ([Group(PROBLEM, (), ())],),
         "picture": (PROBLEM, "7"),
         "reward": (PROBLEM, ["7"]),
-        "respond": (PROBLEM, ["7"]),
-        "counts": (PROBLEM, ["7"]),
     }
     found: dict[str, Any] = {}
     for name in MEMBERS:
@@ -86,6 +84,8 @@ def values_of(task: Task) -> dict[str, Any]:
             found[name] = len(value(4, seed=0, step=0) if name == "sample" else value(4))
         elif name == "keep":
             found[name] = value(lambda problem: True)[1]
+        elif name == "start":
+            found[name] = type(value(PROBLEM))
         else:
             found[name] = value(*given.get(name, (PROBLEM,) * len(signature(value)))) if callable(value) else value
     return found
@@ -103,10 +103,18 @@ def test_every_wrapper_forwards_every_member() -> None:
     assert values_of(Wrapped(inner)) == plain
     tools = values_of(with_tools(inner, [look]))
     changed = {name for name in MEMBERS if tools[name] != plain[name]}
-    assert changed == {"name", "several_turns", "counts"}
+    assert changed == {"name", "several_turns", "start"}
     mixed = values_of(mixture([inner]))
     assert {name for name in MEMBERS if mixed[name] != plain[name]} == {"name", "extra_metrics"}
     assert set(MEMBERS) - set(vars(Mixture)) == {"name"} - set(vars(Mixture)), "a mixture decides each of them itself"
+
+
+def test_a_wrapper_of_a_task_of_several_turns_has_them_too() -> None:
+    inner = with_tools(Full(), [look])
+    for outer, problem in ((Wrapped(inner), PROBLEM), (mixture([inner, Full()]), PROBLEM)):
+        assert outer.several_turns
+        assert type(outer.start(problem)) is type(inner.start(problem))
+        assert outer.reward(problem, ["7"]) == inner.reward(problem, ["7"]) == Reward(1.0)
 
 
 def test_what_is_kept_keeps_its_wrapper() -> None:
@@ -149,9 +157,17 @@ class Bare(Task):
     reward = Full.reward
 
 
+class Responding(Full):
+    """A plug-in of 0.1 with several turns."""
+
+    def respond(self, problem: Problem, turns: Sequence[str]) -> str | None:
+        return None
+
+
 @pytest.mark.parametrize(
     ("made", "message"),
     [
+        ("Responding", r"made a Responding with respond: write start\(problem\) -> Episode, see docs/upgrading\.md"),
         ("Shaped", r"made a Shaped, which does not derive from keel\.envs\.Task: see docs/upgrading\.md"),
         ("Bare", "made a Bare without held_out, gold: see keel.envs.Task"),
     ],

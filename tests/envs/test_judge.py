@@ -180,7 +180,7 @@ def test_a_failure_of_one_part_zeroes_all_of_them() -> None:
 def test_hung_calls_are_counted_and_too_many_stop_the_run() -> None:
     judge = judge_of(lambda problem, text: HANG.wait(20), timeout_s=0.02, on_error="zero", max_hung=2)
     judge.judge(PROBLEM, [["a"], ["b"]])
-    assert judge.guard.hung == 2
+    assert judge.hung.alive == 2
     with pytest.raises(KeelError, match="3 calls hang"):
         judge.judge(PROBLEM, [["c"]])
 
@@ -216,7 +216,7 @@ def test_an_interrupted_call_leaves_no_answer_behind() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert [r.total for r in judge.judge(PROBLEM, [["3"], ["4"]]) or ()] == [3.0, 4.0]
-    assert judge.guard.hung == 0
+    assert judge.hung.alive == 0
 
 
 def test_a_users_task_is_guarded_alone_and_in_a_mixture() -> None:
@@ -243,7 +243,6 @@ def test_one_worker_serves_many_calls() -> None:
     judge = judge_of(lambda problem, text: float(seen.add(threading.get_ident()) is None))
     for _ in range(20):
         judge.judge(PROBLEM, [["x"]] * 4)
-    judge.guard.close()
     assert len(seen) == 1
     assert threading.get_ident() not in seen
 

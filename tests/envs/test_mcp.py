@@ -18,12 +18,12 @@ from typing import Any, Literal
 
 import pytest
 
+from envs.playing import episode_of, replies
 from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.cli import main
 from keel.config import load_config
 from keel.envs import build_task, mcp
-from keel.envs.judge import Judge
 from keel.envs.tool_list import tools_of
 from keel.envs.toolbox import Toolbox
 from keel.envs.tools import Tool
@@ -58,7 +58,8 @@ def turn(name: str, arguments: dict[str, Any]) -> str:
 def ask(tools: tuple[Tool, ...], name: str, **arguments: Any) -> tuple[str, str | None]:
     """What the model is told of one call, and as what it counts."""
     toolbox = Toolbox(lambda problem: tools)
-    (result,) = toolbox.play(Problem(str(next(KEYS)), "?"), [turn(name, arguments)]).results
+    episode, _ = episode_of(toolbox, Problem(str(next(KEYS)), "?"), [turn(name, arguments)])
+    (result,) = episode.every_result
     return result.content, result.kind
 
 
@@ -137,11 +138,11 @@ def test_calls_run_together_as_far_as_the_entry_allows() -> None:
     task: Any = build_task("tools", task={"name": "arithmetic"}, tools=[entry(only=["sleeps"], at_once=4)])
     times = (1.0, 1.1, 1.2, 1.3)
     problems = task.sample(4, seed=0, step=0)
-    episodes = [(problem, 0, [turn("sleeps", {"seconds": s})]) for problem, s in zip(problems, times, strict=True)]
+    turns = [(problem, turn("sleeps", {"seconds": s})) for problem, s in zip(problems, times, strict=True)]
     began = time.monotonic()
-    replies: Any = Judge.of(task).respond_all(task, episodes)
+    told = replies(task, turns)
     assert time.monotonic() - began < 3.5
-    assert [reply[0]["content"] for reply in replies] == [f"slept {seconds}" for seconds in times]
+    assert [reply[0]["content"] for reply in told] == [f"slept {seconds}" for seconds in times]
 
 
 @pytest.mark.parametrize(
@@ -299,13 +300,14 @@ def test_over_http_also_when_the_server_comes_back() -> None:
 LEAVES = """
 import os, sys, time
 from keel.envs.tool_list import tools_of
-from keel.envs.toolbox import Toolbox
+from keel.envs.episode import step_now
+from keel.envs.toolbox import Toolbox, ToolEpisode
 from keel.base.types import Problem
 
-toolbox = Toolbox(lambda problem: tools)
 tools = tools_of([{"mcp": sys.argv[1], "env": {"PYTHONPATH": os.environ["PYTHONPATH"]}}])
 call = '<tool_call>{"name": "server_pid", "arguments": {}}</tool_call>'
-print(toolbox.respond(Problem("p", "?"), [call])[0]["content"], flush=True)
+episode = ToolEpisode(Toolbox(lambda problem: tools), Problem("p", "?"))
+print(step_now(episode, call)[0]["content"], flush=True)
 if sys.argv[2] == "killed":
     os.kill(os.getpid(), 9)
 if sys.argv[2] == "raises":

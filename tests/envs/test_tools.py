@@ -11,6 +11,7 @@ from typing import Any, Literal, Optional
 
 import pytest
 
+from envs.playing import counts, episode_of, reply
 from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.envs import build_task
@@ -318,13 +319,13 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def said(toolbox: Toolbox, *turns: str) -> list[str]:
-    messages = toolbox.respond(PROBLEM, turns)
+    messages = reply(toolbox, PROBLEM, turns)
     assert isinstance(messages, list)
     return [message["content"] for message in messages]
 
 
 def counted(toolbox: Toolbox, *turns: str) -> dict[str, float]:
-    return {name: count for name, count in toolbox.counts(PROBLEM, turns).items() if count}
+    return {name: count for name, count in counts(toolbox, PROBLEM, turns).items() if count}
 
 
 def test_several_calls_of_a_turn_run_in_order_and_are_answered_together() -> None:
@@ -337,7 +338,7 @@ def test_several_calls_of_a_turn_run_in_order_and_are_answered_together() -> Non
 
     toolbox = box(note)
     turn = f"<tool_call>{call('note', number=2)}</tool_call><tool_call>{call('note', number=1)}</tool_call>"
-    messages = toolbox.respond(PROBLEM, [turn])
+    messages = reply(toolbox, PROBLEM, [turn])
     assert isinstance(messages, list)
     assert [(m["role"], m["name"], m["content"]) for m in messages] == [
         ("tool", "note", "noted 2"),
@@ -346,10 +347,9 @@ def test_several_calls_of_a_turn_run_in_order_and_are_answered_together() -> Non
     ids = [m["tool_call_id"] for m in messages]
     assert len(set(ids)) == 2
     assert all(len(one) == 9 and one.isalnum() for one in ids)
-    toolbox.counts(PROBLEM, [turn])
-    toolbox.respond(PROBLEM, [turn, call("note", number=3)])
-    assert order == [2, 1, 3]  # asked about again, nothing runs twice
+    assert order == [2, 1]
     assert counted(toolbox, turn, call("note", number=3)) == {"tool/calls": 3.0}
+    assert order == [2, 1, 2, 1, 3]  # another episode makes its own calls
 
 
 @pytest.mark.parametrize(
@@ -384,7 +384,7 @@ def test_a_tool_that_hangs_is_an_error_and_at_last_stops_the_run() -> None:
         assert said(toolbox, call("hangs")) == ["error: hangs took too long"]
         assert counted(toolbox, call("hangs"))["tool/timeout"] == 1.0
         with pytest.raises(KeelError, match="tool 'hangs' hangs"):
-            toolbox.respond(PROBLEM, [call("hangs")] * 20)
+            reply(toolbox, PROBLEM, [call("hangs")] * 20)
     finally:
         RELEASE.set()
 
@@ -397,7 +397,7 @@ def test_too_many_calls_of_a_turn_are_not_answered() -> None:
 
 
 def test_every_kind_is_counted_even_where_it_is_zero() -> None:
-    assert set(box(quiet).counts(PROBLEM, ["no call"])) == {"tool/calls", "tool/errors", *(f"tool/{k}" for k in KINDS)}
+    assert set(counts(box(quiet), PROBLEM, ["no call"])) == {"tool/calls", "tool/errors", *(f"tool/{k}" for k in KINDS)}
 
 
 def test_a_turn_without_a_call_and_a_tool_that_ends_end_the_episode() -> None:
@@ -406,18 +406,18 @@ def test_a_turn_without_a_call_and_a_tool_that_ends_end_the_episode() -> None:
         return why
 
     toolbox = box(tool(stop, ends=True), quiet)
-    assert toolbox.respond(PROBLEM, ["I am done"]) is None
-    assert toolbox.respond(PROBLEM, [call("stop", why="x")]) is None
-    assert toolbox.respond(PROBLEM, [call("stop")]) is not None  # a call that failed ends nothing
-    played = toolbox.play(PROBLEM, [call("stop", why="x"), call("quiet")])
-    assert played.over
-    assert [result.value for result in played.results] == ["x"]
+    assert reply(toolbox, PROBLEM, ["I am done"]) is None
+    assert reply(toolbox, PROBLEM, [call("stop", why="x")]) is None
+    assert reply(toolbox, PROBLEM, [call("stop")]) is not None  # a call that failed ends nothing
+    episode, _ = episode_of(toolbox, PROBLEM, [call("stop", why="x"), call("quiet")])
+    assert episode.is_over
+    assert [result.value for result in episode.every_result] == ["x"]
 
 
 def test_tags_are_answered_in_tags() -> None:
     toolbox = box(search, format="tags")
     turns: Sequence[str] = ["<search> x </search> <search>"]
-    assert toolbox.respond(PROBLEM, turns) == (
+    assert reply(toolbox, PROBLEM, turns) == (
         "\n<result>\nx/3/False/web\n</result>\n"
         "<result>\nerror: <search> is not closed: write <search>…</search>\n</result>\n"
     )
@@ -433,16 +433,16 @@ def test_any_task_of_one_turn_can_have_tools() -> None:
     (problem,) = task.sample(1, seed=0, step=0)
     assert [offered["function"]["name"] for offered in problem.tools] == ["double"]
     turns = [call("double", number=4), f"It is {problem.answer}."]
-    (message,) = task.respond(problem, turns[:1])
+    (message,) = reply(task, problem, turns[:1])
     assert message["content"] == "8"
-    assert task.respond(problem, turns) is None
+    assert reply(task, problem, turns) is None
     assert task.reward(problem, turns).total == 1.0
     assert task.reward(problem, turns[:1]).total == 0.0  # a call is no answer, whatever numbers are in it
-    assert task.counts(problem, turns)["tool/calls"] == 1.0
+    assert counts(task, problem, turns)["tool/calls"] == 1.0
     tags: Any = build_task("tools", task={"name": "arithmetic"}, tools=[double], format="tags")
     (problem,) = tags.sample(1, seed=0, step=0)
     assert "<double> number </double> Twice a number." in problem.prompt
-    assert tags.respond(problem, ["<double>2</double>"]) == "\n<result>\n4\n</result>\n"
+    assert reply(tags, problem, ["<double>2</double>"]) == "\n<result>\n4\n</result>\n"
 
 
 def double(number: int) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Problem, Reward
-from keel.envs import Task, arithmetic
+from keel.envs import Episode, Task, arithmetic
 from keel.envs.judge import Judge
 from keel.envs.rewards import wrap
 from keel.models.tiny import tiny_model
@@ -46,16 +46,26 @@ class Scripted(Engine):
         return Completion(tokens, (True,) * len(tokens), logp, logp, text, reason)
 
 
+@dataclass
+class Guessing(Episode):
+    answer: str
+    turns: list[str] = field(default_factory=list)
+
+    def step(self, text: str) -> Any:
+        self.turns.append(text)
+        return None if text == self.answer else "no\n"
+
+    def reward(self) -> Reward:
+        return Reward(float(self.turns[-1] == self.answer), {"turns": float(len(self.turns))})
+
+
 class Guess(Task):
     """Higher or lower: the environment answers until the number is hit; the reward is paid for the last turn."""
 
     name = "guess"
 
-    def respond(self, problem: Problem, turns: Sequence[str]) -> str | None:
-        return None if turns[-1] == problem.answer else "no\n"
-
-    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
-        return Reward(float(turns[-1] == problem.answer), {"turns": float(len(turns))})
+    def start(self, problem: Problem) -> Episode:
+        return Guessing(str(problem.answer))
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         return [Problem("a", "?", "7")]
@@ -153,22 +163,27 @@ def test_several_turns_of_the_real_engine_equal_a_full_forward() -> None:
 
 @pytest.mark.parametrize("how", ["raises", "number"])
 def test_an_environment_that_fails_is_a_counted_failure(how: str) -> None:
-    class Bad(Guess):
-        def respond(self, problem: Problem, turns: Sequence[str]) -> Any:
-            if turns[-1] != "bad":
+    class Failing(Guessing):
+        def step(self, text: str) -> Any:
+            super().step(text)
+            if text != "bad":
                 return None
             if how == "raises":
                 raise OSError("gone")
             return 3
 
+    class Bad(Guess):
+        def start(self, problem: Problem) -> Episode:
+            return Failing(str(problem.answer))
+
     lines = {0: ["7", ""], 1: ["bad", ""]}
     task = Bad()
-    with pytest.raises(KeelError, match=r"guess.respond on problem 'a', completion 1"):
+    with pytest.raises(KeelError, match=r"guess\.step on problem 'a', completion 1"):
         play(lines, task=task)
     judge = Judge.of(task, on_error="zero")
     group, _ = play(lines, task=task, judge=judge)
     assert [r.total for r in group.rewards] == [1.0, 0.0]
-    assert judge.counts == {"guess.respond": 1}
+    assert judge.counts == {"guess.step": 1}
 
 
 def test_skipped_groups_are_left_out_and_named_and_all_skipped_is_an_error() -> None:
@@ -201,7 +216,7 @@ def test_cut_prompts_are_marked() -> None:
     ("options", "message"),
     [
         ({"max_turns": 0}, "at least 1"),
-        ({"max_turns": 2, "task": arithmetic()}, "has no respond"),
+        ({"max_turns": 2, "task": arithmetic()}, "has one turn"),
         ({"chat_template": "nope"}, "chat_template"),
         ({"max_prompt_length": 0}, "more than data.max_prompt_length"),
     ],

@@ -13,7 +13,7 @@ import torch
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
-from keel.envs import Task
+from keel.envs import Episode, Task
 from keel.rollout import NativeEngine, Request, SamplingParams, Turn
 from keel.rollout.collect import collect
 from keel.rollout.native.batch import DecodeBatch, DecodeRow
@@ -201,11 +201,19 @@ class Guess(Task):
 
     name = "guess"
 
-    def respond(self, problem: Problem, turns: Sequence[str]) -> str | None:
-        return None if len(turns) == 3 else "no" * (1 + len(turns[-1]) % 3)
+    def start(self, problem: Problem) -> Episode:
+        return Guessing()
 
-    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
-        return Reward(float(len(turns)))
+
+class Guessing(Episode):
+    turns = 0
+
+    def step(self, text: str) -> str | None:
+        self.turns += 1
+        return None if self.turns == 3 else "no" * (1 + len(text) % 3)
+
+    def reward(self) -> Reward:
+        return Reward(float(self.turns))
 
 
 class Asked(NativeEngine):
@@ -240,6 +248,12 @@ def test_episodes_are_those_of_an_engine_asked_turn_by_turn() -> None:
     assert Asked.times == 3, "an engine with a generate of its own is asked by it, once a turn"
     assert tokens_of(found) == tokens_of(expected)
     assert len({len(completion.tokens) for group in expected for completion in group.completions}) > 3
+
+
+def test_episodes_are_the_same_where_sampling_goes_on_beside_tools() -> None:
+    model = shapes.model("llama")
+    expected = groups(engine_of(model), Guess())
+    assert tokens_of(groups(engine_of(model), Guess(), overlap_tools=True)) == tokens_of(expected)
 
 
 def test_an_engine_that_returns_too_few_is_named() -> None:

@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem, Reward
-from keel.envs import Task
-from keel.envs.toolbox import Toolbox
+from keel.envs import Episode, Task
+from keel.envs.toolbox import Toolbox, ToolEpisode
 from keel.envs.tools import tool
 from keel.models.pack import pack
 from keel.models.tiny import tiny_tokenizer
@@ -39,14 +39,23 @@ def weather(city: str) -> str:
     return f'rain in "{city}"\nand wind'
 
 
+class Counted(ToolEpisode):
+    """Judged by the number of turns."""
+
+    def reward(self) -> Reward:
+        return Reward(float(len(self.turns)))
+
+
 class Weather(Task):
-    """A task with one tool, judged by the number of turns."""
+    """A task with one tool."""
 
-    name, several_turns = "weather", True
+    name = "weather"
 
-    def __init__(self, format: str = "json") -> None:
-        self.toolbox = Toolbox(lambda problem: [weather], format)
-        self.respond, self.counts = self.toolbox.respond, self.toolbox.counts
+    def __init__(self, format: str = "json", offered: Any = weather, episode: type[ToolEpisode] | None = None) -> None:
+        self.toolbox, self.episode = Toolbox(lambda problem: [offered], format), episode or Counted
+
+    def start(self, problem: Problem) -> Episode:
+        return self.episode(self.toolbox, problem)
 
     def problem(self, key: str = "a") -> Problem:
         return Problem(key, [{"role": "user", "content": "Is it wet?"}], tools=[weather.schema])
@@ -59,9 +68,6 @@ class Weather(Task):
 
     def gold(self, problem: Problem) -> str:
         return "yes"
-
-    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
-        return Reward(float(len(turns)))
 
 
 @dataclass
@@ -157,16 +163,13 @@ def test_tokens_trained_on_are_the_tokens_sampled_in_every_turn(name: str) -> No
 def test_a_sampled_episode_equals_one_plain_forward(name: str) -> None:
     """A random model under each template: every action's log-probability is that of the tokens as they stand."""
 
-    class Nagging(Weather):
-        def respond(self, problem: Problem, turns: Sequence[str]) -> Any:
-            if len(turns) == 3:
+    class Nagging(Counted):
+        async def step(self, text: str) -> Any:
+            self.turns.append(text)
+            if len(self.turns) == 3:
                 return None
-            content = f"{len(turns)}: {turns[-1]}"
+            content = f"{len(self.turns)}: {text}"
             return [{"role": "tool", "name": "weather", "tool_call_id": "abcdefghi", "content": content}] * 2
-
-        def __init__(self) -> None:
-            super().__init__()
-            del self.respond  # the method above
 
     tokenizer = CHATS[name].tokenizer
     torch.manual_seed(0)
@@ -174,7 +177,7 @@ def test_a_sampled_episode_equals_one_plain_forward(name: str) -> None:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=1024, **shape))
     model.config.eos_token_id = tokenizer.eos_token_id
     engine = NativeEngine(model, tokenizer)
-    group = play(engine, tokenizer, 3, task=Nagging(), max_turn_length=7, length=700)
+    group = play(engine, tokenizer, 3, task=Weather(episode=Nagging), max_turn_length=7, length=700)
     assert {completion.counts["turn/count"] for completion in group.completions} == {3.0}
     for completion in group.completions:
         action = torch.tensor(completion.action)
@@ -277,23 +280,21 @@ def test_the_episodes_budget_counts_everything_after_the_prompt() -> None:
 
 
 def test_messages_without_role_or_content_are_the_tasks_failure() -> None:
-    class Odd(Weather):
-        def __init__(self) -> None:
-            super().__init__()
-            self.respond = lambda problem, turns: [{"role": "tool"}]  # type: ignore[assignment,return-value,list-item]
+    class Odd(Counted):
+        def step(self, text: str) -> Any:
+            return [{"role": "tool"}]
 
     tokenizer = CHATS["chatml"].tokenizer
     with pytest.raises(KeelError, match="messages that do not each have a role and a content"):
-        play(Scripted(tokenizer, [["hi"]]), tokenizer, 1, task=Odd())
+        play(Scripted(tokenizer, [["hi"]]), tokenizer, 1, task=Weather(episode=Odd))
 
 
 @pytest.mark.parametrize(
     ("counts", "message"),
-    [(lambda p, t: {"x": float("nan")}, "gave x=nan"), (lambda p, t: {}["x"], "raised KeyError: 'x'")],
+    [(lambda episode: {"x": float("nan")}, "gave x=nan"), (lambda episode: {}["x"], "raised KeyError: 'x'")],
 )
-def test_a_tasks_counts_that_fail_are_named(counts: Any, message: str) -> None:
-    task = Weather()
-    task.counts = counts
+def test_an_episodes_counts_that_fail_are_named(counts: Any, message: str) -> None:
+    task = Weather(episode=type("Odd", (Counted,), {"counts": counts}))
     tokenizer = CHATS["chatml"].tokenizer
     with pytest.raises(KeelError, match=f"counts of task 'weather' {message}"):
         play(Scripted(tokenizer, [["hi"]]), tokenizer, 1, task=task)
@@ -308,11 +309,8 @@ def test_an_episode_that_could_outgrow_the_context_is_refused_at_once() -> None:
     assert engine.asked == []
 
 
-def test_every_result_of_a_rollout_is_kept_until_it_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Far more turns than are kept otherwise, of a tool that answers differently each time: the reward and the counts
-    see what the model was told, also where an earlier rollout had played the same, and later ones let go of it.
-    """
-    monkeypatch.setattr("keel.envs.toolbox._KEPT", 4)
+def test_an_episode_is_judged_by_what_its_own_calls_returned() -> None:
+    """Twelve completions of one problem, eight of them equal, and a tool that answers differently each time."""
     calls: list[str] = []
 
     @tool(name="weather")
@@ -321,21 +319,14 @@ def test_every_result_of_a_rollout_is_kept_until_it_is_judged(monkeypatch: pytes
         calls.append(city)
         return f"number {len(calls)}"
 
-    class Changing(Weather):
-        def __init__(self) -> None:
-            self.toolbox = Toolbox(lambda problem: [changing])
-            self.respond, self.counts = self.toolbox.respond, self.toolbox.counts
-
-        def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
-            (first, *_) = self.toolbox.play(problem, turns).results
+    class Numbered(ToolEpisode):
+        def reward(self) -> Reward:
+            (first,) = self.every_result
             return Reward(float(first.content.removeprefix("number ")))
 
-    chat, task = CHATS["chatml"], Changing()
-    written = [[chat.call("weather", {"city": f"town {i}"}, ""), "yes"] for i in range(12)]
-    for known in (0, 1):  # some results of the first rollout are still there in the second
-        group = play(Scripted(chat.tokenizer, written), chat.tokenizer, len(written), task=task)
-        for completion, reward in zip(group.completions, group.rewards, strict=True):
-            assert f"number {reward.total:.0f}\n" in completion.text
-        assert len(calls) <= 12 * (known + 1)  # none ran twice
-    task.toolbox.play(task.problem("other"), ["no call"])
-    assert len(task.toolbox._kept) == 4
+    chat, task = CHATS["chatml"], Weather(offered=changing, episode=Numbered)
+    written = [[chat.call("weather", {"city": f"town {max(0, i - 7)}"}, ""), "yes"] for i in range(12)]
+    group = play(Scripted(chat.tokenizer, written), chat.tokenizer, len(written), task=task)
+    for completion, reward in zip(group.completions, group.rewards, strict=True):
+        assert f"number {reward.total:.0f}\n" in completion.text
+    assert sorted(reward.total for reward in group.rewards) == list(range(1, 13))

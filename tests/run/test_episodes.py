@@ -11,9 +11,10 @@ import pytest
 
 import keel
 from keel.base.errors import KeelError
-from keel.base.types import Completion, Problem
+from keel.base.types import Completion, Problem, Reward
 from keel.config import load_config
-from keel.envs import Task, build_task
+from keel.envs import Episode, Task, build_task
+from keel.envs.episode import SingleTurn
 from keel.envs.mixture import mixture
 from keel.rollout.collect import collect
 from keel.rollout.engine import Engine
@@ -75,8 +76,8 @@ def test_a_gold_episode_that_ends_too_early_is_refused() -> None:
         def gold_turns(self, problem: Problem) -> list[str]:
             return ["12", "."]
 
-        def respond(self, problem: Problem, turns: Sequence[str]) -> None:
-            return None
+        def start(self, problem: Problem) -> Episode:
+            return SingleTurn(lambda turns: Reward(0.0))
 
     with pytest.raises(KeelError, match="ends after turn 1"):
         episode_example(Early(), Problem("p", "?"), (1,), TOKENIZER, Renderer(TOKENIZER).reply)
@@ -91,11 +92,18 @@ def test_the_warm_start_learns_episodes() -> None:
     assert losses[-1] < 0.6 * losses[0]
 
 
-@pytest.mark.parametrize(("turns", "said"), [(1, True), (2, False)])
-def test_one_turn_for_a_task_of_several_is_worth_a_note(turns: int, said: bool) -> None:
-    config = load_config(CONFIG, [f"rollout.max_turns={turns}"])
-    notes = build_run(config, build_policy(config)).notes
-    assert any("rollout.max_turns is 1" in note for note in notes) == said
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["rollout.max_turns=1"], "rollout.max_turns is 1"),
+        (["rollout.max_turns=2"], None),
+        (["rollout.max_turns=2", "rollout.overlap_tools=true"], "the last digits of a run vary"),
+    ],
+)
+def test_what_turns_deserve_a_note(options: list[str], said: str | None) -> None:
+    config = load_config(CONFIG, options)
+    notes = [note for note in build_run(config, build_policy(config)).notes if "rollout." in note]
+    assert [said in note for note in notes] == [True] if said else notes == []
 
 
 def test_two_steps_from_a_configuration(tmp_path: Path) -> None:

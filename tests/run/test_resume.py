@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import keel
 from keel.base.errors import KeelError
+from keel.config import load_config
+from keel.run.resume import check_same_run
 from trainer.small import BASE
 
 TESTS = Path(__file__).parents[1]
@@ -148,6 +151,19 @@ def test_resuming_under_other_settings_is_refused(whole: Path, tmp_path: Path) -
     longer = [option.replace("max_steps=20", "max_steps=21") for option in options(tmp_path)]
     keel.train(BASE, overrides=longer, resume=True)
     assert len(lines(tmp_path / whole.name, "metrics.jsonl")) == 21
+
+
+def test_an_option_that_an_earlier_version_did_not_know_was_its_default(tmp_path: Path) -> None:
+    config = load_config(BASE)
+    written = yaml.safe_load(yaml.safe_dump(config.to_dict()))
+    del written["rollout"]["overlap_tools"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(written))
+    check_same_run(tmp_path, config)
+    with pytest.raises(KeelError, match=r"rollout\.overlap_tools was False in .* and is True now"):
+        check_same_run(tmp_path, load_config(BASE, ["rollout.overlap_tools=true"]))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**written, "loss": {**written["loss"], "mismatch": None}}))
+    with pytest.raises(KeelError, match=r"loss\.mismatch\.cap was None"):
+        check_same_run(tmp_path, config)
 
 
 @pytest.mark.parametrize("damage", ["removed", "damaged"])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from keel.base.types import Problem, Reward
-from keel.envs import Task
+from keel.envs import Episode, Task
 
 
 class Failing(Task):
@@ -20,14 +18,23 @@ class Failing(Task):
     def gold(self, problem: Problem) -> str:
         return "1"
 
-    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
-        return Reward(float(len(turns[0]) % 3), {"correct": 0.0})
+    def start(self, problem: Problem) -> Episode:
+        return FailingEpisode()
 
-    def respond(self, problem: Problem, turns: Sequence[str]) -> str | None:
+
+class FailingEpisode(Episode):
+    def __init__(self) -> None:
+        self.turns: list[str] = []
+
+    def step(self, text: str) -> str:
+        self.turns.append(text)
         return "\n<result>\nerror: search raised KeyError: 'x'\n</result>\n"
 
-    def counts(self, problem: Problem, turns: Sequence[str]) -> dict[str, float]:
-        return {"tool/calls": float(len(turns)), "tool/errors": float(len(turns)), "tool/failed": float(len(turns))}
+    def reward(self) -> Reward:
+        return Reward(float(len(self.turns[0]) % 3), {"correct": 0.0})
+
+    def counts(self) -> dict[str, float]:
+        return dict.fromkeys(("tool/calls", "tool/errors", "tool/failed"), float(len(self.turns)))
 
 
 def task() -> Failing:

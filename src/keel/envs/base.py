@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from keel.base.errors import KeelError
-from keel.base.types import Group, Message, Problem, Reward
+from keel.base.types import Group, Problem, Reward
+from keel.envs.episode import Episode, SingleTurn, Transcript, close_now, step_now
 
 REQUIRED = ("sample", "held_out", "gold", "reward")  # what has no default
 
@@ -16,7 +19,8 @@ class Task:
     """Everything that training, evaluation and reports may ask of a task, with its default.
 
     A user's own (`task.name: module:attr`) derives from it, gives it a `name`, and writes `sample`, `held_out`, `gold`
-    and `reward`; the other methods are there to be overridden where a task has more to say.
+    and `reward`, or, where the environment answers the model, `start` in the place of `reward`. The other methods are
+    there to be overridden where a task has more to say.
     """
 
     if TYPE_CHECKING:  # read-only to type checkers; at run time plain attributes, which a class or an object may set
@@ -44,7 +48,7 @@ class Task:
     @property
     def several_turns(self) -> bool:
         """Whether the environment answers the model, so that an episode may have more than one turn."""
-        return type(self).respond is not Task.respond
+        return type(self).start is not Task.start
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """Training problems of one step: the same for the same (seed, step), never one that is held out."""
@@ -63,20 +67,18 @@ class Task:
         return [self.gold(problem)]
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
-        """Judge an episode by the texts of the model's turns (one text in the usual case)."""
-        raise NotImplementedError
+        """Judge the texts of the model's turns: one, unless the task starts episodes, which judge themselves.
 
-    def respond(self, problem: Problem, turns: Sequence[str]) -> str | Sequence[Message] | None:
-        """What the environment says after the model's turns so far, or None to end the episode."""
-        return None
+        Turns that come without their episode, such as gold ones, are played on a new one.
+        """
+        if isinstance(turns, Transcript) and turns.episode is not None:
+            return turns.episode.reward()
+        with played(self, problem, turns) as episode:
+            return episode.reward()
 
-    def counts(self, problem: Problem, turns: Sequence[str]) -> Mapping[str, float]:
-        """Figures of an episode that are logged, such as `tool/calls`."""
-        return {}
-
-    def at_once(self, problem: Problem) -> int:
-        """How many episodes may be answered at the same time."""
-        return 1
+    def start(self, problem: Problem) -> Episode:
+        """A new episode of a problem, for one completion alone; a task that writes this has several turns."""
+        return SingleTurn(partial(self.reward, problem))
 
     def extra_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """Figures of the task's own over the judged groups of an evaluation, beside pass@1."""
@@ -100,6 +102,19 @@ class Task:
         None: the task makes its problems, and nothing can be left out.
         """
         return None
+
+
+@contextmanager
+def played(task: Task, problem: Problem, turns: Iterable[str]) -> Iterator[Episode]:
+    """A new episode after these turns of the model, up to the one that ends it; closed afterwards."""
+    episode = task.start(problem)
+    try:
+        for text in turns:
+            if step_now(episode, text) is None:
+                break
+        yield episode
+    finally:
+        close_now(episode)
 
 
 MEMBERS = tuple(name for name in ("name", *vars(Task)) if not name.startswith("_"))
@@ -126,6 +141,18 @@ class TaskWrapper(Task):
     def trusted(self) -> bool:
         return super().trusted and self.inner.trusted
 
+    @property
+    def several_turns(self) -> bool:
+        return self._starts or self.inner.several_turns
+
+    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
+        """The inner task's; the episode's, where the wrapper starts those itself."""
+        return super().reward(problem, turns) if self._starts else self.inner.reward(problem, turns)
+
+    @property
+    def _starts(self) -> bool:
+        return type(self).start is not TaskWrapper.start
+
     def gold_turns(self, problem: Problem) -> list[str]:
         """The inner task's, which end with this task's own gold answer."""
         return [*self.inner.gold_turns(problem)[:-1], self.gold(problem)]
@@ -145,9 +172,13 @@ class TaskWrapper(Task):
 def check_is_task(made: Any, what: str) -> Task:
     """The object, where it is a task; `what` says whose it is in the line that refuses another."""
     kind = type(made).__name__
+    if hasattr(made, "respond"):  # of 0.1; in silence, its episodes would end after the first turn
+        raise KeelError(f"{what} a {kind} with respond: write start(problem) -> Episode, see docs/upgrading.md")
     if not isinstance(made, Task):
         raise KeelError(f"{what} a {kind}, which does not derive from keel.envs.Task: see docs/upgrading.md")
     missing = [name for name in REQUIRED if getattr(type(made), name) is getattr(Task, name)]
+    if made.several_turns and "reward" in missing:
+        missing.remove("reward")  # its episodes have it
     if lacks := ", ".join(missing) or ("" if isinstance(getattr(made, "name", None), str) else "name"):
         raise KeelError(f"{what} a {kind} without {lacks}: see keel.envs.Task")
     return made

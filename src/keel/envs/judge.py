@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.base.types import Message, Problem, Reward
+from keel.base.types import Problem, Reward
 from keel.base.validation import read_options
 from keel.envs.base import Task
-from keel.envs.concurrent import Late, Loop, Outcome, run_threads
-from keel.envs.guard import CallFailed, Guard, TooManyHang, attempt, call_here, late, settled
+from keel.envs.calls import LOOP, CallFailed, Hung, Outcome, TooManyHang, call, call_here, call_now
 from keel.envs.options import RewardOptions
 from keel.envs.problems import stream
 from keel.envs.rewards import TASK, RewardPart, as_reward, build_reward, build_rewards, combine
-
-Reply = str | list[Message]
-Episode = tuple[Problem, int, Sequence[str]]  # the place of one among its siblings, and its turns
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,7 @@ class Judge:
         if twice is not None:
             raise KeelError(f"two rewards are called {twice!r}: give one of them another label")
         self.parts, self.options = tuple(parts), options or read_options(RewardOptions, given, "reward")
-        timeout_s = self.options.timeout_s
-        self.guard, self.loop, self.max_hung = Guard(timeout_s), Loop(timeout_s), max_hung
+        self.max_hung, self.hung = max_hung, Hung()
         self.failures: list[Failure] = []
         self.counts: Counter[str] = Counter()  # by function, over the whole run
 
@@ -83,6 +80,7 @@ class Judge:
 
         `failed` are episodes that broke before they could be judged; they earn 0.
         """
+        episodes = [turns if isinstance(turns, tuple) else tuple(turns) for turns in episodes]
         table: list[list[Reward]] = []
         called = {i: self._together(part, problem, episodes, failed) for i, part in enumerate(self.parts)}
         for sample, turns in enumerate(episodes):
@@ -99,35 +97,6 @@ class Judge:
         if (seed := self.options.shuffle) is not None:
             stream("shuffle", seed, problem.key, *(turn for turns in episodes for turn in turns)).shuffle(rewards)
         return tuple(rewards)
-
-    def respond_all(self, task: Task, episodes: Sequence[Episode]) -> list[Reply | CallFailed | None]:
-        """The environment's message to each episode, in order; in the place of one that failed, why it did.
-
-        Each is under the same limits as a reward, and each failure is written down.
-
-        Several at a time are answered where the task allows it (`at_once`), and equal ones once.
-        """
-        asked = {(problem.key, tuple(turns)): problem for problem, _, turns in episodes}
-        problems = {problem.key: problem for problem, _, _ in episodes}
-        at_once = max((task.at_once(problem) for problem in problems.values()), default=1)
-        found: dict[Any, Outcome] = {}
-        if at_once > 1:
-            calls = [(self._reply, (task, problem, turns)) for (_, turns), problem in asked.items()]
-            found = dict(zip(asked, run_threads(calls, at_once, attempt), strict=True))
-        replies: list[Reply | CallFailed | None] = []
-        for problem, sample, turns in episodes:
-            said = tuple(turns)
-            reply, error = found.get((problem.key, said)) or attempt(self._reply, (task, problem, said))
-            if isinstance(error, CallFailed):
-                self._record(f"{task.name}.respond", problem, sample, error)
-            elif error is not None:
-                raise error
-            replies.append(error or reply)
-        return replies
-
-    def _reply(self, task: Any, problem: Problem, turns: tuple[str, ...]) -> Reply | None:
-        message = self.guard.call(task.respond, problem, turns)
-        return message if message is None or isinstance(message, str) else _messages(message)
 
     def drain(self) -> list[Failure]:
         """The failures since the last call."""
@@ -155,13 +124,17 @@ class Judge:
         self, part: RewardPart, problem: Problem, episodes: Sequence[Sequence[str]], failed: Collection[int]
     ) -> dict[int, Outcome]:
         """The outcomes by completion of a part that judges many at a time; of any other part, none yet."""
+        if not part.asynchronous and part.at_once == 1:
+            return {}
         waiting = [sample for sample in range(len(episodes)) if sample not in failed]
-        calls = [(part.function, (problem, tuple(episodes[sample]))) for sample in waiting]
-        if part.asynchronous:
-            return dict(zip(waiting, self.loop.run(calls), strict=True))
-        if part.at_once > 1:
-            return dict(zip(waiting, run_threads(calls, part.at_once, attempt), strict=True))
-        return {}
+        # One that judges elsewhere, `at_once` at a time, has limits of its own.
+        limit, gate = (self.options.timeout_s, None) if part.asynchronous else (None, asyncio.Semaphore(part.at_once))
+
+        async def judged(turns: Sequence[str]) -> Any:
+            async with gate or nullcontext():
+                return await call(part.function, problem, turns, timeout_s=limit, hung=self.hung)
+
+        return dict(zip(waiting, LOOP.run([judged(episodes[i]) for i in waiting], limit, self.hung), strict=True))
 
     def _row(
         self, problem: Problem, sample: int, turns: Sequence[str], called: Mapping[int, Mapping[int, Outcome]]
@@ -172,34 +145,31 @@ class Judge:
             try:
                 row.append(self._call(part, problem, turns, called[index].get(sample)))
             except CallFailed as failure:
-                self._record(part.name, problem, sample, failure)
+                self.record(part.name, problem, sample, failure)
                 return None
         return row
 
     def _call(self, part: RewardPart, problem: Problem, turns: Sequence[str], outcome: Outcome | None) -> Reward:
-        args = (problem, tuple(turns))
-        if outcome is not None:
-            value = self._outcome(*outcome)
-        else:
-            value = call_here(part.function, *args) if part.trusted else self.guard.call(part.function, *args)
+        value, error = outcome or (None, None)
+        if error is not None:
+            raise error
+        if outcome is None and part.trusted:
+            value = call_here(part.function, problem, turns)
+        elif outcome is None:
+            value = call_now(part.function, problem, turns, timeout_s=self.options.timeout_s, hung=self.hung)
         try:
             return as_reward(value)
         except ValueError as error:
             raise CallFailed("invalid", str(error)) from error
 
-    def _outcome(self, value: Any, error: BaseException | None) -> Any:
-        if isinstance(error, Late):
-            raise CallFailed("timeout", late(self.guard.timeout_s))
-        return settled(value, error)
-
-    def _record(self, called: str, problem: Problem, sample: int, failed: CallFailed) -> None:
+    def record(self, called: str, problem: Problem, sample: int, failed: CallFailed) -> None:
+        """Write a failure down; raises where failures, or so many calls that hang, stop the run."""
         failure = Failure(called, problem.key, sample, failed.kind, failed.cause)
         self.failures.append(failure)
         self.counts[called] += 1
         if self.options.on_error == "stop":
             raise KeelError(f"reward {failure}; mend it, or set reward.on_error to zero or skip_group") from failed
-        hung = self.guard.hung + self.loop.hung
-        if hung > self.max_hung:
+        if (hung := self.hung.alive) > self.max_hung:
             raise TooManyHang(
                 f"reward {failure}; {hung} calls hang in threads that cannot be ended: mend the function"
             ) from failed
@@ -211,14 +181,3 @@ class Judge:
             inner = {(k if part.name == TASK else f"{part.name}/{k}"): v for k, v in reward.parts.items()}
             named |= inner if part.name == TASK and inner else {part.name: reward.total, **inner}
         return named
-
-
-def _messages(value: Any) -> list[Message]:
-    """Messages of an environment, each with a role and a content; anything else is a failure."""
-    fine = isinstance(value, Sequence) and all(
-        isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
-    )
-    if not fine or not value:
-        said = f"returned a {type(value).__name__}, not a string or None" if not isinstance(value, Sequence) else ""
-        raise CallFailed("invalid", said or "returned messages that do not each have a role and a content")
-    return [dict(message) for message in value]

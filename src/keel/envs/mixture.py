@@ -10,8 +10,9 @@ from itertools import pairwise
 from typing import Self
 
 from keel.base.errors import KeelError
-from keel.base.types import Group, Message, Problem, Reward
+from keel.base.types import Group, Problem, Reward
 from keel.envs.base import Task
+from keel.envs.episode import Episode
 from keel.envs.problems import stream
 
 
@@ -40,9 +41,6 @@ class Mixture(Task):
     @property
     def several_turns(self) -> bool:
         return any(task.several_turns for task in self.tasks)
-
-    def at_once(self, problem: Problem) -> int:
-        return self._of(problem).at_once(problem)
 
     def keep(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
         """The mixture with only those problems of its tasks' data that `fits` accepts."""
@@ -80,13 +78,9 @@ class Mixture(Task):
     def gold_turns(self, problem: Problem) -> list[str]:
         return self._of(problem).gold_turns(problem)
 
-    def respond(self, problem: Problem, turns: Sequence[str]) -> str | Sequence[Message] | None:
-        """The environment's message of the problem's own task."""
-        return self._of(problem).respond(problem, turns)
-
-    def counts(self, problem: Problem, turns: Sequence[str]) -> Mapping[str, float]:
-        """The figures of the problem's own task."""
-        return self._of(problem).counts(problem, turns)
+    def start(self, problem: Problem) -> Episode:
+        """An episode of the problem's own task."""
+        return self._of(problem).start(problem)
 
     def totals(self) -> Mapping[str, float]:
         """The running counts of its tasks, under a task's name where several count what is called the same."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import inspect
-import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from keel.base.errors import unknown
 from keel.base.types import Message, Problem
-from keel.envs.concurrent import Late, Loop
-from keel.envs.guard import CallFailed, Guard, TooManyHang, aside, late, settled
+from keel.envs.calls import CallFailed, Hung, TooManyHang, aside, call
+from keel.envs.episode import Episode
 from keel.envs.tool_calls import FORMATS, ToolCall, parse_calls
 from keel.envs.tools import Tool
 
@@ -23,10 +24,6 @@ KINDS = (*ERRORS, "too_long")
 MOST_CALLS = 16  # in one turn
 TURN_S = 20.0  # for all calls of a turn together, or as long as the longest limit of one tool
 MOST_HUNG = 8  # of one tool at a time, for each call that it may run at once
-_KEPT = 4096  # turns whose results are kept beside those of a rollout under way
-
-
-_Said = tuple[str, tuple[str, ...]]  # a problem's key and the turns on it
 
 
 @dataclass(frozen=True)
@@ -44,203 +41,154 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Played:
-    """An episode so far: the results of each turn's calls, and whether it is over."""
-
-    turns: tuple[tuple[Result, ...], ...] = ()
-    over: bool = False
-
-    @property
-    def results(self) -> tuple[Result, ...]:
-        return tuple(result for turn in self.turns for result in turn)
-
-
-class _Rollouts:
-    """Which rollouts are under way, by number; a plain count, since their episodes are played in many threads."""
-
-    def __init__(self) -> None:
-        self.last, self.open, self.lock = 0, set[int](), threading.Lock()
-
-    def is_needed(self, number: int) -> bool:
-        """Whether a rollout is under way that may have seen what was played while `number` was the last."""
-        with self.lock:
-            return bool(self.open) and number >= min(self.open)
-
-
-_rollouts = _Rollouts()
-
-
-@contextmanager
-def keeping() -> Iterator[None]:
-    """A rollout and its judgement: what is played inside is kept to the end, so that an episode is judged by what the
-    model was told, and no call runs twice.
-    """
-    with _rollouts.lock:
-        number = _rollouts.last = _rollouts.last + 1
-        _rollouts.open.add(number)
-    try:
-        yield
-    finally:
-        with _rollouts.lock:
-            _rollouts.open.discard(number)
-
-
-@dataclass(frozen=True)
 class Toolbox:
-    """Plays episodes: `tools(problem)` are those of a problem, `is_final(text)` says that a turn needs no answer.
+    """What the episodes of a task share: `tools(problem)` are those of a new episode, `is_final(text)` says that a turn
+    needs no answer.
 
-    A turn without a call ends the episode, as does a tool that `ends`. What was played is kept (see `keeping`), so that
-    each call runs once although it is asked about again after every later turn and by the reward; equal turns on one
-    problem share their results. The time that tools take is limited by each tool's `timeout_s` and by `turn_s` for all
-    calls of a turn (None: no limit), never by `reward.timeout_s`: what takes longer is told to the model, and the run
-    goes on. Episodes may be played in several threads; a tool is then called by as many of them at a time as its
-    `at_once` says.
+    The time that tools take is limited by each tool's `timeout_s` and by `turn_s` for all calls of a turn (None: no
+    limit), never by `reward.timeout_s`: what takes longer is told to the model, and the run goes on. As many episodes
+    call a tool at a time as its `at_once` says.
     """
 
     tools: Callable[[Problem], Sequence[Tool]]
     format: str = "json"
     is_final: Callable[[str], bool] = lambda text: False
     turn_s: float | None = TURN_S
-    _kept: dict[_Said, tuple[int, Played]] = field(default_factory=dict, repr=False, compare=False)
-    _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
-    _guards: dict[str, Guard] = field(default_factory=dict, repr=False, compare=False)
-    _gates: dict[str, threading.Semaphore] = field(default_factory=dict, repr=False, compare=False)
-    _loop: Loop = field(default_factory=lambda: Loop(None), repr=False, compare=False)  # of coroutines
+    _hung: dict[str, Hung] = field(default_factory=dict, repr=False, compare=False)
+    _gates: Any = field(default_factory=weakref.WeakKeyDictionary, repr=False, compare=False)  # by event loop
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
             raise unknown("tool format", self.format, FORMATS)
 
-    def play(self, problem: Problem, turns: Sequence[str]) -> Played:
-        """The episode after these turns of the model."""
-        said = tuple(turns)
-        played, known = Played(), 0
-        for number in range(len(said), 0, -1):
-            if (found := self._kept.get((problem.key, said[:number]))) is not None:
-                played, known = found[1], number
-                self._keep((problem.key, said[:number]), played)  # again, as the newest
-                break
-        for number in range(known, len(said)):
-            if not played.over:
-                played = self._after(played, problem, said[number])
-            self._keep((problem.key, said[: number + 1]), played)
-        return played
+    def hung(self, tool: Tool) -> Hung:
+        """The calls of a tool that did not return."""
+        return self._hung.setdefault(tool.name, Hung())
 
-    def _keep(self, key: _Said, played: Played) -> None:
-        """Keep what was played as the newest, and let go of the oldest that is too much and no longer needed."""
-        with self._lock:
-            self._kept.pop(key, None)
-            self._kept[key] = _rollouts.last, played
-            while len(self._kept) > _KEPT and not _rollouts.is_needed(next(iter(self._kept.values()))[0]):
-                self._kept.pop(next(iter(self._kept)))
+    def gate(self, tool: Tool | None) -> AbstractAsyncContextManager[Any]:
+        """Lets as many calls of a tool through as may run at a time."""
+        if tool is None:
+            return nullcontext()
+        gates = self._gates.setdefault(asyncio.get_running_loop(), {})
+        gate: asyncio.Semaphore = gates.setdefault(tool.name, asyncio.Semaphore(tool.at_once))
+        return gate
 
-    def respond(self, problem: Problem, turns: Sequence[str]) -> str | list[Message] | None:
-        """The results of the last turn's calls as messages, or None where the episode is over."""
-        played = self.play(problem, turns)
-        if played.over:
-            return None
-        last = played.turns[-1]
-        if self.format == "tags":
-            return "\n" + "".join(f"<result>\n{result.content}\n</result>\n" for result in last)
+
+class ToolEpisode(Episode):
+    """An episode in which the model calls tools: a turn without a call ends it, as does a tool that `ends`.
+
+    A task with tools returns one of these from `start`, with a `reward` of its own. `turns` are the model's, `results`
+    what came of the calls of each, and `is_over` says whether the last of them ended the episode.
+    """
+
+    def __init__(self, toolbox: Toolbox, problem: Problem) -> None:
+        self.toolbox, self.problem = toolbox, problem
+        self.offered = {tool.name: tool for tool in toolbox.tools(problem)}
+        self.at_once = max((tool.at_once for tool in self.offered.values()), default=1)
+        self.turns: list[str] = []
+        self.results: list[tuple[Result, ...]] = []
+        self.is_over = False
+
+    @property
+    def every_result(self) -> tuple[Result, ...]:
+        """The results of all turns."""
+        return tuple(result for turn in self.results for result in turn)
+
+    async def step(self, text: str) -> str | list[Message] | None:
+        """The results of a turn's calls as messages, or None where the episode is over."""
+        calls = [] if self.toolbox.is_final(text) else self._calls(text)
+        results = await self._run_all(calls)
+        self.turns.append(text)
+        self.results.append(results)
+        last = self.offered.get(results[-1].call.name) if results and not results[-1].is_error else None
+        self.is_over = not calls or (last is not None and last.ends)
+        return None if self.is_over else self._reply(results)
+
+    def counts(self) -> dict[str, float]:
+        """How many calls the episode made, and how many went wrong in which way."""
+        results = self.every_result
+        kinds = [result.kind for result in results]
+        wrong = sum(result.is_error for result in results)
+        made = {"tool/calls": float(len(results)), "tool/errors": float(wrong)}
+        return {**made, **{f"tool/{kind}": float(kinds.count(kind)) for kind in KINDS}}
+
+    def _calls(self, text: str) -> list[ToolCall]:
+        return parse_calls(text, self.toolbox.format, tuple(self.offered.values()))
+
+    def _reply(self, results: Sequence[Result]) -> str | list[Message]:
+        if self.toolbox.format == "tags":
+            return "\n" + "".join(f"<result>\n{result.content}\n</result>\n" for result in results)
         return [
             {
                 "role": "tool",
                 "name": result.call.name or "unknown",
-                "tool_call_id": result.call.id or _call_id(problem.key, len(played.turns), place),
+                "tool_call_id": result.call.id or _call_id(self.problem.key, len(self.turns), number),
                 "content": result.content,
             }
-            for place, result in enumerate(last)
+            for number, result in enumerate(results)
         ]
 
-    def counts(self, problem: Problem, turns: Sequence[str]) -> dict[str, float]:
-        """How many calls an episode made, and how many went wrong in which way."""
-        results = self.play(problem, turns).results
-        kinds = [result.kind for result in results]
-        wrong = sum(result.is_error for result in results)
-        found = {"tool/calls": float(len(results)), "tool/errors": float(wrong)}
-        return {**found, **{f"tool/{kind}": float(kinds.count(kind)) for kind in KINDS}}
-
-    def _after(self, played: Played, problem: Problem, text: str) -> Played:
-        offered = {tool.name: tool for tool in self.tools(problem)}
-        calls = [] if self.is_final(text) else parse_calls(text, self.format, tuple(offered.values()))
+    async def _run_all(self, calls: Sequence[ToolCall]) -> tuple[Result, ...]:
+        """The results of a turn's calls, one after the other, up to one that ends the episode."""
         results: list[Result] = []
-        limit, spent = self._turn_limit(offered.values()), 0.0
-        for number, call in enumerate(calls):
+        limit, spent = _turn_limit(self.toolbox.turn_s, self.offered.values()), 0.0
+        for number, made in enumerate(calls):
             if number >= MOST_CALLS:
-                results.append(_error(call, "too_many", f"only {MOST_CALLS} calls a turn are answered"))
+                results.append(_error(made, "too_many", f"only {MOST_CALLS} calls a turn are answered"))
                 break
-            with aside(), self._gate(offered.get(call.name)):
+            tool = self.offered.get(made.name)
+            async with aside(), self.toolbox.gate(tool):
                 began = time.monotonic()
-                result = self._run(call, offered, None if limit is None else limit - spent)
+                result = await self._run(made, tool, None if limit is None else limit - spent)
                 spent += time.monotonic() - began
             results.append(result)
-            if not result.is_error and offered[call.name].ends:
-                return Played((*played.turns, tuple(results)), over=True)
-        return Played((*played.turns, tuple(results)), over=not calls)
+            if not result.is_error and tool is not None and tool.ends:
+                break
+        return tuple(results)
 
-    def at_once(self, problem: Problem) -> int:
-        """How many episodes it helps to play at a time: as many as the tool of a problem allows that allows most."""
-        return max((tool.at_once for tool in self.tools(problem)), default=1)
-
-    def _gate(self, tool: Tool | None) -> AbstractContextManager[Any]:
-        return nullcontext() if tool is None else self._gates.setdefault(tool.name, threading.Semaphore(tool.at_once))
-
-    def _turn_limit(self, offered: Iterable[Tool]) -> float | None:
-        """Seconds for the calls of one turn: no less than any one of them may take."""
-        limits = [self.turn_s, *(tool.timeout_s for tool in offered)]
-        return None if None in limits else max(limit for limit in limits if limit is not None)
-
-    def _run(self, call: ToolCall, offered: Mapping[str, Tool], left_s: float | None) -> Result:
-        if call.fault is not None:
-            return _error(call, "malformed", call.fault)
-        if call.name not in offered:
-            return _error(call, "unknown_tool", f"there is no tool {call.name[:40]!r}; use {', '.join(offered)}")
-        tool = offered[call.name]
+    async def _run(self, made: ToolCall, tool: Tool | None, left_s: float | None) -> Result:
+        if made.fault is not None:
+            return _error(made, "malformed", made.fault)
+        if tool is None:
+            names = ", ".join(self.offered)
+            return _error(made, "unknown_tool", f"there is no tool {made.name[:40]!r}; use {names}")
         try:
-            arguments = tool.arguments(call.arguments or {})
+            arguments = tool.arguments(made.arguments or {})
         except ValueError as error:
-            return _error(call, "bad_arguments", f"{tool.name}: {error}")
+            return _error(made, "bad_arguments", f"{tool.name}: {error}")
         if left_s is not None and left_s <= 0:
-            return _error(call, "timeout", f"{tool.name} was not called: this turn's calls took too long together")
-        guard = self._guards.setdefault(tool.name, Guard(tool.timeout_s, option=f"timeout_s of the tool {tool.name}"))
+            return _error(made, "timeout", f"{tool.name} was not called: this turn's calls took too long together")
+        hung = self.toolbox.hung(tool)
+        limit = min((limit for limit in (tool.timeout_s, left_s) if limit is not None), default=None)
         try:
-            value, content = self._value(guard, lambda: tool.function(**arguments), left_s)
+            value, content = await _value(tool, arguments, limit, hung)
         except CallFailed as failure:
-            if (hung := guard.hung + self._loop.hung) > MOST_HUNG * tool.at_once:
+            if (count := hung.alive) > MOST_HUNG * tool.at_once:
                 raise TooManyHang(
-                    f"tool {tool.name!r} hangs: {hung} calls did not return and cannot be ended; mend it"
+                    f"tool {tool.name!r} hangs: {count} calls did not return and cannot be ended; mend it"
                 ) from failure
             kind = "timeout" if failure.kind == "timeout" else "failed"
-            said = f"{tool.name} took too long" if kind == "timeout" else f"{tool.name} {failure.cause}"
-            return _error(call, kind, said)
+            return _error(made, kind, f"{tool.name} took too long" if kind == "timeout" else f"{tool.name} {failure}")
         if len(content) <= tool.max_characters:
-            return Result(call, content, value)
+            return Result(made, content, value)
         cut = f"{content[: tool.max_characters]}\n[cut: {len(content) - tool.max_characters} characters more]"
-        return Result(call, cut, value, "too_long")
-
-    def _value(self, guard: Guard, function: Callable[[], Any], left_s: float | None) -> tuple[Any, str]:
-        """What a tool returned, awaited where it is to be, and as text, all within one limit; CallFailed where any of
-        that failed.
-        """
-        limit = min((limit for limit in (guard.timeout_s, left_s) if limit is not None), default=None)
-        began = time.monotonic()
-
-        def left() -> float | None:
-            return None if limit is None else max(0.0, limit - (time.monotonic() - began))
-
-        value = guard.call(function, within_s=limit)
-        if inspect.isawaitable(value):
-            ((value, error),) = self._loop.run([(_awaited, (value,))], left())
-            if isinstance(error, Late):
-                raise CallFailed("timeout", late(limit, guard.option))
-            value = settled(value, error)
-        if value is None or type(value) is str:
-            return value, value or ""
-        return value, guard.call(str, value, within_s=left())
+        return Result(made, cut, value, "too_long")
 
 
-async def _awaited(value: Awaitable[Any]) -> Any:
-    return await value
+async def _value(tool: Tool, arguments: dict[str, Any], limit: float | None, hung: Hung) -> tuple[Any, str]:
+    """What a tool returned, and the same as text, which is the user's code too, within one limit."""
+    began = time.monotonic()
+    value = await call(partial(tool.function, **arguments), timeout_s=limit, hung=hung)
+    if value is None or type(value) is str:
+        return value, value or ""
+    left = None if limit is None else max(0.0, limit - (time.monotonic() - began))
+    return value, await call(str, value, timeout_s=left, hung=hung)
+
+
+def _turn_limit(turn_s: float | None, offered: Iterable[Tool]) -> float | None:
+    """Seconds for the calls of one turn: no less than any one of them may take."""
+    limits = [turn_s, *(tool.timeout_s for tool in offered)]
+    return None if None in limits else max(limit for limit in limits if limit is not None)
 
 
 def _error(call: ToolCall, kind: str, said: str) -> Result:

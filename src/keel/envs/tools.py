@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from keel.base.errors import KeelError
-from keel.envs.concurrent import is_async
+from keel.envs.calls import is_async
 
 TIMEOUT_S = 10.0
 MAX_CHARACTERS = 4000
@@ -99,6 +99,8 @@ def tool(
     called = str(name or getattr(function, "__name__", type(function).__name__))
     if not _NAME.fullmatch(called):
         raise KeelError(f"a tool cannot be called {called!r}: give tool(…, name=…) a name of letters, digits and _")
+    if timeout_s is not None and not timeout_s > 0:
+        raise KeelError(f"tool {called!r}: timeout_s is {timeout_s}, it must be above 0, or None for no limit")
     if not max_characters > 0:
         raise KeelError(f"tool {called!r}: max_characters is {max_characters}, it must be above 0")
     together = at_once if at_once is not None else ASYNC_AT_ONCE if is_async(function) else 1

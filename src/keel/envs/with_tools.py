@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from keel.base.errors import KeelError, unknown
-from keel.base.types import Message, Problem, Reward
+from keel.base.types import Problem, Reward
 from keel.envs.base import Task, TaskWrapper
+from keel.envs.episode import Episode
 from keel.envs.tool_calls import FORMATS
-from keel.envs.toolbox import Toolbox
+from keel.envs.toolbox import Toolbox, ToolEpisode
 from keel.envs.tools import Tool
 
 
@@ -27,10 +28,6 @@ class WithTools(TaskWrapper):
     def name(self) -> str:
         return f"{self.inner.name}+tools"
 
-    @property
-    def several_turns(self) -> bool:
-        return True
-
     @cached_property
     def toolbox(self) -> Toolbox:
         return Toolbox(lambda problem: self.tools, self.format)
@@ -42,20 +39,8 @@ class WithTools(TaskWrapper):
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
         return [self._offered(problem) for problem in self.inner.held_out(count, seed=seed)]
 
-    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
-        """What the task pays for the turn that ended the episode; an episode that still calls tools earns nothing."""
-        played = self.toolbox.play(problem, turns)
-        text = turns[len(played.turns) - 1] if played.over else ""
-        return self.inner.reward(problem, [text])
-
-    def respond(self, problem: Problem, turns: Sequence[str]) -> str | list[Message] | None:
-        return self.toolbox.respond(problem, turns)
-
-    def counts(self, problem: Problem, turns: Sequence[str]) -> Mapping[str, float]:
-        return self.toolbox.counts(problem, turns)
-
-    def at_once(self, problem: Problem) -> int:
-        return self.toolbox.at_once(problem)
+    def start(self, problem: Problem) -> Episode:
+        return AnsweredWithTools(self, problem)
 
     def _offered(self, problem: Problem) -> Problem:
         if self.format == "json":
@@ -67,6 +52,17 @@ class WithTools(TaskWrapper):
         if isinstance(problem.prompt, str):
             return replace(problem, prompt=f"{said}\n{problem.prompt}")
         return replace(problem, prompt=[{"role": "system", "content": said}, *problem.prompt])
+
+
+class AnsweredWithTools(ToolEpisode):
+    """What the task pays for the turn that ended the episode; one that still calls tools earns nothing."""
+
+    def __init__(self, task: WithTools, problem: Problem) -> None:
+        super().__init__(task.toolbox, problem)
+        self.task = task.inner
+
+    def reward(self) -> Reward:
+        return self.task.reward(self.problem, [self.turns[-1] if self.is_over else ""])
 
 
 def with_tools(task: Task, tools: Sequence[Tool], format: str = "json") -> WithTools:

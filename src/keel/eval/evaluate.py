@@ -12,7 +12,7 @@ from keel.base.errors import KeelError
 from keel.base.types import Group, Problem
 from keel.envs.base import Task
 from keel.envs.judge import Judge
-from keel.envs.rewards import TASK
+from keel.envs.rewards import TASK, as_reward
 from keel.eval.statistics import Interval, normal_interval, paired_interval, pass_at_k, wilson
 from keel.rollout.collect import collect
 from keel.rollout.engine import Engine
@@ -115,7 +115,7 @@ def summarise(
     """The figures of judged groups, all with the same number of samples; `own` names the task's own reward in them."""
     samples = len(groups[0].completions)
     answered = not task.unanswered
-    right = [sum(_is_right(task, group, i, own) for i in range(samples)) for group in groups] if answered else []
+    right = [_right(task, group, own) for group in groups] if answered else []
     shares = {n: [pass_at_k(samples, c, n) for c in right] for n in {1, *k}}
     shown = k if answered else ()
     rewards = [fmean(r.total for r in group.rewards) for group in groups]
@@ -190,10 +190,12 @@ def _differences(task: str, values: Sequence[Mapping[str, float]]) -> list[float
     return [second[key] - first[key] for key in common]
 
 
-def _is_right(task: Task, group: Group, index: int, own: str) -> bool:
-    """Whether a completion is right: its part `correct` where the task has one, else the gold answer's pay."""
-    reward = group.rewards[index]
-    correct = reward.parts.get("correct" if own == TASK else f"{own}/correct")
-    if correct is not None:
-        return correct >= 1.0
-    return reward.parts.get(own, reward.total) >= task.reward(group.problem, [task.gold(group.problem)]).total - 1e-9
+def _right(task: Task, group: Group, own: str) -> int:
+    """How many completions are right: by the part `correct` where the task has one, else by the gold answer's pay."""
+    part = "correct" if own == TASK else f"{own}/correct"
+    without = [reward for reward in group.rewards if part not in reward.parts]
+    right = sum(reward.parts[part] >= 1.0 for reward in group.rewards if part in reward.parts)
+    if not without:
+        return right
+    full = as_reward(task.reward(group.problem, task.gold_turns(group.problem))).total
+    return right + sum(reward.parts.get(own, reward.total) >= full - 1e-9 for reward in without)

@@ -11,8 +11,9 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem
 from keel.envs.base import Task
-from keel.envs.judge import CallFailed, Judge
-from keel.envs.toolbox import keeping
+from keel.envs.calls import CallFailed
+from keel.envs.episode import Episode, EpisodeRunner, Key, Transcript
+from keel.envs.judge import Judge
 from keel.rollout.engine import Engine, check_engine, turn_by_turn
 from keel.rollout.render import Renderer, Reply, fit
 from keel.rollout.request import Request, Turn
@@ -20,7 +21,7 @@ from keel.rollout.sampling import SamplingParams
 
 
 @dataclass
-class _Episode:
+class _Trajectory:
     """One completion on its way: everything after the prompt, and the model's turns so far."""
 
     group: int
@@ -62,7 +63,6 @@ class _Episode:
         )
 
 
-@keeping()
 def collect(
     engine: Engine,
     task: Task,
@@ -76,6 +76,7 @@ def collect(
     max_turns: int = 1,
     max_turn_length: int | None = None,
     join_turns: bool = True,
+    overlap_tools: bool = False,
     judge: Judge | None = None,
     chat_template: str = "auto",
     system_prompt: str | None = None,
@@ -84,19 +85,20 @@ def collect(
 ) -> list[Group]:
     """One judged group a problem, in order, except groups that the judge skips (its `failures` name them).
 
-    Several turns: after each of the model's, the task's `respond` is asked for the environment's message, whose tokens
-    are appended with action False. `max_completion_length` is the budget of a whole episode, messages included; one
-    that a message would overrun ends there with stop_reason `length`. `max_turn_length` is the budget of one turn: a
+    Several turns: each completion has an `Episode` of the task's, which is given the model's turns; the tokens of its
+    replies are appended with action False. `max_completion_length` is the budget of a whole episode, replies included;
+    one that a reply would overrun ends there with stop_reason `length`. `max_turn_length` is the budget of one turn: a
     turn that it cuts off is answered like any other. An episode that would go on after `max_turns` has the stop_reason
     `turns`. Tokens are only ever appended, never encoded again, and noise goes on at the position where it stopped.
     Episodes do not wait for each other: one that is answered goes on beside those still in an earlier turn. Without
-    `join_turns` they do, and all are answered together.
+    `join_turns` they do, and all are answered together. With `overlap_tools` sampling goes on while slow tools work:
+    which episodes share a pass then depends on the clock, and with it the last digits.
     """
     check_engine(engine)
     if max_turns < 1:
         raise KeelError(f"rollout.max_turns is {max_turns}: it must be at least 1")
     if max_turns > 1 and not task.several_turns:
-        raise KeelError(f"rollout.max_turns is {max_turns}, but task {task.name!r} has no respond: set it to 1")
+        raise KeelError(f"rollout.max_turns is {max_turns}, but task {task.name!r} has one turn: set it to 1")
     _check_keys(problems)
     judge = judge or Judge.of(task)
     renderer = Renderer(tokenizer, chat_template=chat_template, system_prompt=system_prompt)
@@ -107,62 +109,77 @@ def collect(
     _check_room(engine, problems, prompts, sampling)
     asked = [Request(p.key, tokens, max_new=limit) for p, tokens in zip(problems, prompts, strict=True)]
     group_of = {problem.key: group for group, problem in enumerate(problems)}
-    episodes: dict[tuple[int, int], _Episode] = {}
+    trajectories: dict[tuple[int, int], _Trajectory] = {}
+    runner = EpisodeRunner(task.start, judge.options.timeout_s, judge.hung)
 
     def answer(turns: Sequence[Turn]) -> list[Request]:
-        heard = []
         for turn in turns:
-            place = group_of[turn.request.key], turn.sample
-            heard.append(episodes.setdefault(place, _Episode(*place)))
-            heard[-1].act(turn.completion)
-        if max_turns == 1:
-            return []
-        open_ = [e for e in heard if len(e.tokens) < sampling.max_completion_length]
-        replies = judge.respond_all(task, [(problems[e.group], e.sample, e.turns) for e in open_])
-        pairs = zip(open_, replies, strict=True)
-        live = [e for e, reply in pairs if _go_on(e, problems[e.group], reply, renderer, sampling, max_turns)]
-        return [_request(e, problems[e.group], prompts[e.group], sampling, limit) for e in live]
+            key = group_of[turn.request.key], turn.sample
+            trajectories.setdefault(key, _Trajectory(*key)).act(turn.completion)
+            if task.several_turns:
+                runner.submit([(key, problems[key[0]], turn.completion.text)])
+        return go_on("no" if overlap_tools else "all")
+
+    def go_on(wait: str) -> list[Request]:
+        """The next turns of those episodes whose reply is there."""
+        requests = []
+        for key, reply in runner.ready(wait=wait).items():
+            trajectory, problem = trajectories[key], problems[key[0]]
+            if isinstance(reply, CallFailed):
+                trajectory.broken = True
+                judge.record(f"{task.name}.{reply.at}", problem, trajectory.sample, reply)
+            elif _hear(trajectory, problem, reply, renderer, sampling, max_turns):
+                requests.append(_request(trajectory, problem, prompts[key[0]], sampling, limit))
+        return requests
 
     converse = engine.converse if join_turns and max_turns > 1 else partial(turn_by_turn, engine)
-    converse(asked, sampling, answer, **noise)
-    marked = [_marked(p, len(t) - len(kept)) for p, t, kept in zip(problems, whole, prompts, strict=True)]
-    return _judged(task, marked, prompts, [episodes[place] for place in sorted(episodes)], judge, step)
+    try:
+        while asked:
+            converse(asked, sampling, answer, **noise)
+            asked = []
+            while runner.waiting and not asked:
+                asked = go_on("one")
+        marked = [_marked(p, len(t) - len(kept)) for p, t, kept in zip(problems, whole, prompts, strict=True)]
+        finished = [trajectories[key] for key in sorted(trajectories)]
+        groups = _judged(task, marked, prompts, finished, runner.episodes, judge, step)
+    finally:
+        failures = runner.close()
+    for key, failure in failures:
+        judge.record(f"{task.name}.close", problems[key[0]], key[1], failure)
+    return groups
 
 
-def _go_on(
-    episode: _Episode,
+def _hear(
+    trajectory: _Trajectory,
     problem: Problem,
-    message: Reply | CallFailed | None,
+    reply: Reply | None,
     renderer: Renderer,
     sampling: SamplingParams,
     max_turns: int,
 ) -> bool:
-    """Append the environment's message; False where the episode is over."""
-    if isinstance(message, CallFailed):
-        episode.broken = True
+    """Append the environment's reply; False where the episode is over."""
+    if reply is None or len(trajectory.tokens) >= sampling.max_completion_length:
         return False
-    if message is None:
+    if len(trajectory.turns) >= max_turns:
+        trajectory.stop_reason = "turns" if max_turns > 1 else trajectory.stop_reason
         return False
-    if len(episode.turns) >= max_turns:
-        episode.stop_reason = "turns"
+    tokens = renderer.reply(problem, reply, trajectory.tokens[-1] if trajectory.tokens else None)
+    if len(trajectory.tokens) + len(tokens) >= sampling.max_completion_length:
+        trajectory.stop_reason = "length"
         return False
-    tokens = renderer.reply(problem, message, episode.tokens[-1] if episode.tokens else None)
-    if len(episode.tokens) + len(tokens) >= sampling.max_completion_length:
-        episode.stop_reason = "length"
-        return False
-    episode.hear(message, tokens)
+    trajectory.hear(reply, tokens)
     return True
 
 
 def _request(
-    episode: _Episode, problem: Problem, prompt: tuple[int, ...], sampling: SamplingParams, limit: int | None
+    trajectory: _Trajectory, problem: Problem, prompt: tuple[int, ...], sampling: SamplingParams, limit: int | None
 ) -> Request:
-    used = len(episode.tokens)
+    used = len(trajectory.tokens)
     left = sampling.max_completion_length - used
     return Request(
         key=problem.key,
-        tokens=(*prompt, *episode.tokens),
-        samples=(episode.sample,),
+        tokens=(*prompt, *trajectory.tokens),
+        samples=(trajectory.sample,),
         start=used,
         max_new=left if limit is None else min(left, limit),
     )
@@ -172,44 +189,44 @@ def _judged(
     task: Task,
     problems: Sequence[Problem],
     prompts: Sequence[tuple[int, ...]],
-    episodes: Sequence[_Episode],
+    trajectories: Sequence[_Trajectory],
+    episodes: Mapping[Key, Episode],
     judge: Judge,
     step: int,
 ) -> list[Group]:
     groups = []
-    of_group: list[list[_Episode]] = [[] for _ in problems]
-    for episode in episodes:
-        of_group[episode.group].append(episode)
+    of_group: list[list[_Trajectory]] = [[] for _ in problems]
+    for trajectory in trajectories:
+        of_group[trajectory.group].append(trajectory)
     for problem, prompt, members in zip(problems, prompts, of_group, strict=True):
-        rewards = judge.judge(problem, [e.turns for e in members], {e.sample for e in members if e.broken})
+        heard = [Transcript.of(t.turns, episodes.get((t.group, t.sample))) for t in members]
+        rewards = judge.judge(problem, heard, {t.sample for t in members if t.broken})
         if rewards is not None:
-            groups.append(Group(problem, prompt, tuple(_finished(e, task, problem) for e in members), rewards))
+            counts = [_counts(task, t, heard[i].episode) for i, t in enumerate(members)]
+            completions = tuple(t.completion(c) for t, c in zip(members, counts, strict=True))
+            groups.append(Group(problem, prompt, completions, rewards))
     if problems and not groups:
         last = judge.failures[-1]
         raise KeelError(f"every group of step {step} was skipped, the last for reward {last}")
     return groups
 
 
-def _finished(episode: _Episode, task: Task, problem: Problem) -> Completion:
-    """The episode as it is trained on; with several turns, or tools, with the figures that its task counts."""
+def _counts(task: Task, trajectory: _Trajectory, episode: Episode | None) -> dict[str, float]:
+    """The number of turns and what the episode counts, as finite numbers; nothing where the task has one turn."""
     if not task.several_turns:
-        return episode.completion({})
-    return episode.completion({"turn/count": float(len(episode.turns)), **_counts(episode, task, problem)})
-
-
-def _counts(episode: _Episode, task: Task, problem: Problem) -> dict[str, float]:
-    """What the task counts of an episode (`counts`), as finite numbers; none of one that broke."""
-    if episode.broken:
         return {}
+    turns = {"turn/count": float(len(trajectory.turns))}
+    if trajectory.broken or episode is None:
+        return turns
     try:
-        found = {str(name): float(count) for name, count in task.counts(problem, tuple(episode.turns)).items()}
-    except Exception as error:  # a user's task may raise anything
-        said = next(iter(str(error).strip().splitlines()), "")
-        raise KeelError(f"counts of task {task.name!r} raised {type(error).__name__}: {said}") from error
-    odd = next((name for name, count in found.items() if not math.isfinite(count)), None)
+        counted = {str(name): float(count) for name, count in episode.counts().items()}
+    except Exception as error:  # a user's episode may raise anything
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise KeelError(f"counts of task {task.name!r} raised {type(error).__name__}: {first}") from error
+    odd = next((name for name, count in counted.items() if not math.isfinite(count)), None)
     if odd is not None:
-        raise KeelError(f"counts of task {task.name!r} gave {odd}={found[odd]}: it must be a finite number")
-    return found
+        raise KeelError(f"counts of task {task.name!r} gave {odd}={counted[odd]}: it must be a finite number")
+    return turns | counted
 
 
 def _marked(problem: Problem, cut: int) -> Problem:

@@ -39,6 +39,11 @@ class RolloutOptions(Options):
         description="Episodes that were answered join those still speaking; false: all are answered together, which "
         "suits slow tools.",
     )
+    overlap_tools: bool = Field(
+        default=False,
+        description="Sampling goes on while slow tools work; which episodes share a pass then depends on the clock, so "
+        "that the last digits of a run vary.",
+    )
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), description="Texts that end a turn.")
     max_batch: Positive | None = Field(default=None, description="Completions sampled at a time; null for all of them.")
     kept_gib: NotNegative = Field(
@@ -52,7 +57,7 @@ class RolloutOptions(Options):
     @property
     def turns(self) -> dict[str, Any]:
         """What `collect` takes of it beside the sampling, as plain data."""
-        return self.model_dump(include={"max_turns", "max_turn_length", "join_turns"})
+        return self.model_dump(include={"max_turns", "max_turn_length", "join_turns", "overlap_tools"})
 
     @property
     def named_engine(self) -> EngineOptions:

@@ -154,7 +154,7 @@ def build_run(
         scorer=scorer,
     )
     packing = [] if loaded.packing_note is None else [loaded.packing_note]
-    said = (*packing, *task.notes, *dropped, *_one_turn(config, task), *_kept_adapter(config, run))
+    said = (*packing, *task.notes, *dropped, *_turns(config, task), *_kept_adapter(config, run))
     return Built(run, judge, sampling, said)
 
 
@@ -168,11 +168,15 @@ def _check_logp(config: Config, engine: Engine, sampling: SamplingParams) -> Non
         )
 
 
-def _one_turn(config: Config, task: Task) -> list[str]:
-    """A word on a task of several turns that is given one."""
-    if config.rollout.max_turns > 1 or not task.several_turns:
+def _turns(config: Config, task: Task) -> list[str]:
+    """A word on a task of several turns that is given one, and on turns that depend on the clock."""
+    if not task.several_turns:
         return []
-    return [f"task {task.name!r} has several turns, but rollout.max_turns is 1: no tool is ever answered"]
+    if config.rollout.max_turns == 1:
+        return [f"task {task.name!r} has several turns, but rollout.max_turns is 1: no tool is ever answered"]
+    if not config.rollout.overlap_tools:
+        return []
+    return ["rollout.overlap_tools: which episodes share a pass depends on the clock, so the last digits of a run vary"]
 
 
 def _kept_adapter(config: Config, run: TrainingRun) -> list[str]:

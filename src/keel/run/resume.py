@@ -52,6 +52,7 @@ def check_same_run(folder: Path, config: Config) -> None:
         return
     before = _leaves(absolute_paths(current_names(written)))
     now = _leaves(absolute_paths(config.to_dict()))
+    before |= _added_since(before, now)
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name) and (name == "run.seed" or not name.startswith(FREE_TO_CHANGE)):
             was, is_now = (masked(settings.get(name), name) for settings in (before, now))
@@ -59,6 +60,13 @@ def check_same_run(folder: Path, config: Config) -> None:
                 f"{name} was {was!r} in {folder} and is {is_now!r} now: resume with what it was, or start a new run "
                 "from its checkpoint with model.name"
             )
+
+
+def _added_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that a run of an earlier version did not know, in sections that it has: it went by their defaults."""
+    default, sections = _leaves(load_config({}).to_dict()), {name.rpartition(".")[0] for name in before}
+    new = (name for name in now if name not in before and name.rpartition(".")[0] in sections)
+    return {name: default[name] for name in new if name in default}
 
 
 def decay_end(settings: Mapping[str, Any]) -> int | None:

@@ -15,6 +15,8 @@ from keel.base.files import json_lines
 from keel.base.metrics import values
 from keel.base.types import Completion, Group, Problem
 from keel.envs import Task
+from keel.envs.base import played
+from keel.envs.episode import step_now
 from keel.envs.problems import stream
 from keel.kl import masked_mean
 from keel.models.load import LoadedModel
@@ -112,21 +114,30 @@ def episode_example(task: Task, problem: Problem, prompt: Sequence[int], tokeniz
     turns = task.gold_turns(problem)
     ids: list[int] = []
     action: list[bool] = []
+    replies = _replies(task, problem, turns)
     for number, turn in enumerate(turns, start=1):
         said = (*tokenizer(turn, add_special_tokens=False)["input_ids"], int(tokenizer.eos_token_id))
         ids += said
         action += [True] * len(said)
         if number == len(turns):
             break
-        message = task.respond(problem, tuple(turns[:number]))
-        if message is None:
-            raise KeelError(f"task {task.name!r}: the gold episode of {problem.key!r} ends after turn {number}")
-        heard = reply(problem, message, ids[-1])
+        heard = reply(problem, replies[number - 1], ids[-1])
         ids += heard
         action += [False] * len(heard)
     zeros = (0.0,) * len(ids)
     learned = Completion(tuple(ids), tuple(action), zeros, zeros, "\n".join(turns), "eos")
     return Group(Problem(problem.key, ""), tuple(prompt), (learned,))
+
+
+def _replies(task: Task, problem: Problem, turns: Sequence[str]) -> list[Any]:
+    """What the environment says after each turn but the last."""
+    replies = []
+    with played(task, problem, ()) as episode:
+        for number, turn in enumerate(turns[:-1], start=1):
+            replies.append(step_now(episode, turn))
+            if replies[-1] is None:
+                raise KeelError(f"task {task.name!r}: the gold episode of {problem.key!r} ends after turn {number}")
+    return replies
 
 
 def file_examples(path: str, encode: Encode, tokenizer: Any, *, batch_size: int, seed: int) -> Examples:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from envs.playing import counts, reply
 from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.envs import build_task
@@ -99,9 +100,9 @@ JSON = {"tool_format": "json", "answer_style": "complete", "retriever": "golden"
 
 def test_the_complete_call_ends_the_episode_and_is_judged(data: dict[str, Any]) -> None:
     task, problem = opened(data, **JSON)
-    assert task.respond(problem, [asked("Amber Hall")]) is not None
+    assert reply(task, problem, [asked("Amber Hall")]) is not None
     turns = [asked("Amber Hall"), completed("Old Ashford", [1, 2])]
-    assert task.respond(problem, turns) is None
+    assert reply(task, problem, turns) is None
     reward = task.reward(problem, turns)
     assert reward.total == pytest.approx(1.0, abs=1e-9)
     assert task.reward(problem, [*turns, completed("x")]) == reward  # what is said afterwards does not count
@@ -109,7 +110,7 @@ def test_the_complete_call_ends_the_episode_and_is_judged(data: dict[str, Any]) 
 
 def test_the_tools_output_is_the_documents(data: dict[str, Any]) -> None:
     task, problem = opened(data, **JSON)
-    (message,) = task.respond(problem, [asked("Amber Hall")])
+    (message,) = reply(task, problem, [asked("Amber Hall")])
     assert message["content"] == (
         "Document ID: 2\n# Amber Hall\nAmber Hall is a novel by Miria Vane.\n\n"
         "Document ID: 1\n# Miria Vane\nMiria Vane was born in Old Ashford."
@@ -134,8 +135,8 @@ def test_the_tools_output_is_the_documents(data: dict[str, Any]) -> None:
 )
 def test_bad_calls_are_counted(data: dict[str, Any], turn: str, count: dict[str, float]) -> None:
     task, problem = opened(data, **JSON)
-    counts = {name: value for name, value in task.counts(problem, [turn]).items() if value}
-    assert counts == {"tool/calls": 1.0, **count}
+    counted = {name: value for name, value in counts(task, problem, [turn]).items() if value}
+    assert counted == {"tool/calls": 1.0, **count}
     assert 0.0 <= task.reward(problem, [turn]).total <= 1.0
 
 
@@ -148,7 +149,7 @@ def test_an_answer_that_is_a_list_is_one_answer(data: dict[str, Any]) -> None:
     assert many.parts["f1"] == pytest.approx(4 / 5)
     tags, problem = opened(data, retriever="golden")
     assert tags.reward(problem, [final('["Old Ashford"]', "1")]).parts["correct"] == 1.0
-    assert tags.counts(problem, [final("['Old Ashford', 'x']", "1")])["answer/list"] == 1.0
+    assert counts(tags, problem, [final("['Old Ashford', 'x']", "1")])["answer/list"] == 1.0
 
 
 @pytest.mark.parametrize("tool_format", ["json", "tags"])
@@ -158,9 +159,9 @@ def test_oracle_episodes_earn_the_maximum(data: dict[str, Any], tool_format: str
         task, problem = opened(data, hops, retriever="golden", tool_format=tool_format, answer_style=answer_style)
         turns = task.gold_turns(problem)
         assert task.reward(problem, turns).total == pytest.approx(hops / 2, abs=1e-9)
-        assert task.respond(problem, turns) is None
-        assert all(task.respond(problem, turns[:n]) is not None for n in range(1, len(turns)))
-        assert task.counts(problem, turns)["tool/errors"] == 0.0
+        assert reply(task, problem, turns) is None
+        assert all(reply(task, problem, turns[:n]) is not None for n in range(1, len(turns)))
+        assert counts(task, problem, turns)["tool/errors"] == 0.0
 
 
 def test_a_users_own_tool_stands_beside_the_retrieval(data: dict[str, Any]) -> None:
@@ -169,7 +170,7 @@ def test_a_users_own_tool_stands_beside_the_retrieval(data: dict[str, Any]) -> N
         return a + b
 
     task, problem = opened(data, retriever="golden", tools=[add])
-    assert task.respond(problem, ["<tool>add(2, b=3)</tool>"]) == "\n<result>\n5\n</result>\n"
+    assert reply(task, problem, ["<tool>add(2, b=3)</tool>"]) == "\n<result>\n5\n</result>\n"
     with pytest.raises(KeelError, match="two tools are called 'complete'"):
         build_task("multihop", tools=[tool(add, name="complete")])
 
@@ -180,7 +181,7 @@ def test_only_documents_that_were_shown_are_paid_for(data: dict[str, Any]) -> No
     for limit, recall in ((200, 1.0), (len(BOTH), 1.0), (len(BOTH) - 1, 0.5), (20, 0.0)):
         task, problem = opened(data, retriever="golden", max_characters=limit)
         assert task.reward(problem, turns).parts["retrieval_recall"] == recall, limit
-        assert task.counts(problem, turns)["tool/too_long"] == float(limit < len(BOTH))
+        assert counts(task, problem, turns)["tool/too_long"] == float(limit < len(BOTH))
 
 
 BOTH = (
@@ -229,7 +230,7 @@ def test_citations_as_they_are_written(data: dict[str, Any], cited: str, recall:
     task, problem = opened(data, retriever="golden")
     turn = final("Old Ashford", cited)
     assert task.reward(problem, [turn]).parts["citation_recall"] == recall
-    assert task.counts(problem, [turn])["answer/unknown_document"] == unknown
+    assert counts(task, problem, [turn])["answer/unknown_document"] == unknown
     task, problem = opened(data, **JSON)
     assert task.reward(problem, [completed("Old Ashford", cited)]).parts["citation_recall"] == recall
 
@@ -241,15 +242,15 @@ def test_an_empty_answer_is_missing_and_has_no_form(data: dict[str, Any], empty:
         reward = task.reward(problem, [turn])
         assert (reward.parsed, reward.parts["format"], reward.parts["f1"]) == (False, 0.0, 0.0)
         assert reward.parts["citation_recall"] == 1.0
-        assert task.counts(problem, [turn])["answer/missing"] == 1.0
-        assert task.respond(problem, [turn]) is None
+        assert counts(task, problem, [turn])["answer/missing"] == 1.0
+        assert reply(task, problem, [turn]) is None
 
 
 def test_a_tag_of_no_tool_is_a_call_of_an_unknown_one(data: dict[str, Any]) -> None:
     task, problem = opened(data, retriever="golden")
 
     def counted(turn: str) -> tuple[float, ...]:
-        found = task.counts(problem, [turn])
+        found = counts(task, problem, [turn])
         return tuple(found[f"tool/{name}"] for name in ("calls", "errors", "unknown_tool"))
 
     assert counted("<find>x</find>") == (1.0, 1.0, 1.0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from envs.playing import counts, reply
 from keel.base.errors import KeelError
 from keel.envs import build_task
 from keel.envs.multihop.question import Document, Question
@@ -88,9 +89,9 @@ def test_an_embedding_that_fails_is_told_to_the_model_and_counted() -> None:
 
     task: Any = build_task("multihop", retriever="hybrid", embedding=bad)
     (problem,) = task.sample(1, seed=0, step=0)
-    said = task.respond(problem, ["<retrieve> x </retrieve>"])
+    said = reply(task, problem, ["<retrieve> x </retrieve>"])
     assert "error: retrieve_documents raised ValueError: the embedding gave 1 vectors for 8 texts" in said
-    assert task.counts(problem, ["<retrieve> x </retrieve>"])["tool/failed"] == 1.0
+    assert counts(task, problem, ["<retrieve> x </retrieve>"])["tool/failed"] == 1.0
 
 
 def test_an_embedding_by_name_is_imported() -> None:
@@ -102,5 +103,5 @@ def test_top_n() -> None:
     task: Any = build_task("multihop", top_n=1)
     (problem,) = task.sample(1, seed=0, step=0)
     title = problem.info["question"].documents[0].title
-    assert task.respond(problem, [f"<retrieve>{title}</retrieve>"]).count("Document ID:") == 1
-    assert "No document matches." in task.respond(problem, ["<retrieve>zebra</retrieve>"])
+    assert reply(task, problem, [f"<retrieve>{title}</retrieve>"]).count("Document ID:") == 1
+    assert "No document matches." in reply(task, problem, ["<retrieve>zebra</retrieve>"])

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from envs.playing import reply
 from keel.base.errors import KeelError
 from keel.envs import build_task
 from keel.envs.multihop.question import Question
@@ -54,7 +55,7 @@ def test_whole_episodes_are_short_and_in_the_closed_vocabulary(options: dict[str
     known = set(task.vocabulary)
     for problem in task.sample(40, seed=0, step=0):
         turns = task.gold_turns(problem)
-        said = [problem.prompt[0]["content"], *turns, *(task.respond(problem, turns[: i + 1]) or "" for i in range(5))]
+        said = [problem.prompt[0]["content"], *turns, *(reply(task, problem, turns[: i + 1]) or "" for i in range(5))]
         words = " ".join(said).split()
         assert len(words) <= 300
         assert set(words) <= known
@@ -72,10 +73,10 @@ def test_what_is_said_of_a_wrong_call_is_in_the_closed_vocabulary(options: dict[
         f"<retrieve> {name} </retrieve> <retrieve>",
         f"<retrieve> {name} </retrieve> " * 17,
     ):
-        reply = task.respond(problem, [turn])
-        assert "error: " in reply
-        assert set(reply.split()) <= known
-        assert tokenizer.unk_token_id not in tokenizer.encode(reply, add_special_tokens=False)
+        told = reply(task, problem, [turn])
+        assert "error: " in told
+        assert set(told.split()) <= known
+        assert tokenizer.unk_token_id not in tokenizer.encode(told, add_special_tokens=False)
 
 
 @pytest.mark.parametrize("options", [{"retriever": "golden"}, {"retriever": "lexical", "top_n": 1}])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from keel.base.types import Completion, Problem, Reward
-from keel.envs import Task, build_task
+from keel.envs import Episode, Task, build_task
 from keel.models.scorer import ScoreRows
 from keel.models.tiny import tiny_tokenizer
 from keel.rollout import Engine, NativeEngine, Request, SamplingParams
@@ -522,8 +522,20 @@ def doubled_bos() -> Odd:
 class Talking(Odd):
     """Asks the same question again after the first turn."""
 
-    def respond(self, problem: Problem, turns: Sequence[str]) -> str | None:
-        return str(problem.prompt) if len(turns) < 2 else None
+    def start(self, problem: Problem) -> Episode:
+        return Asking(problem)
+
+
+class Asking(Episode):
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.turns = problem, list[str]()
+
+    def step(self, text: str) -> str | None:
+        self.turns.append(text)
+        return str(self.problem.prompt) if len(self.turns) < 2 else None
+
+    def reward(self) -> Reward:
+        return nearness(self.problem, self.turns[-1])
 
 
 def talking() -> Talking:

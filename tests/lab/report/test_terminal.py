@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.console import Console
 from keel.api import train
 from keel.base.errors import KeelError
 from keel.cli import main
+from keel.envs.episode import SingleTurn
 from keel.lab.report import write_report
 from keel.lab.report.rollouts import message_text, messages_of, read_step, tokens_of, turns_of
 from keel.lab.report.samples import tokens
@@ -156,9 +158,14 @@ def test_the_step_that_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_what_a_task_replies_is_recorded_as_context(tmp_path: Path, capsys: Any) -> None:
+    class Going(SingleTurn):
+        async def step(self, text: str) -> str | None:  # type: ignore[override]
+            await super().step(text)
+            return "go on" if len(self.turns) == 1 else None
+
     class Replying(Letters):
-        def respond(self, problem: Any, turns: Any) -> str | None:
-            return "go on" if len(turns) == 1 else None
+        def start(self, problem: Any) -> Going:
+            return Going(partial(self.reward, problem))
 
     settings = ["run.max_steps=1", "rollout.max_turns=2", "rollout.max_completion_length=24", f"run.dir={tmp_path}"]
     run = train(small_config(*settings, "rollout.stop=[a,e,i,o,s]"), task=Replying()).directory

@@ -126,6 +126,7 @@ class Pool:
         self.cache = Cache(options.cache or default_path())
         self.counts: Counter[str] = Counter()
         self.workers = options.workers or os.cpu_count() or 1
+        self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._free: asyncio.Queue[Any] | None = None
         self._engines: set[Any] = set()
@@ -140,7 +141,8 @@ class Pool:
                 raise KeelError(f"{query.fen!r} has no legal move{f' {wrong}' if wrong else ''}: nothing to analyse")
         keys = [self._key(query) for query in queries]
         known = self.cache.lines(set(keys))
-        self.counts["cached"] += sum(key in known for key in keys)
+        with self._lock:
+            self.counts["cached"] += sum(key in known for key in keys)
         missing = {key: query for key, query in zip(keys, queries, strict=True) if key not in known}
         if missing:
             answers = self._run(self._all(list(missing.items())))
@@ -295,11 +297,12 @@ class Pool:
         return f"{settings}|{query.fen}|{' '.join(sorted(query.moves))}"
 
     def _run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._loop.set_exception_handler(lambda loop, context: None)  # what fails is counted where it is asked for
-            threading.Thread(target=self._loop.run_forever, name="keel-stockfish", daemon=True).start()
-            atexit.register(self.close)
+        with self._lock:  # several threads may ask at the same time
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._loop.set_exception_handler(lambda loop, context: None)  # what fails is counted where it is asked
+                threading.Thread(target=self._loop.run_forever, name="keel-stockfish", daemon=True).start()
+                atexit.register(self.close)
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
 

@@ -8,9 +8,13 @@ from dataclasses import dataclass, field
 import chess
 import chess.pgn
 
+from keel.base.errors import KeelError
+from keel.base.types import Problem
+from keel.envs.calls import CallFailed, Hung
 from keel.envs.chess.engine import Pool, Query
 from keel.envs.chess.rules import fen_of
 from keel.envs.chess.selfplay import is_over
+from keel.envs.episode import Episode, EpisodeRunner
 from keel.envs.problems import stream
 
 # The moves of several games at once, in UCI notation; None where there is none to give.
@@ -21,14 +25,18 @@ UNFINISHED = "*"
 
 
 @dataclass
-class Game:
-    """A game as it is played: who is the model, and how it ended."""
+class Game(Episode):
+    """A game against an opponent, from the opening on: `step` takes the model's move and returns the answer to it."""
 
     number: int
     model_is_white: bool
+    opponent: Player | None = None
+    max_plies: int = 200
     board: chess.Board = field(default_factory=chess.Board)
     result: str | None = None
     reason: str = ""
+
+    at_once = 16  # opponents keep nothing of a game
 
     @property
     def models_turn(self) -> bool:
@@ -39,8 +47,47 @@ class Game:
         """The model's: 1, 0.5 or 0; None where the game could not be finished."""
         return None if self.result in (None, UNFINISHED) else SCORES[self.model_is_white].get(str(self.result), 0.5)
 
+    def step(self, text: str) -> str | None:
+        """The opponent's answer to the model's move, both in UCI notation; None where the game is over.
+
+        A move that is not legal, or empty because it could not be read, loses at once.
+        """
+        if not self._push(text):
+            self.end("0-1" if self.model_is_white else "1-0", f"illegal move {text}" if text else "no readable move")
+        return self.answer()
+
+    def reward(self) -> float:
+        return self.score or 0.0
+
+    def answer(self) -> str | None:
+        """The opponent's move, where it is its turn; a game to which it has none stays unfinished."""
+        if self.is_over or self.models_turn or self.opponent is None:
+            return None
+        (move,) = self.opponent([self])
+        if not self._push(move or ""):
+            self.end(UNFINISHED, "the engine gave no move")
+        return None if self.is_over else move
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the game has ended, by the rules or by its length, which is then noted."""
+        if self.result is None and is_over(self.board):
+            outcome = self.board.outcome(claim_draw=True)
+            reason = "draw" if outcome is None else outcome.termination.name.lower().replace("_", " ")
+            self.end("1/2-1/2" if outcome is None else outcome.result(), reason)
+        elif self.result is None and len(self.board.move_stack) >= self.max_plies:
+            self.end("1/2-1/2", f"length ({self.max_plies} plies)")
+        return self.result is not None
+
     def end(self, result: str, reason: str) -> None:
         self.result, self.reason = result, reason
+
+    def _push(self, move: str) -> bool:
+        """Make a move, if it is legal."""
+        legal = next((one for one in self.board.legal_moves if one.uci() == move), None)
+        if legal is not None:
+            self.board.push(legal)
+        return legal is not None
 
     def pgn(self, model: str, opponent: str) -> str:
         """The game with its moves and why it ended."""
@@ -79,45 +126,24 @@ def play_games(
 ) -> list[Game]:
     """`count` games, the model white in every other one; two in a row begin with the same random moves.
 
-    A move of the model's that is not legal, or cannot be read, loses at once. After `max_plies` the game is a draw by
-    length. A game whose opponent gave no move stays unfinished and counts for nobody.
+    After `max_plies` a game is a draw by length; one whose opponent gave no move stays unfinished, for nobody.
     """
-    games = [Game(number, number % 2 == 0) for number in range(count)]
+    games = [Game(number, number % 2 == 0, opponent, max_plies) for number in range(count)]
     for game in games:
         rng = stream("chess opening", seed, game.number // 2)
         while len(game.board.move_stack) < opening_plies and not game.board.is_game_over():
             game.board.push(rng.choice(list(game.board.legal_moves)))
-    while live := [game for game in games if game.result is None]:
-        for side, mover in ((True, model), (False, opponent)):
-            turn = [game for game in live if game.models_turn == side and not _ended(game, max_plies)]
-            if turn:
-                for game, move in zip(turn, mover(turn), strict=True):
-                    _make(game, move, by_model=side)
+        game.answer()
+    runner = EpisodeRunner(lambda problem: games[problem.answer], None, Hung())
+    while live := [game for game in games if not game.is_over]:
+        moves = zip(live, model(live), strict=True)
+        runner.submit(((g.number, 0), Problem(f"game {g.number}", "", g.number), move or "") for g, move in moves)
+        for reply in runner.ready(wait="all").values():
+            if isinstance(reply, CallFailed):
+                raise reply.__cause__ if isinstance(reply.__cause__, KeelError) else reply
         if told is not None:
-            told(sum(game.result is not None for game in live))
+            told(sum(game.is_over for game in live))
     return games
-
-
-def _make(game: Game, move: str | None, *, by_model: bool) -> None:
-    legal = {m.uci(): m for m in game.board.legal_moves}
-    if move in legal:
-        game.board.push(legal[str(move)])
-    elif by_model:
-        said = "no readable move" if move is None else f"illegal move {move}"
-        game.end("0-1" if game.model_is_white else "1-0", said)
-    else:
-        game.end(UNFINISHED, "the engine gave no move")
-
-
-def _ended(game: Game, max_plies: int) -> bool:
-    """Whether the game is over, which is then noted."""
-    if game.result is None and is_over(game.board):
-        outcome = game.board.outcome(claim_draw=True)
-        reason = "draw" if outcome is None else outcome.termination.name.lower().replace("_", " ")
-        game.end("1/2-1/2" if outcome is None else outcome.result(), reason)
-    elif game.result is None and len(game.board.move_stack) >= max_plies:
-        game.end("1/2-1/2", f"length ({max_plies} plies)")
-    return game.result is not None
 
 
 def _random_move(game: Game, name: str, seed: int) -> str | None:

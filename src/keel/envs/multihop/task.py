@@ -10,9 +10,10 @@ from statistics import fmean
 from typing import Any, Self
 
 from keel.base.errors import KeelError
-from keel.base.types import Group, Message, Problem, Reward
+from keel.base.types import Group, Problem, Reward
 from keel.envs.answers import last_tag
-from keel.envs.base import Task
+from keel.envs.base import Task, played
+from keel.envs.episode import Episode
 from keel.envs.multihop import score
 from keel.envs.multihop.answer import Answer, complete, read_answer, retrieve_documents
 from keel.envs.multihop.question import Document, Question
@@ -20,7 +21,7 @@ from keel.envs.multihop.retrieve import Found, Retriever
 from keel.envs.multihop.source import QuestionSource, Worlds
 from keel.envs.multihop.world import words
 from keel.envs.tool_calls import write_call
-from keel.envs.toolbox import MOST_CALLS, Played, Toolbox
+from keel.envs.toolbox import MOST_CALLS, Toolbox, ToolEpisode
 from keel.envs.tools import MAX_CHARACTERS, Tool, tool
 
 _TAG = re.compile(r"<(/?)([A-Za-z_][\w-]*)>")
@@ -120,51 +121,9 @@ class Multihop(Task):
         """What an episode earns whose parts are all 1."""
         return score.total(dict.fromkeys(self.weights, 1.0), self.weights, _question(problem).hops, self.hop_factor)
 
-    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
-        """The parts of an episode, each in [0, 1], and (hops / 2) × their weighted mean.
-
-        A document is retrieved once the model was shown the whole of it: what the last turn asked for, or what was cut
-        off a long result, it never saw.
-        """
-        question, played = _question(problem), self.toolbox.play(problem, turns)
-        answer = self._answer(played, turns)
-        found = [
-            one.id for turn in played.turns[:-1] for result in turn for one in _shown(result.value, result.content)
-        ]
-        exact = score.best(score.exact_match, answer.text, question.answers)
-        parts = {
-            "exact_match": exact,
-            "f1": score.best(score.f1, answer.text, question.answers),
-            "retrieval_recall": score.recall(found, question.chain),
-            "retrieval_precision": score.precision(found, question.chain),
-            "citation_recall": score.recall(answer.cited, question.chain),
-            "format": self._form(played, turns),
-        }
-        total = score.total(parts, self.weights, question.hops, self.hop_factor)
-        return Reward(total, {"correct": exact, **parts}, parsed=answer.text is not None)
-
-    def respond(self, problem: Problem, turns: Sequence[str]) -> str | list[Message] | None:
-        """What the tools return, or None after the answer."""
-        return self.toolbox.respond(problem, turns)
-
-    def counts(self, problem: Problem, turns: Sequence[str]) -> dict[str, float]:
-        """Calls and errors of the tools; answers that are missing or lists; cited documents that do not exist.
-
-        A last turn without an answer but with a tag that is none of the tools' was meant as a call of an unknown tool.
-        """
-        question, played = _question(problem), self.toolbox.play(problem, turns)
-        answer, counted = self._answer(played, turns), self.toolbox.counts(problem, turns)
-        if self.tool_format == "tags" and played.over and answer.text is None and not played.turns[-1]:
-            found = _TAG.findall(self._last(played, turns))
-            opened, closed = ({tag for end, tag in found if end == mark} for mark in ("", "/"))
-            for name in ("calls", "errors", "unknown_tool"):
-                counted[f"tool/{name}"] += float(bool((opened & closed) - _OWN_TAGS))
-        return {
-            **counted,
-            "answer/missing": float(answer.text is None),
-            "answer/list": float(answer.listed),
-            "answer/unknown_document": float(sum(question.document(id) is None for id in answer.cited)),
-        }
+    def start(self, problem: Problem) -> Episode:
+        """An episode with its own retrieval over the question's documents."""
+        return MultihopEpisode(self, problem)
 
     def extra_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """Each part's mean, the calls an episode, and the share of right answers by the number of hops."""
@@ -184,12 +143,9 @@ class Multihop(Task):
         bound = replace(self._base, function=function, max_characters=self.max_characters)
         return (bound, *((complete,) if self.answer_style == "complete" else ()), *self.own_tools)
 
-    def at_once(self, problem: Problem) -> int:
-        return self.toolbox.at_once(problem)
-
     @cached_property
     def toolbox(self) -> Toolbox:
-        return Toolbox(self.tools, self.tool_format, self._is_answer)
+        return Toolbox(self.tools, self.tool_format, self.is_answer)
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
@@ -212,7 +168,12 @@ class Multihop(Task):
         (problem,) = self.sample(1, seed=0, step=0)
         tag = self._base.tag
         wrong = (f"<{tag}>", f"<{tag}>{{</{tag}>" * (MOST_CALLS + 1))
-        return [self.toolbox.play(problem, [text]).results[-1].content for text in wrong]
+        replies = []
+        for text in wrong:
+            with played(self, problem, [text]) as episode:
+                assert isinstance(episode, MultihopEpisode)
+                replies.append(episode.every_result[-1].content)
+        return replies
 
     def _retrieve(self, question: Question, query: str) -> Found:
         return Found(tuple(self.retriever(question, query)[: self.top_n]))
@@ -222,35 +183,78 @@ class Multihop(Task):
         found = self._retrieve(question, query)
         return _shown(found, str(found)[: self.max_characters])
 
-    def _is_answer(self, text: str) -> bool:
+    def is_answer(self, text: str) -> bool:
+        """Whether a turn holds an answer in tags, where that is how one answers."""
         return self.answer_style == "tags" and last_tag(text) is not None
-
-    def _answer(self, played: Played, turns: Sequence[str]) -> Answer:
-        given = next((r.value for r in played.results if isinstance(r.value, Answer)), None)
-        if given is not None:
-            return given
-        text = self._last(played, turns)
-        if not self._is_answer(text):
-            return Answer(None)
-        return read_answer((last_tag(text) or "").strip(), last_tag(text, "cite") or "")
-
-    def _form(self, played: Played, turns: Sequence[str]) -> float:
-        """1 if there is an answer and it came in the form that was asked for."""
-        if self._answer(played, turns).text is None:
-            return 0.0
-        if self.answer_style == "complete":
-            return float(any(isinstance(result.value, Answer) for result in played.results))
-        text, tags = self._last(played, turns), (*(("think",) if self.think else ()), "cite", "answer")
-        once = all(text.count(f"<{tag}>") == 1 == text.count(f"</{tag}>") for tag in tags)
-        places = [text.find(f"<{end}{tag}>") for tag in tags for end in ("", "/")]
-        return float(once and places == sorted(places))
-
-    def _last(self, played: Played, turns: Sequence[str]) -> str:
-        """The turn that ended the episode; what was said after it does not count."""
-        return turns[len(played.turns) - 1] if played.turns else ""
 
     def _asked(self, questions: Sequence[Question]) -> list[Problem]:
         return [self.problem(question) for question in questions]
+
+
+class MultihopEpisode(ToolEpisode):
+    """Retrievals and an answer: what the model was shown, and what it made of it."""
+
+    def __init__(self, task: Multihop, problem: Problem) -> None:
+        super().__init__(task.toolbox, problem)
+        self.task, self.question = task, _question(problem)
+
+    def reward(self) -> Reward:
+        """The parts of an episode, each in [0, 1], and (hops / 2) × their weighted mean.
+
+        A document is retrieved once the model was shown the whole of it: what the last turn asked for, or what was cut
+        off a long result, it never saw.
+        """
+        question, answer, weights = self.question, self._answer(), self.task.weights
+        shown = [one.id for turn in self.results[:-1] for r in turn for one in _shown(r.value, r.content)]
+        exact = score.best(score.exact_match, answer.text, question.answers)
+        parts = {
+            "exact_match": exact,
+            "f1": score.best(score.f1, answer.text, question.answers),
+            "retrieval_recall": score.recall(shown, question.chain),
+            "retrieval_precision": score.precision(shown, question.chain),
+            "citation_recall": score.recall(answer.cited, question.chain),
+            "format": self._form(answer),
+        }
+        total = score.total(parts, weights, question.hops, self.task.hop_factor)
+        return Reward(total, {"correct": exact, **parts}, parsed=answer.text is not None)
+
+    def counts(self) -> dict[str, float]:
+        """Calls and errors of the tools; answers that are missing or lists; cited documents that do not exist.
+
+        A last turn without an answer but with a tag that is none of the tools' was meant as a call of an unknown tool.
+        """
+        answer, counted = self._answer(), super().counts()
+        if self.task.tool_format == "tags" and self.is_over and answer.text is None and not self.results[-1]:
+            marks = _TAG.findall(self.turns[-1])
+            opened, closed = ({tag for end, tag in marks if end == mark} for mark in ("", "/"))
+            for name in ("calls", "errors", "unknown_tool"):
+                counted[f"tool/{name}"] += float(bool((opened & closed) - _OWN_TAGS))
+        return {
+            **counted,
+            "answer/missing": float(answer.text is None),
+            "answer/list": float(answer.listed),
+            "answer/unknown_document": float(sum(self.question.document(id) is None for id in answer.cited)),
+        }
+
+    def _answer(self) -> Answer:
+        given = next((r.value for r in self.every_result if isinstance(r.value, Answer)), None)
+        if given is not None:
+            return given
+        text = self.turns[-1] if self.turns else ""
+        if not self.task.is_answer(text):
+            return Answer(None)
+        return read_answer((last_tag(text) or "").strip(), last_tag(text, "cite") or "")
+
+    def _form(self, answer: Answer) -> float:
+        """1 if there is an answer and it came in the form that was asked for."""
+        if answer.text is None:
+            return 0.0
+        if self.task.answer_style == "complete":
+            return float(any(isinstance(result.value, Answer) for result in self.every_result))
+        text, tags = self.turns[-1], (*(("think",) if self.task.think else ()), "cite", "answer")
+        once = all(text.count(f"<{tag}>") == 1 == text.count(f"</{tag}>") for tag in tags)
+        marks = [text.find(f"<{end}{tag}>") for tag in tags for end in ("", "/")]
+        return float(once and marks == sorted(marks))
 
 
 def _shown(value: Any, content: str) -> list[Document]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from keel.base.errors import unknown
 from keel.base.types import Problem, Reward
-from keel.envs.concurrent import is_async
+from keel.envs.calls import is_async
 
 # `f(problem, text) -> float | dict | Reward`, where text is the model's last turn; a parameter called `turns` is given
 # all of them.
@@ -53,7 +53,11 @@ def wrap(
         text = turns[-1] if turns else ""
         return function(problem, text, turns=turns) if wants_turns else function(problem, text)
 
-    return RewardPart(called, judged, weight, trusted, at_once, is_async(function))
+    async def awaited(problem: Problem, turns: Sequence[str]) -> Any:
+        return await judged(problem, turns)
+
+    asynchronous = is_async(function)
+    return RewardPart(called, awaited if asynchronous else judged, weight, trusted, at_once, asynchronous)
 
 
 def as_reward(value: Any) -> Reward:

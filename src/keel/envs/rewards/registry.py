@@ -12,7 +12,7 @@ from keel.base.errors import KeelError, unknown
 from keel.base.imports import import_object, is_users_own
 from keel.base.parts import part_arguments
 from keel.envs.base import Task
-from keel.envs.concurrent import is_async
+from keel.envs.calls import is_async
 from keel.envs.options import RewardPartOptions
 from keel.envs.rewards import http, maths, text
 from keel.envs.rewards.checks import CHECKS, check_types

@@ -1,0 +1,176 @@
+"""An episode: the environment of one completion, which answers the model's turns and holds its own state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from keel.base.types import Message, Problem, Reward
+from keel.envs.calls import LOOP, CallFailed, Hung, Pending, call, is_async
+
+Reply = str | Sequence[Message]
+Key = tuple[int, int]  # which problem of a rollout, and which of its completions
+ASYNC_AT_ONCE = 16  # steps of coroutines that run together
+
+
+class Episode:
+    """The environment of one completion: a game, a sandbox, a shelf of documents of its own.
+
+    `step` is given each turn of the model, once and in order; then `reward` and `counts` are asked, and `close` is
+    called, also where something failed. `step` and `close` may be coroutine functions. `at_once` is how many episodes
+    may take a step at the same time (None: 1, or 16 where `step` is a coroutine function).
+    """
+
+    at_once: int | None = None
+
+    def step(self, text: str) -> Any:
+        """The reply to a turn of the model, a text or messages with a role such as tool; None ends the episode."""
+        raise NotImplementedError
+
+    def reward(self) -> Any:
+        """What the episode earned so far: a number, a dict of parts, or a Reward."""
+        raise NotImplementedError
+
+    def counts(self) -> Mapping[str, float]:
+        """Figures of the episode that are logged, such as `tool/calls`."""
+        return {}
+
+    def close(self) -> Any:
+        """Let go of what the episode holds."""
+
+
+class SingleTurn(Episode):
+    """An episode in which nobody answers."""
+
+    at_once = ASYNC_AT_ONCE
+
+    def __init__(self, judge: Callable[[Sequence[str]], Reward]) -> None:
+        self.judge, self.turns = judge, list[str]()
+
+    async def step(self, text: str) -> None:
+        self.turns.append(text)
+
+    def reward(self) -> Reward:
+        return self.judge(self.turns)
+
+
+class Transcript(tuple[str, ...]):
+    """The model's turns, with the `episode` that answered them (None where the task has one turn)."""
+
+    episode: Episode | None = None
+
+    @classmethod
+    def of(cls, turns: Iterable[str], episode: Episode | None) -> Transcript:
+        made = cls(turns)
+        made.episode = episode
+        return made
+
+
+class EpisodeRunner:
+    """Starts, steps and closes the episodes of one rollout, each under `timeout_s`, those of slow tools side by side.
+
+    Episodes are known by a key. What fails is handed back as a CallFailed that says whose fault it is (`at`).
+    """
+
+    def __init__(self, start: Callable[[Problem], Episode], timeout_s: float | None, hung: Hung) -> None:
+        self.start, self.timeout_s, self.hung = start, timeout_s, hung
+        self.episodes: dict[Key, Episode] = {}
+        self._pending: dict[Key, Pending] = {}
+        self._gates: dict[tuple[asyncio.AbstractEventLoop, int], asyncio.Semaphore] = {}
+
+    def submit(self, turns: Iterable[tuple[Key, Problem, str]]) -> None:
+        """Begin to answer turns; the first of a key starts its episode."""
+        for key, problem, text in turns:
+            self._pending[key] = LOOP.submit(self._answer(key, problem, text))
+
+    def ready(self, *, wait: str = "no") -> dict[Key, Reply | CallFailed | None]:
+        """Replies that are there, in the order of the turns; first wait for `all`, for `one`, or do not (`no`)."""
+        if wait != "no" and self._pending:
+            LOOP.wait(list(self._pending.values()), self.timeout_s, self.hung, first=wait == "one")
+        over = [key for key, pending in self._pending.items() if pending.future.done()]
+        return {key: self._result(self._pending.pop(key)) for key in over}
+
+    @property
+    def waiting(self) -> bool:
+        """Whether some turns have no reply yet."""
+        return bool(self._pending)
+
+    def close(self) -> list[tuple[Key, CallFailed]]:
+        """End what still runs and close every episode; those whose `close` failed, and why."""
+        for pending in self._pending.values():
+            pending.future.cancel()
+        self._pending.clear()
+        held = {key: one for key, one in self.episodes.items() if type(one).close is not Episode.close}
+        self.episodes.clear()
+        outcomes = LOOP.run([self._close(one) for one in held.values()], self.timeout_s, self.hung)
+        return [(key, e) for key, (_, e) in zip(held, outcomes, strict=True) if isinstance(e, CallFailed)]
+
+    def _result(self, pending: Pending) -> Reply | CallFailed | None:
+        try:
+            reply: Reply | None = pending.result(self.timeout_s)
+        except CallFailed as failure:
+            return failure
+        return reply
+
+    async def _answer(self, key: Key, problem: Problem, text: str) -> Reply | None:
+        if key not in self.episodes:
+            started = await self._call("start", (is_async(self.start) and ASYNC_AT_ONCE) or 1, self.start, problem)
+            if not isinstance(started, Episode):
+                raise _failure("start", f"returned a {type(started).__name__}, not a keel.envs.Episode")
+            self.episodes[key] = started
+        episode = self.episodes[key]
+        at_once = episode.at_once or (ASYNC_AT_ONCE if is_async(episode.step) else 1)
+        return _checked(await self._call("step", at_once, episode.step, text))
+
+    async def _close(self, episode: Episode) -> None:
+        await self._call("close", ASYNC_AT_ONCE, episode.close)
+
+    async def _call(self, at: str, at_once: int, function: Callable[..., Any], *args: Any) -> Any:
+        """One call, `at_once` of its kind at a time; those of 1 run in the order in which they came."""
+        loop = asyncio.get_running_loop()
+        async with self._gates.setdefault((loop, at_once), asyncio.Semaphore(at_once)):
+            try:
+                return await call(function, *args, timeout_s=self.timeout_s, hung=self.hung)
+            except CallFailed as failure:
+                failure.at = at
+                raise
+
+
+def step_now(episode: Episode, text: str) -> Reply | None:
+    """The reply to one turn, waited for without a limit."""
+    return _checked(_now(episode.step, text))
+
+
+def close_now(episode: Episode) -> None:
+    """Close one episode."""
+    _now(episode.close)
+
+
+def _now(function: Callable[..., Any], *args: Any) -> Any:
+    if not is_async(function):
+        return function(*args)
+    ((value, error),) = LOOP.run([function(*args)], None, Hung())
+    if error is not None:
+        raise error
+    return value
+
+
+def _checked(reply: Any) -> Reply | None:
+    """A text, None, or messages with a role and a content each; anything else is the environment's failure."""
+    if reply is None or isinstance(reply, str):
+        return reply
+    if not isinstance(reply, Sequence):
+        raise _failure("step", f"returned a {type(reply).__name__}, not a string or None")
+    fine = all(
+        isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in reply
+    )
+    if not fine or not reply:
+        raise _failure("step", "returned messages that do not each have a role and a content")
+    return [dict(message) for message in reply]
+
+
+def _failure(at: str, cause: str) -> CallFailed:
+    made = CallFailed("invalid", cause)
+    made.at = at
+    return made

@@ -1,0 +1,317 @@
+"""Episodes: one a completion, stepped once a turn, side by side where they are slow, and always closed."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+import keel
+from keel.base.errors import KeelError
+from keel.base.types import Completion, Problem, Reward
+from keel.envs import Episode, Task, build_task, check, mixture
+from keel.envs.calls import LOOP, Hung
+from keel.envs.chess import matches
+from keel.envs.episode import step_now
+from keel.envs.judge import Judge
+from keel.envs.rewards import wrap
+from keel.models.tiny import tiny_tokenizer
+from keel.rollout.collect import collect
+from keel.rollout.engine import Engine
+from keel.rollout.request import Request
+from keel.rollout.sampling import SamplingParams
+from trainer.small import small_config
+
+from .playing import replies
+
+TOKENIZER = tiny_tokenizer()
+
+
+class Says(Engine):
+    """An engine whose completions say the next line of a script each."""
+
+    def __init__(self, *scripts: Sequence[str]) -> None:
+        self.scripts = [iter(script) for script in scripts]
+        self.passes: list[list[int]] = []  # which samples share a pass
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams, **noise: int) -> list[list[Completion]]:
+        samples = [list(request.drawn(sampling)) for request in requests]
+        self.passes.append([sample for some in samples for sample in some])
+        return [[self._say(next(self.scripts[sample])) for sample in some] for some in samples]
+
+    def _say(self, text: str) -> Completion:
+        ids = (*TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_token_id)
+        return Completion(ids, (True,) * len(ids), (0.0,) * len(ids), (0.0,) * len(ids), text, "eos")
+
+
+class Box(Episode):
+    """Holds what it was told; ends at `stop`, fails at `fail`, waits at `wait` until somebody says `go`."""
+
+    made: ClassVar[list[Box]] = []
+    go: asyncio.Event
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.closed = 0
+        Box.made.append(self)
+
+    async def step(self, text: str) -> str | None:
+        self.told.append(text)
+        if text == "fail":
+            raise OSError("the box is broken")
+        if text == "wait":
+            await Box.go.wait()
+        if text == "go":
+            Box.go.set()
+        return None if text == "stop" else f"{len(self.told)} told\n"
+
+    def reward(self) -> Reward:
+        return Reward(float(len(self.told)), {"first": float(self.told[0] == "a")})
+
+    def counts(self) -> dict[str, float]:
+        return {"box/told": float(len(self.told))}
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+class Boxes(Task):
+    name = "boxes"
+
+    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        return [Problem(f"{step}/{i}", f"box {i}\n") for i in range(count)]
+
+    def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
+        return [Problem(f"held/{i}", f"box -{i}\n") for i in range(count)]
+
+    def gold(self, problem: Problem) -> str:
+        return "stop"
+
+    def start(self, problem: Problem) -> Episode:
+        return Box()
+
+
+@pytest.fixture(autouse=True)
+def _no_boxes() -> None:
+    Box.made.clear()
+
+    async def event() -> asyncio.Event:
+        return asyncio.Event()
+
+    ((Box.go, _),) = LOOP.run([event()], None, Hung())
+
+
+def rollout(engine: Says, task: Task | None = None, **options: Any) -> Any:
+    sampling = SamplingParams(num_generations=len(engine.scripts), max_completion_length=200)
+    options = {"max_turns": 3, **options}
+    task = task or Boxes()
+    (group,) = collect(engine, task, task.sample(1, seed=0, step=0), TOKENIZER, sampling, **options)
+    return group
+
+
+def test_two_completions_of_one_problem_have_two_boxes() -> None:
+    group = rollout(Says(["a", "b", "stop"], ["a", "stop"], ["a", "b", "stop"]))
+    assert [box.told for box in Box.made] == [["a", "b", "stop"], ["a", "stop"], ["a", "b", "stop"]]
+    assert [reward.total for reward in group.rewards] == [3.0, 2.0, 3.0]
+    assert [completion.counts["box/told"] for completion in group.completions] == [3.0, 2.0, 3.0]
+    assert group.completions[1].text == "a\n1 told\n\nstop"
+    assert [box.closed for box in Box.made] == [1, 1, 1]
+
+
+def test_every_turn_is_stepped_once_the_last_one_too() -> None:
+    """One that max_turns ends, one that the budget ends, and one turn alone."""
+    group = rollout(Says(["a", "b"], ["a", "stop"]), max_turns=2)
+    assert [box.told for box in Box.made] == [["a", "b"], ["a", "stop"]]
+    assert [completion.stop_reason for completion in group.completions] == ["turns", "eos"]
+    Box.made.clear()
+    rollout(Says(["x" * 199]), max_turns=3)
+    rollout(Says(["a"]), max_turns=1)
+    assert [len(box.told) for box in Box.made] == [1, 1]
+
+
+@pytest.mark.parametrize("on_error", ["stop", "zero", "skip_group"])
+def test_boxes_are_closed_where_something_fails(on_error: str) -> None:
+    judge = Judge.of(Boxes(), on_error=on_error)
+    engine = Says(["a", "stop"], ["fail"])
+    if on_error == "zero":
+        assert [reward.total for reward in rollout(engine, judge=judge).rewards] == [2.0, 0.0]
+    else:
+        with pytest.raises(KeelError, match=r"boxes\.step on problem '0/0', completion 1: raised OSError: the box"):
+            rollout(engine, judge=judge)
+    assert [box.closed for box in Box.made] == [1, 1]
+
+
+def test_a_reward_that_fails_leaves_no_box_open() -> None:
+    def bad(problem: Problem, text: str) -> float:
+        raise ValueError("no")
+
+    with pytest.raises(KeelError, match="raised ValueError: no"):
+        rollout(Says(["stop"]), judge=Judge([wrap(bad)]))
+    assert [box.closed for box in Box.made] == [1]
+
+
+class Unopened(Boxes):
+    def start(self, problem: Problem) -> Episode:
+        raise OSError("no more boxes")
+
+
+class NoEpisode(Boxes):
+    def start(self, problem: Problem) -> Any:
+        return "a box"
+
+
+class Sticky(Boxes):
+    def start(self, problem: Problem) -> Episode:
+        return StickyBox()
+
+
+class StickyBox(Box):
+    async def close(self) -> None:
+        raise OSError("it sticks")
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (Unopened(), r"boxes\.start on problem '0/0', completion 0: raised OSError: no more boxes"),
+        (NoEpisode(), r"boxes\.start on .*: returned a str, not a keel\.envs\.Episode"),
+        (Sticky(), r"boxes\.close on .*: raised OSError: it sticks"),
+    ],
+)
+def test_what_fails_around_the_turns_is_named(task: Task, message: str) -> None:
+    with pytest.raises(KeelError, match=message):
+        rollout(Says(["stop"]), task)
+
+
+def test_a_reward_of_the_users_finds_the_episode() -> None:
+    def inside(problem: Problem, text: str, turns: Any) -> float:
+        return 10.0 * len(turns.episode.told)
+
+    group = rollout(Says(["a", "stop"], ["stop"]), judge=Judge([wrap(inside)]))
+    assert [reward.total for reward in group.rewards] == [20.0, 10.0]
+
+
+@pytest.mark.parametrize("entry", [{"name": "cosine", "of": "task", "max_length": 4}, {"name": "task"}])
+def test_rewards_made_of_the_tasks_own_ask_the_episode_and_play_nothing_again(entry: dict[str, Any]) -> None:
+    rollout(Says(["a", "stop"]), judge=Judge.of(Boxes(), [entry]))
+    assert len(Box.made) == 1
+
+
+def test_coroutines_of_many_episodes_run_side_by_side() -> None:
+    """The first waits for what the last one says: one after the other, none would end."""
+    task = Boxes()
+    problems = task.sample(4, seed=0, step=0)
+    told = replies(task, list(zip(problems, ["wait", "wait", "a", "go"], strict=True)), timeout_s=20.0)
+    assert told == ["1 told\n"] * 4
+
+
+def test_plain_steps_run_one_episode_at_a_time_in_order() -> None:
+    order: list[str] = []
+
+    class Plain(Box):
+        def step(self, text: str) -> Any:  # type: ignore[override]
+            order.append(f"{text} begins")
+            order.append(f"{text} ends")
+
+    class PlainBoxes(Boxes):
+        def start(self, problem: Problem) -> Episode:
+            return Plain()
+
+    task = PlainBoxes()
+    problems = task.sample(6, seed=0, step=0)
+    replies(task, [(problem, str(number)) for number, problem in enumerate(problems)])
+    assert order == [f"{number} {what}" for number in range(6) for what in ("begins", "ends")]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_sampling_goes_on_beside_slow_tools_only_where_that_is_asked_for(overlap: bool) -> None:
+    """Sample 0 waits for what sample 1 says in its second turn: without overlap, that would be never."""
+    scripts = ["wait", "stop"], ["a", "go", "stop"]
+    if not overlap:
+        with pytest.raises(KeelError, match=r"boxes\.step on .*completion 0: did not return"):
+            rollout(Says(*scripts), judge=Judge.of(Boxes(), timeout_s=0.3))
+        return
+    engine = Says(*scripts)
+    group = rollout(engine, overlap_tools=True)
+    assert engine.passes[:2] == [[0, 1], [1]]
+    assert [reward.total for reward in group.rewards] == [2.0, 3.0]
+
+
+def test_which_episodes_share_a_pass_does_not_depend_on_the_clock() -> None:
+    """Tools of very different speed: every pass has all episodes that go on."""
+
+    class Slow(Box):
+        async def step(self, text: str) -> str | None:
+            await asyncio.sleep(0.05 if text == "b" else 0.0)
+            return await super().step(text)
+
+    class SlowBoxes(Boxes):
+        def start(self, problem: Problem) -> Episode:
+            return Slow()
+
+    engine = Says(["b", "a", "stop"], ["a", "b", "stop"], ["b", "stop"])
+    rollout(engine, SlowBoxes())
+    assert engine.passes == [[0, 1, 2], [0, 1, 2], [0, 1]]
+
+
+def test_a_mixture_plays_each_problem_in_its_own_task() -> None:
+    task = mixture([Boxes(), build_task("arithmetic")], [0, 1])
+    group = rollout(Says(["7"]), task)
+    assert Box.made == []
+    assert group.completions[0].counts == {"turn/count": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("task", "turn"),
+    [
+        (
+            {"name": "tools", "task": {"name": "arithmetic"}, "tools": [f"{__name__}:note"], "format": "tags"},
+            "<note>a</note>",
+        ),
+        ({"name": "multihop", "retriever": "golden"}, "<retrieve> a </retrieve>"),
+    ],
+)
+def test_what_one_episode_was_told_is_no_other_episodes(task: dict[str, Any], turn: str) -> None:
+    made = build_task(**task)
+    (problem,) = made.sample(1, seed=0, step=0)
+    first: Any = made.start(problem)
+    second: Any = made.start(problem)
+    assert step_now(first, turn) == step_now(first, turn)
+    assert (first.counts()["tool/calls"], second.counts()["tool/calls"]) == (2.0, 0.0)
+    assert (len(first.turns), second.turns, second.results) == (2, [], [])
+
+
+def note(text: str) -> str:
+    """Note a text."""
+    return text
+
+
+def test_two_games_are_two_boards() -> None:
+    first, second = (matches.Game(0, True, matches.random_mover(0)) for _ in range(2))
+    answer = step_now(first, "e2e4")
+    assert [move.uci() for move in first.board.move_stack] == ["e2e4", answer]
+    assert not second.board.move_stack
+    assert step_now(first, "e2e4") is None
+    assert (first.reward(), first.reason, second.result) == (0.0, "illegal move e2e4", None)
+
+
+def environment() -> str:
+    """The code that docs/tools.md shows for an environment of one's own."""
+    page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
+    return next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "(Episode)" in block)
+
+
+def test_an_environment_of_ones_own_takes_twenty_lines_and_trains(tmp_path: Path) -> None:
+    code = environment()
+    written = [line for line in code.splitlines() if line.strip() and not line.startswith(("from ", "import "))]
+    assert len(written) <= 20
+    made: dict[str, Any] = {}
+    exec(code, made)
+    task = made["Guess"]()
+    check(task, count=8)
+    settings = [f"run.dir={tmp_path}", "run.max_steps=1", "rollout.max_turns=2", "rollout.max_completion_length=24"]
+    assert keel.train(small_config(*settings), task=task).steps == 1
