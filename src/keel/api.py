@@ -15,12 +15,12 @@ from keel.run import sft
 from keel.run import train as runs
 from keel.run.evaluate import Watch, run_evaluation
 from keel.run.subject import find_subject
-from keel.run.train import Source, TrainResult, closing_line
+from keel.run.train import ConfigSource, TrainResult, closing_line
 from keel.trainer.loop import Callback
 
 
 def train(
-    config: Source,
+    config: ConfigSource,
     task: Task | None = None,
     reward: Callable[..., Any] | None = None,
     callbacks: Sequence[Callback] = (),
@@ -39,14 +39,16 @@ def train(
     return runs.train(config, task, reward, callbacks, **given, at_end=AT_END)
 
 
-def main(config: Source, *, resume: bool = False, dry_run: bool = False, overrides: Sequence[str] = ()) -> TrainResult:
+def main(
+    config: ConfigSource, *, resume: bool = False, dry_run: bool = False, overrides: Sequence[str] = ()
+) -> TrainResult:
     """`keel train`: the same, with a last line that says how it went and where it is."""
     result = train(config, overrides=overrides, resume=resume, dry_run=dry_run)
     print(closing_line(result))
     return result
 
 
-def supervise(config: Source) -> TrainResult:
+def supervise(config: ConfigSource) -> TrainResult:
     """`keel sft`: behaviour cloning by the `warmstart` section, with a run directory of its own."""
     return sft.supervise(config, AT_END)
 

@@ -15,7 +15,7 @@ from keel.base.errors import KeelError
 from keel.base.types import Completion
 from keel.config import load_config
 from keel.envs import arithmetic
-from keel.rollout import Engine, NativeEngine, Request, SamplingParams, Turn, WrappedEngine, build_engine
+from keel.rollout import Engine, EngineWrapper, NativeEngine, Request, SamplingParams, Turn, build_engine
 from keel.rollout.collect import collect
 from keel.rollout.options import RolloutOptions
 from keel.run.build import build_policy, build_run
@@ -94,7 +94,7 @@ def test_an_engine_with_weights_of_its_own_must_say_how_it_syncs() -> None:
 
 def test_a_wrapper_forwards_everything_that_an_engine_declares() -> None:
     inner = NativeEngine(shapes.model("llama"), shapes.tokenizer())
-    wrapper: Any = WrappedEngine(inner)
+    wrapper: Any = EngineWrapper(inner)
     names = [name for name in dir(Engine) if not name.startswith("_")]
     assert {"generate", "converse", "sync", "release", "context", "shares_weights", "logp_after_filters"} <= set(names)
     for name in names:
@@ -112,7 +112,7 @@ def test_a_wrapper_forwards_everything_that_an_engine_declares() -> None:
 def test_a_wrapper_with_a_generate_of_its_own_is_asked_by_it_for_every_turn() -> None:
     """It inherits a converse that would go past it."""
 
-    class Listening(WrappedEngine):
+    class Listening(EngineWrapper):
         heard = 0
 
         def generate(self, *args: Any, **options: Any) -> Any:

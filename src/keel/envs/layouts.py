@@ -12,7 +12,7 @@ from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.base.validation import read_options
 from keel.envs.options import ColumnOptions, SourceOptions
-from keel.envs.rows import Broken, Row, Rows, read_rows, settle
+from keel.envs.rows import Broken, DataRow, Rows, read_rows, settle
 
 PROMPT, ANSWER = ColumnOptions().prompt, ColumnOptions().answer
 # Where a default column is missing: the first of these that is there is taken, and a note says so.
@@ -112,7 +112,7 @@ def choose_columns(rows: Rows, given: ColumnOptions) -> tuple[Columns, list[str]
     return Columns(prompt, answer, system, whole, last_turn), notes
 
 
-def problem_of(row: Row, columns: Columns) -> Problem | Broken:
+def problem_of(row: DataRow, columns: Columns) -> Problem | Broken:
     """A row as a problem, or why it is none."""
     prompt = _prompt(_get(row.values, columns.prompt))
     if isinstance(prompt, _Why):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.base.files import write_atomic
+from keel.base.files import read_json, write_atomic
 from keel.loggers.base import Logger
 from keel.loggers.options import WandbOptions
 from keel.loggers.rundir import WANDB
@@ -73,7 +73,5 @@ class WandbLogger(Logger):
 
 def remembered_id(folder: Path) -> str | None:
     """The id that this run directory had before, or None."""
-    try:
-        return str(json.loads((folder / WANDB).read_text(encoding="utf-8"))["id"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    remembered = read_json(folder / WANDB)
+    return str(remembered["id"]) if isinstance(remembered, dict) and "id" in remembered else None

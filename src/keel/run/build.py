@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from keel.base.errors import KeelError
+from keel.base.thresholds import thresholds_of
 from keel.base.types import Problem
 from keel.config import Config, TaskOptions, kl_pairing
 from keel.envs import Task, build_task
@@ -27,7 +28,7 @@ from keel.trainer.integrity import check_model
 from keel.trainer.optim import Optimizer, Schedule, amp_dtype, build_schedule
 from keel.trainer.options import OptimOptions, WarmstartOptions
 from keel.trainer.sft import Encode, Examples, file_examples, gold_examples
-from keel.trainer.state import Run
+from keel.trainer.state import TrainingRun
 
 RewardFunction = Callable[..., Any]
 
@@ -111,7 +112,7 @@ def reward_entries(config: Config) -> list[dict[str, Any]]:
 class Built:
     """A run with what stands around it."""
 
-    run: Run
+    run: TrainingRun
     judge: Judge
     sampling: SamplingParams
     notes: tuple[str, ...]
@@ -131,7 +132,7 @@ def build_run(
     half = amp_dtype(config.optim, loaded.dtype)
     scorer = build_scorer(config.model.scorer)
     shared = engine.shares_weights and half is None and scorer is None
-    run = Run(
+    run = TrainingRun(
         policy=loaded,
         task=task,
         engine=engine,
@@ -149,6 +150,7 @@ def build_run(
         seed=config.run.seed,
         shared_prefix=loaded.shared_prefix and scorer is None,
         amp_dtype=half,
+        thresholds=thresholds_of(config.model_dump()),
         scorer=scorer,
     )
     packing = [] if loaded.packing_note is None else [loaded.packing_note]
@@ -173,7 +175,7 @@ def _one_turn(config: Config, task: Task) -> list[str]:
     return [f"task {task.name!r} has several turns, but rollout.max_turns is 1: no tool is ever answered"]
 
 
-def _kept_adapter(config: Config, run: Run) -> list[str]:
+def _kept_adapter(config: Config, run: TrainingRun) -> list[str]:
     """A word on adapter_off where the adapter has a past: what is held then is not the base alone."""
     if config.reference.kind != "adapter_off" or run.reference is None or adapter_is_zero(run.policy.model):
         return []

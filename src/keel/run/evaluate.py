@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from keel.envs import Task
 from keel.envs.judge import Judge
 from keel.envs.registry import TASKS, reads_data
 from keel.envs.rewards import RewardPart
-from keel.eval.evaluate import EvalResult, evaluate, paired_difference, paired_reward
+from keel.eval.evaluate import EvalResult, difference, evaluate
 from keel.rollout.engine import Engine
 from keel.rollout.registry import build_engine
 from keel.rollout.sampling import SamplingParams
@@ -28,8 +27,6 @@ from keel.run.subject import Subject
 
 # Told what is sampled and how many completions that will be; returns what is told of those that end.
 Watch = Callable[[str, int], Callable[[int], None]]
-METHOD = "adjusted Wald over the problems' paired differences (Bonett and Price 2012)"
-REWARD_METHOD = "normal over the problems' paired differences"
 _WITH_PARAMS = re.compile(r"(?P<name>.+?):(?P<params>[A-Za-z_]\w*=.*)", re.DOTALL)
 
 
@@ -122,15 +119,6 @@ def evaluate_entry(
     )
 
 
-def eval_record(result: EvalResult, split: str) -> dict[str, Any]:
-    """A line of eval.jsonl; without pass@1 and pass@k where nothing is right or wrong."""
-    plain = result.as_dict()
-    shown = {"pass@1": plain.pop("accuracy"), "ci95": plain.pop("ci95"), "pass@k": plain.pop("pass_at")}
-    if result.accuracy is None:
-        shown = {}
-    return {"task": plain.pop("task"), "split": split, **shown, "n": plain.pop("problems"), **plain}
-
-
 def run_evaluation(
     subject: Subject,
     *,
@@ -154,10 +142,10 @@ def run_evaluation(
     before = None if baseline is None else _evaluated(baseline, config, chosen, seed, watch)
     records = []
     for number, ((_, split), result) in enumerate(zip(chosen, after, strict=True)):
-        record = eval_record(result, split)
+        record = result.record(split)
         if before is not None:
-            record["baseline"] = eval_record(before[number], split)
-            record["difference"] = _difference(before[number], result)
+            record["baseline"] = before[number].record(split)
+            record["difference"] = difference(before[number], result)
         records.append(record)
     return {
         "model": subject.name,
@@ -168,14 +156,6 @@ def run_evaluation(
         "notes": [note for task, _ in chosen for note in task.notes],
         "tasks": records,
     }
-
-
-def _difference(before: EvalResult, after: EvalResult) -> dict[str, Any]:
-    if after.accuracy is None:
-        mean, interval = paired_reward(before, after)
-        return {"reward": mean, "ci95": list(interval) if math.isfinite(interval[0]) else None, "method": REWARD_METHOD}
-    mean, interval = paired_difference(before, after)
-    return {"pass@1": mean, "ci95": list(interval), "method": METHOD}
 
 
 def _temperature(config: Config) -> float:

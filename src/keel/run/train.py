@@ -34,7 +34,7 @@ from keel.run.build import (
     reward_entries,
 )
 from keel.run.environment import environment
-from keel.run.evaluate import configured_tasks, entries, eval_record, evaluate_entry
+from keel.run.evaluate import configured_tasks, entries, evaluate_entry
 from keel.run.hooks import NOTHING, AtEnd
 from keel.run.resume import (
     Told,
@@ -58,7 +58,7 @@ from keel.trainer.step import train_step
 from keel.trainer.summary import reward_failures, summarise
 
 logger = logging.getLogger("keel")
-Source = Config | Mapping[str, Any] | str | Path
+ConfigSource = Config | Mapping[str, Any] | str | Path
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class TrainResult:
 
 
 def train(
-    config: Source,
+    config: ConfigSource,
     task: Task | None = None,
     reward: Callable[..., Any] | None = None,
     callbacks: Sequence[Callback] = (),
@@ -288,7 +288,7 @@ def evaluator(
     def records() -> list[dict[str, Any]]:
         options: dict[str, Any] = {"sampling": built.sampling}
         return [
-            eval_record(evaluate_entry(config, run.engine, run.policy.tokenizer, entry, **options), entry.split)
+            evaluate_entry(config, run.engine, run.policy.tokenizer, entry, **options).record(entry.split)
             for entry in chosen
         ]
 

@@ -16,7 +16,7 @@ from keel.models.head import Head, frozen_head
 from keel.models.logprobs import FullScores, hidden_states, score_hidden, score_tokens
 from keel.models.pack import PackedBatch, microbatches, pack, right_pad
 from keel.models.scorer import score_with
-from keel.trainer.state import Run
+from keel.trainer.state import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class StepBatch:
         return replace(self, rows=replace(self.rows, **changes))
 
 
-def pack_step(groups: Sequence[Group], run: Run) -> StepBatch:
+def pack_step(groups: Sequence[Group], run: TrainingRun) -> StepBatch:
     """One row a group where the model can, the prompt once; microbatches by tokens, groups whole where they fit."""
     device, shared, budget = run.policy.device, run.shared_prefix, run.optim.microbatch_tokens
     completions = [completion for group in groups for completion in group.completions]
@@ -118,7 +118,7 @@ def stitch(parts: Iterable[Tensor], width: int) -> Tensor:
     return torch.cat([functional.pad(part.detach(), (0, width - part.shape[1])) for part in parts])
 
 
-def score_reference(batch: StepBatch, run: Run) -> StepBatch:
+def score_reference(batch: StepBatch, run: TrainingRun) -> StepBatch:
     """`ref_logp` of every token; with exact KL also the hidden states, kept over all updates of the batch."""
     assert run.reference is not None
     logps, micros, head = [], [], None
@@ -138,7 +138,7 @@ def score_reference(batch: StepBatch, run: Run) -> StepBatch:
     )
 
 
-def score_policy(batch: StepBatch, run: Run) -> StepBatch:
+def score_policy(batch: StepBatch, run: TrainingRun) -> StepBatch:
     """`old_logp` by a pass of its own, for what needs it before the first update."""
     with torch.no_grad():
         return keep_scores(batch, [score_micro(micro, batch, run) for micro in batch.micros])
@@ -157,7 +157,7 @@ def detached(scores: FullScores) -> FullScores:
     return FullScores(**plain)
 
 
-def score_micro(micro: Micro, batch: StepBatch, run: Run) -> FullScores:
+def score_micro(micro: Micro, batch: StepBatch, run: TrainingRun) -> FullScores:
     """The policy's scores of one microbatch: log-probability, entropy, exact KL where the reference was kept."""
     exact = micro.ref_hidden is not None
     with run.autocast():

@@ -11,7 +11,7 @@ import keel
 from keel.base.redact import hide
 from keel.models.lora import is_lora
 from keel.reference.held import unwrap
-from keel.trainer.state import Run, State
+from keel.trainer.state import State, TrainingRun
 from keel.trainer.summary import final_kl
 
 _CARD = """---
@@ -42,7 +42,7 @@ holds.
 _HUB_NAME = re.compile(r"[\w.\-]+/[\w.\-]+")
 
 
-def model_card(run: Run, state: State, about: Mapping[str, Any]) -> str:
+def model_card(run: TrainingRun, state: State, about: Mapping[str, Any]) -> str:
     """README.md of a checkpoint."""
     from huggingface_hub import ModelCardData
 

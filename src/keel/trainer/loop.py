@@ -35,7 +35,7 @@ from keel.trainer.guards import (
 from keel.trainer.options import CheckpointOptions, GuardOptions
 from keel.trainer.records import rollout_records, tracked_records
 from keel.trainer.rollback import roll_back, stop_at_last_good
-from keel.trainer.state import Run, State, step_seed
+from keel.trainer.state import State, TrainingRun, step_seed
 from keel.trainer.step import Step, train_step
 
 Record = dict[str, Any]
@@ -52,7 +52,7 @@ class Job:
     failed, which is said once a stretch.
     """
 
-    run: Run
+    run: TrainingRun
     directory: RunDirectory
     loggers: MultiLogger
     max_steps: int
@@ -228,7 +228,7 @@ def _log(job: Job, step: Step, before: State, state: State) -> None:
         _keep_skipped(job, step, state)
     for kind, message in stretches(state, job.run.guards):
         job.loggers.event(kind, step=state.step, message=message)
-    told = tool_trouble(step.metrics, step.batch.completions)
+    told = tool_trouble(step.metrics, step.batch.completions, job.run.thresholds)
     if told is not None and not job.tools_failing:
         job.loggers.event("tool/errors", step=state.step, **told)
     job.tools_failing = told is not None

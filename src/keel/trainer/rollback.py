@@ -28,7 +28,7 @@ from keel.trainer.checkpoint import (
 )
 from keel.trainer.guards import Trouble
 from keel.trainer.integrity import damages
-from keel.trainer.state import Run, State
+from keel.trainer.state import State, TrainingRun
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,9 @@ class Rollback:
     time: float
 
 
-def roll_back(directory: RunDirectory, loggers: MultiLogger, run: Run, state: State, trouble: Trouble) -> State | None:
+def roll_back(
+    directory: RunDirectory, loggers: MultiLogger, run: TrainingRun, state: State, trouble: Trouble
+) -> State | None:
     """Take the run back and return where it stands; None where there is no checkpoint to go back to.
 
     The attempt moves on, so that problems and noise differ, and the learning rate is multiplied by its factor.
@@ -59,7 +61,7 @@ def roll_back(directory: RunDirectory, loggers: MultiLogger, run: Run, state: St
 
 
 def stop_at_last_good(
-    directory: RunDirectory, loggers: MultiLogger, run: Run, state: State, trouble: Trouble
+    directory: RunDirectory, loggers: MultiLogger, run: TrainingRun, state: State, trouble: Trouble
 ) -> State | None:
     """The same for a run that ends there: nothing else changes, so that it can be resumed under other limits."""
     tried = f" after {state.rollbacks} rollbacks" if state.rollbacks else ""
@@ -75,7 +77,7 @@ def stop_at_last_good(
 def _go_back(
     directory: RunDirectory,
     loggers: MultiLogger,
-    run: Run,
+    run: TrainingRun,
     state: State,
     trouble: Trouble,
     kind: str,

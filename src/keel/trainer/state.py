@@ -1,4 +1,4 @@
-"""What a run is made of (`Run`, built once) and what moves from step to step (`State`, plain data)."""
+"""What a run is made of (`TrainingRun`, built once) and what moves from step to step (`State`, plain data)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from keel.base.errors import KeelError
+from keel.base.thresholds import Thresholds, load_thresholds
 from keel.base.types import Group, Problem
 from keel.envs import Task
 from keel.envs.options import RewardOptions
@@ -31,7 +32,7 @@ class Collect(Protocol):
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """Everything that a step works with. `reference` is None where no KL is wanted, `scorer` for Keel's own pass."""
 
     policy: LoadedModel
@@ -48,6 +49,7 @@ class Run:
     reward: RewardOptions
     optim: OptimOptions
     guards: GuardOptions
+    thresholds: Thresholds = field(default_factory=load_thresholds)
     seed: int = 0
     shared_prefix: bool = True
     amp_dtype: torch.dtype | None = None

@@ -14,7 +14,7 @@ from keel.envs.dataset import Dataset, Unmarked, stem
 from keel.envs.layouts import source_of
 from keel.envs.options import SourceOptions
 from keel.envs.problems import held_out_rank, is_held_out
-from keel.envs.rows import Broken, Row, read_rows, settle
+from keel.envs.rows import Broken, DataRow, read_rows, settle
 
 TEXT = "text"
 Ask = Callable[["Record"], Problem]
@@ -64,7 +64,7 @@ def load(data: Mapping[str, Any], mark: str, ask: Ask, held_out: int | float, na
     return Dataset(f"{name}/{stem(source)}", train, held, Unmarked(), notes)
 
 
-def _record(row: Row, source: SourceOptions) -> Record:
+def _record(row: DataRow, source: SourceOptions) -> Record:
     values = row.values
     for other in ("messages", "system"):
         if getattr(source.columns, other) is not None:

@@ -29,7 +29,7 @@ from keel.envs.dataset import Dataset, Unmarked, stem
 from keel.envs.layouts import source_of
 from keel.envs.options import SourceOptions
 from keel.envs.problems import is_held_out
-from keel.envs.rows import Broken, Row, read_rows, settle
+from keel.envs.rows import Broken, DataRow, read_rows, settle
 
 COLUMNS = ("FEN", "Moves")
 PARTS = ("parsed", "structure", "best_legal", "correct")
@@ -125,7 +125,7 @@ class OnlyHeldOut(TaskWrapper):
         raise KeelError("all puzzles are held out for evaluation: set held_out below 1 to train on the others")
 
 
-def _problem(row: Row, padding: Padding) -> Problem:
+def _problem(row: DataRow, padding: Padding) -> Problem:
     fen, moves = (row.values.get(name) for name in COLUMNS)
     if not isinstance(fen, str) or not isinstance(moves, str):
         raise KeelError("FEN or Moves is empty")
