@@ -14,14 +14,13 @@ from keel.cli import main
 # Sound tasks with one thing broken in each: `module:attr` as a user writes it.
 FAULTS = """
 import itertools
-from keel.envs import arithmetic
+from keel.envs import TaskWrapper, arithmetic
 from keel.base.types import Problem, Reward
 
-class Broken:
+class Broken(TaskWrapper):
     name = "broken"
     inner = arithmetic(high=30)
-    def __init__(self, **methods): self.methods = methods
-    def __getattr__(self, name): return self.methods.get(name) or getattr(self.inner, name)
+    def __init__(self, **methods): vars(self).update(methods)
 
 good = arithmetic(high=30)
 draws = itertools.count()
