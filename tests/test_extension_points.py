@@ -16,11 +16,11 @@ import yaml
 
 import keel
 import keel.envs
+import keel.loggers
 from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
 from keel.config import load_config
 from keel.kl import CONTROLLERS, ESTIMATORS
-from keel.loggers import Quiet
 from keel.losses import LOSSES
 from keel.models.head import evaluating
 from keel.models.tiny import tiny_model
@@ -95,7 +95,7 @@ def reward(problem: Problem, text: str) -> float:
     return sum(c.isdigit() for c in text) / 8
 
 
-class Logger(Quiet):
+class Logger(keel.loggers.Logger):
     def step(self, step, metrics):
         USED.add("logger")
 

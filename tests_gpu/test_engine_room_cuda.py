@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Con
 
 from keel.base.types import Completion, Group, Problem
 from keel.kl import exact_kl
-from keel.models import branches, fingerprint
+from keel.models import fingerprint, prefix_attention
 from keel.models.head import body_of, head_of
 from keel.models.load import load_model
 from keel.models.logprobs import hidden_states, score_tokens
@@ -144,7 +144,7 @@ def test_bf16_packs_and_samples():
     assert (logp - sampled).abs().mean() < 0.02
 
 
-def test_attention_by_structure_equals_the_mask_with_grouped_heads(monkeypatch):
+def test_prefix_attention_equals_the_mask_with_grouped_heads(monkeypatch):
     """Values and gradients of rows scored by their structure, on the device, against the dense mask's."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS["llama"]()).cuda().eval()
@@ -159,8 +159,8 @@ def test_attention_by_structure_equals_the_mask_with_grouped_heads(monkeypatch):
         return logp.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     expected, gradients = scored()
-    monkeypatch.setattr(branches, "LONG_ROW", 1)
-    assert branches.by_structure(body_of(model), packed)
+    monkeypatch.setattr(prefix_attention, "LONG_ROW", 1)
+    assert prefix_attention.use_prefix_attention(body_of(model), packed)
     found, others = scored()
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     for mine, theirs in zip(others, gradients, strict=True):

@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from keel.config.checks import DATA_OF_TASKS
 from keel.envs import Task
+from keel.envs.options import SourceOptions
 from keel.lab.hooks import AT_END
 from keel.run import sft
 from keel.run import train as runs
 from keel.run.evaluate import Watch, run_evaluation
 from keel.run.subject import find_subject
-from keel.run.train import Source, TrainResult, closing_line
+from keel.run.train import ConfigSource, TrainResult, closing_line
 from keel.trainer.loop import Callback
 
 
 def train(
-    config: Source,
+    config: ConfigSource,
     task: Task | None = None,
     reward: Callable[..., Any] | None = None,
     callbacks: Sequence[Callback] = (),
@@ -39,14 +39,16 @@ def train(
     return runs.train(config, task, reward, callbacks, **given, at_end=AT_END)
 
 
-def main(config: Source, *, resume: bool = False, dry_run: bool = False, overrides: Sequence[str] = ()) -> TrainResult:
+def main(
+    config: ConfigSource, *, resume: bool = False, dry_run: bool = False, overrides: Sequence[str] = ()
+) -> TrainResult:
     """`keel train`: the same, with a last line that says how it went and where it is."""
     result = train(config, overrides=overrides, resume=resume, dry_run=dry_run)
     print(closing_line(result))
     return result
 
 
-def supervise(config: Source) -> TrainResult:
+def supervise(config: ConfigSource) -> TrainResult:
     """`keel sft`: behaviour cloning by the `warmstart` section, with a run directory of its own."""
     return sft.supervise(config, AT_END)
 
@@ -76,7 +78,7 @@ def evaluate(
 
 
 def _is_data(setting: str) -> bool:
-    return setting.startswith(tuple(f"data.{name}{sign}" for name in DATA_OF_TASKS for sign in "=."))
+    return setting.startswith(tuple(f"data.{name}{sign}" for name in SourceOptions.model_fields for sign in "=."))
 
 
 __all__ = ["TrainResult", "evaluate", "main", "supervise", "train"]

@@ -101,7 +101,7 @@ def test_each_importer_knows_them():
     assert import_object("keel.train.sft:sft", "part").__module__ == "keel.trainer.sft"
     assert build_reward("keel.tasks.rewards.text:exact", build_task("arithmetic")).name
     assert load_callable("keel.verify.values:reversed_k3")
-    with pytest.raises(KeelError, match="has no"):
+    with pytest.raises(KeelError, match="derive it from"):
         user_logger(LoggerOptions(name="keel.types:Problem", key="a", prompt="b", answer="c"))
 
 
@@ -115,3 +115,24 @@ def test_a_run_of_01_goes_on(tmp_path):
     (run / "config.yaml").write_text(yaml.safe_dump(settings))
     check_same_run(run, load_config(BASE, [*old, "run.max_steps=2"]))
     assert train(BASE, overrides=[*old, "run.max_steps=2"], resume=True).steps == 2
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "now"),
+    [
+        ("keel.losses", "LossSpec", "keel.losses.LossOptions"),
+        ("keel.losses", "KLSpec", "keel.kl.KLOptions"),
+        ("keel.losses", "MismatchSpec", "keel.losses.MismatchOptions"),
+        ("keel.kl", "shape_rewards", "keel.kl.reward_penalty"),
+        ("keel.kl", "shape_advantages", "keel.kl.advantage_penalty"),
+        ("keel.loggers", "Quiet", "keel.loggers.Logger"),
+        ("keel.loggers", "Fanout", "keel.loggers.MultiLogger"),
+    ],
+)
+def test_a_renamed_part_is_refused_in_one_line(module, name, now):
+    with pytest.raises(KeelError, match=rf"^{module}\.{name} is now {now}: see docs/upgrading\.md$"):
+        exec(f"from {module} import {name}")
+    owner, _, renamed = now.rpartition(".")
+    assert hasattr(importlib.import_module(owner), renamed)
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        exec(f"from {module} import nothing")

@@ -280,7 +280,7 @@ def test_bad_entries_are_refused(name: str, params: dict[str, Any], message: str
     ("options", "message"),
     [
         ({"on_error": "ignore"}, "on_error"),
-        ({"aggregate": "normalized_sum"}, "did you mean 'normalised_sum'"),
+        ({"aggregate": "normalized_sum"}, "did you mean normalised_sum"),
         ({"timeout_s": 0}, "above 0"),
     ],
 )

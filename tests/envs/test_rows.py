@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from keel.base.errors import KeelError
-from keel.envs.layouts import Source, load_problems
+from keel.envs.layouts import load_problems, source_of
 from keel.envs.rows import read_rows
 
 ROWS = [{"question": f"{a}+1=", "answer": str(a + 1), "level": a} for a in range(5)]
@@ -40,7 +40,7 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def load(path: str | list[str], **options: Any) -> Any:
-    return load_problems(Source(path, **options))
+    return load_problems(source_of({"path": path, **options}))
 
 
 def refused(path: str | list[str], **options: Any) -> str:
@@ -88,6 +88,15 @@ def test_a_folder_is_read_by_its_split(tmp_path: Path) -> None:
     assert "train.jsonl" in refused(str(tmp_path), split="validation")
     (tmp_path / "none").mkdir()
     assert "holds no data" in refused(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_a_split_that_a_file_does_not_have_is_refused(tmp_path: Path, more: bool) -> None:
+    path = write_jsonl(tmp_path / "sums_test.jsonl", ROWS)
+    assert len(load(path).problems) == len(load(path, split="test").problems) == len(ROWS)
+    others = [write_jsonl(tmp_path / "tset.jsonl", ROWS)] if more else []
+    message = refused([*others, path], split="tset")
+    assert message.startswith(f"data.split=tset has no meaning for {path}")
 
 
 def test_a_folder_saved_by_datasets(tmp_path: Path) -> None:
@@ -185,7 +194,7 @@ def test_messages_as_json_text_in_csv(tmp_path: Path) -> None:
 def test_whole_conversations_end_with_the_answer(tmp_path: Path) -> None:
     rows = [{"messages": [*CHAT, {"role": "assistant", "content": "4"}], "id": 7}]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
-    for columns in (None, {"messages": "messages"}):
+    for columns in ({}, {"messages": "messages"}):
         problem = load(path, columns=columns).problems[0]
         assert (problem.prompt, problem.answer, problem.info) == (CHAT, "4", {"id": 7})
     rows = [{"messages": CHAT}]

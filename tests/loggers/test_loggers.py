@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from keel.base.errors import KeelError
-from keel.loggers import ConsoleLogger, Fanout, JsonlLogger, Quiet, RunDirectory, build_loggers
+from keel.loggers import ConsoleLogger, JsonlLogger, Logger, MultiLogger, RunDirectory, build_loggers
 from keel.loggers.console import duration, evaluation_line, event_line, step_line
 from keel.loggers.options import LogOptions
 from keel.loggers.tensorboard import TensorBoardLogger, flat_numbers
@@ -34,7 +34,7 @@ METRICS = {
 EVALUATION = {"task": "add", "pass@1": 0.62, "pass@k": {"1": 0.62, "8": 0.8}, "ci95": [0.55, 0.69], "n": 64}
 
 
-class Broken(Quiet):
+class Broken(Logger):
     """Raises from the second step on."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Broken(Quiet):
         raise RuntimeError("gone for closing too")
 
 
-class Collect(Quiet):
+class Collect(Logger):
     """A user's logger that takes an argument of its own and the run."""
 
     def __init__(self, run: RunDirectory, prefix: str = "p") -> None:
@@ -73,7 +73,7 @@ def run(tmp_path):
 
 def test_a_broken_logger_is_named_once_and_dropped(run):
     broken, collect = Broken(), Collect(run)
-    log = Fanout(JsonlLogger(run), {"broken": broken, "collect": collect}, clock=lambda: 100.0)
+    log = MultiLogger(JsonlLogger(run), {"broken": broken, "collect": collect}, clock=lambda: 100.0)
     for step in range(1, 5):
         log.step(step, METRICS)
     assert log.names == ["collect"]
@@ -95,7 +95,7 @@ def test_a_broken_logger_is_named_once_and_dropped(run):
 
 
 def test_the_keeper_must_not_fail_silently(run, monkeypatch):
-    log = Fanout(JsonlLogger(run))
+    log = MultiLogger(JsonlLogger(run))
 
     def fail(*_: object) -> None:
         raise KeelError("the disk is full")
@@ -106,7 +106,7 @@ def test_the_keeper_must_not_fail_silently(run, monkeypatch):
 
 
 def test_events_get_the_last_step_and_the_time(run):
-    log = Fanout(JsonlLogger(run), clock=lambda: 7.0)
+    log = MultiLogger(JsonlLogger(run), clock=lambda: 7.0)
     log.event("start")
     log.step(3, METRICS)
     log.event("guard/skipped", reason="nan")
@@ -272,7 +272,7 @@ def test_build_takes_a_users_logger_and_checks_its_arguments(run):
         ("no_such_module:Logger", "cannot import"),
         (f"{__name__}:METRICS", "it must be a function or a class"),
         ({"name": name, "prefx": 1}, "did you mean 'prefix'"),
-        ("builtins:dict", "has no step"),
+        ("builtins:dict", "made a dict: derive it from keel.loggers.Logger"),
     ):
         with pytest.raises(KeelError, match=message):
             build_loggers(log_options(extra=[spec]), run, total_steps=5)

@@ -25,7 +25,7 @@ import keel
 from keel.base.types import Completion, Group
 from keel.rollout import Request, SamplingParams
 from keel.trainer.batch import StepBatch, pack_step, score_policy
-from keel.trainer.state import Run
+from keel.trainer.state import TrainingRun
 from keel.trainer.step import train_step
 from metamorphic.worlds import BASE, budget, configure, groups, make_run, options
 
@@ -48,16 +48,16 @@ def by_completion(batch: StepBatch) -> dict[Name, torch.Tensor]:
     return {name: rows[i, : len(name[1])] for i, name in enumerate(names)}
 
 
-def scored(run: Run, rollouts: Sequence[Group], budget_tokens: int = 8192) -> dict[Name, torch.Tensor]:
-    run.options = replace(run.options, microbatch_tokens=budget_tokens)
+def scored(run: TrainingRun, rollouts: Sequence[Group], budget_tokens: int = 8192) -> dict[Name, torch.Tensor]:
+    run.optim = run.optim.model_copy(update={"microbatch_tokens": budget_tokens})
     return by_completion(score_policy(pack_step(rollouts, run), run))
 
 
-def written_out(run: Run, group: Group, completion: Completion) -> torch.Tensor:
+def written_out(run: TrainingRun, group: Group, completion: Completion) -> torch.Tensor:
     """The model's own log-probabilities of one sequence by itself, unpadded, from all of its logits."""
     ids = torch.tensor([[*group.prompt_tokens, *completion.tokens]])
     with torch.no_grad():
-        logits = run.policy.model(ids).logits[0, len(group.prompt_tokens) - 1 : -1] / run.options.temperature
+        logits = run.policy.model(ids).logits[0, len(group.prompt_tokens) - 1 : -1] / run.rollout.temperature
     picked = ids[0, len(group.prompt_tokens) :, None]
     return torch.where(torch.tensor(completion.action), logits.log_softmax(-1).gather(-1, picked)[:, 0], 0.0)
 
@@ -80,7 +80,7 @@ def test_a_score_depends_on_its_own_sequence_alone(seed, rollouts, order, split)
                     assert (found[name] - expected)[mask].abs().max() < CLOSE, run.policy.model.config.model_type
 
 
-def step_gradient(run: Run, state: Any) -> tuple[torch.Tensor, StepBatch]:
+def step_gradient(run: TrainingRun, state: Any) -> tuple[torch.Tensor, StepBatch]:
     """The gradient of the step's first update, and its batch."""
     seen: list[torch.Tensor] = []
     inner = run.optimizer.step
@@ -164,7 +164,7 @@ def test_the_penalty_acts_on_every_completion(chosen, rollouts, reason):
 
         inner = step_module.score_micro
 
-        def spy(micro: Any, batch: StepBatch, run: Run) -> Any:
+        def spy(micro: Any, batch: StepBatch, run: TrainingRun) -> Any:
             scores = inner(micro, batch, run)
             if scores.logp.requires_grad:
                 scores.logp.retain_grad()
@@ -207,7 +207,7 @@ def test_a_sample_depends_on_its_own_prompt_and_noise_alone(seed, count, max_bat
                 assert torch.allclose(torch.tensor(one.sample_logp), torch.tensor(other.sample_logp), atol=1e-4)
         for completion in alone:
             bare = Group(run.task.sample(1, seed=0, step=0)[0], request.tokens, (completion,))
-            run.options = replace(run.options, temperature=temperature)
+            run.rollout = run.rollout.model_copy(update={"temperature": temperature})
             expected = written_out(run, bare, completion)
             assert torch.allclose(torch.tensor(completion.sample_logp), expected, atol=1e-4)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from keel.config.schema import Config
 from keel.envs import Task
 from keel.models.tiny import tiny_tokenizer
 from keel.run.build import build_policy, build_run
-from keel.trainer.state import Run, State
+from keel.trainer.state import State, TrainingRun
 
 EXAMPLES = int(os.environ.get("KEEL_METAMORPHIC_EXAMPLES", "0"))  # 0: a fixed draw, small enough for every test run
 
@@ -191,7 +191,7 @@ def configure(chosen: dict[str, Any], **more: Any) -> Config:
     return load_config(BASE, overrides)
 
 
-def make_run(config: Config, rollouts: Sequence[Group] | None = None) -> tuple[Run, State]:
+def make_run(config: Config, rollouts: Sequence[Group] | None = None) -> tuple[TrainingRun, State]:
     """A run away from its reference by a displacement that the seed fixes, with these rollouts if they are given."""
     run = build_run(config, build_policy(config)).run
     with torch.no_grad():
@@ -199,6 +199,6 @@ def make_run(config: Config, rollouts: Sequence[Group] | None = None) -> tuple[R
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
             parameter.add_(0.05 * noise)
     if rollouts is not None:
-        run.options = replace(run.options, prompts_per_step=len(rollouts))
+        run.rollout = run.rollout.model_copy(update={"prompts_per_step": len(rollouts)})
         run.collect = lambda problems, *, attempt, step: list(rollouts)  # type: ignore[assignment]
     return run, State(kl=run.controller.init())

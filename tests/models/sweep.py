@@ -16,10 +16,10 @@ from torch import Tensor
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem
-from keel.models.lengths import forget_lengths
 from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
 from keel.models.probe import probe_packing
+from keel.models.rope import reset_rope
 from keel.rollout import NativeEngine, Request, SamplingParams
 from keel.rollout.native.decode import RepeatedDecoder, SharedPrefixDecoder, SwitchingDecoder
 from rollout import shapes
@@ -70,7 +70,7 @@ def _length_matters(model: Any) -> bool:
 
 @torch.no_grad()
 def _own_logits(model: Any, tokens: Sequence[int]) -> Tensor:
-    forget_lengths(model)
+    reset_rope(model)
     logits: Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
     return logits
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from keel.base.errors import KeelError
-from keel.models.chunked import Ask, token_stats
+from keel.models.chunked import StatsOptions, token_stats
 from keel.models.head import Head, frozen_head, head_of
 from keel.models.logprobs import hidden_states, score_hidden, score_tokens
 from keel.models.pack import microbatches, pack
@@ -47,7 +47,7 @@ def test_shared_prefix_equals_one_row_a_completion(name: str, row_tokens: int | 
     packed = pack(groups, 0, max_row_tokens=row_tokens)
     scores = score_tokens(model, packed, chunk_tokens=7)
     found, mask = scores.logp, packed.action_mask
-    expected = packed.spread(naive_logp(model, groups))
+    expected = packed.scatter(naive_logp(model, groups))
     assert (found - expected).abs().max() < 1e-4
     assert found[~packed.completion_mask].abs().sum() == 0
     coefficients = weights(int(mask.sum()))
@@ -127,11 +127,11 @@ def test_each_written_out_gradient_by_finite_differences(key: str, softcap: floa
     module = nn.Linear(4, 9, bias=True).double()
     ref_head = nn.Linear(4, 9).double()
     ref_hidden, tokens = torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 3, 8, 3, 1])
-    ask = Ask(temperature=0.7, entropy=True, ref_head=ref_head, chunk_tokens=2)
+    options = StatsOptions(temperature=0.7, entropy=True, ref_head=ref_head, chunk_tokens=2)
     head = Head(module, scale=1.7, softcap=softcap)
 
     def function(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return getattr(token_stats(h, head, tokens, ask, ref_hidden), key)
+        return getattr(token_stats(h, head, tokens, options, ref_hidden), key)
 
     assert torch.autograd.gradcheck(function, (hidden, module.weight, module.bias))
 
@@ -281,7 +281,7 @@ def peak_bytes(count: int, vocabulary: int, general: bool) -> tuple[int, int]:
     hidden, ref_hidden = torch.randn(count, width, requires_grad=True), torch.randn(count, width)
     tokens = torch.randint(vocabulary, (count,))
     with Bytes() as seen:
-        stats = token_stats(hidden, head, tokens, Ask(1.0, True, True, ref_head, 16), ref_hidden)
+        stats = token_stats(hidden, head, tokens, StatsOptions(1.0, True, True, ref_head, 16), ref_hidden)
         assert stats.entropy is not None
         assert stats.kl is not None
         (stats.logp + stats.entropy + stats.kl).sum().backward()

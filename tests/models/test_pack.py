@@ -78,7 +78,7 @@ def test_action_mask_leaves_out_what_the_policy_did_not_sample() -> None:
 
 def test_spread_puts_values_where_they_belong() -> None:
     packed = pack(make_groups([(4, (3, 1))]), 0)
-    assert packed.spread(torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert packed.scatter(torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist() == [[1, 2, 3], [4, 0, 0]]
 
 
 def test_a_completion_without_tokens_keeps_its_place() -> None:

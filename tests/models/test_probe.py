@@ -10,10 +10,10 @@ import torch
 from keel.base.errors import KeelError
 from keel.models.checks import context_length
 from keel.models.head import head_of
-from keel.models.lengths import LengthRegimes, length_regimes
 from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
 from keel.models.probe import local_windows, position_switches, probe_packing
+from keel.models.rope import LengthRegimes, length_regimes
 
 from .architectures import Variant, build
 from .packing_cases import make_groups, make_model, naive_logp
@@ -160,7 +160,7 @@ def test_the_lengths_at_which_all_positions_turn() -> None:
     model = build(Variant("llama", "longrope"))
     switch = model.config.rope_parameters["original_max_position_embeddings"]
     assert length_regimes(model) == LengthRegimes((switch,))
-    regimes = LengthRegimes((4,), moving=6)
+    regimes = LengthRegimes((4,), dynamic_after=6)
     assert [regimes.of(length) for length in (1, 4, 5, 6, 7, 8)] == [0, 0, 1, 1, 2, 3]
     assert list(regimes.spans(8)) == [(0, 4), (4, 6), (6, 7), (7, 8)]
 

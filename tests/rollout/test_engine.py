@@ -15,8 +15,9 @@ from keel.base.errors import KeelError
 from keel.base.types import Completion
 from keel.config import load_config
 from keel.envs import arithmetic
-from keel.rollout import Engine, NativeEngine, Request, SamplingParams, Turn, WrappedEngine, build_engine
+from keel.rollout import Engine, EngineWrapper, NativeEngine, Request, SamplingParams, Turn, build_engine
 from keel.rollout.collect import collect
+from keel.rollout.options import RolloutOptions
 from keel.run.build import build_policy, build_run
 
 from . import shapes
@@ -52,6 +53,14 @@ class Mute(Engine):
     def __init__(self, model: Any, tokenizer: Any) -> None: ...
 
 
+class Tuned(Counting):
+    """An engine with parameters of its own."""
+
+    def __init__(self, model: Any, tokenizer: Any, *, slots: int, rollout: RolloutOptions, warm: bool = True) -> None:
+        super().__init__()
+        self.told = slots, warm, rollout.num_generations
+
+
 class AfterFilters(Counting):
     logp_after_filters = True
 
@@ -85,7 +94,7 @@ def test_an_engine_with_weights_of_its_own_must_say_how_it_syncs() -> None:
 
 def test_a_wrapper_forwards_everything_that_an_engine_declares() -> None:
     inner = NativeEngine(shapes.model("llama"), shapes.tokenizer())
-    wrapper: Any = WrappedEngine(inner)
+    wrapper: Any = EngineWrapper(inner)
     names = [name for name in dir(Engine) if not name.startswith("_")]
     assert {"generate", "converse", "sync", "release", "context", "shares_weights", "logp_after_filters"} <= set(names)
     for name in names:
@@ -103,7 +112,7 @@ def test_a_wrapper_forwards_everything_that_an_engine_declares() -> None:
 def test_a_wrapper_with_a_generate_of_its_own_is_asked_by_it_for_every_turn() -> None:
     """It inherits a converse that would go past it."""
 
-    class Listening(WrappedEngine):
+    class Listening(EngineWrapper):
         heard = 0
 
         def generate(self, *args: Any, **options: Any) -> Any:
@@ -121,7 +130,7 @@ def test_a_wrapper_with_a_generate_of_its_own_is_asked_by_it_for_every_turn() ->
 def test_an_engine_by_shape_is_refused_in_one_line_that_names_the_change(name: str) -> None:
     refused = rf"^rollout.engine={HERE}:{name} does not derive from keel.rollout.Engine, .*class ByShape\(keel.rollout."
     with pytest.raises(KeelError, match=refused):
-        build_engine(f"{HERE}:{name}", shapes.model("llama"), shapes.tokenizer())
+        build_engine(RolloutOptions(engine=f"{HERE}:{name}"), shapes.model("llama"), shapes.tokenizer())
 
 
 def test_a_class_by_shape_is_refused_before_a_model_loads() -> None:
@@ -165,3 +174,29 @@ def test_filters_are_refused_where_log_probabilities_are_those_after_them() -> N
     filtered = load_config(plain, ["rollout.top_p=0.9"])
     with pytest.raises(KeelError, match=r"AfterFilters gives log-probabilities after filters .*leave rollout.top_p"):
         build_run(filtered, loaded)
+
+
+def test_an_engine_declares_and_receives_its_own_parameters(tmp_path: Path) -> None:
+    tuned = {"name": f"{HERE}:Tuned", "slots": 3}
+    config = load_config({"rollout": {"engine": tuned, "num_generations": 4}}, ["model.device=cpu"])
+    engine: Any = build_run(config, build_policy(config, probe=False)).run.engine
+    assert engine.told == (3, True, 4)
+    assert load_config(config.to_dict()).rollout == config.rollout  # as a run's config.yaml has it
+    given = load_config({}, [f"rollout.engine={{name: {HERE}:Tuned, slots: 5, warm: false}}"])
+    assert given.rollout.named_engine.params == {"slots": 5, "warm": False}
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        (f"{HERE}:Tuned", "engine rollout.test_engine:Tuned needs the parameter 'slots'"),
+        (f"{{name: {HERE}:Tuned, slots: 1, wram: true}}", "Tuned parameter 'wram': did you mean 'warm'"),
+        (f"{{name: {HERE}:Tuned, slots: 1, model: x}}", "Tuned parameter 'model'"),
+        ("{name: native, slots: 1}", "unknown engine native parameter 'slots'"),
+        ("{slots: 1}", "rollout.engine.name is required"),
+    ],
+)
+def test_parameters_that_an_engine_does_not_declare_are_one_line(engine: str, message: str) -> None:
+    with pytest.raises(KeelError, match=message) as caught:
+        load_config({}, [f"rollout.engine={engine}"])
+    assert "\n" not in str(caught.value)

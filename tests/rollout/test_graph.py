@@ -12,10 +12,9 @@ from torch import Tensor
 
 from keel.config import load_config
 from keel.models import load_model
-from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.rollout import NativeEngine, Request, SamplingParams, build_engine
 from keel.rollout.native import graph
 from keel.rollout.native.batch import DecodeBatch, DecodeRow
-from keel.run.build import build_engine
 
 from . import shapes
 from .test_converse import assert_same, engine_of, in_step, talked
@@ -117,7 +116,8 @@ def test_short_completions_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_option_reaches_the_engine() -> None:
     def carries(*overrides: str) -> float:
         config = load_config({}, ["model.name=tiny", *overrides])
-        engine: Any = build_engine(config, load_model("tiny"))
+        loaded = load_model("tiny")
+        engine: Any = build_engine(config.rollout, loaded.model, loaded.tokenizer)
         return float(engine._new_decoder().traits.carried)
 
     assert carries() > 0.0

@@ -13,8 +13,7 @@ import torch
 from keel.base.types import Completion
 from keel.config import load_config
 from keel.models import load_model
-from keel.rollout import NativeEngine, Request, SamplingParams
-from keel.run.build import build_engine
+from keel.rollout import NativeEngine, Request, SamplingParams, build_engine
 
 from . import shapes
 
@@ -204,5 +203,6 @@ def test_a_context_that_was_changed_is_read_again() -> None:
 )
 def test_the_memory_is_an_option(given: list[str], limit: int) -> None:
     config = load_config({}, ["task.name=arithmetic", *given])
-    engine: Any = build_engine(config, load_model(config.model.name, device="cpu"))
+    loaded = load_model(config.model.name, device="cpu")
+    engine: Any = build_engine(config.rollout, loaded.model, loaded.tokenizer)
     assert engine.kept.limit == limit

@@ -15,7 +15,7 @@ from keel.api import supervise, train
 from keel.config import load_config
 from keel.lab.publish.export import export
 from keel.lab.publish.hub import push
-from keel.models.dropout import disable_dropout, own_dropout
+from keel.models.dropout import disable_dropout, original_dropout
 from keel.models.load import load_model
 from keel.models.scratch import GPT2_DROPOUT, gpt2
 from keel.trainer.checkpoint import save_weights
@@ -113,7 +113,7 @@ def test_a_copy_of_a_quiet_model_knows_its_own_values() -> None:
     model, _ = small_gpt2()
     disable_dropout(model)
     twin: Any = copy.deepcopy(model)
-    with own_dropout(twin):
+    with original_dropout(twin):
         assert twin.config.attn_pdrop == GPT2_DROPOUT
         assert model.config.attn_pdrop == 0.0  # type: ignore[union-attr]
     assert twin.config.attn_pdrop == 0.0
@@ -126,7 +126,7 @@ def test_values_come_back_to_0_when_saving_fails() -> None:
     seen: list[float] = []
 
     def fail() -> None:
-        with own_dropout(model):
+        with original_dropout(model):
             seen.append(model.config.resid_pdrop)  # type: ignore[union-attr, arg-type]
             raise OSError("the disk is full")
 

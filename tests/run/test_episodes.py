@@ -11,7 +11,6 @@ import pytest
 
 import keel
 from keel.base.errors import KeelError
-from keel.base.thresholds import shipped_thresholds
 from keel.base.types import Completion, Problem, Reward
 from keel.config import load_config
 from keel.envs import Episode, Task, build_task
@@ -23,7 +22,6 @@ from keel.rollout.render import Renderer
 from keel.rollout.request import Request
 from keel.rollout.sampling import SamplingParams
 from keel.run.build import build_policy, build_run, build_warmstart
-from keel.trainer.guards import TOOL_ERRORS
 from keel.trainer.sft import episode_example, gold_examples, sft
 from trainer.worlds import CONFIG, TASK, model
 
@@ -145,7 +143,3 @@ def test_a_run_whose_tool_calls_all_fail_says_so_once_and_is_not_called_healthy(
     page = (folder / "report.html").read_text()
     assert "tool/failing" in page
     assert "tool/errors" in page
-
-
-def test_training_and_the_doctor_mean_the_same_share() -> None:
-    assert shipped_thresholds()["tool_errors"].value == TOOL_ERRORS

@@ -24,7 +24,7 @@ from keel.reference import build_reference
 from keel.rollout import NativeEngine, Request, SamplingParams
 from keel.run.build import build_policy, build_run
 from keel.trainer.checkpoint import load_checkpoint, save_checkpoint
-from keel.trainer.state import Run, State
+from keel.trainer.state import State, TrainingRun
 from keel.trainer.step import train_step
 from trainer.small import BASE, small_config, small_model
 
@@ -32,7 +32,7 @@ IDS = torch.arange(5, 13)[None]
 LORA = ("model.lora.r=2", "optim.learning_rate=0.05")
 
 
-def make(*overrides: str, weights: Path | None = None) -> tuple[Run, State]:
+def make(*overrides: str, weights: Path | None = None) -> tuple[TrainingRun, State]:
     config = small_config(*LORA, *overrides)
     run = build_run(config, build_policy(config, weights)).run
     return run, State(kl=run.controller.init())
@@ -43,7 +43,7 @@ def logits(model: Any) -> Tensor:
         return model(input_ids=IDS).logits
 
 
-def reference_logits(run: Run) -> Tensor:
+def reference_logits(run: TrainingRun) -> Tensor:
     assert run.reference is not None
     with run.reference.model() as held:
         return logits(held)

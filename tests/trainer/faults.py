@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from keel.base.types import Problem, Reward
-from keel.loggers import Quiet, RunDirectory
+from keel.loggers import Logger, RunDirectory
 from keel.losses import LossInputs, LossOptions, PolicyTerm
 from keel.losses.policy import clipped
 from trainer.small import Letters
@@ -75,7 +75,7 @@ def nan_loss(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
     return PolicyTerm(term.loss * torch.nan, term.ratio, term.clipped_low, term.clipped_high)
 
 
-class KilledAt(Quiet):
+class KilledAt(Logger):
     """A logger that ends the process with SIGKILL at the first event of a kind, once a folder."""
 
     def __init__(self, run: RunDirectory, kind: str) -> None:

@@ -16,12 +16,12 @@ from keel.base.errors import KeelError
 from keel.run.build import build_policy, build_run
 from keel.trainer import checkpoint as module
 from keel.trainer.checkpoint import checkpoints, clean, load_checkpoint, newest, save_checkpoint, step_of
-from keel.trainer.state import Run, State
+from keel.trainer.state import State, TrainingRun
 from keel.trainer.step import train_step
 from trainer.small import small_config
 
 
-def make(*overrides: str, weights: Path | None = None) -> tuple[Run, State]:
+def make(*overrides: str, weights: Path | None = None) -> tuple[TrainingRun, State]:
     config = small_config(*overrides)
     run = build_run(config, build_policy(config, weights)).run
     return run, State(kl=run.controller.init())

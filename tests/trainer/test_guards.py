@@ -13,6 +13,7 @@ import torch
 
 import keel
 from keel.base.errors import KeelError
+from keel.base.thresholds import load_thresholds
 from keel.kl import KLState
 from keel.kl.options import KLBudget
 from keel.run.build import build_policy, build_run
@@ -97,9 +98,9 @@ def test_a_trouble_that_only_warns_does_not_hide_a_graver_one() -> None:
 
 
 def test_a_spike_is_measured_against_the_median_of_enough_norms() -> None:
-    options = GuardOptions(grad_spike=4.0)
-    assert spike_limit((1.0,) * (ENOUGH - 1), options) is None
-    assert spike_limit((1.0, 3.0, 100.0) * 4, options) == 12.0
+    limits = load_thresholds({"grad_spike": 4.0})
+    assert spike_limit((1.0,) * (ENOUGH - 1), limits) is None
+    assert spike_limit((1.0, 3.0, 100.0) * 4, limits) == 12.0
 
 
 def test_the_window_of_norms_is_bounded_and_holds_what_was_logged() -> None:
@@ -216,12 +217,12 @@ def test_weights_that_are_not_finite_are_seen_at_the_end_and_not_sampled_from(ov
 def test_the_end_is_what_the_next_step_would_report(overrides: tuple[str, ...]) -> None:
     run, state = make(*overrides)
     for _ in range(2):
-        torch.manual_seed(step_seed(run.options.seed, state))
+        torch.manual_seed(step_seed(run.seed, state))
         state = train_step(run, state).state
     before = (state, torch.get_rng_state().tolist(), weights(run).tolist())
     measured = measure_end(run, state)
     assert (state, torch.get_rng_state().tolist(), weights(run).tolist()) == before
-    torch.manual_seed(step_seed(run.options.seed, state))
+    torch.manual_seed(step_seed(run.seed, state))
     line = train_step(run, state).metrics
     assert measured["kl/policy_ref/k3/mean"] > 0
     if "kl.measure_every=3" not in overrides:

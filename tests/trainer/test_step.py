@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from keel.base.types import Problem
+from keel.kl import advantage_penalty
 from keel.losses import mismatch_weights
-from keel.losses.objective import advantage_penalty, objective
+from keel.losses.objective import kl_values, objective
 from keel.run.build import build_policy, build_run
 from keel.trainer import step as step_module
-from keel.trainer.state import Run, State
+from keel.trainer.state import State, TrainingRun
 from keel.trainer.step import train_step, with_advantages
 from trainer.small import small_config
 
@@ -30,13 +31,13 @@ ALWAYS = NAMES.split()
 STATISTICS = [f"kl/policy_ref/{k}/{s}" for k in ("k1", "k2", "k3") for s in ("mean", "se", "min", "max", "p95")]
 
 
-def make(*overrides: str) -> tuple[Run, State]:
+def make(*overrides: str) -> tuple[TrainingRun, State]:
     config = small_config(*overrides)
     run = build_run(config, build_policy(config)).run
     return run, State(kl=run.controller.init())
 
 
-def weights(run: Run) -> torch.Tensor:
+def weights(run: TrainingRun) -> torch.Tensor:
     return torch.cat([p.detach().flatten().clone() for p in run.policy.model.parameters() if p.requires_grad])
 
 
@@ -262,7 +263,7 @@ def test_the_exact_kl_behind_the_first_doors_is_the_sum_over_the_vocabulary(
 
     def spy(scores: Any, view: Any, loss: Any, kl: Any, beta: float, *args: Any, **options: Any) -> Any:
         if placement == "advantage":
-            taken.extend(advantage_penalty(kl, scores, view, beta))
+            taken.extend(advantage_penalty(kl_values(kl, scores, view), view.action_mask, beta, level=kl.level))
         return objective(scores, view, loss, kl, beta, *args, **options)
 
     monkeypatch.setattr(step_module, "objective", spy)

@@ -9,7 +9,7 @@ from keel.base.redact import hide
 
 
 class KeelError(ValueError):
-    """A mistake in what the user gave us: one line that names the thing, the place and the fix; secrets are covered."""
+    """A mistake in what the user gave: one line that names the thing, the place and the fix; secrets are masked."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(hide(arg) if isinstance(arg, str) else arg for arg in args))

@@ -6,10 +6,11 @@ import errno
 import json
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping
+from codecs import BOM_UTF8
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from keel.base.errors import KeelError
 
@@ -155,20 +156,59 @@ def _parted(path: Path, step: int, history: Collection[str]) -> tuple[list[bytes
     kept: list[bytes] = []
     dropped: list[bytes] = []
     lines = _lines(path)
-    told = max((index for index, line in enumerate(lines) if history and _kind(line) in history), default=-1)
+    told = max((index for index, line in enumerate(lines) if history and _field(line, "kind") in history), default=-1)
     for index, line in enumerate(lines):
         (kept if index <= told or _within(line, step) else dropped).append(line + b"\n")
     return kept, dropped
 
 
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; None where it is not there, cannot be read, or holds none."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The records of a file of JSON lines, none where there is no file; lines that are no JSON object are left out."""
-    return [record for line in _lines(path) if (record := _record(line)) is not None]
+    return [record for _, record in json_lines(_lines(path)) if not isinstance(record, str)]
 
 
 def unreadable_lines(path: Path) -> list[int]:
     """The numbers of the lines that are no JSON object."""
-    return [number for number, line in enumerate(_lines(path), start=1) if _record(line) is None]
+    return [number for number, record in json_lines(_lines(path)) if isinstance(record, str)]
+
+
+def json_lines(lines: Iterable[bytes], *, strict: bool = False) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """(number, record) of every line that is not blank, as `json_object` reads it."""
+    for number, line in enumerate(lines, start=1):
+        text = line.removeprefix(BOM_UTF8) if number == 1 else line
+        if text.strip():
+            yield number, json_object(text, strict=strict)
+
+
+def json_object(line: bytes, *, strict: bool = False) -> dict[str, Any] | str:
+    """The object that a line holds, or why it holds none; `strict` refuses NaN and what is not UTF-8."""
+    try:
+        text = line.decode("utf-8", "strict" if strict else "replace")
+        record = json.loads(text, parse_constant=no_constant if strict else None)
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 (byte {error.start + 1})"
+    except (ValueError, RecursionError) as error:
+        return f"not JSON ({error})"
+    return record if isinstance(record, dict) else f"a JSON {json_kind(record)}, not an object"
+
+
+def json_kind(value: Any) -> str:
+    """What JSON calls a value, for messages."""
+    kinds = {list: "list", str: "text", bool: "boolean", int: "number", float: "number", type(None): "null"}
+    return kinds.get(type(value), type(value).__name__)
+
+
+def no_constant(name: str) -> NoReturn:
+    """A `parse_constant` that refuses NaN and infinities."""
+    raise ValueError(f"{name} is no JSON value")
 
 
 def _lines(path: Path) -> list[bytes]:
@@ -178,21 +218,14 @@ def _lines(path: Path) -> list[bytes]:
         return [line for line in path.read_bytes().split(b"\n") if line]
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def _kind(line: bytes) -> Any:
-    return (_record(line) or {}).get("kind")
+def _field(line: bytes, name: str) -> Any:
+    record = json_object(line)
+    return None if isinstance(record, str) else record.get(name)
 
 
 def _within(line: bytes, step: int) -> bool:
-    record = _record(line)
-    if record is None:
+    record = json_object(line)
+    if isinstance(record, str):
         return False
     at = record.get("step")
     return not isinstance(at, int | float) or at <= step

@@ -79,8 +79,8 @@ class Share:
 
     @property
     def value(self) -> float:
-        whole = abs(self.part) + abs(self.rest)
-        return abs(self.part) / whole if whole else 0.0
+        total = abs(self.part) + abs(self.rest)
+        return abs(self.part) / total if total else 0.0
 
 
 @dataclass(frozen=True)

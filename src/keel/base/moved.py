@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from types import FrameType, ModuleType
 from typing import Any
@@ -27,8 +27,11 @@ MOVED = {
     "keel.loggers.files": "keel.base.files",
     "keel.loggers.lock": "keel.base.lock",
     "keel.metrics": "keel.base.metrics",
+    "keel.models.branches": "keel.models.prefix_attention",
+    "keel.models.lengths": "keel.models.rope",
     "keel.redact": "keel.base.redact",
     "keel.report": "keel.lab.report",
+    "keel.report.read": "keel.lab.runs",
     "keel.rollout.batch": "keel.rollout.native.batch",
     "keel.rollout.cache": "keel.rollout.native.cache",
     "keel.rollout.decode": "keel.rollout.native.decode",
@@ -41,7 +44,9 @@ MOVED = {
     "keel.studies.live": "keel.lab.plan.live",
     "keel.studies.plan": "keel.lab.plan.plan",
     "keel.studies.rehearse": "keel.lab.plan.rehearse",
+    "keel.studies.rows": "keel.lab.studies.results",
     "keel.studies.shapes": "keel.lab.plan.shapes",
+    "keel.studies.stats": "keel.eval.statistics",
     "keel.tasks": "keel.envs",
     "keel.train": "keel.trainer",
     "keel.train.api": "keel.run.train",
@@ -82,27 +87,40 @@ def current_names(value: Any) -> Any:
 
 
 class _OldNames(MetaPathFinder):
-    """Refuses an import of a module under its name of 0.1, in one line that says where it is and who asks."""
+    """Refuses an import of a module under its name of 0.1, in one line with its new name and the importing file."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
         if fullname not in MOVED:
             return
         from keel.base.errors import KeelError
 
-        name, place = _asked(fullname, sys._getframe(1))
-        raise KeelError(f"{name} is now {current(name)}: change the import in {place}")
+        name, location = _importer(fullname, sys._getframe(1))
+        raise KeelError(f"{name} is now {current(name)}: change the import in {location}")
 
 
-def _asked(name: str, frame: FrameType | None) -> tuple[str, str]:
+def refuse_renamed(module: str, renamed: Mapping[str, str]) -> Callable[[str], Any]:
+    """A module's `__getattr__` that refuses its names of 0.1 in one line that says what each became."""
+
+    def lookup(name: str) -> Any:
+        if name not in renamed:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        from keel.base.errors import KeelError
+
+        raise KeelError(f"{module}.{name} is now {renamed[name]}: see docs/upgrading.md")
+
+    return lookup
+
+
+def _importer(name: str, frame: FrameType | None) -> tuple[str, str]:
     """The module that is imported, of which `name` may be the parent, and the file and line that import it."""
     while frame is not None and frame.f_code.co_filename.startswith(("<frozen importlib", importlib.__file__)):
-        whole = frame.f_locals.get("name")
-        name = whole if isinstance(whole, str) and whole.startswith(f"{name}.") else name
+        imported = frame.f_locals.get("name")
+        name = imported if isinstance(imported, str) and imported.startswith(f"{name}.") else name
         frame = frame.f_back
     return name, "?" if frame is None else f"{frame.f_code.co_filename}, line {frame.f_lineno}"
 
 
 def refuse_old_names() -> None:
-    """Look at imports before anything else does: a folder that an upgrade left behind is no package."""
+    """Come before all other finders: a folder that an upgrade left behind would pass for a namespace package."""
     if not any(isinstance(finder, _OldNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, _OldNames())

@@ -1,8 +1,8 @@
 """Secrets: read from the environment when they are used (`fill`), and masked wherever anything is shown.
 
-`masked` is for configurations: what stands where secrets stand, or looks like one, is covered. `hide` is for texts,
-such as messages of errors and events: it covers what looks like a secret, and every secret that was met in a
-configuration or read from the environment in this process, wherever it turns up.
+`masked` is for configurations: values of options that hold secrets, or that look like one, are masked. `hide` is for
+texts, such as errors and events: it masks what looks like a secret, and every secret that a configuration had or that
+was read from the environment in this process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import unquote
 
 MASK = "<masked>"
-_SHORTEST = 6  # a shorter secret is masked in its place; in texts it would cover words
+_SHORTEST = 6  # a shorter secret is masked as an option's value only: in texts it would match words
 _NUMBERS_TOO = frozenset(("secret", "password", "passwd", "pwd", "passphrase", "pin"))
 _STRONG = frozenset(("apikey", "secret", "password", "passwd", "passphrase", "authorization", "credentials"))
 _SHORT = frozenset(("key", "keys", "token", "secrets", "credential", "auth", "bearer", "cookie", "signature", "sig"))
@@ -46,7 +46,7 @@ _SETTING = re.compile(
 _BEARER = re.compile(rf"\b(bearer\s+)({_VALUE})", re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?[\d.]+(?:e[-+]?\d+)?%?", re.IGNORECASE)
 
-Cover = Callable[[str], str]
+Mask = Callable[[str], str]
 _remembered: set[str] = set()
 
 
@@ -64,50 +64,50 @@ def fill(text: str) -> str:
     except ValueError:
         raise NoVariable("has a dollar sign that begins no name: a dollar sign itself is written $$") from None
     for name, value in values.items():
-        if names_secret(name) or _random(value):
-            _keep(value)
+        if names_secret(name) or _looks_random(value):
+            _remember(value)
     return filled
 
 
 def _names(text: str) -> list[str]:
-    found = Template.pattern.finditer(text)
-    return [match.group("named") or match.group("braced") for match in found if match["named"] or match["braced"]]
+    matches = Template.pattern.finditer(text)
+    return [match["named"] or match["braced"] for match in matches if match["named"] or match["braced"]]
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """A configuration, or the value of the option `name`, with its secrets covered; references (`$NAME`) stay."""
-    return _walk(value, name, _covered)
+    """A configuration, or the value of the option `name`, with its secrets masked; references (`$NAME`) stay."""
+    return _walk(value, name, _mask)
 
 
 def secrets_in(value: Any, name: str = "") -> list[tuple[str, str]]:
-    """The secrets that a configuration has written out, each with the dotted name of its option."""
-    found: list[tuple[str, str]] = []
+    """The secrets that stand in a configuration itself, each with the dotted name of its option."""
+    secrets: list[tuple[str, str]] = []
     for path, inner in _leaves(value, name):
         parent, _, leaf = path.rpartition(".")
 
-        def note(text: str, path: str = path) -> str:
-            if text and _covered(text) != text:
-                found.append((path, _SCHEME.sub("", text, count=1) if _SCHEME.match(text) else text))
+        def collect(text: str, path: str = path) -> str:
+            if text and _mask(text) != text:
+                secrets.append((path, _SCHEME.sub("", text, count=1) if _SCHEME.match(text) else text))
             return MASK
 
-        _leaf(inner, leaf, parent.rpartition(".")[2].partition("[")[0], note)
-    return found
+        _leaf(inner, leaf, parent.rpartition(".")[2].partition("[")[0], collect)
+    return secrets
 
 
 def remember(value: Any, name: str = "") -> None:
-    """Cover the secrets of a configuration in every text from now on."""
+    """Mask the secrets of a configuration in every text from now on."""
     for path, secret in secrets_in(value, name):
-        if _random(secret) or (names_secret(path.rpartition(".")[2]) and _looks(secret)):
-            _keep(secret)
-            _keep(unquote(secret))
+        if _looks_random(secret) or (names_secret(path.rpartition(".")[2]) and _looks_generated(secret)):
+            _remember(secret)
+            _remember(unquote(secret))
 
 
-def _random(text: str) -> bool:
-    """Whether a value is unlike a word, a path and a hub's name, so that it may be covered wherever it turns up."""
-    return len(text) >= 8 and _looks(text) and not re.search(r"[/\\\s]", text)
+def _looks_random(text: str) -> bool:
+    """Whether a value is unlike a word, a path or a hub name, so that it may be masked in any text."""
+    return len(text) >= 8 and _looks_generated(text) and not re.search(r"[/\\\s]", text)
 
 
-def _keep(secret: str) -> None:
+def _remember(secret: str) -> None:
     if len(secret) >= _SHORTEST and MASK not in secret:
         _remembered.add(secret)
 
@@ -119,7 +119,7 @@ def hide(text: str) -> str:
             text = text.replace(secret, MASK)
         if (quoted := repr(secret)[1:-1]) in text:
             text = text.replace(quoted, MASK)
-    return _texts(text, _covered)
+    return _mask_text(text, _mask)
 
 
 def hidden(value: Any) -> Any:
@@ -141,12 +141,11 @@ def _words(name: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
 
 
-def _covered(text: str) -> str:
-    """What is shown in the place of a secret: nothing of it but its scheme; references to the environment stay."""
+def _mask(text: str) -> str:
+    """The mask of a secret: only its scheme (Bearer, Basic) is left; references to the environment stay."""
     scheme = match[0] if (match := _SCHEME.match(text)) else ""
-    rest = text[len(scheme) :]
-    plain = _REFERENCE.sub("", rest)
-    if not plain.strip(":@ ") or rest == MASK:
+    secret = text[len(scheme) :]
+    if not _REFERENCE.sub("", secret).strip(":@ ") or secret == MASK:
         return text
     return scheme + MASK
 
@@ -162,101 +161,100 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _walk(value: Any, name: str, cover: Cover, parent: str = "") -> Any:
+def _walk(value: Any, name: str, mask: Mask, parent: str = "") -> Any:
     if isinstance(value, Mapping):
-        return {key: _walk(item, str(key), cover, name) for key, item in value.items()}
+        return {key: _walk(item, str(key), mask, name) for key, item in value.items()}
     if isinstance(value, list | tuple) and any(isinstance(item, Mapping | list | tuple) for item in value):
-        return [_walk(item, name, cover, parent) for item in value]
-    return _leaf(value, name, parent, cover)
+        return [_walk(item, name, mask, parent) for item in value]
+    return _leaf(value, name, parent, mask)
 
 
-def _leaf(value: Any, name: str, parent: str, cover: Cover) -> Any:
-    """A value that is no mapping, masked by where it stands, by its name, or by its looks."""
+def _leaf(value: Any, name: str, parent: str, mask: Mask) -> Any:
+    """A value that is no mapping, masked by its section, by its name, or by its shape."""
     name = re.sub(r"\[\d+\]", "", name)
-    inside = (_is_whole(parent) and name.lower() not in _HARMLESS) or names_secret(parent)
-    whole = inside or _is_whole(name) or names_secret(name)
+    in_secret_section = (_holds_secrets(parent) and name.lower() not in _HARMLESS) or names_secret(parent)
+    secret = in_secret_section or _holds_secrets(name) or names_secret(name)
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int | float):
-        return cover(str(value)) if inside or not _NUMBERS_TOO.isdisjoint(_words(name)) else value
+        return mask(str(value)) if in_secret_section or not _NUMBERS_TOO.isdisjoint(_words(name)) else value
     if isinstance(value, list | tuple):
         items = []
         for before, item in zip(("", *value), value, strict=False):
             option = isinstance(before, str) and before.startswith("-") and "=" not in before and names_secret(before)
-            named = whole or option
-            items.append(cover(item) if named and isinstance(item, str) else _leaf(item, "", "", cover))
+            items.append(mask(item) if (secret or option) and isinstance(item, str) else _leaf(item, "", "", mask))
         return items
     if not isinstance(value, str) or not value:
         return value
-    return cover(value) if whole else _texts(value, cover)
+    return mask(value) if secret else _mask_text(value, mask)
 
 
-def _is_whole(name: str) -> bool:
+def _holds_secrets(name: str) -> bool:
     """Whether every value of a section of this name may be a secret: headers, extra_headers, env, environment."""
     return name.lower().endswith("headers") or name.lower() in ("env", "environment")
 
 
-def _texts(text: str, cover: Cover) -> str:
-    """A text with what looks like a secret covered: parts of URLs, options and settings, tokens of known shapes."""
+def _mask_text(text: str, mask: Mask) -> str:
+    """A text with what looks like a secret masked: parts of URLs, options and settings, tokens of known shapes."""
     if "://" in text:
-        text = _URL.sub(lambda match: _url(match[0], cover), text)
-    text = _OPTION.sub(lambda match: _option(match, cover), text)
-    text = _SETTING.sub(lambda match: _setting(match, cover), text)
-    text = _BEARER.sub(lambda match: match[1] + (cover(match[2]) if _looks(match[2]) else match[2]), text)
-    return _KNOWN_SHAPE.sub(lambda match: cover(match[0]), text)
+        text = _URL.sub(lambda match: _mask_url(match[0], mask), text)
+    text = _OPTION.sub(lambda match: _mask_option(match, mask), text)
+    text = _SETTING.sub(lambda match: _mask_setting(match, mask), text)
+    text = _BEARER.sub(lambda match: match[1] + (mask(match[2]) if _looks_generated(match[2]) else match[2]), text)
+    return _KNOWN_SHAPE.sub(lambda match: mask(match[0]), text)
 
 
-def _looks(word: str) -> bool:
-    return any(c.isdigit() for c in word) or len(word) >= 16
+def _looks_generated(text: str) -> bool:
+    return any(c.isdigit() for c in text) or len(text) >= 16
 
 
-def _option(match: re.Match[str], cover: Cover) -> str:
+def _mask_option(match: re.Match[str], mask: Mask) -> str:
     if not names_secret(match[2]) or match[4].startswith("-") or match[4] == MASK:
         return match[0]
-    if "=" not in match[3] and not _looks(match[4]):
+    if "=" not in match[3] and not _looks_generated(match[4]):
         return match[0]  # a sentence about the option
     quote = match[4][0] if match[4][0] in "'\"" else ""
-    return f"{match[1]}{match[3]}{quote}{cover(match[4].strip(quote) if quote else match[4])}{quote}"
+    return f"{match[1]}{match[3]}{quote}{mask(match[4].strip(quote) if quote else match[4])}{quote}"
 
 
-def _setting(match: re.Match[str], cover: Cover) -> str:
+def _mask_setting(match: re.Match[str], mask: Mask) -> str:
     """`api_key=…`, `token: …`, `Authorization: Bearer …`, where the value looks like a secret or is a password.
 
-    The last word names the thing: access_token is one, KeyError, token_mean and group_key are none.
+    The last word decides: access_token is a secret, KeyError, token_mean and group_key are none.
     """
     words, value = _words(match[1]), match[3]
     last = words[-1] if words else ""
-    named = last in _ALONE or (last == "key" and not _KEYS.isdisjoint(words[:-1]))
-    named = named and not (last == "token" and _OF_TEXT & set(words))
-    spoken = not _looks(value) and not {"password", "passwd", "passphrase", "secret"} & set(words)
-    if not named or spoken or value == MASK or _is_figure(value):
+    secret_name = last in _ALONE or (last == "key" and not _KEYS.isdisjoint(words[:-1]))
+    secret_name = secret_name and not (last == "token" and _OF_TEXT & set(words))
+    prose = not _looks_generated(value) and not {"password", "passwd", "passphrase", "secret"} & set(words)
+    if not secret_name or prose or value == MASK or _is_number(value):
         return match[0]
     if value.lower() in ("null", "none", "true", "false") or value.startswith(("{", "[", "//")):
         return match[0]
-    return match[1] + match[2] + cover(value)
+    return match[1] + match[2] + mask(value)
 
 
-def _is_figure(value: str) -> bool:
+def _is_number(value: str) -> bool:
     return bool(_NUMBER.fullmatch(value)) and ("." in value or len(value) < _SHORTEST)
 
 
-def _url(url: str, cover: Cover) -> str:
-    """Name and password before the host, and the values of the query and the fragment unless they are short."""
-    start, _, rest = url.partition("://")
-    place, mark, query = re.match(r"([^?#]*)([?#]?)(.*)", rest, re.DOTALL).groups()  # type: ignore[union-attr]
-    authority, slash, path = place.partition("/")
+def _mask_url(url: str, mask: Mask) -> str:
+    """A URL without name and password before the host, and without long values in the query and the fragment."""
+    scheme, _, remainder = url.partition("://")
+    location, separator, query = re.match(r"([^?#]*)([?#]?)(.*)", remainder, re.DOTALL).groups()  # type: ignore[union-attr]
+    authority, slash, path = location.partition("/")
     userinfo, at, host = authority.rpartition("@")
     if at:
         user, colon, password = userinfo.partition(":")
-        referred = password and not _REFERENCE.sub("", password)  # then the name is no token
-        user, password = (user if referred or not user else cover(user)), cover(password) if password else ""
+        is_reference = password and not _REFERENCE.sub("", password)  # then the name is no token
+        user, password = (user if is_reference or not user else mask(user)), mask(password) if password else ""
         authority = f"{user}{colon}{password}@{host}"
 
-    def value(match: re.Match[str]) -> str:
-        name, equals, given = match[0].partition("=")
+    def mask_parameter(match: re.Match[str]) -> str:
+        name, equals, parameter = match[0].partition("=")
         if not equals:
-            return cover(name) if len(name) >= _SHORTEST and _looks(name) else name
-        return name + equals + (cover(given) if names_secret(name) or len(given) >= _SHORTEST else given)
+            return mask(name) if len(name) >= _SHORTEST and _looks_generated(name) else name
+        return name + equals + (mask(parameter) if names_secret(name) or len(parameter) >= _SHORTEST else parameter)
 
-    shown = re.sub(r"[^&;#?]+", value, query)
-    return f"{start}://{authority}{slash}{path}{mark}{shown}"
+    masked_query = re.sub(r"[^&;#?]+", mask_parameter, query)
+    return f"{scheme}://{authority}{slash}{path}{separator}{masked_query}"

@@ -62,9 +62,29 @@ def shipped_thresholds() -> Mapping[str, Threshold]:
 
 def load_thresholds(overrides: Mapping[str, Any] | Sequence[str] = ()) -> Thresholds:
     """The shipped thresholds under overrides, a mapping name → value or words `name=value`."""
-    shipped = shipped_thresholds()
+    return _overridden(shipped_thresholds(), words(overrides))
+
+
+def thresholds_of(config: Mapping[str, Any], overrides: Mapping[str, Any] | Sequence[str] = ()) -> Thresholds:
+    """What a run is judged by, whoever judges: its guards, the doctor, the report.
+
+    `config` is a configuration as plain data: its `guards.grad_spike` is no override but the run's own figure, its
+    `doctor.thresholds` are overrides, and `overrides`, what is asked for now, go before them.
+    """
+    guards, doctor = (_section(config, name) for name in ("guards", "doctor"))
+    own = {name: guards[name] for name in ("grad_spike",) if name in guards}
+    base = _overridden(shipped_thresholds(), own).table
+    return _overridden(base, {**_section(doctor, "thresholds"), **words(overrides)})
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _overridden(shipped: Mapping[str, Threshold], overrides: Mapping[str, Any]) -> Thresholds:
     table = dict(shipped)
-    for name, value in words(overrides).items():
+    for name, value in overrides.items():
         if name not in shipped:
             raise unknown("threshold", name, shipped)
         table[name] = replace(shipped[name], value=_number(name, value))

@@ -37,15 +37,23 @@ def option_names(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def model_of(annotation: Any) -> type[BaseModel] | None:
-    """The model behind `X` or `X | None`; lists of models are values, not sections."""
+    """The model behind `X` or `X | None`; lists of models, and a part that may be a name alone, are values."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
+    if may_be_a_name(annotation):
+        return None
     if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
         for inner in typing.get_args(annotation):
             found = model_of(inner)
             if found is not None:
                 return found
     return None
+
+
+def may_be_a_name(annotation: Any) -> bool:
+    """Whether an option takes a part with its parameters, or its name alone: `X | str`."""
+    inner = typing.get_args(annotation)
+    return str in inner and any(isinstance(one, type) and issubclass(one, BaseModel) for one in inner)
 
 
 def no_such_option(name: str, known: Sequence[str], *, also: Iterable[str] = (), origin: str = "") -> KeelError:

@@ -14,7 +14,7 @@ from keel.cli.app import ANY_OPTION, app
 
 ABLATE_HELP = """Run a grid of options over several seeds: a table with intervals, pictures, a verdict in words.
 
-WORDS are a configuration with --grid, or a study file (config, grid, seeds, baseline), and options for all points.
+Give a configuration with --grid, or a study file (config, grid, seeds, baseline), and options for all points.
 Killed or interrupted, the same command goes on: finished runs are kept. A point that its guard stops, or that fails,
 is in the table with the reason.
 
@@ -34,7 +34,7 @@ Examples:
 
 @app.command(help=ABLATE_HELP, context_settings=ANY_OPTION)
 def ablate(
-    words: Annotated[
+    args: Annotated[
         list[str], typer.Argument(metavar="CONFIG|STUDY [KEY=VALUE]...", help="What to vary, and options for all.")
     ],
     grid: Annotated[
@@ -54,7 +54,7 @@ def ablate(
     from keel.lab.studies import read_study
     from keel.lab.studies.run import check_place, run_study
 
-    paths, overrides = arguments.split(words)
+    paths, overrides = arguments.split(args)
     if len(paths) != 1:
         raise KeelError(f"keel ablate takes one configuration or study, not {len(paths)}: {' '.join(paths)}")
     check_place(on)
@@ -68,14 +68,14 @@ def ablate(
 
     folder = out or Path("runs") / "studies" / study.name
     try:
-        ended = run_study(study, folder, parallel=jobs, on=on)
+        results = run_study(study, folder, parallel=jobs, on=on)
     except KeyboardInterrupt:
         typer.echo(f"keel: stopped; go on with the same command, {folder} keeps what is done", err=True)
         return 130
     command = (
         shlex.join(["keel", "ablate", *sys.argv[2:]]) if sys.argv[1:2] == ["ablate"] else f"keel ablate {paths[0]}"
     )
-    written = write_study(study, folder, ended, command)
+    written = write_study(study, folder, results, command)
     typer.echo(written.text)
     typer.echo(f"{folder}: {', '.join(written.files)}")
-    return int(any(how.state == "failed" for how in ended.values()))
+    return int(any(result.state == "failed" for result in results.values()))

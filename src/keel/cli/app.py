@@ -1,4 +1,4 @@
-"""What the commands share: the application, the words of a configuration, output as data."""
+"""What the commands share: the application, the arguments of a configuration, output as data."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(enabled: bool) -> None:
+    if enabled:
         typer.echo(f"keel {keel.__version__}")
         raise typer.Exit
 
@@ -36,19 +36,19 @@ def _root(
     """Options that come before the command."""
 
 
-# Options under any name Keel knows are words like the configuration's path; `arguments.split` tells them apart.
+# Options under any name Keel knows are arguments beside the configuration's path; `arguments.split` tells them apart.
 ANY_OPTION = {"ignore_unknown_options": True, "allow_interspersed_args": True}
-WORDS = typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="A YAML file, a run's folder, and options.")
+CONFIG_ARGS = typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="A YAML file, a run's folder, and options.")
 
 
-def configuration(words: list[str], *, resume: bool = False) -> Any:
-    """The configuration that the words name; what was renamed and what may surprise goes to stderr."""
+def configuration(args: list[str], *, resume: bool = False) -> Any:
+    """The configuration that the arguments name; notes on renamed options and advice go to stderr."""
     from keel.config import arguments, read_config
     from keel.config.checks import advice
 
-    paths, overrides = arguments.split(words)
-    source, brought = arguments.choose(paths, resume=resume, overrides=overrides)
-    config, renamed = read_config(source, [*brought, *overrides])
+    paths, overrides = arguments.split(args)
+    source, implied = arguments.choose(paths, resume=resume, overrides=overrides)
+    config, renamed = read_config(source, [*implied, *overrides])
     for note in (*renamed, *advice(config)):
         typer.echo(f"keel: note: {note}", err=True)
     return config
@@ -60,7 +60,7 @@ def print_json(data: Any) -> None:
 
 @contextmanager
 def bar() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
-    """A progress bar on stderr, gone when it is done: `watch(label, total)` returns what is told of each advance."""
+    """A progress bar on stderr, gone when it is done: `watch(label, total)` returns a function to advance it."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -69,7 +69,7 @@ def bar() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
 
         def watch(label: str, total: int) -> Callable[[int], None]:
-            number = progress.add_task(label, total=total)
-            return lambda done: progress.advance(number, done)
+            task = progress.add_task(label, total=total)
+            return lambda count: progress.advance(task, count)
 
         yield watch

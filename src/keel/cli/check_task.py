@@ -35,12 +35,12 @@ Examples:
 @app.command(name="check-task", help=CHECK_TASK_HELP, context_settings=ANY_OPTION)
 def check_task(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A task, module:attr, a YAML file or a run's folder.")],
-    words: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Parameters and options.")] = None,
+    args: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Parameters and options.")] = None,
     model: Annotated[str | None, typer.Option(help="The model whose tokenizer is used; by default tiny.")] = None,
     samples: Annotated[int, typer.Option(min=2, help="Problems drawn a step, and held out.")] = 32,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
 ) -> int:
-    config, from_file = _configuration(name, words or [])
+    config, from_file = _configuration(name, args or [])
     if model is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
 
@@ -57,27 +57,27 @@ def check_task(
     tokenizer = load_tokenizer(config.model.name, trust_remote_code=config.model.trust_remote_code)
     renderer = build_renderer(config, tokenizer)
     strict = model is not None or from_file
-    found = list(prove(task, renderer=renderer, strict=strict, judge=judge, count=samples, seed=config.run.seed))
-    worked: list[dict[str, Any]] = []
+    checks = list(prove(task, renderer=renderer, strict=strict, judge=judge, count=samples, seed=config.run.seed))
+    worked_examples: list[dict[str, Any]] = []
     try:
-        worked = examples(task, judge, seed=config.run.seed)
+        worked_examples = examples(task, judge, seed=config.run.seed)
     except Exception:
-        if all(check.ok for check in found):  # a broken task cannot show its examples, and the checks say why
+        if all(check.ok for check in checks):  # a broken task cannot show its examples, and the checks say why
             raise
-    ok = all(check.ok for check in found)
+    ok = all(check.ok for check in checks)
     if as_json:
-        checks = [asdict(check) for check in found]
-        print_json({"task": task.name, "ok": ok, "checks": checks, "examples": worked})
+        rows = [asdict(check) for check in checks]
+        print_json({"task": task.name, "ok": ok, "checks": rows, "examples": worked_examples})
     else:
-        _show(task.name, found, worked)
+        _show(task.name, checks, worked_examples)
     return 0 if ok else 1
 
 
-def _configuration(name: str, words: list[str]) -> tuple[Any, bool]:
-    """The configuration of a file or a run, or one made for a task's name; and whether it is somebody's own."""
+def _configuration(name: str, args: list[str]) -> tuple[Any, bool]:
+    """The configuration of a file or a run, or one made for a task's name; and whether it is from a file."""
     from keel.config import arguments, read_config
 
-    paths, overrides = arguments.split(words)
+    paths, overrides = arguments.split(args)
     if paths:
         raise KeelError(
             f"keel check-task takes one NAME, but {paths[0]!r} is another: parameters are written key=value"
@@ -86,14 +86,14 @@ def _configuration(name: str, words: list[str]) -> tuple[Any, bool]:
     if path.suffix in (".yaml", ".yml") or arguments.is_run(path):
         config, renamed = read_config(path, overrides)
     else:
-        config, renamed = read_config({"task": {"name": name}}, [arguments.of_task(word) for word in overrides])
+        config, renamed = read_config({"task": {"name": name}}, [arguments.of_task(override) for override in overrides])
         path = Path()
     for note in renamed:
         typer.echo(f"keel: note: {note}", err=True)
     return config, path != Path()
 
 
-def _show(name: str, found: list[Any], worked: list[dict[str, Any]]) -> None:
+def _show(name: str, checks: list[Any], worked_examples: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -103,17 +103,17 @@ def _show(name: str, found: list[Any], worked: list[dict[str, Any]]) -> None:
     table.add_column("", width=1)
     table.add_column("check", no_wrap=True)
     table.add_column("found", overflow="fold")
-    for check in found:
+    for check in checks:
         mark = "[green]✓[/]" if check.ok else "[bold red]✗[/]"
         table.add_row(mark, check.name, escape(check.detail))
     console.print(table)
-    for number, example in enumerate(worked, start=1):
+    for number, example in enumerate(worked_examples, start=1):
         console.print(_example(number, example))
-    failed = [check.name for check in found if not check.ok]
+    failed = [check.name for check in checks if not check.ok]
     if failed:
-        console.print(f"[bold red]{len(failed)} of {len(found)} checks fail: {', '.join(failed)}[/]")
+        console.print(f"[bold red]{len(failed)} of {len(checks)} checks fail: {', '.join(failed)}[/]")
     else:
-        console.print(f"[green]all {len(found)} checks hold[/]")
+        console.print(f"[green]all {len(checks)} checks hold[/]")
 
 
 def _example(number: int, example: dict[str, Any]) -> Any:
@@ -128,13 +128,13 @@ def _example(number: int, example: dict[str, Any]) -> Any:
     messages = [{"role": "prompt", "content": prompt}] if isinstance(prompt, str) else prompt
     for message in messages:
         table.add_row(message["role"], escape(_short(message["content"])))
-    for what, style in (("gold", "green"), ("wrong", "red")):
-        paid = example[what]
-        parts = ", ".join(f"{part} {value:g}" for part, value in paid["parts"].items())
-        table.add_row(f"[{style}]{what}[/]", escape(_short(paid["text"])))
-        table.add_row("", f"[{style}]earns {paid['total']:g}[/]" + (f" ({escape(parts)})" if parts else ""))
+    for kind, style in (("gold", "green"), ("wrong", "red")):
+        answer = example[kind]
+        parts = ", ".join(f"{part} {value:g}" for part, value in answer["parts"].items())
+        table.add_row(f"[{style}]{kind}[/]", escape(_short(answer["text"])))
+        table.add_row("", f"[{style}]earns {answer['total']:g}[/]" + (f" ({escape(parts)})" if parts else ""))
     return Panel(table, title=f"example {number}: {escape(example['key'])}", title_align="left")
 
 
-def _short(text: str, most: int = 600) -> str:
-    return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
+def _short(text: str, limit: int = 600) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"

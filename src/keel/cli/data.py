@@ -83,10 +83,10 @@ def chess(
     )
     check_options(options)
     settings: dict[str, Any] = {"data": "chess", **asdict(options), "games": list(options.games)}
-    began = time.monotonic()
+    start = time.monotonic()
     with bar() as watch:
         made = make_shards(out, settings, partial(shard, options), rows=rows, jobs=jobs, told=watch("rows", rows))
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start
     fresh = made.train + made.held_out - made.found
     rate = round(60 * fresh / max(seconds, 1e-9))
     if as_json:

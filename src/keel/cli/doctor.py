@@ -29,12 +29,12 @@ Examples:
   keel doctor runs/default --threshold kl_over_budget=0.4
 """
 
-DOCTOR_WORDS = typer.Argument(metavar="[RUN|CONFIG|LOG] [KEY=VALUE]...", help="What to look at; options of a CONFIG.")
+DOCTOR_ARGS = typer.Argument(metavar="[RUN|CONFIG|LOG] [KEY=VALUE]...", help="What to look at; options of a CONFIG.")
 
 
 @app.command(help=DOCTOR_HELP, context_settings=ANY_OPTION)
 def doctor(
-    words: Annotated[list[str] | None, DOCTOR_WORDS] = None,
+    args: Annotated[list[str] | None, DOCTOR_ARGS] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
     columns: Annotated[
         str | None, typer.Option("--map", help="Columns of a table or tags of a TensorBoard folder: kl=COL,reward=COL.")
@@ -46,13 +46,13 @@ def doctor(
 ) -> int:
     from keel.config import arguments
 
-    paths, overrides = arguments.split(words or [])
+    paths, overrides = arguments.split(args or [])
     log = _log_at(paths)
     if log is None:
-        for given, option in ((columns, "--map"), (write, "--write")):
-            if given:
+        for value, option in ((columns, "--map"), (write, "--write")):
+            if value:
                 raise KeelError(f"{option} is for a run or a log, and {' '.join(paths) or 'the default'} is neither")
-        name, diagnosis = _preflight(words or [], threshold or [], as_json)
+        name, diagnosis = _preflight(args or [], threshold or [], as_json)
     else:
         if overrides:
             raise KeelError(f"{overrides[0]} changes nothing about {log}, which is finished: leave it out")
@@ -74,7 +74,7 @@ def doctor(
 
 
 def _log_at(paths: list[str]) -> Path | None:
-    """The run or log that the words name; None where they name a configuration."""
+    """The run or log that the arguments name; None where they name a configuration."""
     if len(paths) > 1:
         raise KeelError(f"one run or configuration at a time, but {paths[1]!r} is another")
     if not paths:
@@ -87,18 +87,16 @@ def _log_at(paths: list[str]) -> Path | None:
     return path
 
 
-def _preflight(words: list[str], threshold: list[str], as_json: bool) -> tuple[str, Any]:
-    from keel.base.thresholds import load_thresholds
-    from keel.base.thresholds import words as as_mapping
+def _preflight(args: list[str], threshold: list[str], as_json: bool) -> tuple[str, Any]:
+    from keel.base.thresholds import thresholds_of
     from keel.lab.doctor.preflight import preflight
 
-    config = configuration(words)
-    limits = load_thresholds({**config.doctor.thresholds.params, **as_mapping(threshold)})
-    tell = None if as_json else _tell
-    return f"preflight of {config.run.name}", preflight(config, limits, tell)
+    config = configuration(args)
+    limits = thresholds_of(config.model_dump(), threshold)
+    return f"preflight of {config.run.name}", preflight(config, limits, None if as_json else _print_outcome)
 
 
-def _tell(outcome: Any, seconds: float) -> None:
+def _print_outcome(outcome: Any, seconds: float) -> None:
     """One line a probe on stderr: some take a while."""
-    said = ", ".join(finding.code for finding in outcome.findings) or "nothing found"
-    typer.echo(f"keel: {outcome.name}: {said} ({seconds:.1f} s)", err=True)
+    codes = ", ".join(finding.code for finding in outcome.findings) or "nothing found"
+    typer.echo(f"keel: {outcome.name}: {codes} ({seconds:.1f} s)", err=True)

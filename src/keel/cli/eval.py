@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -36,7 +36,7 @@ Whole games of chess are played by keel play-chess.
 
 @app.command(help=EVAL_HELP, context_settings=ANY_OPTION)
 def eval(
-    words: Annotated[
+    args: Annotated[
         list[str],
         typer.Argument(metavar="MODEL|RUN|CONFIG [KEY=VALUE]...", help="What to evaluate, and options of its own."),
     ],
@@ -62,25 +62,36 @@ def eval(
 ) -> int:
     from keel.base.files import write_atomic
     from keel.config import arguments
-    from keel.lab.report.picture import check_picture
+    from keel.lab.plots.picture import check_picture
 
     if plot is not None:
         check_picture(plot)
     if out is not None and not out.parent.is_dir():
         raise KeelError(f"cannot write {out}: there is no folder {out.parent}")
-    paths, given = arguments.split(words)
+    paths, overrides = arguments.split(args)
     if len(paths) != 1:
         raise KeelError(f"keel eval takes one model, run or configuration, not {len(paths)}: {' '.join(paths)}")
-    _check_tasks(given, task)
-    chosen = {"eval.samples": samples, "eval.temperature": temperature, "rollout.max_completion_length": max_tokens}
-    own = [*given, *(f"{name}={value}" for name, value in chosen.items() if value is not None)]
+    _check_tasks(overrides, task)
+    from keel.api import evaluate
+
+    flags = {"eval.samples": samples, "eval.temperature": temperature, "rollout.max_completion_length": max_tokens}
+    overrides += [f"{name}={value}" for name, value in flags.items() if value is not None]
     if k is not None or temperature == 0:
-        own.append(f"eval.k=[{k or 1}]")
-    data = _evaluate(paths[0], own, checkpoint, task or [], baseline, seed)
+        overrides.append(f"eval.k=[{k or 1}]")
+    with bar() as watch:
+        data = evaluate(
+            paths[0],
+            task or [],
+            overrides=overrides,
+            checkpoint=checkpoint,
+            baseline=baseline,
+            seed=seed,
+            watch=watch,
+        )
     if out is not None:
         write_atomic(out, json.dumps(data, ensure_ascii=False, allow_nan=False, indent=2) + "\n")
     if plot is not None:
-        from keel.lab.report.evaluation import plot_evaluation
+        from keel.lab.plots.evaluation import plot_evaluation
 
         plot_evaluation(data, plot)
     if as_json:
@@ -98,19 +109,10 @@ def eval(
     return 0
 
 
-def _evaluate(
-    word: str, own: list[str], checkpoint: str | None, tasks: list[str], baseline: str | None, seed: int | None
-) -> dict[str, Any]:
-    from keel.api import evaluate
-
-    with bar() as watch:
-        return evaluate(word, tasks, overrides=own, checkpoint=checkpoint, baseline=baseline, seed=seed, watch=watch)
-
-
-def _check_tasks(given: list[str], task: list[str] | None) -> None:
+def _check_tasks(overrides: list[str], task: list[str] | None) -> None:
     """Tasks come from one place, so that none is accepted and ignored."""
     from keel.run.subject import names_tasks
 
-    clash = next((item for item in given if names_tasks([item])), None)
+    clash = next((override for override in overrides if names_tasks([override])), None)
     if clash is not None and task:
         raise KeelError(f"--task {task[0]} and {clash} both name tasks: give them in one way")

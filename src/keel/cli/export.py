@@ -31,6 +31,6 @@ def export(
 ) -> int:
     from keel.lab.publish.export import export as write
 
-    place = write(source, folder, checkpoint=checkpoint, merged=merged)
-    typer.echo(f"exported {source} into {place}")
+    written = write(source, folder, checkpoint=checkpoint, merged=merged)
+    typer.echo(f"exported {source} into {written}")
     return 0

@@ -58,11 +58,11 @@ def pull(
 ) -> int:
     from keel.lab.publish import hub
 
-    place = hub.pull(name, folder, revision=revision)
-    if hub.brings_code(place):
+    model = hub.pull(name, folder, revision=revision)
+    if hub.brings_code(model):
         typer.echo(
             f"keel: note: {name} brings Python code of its own: it is refused unless model.trust_remote_code=true",
             err=True,
         )
-    typer.echo(f"pulled {name} into {place}: use it as model.name={place}")
+    typer.echo(f"pulled {name} into {model}: use it as model.name={model}")
     return 0

@@ -36,7 +36,7 @@ Examples:
 
 @app.command(help=KL_HELP)
 def kl(
-    words: Annotated[
+    args: Annotated[
         list[str],
         typer.Argument(metavar="POLICY [REFERENCE] [KEY=VALUE]...", help="The two models, and the task's parameters."),
     ],
@@ -71,16 +71,16 @@ def kl(
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw positions, estimators, tokens.")] = None,
 ) -> int:
     from keel.config import arguments
-    from keel.lab.report.picture import check_picture
+    from keel.lab.plots.picture import check_picture
 
     if plot is not None:
         check_picture(plot)
     if not 0 < temperature < float("inf"):
         raise KeelError(f"--temperature is {temperature:g}: KL compares distributions, and at 0 there is none; use 1")
-    names, params = arguments.split(words)
+    names, params = arguments.split(args)
     if len(names) not in (1, 2):
         raise KeelError(f"keel kl takes POLICY and REFERENCE, not {len(names)} models: {' '.join(names)}")
-    given = _given_prompts(prompts, task, params)
+    source = _prompt_source(prompts, task, params)
     from keel.rollout.registry import find_engine
 
     find_engine(engine, "--engine")
@@ -88,13 +88,13 @@ def kl(
 
     from keel.lab.compare import default_reference, load_pair, measure_drift, resolve
 
-    where: dict[str, Any] = {"base": base, "dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-    policy = resolve(names[0], **where)
-    reference = resolve(names[1], **where) if len(names) == 2 else default_reference(policy, **where)
+    options: dict[str, Any] = {"base": base, "dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+    policy = resolve(names[0], **options)
+    reference = resolve(names[1], **options) if len(names) == 2 else default_reference(policy, **options)
     if base is not None and policy.adapter is None and reference.adapter is None:
         raise KeelError(f"--base {base} is for adapters, and neither {' nor '.join(names)} is one: leave it out")
     data = policy.config.data
-    problems = _problems(given, policy, count)
+    problems = _problems(source, policy, count)
     with Console(stderr=True).status("loading both models") as status:
         pair = load_pair(policy, reference)
         status.update(f"sampling and scoring {len(problems)} prompts")
@@ -127,8 +127,8 @@ def kl(
     return 0
 
 
-def _given_prompts(file: Path | None, task: str | None, params: list[str]) -> Any:
-    """Problems of the file, the task, or None where neither is named; refused before a model is loaded."""
+def _prompt_source(file: Path | None, task: str | None, params: list[str]) -> Any:
+    """The problems of the file, the task, or None where neither is named; refused before a model is loaded."""
     if file is not None and task is not None:
         raise KeelError("--prompts and --task exclude each other: give one")
     if params and task is None:
@@ -145,29 +145,30 @@ def _given_prompts(file: Path | None, task: str | None, params: list[str]) -> An
 def _named_task(task: str, params: list[str]) -> Any:
     """The task with its own parameters and the data that it reads, written as in `keel check-task`."""
     from keel.config import arguments, read_config
-    from keel.config.checks import DATA_OF_TASKS
+    from keel.envs.options import SourceOptions
     from keel.run.build import build_named_task
 
-    settings = [arguments.of_task(word) for word in params]
+    settings = [arguments.of_task(override) for override in params]
+    reads = list(SourceOptions.model_fields)
     for setting in settings:
         section, _, name = setting.lstrip("+").partition("=")[0].partition(".")
-        if section != "task" and (section != "data" or name.partition(".")[0] not in DATA_OF_TASKS):
+        if section != "task" and (section != "data" or name.partition(".")[0] not in reads):
             raise KeelError(
-                f"{setting} is no parameter of a task: keel kl takes task.*, data.{', data.'.join(DATA_OF_TASKS)} "
+                f"{setting} is no parameter of a task: keel kl takes task.*, data.{', data.'.join(reads)} "
                 "and its own options"
             )
     config, _ = read_config({"task": {"name": task}}, settings)
     return build_named_task(config.task, config)
 
 
-def _problems(given: Any, policy: Any, count: int | None) -> Any:
+def _problems(source: Any, policy: Any, count: int | None) -> Any:
     """The prompts to measure on; a run's own task where nothing else is named."""
-    if isinstance(given, list):
-        return given[:count]
-    if given is None:
+    if isinstance(source, list):
+        return source[:count]
+    if source is None:
         if not policy.run:
             raise KeelError(f"there is nothing to ask {policy.name!r}: give --prompts FILE or --task NAME")
         from keel.run.build import build_named_task
 
-        given = build_named_task(policy.config.task, policy.config)
-    return given.held_out(32 if count is None else count)
+        source = build_named_task(policy.config.task, policy.config)
+    return source.held_out(32 if count is None else count)

@@ -1,4 +1,4 @@
-"""Commands that look at what is there: `keel report`, `keel env`."""
+"""`keel report` and `keel env`."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print data instead
     """Show versions, device, cores, threads and memory: what a bug report needs."""
     from keel.run.environment import environment
 
-    found = {**environment(), "memory_gib": _memory_gib()}
-    found.pop("argv", None)
+    facts = {**environment(), "memory_gib": _memory_gib()}
+    facts.pop("argv", None)
     if as_json:
-        print_json(found)
+        print_json(facts)
         return 0
-    packages = found.pop("packages")
-    for name, value in {**found, **packages}.items():
+    packages = facts.pop("packages")
+    for name, value in {**facts, **packages}.items():
         typer.echo(f"{name:<14} {'not installed' if value is None else _plain(value)}")
     return 0
 

@@ -50,16 +50,16 @@ def migrate(
             raise KeelError(f"cannot write {out}: {error.strerror or error}") from None
     if as_json:
         rows = [asdict(row) for row in result.rows]
-        said = {"refused": result.refused, "missing": result.missing}
-        print_json({"origin": result.origin, "config": result.tree, "options": rows, **said})
+        verdict = {"refused": result.refused, "missing": result.missing}
+        print_json({"origin": result.origin, "config": result.tree, "options": rows, **verdict})
     elif out is None:
         typer.echo(page, nl=False)
     if not as_json:
-        _account(result, str(out) if out else None)
+        _show(result, str(out) if out else None)
     return 0 if result.refused is None else 1
 
 
-def _account(result: Migration, out: str | None) -> None:
+def _show(result: Migration, out: str | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -71,9 +71,9 @@ def _account(result: Migration, out: str | None) -> None:
         table.add_row(*_cells(row), style="dim" if row.silent else None)
     console.print(table)
     by_hand = [row.name for row in result.without if row.by_hand]
-    lost = sum(not row.silent and not row.by_hand for row in result.without)
+    dropped = sum(not row.silent and not row.by_hand for row in result.without)
     mapped = sum(not row.silent and not row.reason for row in result.rows)
-    counts = f"{mapped} options mapped, {lost} without a counterpart, {len(by_hand)} to set by hand"
+    counts = f"{mapped} options mapped, {dropped} without a counterpart, {len(by_hand)} to set by hand"
     console.print(counts + (f"; wrote {out}" if out else ""))
     if by_hand:
         console.print(f"To set by hand: {', '.join(by_hand)}", style="yellow", markup=False)
@@ -89,14 +89,8 @@ def _cells(row: Became) -> tuple[str, str, str, str]:
     from keel.base.redact import masked
     from keel.config import text
 
-    became = " ".join(f"{name}={text.dump(masked(value, name))}" for name, value in row.options.items())
-    lost = "[yellow]by hand[/yellow]" if row.by_hand else "[red]no counterpart[/red]"
-    said = became or (lost if row.reason else "nothing to set")
+    options = " ".join(f"{name}={text.dump(masked(value, name))}" for name, value in row.options.items())
+    unmapped = "[yellow]by hand[/yellow]" if row.by_hand else "[red]no counterpart[/red]"
+    became = escape(options) if options else unmapped if row.reason else "nothing to set"
     name = f"({row.name})" if row.silent else row.name
-    note = row.reason or row.note
-    return (
-        escape(name),
-        escape(text.dump(masked(row.value, row.name))),
-        escape(became) if became else said,
-        escape(note),
-    )
+    return escape(name), escape(text.dump(masked(row.value, row.name))), became, escape(row.reason or row.note)

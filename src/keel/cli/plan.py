@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from keel.cli.app import ANY_OPTION, WORDS, app, configuration, print_json
+from keel.cli.app import ANY_OPTION, CONFIG_ARGS, app, configuration, print_json
 
 if TYPE_CHECKING:
     from keel.lab.plan.plan import Plan
@@ -30,7 +30,7 @@ Examples:
 
 @app.command(help=PLAN_HELP, context_settings=ANY_OPTION)
 def plan(
-    words: Annotated[list[str] | None, WORDS] = None,
+    args: Annotated[list[str] | None, CONFIG_ARGS] = None,
     hardware: Annotated[str, typer.Option(help="auto, cpu, h200, h100, a100, l40s or rtx4090.")] = "auto",
     memory_gib: Annotated[float | None, typer.Option(help="Memory of the device in GiB, in place of its own.")] = None,
     prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of a prompt; by default the task's.")] = None,
@@ -42,23 +42,23 @@ def plan(
         raise KeelError(f"--memory-gib is {memory_gib:g}: give the device's memory in GiB")
     if prompt_tokens is not None and prompt_tokens < 1:
         raise KeelError(f"--prompt-tokens is {prompt_tokens}: a prompt has at least one token")
-    config = configuration(words or [])
+    config = configuration(args or [])
     from keel.lab.plan.hardware import find_hardware
     from keel.lab.plan.plan import make_it_fit
     from keel.lab.plan.plan import plan as planned
 
-    place = find_hardware(hardware, memory_gib)
-    found = planned(config, place, prompt_tokens)
-    remedies = [] if found.fits else make_it_fit(config, place, prompt_tokens)
+    device = find_hardware(hardware, memory_gib)
+    estimate = planned(config, device, prompt_tokens)
+    remedies = [] if estimate.fits else make_it_fit(config, device, prompt_tokens)
     if as_json:
-        tried = [{"overrides": given, "peak": after.peak, "fits": after.fits} for given, after in remedies]
-        print_json({**found.as_dict(), "remedies": tried})
+        rows = [{"overrides": overrides, "peak": after.peak, "fits": after.fits} for overrides, after in remedies]
+        print_json({**estimate.as_dict(), "remedies": rows})
     else:
-        _show(found, remedies)
-    return 0 if found.fits else 1
+        _show(estimate, remedies)
+    return 0 if estimate.fits else 1
 
 
-def _show(found: Plan, remedies: list[tuple[list[str], Plan]]) -> None:
+def _show(plan: Plan, remedies: list[tuple[list[str], Plan]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -66,27 +66,27 @@ def _show(found: Plan, remedies: list[tuple[list[str], Plan]]) -> None:
     table = Table(title="Memory", title_justify="left")
     table.add_column("part")
     table.add_column("size", justify="right")
-    for name, size in found.parts.items():
+    for name, size in plan.parts.items():
         table.add_row(name, _size(size))
     table.add_section()
-    for name, size in found.phases.items():
+    for name, size in plan.phases.items():
         table.add_row(f"peak of the {name}", _size(size))
-    if found.host:
-        table.add_row("in main memory", _size(found.host))
+    if plan.host:
+        table.add_row("in main memory", _size(plan.host))
     console.print(table)
-    times = ", ".join(f"{name} {value:.2g} s" for name, value in found.seconds.items())
+    times = ", ".join(f"{name} {value:.2g} s" for name, value in plan.seconds.items())
     console.print(
-        f"{found.parameters:,} parameters, {found.trainable:,} trained; prompts of {found.prompt_tokens} tokens; "
-        f"{found.flops:.3g} operations a step; about {times}"
+        f"{plan.parameters:,} parameters, {plan.trainable:,} trained; prompts of {plan.prompt_tokens} tokens; "
+        f"{plan.flops:.3g} operations a step; about {times}"
     )
-    total = found.hardware.memory_bytes
-    if found.fits:
-        console.print(f"fits: {_size(found.peak)} of {_size(total)} on {found.hardware.name}")
+    total = plan.hardware.memory_bytes
+    if plan.fits:
+        console.print(f"fits: {_size(plan.peak)} of {_size(total)} on {plan.hardware.name}")
         return
-    console.print(f"does not fit: {_size(found.peak)} of {_size(total)} on {found.hardware.name}", style="bold red")
-    for given, after in remedies:
+    console.print(f"does not fit: {_size(plan.peak)} of {_size(total)} on {plan.hardware.name}", style="bold red")
+    for overrides, after in remedies:
         verdict = "fits" if after.fits else "does not fit yet"
-        console.print(f"  {' '.join(given)}: {_size(after.peak)}, {verdict}", markup=False)
+        console.print(f"  {' '.join(overrides)}: {_size(after.peak)}, {verdict}", markup=False)
     if not remedies or not remedies[-1][1].fits:
         console.print("  nothing of this is enough: take a smaller model or a larger device")
 

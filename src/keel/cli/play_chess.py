@@ -29,7 +29,7 @@ Examples:
 
 @app.command(name="play-chess", help=PLAY_HELP, context_settings=ANY_OPTION)
 def play_chess(
-    words: Annotated[
+    args: Annotated[
         list[str], typer.Argument(metavar="MODEL|RUN|CONFIG [KEY=VALUE]...", help="Who plays, and options of its own.")
     ],
     opponent: Annotated[str, typer.Option(metavar="random|stockfish", help="Against whom.")] = "random",
@@ -54,30 +54,30 @@ def play_chess(
         raise KeelError("--nodes is Stockfish's: add --opponent stockfish, or leave it out")
     if pgn is not None and not pgn.parent.is_dir():
         raise KeelError(f"cannot write {pgn}: there is no folder {pgn.parent}")
-    paths, given = arguments.split(words)
+    paths, overrides = arguments.split(args)
     if len(paths) != 1:
         raise KeelError(f"keel play-chess takes one model, run or configuration, not {len(paths)}: {' '.join(paths)}")
     try:
         from keel.envs.chess import matches
     except ImportError as error:
         raise KeelError(f"keel play-chess needs {error.name}: pip install 'keel-rl[chess]'") from error
-    other, called = _opponent(opponent, nodes or 1000, seed)
-    player, name = _model(paths[0], given, checkpoint, padding, temperature, max_tokens, seed)
+    opponent_player, opponent_name = _opponent(opponent, nodes or 1000, seed)
+    player, name = _model(paths[0], overrides, checkpoint, padding, temperature, max_tokens, seed)
     with bar() as watch:
         played = matches.play_games(
             player,
-            other,
+            opponent_player,
             games,
             opening_plies=opening_plies,
             max_plies=max_plies,
             seed=seed,
-            told=watch(f"{name} against {called}", games),
+            told=watch(f"{name} against {opponent_name}", games),
         )
-    data = _figures(played, name, called)
+    data = _figures(played, name, opponent_name)
     if pgn is not None:
         from keel.base.files import write_atomic
 
-        write_atomic(pgn, "\n\n".join(game.pgn(name, called) for game in played) + "\n")
+        write_atomic(pgn, "\n\n".join(game.pgn(name, opponent_name) for game in played) + "\n")
     if svg is not None:
         _draw(played, svg)
     if as_json:
@@ -101,37 +101,44 @@ def _opponent(opponent: str, nodes: int, seed: int) -> tuple[Any, str]:
 
 
 def _model(
-    word: str, given: list[str], checkpoint: str | None, padding: str, temperature: float, max_tokens: int, seed: int
+    source: str,
+    overrides: list[str],
+    checkpoint: str | None,
+    padding: str,
+    temperature: float,
+    max_tokens: int,
+    seed: int,
 ) -> tuple[Any, str]:
     """The model as a player: one P: prompt a game and move, all games at once."""
     from keel.envs.chess.format import padding_of, read_policy
     from keel.envs.chess.policy import policy_problem
     from keel.envs.chess.rules import fen_of
+    from keel.rollout import SamplingParams, build_engine
     from keel.rollout.request import Request
-    from keel.run.build import build_engine, build_renderer, build_sampling
+    from keel.run.build import build_renderer
     from keel.run.subject import find_subject
 
     widths = padding_of(padding)
-    subject = find_subject(word, given, checkpoint)
+    subject = find_subject(source, overrides, checkpoint)
     loaded = subject.load()
-    engine = build_engine(subject.config, loaded)
+    engine = build_engine(subject.config.rollout, loaded.model, loaded.tokenizer)
     renderer = build_renderer(subject.config, loaded.tokenizer)
     changes = {"temperature": temperature, "max_completion_length": max_tokens, "num_generations": 1}
-    sampling = build_sampling(subject.config, **changes)
+    sampling = SamplingParams.of(subject.config.rollout, **changes)
 
     def moves(games: Sequence[Any]) -> list[str | None]:
         keys = [f"game {game.number}, ply {len(game.board.move_stack)}" for game in games]
         problems = [policy_problem(fen_of(g.board), widths, key) for g, key in zip(games, keys, strict=True)]
         requests = [Request(problem.key, renderer.prompt(problem)) for problem in problems]
-        found = engine.generate(requests, sampling, seed=seed)
-        return [read_policy(completions[0].text, widths).best for completions in found]
+        completions = engine.generate(requests, sampling, seed=seed)
+        return [read_policy(samples[0].text, widths).best for samples in completions]
 
     return moves, subject.name
 
 
 def _figures(played: Sequence[Any], name: str, opponent: str) -> dict[str, Any]:
     from keel.envs.chess.matches import tally
-    from keel.eval.evaluate import wilson
+    from keel.eval.statistics import wilson
 
     scores = [game.score for game in played if game.score is not None]
     return {
@@ -165,11 +172,11 @@ def _show(data: dict[str, Any]) -> None:
 
     title = escape(f"{data['model']} against {data['opponent']}")
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=0)
-    shown = ("games", "wins", "draws", "losses", "forfeits", "unfinished")
-    for name in (*shown, "score [95 %]", "plies"):
+    counts = ("games", "wins", "draws", "losses", "forfeits", "unfinished")
+    for name in (*counts, "score [95 %]", "plies"):
         table.add_column(escape(name), justify="right", no_wrap=True)
     score = "–" if data["score"] is None else f"{data['score']:.3f} [{data['ci95'][0]:.3f}, {data['ci95'][1]:.3f}]"
-    table.add_row(*(str(data[name]) for name in shown), escape(score), f"{data['plies_mean']:.1f}")
+    table.add_row(*(str(data[name]) for name in counts), escape(score), f"{data['plies_mean']:.1f}")
     Console().print(table)
     reasons: dict[str, int] = {}
     for end in data["ends"]:

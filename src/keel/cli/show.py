@@ -41,16 +41,16 @@ def show(
 
     if best and worst:
         raise KeelError("--best and --worst exclude each other: give one")
-    found, records = read_step(run, step)
+    shown_step, records = read_step(run, step)
     from keel.lab.report.terminal import choose, show_rollouts
 
     order = "best" if best else "worst" if worst else None
-    chosen = choose(records, problem=problem, group=group, order=order, limit=limit)
+    selected = choose(records, problem=problem, group=group, order=order, limit=limit)
     if as_json:
-        print_json(chosen)
+        print_json(selected)
         return 0
     from rich.console import Console
 
     console = Console(no_color=True if no_color else None, highlight=False)
-    show_rollouts(str(run), found, chosen, console, recorded=len(records))
+    show_rollouts(str(run), shown_step, selected, console, recorded=len(records))
     return 0

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from keel.base.errors import KeelError
-from keel.cli.app import ANY_OPTION, WORDS, app, configuration
+from keel.cli.app import ANY_OPTION, CONFIG_ARGS, app, configuration
 
 TRAIN_HELP = """Train a model: warm start, GRPO under the KL term, evaluation, checkpoints, report.
 
@@ -43,7 +43,7 @@ PrintConfig = Annotated[
 
 @app.command(help=TRAIN_HELP, context_settings=ANY_OPTION)
 def train(
-    words: Annotated[list[str] | None, WORDS] = None,
+    args: Annotated[list[str] | None, CONFIG_ARGS] = None,
     print_config: PrintConfig = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Build everything, run one step on one group, and stop.")
@@ -52,7 +52,7 @@ def train(
         bool, typer.Option("--resume", help="Go on from the last checkpoint; a run's folder may stand for CONFIG.")
     ] = False,
 ) -> int:
-    config = configuration(words or [], resume=resume)
+    config = configuration(args or [], resume=resume)
     if print_config:
         return _print_config(config)
     from keel import api
@@ -61,8 +61,8 @@ def train(
 
 
 @app.command(help=SFT_HELP, context_settings=ANY_OPTION)
-def sft(words: Annotated[list[str] | None, WORDS] = None, print_config: PrintConfig = False) -> int:
-    config = configuration(words or [])
+def sft(args: Annotated[list[str] | None, CONFIG_ARGS] = None, print_config: PrintConfig = False) -> int:
+    config = configuration(args or [])
     if config.warmstart is None:
         raise KeelError("keel sft needs a warmstart section: set warmstart.steps=200, or add it to the configuration")
     if print_config:

@@ -1,4 +1,4 @@
-"""One name of another trainer's option, and the pieces that tables of such names are made of."""
+"""An option of another trainer by its name there, and helpers to write tables of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.config import text
 
-Convert = Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]
+Settings = Mapping[str, Any]  # all that the user gave, by name
+Options = Mapping[str, Any]  # options of Keel, by dotted name
+Convert = Callable[[Any, Settings], Options]
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class Alias:
     """One name: what it becomes, how its value is converted, and what differs.
 
     `target` is the option as the documentation shows it, empty where there is no counterpart. `convert` maps (value,
-    all that was given) to options; without it the value is taken as it is. An empty result changes nothing.
+    all settings) to options; without it the value is taken as it is. An empty result changes nothing.
     """
 
     name: str
@@ -26,11 +28,11 @@ class Alias:
     note: str = ""
     convert: Convert | None = None
 
-    def apply(self, value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    def apply(self, value: Any, settings: Settings) -> Options:
         """The options that this name and value stand for."""
         if self.convert is not None:
             try:
-                return self.convert(value, given)
+                return self.convert(value, settings)
             except KeelError:
                 raise
             except (TypeError, ValueError, ArithmeticError, AttributeError):
@@ -40,24 +42,24 @@ class Alias:
         return {self.target: value}
 
 
-def first_given(given: Mapping[str, Any], *candidates: str, default: Any = None) -> Any:
-    """The first of these settings that the user gave."""
+def first_set(settings: Settings, *candidates: str, default: Any = None) -> Any:
+    """The first of these names that is set and not null."""
     for name in candidates:
-        if given.get(name) is not None:
-            return given[name]
+        if settings.get(name) is not None:
+            return settings[name]
     return default
 
 
-def no(reason: str, *aliases: str) -> list[Alias]:
-    """Names without a counterpart, with the reason."""
-    return [Alias(name, "", reason) for name in aliases]
+def no_counterpart(reason: str, *names: str) -> list[Alias]:
+    """Names that are refused, with the reason."""
+    return [Alias(name, "", reason) for name in names]
 
 
 def harmless(name: str, note: str, *values: Any) -> Alias:
-    """A name whose given values describe what Keel does anyway; any other value is refused. No values: all are."""
+    """A name that needs no option, since Keel does so anyway for these values; others are refused. None: all fit."""
 
-    def convert(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        if values and not any(value == fine and isinstance(value, bool) == isinstance(fine, bool) for fine in values):
+    def convert(value: Any, settings: Settings) -> Options:
+        if values and (isinstance(value, bool), value) not in [(isinstance(fit, bool), fit) for fit in values]:
             raise KeelError(f"{name}={text.dump(value)} has no counterpart: {note}")
         return {}
 
@@ -67,7 +69,7 @@ def harmless(name: str, note: str, *values: Any) -> Alias:
 def choice(name: str, target: str, options: Mapping[Any, Mapping[str, Any]], note: str = "") -> Alias:
     """A name whose values translate one by one; a value that is not listed is refused with those that are."""
 
-    def convert(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    def convert(value: Any, settings: Settings) -> Options:
         key = value if isinstance(value, bool) or value is None else str(value)
         if key not in options:
             known = [str(option) for option in options]
@@ -81,11 +83,11 @@ def choice(name: str, target: str, options: Mapping[Any, Mapping[str, Any]], not
 
 def unless_null(target: str) -> Convert:
     """The value as it is; null leaves Keel's own."""
-    return lambda value, given: {} if value is None else {target: value}
+    return lambda value, settings: {} if value is None else {target: value}
 
 
-def switch(name: str, value: Any) -> bool:
-    """The value, which has to be true or false: a word such as "False" would otherwise count as on."""
+def boolean(name: str, value: Any) -> bool:
+    """The value, which has to be true or false: a text such as "False" would otherwise count as true."""
     if not isinstance(value, bool):
         raise KeelError(f"{name} is {text.dump(value)}: expected true or false")
     return value

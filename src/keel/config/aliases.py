@@ -8,7 +8,7 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.config import text
-from keel.config.alias import Alias
+from keel.config.alias import Alias, Options, Settings
 from keel.config.aliases_keel import KEEL
 from keel.config.aliases_trl import TRL
 from keel.config.aliases_verl import VERL
@@ -29,9 +29,9 @@ def table() -> dict[str, Alias]:
 
 
 def translate(
-    layer: Sequence[Setting], given: Mapping[str, Any], is_option: Callable[[str], bool]
+    layer: Sequence[Setting], settings: Settings, is_option: Callable[[str], bool]
 ) -> tuple[list[Setting], list[str]]:
-    """A layer of settings under Keel's names, and one sentence for each that came under another.
+    """A layer of settings under Keel's names, and one sentence for each that had another name.
 
     Two settings of one layer that disagree about an option are refused; a later layer overrides an earlier one.
     """
@@ -42,15 +42,15 @@ def translate(
         name = normal(raw_name)
         alias = table().get(name)
         if alias is not None and is_option(name) and (value is None or isinstance(value, Mapping)):
-            alias = None  # a section that shares its name with somebody's option
-        became = {name: value} if alias is None else alias.apply(value, given)
-        for target, setting in became.items():
-            if target in result and result[target][1] != setting:
+            alias = None  # a section of Keel's that shares its name with another trainer's option
+        options = {name: value} if alias is None else alias.apply(value, settings)
+        for target, converted in options.items():
+            if target in result and result[target][1] != converted:
                 raise disagree(target, shown[target], (name, text.dump(value)))
-            result[target] = (target, setting, origin)
+            result[target] = (target, converted, origin)
             shown[target] = (name, text.dump(value))
-        if alias is not None and became != {name: value}:
-            notes.append(_sentence(name, value, became, alias))
+        if alias is not None and options != {name: value}:
+            notes.append(_sentence(name, value, options, alias))
     return list(result.values()), notes
 
 
@@ -66,12 +66,8 @@ def disagree(target: str, first: tuple[str, str], second: tuple[str, str]) -> Ke
     return KeelError(f"{first[0]}={first[1]} and {second[0]}={second[1]} disagree about {target}: keep one")
 
 
-def _sentence(name: str, value: Any, became: Mapping[str, Any], alias: Alias) -> str:
-    if not became:
-        why = (
-            alias.note
-            if not alias.target
-            else "what was given beside it leaves it without effect, or it is the default"
-        )
-        return f"{name}={text.dump(value)} changes nothing: {why}"
-    return f"{name} became " + " ".join(f"{key}={text.dump(item)}" for key, item in became.items())
+def _sentence(name: str, value: Any, options: Options, alias: Alias) -> str:
+    if not options:
+        no_effect = "what was given beside it leaves it without effect, or it is the default"
+        return f"{name}={text.dump(value)} changes nothing: {no_effect if alias.target else alias.note}"
+    return f"{name} became " + " ".join(f"{key}={text.dump(item)}" for key, item in options.items())

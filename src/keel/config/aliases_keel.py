@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.config.alias import Alias, first_given
+from keel.config.alias import Alias, Options, Settings, first_set
 from keel.config.trl_steps import max_steps
 
-Given = Mapping[str, Any]
-Options = Mapping[str, Any]
 
-
-def _target_kl(value: Any, given: Given) -> Options:
+def _target_kl(value: Any, settings: Settings) -> Options:
     """A target needs a controller that steers: PPO's step rule where none was named."""
-    name = first_given(given, "kl.controller.name", default="fixed")
+    name = first_set(settings, "kl.controller.name", default="fixed")
     if name in ("warmup", "linear", "cosine"):
         raise KeelError(f"target_kl has no meaning with kl.controller.name={name}, which follows the step: use step")
     return {**({"kl.controller.name": "step"} if name == "fixed" else {}), "kl.controller.target": value}
 
 
-def _kl_warmup(value: Any, given: Given) -> Options:
+def _kl_warmup(value: Any, settings: Settings) -> Options:
     """Every controller warms up by `warmup_steps`, but `warmup` itself calls it `steps`."""
-    own = given.get("kl.controller.name") == "warmup"
-    return {"kl.controller.steps" if own else "kl.controller.warmup_steps": value}
+    warmup = settings.get("kl.controller.name") == "warmup"
+    return {"kl.controller.steps" if warmup else "kl.controller.warmup_steps": value}
 
 
-def _datasets(value: Any, given: Given) -> Options:
-    several = [part.strip() for part in value.split(";") if part.strip()] if isinstance(value, str) else value
-    return {"data.path": several[0] if isinstance(several, list) and len(several) == 1 else several}
+def _datasets(value: Any, settings: Settings) -> Options:
+    paths = [part.strip() for part in value.split(";") if part.strip()] if isinstance(value, str) else value
+    return {"data.path": paths[0] if isinstance(paths, list) and len(paths) == 1 else paths}
 
 
 KEEL = [

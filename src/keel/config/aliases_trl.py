@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
 from keel.base.errors import KeelError
 from keel.config import trl_steps
-from keel.config.alias import Alias, Convert, choice, first_given, harmless, no, number, switch, unless_null
+from keel.config.alias import (
+    Alias,
+    Convert,
+    Options,
+    Settings,
+    boolean,
+    choice,
+    first_set,
+    harmless,
+    no_counterpart,
+    number,
+    unless_null,
+)
 
-Given = Mapping[str, Any]
-Options = Mapping[str, Any]
 
-
-def _per_device(value: Any, given: Given) -> Options:
+def _per_device(value: Any, settings: Settings) -> Options:
     """TRL counts completions: per device × slices of a batch of rollouts."""
     number("per_device_train_batch_size", value, "give a whole number of completions")
-    if given.get("generation_batch_size") is not None:
-        return {}  # which says it whole
-    group = first_given(given, "num_generations", "rollout.num_generations", default=8)
-    steps, _ = trl_steps.slices(given)
-    prompts, rest = divmod(int(value) * int(steps), int(group))
-    if rest or not prompts:
+    if settings.get("generation_batch_size") is not None:
+        return {}  # which says it all
+    group = first_set(settings, "num_generations", "rollout.num_generations", default=8)
+    steps, _ = trl_steps.slices(settings)
+    prompts, remainder = divmod(int(value) * int(steps), int(group))
+    if remainder or not prompts:
         raise KeelError(
             f"per_device_train_batch_size={value} × {steps} accumulated is {value * steps} completions, which is no "
             f"multiple of num_generations={group}: set rollout.prompts_per_step"
@@ -30,61 +38,62 @@ def _per_device(value: Any, given: Given) -> Options:
     return {"rollout.prompts_per_step": prompts}
 
 
-def _generation_batch(value: Any, given: Given) -> Options:
+def _generation_batch(value: Any, settings: Settings) -> Options:
     if value is None:
         return {}
-    group = first_given(given, "num_generations", "rollout.num_generations", default=8)
-    slices, _ = trl_steps.slices(given)
-    completions = slices * int(first_given(given, "per_device_train_batch_size", default=8))
-    prompts, rest = divmod(completions, int(group))
-    if rest or not prompts:
+    group = first_set(settings, "num_generations", "rollout.num_generations", default=8)
+    slices, _ = trl_steps.slices(settings)
+    completions = slices * int(first_set(settings, "per_device_train_batch_size", default=8))
+    prompts, remainder = divmod(completions, int(group))
+    if remainder or not prompts:
         raise KeelError(f"generation_batch_size={value} is no multiple of num_generations={group}")
-    return {"rollout.prompts_per_step": prompts, **trl_steps.minibatches(given)}
+    return {"rollout.prompts_per_step": prompts, **trl_steps.minibatches(settings)}
 
 
 def _only_with_sync(target: str) -> Convert:
-    def convert(value: Any, given: Given) -> Options:
-        if given.get("sync_ref_model") is False:
+    def convert(value: Any, settings: Settings) -> Options:
+        if settings.get("sync_ref_model") is False:
             return {}
-        counted = trl_steps.in_batches("ref_model_sync_steps", target) if target == "reference.every" else None
-        options = {target: value} if counted is None else counted(value, given)
-        return {**({} if "sync_ref_model" in given else {"reference.kind": "ema"}), **options}
+        options: Options = {target: value}
+        if target == "reference.every":
+            options = trl_steps.in_batches("ref_model_sync_steps", target)(value, settings)
+        return {**({} if "sync_ref_model" in settings else {"reference.kind": "ema"}), **options}
 
     return convert
 
 
-def _output_dir(value: Any, given: Given) -> Options:
+def _output_dir(value: Any, settings: Settings) -> Options:
     path = PurePath(str(value))
-    named = first_given(given, "run_name", "run.name")
-    return {"run.dir": str(path)} if named else {"run.dir": str(path.parent), "run.name": path.name or "default"}
+    name = first_set(settings, "run_name", "run.name")
+    return {"run.dir": str(path)} if name else {"run.dir": str(path.parent), "run.name": path.name or "default"}
 
 
-def _report_to(value: Any, given: Given) -> Options:
-    wanted = {value} if isinstance(value, str) else set(value or ["none"])
-    odd = wanted - {"tensorboard", "wandb", "none", "all"}
-    if odd:
-        raise KeelError(f"report_to={sorted(odd)[0]} has no counterpart: known: tensorboard, wandb, none")
-    wandb = {"log.wandb": {"project": "keel"}} if wanted & {"wandb", "all"} else {}
-    return {"log.tensorboard": bool(wanted & {"tensorboard", "all"}), **wandb}
+def _report_to(value: Any, settings: Settings) -> Options:
+    loggers = {value} if isinstance(value, str) else set(value or ["none"])
+    unknown = loggers - {"tensorboard", "wandb", "none", "all"}
+    if unknown:
+        raise KeelError(f"report_to={sorted(unknown)[0]} has no counterpart: known: tensorboard, wandb, none")
+    wandb = {"log.wandb": {"project": "keel"}} if loggers & {"wandb", "all"} else {}
+    return {"log.tensorboard": bool(loggers & {"tensorboard", "all"}), **wandb}
 
 
 def _precision(dtype: str) -> Convert:
     name = "bf16" if dtype == "bfloat16" else "fp16"
-    return lambda value, given: {"optim.precision": dtype} if value is not None and switch(name, value) else {}
+    return lambda value, settings: {"optim.precision": dtype} if value is not None and boolean(name, value) else {}
 
 
-def _dataset_name(value: Any, given: Given) -> Options:
-    config = given.get("dataset_config")
+def _dataset_name(value: Any, settings: Settings) -> Options:
+    config = settings.get("dataset_config")
     return {"data.path": value if config is None else f"{value},{config}"}
 
 
-def _dataset_config(value: Any, given: Given) -> Options:
-    if value is not None and given.get("dataset_name") is None:
+def _dataset_config(value: Any, settings: Settings) -> Options:
+    if value is not None and settings.get("dataset_name") is None:
         raise KeelError(f"dataset_config={value} needs a dataset_name: set data.path=NAME,{value}")
     return {}
 
 
-def _vllm_mode(value: Any, given: Given) -> Options:
+def _vllm_mode(value: Any, settings: Settings) -> Options:
     """token_truncate, token_mask, sequence_truncate, sequence_mask."""
     level, _, kind = str(value).partition("_")
     if level not in ("token", "sequence") or kind not in ("truncate", "mask"):
@@ -94,18 +103,18 @@ def _vllm_mode(value: Any, given: Given) -> Options:
     return {"loss.mismatch.kind": kind, "loss.mismatch.level": level}
 
 
-def _clip_min(value: Any, given: Given) -> Options:
+def _clip_min(value: Any, settings: Settings) -> Options:
     return {} if value is None else {"loss.mismatch.kind": "icepop", "loss.mismatch.floor": value}
 
 
-def _prompt_length(value: Any, given: Given) -> Options:
+def _prompt_length(value: Any, settings: Settings) -> Options:
     """TRL cut prompts that are too long at their left end."""
     if value is None:
         return {}
-    return {"data.max_prompt_length": value, **({} if "data.truncation" in given else {"data.truncation": "left"})}
+    return {"data.max_prompt_length": value, **({} if "data.truncation" in settings else {"data.truncation": "left"})}
 
 
-def _min_p(value: Any, given: Given) -> Options:
+def _min_p(value: Any, settings: Settings) -> Options:
     return {"rollout.min_p": 0.0 if value is None else value}
 
 
@@ -179,7 +188,7 @@ TRL = [
         "steps_per_generation",
         "optim.minibatches",
         "steps_per_generation / gradient_accumulation_steps; counted in rollout.prompts_per_step too",
-        lambda value, given: {} if value is None else trl_steps.minibatches(given),
+        lambda value, settings: {} if value is None else trl_steps.minibatches(settings),
     ),
     Alias(
         "generation_batch_size",
@@ -267,32 +276,33 @@ TRL = [
     harmless("cast_lm_head_to_fp32", "log-probabilities are always computed in fp32"),
     harmless("use_adaptive_entropy", "loss.entropy_coef is constant", False),
     Alias("num_train_epochs", "", "set run.max_steps; Keel counts steps, not passes over the data", trl_steps.epochs),
-    *no("give each reward its weight in rewards: [{name, weight}]", "reward_weights"),
-    *no("completions a problem at evaluation are eval.k", "num_generations_eval"),
-    *no("the reference is part of the run; choose it with reference.kind", "ref_model"),
-    *no("mixed precision and loading are set by model.dtype and optim.precision", "model_init_kwargs"),
-    *no("use rollout.temperature, top_p, top_k, min_p and stop", "generation_kwargs"),
-    *no("set data.chat_template", "chat_template_kwargs"),
-    *no("loss.mismatch and kl.collect_max leave out what is off-policy", "off_policy_mask_threshold"),
-    *no("that loss is not built in: a loss of your own is loss.loss_type=module:attr", "vespo_k_pos", "vespo_k_neg"),
-    *no("that loss is not built in: a loss of your own is loss.loss_type=module:attr", "vespo_lambda_pos"),
-    *no("that loss is not built in: a loss of your own is loss.loss_type=module:attr", "vespo_lambda_neg"),
-    *no(
+    *no_counterpart("give each reward its weight in rewards: [{name, weight}]", "reward_weights"),
+    *no_counterpart("completions a problem at evaluation are eval.k", "num_generations_eval"),
+    *no_counterpart("the reference is part of the run; choose it with reference.kind", "ref_model"),
+    *no_counterpart("mixed precision and loading are set by model.dtype and optim.precision", "model_init_kwargs"),
+    *no_counterpart("use rollout.temperature, top_p, top_k, min_p and stop", "generation_kwargs"),
+    *no_counterpart("set data.chat_template", "chat_template_kwargs"),
+    *no_counterpart("loss.mismatch and kl.collect_max leave out what is off-policy", "off_policy_mask_threshold"),
+    *no_counterpart(
+        "that loss is not built in: a loss of your own is loss.loss_type=module:attr",
+        *("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"),
+    ),
+    *no_counterpart(
         "loss.entropy_coef is constant", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"
     ),
-    *no("mixture-of-experts balancing is not built in", "router_aux_loss_coef"),
-    *no(
+    *no_counterpart("mixture-of-experts balancing is not built in", "router_aux_loss_coef"),
+    *no_counterpart(
         "settings of the vLLM engine itself have no options here",
         *("vllm_mode", "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_structured_outputs_regex"),
         *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port"),
         *("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size"),
     ),
-    *no(
+    *no_counterpart(
         "the native engine does its own batching and caching",
         *("cache_implementation", "use_transformers_paged", "use_transformers_continuous_batching"),
         *("transformers_continuous_batching_config", "pad_to_multiple_of", "ds3_gather_for_generation"),
     ),
-    *no("nothing is uploaded", "log_completions_hub_repo"),
+    *no_counterpart("nothing is uploaded", "log_completions_hub_repo"),
     harmless("num_processes", "one device: multiply rollout.prompts_per_step by hand", 1),
     harmless("push_to_hub", "nothing is uploaded", False),
     harmless("do_train", "a run trains", True),
@@ -301,6 +311,6 @@ TRL = [
     harmless("logging_first_step", "every step is logged"),
     harmless("dataloader_num_workers", "data are read once, whole"),
     harmless("per_device_eval_batch_size", "eval.samples problems are evaluated at a time"),
-    *no("images are not supported", "log_multimodal"),
-    *no("rollouts.jsonl names the problem of every completion", "log_unique_prompts"),
+    *no_counterpart("images are not supported", "log_multimodal"),
+    *no_counterpart("rollouts.jsonl names the problem of every completion", "log_unique_prompts"),
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keel.config import verl_values as values
-from keel.config.alias import Alias, choice, harmless, no, unless_null
+from keel.config.alias import Alias, choice, harmless, no_counterpart, unless_null
 from keel.config.verl_values import IN_LOSS, IN_REWARD, A, M, R
 
 VERL = [
@@ -12,7 +12,7 @@ VERL = [
         A + "kl_loss_coef",
         "kl.beta",
         "read while use_kl_loss is on",
-        values.when(IN_LOSS, lambda value, given: {"kl.beta": value}),
+        values.when(IN_LOSS, lambda value, settings: {"kl.beta": value}),
     ),
     Alias(
         A + "kl_loss_type",
@@ -33,7 +33,7 @@ VERL = [
         "algorithm.kl_ctrl.kl_coef",
         "kl.beta",
         "read while use_kl_in_reward is on",
-        values.when(IN_REWARD, lambda value, given: {"kl.beta": value}),
+        values.when(IN_REWARD, lambda value, settings: {"kl.beta": value}),
     ),
     Alias(
         "algorithm.kl_ctrl.type",
@@ -67,9 +67,14 @@ VERL = [
         "algorithm.adv_estimator",
         "loss.baseline",
         "grpo; rloo, with loss.scale_rewards=none; gae, verl's default, needs a critic",
-        values.estimator,
+        values.adv_estimator,
     ),
-    Alias("algorithm.norm_adv_by_std_in_grpo", "loss.scale_rewards", "true is group, false none; grpo", values.scaled),
+    Alias(
+        "algorithm.norm_adv_by_std_in_grpo",
+        "loss.scale_rewards",
+        "true is group, false none; grpo",
+        values.norm_adv,
+    ),
     Alias("algorithm.filter_groups.enable", "loss.dynamic_sampling"),
     Alias("algorithm.filter_groups.max_num_gen_batches", "loss.dynamic_sampling_rounds"),
     Alias("data.train_batch_size", "rollout.prompts_per_step"),
@@ -104,7 +109,7 @@ VERL = [
         R + "val_kwargs.n",
         "eval.k",
         "pass@1 and pass@n",
-        lambda value, given: {"eval.k": [1] if value == 1 else [1, value]},
+        lambda value, settings: {"eval.k": [1] if value == 1 else [1, value]},
     ),
     Alias(R + "val_kwargs.do_sample", "eval.temperature", "false is 0, greedy", values.val_sampling),
     Alias(M + "path", "model.name"),
@@ -116,7 +121,7 @@ VERL = [
         M + "target_modules",
         "model.lora.targets",
         "with a lora_rank",
-        lambda value, given: {"model.lora.targets": value} if given.get(M + "lora_rank") else {},
+        lambda value, settings: {"model.lora.targets": value} if settings.get(M + "lora_rank") else {},
     ),
     Alias(A + "ppo_mini_batch_size", "optim.minibatches", "train_batch_size / ppo_mini_batch_size", values.minibatches),
     Alias(A + "ppo_epochs", "loss.num_iterations"),
@@ -128,7 +133,7 @@ VERL = [
         A + "clip_ratio",
         "loss.epsilon",
         "where clip_ratio_low is not given",
-        lambda value, given: {} if given.get(A + "clip_ratio_low") is not None else {"loss.epsilon": value},
+        lambda value, settings: {} if settings.get(A + "clip_ratio_low") is not None else {"loss.epsilon": value},
     ),
     Alias(A + "clip_ratio_low", "loss.epsilon"),
     Alias(A + "clip_ratio_high", "loss.epsilon_high"),
@@ -167,14 +172,14 @@ VERL = [
         A + "optim.min_lr_ratio",
         "optim.final_ratio",
         "null is 0",
-        lambda value, given: {"optim.final_ratio": value or 0.0},
+        lambda value, settings: {"optim.final_ratio": value or 0.0},
     ),
     Alias(A + "fsdp_config.optimizer_offload", "optim.offload"),
     Alias("actor_rollout_ref.ref.fsdp_config.param_offload", "reference.offload"),
     Alias("trainer.total_training_steps", "run.max_steps", "null leaves Keel's", unless_null("run.max_steps")),
     Alias("trainer.experiment_name", "run.name"),
     Alias("trainer.default_local_dir", "run.dir"),
-    Alias("trainer.project_name", "log.wandb.project", "with wandb in trainer.logger", lambda value, given: {}),
+    Alias("trainer.project_name", "log.wandb.project", "with wandb in trainer.logger", lambda value, settings: {}),
     Alias("trainer.logger", "log", "console, tensorboard, wandb", values.logger),
     Alias("trainer.save_freq", "checkpoint.every", "-1 leaves Keel's", values.positive_or("checkpoint.every", {})),
     Alias(
@@ -198,20 +203,20 @@ VERL = [
     harmless(A + "ulysses_sequence_parallel_size", "Keel trains on one device", 1),
     harmless("actor_rollout_ref.hybrid_engine", "the engine shares the policy's weights", True),
     harmless("reward_model.enable", "rewards are functions", False),
-    *no(
+    *no_counterpart(
         "settings of the engines themselves have no options here",
         *(R + name for name in ("gpu_memory_utilization", "enforce_eager")),
         *(R + name for name in ("free_cache_engine", "max_num_batched_tokens", "max_num_seqs", "load_format")),
         *(R + name for name in ("log_prob_micro_batch_size_per_gpu", "enable_chunked_prefill", "dtype", "mode")),
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
     ),
-    *no("Keel trains on one device", A + "strategy"),
+    *no_counterpart("Keel trains on one device", A + "strategy"),
     *(
         Alias(
             "custom_reward_function." + name,
             "",
             "a function of yours is rewards: [{name: module:attr}]",
-            values.own_reward,
+            values.custom_reward,
         )
         for name in ("path", "name")
     ),

@@ -1,4 +1,4 @@
-"""The command line's words: which is the configuration, which are options, and under whose names."""
+"""The command line's arguments: which is the configuration, and which are options."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from keel.config import aliases, text
 _SETTING = re.compile(r"\+{0,2}[A-Za-z_][\w.\-]*=")
 
 
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """(paths, overrides): `key=value`, `--key=value` and `--key value` are overrides, a lone `--key` means true.
 
     What follows a flag is its value unless it is another flag or a setting.
     """
     paths, overrides = [], []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        if word.startswith("--") and len(word) > 2:
-            name, equals, value = word[2:].partition("=")
+    queue = list(arguments)
+    while queue:
+        argument = queue.pop(0)
+        if argument.startswith("--") and len(argument) > 2:
+            name, equals, value = argument[2:].partition("=")
             if not equals:
-                takes = rest and not rest[0].startswith("--") and not _SETTING.match(rest[0])
-                value = rest.pop(0) if takes else "true"
+                has_value = queue and not queue[0].startswith("--") and not _SETTING.match(queue[0])
+                value = queue.pop(0) if has_value else "true"
             overrides.append(f"{name}={value}")
-        elif _SETTING.match(word):
-            overrides.append(word)
-        elif word.startswith("-") and len(word) > 1:
-            raise KeelError(f"unknown option {word}: write --name value or name=value")
+        elif _SETTING.match(argument):
+            overrides.append(argument)
+        elif argument.startswith("-") and len(argument) > 1:
+            raise KeelError(f"unknown option {argument}: write --name value or name=value")
         else:
-            paths.append(word)
+            paths.append(argument)
     return paths, overrides
 
 
-def of_task(word: str) -> str:
-    """A setting where a task is described: a word without a section is a parameter of the task."""
+def of_task(override: str) -> str:
+    """An override where a task is described: a name without a section is a parameter of the task."""
     from keel.config.schema import Config
 
-    key = word.lstrip("+").partition("=")[0]
-    return word if key.partition(".")[0] in Config.model_fields else f"task.{word}"
+    key = override.lstrip("+").partition("=")[0]
+    return override if key.partition(".")[0] in Config.model_fields else f"task.{override}"
 
 
 def _names_data(override: str) -> bool:
@@ -58,9 +58,8 @@ def is_run(path: Path) -> bool:
 def choose(paths: Sequence[str], *, resume: bool = False, overrides: Sequence[str] = ()) -> tuple[str, list[str]]:
     """(configuration, overrides that it brings): no path means the default; `--resume RUN` names a run's folder.
 
-    Where the overrides name data, no path means `own_data`: the default's warm start is about its own task.
-
-    A run that is resumed by its folder keeps to that folder, wherever it was moved to.
+    Where the overrides name data, no path means `own_data`: the default's warm start is about its own task. A run that
+    is resumed by its folder stays in that folder, wherever it was moved to.
     """
     if len(paths) > 1 + resume:
         extra = paths[1 + resume]

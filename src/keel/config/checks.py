@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from keel.base.errors import KeelError
-from keel.base.imports import import_object
 from keel.base.redact import secrets_in
 from keel.config.resolve import kl_pairing
 from keel.config.schema import Config, TaskOptions
 from keel.kl import advise, check_kl, controller_of
 from keel.loggers.build import check_loggers
 from keel.losses import check_loss, get_loss, scale_rewards
+from keel.models.options import check_quantization
 from keel.reference import check_reference
+from keel.trainer.options import check_optim
 from keel.verify.own import estimator_facts
-
-DATA_OF_TASKS = ("path", "split", "columns", "on_broken")  # the rest of `data` says how prompts are rendered
 
 
 def check(config: Config, *, installed: bool = True) -> None:
@@ -26,7 +23,7 @@ def check(config: Config, *, installed: bool = True) -> None:
 
     `installed=False` asks what the configuration means, not whether this machine has the packages for it.
     """
-    for part in (_loss, _kl, _reference, _model, _rollout, _optim, _tasks, _evaluation):
+    for part in (_loss, _kl, _reference, _model, _rollout, _tasks, _evaluation):
         part(config)
     _doctor(config)
     if installed:
@@ -98,49 +95,22 @@ def _model(config: Config) -> None:
                 "the exact KL reads hidden states, which model.scorer does not give: use model.scorer=native, or "
                 "kl.exact=false and a sampled estimator such as k3"
             )
-    if model.quantization is not None and model.lora is None:
-        raise KeelError(
-            f"model.quantization={model.quantization} needs LoRA, quantized weights do not train: set model.lora"
-        )
+    check_quantization(model)
     if model.quantization is not None and config.optim.offload:
         raise KeelError("optim.offload has no use with model.quantization: adapters are small; leave it out")
 
 
 def _rollout(config: Config) -> None:
-    from keel.rollout.registry import ENGINES, check_name, find_engine
+    from keel.rollout.registry import check_rollout
 
     rollout = config.rollout
-    if rollout.temperature == 0:
-        raise KeelError(
-            "rollout.temperature is 0: greedy completions of a problem are all the same and teach nothing; "
-            "set it above 0 (1.0 is usual), or eval.temperature=0 for greedy evaluation"
-        )
-    check_name(rollout.engine)
-    for name in ("kept_gib", "cuda_graphs") if rollout.engine not in ENGINES else ():
-        if getattr(rollout, name) != type(rollout).model_fields[name].default:
-            raise KeelError(
-                f"rollout.{name} is for the native engine: leave it out with rollout.engine={rollout.engine}"
-            )
-    if rollout.engine not in ENGINES:
-        find_engine(rollout.engine)
+    check_rollout(rollout)
     if config.optim.minibatches > rollout.prompts_per_step:
         raise KeelError(
             f"optim.minibatches is {config.optim.minibatches} but a step has {rollout.prompts_per_step} groups "
             "(rollout.prompts_per_step): an update needs at least one"
         )
-
-
-def _optim(config: Config) -> None:
-    optim = config.optim
-    if any(beta >= 1 for beta in optim.betas):
-        raise KeelError(f"optim.betas is {list(optim.betas)}: both must be below 1")
-    end = optim.decay_steps or config.run.max_steps
-    if optim.schedule != "constant" and optim.warmup_steps >= end:
-        raise KeelError(
-            f"optim.warmup_steps is {optim.warmup_steps} but the {optim.schedule} decay ends at step {end}: lower it"
-        )
-    if optim.schedule == "constant" and optim.decay_steps is not None:
-        raise KeelError("optim.decay_steps has no meaning with optim.schedule=constant: use linear or cosine")
+    check_optim(config.optim, config.run.max_steps)
 
 
 def task_specs(config: Config) -> Iterator[tuple[str, TaskOptions]]:
@@ -156,50 +126,17 @@ def _warmstart_tasks(config: Config) -> tuple[TaskOptions | str, ...]:
 
 
 def _tasks(config: Config) -> None:
-    from keel.envs import check_task
+    from keel.envs.registry import check_data, check_task
+    from keel.envs.rewards.registry import check_rewards
 
     for option, task in task_specs(config):
         try:
             check_task(task.name, task.params)
         except KeelError as error:
             raise KeelError(f"{option}: {error}") from None
-    _data(config)
-    for index, part in enumerate(config.rewards):
-        _reward(f"rewards[{index}]", part.name, {key: v for key, v in part.params.items() if key != "label"})
+    check_data(config.task, config.data)
+    check_rewards(config.rewards)
     check_loggers(config.log)
-
-
-def _data(config: Config) -> None:
-    """Data that the task would not read is refused: a task reads it by a parameter called `data`."""
-    data, untouched, name = config.data, type(config.data)(), config.task.name
-    given = [n for n in DATA_OF_TASKS if getattr(data, n) != getattr(untouched, n)]
-    if given and not takes_data(name):
-        raise KeelError(
-            f"data.{given[0]} is given, but task {name} makes its own problems: leave it out, or set task.name=dataset"
-        )
-    if name == "dataset" and data.path is None and "data" not in config.task.params:
-        raise KeelError("task dataset needs data.path: a file, a folder or a hub name")
-    if given and "data" in config.task.params:
-        raise KeelError(f"data.{given[0]} and task.data both name data: keep one")
-    if data.truncation != "error" and data.max_prompt_length is None:
-        raise KeelError(f"data.truncation={data.truncation} needs data.max_prompt_length: give the limit in tokens")
-
-
-def takes_data(task: str) -> bool:
-    """Whether a task reads data: whether its factory has a parameter called `data`."""
-    from keel.envs import TASKS
-
-    factory = TASKS[task] if task in TASKS else import_object(task, "task.name")
-    return callable(factory) and "data" in inspect.signature(factory).parameters
-
-
-def _reward(option: str, name: str, params: Mapping[str, Any]) -> None:
-    from keel.envs.rewards import check_reward
-
-    try:
-        check_reward(name, params)
-    except KeelError as error:
-        raise KeelError(f"{option}: {error}") from None
 
 
 def _evaluation(config: Config) -> None:
@@ -241,4 +178,4 @@ def advice(config: Config) -> list[str]:
     return notes
 
 
-__all__ = ["advice", "check", "import_object", "takes_data", "task_specs"]
+__all__ = ["advice", "check", "task_specs"]

@@ -13,14 +13,14 @@ from keel.base.errors import KeelError
 from keel.base.moved import current_names
 from keel.base.options import PluginOptions
 from keel.base.redact import MASK, hide, remember
-from keel.base.validation import model_of, no_such_option, one_line, option_names
+from keel.base.validation import may_be_a_name, model_of, no_such_option, one_line, option_names
 from keel.config import aliases, text
+from keel.config.aliases import Setting
 from keel.config.checks import check
 from keel.config.schema import Config
 from keel.losses import LossOptions, get_loss
 
 logger = logging.getLogger("keel")
-Setting = tuple[str, Any, str]  # dotted name, value, where it was given
 
 
 def load_config(source: Path | str | Mapping[str, Any] | Config, overrides: Sequence[str] = ()) -> Config:
@@ -37,25 +37,26 @@ def load_config(source: Path | str | Mapping[str, Any] | Config, overrides: Sequ
 def read_config(
     source: Path | str | Mapping[str, Any] | Config, overrides: Sequence[str] = (), *, installed: bool = True
 ) -> tuple[Config, list[str]]:
-    """Like `load_config`, with the sentences on renamed options as a list; `installed` as in `check`."""
+    """`load_config`, with the sentences on renamed options as a list; `installed` as in `check`."""
     if isinstance(source, Config):
         data: Mapping[str, Any] = source.to_dict()
     else:
         data = source if isinstance(source, Mapping) else text.read(Path(source))
-    where = "the configuration" if isinstance(source, Mapping | Config) else str(source)
+    origin = "the configuration" if isinstance(source, Mapping | Config) else str(source)
     remember(data)
-    layers = [list(_settings(data, where)), [leaf for item in overrides for leaf in _override(item)]]
+    from_source = [(name, value, origin) for name, value in leaves("", data)]
+    layers = [from_source, [setting for override in overrides for setting in _override(override)]]
     for name, value, _ in layers[1]:
         remember(value, name)
     _check_masks(layers)
-    given = {aliases.normal(name): value for layer in layers for name, value, _ in layer}
+    settings = {aliases.normal(name): value for layer in layers for name, value, _ in layer}
     tree: dict[str, Any] = {}
     renamed: list[str] = []
     for layer in layers:
-        native, notes = aliases.translate(layer, given, is_option)
+        native, notes = aliases.translate(layer, settings, is_option)
         renamed += notes
-        for name, value, origin in native:
-            put(tree, name, value, origin)
+        for name, value, _ in native:
+            put(tree, name, value)
     renamed += _choose_task(tree)
     # a section whose options are all commented out is null in YAML: it has its defaults
     config = validate(current_names({key: value for key, value in tree.items() if value is not None}))
@@ -98,14 +99,8 @@ def validate(tree: Mapping[str, Any]) -> Config:
 # ---------------------------------------------------------------------------------------------- settings
 
 
-def _settings(data: Mapping[str, Any], where: str) -> Iterator[Setting]:
-    """The leaves of a mapping as dotted settings; a part with parameters of its own keeps them as they are."""
-    for key, value in leaves("", data):
-        yield key, value, where
-
-
 def leaves(prefix: str, data: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Every option of nested mappings by its dotted name."""
+    """Every option of nested mappings by its dotted name; a plug-in's own parameters stay as they are."""
     for key, value in data.items():
         if not isinstance(key, str):
             raise KeelError(f"the key {key!r} {'in ' + prefix.rstrip('.') if prefix else ''} must be a word")
@@ -117,29 +112,33 @@ def leaves(prefix: str, data: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_leaf(name: str) -> bool:
-    """Whether what lies below this name is a value of its part rather than options of ours."""
-    parent, _, _ = name.rpartition(".")
-    found = _find(parent) if parent else None
-    return _takes_own(found) and name not in _NAMES
+    """Whether what lies below this name is a plug-in's own parameter rather than options of ours."""
+    parent, _, leaf = name.rpartition(".")
+    section = _section(parent) if parent else None
+    if section is None:
+        return False
+    if leaf in section.model_fields:
+        return may_be_a_name(section.model_fields[leaf].annotation)
+    return _takes_parameters(section)
 
 
-def _override(item: str) -> Iterator[Setting]:
-    """One override; a section given whole is merged option by option, a part given whole replaces the old one."""
-    name, equals, value = item.partition("=")
+def _override(override: str) -> Iterator[Setting]:
+    """One override; a mapping for a section is merged option by option, one for a plug-in replaces it."""
+    name, equals, value = override.partition("=")
     name = name.strip().lstrip("+")
     if not equals or not name:
-        raise KeelError(f"cannot read the override {item!r}: write name=value, such as kl.beta=0.01")
+        raise KeelError(f"cannot read the override {override!r}: write name=value, such as kl.beta=0.01")
     parsed = text.parse(value, f"the value of {name}")
-    found = _find(aliases.normal(name))
-    if isinstance(parsed, dict) and parsed and found is not None and not issubclass(found, PluginOptions):
+    section = _section(aliases.normal(name))
+    if isinstance(parsed, dict) and parsed and section is not None and not issubclass(section, PluginOptions):
         for key, inner in leaves(name + ".", parsed):
             yield key, inner, "the command line"
     else:
         yield name, parsed, "the command line"
 
 
-def put(tree: dict[str, Any], name: str, value: Any, origin: str) -> None:
-    """Set a dotted name in nested dicts; a null section can be opened again by an option inside it."""
+def put(tree: dict[str, Any], name: str, value: Any) -> None:
+    """Set a dotted name in nested dicts; an option inside a null section opens it again."""
     *path, leaf = name.split(".")
     node = tree
     for depth, part in enumerate(path):
@@ -158,23 +157,24 @@ def put(tree: dict[str, Any], name: str, value: Any, origin: str) -> None:
 
 
 def is_option(name: str) -> bool:
-    """Whether a dotted name is an option of ours, or a parameter of a part that we name."""
+    """Whether a dotted name is an option, or a parameter of a plug-in."""
     if name in _NAMES:
         return True
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
-        found = _find(".".join(parts[:end]))
-        if found is not None:
-            return _takes_own(found)
+        section = _section(".".join(parts[:end]))
+        if section is not None:
+            return _takes_parameters(section)
     return False
 
 
-def _takes_own(section: type[BaseModel] | None) -> bool:
-    """Whether a section takes parameters of the part that it names."""
+def _takes_parameters(section: type[BaseModel] | None) -> bool:
+    """Whether a section takes parameters of the plug-in that it names."""
     return section is not None and section.model_config.get("extra") == "allow"
 
 
-def _find(name: str) -> type[BaseModel] | None:
+def _section(name: str) -> type[BaseModel] | None:
+    """The options class at a dotted name, None where there is none."""
     model: type[BaseModel] | None = Config
     for part in name.split("."):
         if model is None or part not in model.model_fields:

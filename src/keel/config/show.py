@@ -26,29 +26,29 @@ def show_config(config: Config, *, comments: bool = True) -> str:
     return "\n".join(_lines(config, "", "", resolved(config), comments)) + "\n"
 
 
-def _lines(model: BaseModel, path: str, indent: str, stands_for: dict[str, Any], comments: bool) -> Iterator[str]:
+def _lines(model: BaseModel, path: str, indent: str, resolved_values: dict[str, Any], comments: bool) -> Iterator[str]:
     for name, field in type(model).model_fields.items():
         value, dotted = getattr(model, name), path + name
         sentence = field.description or ""
-        if dotted in stands_for:
-            sentence += f" Here: {text.dump(stands_for[dotted])}."
+        if dotted in resolved_values:
+            sentence += f" Here: {text.dump(resolved_values[dotted])}."
         if isinstance(value, BaseModel):
             yield _line(f"{indent}{name}:", sentence, comments)
-            yield from _lines(value, dotted + ".", indent + "  ", stands_for, comments)
+            yield from _lines(value, dotted + ".", indent + "  ", resolved_values, comments)
         else:
             yield _line(f"{indent}{name}: {text.dump(masked(_data(value), name))}", sentence, comments)
-    for name, value, sentence in _own(model, path):
+    for name, value, sentence in _parameters(model, path):
         yield _line(f"{indent}{text.dump(name)}: {text.dump(masked(_data(value), name))}", sentence, comments)
 
 
-def _own(model: BaseModel, path: str) -> Iterator[tuple[str, Any, str]]:
-    """The parameters of the part that a section names, with their sentences where it declares them."""
+def _parameters(model: BaseModel, path: str) -> Iterator[tuple[str, Any, str]]:
+    """The parameters of the plug-in that a section names, with their sentences where it declares them."""
     generic = f"A parameter of this {path.rstrip('.').rpartition('.')[2]}'s own."
     if isinstance(model, LossOptions):
-        own = own_options(model)
-        for name, field in type(own).model_fields.items():
+        options = own_options(model)
+        for name, field in type(options).model_fields.items():
             if name not in LossOptions.model_fields:
-                yield name, getattr(own, name), field.description or generic
+                yield name, getattr(options, name), field.description or generic
         return
     for name, value in (model.model_extra or {}).items():
         yield name, value, generic
@@ -99,9 +99,8 @@ def migrate_page() -> str:
         parts.append(
             f"## {titles[origin]}\n\n| name | becomes | note |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
         )
-        rest = [alias for alias in aliases if not alias.target]
-        if rest:
-            rows = [_without(alias) for alias in rest]
+        rows = [_row_without_target(alias) for alias in aliases if not alias.target]
+        if rows:
             parts.append("Without an option here:\n\n| name | | why |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)
 
@@ -110,7 +109,7 @@ def _row(alias: Alias) -> str:
     return f"| `{alias.name}` | `{alias.target}` | {alias.note} |"
 
 
-def _without(alias: Alias) -> str:
+def _row_without_target(alias: Alias) -> str:
     return f"| `{alias.name}` | {'refused' if alias.convert is None else 'not needed'} | {alias.note} |"
 
 

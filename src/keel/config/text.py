@@ -1,4 +1,4 @@
-"""Configuration files: where a name is found, and what is in it."""
+"""Configuration files: from a path or a shipped name to the mapping in it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def read(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file."""
     path = find(path.expanduser())
     if path.is_dir():
-        inside = path / "config.yaml"
-        if not inside.is_file():
+        config = path / "config.yaml"
+        if not config.is_file():
             raise KeelError(f"{path} is a folder without a config.yaml: give a YAML file, or the folder of a run")
-        path = inside
+        path = config
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -36,7 +36,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def find(path: Path) -> Path:
-    """The path itself, or the configuration of that name that comes with Keel: `default` is configs/default.yaml."""
+    """The path itself, or the shipped configuration of that name: `default` is configs/default.yaml."""
     if path.exists() or path.suffix or len(path.parts) != 1:
         return path
     package = Path(__file__).resolve().parents[1]

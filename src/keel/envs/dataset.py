@@ -14,10 +14,12 @@ from typing import Any, Protocol, Self
 
 from keel.base.errors import KeelError, unknown
 from keel.base.types import Problem, Reward
+from keel.base.validation import read_options
 from keel.envs.answers import last_number, last_tag, plain_number
 from keel.envs.base import Task
-from keel.envs.layouts import Loaded, Source, load_problems, source_of
+from keel.envs.layouts import Loaded, load_problems, source_of
 from keel.envs.maths import math_equal, need_math_verify
+from keel.envs.options import SourceOptions
 from keel.envs.problems import HELD_OUT_FRACTION, held_out_rank, is_held_out, stream
 
 COMPARISONS = ("exact", "numeric", "math")
@@ -195,11 +197,11 @@ def dataset(
 
 
 def split(
-    source: Source,
+    source: SourceOptions,
     held_out: int | float,
     eval_path: str | Sequence[str] | None,
     eval_split: str | None,
-    read: Callable[[Source], Loaded] = load_problems,
+    read: Callable[[SourceOptions], Loaded] = load_problems,
 ) -> tuple[tuple[Problem, ...], tuple[Problem, ...], tuple[str, ...]]:
     """Training problems, held-out problems and notes; what is evaluated on is never trained on."""
     is_number = isinstance(held_out, int | float) and not isinstance(held_out, bool)
@@ -207,7 +209,8 @@ def split(
         raise KeelError(f"task.held_out is {held_out!r}: give a share below 1, or a whole number of problems")
     loaded = read(source)
     if eval_path is not None or eval_split is not None:
-        other = replace(source, path=eval_path or source.path, split=eval_split or source.split)
+        changes = {"path": eval_path or source.path, "split": eval_split or source.split}
+        other = read_options(SourceOptions, {**source.model_dump(), **changes}, "data")
         if other == source:
             raise KeelError("task.eval_path and task.eval_split name the training data: leave them out, or name others")
         evaluated = read(other)
@@ -273,7 +276,7 @@ def _comparison(name: str, answer: str | None, problems: Sequence[Problem]) -> t
     return compare, [f"{name}: answers are compared as task.answer={compare}, {why}"]
 
 
-def stem(source: Source) -> str:
+def stem(source: SourceOptions) -> str:
     """A short name of the data, by which results are told apart."""
     first = source.path if isinstance(source.path, str) else (source.path or ("data",))[0]
     return Path(first.partition(",")[0]).expanduser().stem or "data"

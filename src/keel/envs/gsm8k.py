@@ -11,8 +11,9 @@ from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
 from keel.envs.answers import last_number, plain_number
 from keel.envs.dataset import Dataset, split
-from keel.envs.layouts import Loaded, Source, load_problems, source_of
+from keel.envs.layouts import Loaded, load_problems, source_of
 from keel.envs.maths import has_math_verify, math_equal
+from keel.envs.options import SourceOptions
 from keel.envs.problems import HELD_OUT_FRACTION
 from keel.envs.rows import Broken, settle
 
@@ -55,7 +56,7 @@ def gsm8k(
     """
     source = source_of(data)
     if source.path is None:
-        source = replace(source, path=HUB)
+        source = source.model_copy(update={"path": HUB})
         eval_split = eval_split or (None if eval_path else "test")
     sides = split(source, held_out, eval_path, eval_split, read=_solutions)
     train, held = (tuple(_asked(p, instruction) for p in side) for side in sides[:2])
@@ -63,7 +64,7 @@ def gsm8k(
     return Dataset("gsm8k", train, held, Worked(has_math_verify()), (*sides[2], f"gsm8k: answers are compared {how}"))
 
 
-def _solutions(source: Source) -> Loaded:
+def _solutions(source: SourceOptions) -> Loaded:
     """The rows with the number behind `####` as the answer and what stands before it as the solution."""
     loaded = load_problems(source)
     problems, broken = [], []

@@ -10,14 +10,14 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
-from keel.base.errors import KeelError, unknown
+from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
+from keel.base.validation import read_options
 from keel.envs.base import Task
 from keel.envs.calls import LOOP, CallFailed, Hung, Outcome, TooManyHang, call, call_here, call_now
+from keel.envs.options import RewardOptions
 from keel.envs.problems import stream
-from keel.envs.rewards import AGGREGATES, TASK, RewardPart, as_reward, build_reward, build_rewards, combine
-
-ON_ERROR = ("stop", "zero", "skip_group")
+from keel.envs.rewards import TASK, RewardPart, as_reward, build_reward, build_rewards, combine
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Failure:
 class Judge:
     """Rewards of whole groups. What fails is named and counted in `failures`, and handled as `on_error` says.
 
+    `options` is the section `reward`, which may also be given option by option: `Judge(parts, on_error="zero")`.
     `stop` raises a KeelError; `zero` gives the completion 0 in every part; `skip_group` leaves the group out, since a
     made-up 0 would count in the comparison with its siblings. The loop reads and empties the record with `drain`.
     Above `max_hung` calls that never returned the run stops whatever `on_error` says.
@@ -46,33 +47,31 @@ class Judge:
     def __init__(
         self,
         parts: Sequence[RewardPart],
+        options: RewardOptions | None = None,
         *,
-        aggregate: str = "sum",
-        timeout_s: float | None = 30.0,
-        on_error: str = "stop",
         max_hung: int = 8,
-        shuffle: int | None = None,
+        **given: Any,
     ) -> None:
-        if on_error not in ON_ERROR:
-            raise unknown("reward.on_error", on_error, ON_ERROR)
-        if aggregate not in AGGREGATES:
-            raise unknown("reward.aggregate", aggregate, AGGREGATES)
         if not parts:
             raise KeelError("a judge needs at least one reward")
         twice = next((name for name, count in Counter(part.name for part in parts).items() if count > 1), None)
         if twice is not None:
             raise KeelError(f"two rewards are called {twice!r}: give one of them another label")
-        self.parts, self.aggregate, self.on_error, self.shuffle = tuple(parts), aggregate, on_error, shuffle
-        if timeout_s is not None and not timeout_s > 0:
-            raise KeelError(f"reward.timeout_s is {timeout_s}: it must be above 0, or null for no limit")
-        self.timeout_s, self.max_hung, self.hung = timeout_s, max_hung, Hung()
+        self.parts, self.options = tuple(parts), options or read_options(RewardOptions, given, "reward")
+        self.max_hung, self.hung = max_hung, Hung()
         self.failures: list[Failure] = []
         self.counts: Counter[str] = Counter()  # by function, over the whole run
 
     @classmethod
-    def of(cls, task: Task, entries: Sequence[dict[str, Any]] = (), **options: Any) -> Judge:
+    def of(
+        cls,
+        task: Task,
+        entries: Sequence[Mapping[str, Any]] = (),
+        options: RewardOptions | None = None,
+        **given: Any,
+    ) -> Judge:
         """The judge of `rewards:` (default: the task's own reward)."""
-        return cls(build_rewards(entries, task), **options)
+        return cls(build_rewards(entries, task), options, **given)
 
     def judge(
         self, problem: Problem, episodes: Sequence[Sequence[str]], failed: Collection[int] = ()
@@ -86,19 +85,17 @@ class Judge:
         called = {i: self._together(part, problem, episodes, failed) for i, part in enumerate(self.parts)}
         for sample, turns in enumerate(episodes):
             row = None if sample in failed else self._row(problem, sample, turns, called)
-            if row is None and self.on_error == "skip_group":
+            if row is None and self.options.on_error == "skip_group":
                 return None
             table.append(row or [Reward(0.0, parsed=False)] * len(self.parts))
         values = {p.name: [row[i].total for row in table] for i, p in enumerate(self.parts)}
-        totals = combine(values, {p.name: p.weight for p in self.parts}, self.aggregate)
+        totals = combine(values, {p.name: p.weight for p in self.parts}, self.options.aggregate)
         rewards = [
             Reward(total, self._named(row), all(reward.parsed for reward in row))
             for total, row in zip(totals, table, strict=True)
         ]
-        if self.shuffle is not None:
-            stream("shuffle", self.shuffle, problem.key, *(turn for turns in episodes for turn in turns)).shuffle(
-                rewards
-            )
+        if (seed := self.options.shuffle) is not None:
+            stream("shuffle", seed, problem.key, *(turn for turns in episodes for turn in turns)).shuffle(rewards)
         return tuple(rewards)
 
     def drain(self) -> list[Failure]:
@@ -131,7 +128,7 @@ class Judge:
             return {}
         waiting = [sample for sample in range(len(episodes)) if sample not in failed]
         # One that judges elsewhere, `at_once` at a time, has limits of its own.
-        limit, gate = (self.timeout_s, None) if part.asynchronous else (None, asyncio.Semaphore(part.at_once))
+        limit, gate = (self.options.timeout_s, None) if part.asynchronous else (None, asyncio.Semaphore(part.at_once))
 
         async def judged(turns: Sequence[str]) -> Any:
             async with gate or nullcontext():
@@ -159,7 +156,7 @@ class Judge:
         if outcome is None and part.trusted:
             value = call_here(part.function, problem, turns)
         elif outcome is None:
-            value = call_now(part.function, problem, turns, timeout_s=self.timeout_s, hung=self.hung)
+            value = call_now(part.function, problem, turns, timeout_s=self.options.timeout_s, hung=self.hung)
         try:
             return as_reward(value)
         except ValueError as error:
@@ -170,7 +167,7 @@ class Judge:
         failure = Failure(called, problem.key, sample, failed.kind, failed.cause)
         self.failures.append(failure)
         self.counts[called] += 1
-        if self.on_error == "stop":
+        if self.options.on_error == "stop":
             raise KeelError(f"reward {failure}; mend it, or set reward.on_error to zero or skip_group") from failed
         if (hung := self.hung.alive) > self.max_hung:
             raise TooManyHang(

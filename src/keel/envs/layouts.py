@@ -8,42 +8,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keel.base.errors import KeelError, unknown
+from keel.base.errors import KeelError
 from keel.base.types import Problem
-from keel.envs.rows import Broken, Row, Rows, read_rows, settle
+from keel.base.validation import read_options
+from keel.envs.options import ColumnOptions, SourceOptions
+from keel.envs.rows import Broken, DataRow, Rows, read_rows, settle
 
-PROMPT, ANSWER = "question", "answer"  # the defaults of data.columns
+PROMPT, ANSWER = ColumnOptions().prompt, ColumnOptions().answer
 # Where a default column is missing: the first of these that is there is taken, and a note says so.
 PROMPTS = ("prompt", "problem", "messages")
 ANSWERS = ("reward_model.ground_truth", "answer", "solution", "ground_truth", "completion")
 _MISSING = object()
 
 
-@dataclass(frozen=True)
-class Source:
-    """The part of `data:` that a task reads; `columns` maps prompt, answer, messages and system to column names."""
-
-    path: str | Sequence[str] | None = None
-    split: str = "train"
-    columns: Mapping[str, str | None] | None = None
-    on_broken: str = "error"
-
-
-def source_of(data: Mapping[str, Any] | Source | None) -> Source:
-    """`data: {path, split, columns, on_broken}` of a task, checked."""
-    if data is None or isinstance(data, Source):
-        return data or Source()
-    if not isinstance(data, Mapping):
+def source_of(data: Mapping[str, Any] | None) -> SourceOptions:
+    """The options of a task's `data`, checked."""
+    if data is not None and not isinstance(data, Mapping):
         raise KeelError(f"data is {data!r}: give a section such as {{path: mine.jsonl}}")
-    names = ("path", "split", "columns", "on_broken")
-    for name in data:
-        if name not in names:
-            raise unknown("data option of a task", name, names)
-    columns = data.get("columns") or {}
-    for name in columns:
-        if name not in _COLUMNS:
-            raise unknown("data.columns entry", name, _COLUMNS)
-    return Source(**{**data, "columns": dict(columns)})
+    return read_options(SourceOptions, data or {}, "data")
 
 
 @dataclass(frozen=True)
@@ -69,7 +51,7 @@ class Columns:
     last_turn: bool = False
 
 
-def load_problems(source: Source) -> Loaded:
+def load_problems(source: SourceOptions) -> Loaded:
     """Every usable row as a problem: prompt and answer from their columns, all other columns in `info`.
 
     The key of a problem is its row's place, such as `mine.jsonl:3`. Rows without a prompt or an answer are broken.
@@ -79,7 +61,7 @@ def load_problems(source: Source) -> Loaded:
     rows = read_rows(source.path, source.split)
     if not rows.rows:
         settle(rows.source, rows.broken, "error")
-    columns, notes = choose_columns(rows, source.columns or {})
+    columns, notes = choose_columns(rows, source.columns)
     problems: list[Problem] = []
     broken = list(rows.broken)
     for row in rows.rows:
@@ -99,14 +81,14 @@ def load_problems(source: Source) -> Loaded:
     return Loaded(rows.source, tuple(problems), (*notes, *([skipped] if skipped else [])))
 
 
-def choose_columns(rows: Rows, given: Mapping[str, str | None]) -> tuple[Columns, list[str]]:
+def choose_columns(rows: Rows, given: ColumnOptions) -> tuple[Columns, list[str]]:
     """The columns to read and a note where they were recognised; a column that is named must be there."""
     names, chosen = rows.columns, []
-    messages, system = given.get("messages"), given.get("system")
+    messages, system = given.messages, given.system
     for option, name in (("messages", messages), ("system", system)):
         if name is not None and not _has(rows, name):
             raise _missing(rows, option, name)
-    prompt = messages or given.get("prompt") or PROMPT
+    prompt = messages or given.prompt
     whole = messages is not None
     if not _has(rows, prompt):
         found = next((name for name in PROMPTS if name in names), None) if prompt == PROMPT else None
@@ -114,7 +96,7 @@ def choose_columns(rows: Rows, given: Mapping[str, str | None]) -> tuple[Columns
             raise _missing(rows, "prompt", prompt)
         prompt, whole = found, found == "messages"
         chosen.append(f"prompts from {found!r}")
-    answer, last_turn = given.get("answer", ANSWER), False
+    answer, last_turn = given.answer, False
     if answer is not None and not _has(rows, answer):
         candidates = [name for name in ANSWERS if name != prompt and _has(rows, name)] if answer == ANSWER else []
         alone = answer == ANSWER and names == ("prompt",)  # TRL's prompts, which rewards judge by themselves
@@ -130,7 +112,7 @@ def choose_columns(rows: Rows, given: Mapping[str, str | None]) -> tuple[Columns
     return Columns(prompt, answer, system, whole, last_turn), notes
 
 
-def problem_of(row: Row, columns: Columns) -> Problem | Broken:
+def problem_of(row: DataRow, columns: Columns) -> Problem | Broken:
     """A row as a problem, or why it is none."""
     prompt = _prompt(_get(row.values, columns.prompt))
     if isinstance(prompt, _Why):
@@ -238,7 +220,6 @@ def _fields(rows: Rows, column: str) -> Sequence[str]:
     return list(next(structs, ()))
 
 
-_COLUMNS = ("prompt", "answer", "messages", "system")
 _KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("a boolean", (bool,)),
     ("a number", (int, float)),

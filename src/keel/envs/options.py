@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -28,8 +28,8 @@ class ColumnOptions(Options):
     system: str | None = Field(default=None, description="Column of each row's own system message; null for none.")
 
 
-class DataOptions(Options):
-    """Problems from a file or a hub, for tasks that read data."""
+class SourceOptions(Options):
+    """The rows that a task reads: the part of `data` that tasks with a parameter called `data` are given."""
 
     path: str | tuple[str, ...] | None = Field(
         default=None,
@@ -40,6 +40,11 @@ class DataOptions(Options):
     on_broken: Literal["error", "skip"] = Field(
         default="error", description="Rows that cannot be read: stop and name them, or leave them out and count them."
     )
+
+
+class PromptOptions(Options):
+    """How prompts become tokens."""
+
     system_prompt: str | None = Field(default=None, description="Text of a system message put before every prompt.")
     chat_template: str = Field(
         default="auto", description="auto (the tokenizer's, if any), none, or a template's name."
@@ -51,6 +56,20 @@ class DataOptions(Options):
         default="error",
         description="A prompt that is too long: stop with an error, cut its left end, or leave the problem out.",
     )
+
+
+class DataOptions(PromptOptions, SourceOptions):
+    """Problems from a file or a hub, for tasks that read data."""
+
+    @property
+    def prompts(self) -> dict[str, Any]:
+        """How prompts are rendered, as plain data."""
+        return self.model_dump(include=set(PromptOptions.model_fields))
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """What tasks are given of it, as plain data."""
+        return self.model_dump(include=set(SourceOptions.model_fields))
 
 
 class RewardPartOptions(PluginOptions):

@@ -18,6 +18,7 @@ from keel.envs.dataset import dataset
 from keel.envs.gsm8k import gsm8k
 from keel.envs.mixture import Mixture, mixture
 from keel.envs.multihop import multihop
+from keel.envs.options import DataOptions, SourceOptions, TaskOptions
 from keel.envs.reasoning_gym import check_reasoning_gym, reasoning_gym
 from keel.envs.tool_list import tools_of
 from keel.envs.with_tools import WithTools, with_tools
@@ -92,6 +93,28 @@ def check_task(name: str, params: Mapping[str, Any]) -> None:
     part_arguments(f"task {name}", _factory(name), params)
     if name in CHECKS:
         CHECKS[name](params)
+
+
+def reads_data(name: str) -> bool:
+    """Whether a task reads data: whether its factory has a parameter called `data`."""
+    return "data" in inspect.signature(_factory(name)).parameters
+
+
+def check_data(task: TaskOptions, data: DataOptions) -> None:
+    """Refuse data that the task would not read, or lacks."""
+    untouched = SourceOptions()
+    given = [name for name in SourceOptions.model_fields if getattr(data, name) != getattr(untouched, name)]
+    if given and not reads_data(task.name):
+        raise KeelError(
+            f"data.{given[0]} is given, but task {task.name} makes its own problems: leave it out, or set "
+            "task.name=dataset"
+        )
+    if task.name == "dataset" and data.path is None and "data" not in task.params:
+        raise KeelError("task dataset needs data.path: a file, a folder or a hub name")
+    if given and "data" in task.params:
+        raise KeelError(f"data.{given[0]} and task.data both name data: keep one")
+    if data.truncation != "error" and data.max_prompt_length is None:
+        raise KeelError(f"data.truncation={data.truncation} needs data.max_prompt_length: give the limit in tokens")
 
 
 def _factory(name: str) -> Callable[..., Any]:

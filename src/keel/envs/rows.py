@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from keel.base.errors import KeelError, unknown
+from keel.base.files import json_kind, json_lines, no_constant
 
-ON_BROKEN = ("error", "skip")
 SPLITS = ("train", "validation", "valid", "val", "dev", "test", "eval")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(,[\w.-]+){0,2}")
 
 
 @dataclass(frozen=True)
-class Row:
+class DataRow:
     """One record and where it stands, such as `mine.jsonl:3`."""
 
     place: str
@@ -41,7 +41,7 @@ class Rows:
     """What was read: `columns` are all that occur, `source` is for messages."""
 
     source: str
-    rows: tuple[Row, ...]
+    rows: tuple[DataRow, ...]
     broken: tuple[Broken, ...] = ()
 
     @property
@@ -65,7 +65,7 @@ def read_rows(path: str | Sequence[str], split: str = "train") -> Rows:
         places = {row.place for row in rows}
         if len(places) < len(rows):  # files of one name in several folders: then the whole path tells them apart
             rows = tuple(
-                Row(f"{one}:{row.place.rpartition(':')[2]}", row.values)
+                DataRow(f"{one}:{row.place.rpartition(':')[2]}", row.values)
                 for one, part in zip(paths, several, strict=True)
                 for row in part.rows
             )
@@ -77,8 +77,6 @@ def read_rows(path: str | Sequence[str], split: str = "train") -> Rows:
 
 def settle(source: str, broken: Sequence[Broken], on_broken: str) -> str | None:
     """Refuse broken rows by their places, or with `data.on_broken: skip` return the note that counts them."""
-    if on_broken not in ON_BROKEN:
-        raise unknown("data.on_broken", on_broken, ON_BROKEN)
     if not broken:
         return None
     shown = ", ".join(item.place for item in broken[1:4]) + (", …" if len(broken) > 4 else "")
@@ -94,6 +92,11 @@ def _read(path: str, split: str) -> Rows:
     if place.is_dir():
         return _folder(place, split)
     if place.is_file():
+        if split != "train" and split.lower() not in _words(place.name):
+            raise KeelError(
+                f"data.split={split} has no meaning for {path}: a file has no splits; leave it out, or give a folder "
+                "or a hub name"
+            )
         return _file(place)
     looks_like_a_file = place.suffix.lower() in READERS or path.startswith(("/", ".", "~")) or path.count("/") > 1
     if looks_like_a_file or not _HUB_NAME.fullmatch(path):
@@ -108,7 +111,7 @@ def _file(path: Path) -> Rows:
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise KeelError(f"cannot read {path}: its ending is {path.suffix!r}, known are {', '.join(READERS)}")
-    rows: list[Row] = []
+    rows: list[DataRow] = []
     broken: list[Broken] = []
     try:
         for number, record in reader(path):
@@ -116,7 +119,7 @@ def _file(path: Path) -> Rows:
             if isinstance(record, str):
                 broken.append(Broken(place, record))
             else:
-                rows.append(Row(place, record))
+                rows.append(DataRow(place, record))
     except OSError as error:
         raise KeelError(f"cannot read {path}: {error.strerror or error}") from error
     return Rows(str(path), tuple(rows), tuple(broken))
@@ -129,29 +132,13 @@ Records = Iterator[tuple[int, dict[str, Any] | str]]
 
 def _jsonl(path: Path) -> Records:
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip(b" \t\r\n\xef\xbb\xbf"):
-                yield number, _record(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
-
-
-def _record(line: bytes) -> dict[str, Any] | str:
-    try:
-        record = json.loads(line.decode("utf-8"), parse_constant=_no_constant)
-    except UnicodeDecodeError as error:
-        return f"not UTF-8 (byte {error.start + 1})"
-    except (ValueError, RecursionError) as error:
-        return f"not JSON ({error})"
-    return record if isinstance(record, dict) else f"a JSON {_kind(record)}, not an object"
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON value")
+        yield from json_lines(lines, strict=True)
 
 
 def _json(path: Path) -> Records:
     """A list of objects; a file of this ending that is JSONL all the same is read as that."""
     try:
-        whole = json.loads(path.read_text(encoding="utf-8-sig"), parse_constant=_no_constant)
+        whole = json.loads(path.read_text(encoding="utf-8-sig"), parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
         if str(error).startswith("Extra data"):
             yield from _jsonl(path)
@@ -163,9 +150,9 @@ def _json(path: Path) -> Records:
             raise KeelError(f"{path} holds one object: give a list of objects, or one object a line as .jsonl")
         whole = whole[lists[0]]
     if not isinstance(whole, list):
-        raise KeelError(f"{path} holds a JSON {_kind(whole)}: give a list of objects")
+        raise KeelError(f"{path} holds a JSON {json_kind(whole)}: give a list of objects")
     for number, record in enumerate(whole, start=1):
-        yield number, record if isinstance(record, dict) else f"a JSON {_kind(record)}, not an object"
+        yield number, record if isinstance(record, dict) else f"a JSON {json_kind(record)}, not an object"
 
 
 def _csv(path: Path) -> Records:
@@ -226,7 +213,7 @@ def _folder(folder: Path, split: str) -> Rows:
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix.lower() in READERS)
     if not files:
         raise KeelError(f"the folder {folder} holds no data: known endings are {', '.join(READERS)}")
-    words = {file: set(re.split(r"[^a-z0-9]+", str(file.relative_to(folder)).lower())) for file in files}
+    words = {file: _words(str(file.relative_to(folder))) for file in files}
     chosen = [file for file in files if split.lower() in words[file]]
     if not chosen and split == "train":  # files that name no split are for training
         chosen = [file for file in files if not words[file] & set(SPLITS)]
@@ -236,9 +223,13 @@ def _folder(folder: Path, split: str) -> Rows:
     parts = [_file(file) for file in chosen]
     source = str(chosen[0]) if len(chosen) == 1 else f"{folder} ({split})"
     prefix = {part.source: str(Path(part.source).relative_to(folder)) for part in parts}
-    rows = (Row(f"{prefix[p.source]}:{r.place.rpartition(':')[2]}", r.values) for p in parts for r in p.rows)
+    rows = (DataRow(f"{prefix[p.source]}:{r.place.rpartition(':')[2]}", r.values) for p in parts for r in p.rows)
     broken = (Broken(f"{prefix[p.source]}:{b.place.rpartition(':')[2]}", b.why) for p in parts for b in p.broken)
     return Rows(source, tuple(rows), tuple(broken))
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[^a-z0-9]+", name.lower()))
 
 
 def _hub(name: str, split: str) -> Rows:
@@ -282,11 +273,6 @@ def _quiet(*libraries: str) -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _numbered(name: str, records: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
+def _numbered(name: str, records: Iterable[Mapping[str, Any]]) -> Iterator[DataRow]:
     for number, record in enumerate(records, start=1):
-        yield Row(f"{name}:{number}", dict(record))
-
-
-def _kind(value: Any) -> str:
-    kinds = {list: "list", str: "text", bool: "boolean", int: "number", float: "number", type(None): "null"}
-    return kinds.get(type(value), type(value).__name__)
+        yield DataRow(f"{name}:{number}", dict(record))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, variance
+from statistics import fmean
 from typing import Any
 
 from keel.base.errors import KeelError
@@ -13,12 +13,13 @@ from keel.base.types import Group, Problem
 from keel.envs.base import Task
 from keel.envs.judge import Judge
 from keel.envs.rewards import TASK, as_reward
+from keel.eval.statistics import Interval, normal_interval, paired_interval, pass_at_k, wilson
 from keel.rollout.collect import collect
 from keel.rollout.engine import Engine
 from keel.rollout.sampling import SamplingParams
 
-Z95 = 1.959963984540054
-Interval = tuple[float, float]
+METHOD = "adjusted Wald over the problems' paired differences (Bonett and Price 2012)"
+REWARD_METHOD = "normal over the problems' paired differences"
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,19 @@ class EvalResult:
     shares: tuple[float, ...] = field(default=(), repr=False)
     groups: tuple[Group, ...] = field(default=(), repr=False, compare=False)
 
-    def as_dict(self) -> dict[str, Any]:
-        """A line of eval.jsonl."""
+    def record(self, split: str) -> dict[str, Any]:
+        """A line of eval.jsonl; without pass@1 and pass@k where nothing is right or wrong."""
+        answered = {
+            "pass@1": self.accuracy,
+            "ci95": None if self.ci95 is None else list(self.ci95),
+            "pass@k": {str(k): v for k, v in self.pass_at.items()},
+        }
         return {
             "task": self.task,
-            "problems": self.problems,
+            "split": split,
+            **({} if self.accuracy is None else answered),
+            "n": self.problems,
             "samples": self.samples,
-            "accuracy": self.accuracy,
-            "ci95": None if self.ci95 is None else list(self.ci95),
-            "pass_at": {str(k): v for k, v in self.pass_at.items()},
             "pass_at_ci95": {str(k): list(v) for k, v in self.pass_at_ci95.items()},
             "reward": self.reward,
             "reward_ci95": list(self.reward_ci95) if self.problems > 1 else None,  # JSON has no infinity
@@ -102,25 +107,6 @@ def evaluate(
     judge = Judge.of(task) if judge is None else judge if task.unanswered else judge.beside(task)
     groups = collect(engine, task, problems, tokenizer, params, seed=seed, judge=judge, **collecting)
     return summarise(task, groups, wanted, greedy=greedy, own=judge.called(task) or TASK)
-
-
-def evaluate_all(
-    engine: Engine, tasks: Mapping[str, Task], count: int, tokenizer: Any, *, held_out_seed: int = 0, **options: Any
-) -> dict[str, EvalResult]:
-    """`count` held-out problems of each task: the trained skill's accuracy, and with it what the others retain."""
-    return {
-        name: evaluate(engine, task, task.held_out(count, seed=held_out_seed), tokenizer, **options)
-        for name, task in tasks.items()
-    }
-
-
-def retention(before: Mapping[str, EvalResult], after: Mapping[str, EvalResult]) -> dict[str, dict[str, float | None]]:
-    """Accuracy before and after by task: what summary.json keeps."""
-    return {
-        name: {"before": before[name].accuracy, "after": result.accuracy}
-        for name, result in after.items()
-        if name in before
-    }
 
 
 def summarise(
@@ -182,21 +168,13 @@ def paired_reward(before: EvalResult, after: EvalResult) -> tuple[float, Interva
     return fmean(differences), normal_interval(differences)
 
 
-def paired_interval(differences: Sequence[float], samples: int = 1) -> Interval:
-    """The adjusted Wald interval of a mean of paired differences in [−1, 1], 95 %.
-
-    m ± 1.96·√((s − m²)/(n+2)) with m = Σdᵢ/(n+2) and s = (Σdᵢ² + 2a²)/(n+2): two problems are added, one that gained a
-    and one that lost it, so that the interval has a width where no problem changed. With one sample a problem a = 1,
-    which is Bonett and Price 2012 for right or wrong answers (doi 10.3102/1076998611411915). With k samples a² is 1/k,
-    the variance of a mean of k such answers, or the mean square of the differences that are not 0 where that is more:
-    samples of one problem may change together.
-    """
-    changed = [d * d for d in differences if d]
-    added = max(1 / samples, fmean(changed)) if changed else 1 / samples
-    count = len(differences) + 2
-    middle = sum(differences) / count
-    half = Z95 * math.sqrt(((sum(changed) + 2 * added) / count - middle**2) / count)
-    return max(-1.0, middle - half), min(1.0, middle + half)
+def difference(before: EvalResult, after: EvalResult) -> dict[str, Any]:
+    """The paired difference of two evaluations as data: of pass@1, or of the reward where nothing is right or wrong."""
+    if after.accuracy is None:
+        mean, interval = paired_reward(before, after)
+        return {"reward": mean, "ci95": list(interval) if math.isfinite(interval[0]) else None, "method": REWARD_METHOD}
+    mean, interval = paired_difference(before, after)
+    return {"pass@1": mean, "ci95": list(interval), "method": METHOD}
 
 
 def _keyed(result: EvalResult, values: Sequence[float]) -> dict[str, float]:
@@ -210,37 +188,6 @@ def _differences(task: str, values: Sequence[Mapping[str, float]]) -> list[float
     if not common:
         raise KeelError(f"the two evaluations of {task!r} have no problem in common: give them the same task")
     return [second[key] - first[key] for key in common]
-
-
-def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The chance that one of k draws without replacement out of `samples` is right: 1 - C(n-c, k) / C(n, k).
-
-    Unbiased for the chance with k fresh samples (Chen et al. 2021, arXiv 2107.03374).
-    """
-    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
-
-
-def wilson(shares: Sequence[float], samples: int = 1) -> Interval:
-    """Wilson's 95 % interval of a mean of shares, one share a problem, each out of `samples` samples.
-
-    Samples of one problem resemble each other, so the number of trials is the effective one (as Franco et al. 2019
-    recommend for clusters): p(1-p) over the squared standard error between problems, at least the number of problems
-    and at most that of samples. With one sample it is the ordinary interval; where all agree, it still has a width.
-    """
-    mean, count = fmean(shares), len(shares)
-    between = variance(shares) / count if count > 1 else 0.0
-    trials = mean * (1 - mean) / between if between > 0 else float(count)
-    trials = min(max(trials, float(count)), float(count * samples))
-    centre = (mean + Z95**2 / (2 * trials)) / (1 + Z95**2 / trials)
-    half = Z95 / (1 + Z95**2 / trials) * math.sqrt(mean * (1 - mean) / trials + Z95**2 / (4 * trials**2))
-    return max(0.0, centre - half), min(1.0, centre + half)
-
-
-def normal_interval(means: Sequence[float]) -> Interval:
-    """Mean ± 1.96 standard errors between problems; unbounded with a single problem."""
-    mean = fmean(means)
-    half = Z95 * math.sqrt(variance(means) / len(means)) if len(means) > 1 else math.inf
-    return mean - half, mean + half
 
 
 def _right(task: Task, group: Group, own: str) -> int:

@@ -1,5 +1,8 @@
 """KL as pure functions on torch tensors: estimators, gradient forms, placement, facts, controllers."""
 
+from typing import TYPE_CHECKING
+
+from keel.base.moved import refuse_renamed
 from keel.kl.controllers import CONTROLLERS, Controller, KLState, build_controller, controller_of, get_controller
 from keel.kl.estimators import ESTIMATORS, absolute, estimate, get_estimator, k1, k2, k3, masked_mean
 from keel.kl.exact import exact_kl, topk_kl, topk_kl_unbiased
@@ -10,6 +13,12 @@ from keel.kl.options import KLOptions, check_kl
 from keel.kl.placement import advantage_penalty, kl_loss, kl_score_loss, reward_penalty
 from keel.kl.ratios import DEFAULT_CLAMP, LogRatio, importance_ratio, log_ratio
 from keel.kl.sequence import k1_to_go, k2_sequence, k3_sequence, rao_blackwell, reward_to_go, sequence_estimate
+
+if not TYPE_CHECKING:  # type checkers see the names that are there
+    __getattr__ = refuse_renamed(
+        __name__,
+        {"shape_rewards": "keel.kl.reward_penalty", "shape_advantages": "keel.kl.advantage_penalty"},
+    )
 
 __all__ = [
     "CONTROLLERS",

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from keel.loggers.base import Fanout, Logger, Quiet
+from typing import TYPE_CHECKING
+
+from keel.base.moved import refuse_renamed
+from keel.loggers.base import Logger, MultiLogger
 from keel.loggers.build import build_loggers
 from keel.loggers.console import ConsoleLogger
 from keel.loggers.jsonl import JsonlLogger
 from keel.loggers.rundir import RunDirectory
 
-__all__ = ["ConsoleLogger", "Fanout", "JsonlLogger", "Logger", "Quiet", "RunDirectory", "build_loggers"]
+if not TYPE_CHECKING:  # type checkers see the names that are there
+    __getattr__ = refuse_renamed(__name__, {"Quiet": "keel.loggers.Logger", "Fanout": "keel.loggers.MultiLogger"})
+
+__all__ = ["ConsoleLogger", "JsonlLogger", "Logger", "MultiLogger", "RunDirectory", "build_loggers"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from keel.base.redact import hidden
 
 
-class Logger(Protocol):
-    """Told what happened, in order; a user's own class follows this too (derive from `Quiet` to fill in the rest)."""
+class Logger:
+    """Told what happened, in order; does nothing by default, so that a logger writes only what it wants to know."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """All metrics of one step."""
@@ -28,21 +28,7 @@ class Logger(Protocol):
         """No more will come."""
 
 
-class Quiet:
-    """A logger that ignores everything, to derive from."""
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None: ...
-
-    def evaluation(self, step: int, record: Mapping[str, Any]) -> None: ...
-
-    def event(self, kind: str, **fields: Any) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Fanout:
+class MultiLogger(Logger):
     """Several loggers as one. `keeper` (JSONL) must succeed; any other that raises is named once and dropped."""
 
     def __init__(

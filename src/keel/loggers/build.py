@@ -9,7 +9,7 @@ from keel.base.errors import KeelError
 from keel.base.imports import import_object, is_users_own
 from keel.base.parts import part_arguments
 from keel.base.redact import masked
-from keel.loggers.base import Fanout, Logger
+from keel.loggers.base import Logger, MultiLogger
 from keel.loggers.console import ConsoleLogger
 from keel.loggers.jsonl import JsonlLogger
 from keel.loggers.options import LoggerOptions, LogOptions
@@ -28,7 +28,7 @@ def build_loggers(
     name: str | None = None,
     config: Mapping[str, Any] | None = None,
     resumed_from: int | None = None,
-) -> Fanout:
+) -> MultiLogger:
     """JSONL always, and what `log` asks for; `name` is the run's.
 
     A TensorBoard that is not installed is recorded and left out, because it is on by default; anything asked for by
@@ -47,10 +47,10 @@ def build_loggers(
         others["wandb"] = WandbLogger(run.path, log.wandb, name=name, config=masked(config))
     for part in log.parts:
         others[part.name] = user_logger(part, run=run, total_steps=total_steps)
-    fanout = Fanout(JsonlLogger(run), others)
+    loggers = MultiLogger(JsonlLogger(run), others)
     for message in missing:
-        fanout.event("logger/missing", step=resumed_from or 0, message=message)
-    return fanout
+        loggers.event("logger/missing", step=resumed_from or 0, message=message)
+    return loggers
 
 
 def check_loggers(log: LogOptions) -> None:
@@ -65,12 +65,11 @@ def user_logger(part: LoggerOptions, **offered: Any) -> Logger:
     """A user's `module:attr`, called with its own parameters plus those of `run` and `total_steps` that it takes."""
     made = import_object(part.name, "log.extra")
     try:
-        logger: Logger = made(**_arguments(part, made, **offered))
+        logger = made(**_arguments(part, made, **offered))
     except TypeError as error:
         raise KeelError(f"log.extra: {part.name} could not be made: {error}") from error
-    lacking = [name for name in ("step", "rollouts", "evaluation", "event", "close") if not hasattr(logger, name)]
-    if lacking:
-        raise KeelError(f"log.extra: {part.name} has no {', '.join(lacking)}; derive it from keel.loggers.Quiet")
+    if not isinstance(logger, Logger):
+        raise KeelError(f"log.extra: {part.name} made a {type(logger).__name__}: derive it from keel.loggers.Logger")
     return logger
 
 

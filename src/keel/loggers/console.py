@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
-from keel.loggers.base import Quiet
+from keel.loggers.base import Logger
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 
-class ConsoleLogger(Quiet):
+class ConsoleLogger(Logger):
     """Step i/N, ETA, reward, KL with its standard error, β, clip fraction, gradient norm, tokens/s, last evaluation."""
 
     def __init__(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from keel.loggers.base import Logger
 from keel.loggers.rundir import EVAL, EVENTS, METRICS, ROLLOUTS, RunDirectory
 
 
-class JsonlLogger:
+class JsonlLogger(Logger):
     """One object a line; every line is complete, and valid JSON whatever the numbers were."""
 
     def __init__(self, run: RunDirectory) -> None:
@@ -31,6 +32,3 @@ class JsonlLogger:
         """Onto events.jsonl."""
         rest = {name: value for name, value in fields.items() if name not in ("step", "time")}
         self._run.append(EVENTS, {"step": fields.get("step"), "kind": kind, "time": fields.get("time"), **rest})
-
-    def close(self) -> None:
-        """The run directory is closed by whoever opened it."""

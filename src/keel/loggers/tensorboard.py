@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.loggers.base import Quiet
+from keel.loggers.base import Logger
 
 
-class TensorBoardLogger(Quiet):
+class TensorBoardLogger(Logger):
     """Scalars under the contract's metric names; a resume or a rollback hides what was logged past the checkpoint."""
 
     def __init__(self, folder: Path, resumed_from: int | None = None) -> None:

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.base.files import write_atomic
-from keel.loggers.base import Quiet
+from keel.base.files import read_json, write_atomic
+from keel.loggers.base import Logger
 from keel.loggers.options import WandbOptions
 from keel.loggers.rundir import WANDB
 from keel.loggers.tensorboard import flat_numbers
 
 
-class WandbLogger(Quiet):
+class WandbLogger(Logger):
     """One W&B run for one run directory: its id is kept in `wandb.json`, so a resume goes on in the same run.
 
     Steps are a metric of their own (`step`), because W&B's own counter cannot go back to a checkpoint.
@@ -73,7 +73,5 @@ class WandbLogger(Quiet):
 
 def remembered_id(folder: Path) -> str | None:
     """The id that this run directory had before, or None."""
-    try:
-        return str(json.loads((folder / WANDB).read_text(encoding="utf-8"))["id"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    remembered = read_json(folder / WANDB)
+    return str(remembered["id"]) if isinstance(remembered, dict) and "id" in remembered else None

@@ -1,5 +1,8 @@
 """Policy losses as pure functions: advantages, terms, reductions, sampler mismatch, the objective."""
 
+from typing import TYPE_CHECKING
+
+from keel.base.moved import refuse_renamed
 from keel.losses.advantages import advantages, centred, deviation, group_statistics, zero_variance
 from keel.losses.inputs import Limits, LossInputs, PolicyTerm
 from keel.losses.mismatch import mismatch_weights
@@ -25,6 +28,16 @@ from keel.losses.policy import (
     scale_rewards,
 )
 from keel.losses.reductions import REDUCTIONS, Denominators, count_denominators
+
+if not TYPE_CHECKING:  # type checkers see the names that are there
+    __getattr__ = refuse_renamed(
+        __name__,
+        {
+            "LossSpec": "keel.losses.LossOptions",
+            "KLSpec": "keel.kl.KLOptions",
+            "MismatchSpec": "keel.losses.MismatchOptions",
+        },
+    )
 
 __all__ = [
     "LOSSES",

@@ -1,8 +1,7 @@
-"""Statistics of the vocabulary distribution, a chunk of tokens at a time: whole-batch logits never exist.
+"""Log-probability, entropy and exact KL a chunk of tokens at a time: the logits of a batch never exist at once.
 
-Forward keeps one number a token, backward computes the logits of each chunk again: one more product with the head
-than a pass that keeps `[tokens, vocabulary]`. Policy logits and, for the exact KL, reference logits live for one
-chunk only.
+Forward keeps one number a token, backward recomputes the logits of each chunk: one more product with the head than a
+pass that keeps `[tokens, vocabulary]`. Policy logits and, for the exact KL, reference logits live for one chunk.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from keel.models.head import Head, LogitsOf, at_least_fp32, shape_logits
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What to compute beside the log-probability, and how; `ref_policy_grad` lets KL(ref‖policy) carry gradient."""
+class StatsOptions:
+    """What to compute beside the log-probability; `ref_policy_grad` lets KL(ref‖policy) carry gradient."""
 
     temperature: float = 1.0
     entropy: bool = False
@@ -48,14 +47,16 @@ def default_chunk(vocabulary: int, device: torch.device) -> int:
     return max(16, budget // vocabulary)
 
 
-def token_stats(hidden: Tensor, head: Head, tokens: Tensor, ask: Ask, ref_hidden: Tensor | None = None) -> TokenStats:
-    """log softmax(logits / temperature) at `tokens` `[N]`, and what `ask` adds, from hidden states `[N, H]`."""
+def token_stats(
+    hidden: Tensor, head: Head, tokens: Tensor, options: StatsOptions, ref_hidden: Tensor | None = None
+) -> TokenStats:
+    """log softmax(logits / temperature) at `tokens` `[N]`, and what `options` adds, from hidden states `[N, H]`."""
     linear = head.linear()
     with torch.autocast(device_type=hidden.device.type, enabled=False):
         if linear is None:
-            return _checkpointed(hidden, head, tokens, ask, ref_hidden)
+            return _checkpointed(hidden, head, tokens, options, ref_hidden)
         weight, bias = linear
-        return TokenStats(*_Chunked.apply(hidden.to(weight.dtype), weight, bias, tokens, ref_hidden, head, ask))
+        return TokenStats(*_Chunked.apply(hidden.to(weight.dtype), weight, bias, tokens, ref_hidden, head, options))
 
 
 def _logprobs(logits: Tensor, temperature: float) -> Tensor:
@@ -65,37 +66,39 @@ def _logprobs(logits: Tensor, temperature: float) -> Tensor:
     return logprobs.clamp_min(floor) if torch.is_grad_enabled() else logprobs.clamp_min_(floor)
 
 
-def _ref_logprobs(ref_hidden: Tensor, ask: Ask, vocabulary: int) -> Tensor:
-    assert ask.ref_head is not None
+def _ref_logprobs(ref_hidden: Tensor, options: StatsOptions, vocabulary: int) -> Tensor:
+    assert options.ref_head is not None
     with torch.no_grad():
-        logits = at_least_fp32(ask.ref_head(ref_hidden))
+        logits = at_least_fp32(options.ref_head(ref_hidden))
         if logits.shape[-1] != vocabulary:
             raise KeelError(
                 f"exact KL needs one vocabulary: the policy has {vocabulary} tokens, the reference {logits.shape[-1]}"
             )
-        return _logprobs(logits, ask.temperature)
+        return _logprobs(logits, options.temperature)
 
 
-def _pick(logprobs: Tensor, tokens: Tensor) -> Tensor:
+def _gather(logprobs: Tensor, tokens: Tensor) -> Tensor:
     return logprobs.gather(-1, tokens[:, None]).squeeze(-1)
 
 
-def _chunk_stats(logits: Tensor, tokens: Tensor, ask: Ask, ref_hidden: Tensor | None) -> tuple[Tensor | None, ...]:
+def _chunk_stats(
+    logits: Tensor, tokens: Tensor, options: StatsOptions, ref_hidden: Tensor | None
+) -> tuple[Tensor | None, ...]:
     """The plain formulas on one chunk of logits, in the order of TokenStats; differentiable."""
-    logprobs = _logprobs(logits, ask.temperature)
+    logprobs = _logprobs(logits, options.temperature)
     del logits  # a chunk of logits is the largest tensor here: hold no more of them than needed
-    logp, entropy, kl, ref_logp, ref_policy = _pick(logprobs, tokens), None, None, None, None
-    probs = logprobs.exp() if ask.entropy or ref_hidden is not None else None
-    if ask.entropy:
+    logp, entropy, kl, ref_logp, ref_policy = _gather(logprobs, tokens), None, None, None, None
+    probs = logprobs.exp() if options.entropy or ref_hidden is not None else None
+    if options.entropy:
         assert probs is not None
         entropy = -(probs * logprobs).sum(dim=-1)
     if ref_hidden is not None:
         assert probs is not None
-        ref = _ref_logprobs(ref_hidden, ask, logprobs.shape[-1])
+        ref = _ref_logprobs(ref_hidden, options, logprobs.shape[-1])
         kl = (probs * (logprobs - ref)).sum(dim=-1)
-        ref_logp = _pick(ref, tokens)
-        if ask.ref_policy:
-            ref_policy = (ref.exp() * (ref - (logprobs if ask.ref_policy_grad else logprobs.detach()))).sum(dim=-1)
+        ref_logp = _gather(ref, tokens)
+        if options.ref_policy:
+            ref_policy = (ref.exp() * (ref - (logprobs if options.ref_policy_grad else logprobs.detach()))).sum(dim=-1)
     return logp, entropy, kl, ref_logp, ref_policy
 
 
@@ -108,16 +111,18 @@ def _join(parts: list[tuple[Tensor | None, ...]]) -> list[Tensor | None]:
     return [torch.cat([x for x in column if x is not None]) if column[0] is not None else None for column in columns]
 
 
-def _checkpointed(hidden: Tensor, head: Head, tokens: Tensor, ask: Ask, ref_hidden: Tensor | None) -> TokenStats:
+def _checkpointed(
+    hidden: Tensor, head: Head, tokens: Tensor, options: StatsOptions, ref_hidden: Tensor | None
+) -> TokenStats:
     """Any head module (LoRA, quantised): autograd through each chunk, its logits recomputed in backward."""
 
-    def chunk(part: Tensor, chosen: Tensor, ref_part: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _chunk_stats(head(part), chosen, ask, ref_part)
+    def stats(hidden: Tensor, tokens: Tensor, ref_hidden: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _chunk_stats(head(hidden), tokens, options, ref_hidden)
 
     parts = []
-    for at in _chunks(max(len(tokens), 1), ask.chunk_tokens):
-        ref_part = None if ref_hidden is None else ref_hidden[at]
-        parts.append(checkpoint(chunk, hidden[at], tokens[at], ref_part, use_reentrant=False))
+    for chunk in _chunks(max(len(tokens), 1), options.chunk_tokens):
+        ref_chunk = None if ref_hidden is None else ref_hidden[chunk]
+        parts.append(checkpoint(stats, hidden[chunk], tokens[chunk], ref_chunk, use_reentrant=False))
     return TokenStats(*_join(parts))  # type: ignore[arg-type]
 
 
@@ -137,18 +142,18 @@ class _Chunked(torch.autograd.Function):
         tokens: Tensor,
         ref_hidden: Tensor | None,
         head: Head,
-        ask: Ask,
+        options: StatsOptions,
     ) -> tuple[Tensor | None, ...]:
         parts = []
-        for at in _chunks(max(len(tokens), 1), ask.chunk_tokens):
-            ref_part = None if ref_hidden is None else ref_hidden[at]
-            parts.append(_chunk_stats(_logits(hidden[at], weight, bias, head), tokens[at], ask, ref_part))
+        for chunk in _chunks(max(len(tokens), 1), options.chunk_tokens):
+            ref_chunk = None if ref_hidden is None else ref_hidden[chunk]
+            parts.append(_chunk_stats(_logits(hidden[chunk], weight, bias, head), tokens[chunk], options, ref_chunk))
         logp, entropy, kl, ref_logp, ref_policy = _join(parts)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, tokens, ref_hidden, entropy, kl)
-        ctx.head, ctx.ask = head, ask
-        plain = (ref_logp, None if ask.ref_policy_grad else ref_policy)
-        ctx.mark_non_differentiable(*(x for x in plain if x is not None))
+        ctx.head, ctx.options = head, options
+        constant = (ref_logp, None if options.ref_policy_grad else ref_policy)
+        ctx.mark_non_differentiable(*(x for x in constant if x is not None))
         return logp, entropy, kl, ref_logp, ref_policy
 
     @staticmethod
@@ -156,36 +161,36 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, tokens, ref_hidden, entropy, kl = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        to_logp, to_entropy, to_kl, _, to_ref_policy = grads
-        if all(upstream is None for upstream in (to_logp, to_entropy, to_kl, to_ref_policy)):
+        grad_logp, grad_entropy, grad_kl, _, grad_ref_policy = grads
+        if all(grad is None for grad in (grad_logp, grad_entropy, grad_kl, grad_ref_policy)):
             return (None,) * 7
-        against_ref = to_kl is not None or to_ref_policy is not None
-        wide = torch.promote_types(weight.dtype, torch.float32)
+        needs_ref = grad_kl is not None or grad_ref_policy is not None
+        accumulate_dtype = torch.promote_types(weight.dtype, torch.float32)
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         # Half-precision sums over many chunks lose small terms: accumulate in fp32, round once.
-        d_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
-        d_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
-        for at in _chunks(len(tokens), ctx.ask.chunk_tokens):
-            d_raw = _d_raw(
-                _logits(hidden[at], weight, bias, ctx.head),
-                tokens[at],
+        d_weight = torch.zeros_like(weight, dtype=accumulate_dtype) if needs_weight else None
+        d_bias = torch.zeros_like(bias, dtype=accumulate_dtype) if needs_bias else None
+        for chunk in _chunks(len(tokens), ctx.options.chunk_tokens):
+            d_raw = _raw_logits_gradient(
+                _logits(hidden[chunk], weight, bias, ctx.head),
+                tokens[chunk],
                 ctx.head,
-                ctx.ask.temperature,
-                to_logp=None if to_logp is None else to_logp[at, None],
-                to_entropy=None if to_entropy is None else (to_entropy[at, None], entropy[at, None]),
-                to_kl=None if to_kl is None else (to_kl[at, None], kl[at, None]),
-                to_ref_policy=None if to_ref_policy is None else to_ref_policy[at, None],
-                ref=_ref_logprobs(ref_hidden[at], ctx.ask, len(weight)) if against_ref else None,
+                ctx.options.temperature,
+                grad_logp=None if grad_logp is None else grad_logp[chunk, None],
+                grad_entropy=None if grad_entropy is None else (grad_entropy[chunk, None], entropy[chunk, None]),
+                grad_kl=None if grad_kl is None else (grad_kl[chunk, None], kl[chunk, None]),
+                grad_ref_policy=None if grad_ref_policy is None else grad_ref_policy[chunk, None],
+                ref=_ref_logprobs(ref_hidden[chunk], ctx.options, len(weight)) if needs_ref else None,
             )
             if d_bias is not None:
                 d_bias += d_raw.sum(dim=0)
             d_raw = d_raw.to(weight.dtype)
             if d_hidden is not None:
-                torch.mm(d_raw, weight, out=d_hidden[at])
-            if d_weight is not None and wide == weight.dtype:
-                d_weight.addmm_(d_raw.T, hidden[at])
+                torch.mm(d_raw, weight, out=d_hidden[chunk])
+            if d_weight is not None and accumulate_dtype == weight.dtype:
+                d_weight.addmm_(d_raw.T, hidden[chunk])
             elif d_weight is not None:
-                d_weight += d_raw.T @ hidden[at]
+                d_weight += d_raw.T @ hidden[chunk]
         return (
             d_hidden,
             None if d_weight is None else d_weight.to(weight.dtype),
@@ -194,48 +199,48 @@ class _Chunked(torch.autograd.Function):
         )
 
 
-def _d_raw(
+def _raw_logits_gradient(
     logits: Tensor,
     tokens: Tensor,
     head: Head,
     temperature: float,
     *,
-    to_logp: Tensor | None,
-    to_entropy: tuple[Tensor, Tensor] | None,
-    to_kl: tuple[Tensor, Tensor] | None,
-    to_ref_policy: Tensor | None,
+    grad_logp: Tensor | None,
+    grad_entropy: tuple[Tensor, Tensor] | None,
+    grad_kl: tuple[Tensor, Tensor] | None,
+    grad_ref_policy: Tensor | None,
     ref: Tensor | None,
 ) -> Tensor:
-    """The gradient by W h of one chunk: p · (sum of the factors) + what is added to it, back through shape.
+    """The gradient of the loss by the raw logits W h of one chunk, back through temperature, soft cap and scale.
 
-    `to_entropy` and `to_kl` are pairs of the upstream gradient and the value, all `[n, 1]`.
+    `grad_entropy` and `grad_kl` are pairs of the upstream gradient and the value, all `[n, 1]`.
     """
-    slope = head.scale / temperature
-    curve = None if head.softcap is None else 1 - (logits / head.softcap).square()
+    scale = head.scale / temperature
+    tanh_slope = None if head.softcap is None else 1 - (logits / head.softcap).square()
     logprobs = _logprobs(logits, temperature)
     del logits
     factor: Tensor | None = None
-    if to_kl is not None:
+    if grad_kl is not None:
         assert ref is not None
-        factor = (logprobs - ref).sub_(to_kl[1]).mul_(to_kl[0])
-    if to_entropy is not None:
-        term = (logprobs + to_entropy[1]).mul_(-to_entropy[0])
+        factor = (logprobs - ref).sub_(grad_kl[1]).mul_(grad_kl[0])
+    if grad_entropy is not None:
+        term = (logprobs + grad_entropy[1]).mul_(-grad_entropy[0])
         factor = term if factor is None else factor.add_(term)
-    if to_logp is not None:
-        factor = -to_logp if factor is None else factor.sub_(to_logp)
-    if to_ref_policy is not None:
-        factor = to_ref_policy if factor is None else factor + to_ref_policy
+    if grad_logp is not None:
+        factor = -grad_logp if factor is None else factor.sub_(grad_logp)
+    if grad_ref_policy is not None:
+        factor = grad_ref_policy if factor is None else factor + grad_ref_policy
     d_raw = logprobs.exp_()
     if factor is not None:
         d_raw.mul_(factor)
-    if to_logp is not None:
-        d_raw.scatter_add_(-1, tokens[:, None], to_logp)
-    if to_ref_policy is not None:
+    if grad_logp is not None:
+        d_raw.scatter_add_(-1, tokens[:, None], grad_logp)
+    if grad_ref_policy is not None:
         assert ref is not None
-        d_raw.sub_(ref.exp().mul_(to_ref_policy))
-    if curve is not None:
-        d_raw.mul_(curve)
-    return d_raw if slope == 1.0 else d_raw.mul_(slope)
+        d_raw.sub_(ref.exp().mul_(grad_ref_policy))
+    if tanh_slope is not None:
+        d_raw.mul_(tanh_slope)
+    return d_raw if scale == 1.0 else d_raw.mul_(scale)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> Tensor:

@@ -1,4 +1,4 @@
-"""Dropout off in the model that runs, and the model's own values in the config that is saved with it."""
+"""Dropout off in the model that runs, and the original values in the config that is saved with it."""
 
 from __future__ import annotations
 
@@ -8,46 +8,47 @@ from typing import Any
 
 from torch import nn
 
-_OWN = "_dropout_of_its_own"  # on the model itself, so that a deep copy and a merged base know their values too
+_ORIGINAL = "_original_dropout"  # on the model itself, so that a deep copy and a merged base have it too
 _OTHER_HEADS = ("summary_", "classifier_")  # configs name them for every model, a language model's pass has none
 
 
 def disable_dropout(model: nn.Module) -> None:
     """Set every dropout to 0: modules, the numbers that attention reads at each call, and the config.
 
-    Some models read their config at each call, so it has to be 0 as well; `own_dropout` puts its values back to save.
+    Some models read their config at each call, so it has to be 0 as well; `original_dropout` puts it back for saving.
     """
-    for holder, key, _ in _numbers(model):
-        setattr(holder, key, 0.0)
-    own = [(config, key, value) for config in _configs(model) for key, value in _dropouts(config)]
-    for config, key, _ in own:
+    for module, key, _ in _module_dropouts(model):
+        setattr(module, key, 0.0)
+    settings = [(config, key, value) for config in _configs(model) for key, value in _dropouts(config)]
+    for config, key, _ in settings:
         setattr(config, key, 0.0)
-    setattr(model, _OWN, (*getattr(model, _OWN, ()), *(one for one in own if one[2] > 0.0)))
+    nonzero = [setting for setting in settings if setting[2] > 0.0]
+    setattr(model, _ORIGINAL, (*getattr(model, _ORIGINAL, ()), *nonzero))
 
 
 def has_dropout(model: nn.Module) -> bool:
     """Whether any dropout is above 0, so that training mode differs from evaluation mode."""
-    values = [value for _, _, value in _numbers(model)]
+    values = [value for _, _, value in _module_dropouts(model)]
     values += [v for config in _configs(model) for key, v in _dropouts(config) if not key.startswith(_OTHER_HEADS)]
     return any(value > 0.0 for value in values)
 
 
 @contextmanager
-def own_dropout(model: nn.Module) -> Iterator[None]:
-    """The config as the model came with it, dropout values included, until the context is left; for saving."""
-    own = getattr(model, _OWN, ())
-    live = [getattr(config, key) for config, key, _ in own]
+def original_dropout(model: nn.Module) -> Iterator[None]:
+    """Inside, the config has the dropout that the model came with; for saving."""
+    settings = getattr(model, _ORIGINAL, ())
+    current = [getattr(config, key) for config, key, _ in settings]
     try:
-        for config, key, value in own:
+        for config, key, value in settings:
             setattr(config, key, value)
         yield
     finally:
-        for (config, key, _), value in zip(own, live, strict=True):
+        for (config, key, _), value in zip(settings, current, strict=True):
             setattr(config, key, value)
 
 
-def _numbers(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
-    """Every dropout probability in a module of the model, with its place."""
+def _module_dropouts(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
+    """Every dropout probability in the modules, with its module and attribute."""
     return [
         (module, key, value)
         for module in model.modules()
@@ -59,17 +60,17 @@ def _numbers(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """The model's config and those inside it, as of a model of several parts."""
-    found: list[Any] = []
-    waiting = [getattr(model, "config", None)]
-    while waiting:
-        config = waiting.pop()
+    """The model's config and the sub-configs inside it."""
+    configs: list[Any] = []
+    queue = [getattr(model, "config", None)]
+    while queue:
+        config = queue.pop()
         if config is not None and hasattr(config, "__dict__"):
-            found.append(config)
-            waiting += [
+            configs.append(config)
+            queue += [
                 value for key, value in vars(config).items() if key.endswith("_config") and hasattr(value, "to_dict")
             ]
-    return found
+    return configs
 
 
 def _dropouts(holder: Any) -> list[tuple[str, float]]:

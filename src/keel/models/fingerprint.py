@@ -1,4 +1,4 @@
-"""A fingerprint of the weights that take effect: it tells a stale copy from a fresh one."""
+"""A fingerprint of the weights in effect: it tells a stale copy from a fresh one."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def fingerprint(model: nn.Module, *, dtype: torch.dtype | None = None) -> str:
 
     A copy in another dtype is compared through `dtype`: `fingerprint(copy) == fingerprint(policy, dtype=bfloat16)`;
     it casts parameters and leaves buffers as they are, as such a copy does.
-    A merged copy has no A and B to compare, and merging rounds: who merges records `fingerprint(policy)` at the sync
-    as the source, and is stale when the policy's fingerprint no longer equals it.
+    A merged copy has no A and B to compare, and merging rounds: whoever merges records `fingerprint(policy)` at the
+    sync, and the copy is stale when the policy's fingerprint no longer equals it.
     """
     cast = ((name, _cast(tensor, dtype)) for name, tensor in effective_weights(model))
-    return fingerprint_tensors(cast, extra=_adapter_facts(model))
+    return fingerprint_tensors(cast, extra=_adapter_state(model))
 
 
 def fingerprint_tensors(named: Iterable[tuple[str, Tensor]], *, extra: Iterable[str] = ()) -> str:
@@ -74,7 +74,7 @@ def effective_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         owner = next((k for k in range(1, len(pieces) + 1) if ".".join(pieces[:k]) in active), None)
         if owner is not None:
             pieces[owner - 1] = "*"
-        yield _plain(".".join(pieces)), tensor
+        yield _base_name(".".join(pieces)), tensor
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -85,7 +85,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{leaf}" if prefix else leaf, buffer
 
 
-def _plain(name: str) -> str:
+def _base_name(name: str) -> str:
     """The name without peft's wrapping, so that a model with its adapters off equals the model it was made from."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
@@ -95,16 +95,16 @@ def _adapter_keys(model: nn.Module) -> tuple[set[str], set[str]]:
     idle: set[str] = set()
     active: set[str] = set()
     for prefix, layer in adapter_layers(model):
-        in_use = set(_in_use(layer))
+        effective = set(_effective_adapters(layer))
         for kind in (*layer.adapter_layer_names, *getattr(layer, "other_param_names", ())):
             holder = getattr(layer, kind, None)
             if isinstance(holder, nn.ModuleDict | nn.ParameterDict):
                 for adapter in holder:
-                    (active if adapter in in_use else idle).add(f"{prefix}.{kind}.{adapter}")
+                    (active if adapter in effective else idle).add(f"{prefix}.{kind}.{adapter}")
     return idle, active
 
 
-def _in_use(layer: Any) -> list[str]:
+def _effective_adapters(layer: Any) -> list[str]:
     """The adapters that a layer's forward adds; merged ones act through the base, and switching off unmerges them."""
     merged = list(getattr(layer, "merged_adapters", ()))
     if layer.disable_adapters:
@@ -119,13 +119,17 @@ def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def _adapter_facts(model: nn.Module) -> Iterator[str]:
-    """What takes effect and is no parameter: α/r in the update sBA, and that an update is merged into its base."""
+def _adapter_state(model: nn.Module) -> Iterator[str]:
+    """What takes effect beside the parameters: the scaling α/r of BA, and whether it is merged into its base."""
     for name, layer in adapter_layers(model):
         scaling = getattr(layer, "scaling", {})
-        yield from (f"{_plain(name)}|scaling|{float(scaling[key])!r}" for key in _in_use(layer) if key in scaling)
+        yield from (
+            f"{_base_name(name)}|scaling|{float(scaling[key])!r}"
+            for key in _effective_adapters(layer)
+            if key in scaling
+        )
         if getattr(layer, "merged_adapters", ()):
-            yield f"{_plain(name)}|merged|{'off' if layer.disable_adapters else 'on'}"
+            yield f"{_base_name(name)}|merged|{'off' if layer.disable_adapters else 'on'}"
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -134,21 +138,21 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _places(device: torch.device) -> Tensor:
-    """i·golden for each place of a row: equal words at different places are mixed to different numbers."""
+def _offsets(device: torch.device) -> Tensor:
+    """i·golden for each index of a row: equal words at different indices are mixed to different numbers."""
     return torch.arange(1, _ROW + 1, dtype=torch.int64, device=device) * GOLDEN
 
 
 def _words(tensor: Tensor) -> Tensor:
     """The tensor's bytes as 64-bit words; a tail shorter than a word is filled up with zeros."""
     data = tensor.contiguous().reshape(-1).view(torch.uint8)
-    whole = data.numel() // 8 * 8
+    full = data.numel() // 8 * 8
     # A view that does not start on a word boundary cannot be reinterpreted in place.
-    head = data[:whole] if data.storage_offset() % 8 == 0 else data[:whole].clone()
-    if whole == data.numel():
+    head = data[:full] if data.storage_offset() % 8 == 0 else data[:full].clone()
+    if full == data.numel():
         return head.view(torch.int64)
     tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
-    tail[: data.numel() - whole] = data[whole:]
+    tail[: data.numel() - full] = data[full:]
     return torch.cat([head.view(torch.int64), tail.view(torch.int64)])
 
 
@@ -156,13 +160,13 @@ def _words(tensor: Tensor) -> Tensor:
 def _row_sums(tensor: Tensor) -> Tensor:
     """Σ mix(xᵢ + i·golden) mod 2⁶⁴ of each row of words, `[rows]`; the last row may be short."""
     words = _words(tensor)
-    places = _places(words.device)
+    offsets = _offsets(words.device)
     block = _BLOCK.get(words.device.type, 1 << 20)
-    whole = words.numel() // _ROW * _ROW
+    full = words.numel() // _ROW * _ROW
     sums = [
-        mix(words[start : min(start + block, whole)].view(-1, _ROW) + places).sum(1) for start in range(0, whole, block)
+        mix(words[start : min(start + block, full)].view(-1, _ROW) + offsets).sum(1) for start in range(0, full, block)
     ]
-    tail = words[whole:]
+    tail = words[full:]
     if tail.numel():
-        sums.append(mix(tail + places[: tail.numel()]).sum(0, keepdim=True))
+        sums.append(mix(tail + offsets[: tail.numel()]).sum(0, keepdim=True))
     return torch.cat(sums) if sums else words.new_zeros(0)

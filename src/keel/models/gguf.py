@@ -1,4 +1,4 @@
-"""GGUF files: check that one is whole before it is read, and load it as an ordinary dequantised model."""
+"""GGUF files: check that one is complete before it is read, and load it as a dequantised model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codes
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What the file says of itself: the values kept are the short ones (strings and numbers, no arrays)."""
+    """The metadata of a file (strings and numbers, no arrays) and the size that its tensors need."""
 
     values: dict[str, Any]
     bytes_needed: int
@@ -65,8 +65,8 @@ def load_gguf(path: Path, *, dtype: torch.dtype, attn_implementation: str = "sdp
         raise KeelError(f"reading {path} needs the package gguf: pip install gguf") from error
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    tokenizer = AutoTokenizer.from_pretrained(**where)
+    source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
     _repair_digits(tokenizer, header.values.get("tokenizer.ggml.pre"))
     _name_special_tokens(tokenizer, header)
     check_eos(tokenizer, path.name)
@@ -74,19 +74,19 @@ def load_gguf(path: Path, *, dtype: torch.dtype, attn_implementation: str = "sdp
     if limit:
         tokenizer.model_max_length = int(limit)
     loaded = AutoModelForCausalLM.from_pretrained(
-        **where, dtype=dtype, attn_implementation=attn_implementation, quantization_config=GgufConfig(dequantize=True)
+        **source, dtype=dtype, attn_implementation=attn_implementation, quantization_config=GgufConfig(dequantize=True)
     )
-    model = _ordinary(loaded, dtype, attn_implementation)
-    return model, _without_strangers(tokenizer, model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+    model = _dequantized(loaded, dtype, attn_implementation)
+    return model, _drop_unembedded_tokens(tokenizer, model.config.vocab_size)  # type: ignore[union-attr, arg-type]
 
 
-def _ordinary(loaded: Any, dtype: torch.dtype, attn_implementation: str) -> nn.Module:
-    """The same weights in a model that does not call itself quantised: such a one can neither be saved nor trained."""
+def _dequantized(loaded: Any, dtype: torch.dtype, attn_implementation: str) -> nn.Module:
+    """The same weights in a model that is not marked as quantised, which can neither be saved nor trained."""
     from transformers import AutoModelForCausalLM
 
     # The reader puts the training run's title under the second name, and transformers takes it for a path.
-    unwanted = ("quantization_config", "_model_name_or_path")
-    config = type(loaded.config)(**{k: v for k, v in loaded.config.to_dict().items() if k not in unwanted})
+    dropped = ("quantization_config", "_model_name_or_path")
+    config = type(loaded.config)(**{k: v for k, v in loaded.config.to_dict().items() if k not in dropped})
     with torch.random.fork_rng():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
     model.load_state_dict(loaded.state_dict(), assign=True)
@@ -108,15 +108,15 @@ def _repair_digits(tokenizer: Any, pre: str | None) -> None:
 
 
 def _name_special_tokens(tokenizer: Any, header: GgufHeader) -> None:
-    """BOS, EOS and padding as the file numbers them: versions of the reader differ in which they take over."""
+    """BOS, EOS and padding by the ids in the file: versions of the reader differ in which they take over."""
     for role, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding")):
-        number = header.values.get(f"tokenizer.ggml.{key}_token_id")
-        if number is not None:
-            setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(int(number)))
+        token_id = header.values.get(f"tokenizer.ggml.{key}_token_id")
+        if token_id is not None:
+            setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(int(token_id)))
 
 
-def _without_strangers(tokenizer: Any, rows: int) -> Any:
-    """The tokenizer without tokens that the model has no embedding for.
+def _drop_unembedded_tokens(tokenizer: Any, rows: int) -> Any:
+    """The tokenizer without tokens that the model has no embedding row for.
 
     The reader gives every byte-level tokenizer GPT-2's <|endoftext|> as its unknown token, also where the file has
     none; byte-level text is never unknown, so nothing is lost with it.
@@ -128,13 +128,13 @@ def _without_strangers(tokenizer: Any, rows: int) -> Any:
         return tokenizer
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < rows]
-    named = {key: getattr(tokenizer, key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    kept = {key: token for key, token in named.items() if token and tokenizer.convert_tokens_to_ids(token) < rows}
+    roles = {key: getattr(tokenizer, key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    special = {key: token for key, token in roles.items() if token and tokenizer.convert_tokens_to_ids(token) < rows}
     rebuilt = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(state)),
         clean_up_tokenization_spaces=False,
         model_max_length=tokenizer.model_max_length,
-        **kept,
+        **special,
     )
     rebuilt.chat_template = tokenizer.chat_template
     return rebuilt
@@ -195,7 +195,7 @@ def _string(file: BinaryIO) -> str:
 
 
 def _value(file: BinaryIO, kind: int) -> Any:
-    """A value of the header; arrays are walked over and not kept."""
+    """A value of the header; arrays are skipped."""
     if kind == _STRING:
         return _string(file)
     if kind == _ARRAY:

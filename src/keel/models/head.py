@@ -22,7 +22,7 @@ from keel.base.errors import KeelError
 
 LogitsOf = Callable[[Tensor], Tensor]
 
-_measured: WeakKeyDictionary[nn.Module, tuple[int, float, float | None]] = WeakKeyDictionary()
+_heads: WeakKeyDictionary[nn.Module, tuple[int, float, float | None]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def causal_lm(model: nn.Module) -> Any:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout off and no gradient inside; afterwards every module has its own mode back.
+    """Inside, dropout is off and there is no gradient; afterwards every module is in its mode of before.
 
     `no_grad` rather than `inference_mode`: tensors that a model caches in its forward pass (rotary tables) may meet
     autograd later. Evaluation mode also keeps gradient checkpointing, which would drop the cache, out of the way.
@@ -119,22 +119,22 @@ def head_of(model: nn.Module) -> Head:
     module = causal.get_output_embeddings() if hasattr(causal, "get_output_embeddings") else None
     if module is None:
         raise KeelError(f"{type(causal).__name__} has no output embedding: only causal language models can be scored")
-    if causal not in _measured:
-        _measured[causal] = _measure_around(causal, module)
-    depth, scale, softcap = _measured[causal]
-    return Head(_around(causal, module)[depth], scale, softcap)
+    if causal not in _heads:
+        _heads[causal] = _locate_head(causal, module)
+    depth, scale, softcap = _heads[causal]
+    return Head(_enclosing_modules(causal, module)[depth], scale, softcap)
 
 
-def _around(causal: Any, module: nn.Module) -> list[nn.Module]:
+def _enclosing_modules(causal: Any, module: nn.Module) -> list[nn.Module]:
     """The output embedding, then each module that holds the one before, the model itself left out."""
     path = next(name for name, part in causal.named_modules() if part is module).split(".")
     return [causal.get_submodule(".".join(path[:length])) for length in range(len(path), 0, -1)]
 
 
-def _measure_around(causal: Any, module: nn.Module) -> tuple[int, float, float | None]:
+def _locate_head(causal: Any, module: nn.Module) -> tuple[int, float, float | None]:
     """How far around the output embedding the head reaches, its scale and its soft cap."""
     body = body_of(causal)
-    heads = [part for part in _around(causal, module) if not any(inner is body for inner in part.modules())]
+    heads = [part for part in _enclosing_modules(causal, module) if not any(inner is body for inner in part.modules())]
     for depth, part in enumerate(heads):
         try:
             return (depth, *_measure(causal, part))
@@ -147,19 +147,19 @@ def _measure_around(causal: Any, module: nn.Module) -> tuple[int, float, float |
 def frozen_head(model: nn.Module) -> Head:
     """The head as it is now, for a reference whose adapters are switched back before its head is applied.
 
-    An adapter on the head (LoRA on `lm_head`) is computed into one weight by sending the identity through it; a head
-    without one is used as it stands, uncopied. A hook on the head may be part of what it computes (an average of
-    adapters adds its update by one), so that it takes the first way too.
+    An adapter on the head (LoRA on `lm_head`) is folded into one weight by sending the identity through it; a head
+    without one is used as it is, uncopied. A hook may be part of what the head computes (an EMA of adapters adds its
+    update by one), so that a head with hooks is folded too.
     """
     head = head_of(model)
     if head.linear() is not None:
         return head
     inner = getattr(head.module, "base_layer", getattr(head.module, "original_module", None))
-    off = getattr(head.module, "disable_adapters", False) and not getattr(head.module, "merged", False)
-    if off and isinstance(inner, nn.Linear) and not _hooked(head.module) and not _hooked(inner):
+    adapters_off = getattr(head.module, "disable_adapters", False) and not getattr(head.module, "merged", False)
+    if adapters_off and isinstance(inner, nn.Linear) and not _hooked(head.module) and not _hooked(inner):
         return replace(head, module=inner)
     original: Any = getattr(head.module, "weight", None)
-    if original is None:  # more than one map: whatever adapters are on or off in it stay so in a copy
+    if original is None:  # more than one layer: adapters stay on or off in a copy
         return replace(head, module=copy.deepcopy(head.module).requires_grad_(False))
     vocabulary, width = original.shape
     with evaluating(head.module):
@@ -186,17 +186,17 @@ def config_numbers(model: nn.Module) -> dict[str, float]:
 
 
 def _measure(causal: Any, module: nn.Module) -> tuple[float, float | None]:
-    """Compare the model's own logits with those of its output embedding, under every setting the config suggests.
+    """Scale and soft cap: the setting of the config under which the output embedding gives the model's own logits.
 
     The hidden states are enlarged on the way, so that logits reach ±50: on small ones a soft cap is invisible.
     """
-    seen: list[Tensor] = []
+    enlarged: list[Tensor] = []
 
     def enlarge(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         hidden = output[0]
         size = module(hidden).float().std()
         hidden = hidden * (50.0 / size.clamp_min(1e-6)).to(hidden.dtype)
-        seen.append(hidden)
+        enlarged.append(hidden)
         if isinstance(output, tuple):
             return (hidden, *output[1:])
         output.last_hidden_state = hidden
@@ -206,10 +206,10 @@ def _measure(causal: Any, module: nn.Module) -> tuple[float, float | None]:
     hook = body_of(causal).register_forward_hook(enlarge)
     try:
         with evaluating(causal):
-            own = causal(input_ids=ids, use_cache=False).logits.float()
-            if not seen:
+            logits = causal(input_ids=ids, use_cache=False).logits.float()
+            if not enlarged:
                 raise KeelError(f"{type(causal).__name__} does not call its own decoder: give a scorer as module:attr")
-            raw = module(seen[-1]).float()
+            raw = module(enlarged[-1]).float()
     finally:
         hook.remove()
 
@@ -218,8 +218,8 @@ def _measure(causal: Any, module: nn.Module) -> tuple[float, float | None]:
     scales = [value for name, value in numbers.items() if any(part in name for part in ("logit", "multiplier", "scal"))]
     scales += [value / numbers["hidden_size"] for name, value in numbers.items() if "dim_model_base" in name]  # MiniCPM
     candidates = [(s, cap) for cap in [None, *caps] for s in [1.0, *scales, *(1.0 / value for value in scales)]]
-    peak = own.abs().max().clamp_min(1e-6)
-    errors = [float((shape_logits(raw, *candidate) - own).abs().max() / peak) for candidate in candidates]
+    peak = logits.abs().max().clamp_min(1e-6)
+    errors = [float((shape_logits(raw, *candidate) - logits).abs().max() / peak) for candidate in candidates]
     best = min(range(len(candidates)), key=errors.__getitem__)
     if not errors[best] <= (1e-3 if module_dtype(causal) == torch.float32 else 5e-2):
         raise KeelError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,12 +14,13 @@ from torch import nn
 
 from keel.base.errors import KeelError, first_line
 from keel.base.imports import import_object, is_users_own
+from keel.base.parts import part_arguments
 from keel.base.validation import read_options
 from keel.models.checks import check_eos, check_tokenizer, context_length
 from keel.models.dropout import disable_dropout, has_dropout
 from keel.models.gguf import check_gguf, load_gguf
 from keel.models.head import body_of
-from keel.models.lora import add_lora, check_adapter, settings_of
+from keel.models.lora import add_lora, check_adapter, options_in
 from keel.models.options import LoraOptions, ModelOptions
 from keel.models.probe import probe_packing
 from keel.models.tiny import tiny_model
@@ -36,11 +36,13 @@ DTYPES = {
     "float16": torch.float16,
     "fp16": torch.float16,
 }
+Loaded = tuple[Any, Any, tuple[str, ...]]  # model, tokenizer, notes
+Loader = Callable[..., Loaded]
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A policy ready to score and to train, and what the rest of the house has to know of it.
+    """A policy ready to score and to train, and what other rooms need to know of it.
 
     `eos_ids` are all tokens that end a completion (the tokenizer's and the generation config's). `context_length`
     is None where the config names no limit. `notes` say what was decided on the user's behalf. `shared_prefix` says
@@ -62,7 +64,7 @@ class LoadedModel:
 
 
 def load_model(
-    model: ModelOptions | str, *, seed: int = 0, probe: bool = True, longest: int | None = None, **options: Any
+    model: ModelOptions | str, *, seed: int = 0, probe: bool = True, longest: int | None = None, **overrides: Any
 ) -> LoadedModel:
     """A model with its tokenizer, checked before any compute is spent on it.
 
@@ -71,66 +73,68 @@ def load_model(
     those of `dtype`, `attn_implementation` and `seed` that its signature names. Every dropout is 0 unless `dropout`; a
     config that is saved with the model keeps its own values.
     A tokenizer without pad gets EOS as pad; one without EOS is an error, because no completion would ever end.
-    The model is in eval mode unless something was asked for that only works in train mode. `quantization` (4bit, 8bit)
-    is for the frozen base under LoRA (QLoRA, arXiv:2305.14314) and needs bitsandbytes.
-    Whether the model computes shared-prefix rows rightly is tried out on it (`probe`, a few short forwards); `longest`
-    is the job's longest prompt plus completion, for windows of attention that it never exceeds (None: the context).
-    Without the probe nothing is known, so one row a completion is used.
+    The model is in eval mode unless an option needs train mode (dropout, gradient checkpointing).
+    `quantization` (4bit, 8bit) is for the frozen base under LoRA (QLoRA, arXiv:2305.14314) and needs bitsandbytes.
+    `probe` measures whether the model computes shared-prefix rows rightly (a few short forwards); `longest` is the
+    job's longest prompt plus completion, for attention windows that it never exceeds (None: the context). Without the
+    probe, one row a completion is used.
     """
-    chosen = model_options(model, **options)
-    name, settings = chosen.name, chosen.lora
-    check_adapter(settings)
-    place = _device(chosen.device)
-    want = _dtype(chosen.dtype, place)
-    source = _source(name)
-    quantized = _quantized(chosen.quantization, source, settings, place)
-    made, tokenizer, notes = source(chosen, dtype=want, seed=seed, quantized=quantized)
-    notes += check_tokenizer(tokenizer, made, name)
-    if not chosen.dropout:
-        disable_dropout(made)
-    elif not has_dropout(made):
+    options = model_options(model, **overrides)
+    name, lora = options.name, options.lora
+    check_adapter(lora)
+    device = _resolve_device(options.device)
+    dtype = _resolve_dtype(options.dtype, device)
+    loader = _loader(name)
+    quantization = _quantization_kwargs(options.quantization, loader, lora, device)
+    policy, tokenizer, notes = loader(options, dtype=dtype, seed=seed, quantization=quantization)
+    notes += check_tokenizer(tokenizer, policy, name)
+    if not options.dropout:
+        disable_dropout(policy)
+    elif not has_dropout(policy):
         notes += (f"model.dropout=true changes nothing: every dropout in the config of {name!r} is 0",)
-    if quantized is None:
-        made = cast_parameters(made, want if isinstance(want, torch.dtype) else None, place)
-    if settings is not None:
-        made = add_lora(made, settings, seed=seed)
-        settings = settings_of(made, settings)
-    own_memory(made)
-    if chosen.gradient_checkpointing:
+    if quantization is None:
+        policy = cast_parameters(policy, dtype if isinstance(dtype, torch.dtype) else None, device)
+    if lora is not None:
+        policy = add_lora(policy, lora, seed=seed)
+        lora = options_in(policy, lora)
+    align_parameters(policy)
+    if options.gradient_checkpointing:
         # The reentrant form drops gradients when the first input needs none, as with a frozen embedding under LoRA.
-        made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    made.train(chosen.gradient_checkpointing or chosen.dropout or (settings is not None and settings.dropout > 0))
-    shared_prefix, packing_note = _packing(made, tokenizer, name, longest) if probe else (False, _unprobed(name))
-    if probe and packing_note is not None:
-        notes += (packing_note,)
-    if chosen.compile:
-        body_of(made).compile(dynamic=True)  # the part that scoring calls, past the model's own forward
+        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy.train(options.gradient_checkpointing or options.dropout or (lora is not None and lora.dropout > 0))
+    shared_prefix = False
+    packing_note: str | None = f"{name!r} was loaded without the packing probe: one row a completion"
+    if probe:
+        shared_prefix, packing_note = _packing(policy, tokenizer, name, longest)
+        notes += () if packing_note is None else (packing_note,)
+    if options.compile:
+        body_of(policy).compile(dynamic=True)  # the part that scoring calls, past the model's own forward
     for note in notes:
         logger.warning(note)
     return LoadedModel(
-        model=made,
+        model=policy,
         tokenizer=tokenizer,
         name=name,
-        context_length=context_length(made),
-        eos_ids=eos_ids(made, tokenizer),
+        context_length=context_length(policy),
+        eos_ids=eos_ids(policy, tokenizer),
         pad_id=int(tokenizer.pad_token_id),
-        device=place,
-        dtype=next(made.parameters()).dtype,
-        lora=settings,
+        device=device,
+        dtype=next(policy.parameters()).dtype,
+        lora=lora,
         notes=notes,
         shared_prefix=shared_prefix,
         packing_note=packing_note,
     )
 
 
-def model_options(model: ModelOptions | str, **options: Any) -> ModelOptions:
+def model_options(model: ModelOptions | str, **overrides: Any) -> ModelOptions:
     """The section `model`, from itself or from a name and other options of it."""
-    given = model.model_dump() if isinstance(model, ModelOptions) else {"name": model}
-    return read_options(ModelOptions, {**given, **options}, "model")
+    values = model.model_dump() if isinstance(model, ModelOptions) else {"name": model}
+    return read_options(ModelOptions, {**values, **overrides}, "model")
 
 
-def own_memory(model: nn.Module) -> None:
-    """Move weights that lie in a mapped file into torch's own memory, which is aligned.
+def align_parameters(model: nn.Module) -> None:
+    """Copy weights that lie in a memory-mapped file into torch's own memory, which is aligned.
 
     Matrix products on some CPUs round by the alignment of their operands: a resumed run, whose weights come from a
     file, would part from one left alone in the last bit.
@@ -159,25 +163,25 @@ def cast_parameters(
 
 def eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     """Every token that ends a completion: instruct models often list more in their generation config."""
-    extra = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    listed = [] if extra is None else list(extra) if isinstance(extra, list | tuple) else [extra]
-    return tuple(dict.fromkeys(int(token) for token in (tokenizer.eos_token_id, *listed)))
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    listed = configured if isinstance(configured, list | tuple) else [configured]
+    return tuple(dict.fromkeys(int(token) for token in (tokenizer.eos_token_id, *listed) if token is not None))
 
 
-def _device(device: str) -> torch.device:
-    """The device asked for, or the accelerator if there is one; a device that is not there is refused."""
+def _resolve_device(name: str) -> torch.device:
+    """The named device, or for `auto` the accelerator if there is one; a device that is not there is refused."""
     try:
-        place = torch.device(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     except RuntimeError:
-        raise KeelError(f"unknown model.device {device!r}: use cpu, cuda or cuda:N, or auto") from None
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise KeelError(f"unknown model.device {name!r}: use cpu, cuda or cuda:N, or auto") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise KeelError(
-            f"model.device is {place} and {torch.cuda.device_count()} CUDA devices are there: use cpu, or auto"
+            f"model.device is {device} and {torch.cuda.device_count()} CUDA devices are there: use cpu, or auto"
         )
-    return place
+    return device
 
 
-def _dtype(dtype: str, device: torch.device) -> torch.dtype | str:
+def _resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     return DTYPES[dtype]
@@ -189,36 +193,31 @@ def _packing(model: nn.Module, tokenizer: Any, name: str, longest: int | None) -
     return result.ok, None if result.ok else f"{name!r} is scored without shared prompts: {result.reason}"
 
 
-def _unprobed(name: str) -> str:
-    return f"{name!r} was loaded without the packing probe: one row a completion"
-
-
-def _quantized(bits: str | None, source: Any, lora: LoraOptions | None, place: torch.device) -> dict[str, Any] | None:
-    """What `from_pretrained` needs for a base in 4 or 8 bits; refused where it cannot work."""
+def _quantization_kwargs(
+    bits: str | None, loader: Loader, lora: LoraOptions | None, device: torch.device
+) -> dict[str, Any] | None:
+    """Arguments of `from_pretrained` for a base in 4 or 8 bits; refused where it cannot work."""
     if bits is None:
         return None
     if lora is None:
         raise KeelError(f"model.quantization={bits} freezes the base, so there is nothing to train: set model.lora too")
-    if source is not _from_transformers:
+    if loader is not _from_transformers:
         raise KeelError(f"model.quantization={bits} needs a transformers folder or hub name in model.name")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise KeelError(
             f"model.quantization={bits} needs bitsandbytes, which is not installed: install it, or leave it out"
         )
-    if place.type != "cuda":
+    if device.type != "cuda":
         raise KeelError(f"model.quantization={bits} needs a CUDA device: leave it out here")
     from transformers import BitsAndBytesConfig
 
-    four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
-    config = BitsAndBytesConfig(**(four if bits == "4bit" else {"load_in_8bit": True}))
-    return {"quantization_config": config, "device_map": {"": place}}
+    nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+    config = BitsAndBytesConfig(**(nf4 if bits == "4bit" else {"load_in_8bit": True}))
+    return {"quantization_config": config, "device_map": {"": device}}
 
 
-Source = Callable[..., tuple[Any, Any, tuple[str, ...]]]
-
-
-def _source(name: str) -> Source:
-    """Where the model comes from; what can be seen to be missing without loading anything is refused here."""
+def _loader(name: str) -> Loader:
+    """What loads a model of this name; what is seen to be missing without loading anything is refused here."""
     path = Path(name).expanduser()
     if name == "tiny":
         return _from_tiny
@@ -232,73 +231,75 @@ def _source(name: str) -> Source:
     if is_users_own(name):
         import_object(name, "model loader")
         return _from_user
-    # A hub name is `name` or `owner/name`; anything else can only have meant a folder, and so can a name inside a
-    # folder that exists. Asking the hub for it would end in half a minute of retries without a network.
-    meant_folder = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or not name
-    if meant_folder or ("/" in name and path.parent.is_dir()):
+    # A hub name is `name` or `owner/name`; anything else is a path, and so is a name inside a folder that exists.
+    # Asking the hub for it would cost half a minute of retries without a network.
+    is_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or not name
+    if is_path or ("/" in name and path.parent.is_dir()):
         raise KeelError(f"no model folder at {name!r}: check model.name, or give a hub name, a .gguf file or 'tiny'")
     return _from_transformers
 
 
-def _from_tiny(model: ModelOptions, *, seed: int, **_: Any) -> tuple[Any, Any, tuple[str, ...]]:
+def _from_tiny(model: ModelOptions, *, seed: int, **_: Any) -> Loaded:
     return (*tiny_model(seed, model.attn_implementation), ())
 
 
-def _from_gguf(model: ModelOptions, *, dtype: torch.dtype | str, **_: Any) -> tuple[Any, Any, tuple[str, ...]]:
+def _from_gguf(model: ModelOptions, *, dtype: torch.dtype | str, **_: Any) -> Loaded:
     # Quantised weights have no float type of their own; 16-bit scales lose nothing in fp32.
-    exact = dtype if isinstance(dtype, torch.dtype) else torch.float32
+    dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
     try:
-        made = load_gguf(Path(model.name).expanduser(), dtype=exact, attn_implementation=model.attn_implementation)
+        loaded = load_gguf(Path(model.name).expanduser(), dtype=dtype, attn_implementation=model.attn_implementation)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise error if isinstance(error, KeelError) else _cannot_load(model.name, error) from error
-    return (*made, ())
+    return (*loaded, ())
 
 
-def _from_user(model: ModelOptions, *, dtype: Any, seed: int, **_: Any) -> tuple[Any, Any, tuple[str, ...]]:
+def _from_user(model: ModelOptions, *, dtype: Any, seed: int, **_: Any) -> Loaded:
     name = model.name
     loader = import_object(name, "model loader")
     offered = {"dtype": dtype, "attn_implementation": model.attn_implementation, "seed": seed}
-    accepts = inspect.signature(loader).parameters
-    result = loader(**{key: value for key, value in offered.items() if key in accepts})
+    result = loader(**part_arguments(f"model loader {name}", loader, {}, **offered))
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
         raise KeelError(f"model loader {name!r} returned {type(result).__name__}: it must return (model, tokenizer)")
     return (*result, ())
 
 
-def _from_transformers(
-    model: ModelOptions, *, dtype: torch.dtype | str, quantized: Any, **_: Any
-) -> tuple[Any, Any, tuple[str, ...]]:
+def _from_transformers(model: ModelOptions, *, dtype: torch.dtype | str, quantization: Any, **_: Any) -> Loaded:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     name, attention, trust = model.name, model.attn_implementation, model.trust_remote_code
-    where = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
+    source = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
     try:
         # The small files first: a wrong tokenizer should not cost the download of the weights.
-        config = AutoConfig.from_pretrained(where, trust_remote_code=trust)
-        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
         check_eos(tokenizer, name)
-        common = {"config": config, "dtype": dtype, "trust_remote_code": trust, **(quantized or {})}
+        options = {"config": config, "dtype": dtype, "trust_remote_code": trust, **(quantization or {})}
         try:
-            made = AutoModelForCausalLM.from_pretrained(where, attn_implementation=attention, **common)
-            return made, tokenizer, ()
+            loaded = AutoModelForCausalLM.from_pretrained(source, attn_implementation=attention, **options)
+            return loaded, tokenizer, ()
         except ValueError as error:
             if attention != "sdpa" or "scaled_dot_product_attention" not in str(error):
                 raise
-        made = AutoModelForCausalLM.from_pretrained(where, attn_implementation="eager", **common)
-        return made, tokenizer, (f"{name!r} has no sdpa attention: attn_implementation=eager is used",)
+        loaded = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager", **options)
+        return loaded, tokenizer, (f"{name!r} has no sdpa attention: attn_implementation=eager is used",)
     except KeelError:
         raise
     except Exception as error:  # what transformers raises here has no common base
         raise _cannot_load(name, error) from error
 
 
+def describe_source(name: str) -> str:
+    """A model's name as an error shows it: a folder, or else a hub name."""
+    if Path(name).expanduser().exists():
+        return f"the folder {name}"
+    return f"{name!r} (no such folder here, so a hub name)"
+
+
 def _cannot_load(name: str, error: Exception) -> KeelError:
-    where = (
-        f"the folder {name}" if Path(name).expanduser().exists() else f"{name!r} (no such folder here, so a hub name)"
-    )
+    source = describe_source(name)
     if "trust_remote_code" in str(error):
         return KeelError(
-            f"cannot load a model from {where}: it brings Python code of its own, which is not run unless you say so: "
+            f"cannot load a model from {source}: it brings Python code of its own, which is not run unless you say so: "
             "read that code, then set model.trust_remote_code=true"
         )
-    return KeelError(f"cannot load a model from {where}: {first_line(error).rstrip('.')}; check model.name")
+    return KeelError(f"cannot load a model from {source}: {first_line(error).rstrip('.')}; check model.name")

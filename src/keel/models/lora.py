@@ -12,19 +12,19 @@ from keel.base.errors import KeelError, first_line
 from keel.models.options import LoraOptions
 
 
-def check_adapter(settings: LoraOptions | None) -> None:
+def check_adapter(options: LoraOptions | None) -> None:
     """Refuse a missing adapter folder before a model is loaded for it."""
-    if settings is None or settings.adapter is None:
+    if options is None or options.adapter is None:
         return
-    folder = Path(settings.adapter).expanduser()
+    folder = Path(options.adapter).expanduser()
     if not (folder / "adapter_config.json").is_file():
         raise KeelError(
-            f"no adapter at lora.adapter={settings.adapter!r}: the folder needs an adapter_config.json; "
+            f"no adapter at lora.adapter={options.adapter!r}: the folder needs an adapter_config.json; "
             "give the folder that save_pretrained wrote, or leave adapter out for a fresh one"
         )
 
 
-def add_lora(model: nn.Module, settings: LoraOptions, *, seed: int = 0) -> nn.Module:
+def add_lora(model: nn.Module, options: LoraOptions, *, seed: int = 0) -> nn.Module:
     """The model wrapped by peft with one trainable adapter; the base weights are frozen.
 
     A fresh adapter has B = 0, so the wrapped model computes exactly what the base does. Equal seeds give equal A,
@@ -35,33 +35,33 @@ def add_lora(model: nn.Module, settings: LoraOptions, *, seed: int = 0) -> nn.Mo
     try:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            if settings.adapter is None:
-                targets = settings.targets if isinstance(settings.targets, str) else list(settings.targets)
+            if options.adapter is None:
+                targets = options.targets if isinstance(options.targets, str) else list(options.targets)
                 config = LoraConfig(
-                    r=settings.r,
-                    lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft only divides it
-                    lora_dropout=settings.dropout,
+                    r=options.r,
+                    lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft only divides it
+                    lora_dropout=options.dropout,
                     target_modules=targets,
                     task_type=TaskType.CAUSAL_LM,
                 )
                 return get_peft_model(model, config)
-            folder = str(Path(settings.adapter).expanduser())
-            found = PeftConfig.from_pretrained(folder)
-            if not isinstance(found, LoraConfig):
-                raise KeelError(f"the adapter at {settings.adapter!r} is {found.peft_type}, not LoRA: give a LoRA one")
-            check_bias(found, f"the adapter at {settings.adapter!r}")
-            found.lora_dropout = settings.dropout
-            found.inference_mode = False
-            return PeftModel.from_pretrained(model, folder, config=found, is_trainable=True)
+            folder = str(Path(options.adapter).expanduser())
+            saved = PeftConfig.from_pretrained(folder)
+            if not isinstance(saved, LoraConfig):
+                raise KeelError(f"the adapter at {options.adapter!r} is {saved.peft_type}, not LoRA: give a LoRA one")
+            check_bias(saved, f"the adapter at {options.adapter!r}")
+            saved.lora_dropout = options.dropout
+            saved.inference_mode = False
+            return PeftModel.from_pretrained(model, folder, config=saved, is_trainable=True)
     except KeelError:
         raise
     except (ValueError, RuntimeError, KeyError, OSError) as error:
-        what = f"the adapter at {settings.adapter!r}" if settings.adapter else f"lora.targets={settings.targets!r}"
+        what = f"the adapter at {options.adapter!r}" if options.adapter else f"lora.targets={options.targets!r}"
         raise KeelError(f"{what} does not fit the model: {first_line(error)}") from error
 
 
 def check_bias(config: Any, what: str) -> None:
-    """Refuse LoRA that trains the base's biases: the base is shared, so that the reference would move with it."""
+    """Refuse LoRA that trains the base's biases: the reference shares the base and would move with it."""
     bias = getattr(config, "bias", "none")
     if bias != "none":
         raise KeelError(f"{what} has bias={bias!r}, which trains the base model itself: use LoRA with bias='none'")
@@ -75,11 +75,11 @@ def check_unmerged(model: nn.Module) -> None:
             raise KeelError(f"the policy's adapter is merged into its base ({name}): call unmerge_adapter() first")
 
 
-def settings_of(model: nn.Module, settings: LoraOptions) -> LoraOptions:
-    """The settings as they are in the model: a continued adapter brings its own rank, alpha and targets."""
+def options_in(model: nn.Module, options: LoraOptions) -> LoraOptions:
+    """The options as they are in the model: a continued adapter brings its own rank, alpha and targets."""
     config: Any = next(iter(model.peft_config.values()))  # type: ignore[operator]
     targets = config.target_modules if isinstance(config.target_modules, str) else tuple(sorted(config.target_modules))
-    return settings.model_copy(update={"r": config.r, "alpha": config.lora_alpha, "targets": targets})
+    return options.model_copy(update={"r": config.r, "alpha": config.lora_alpha, "targets": targets})
 
 
 def is_lora(model: nn.Module) -> bool:
@@ -88,7 +88,7 @@ def is_lora(model: nn.Module) -> bool:
 
 
 def adapter_is_zero(model: nn.Module) -> bool:
-    """Whether the active adapter changes nothing yet: every B is 0 and no layer is trained whole beside it."""
+    """Whether the active adapter changes nothing yet: every B is 0 and no module is trained in full beside it."""
     module: Any
     for module in model.modules():
         if not hasattr(module, "adapter_layer_names"):

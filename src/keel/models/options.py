@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from keel.base.errors import KeelError
 from keel.base.options import Above0, Flag, Float, Options, Positive
 
 
@@ -62,3 +63,11 @@ class ModelOptions(Options):
         if self.lora is None:
             return self.model_copy(update={"name": str(checkpoint)})
         return self.model_copy(update={"lora": self.lora.model_copy(update={"adapter": str(checkpoint)})})
+
+
+def check_quantization(model: ModelOptions) -> None:
+    """Refuse quantized weights without an adapter to train."""
+    if model.quantization is not None and model.lora is None:
+        raise KeelError(
+            f"model.quantization={model.quantization} needs LoRA, quantized weights do not train: set model.lora"
+        )

@@ -1,9 +1,9 @@
 """From groups of completions to rows of tokens: the prompt once a group, its completions after it.
 
-A shared-prefix row holds `prompt, completion 1, completion 2, …`. A completion sees the prompt and itself, its
+A shared-prefix row holds `prompt, completion 1, completion 2, …`. A completion attends to the prompt and to itself, its
 positions continue from the prompt's length, and the prompt's last position scores the first token of every
-completion, so a row computes what one row a completion computes while the prompt is paid for once. The last token
-of a completion scores nothing and nothing sees it: it is left out of the row.
+completion: the same numbers as one row a completion, with the prompt computed once. The last token of a completion
+scores nothing and nothing attends to it: it is left out of the row.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class PackedBatch:
         """The N tokens that exist, in the order of `[B, T]`: positions of their hidden states, and the tokens."""
         return self.gather[self.completion_mask], self.tokens[self.completion_mask]
 
-    def spread(self, values: Tensor) -> Tensor:
+    def scatter(self, values: Tensor) -> Tensor:
         """N values back to `[B, T]`, zero outside the completions; differentiable."""
-        where = self.completion_mask.flatten().nonzero().squeeze(-1)
-        flat = values.new_zeros(self.completion_mask.numel()).index_copy(0, where, values)
+        index = self.completion_mask.flatten().nonzero().squeeze(-1)
+        flat = values.new_zeros(self.completion_mask.numel()).index_copy(0, index, values)
         return flat.view(self.completion_mask.shape)
 
 
@@ -101,15 +101,15 @@ def pack(
     """
     check_groups(groups, context_length)
     if shared_prefix:
-        rows, places = _shared_rows(groups, max_row_tokens)
+        rows, scoring = _shared_rows(groups, max_row_tokens)
     else:
-        rows, places = _single_rows(groups)
+        rows, scoring = _single_rows(groups)
     length = max(len(row.ids) for row in rows)
-    gather = [[row * length + offset for offset in offsets] for row, offsets in places]
+    gather = [[row * length + column for column in columns] for row, columns in scoring]
     completions = [completion for group in groups for completion in group.completions]
     positions = right_pad((row.positions for row in rows), 0, width=length)
     if not shared_prefix:
-        # Padding continues the count: a jump would read as a second sequence in the row.
+        # Padding continues the count: transformers takes a jump for a second sequence in the row.
         positions = torch.arange(length).expand(len(rows), length).contiguous()
     return PackedBatch(
         input_ids=right_pad((row.ids for row in rows), pad_token_id, width=length),
@@ -155,7 +155,7 @@ def check_groups(groups: Sequence[Group], context_length: int | None = None) -> 
                     f"{name} has a completion of {len(completion.tokens)} tokens with {len(completion.action)} "
                     "action flags: one flag a token is needed"
                 )
-        longest = _span(group)
+        longest = _longest_sequence(group)
         if context_length is not None and longest > context_length:
             raise KeelError(
                 f"{name} needs {longest} tokens (prompt {len(group.prompt_tokens)} + completion "
@@ -165,7 +165,7 @@ def check_groups(groups: Sequence[Group], context_length: int | None = None) -> 
 
 
 def microbatches(groups: Sequence[Group], max_tokens: int, *, shared_prefix: bool = True) -> list[list[Group]]:
-    """Split by a budget of computed tokens (rows × longest row), in order, keeping groups whole where they fit.
+    """Split by a budget of computed tokens (rows × longest row), in order, without splitting groups that fit.
 
     A group beyond the budget becomes sub-groups that repeat the prompt; a single completion beyond it goes alone.
     Concatenating the parts gives the completions in their first order.
@@ -174,20 +174,20 @@ def microbatches(groups: Sequence[Group], max_tokens: int, *, shared_prefix: boo
         raise KeelError(f"microbatch_tokens must be at least 1, got {max_tokens}")
     batches: list[list[Group]] = []
     size = _Size()
-    for piece in (part for group in groups for part in _split(group, max_tokens, shared_prefix)):
-        grown = size.plus(_size(piece, shared_prefix))
+    for part in (part for group in groups for part in _split(group, max_tokens, shared_prefix)):
+        grown = size.plus(_size(part, shared_prefix))
         if batches and grown.area <= max_tokens:
-            batches[-1].append(piece)
+            batches[-1].append(part)
             size = grown
         else:
-            batches.append([piece])
-            size = _size(piece, shared_prefix)
+            batches.append([part])
+            size = _size(part, shared_prefix)
     return batches
 
 
 @dataclass(frozen=True)
 class _Size:
-    """Rows and the longest of them: enough to know what one more costs without a look at the others."""
+    """The number of rows and the longest of them."""
 
     rows: int = 0
     longest: int = 0
@@ -204,15 +204,15 @@ class _Size:
 def _size(group: Group, shared_prefix: bool) -> _Size:
     if shared_prefix:
         return _Size(1, _row_length(group))
-    return _Size(len(group.completions), _span(group) - 1)
+    return _Size(len(group.completions), _longest_sequence(group) - 1)
 
 
 def _split(group: Group, max_tokens: int, shared_prefix: bool) -> list[Group]:
-    """The group itself if it fits, otherwise its completions cut into runs that do."""
+    """The group itself if it fits, otherwise runs of its completions that do."""
     runs: list[range] = []
     size, prompt = _Size(), len(group.prompt_tokens)
     for index, completion in enumerate(group.completions):
-        alone = _Size(1, prompt + (_inner(completion) if shared_prefix else len(completion.tokens) - 1))
+        alone = _Size(1, prompt + (_input_length(completion) if shared_prefix else len(completion.tokens) - 1))
         grown = _Size(1, size.longest + alone.longest - prompt) if shared_prefix else size.plus(alone)
         if runs and grown.area <= max_tokens:
             runs[-1] = range(runs[-1].start, index + 1)
@@ -230,60 +230,60 @@ def _part(group: Group, run: range) -> Group:
     )
 
 
-def _inner(completion: Completion) -> int:
+def _input_length(completion: Completion) -> int:
     """Tokens of a completion that enter a row: all but the last."""
     return max(len(completion.tokens) - 1, 0)
 
 
 def _row_length(group: Group) -> int:
-    return len(group.prompt_tokens) + sum(_inner(completion) for completion in group.completions)
+    return len(group.prompt_tokens) + sum(_input_length(completion) for completion in group.completions)
 
 
-def _span(group: Group) -> int:
+def _longest_sequence(group: Group) -> int:
     """Prompt plus the longest completion."""
     return len(group.prompt_tokens) + max((len(c.tokens) for c in group.completions), default=0)
 
 
 def _add_group(row: _Row, group: Group, prefix: int) -> list[list[int]]:
-    """Append a group to a row; for each completion, the positions in the row that score its tokens."""
+    """Append a group to a row; returns, for each completion, the columns that score its tokens."""
     prompt = len(group.prompt_tokens)
     row.ids.extend(group.prompt_tokens)
     row.positions.extend(range(prompt))
     row.prefix.extend([prefix] * prompt)
     row.branch.extend([0] * prompt)
     last = len(row.ids) - 1
-    offsets = []
+    scoring = []
     for branch, completion in enumerate(group.completions, start=1):
-        inner, start = _inner(completion), len(row.ids)
-        row.ids.extend(completion.tokens[:inner])
-        row.positions.extend(range(prompt, prompt + inner))
-        row.prefix.extend([prefix] * inner)
-        row.branch.extend([branch] * inner)
-        offsets.append([last, *range(start, start + inner)] if completion.tokens else [])
-    return offsets
+        count, start = _input_length(completion), len(row.ids)
+        row.ids.extend(completion.tokens[:count])
+        row.positions.extend(range(prompt, prompt + count))
+        row.prefix.extend([prefix] * count)
+        row.branch.extend([branch] * count)
+        scoring.append([last, *range(start, start + count)] if completion.tokens else [])
+    return scoring
 
 
 def _shared_rows(groups: Sequence[Group], max_row_tokens: int | None) -> tuple[list[_Row], list[tuple[int, list[int]]]]:
-    """Rows, and for each completion (group-major) its row and scoring positions."""
+    """Rows, and for each completion (group-major) its row and scoring columns."""
     rows: list[_Row] = []
-    places: list[list[tuple[int, list[int]]]] = [[] for _ in groups]
+    scoring: list[list[tuple[int, list[int]]]] = [[] for _ in groups]
     for number, members in enumerate(_bins([_row_length(group) for group in groups], max_row_tokens)):
         row = _Row([], [], [], [])
         for prefix, index in enumerate(members):
-            places[index] = [(number, offsets) for offsets in _add_group(row, groups[index], prefix)]
+            scoring[index] = [(number, columns) for columns in _add_group(row, groups[index], prefix)]
         rows.append(row)
-    return rows, [place for group in places for place in group]
+    return rows, [completion for group in scoring for completion in group]
 
 
 def _single_rows(groups: Sequence[Group]) -> tuple[list[_Row], list[tuple[int, list[int]]]]:
     rows: list[_Row] = []
-    places: list[tuple[int, list[int]]] = []
+    scoring: list[tuple[int, list[int]]] = []
     for group in groups:
         for completion in group.completions:
             row = _Row([], [], [], [])
-            places.append((len(rows), _add_group(row, replace(group, completions=(completion,)), 0)[0]))
+            scoring.append((len(rows), _add_group(row, replace(group, completions=(completion,)), 0)[0]))
             rows.append(row)
-    return rows, places
+    return rows, scoring
 
 
 def _bins(lengths: Sequence[int], capacity: int | None) -> list[list[int]]:
@@ -291,39 +291,39 @@ def _bins(lengths: Sequence[int], capacity: int | None) -> list[list[int]]:
     if capacity is None:
         return [[index] for index in range(len(lengths))]
     bins: list[list[int]] = []
-    room = _Room(len(lengths))
+    free = _FreeSpace(len(lengths))
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        slot = room.first(lengths[index])
+        slot = free.first(lengths[index])
         if slot is None:
             slot = len(bins)
             bins.append([])
-            room.set(slot, capacity)
+            free.set(slot, capacity)
         bins[slot].append(index)
-        room.set(slot, room.of(slot) - lengths[index])
+        free.set(slot, free.of(slot) - lengths[index])
     return bins
 
 
-class _Room:
-    """What is left in each bin, as a tree of maxima: the first bin with enough is found without a look at all."""
+class _FreeSpace:
+    """The free space of each bin, as a tree of maxima: the first bin with enough is found in O(log bins)."""
 
     def __init__(self, bins: int) -> None:
         self._leaves = 1 << max(0, bins - 1).bit_length()
-        self._most = [-1] * (2 * self._leaves)  # a bin that is not open has no room, not even for nothing
+        self._maxima = [-1] * (2 * self._leaves)  # a bin that is not open takes nothing, not even an empty item
 
     def of(self, slot: int) -> int:
-        return self._most[self._leaves + slot]
+        return self._maxima[self._leaves + slot]
 
-    def set(self, slot: int, room: int) -> None:
+    def set(self, slot: int, free: int) -> None:
         node = self._leaves + slot
-        self._most[node] = room
+        self._maxima[node] = free
         while node := node >> 1:
-            self._most[node] = max(self._most[2 * node], self._most[2 * node + 1])
+            self._maxima[node] = max(self._maxima[2 * node], self._maxima[2 * node + 1])
 
     def first(self, length: int) -> int | None:
-        """The first bin with room for `length`, None where there is none."""
-        if self._most[1] < length:
+        """The first bin with `length` free, None where there is none."""
+        if self._maxima[1] < length:
             return None
         node = 1
         while node < self._leaves:
-            node = 2 * node if self._most[2 * node] >= length else 2 * node + 1
+            node = 2 * node if self._maxima[2 * node] >= length else 2 * node + 1
         return node - self._leaves

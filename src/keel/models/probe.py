@@ -1,4 +1,4 @@
-"""Does this model compute shared-prefix rows rightly? Ask it, at load, with numbers.
+"""Does this model compute shared-prefix rows rightly? Measured when it is loaded.
 
 transformers hands a 4-D mask to every layer unchanged: sliding-window, hybrid and eager-attention models then
 compute something else, without an error. The probe scores random tokens three ways: through the model's own
@@ -29,9 +29,9 @@ from keel.models.head import (
     module_dtype,
     takes_positions,
 )
-from keel.models.lengths import forget_lengths, length_regimes
 from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
+from keel.models.rope import length_regimes, reset_rope
 
 LONGEST_PROBE = 8192
 _EXTRA = 8
@@ -108,61 +108,61 @@ def probe_packing(
     """
     windows = local_windows(model, longest)
     reachable = [window for window in windows if window + 3 * _EXTRA <= max_length]
-    _check_untried(model, vocab_size, [window for window in windows if window not in reachable], longest, max_length)
-    furthest = min(past(max(reachable, default=0)), max_length - 2 * _EXTRA) if reachable else past(0)
-    groups = _random_groups(model, vocab_size, prompt=furthest)
+    _check_long_windows(
+        model, vocab_size, [window for window in windows if window not in reachable], longest, max_length
+    )
+    prompt = min(length_past(max(reachable)), max_length - 2 * _EXTRA) if reachable else length_past(0)
+    groups = _random_groups(model, vocab_size, prompt=prompt)
     length = max(len(g.prompt_tokens) + len(c.tokens) for g in groups for c in g.completions)
     window = windows[0] if windows else None
     name = type(causal_lm(model)).__name__
-    worst, agrees = 0.0, True
-    tries = [(groups, 0)]
+    max_error, agrees = 0.0, True
+    cases = [(groups, 0)]
     if takes_positions(body_of(model)):
         short = _random_groups(model, vocab_size, prompt=_EXTRA)
-        tries += [(short, origin) for origin in _origins(model, longest, length)]
+        cases += [(short, origin) for origin in _origins(model, longest, length)]
     with evaluating(model):
-        for tried, origin in tries:
-            with _refused_by_name(model):
-                own, spread = _own_logp(model, tried, origin)
-                if origin and not _single_rows_agree(model, tried, own, spread, origin):
-                    # No position can be had without all those before it (compressed attention): as many tokens, then.
-                    tried, origin = _random_groups(model, vocab_size, prompt=min(origin + _EXTRA, max_length)), 0
-                    own, spread = _own_logp(model, tried)
-                _check_single_rows(model, tried, own, spread, origin)
+        for case, origin in cases:
+            with _as_keel_error(model):
+                expected, spread = _own_logp(model, case, origin)
+                if origin and not _single_rows_agree(model, case, expected, spread, origin):
+                    # Positions cannot be shifted (compressed attention): take as many tokens instead.
+                    case, origin = _random_groups(model, vocab_size, prompt=min(origin + _EXTRA, max_length)), 0
+                    expected, spread = _own_logp(model, case)
+                _check_single_rows(model, case, expected, spread, origin)
             try:
-                error = _error(_scored(model, tried, shared_prefix=True, origin=origin), own)
-            except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as refusal:  # a KeelError too
-                cause = str(refusal).splitlines()[0] if str(refusal) else type(refusal).__name__
-                reason = f"{name} refuses shared-prefix rows ({cause}): one row a completion"
+                error = _error(_scored(model, case, shared_prefix=True, origin=origin), expected)
+            except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as failure:  # a KeelError too
+                reason = f"{name} refuses shared-prefix rows ({first_line(failure)}): one row a completion"
                 return ProbeResult(False, float("inf"), reason, length, window)
-            worst, agrees = max(worst, float(error.max())), agrees and _within(error, model, spread)
-    problem = _problem(model, agrees, worst, windows, reachable)
-    if problem:
-        return ProbeResult(False, worst, f"{name} {problem}: one row a completion", length, window)
-    return ProbeResult(
-        True, worst, f"{name}: shared-prefix rows agree to {worst:.1e} nats over {length} tokens", length
-    )
+            max_error, agrees = max(max_error, float(error.max())), agrees and _within(error, model, spread)
+    refusal = _refusal(model, agrees, max_error, windows, reachable)
+    if refusal:
+        return ProbeResult(False, max_error, f"{name} {refusal}: one row a completion", length, window)
+    reason = f"{name}: shared-prefix rows agree to {max_error:.1e} nats over {length} tokens"
+    return ProbeResult(True, max_error, reason, length)
 
 
 def _origins(model: nn.Module, longest: int | None, length: int) -> list[int]:
-    """Where short sequences are put to see what depends on positions: across each switch."""
+    """First positions of short sequences that lie across each position switch."""
     limit = longest or context_length(causal_lm(model))
-    room = 2 * _EXTRA
+    length_needed = 2 * _EXTRA
     origins = {switch - _EXTRA - 4 for switch in position_switches(model, longest)}
     if limit is not None:
-        origins = {min(origin, limit - room) for origin in origins}
-    return sorted(origin for origin in origins if origin > 0 and origin + room > length)
+        origins = {min(origin, limit - length_needed) for origin in origins}
+    return sorted(origin for origin in origins if origin > 0 and origin + length_needed > length)
 
 
-def past(window: int) -> int:
-    """A prompt length well past the window: the further past it, the more a forgotten window shows."""
+def length_past(window: int) -> int:
+    """A prompt length well past the window: the further past it, the more an ignored window shows."""
     return window + max(_EXTRA, window // 4)
 
 
-def _problem(model: nn.Module, agrees: bool, worst: float, windows: list[int], reachable: list[int]) -> str | None:
+def _refusal(model: nn.Module, agrees: bool, max_error: float, windows: list[int], reachable: list[int]) -> str | None:
     """Why shared-prefix rows must not be used, None if they may."""
     if not agrees:
-        where = f"has local attention of {windows[0]} tokens and " if windows else ""
-        return f"{where}computes shared-prefix rows wrongly by up to {worst:.1e} nats"
+        local = f"has local attention of {windows[0]} tokens and " if windows else ""
+        return f"{local}computes shared-prefix rows wrongly by up to {max_error:.1e} nats"
     if len(reachable) < len(windows):
         return f"has local attention of {windows[-1]} tokens, which is too long to probe"
     if windows and _eps(model) > torch.finfo(torch.float32).eps:
@@ -170,15 +170,15 @@ def _problem(model: nn.Module, agrees: bool, worst: float, windows: list[int], r
     return None
 
 
-def _check_untried(
+def _check_long_windows(
     model: nn.Module, vocab_size: int | None, windows: list[int], longest: int | None, max_length: int
 ) -> None:
-    """Try padded rows alone past windows too long for shared ones; refuse a job that exceeds one too long for both."""
-    most = max(max_length, longest_probe(model)) if max_length == LONGEST_PROBE else max_length
+    """Try padded rows past windows too long for shared rows; refuse a job that exceeds one too long for both."""
+    longest_row = max(max_length, longest_probe(model)) if max_length == LONGEST_PROBE else max_length
     for window in windows:
-        if window + 2 * _EXTRA <= most:
+        if window + 2 * _EXTRA <= longest_row:
             groups = [replace(g, completions=g.completions[:1]) for g in _random_groups(model, vocab_size, window + 1)]
-            with evaluating(model), _refused_by_name(model):
+            with evaluating(model), _as_keel_error(model):
                 _check_single_rows(model, groups, *_own_logp(model, groups))
         elif longest is not None:
             raise KeelError(
@@ -188,10 +188,10 @@ def _check_untried(
             )
 
 
-def _check_single_rows(model: nn.Module, groups: list[Group], own: Tensor, spread: float, origin: int = 0) -> None:
+def _check_single_rows(model: nn.Module, groups: list[Group], expected: Tensor, spread: float, origin: int = 0) -> None:
     """One row a completion is what everything else falls back to: if it is wrong, the model cannot be scored."""
-    if not _single_rows_agree(model, groups, own, spread, origin):
-        error = _error(_scored(model, groups, shared_prefix=False, origin=origin), own)
+    if not _single_rows_agree(model, groups, expected, spread, origin):
+        error = _error(_scored(model, groups, shared_prefix=False, origin=origin), expected)
         _check_causal(model, groups[0], spread)
         raise KeelError(
             f"{type(causal_lm(model)).__name__}: log-probabilities of padded rows are off by {float(error.max()):.1e} "
@@ -199,17 +199,17 @@ def _check_single_rows(model: nn.Module, groups: list[Group], own: Tensor, sprea
         )
 
 
-def _single_rows_agree(model: nn.Module, groups: list[Group], own: Tensor, spread: float, origin: int) -> bool:
-    error = _error(_scored(model, groups, shared_prefix=False, origin=origin), own)
+def _single_rows_agree(model: nn.Module, groups: list[Group], expected: Tensor, spread: float, origin: int) -> bool:
+    error = _error(_scored(model, groups, shared_prefix=False, origin=origin), expected)
     return _within(error, model, spread, slack=10.0)
 
 
 def _check_causal(model: nn.Module, group: Group, spread: float) -> None:
     """Refuse a model whose logits at a position change with the tokens after it: it has no policy to train."""
     row = torch.tensor([group.prompt_tokens + group.completions[0].tokens], device=next(model.parameters()).device)
-    whole = model(input_ids=row, use_cache=False).logits[0, 0].float()
-    alone = model(input_ids=row[:, : row.shape[1] // 2], use_cache=False).logits[0, 0].float()
-    if not float((whole - alone).abs().max()) <= 1e-2 * max(1.0, spread):
+    full = model(input_ids=row, use_cache=False).logits[0, 0].float()
+    prefix = model(input_ids=row[:, : row.shape[1] // 2], use_cache=False).logits[0, 0].float()
+    if not float((full - prefix).abs().max()) <= 1e-2 * max(1.0, spread):
         raise KeelError(
             f"{type(causal_lm(model)).__name__} sees tokens that come later, so that it is no policy to sample from "
             "and score: load a causal language model (a decoder), or set is_decoder in its config"
@@ -241,8 +241,8 @@ def _random_groups(model: nn.Module, vocab_size: int | None, prompt: int) -> lis
 def _own_logp(model: nn.Module, groups: list[Group], origin: int = 0) -> tuple[Tensor, float]:
     """Log-probabilities from the model's own logits, one plain row at a time: no mask, no positions, no packing.
 
-    A model that reads longer contexts otherwise is asked at every length by itself. `origin` is the position of the
-    first token. Also the standard deviation of the logits over the vocabulary, which rounding is proportional to.
+    A model with length regimes is run once for each. `origin` is the position of the first token. Also returns the
+    standard deviation of the logits over the vocabulary, which rounding is proportional to.
     """
     parts, spreads = [], []
     device = next(model.parameters()).device
@@ -263,8 +263,8 @@ def _own_logp(model: nn.Module, groups: list[Group], origin: int = 0) -> tuple[T
 
 
 @contextmanager
-def _refused_by_name(model: nn.Module) -> Iterator[None]:
-    """A model that cannot read plain or padded rows of tokens is no fault of the user's code: one line says so."""
+def _as_keel_error(model: nn.Module) -> Iterator[None]:
+    """Whatever a model raises on plain or padded rows of tokens becomes one line that names the model."""
     try:
         yield
     except (KeelError, torch.OutOfMemoryError):
@@ -278,20 +278,20 @@ def _refused_by_name(model: nn.Module) -> Iterator[None]:
 
 
 def last_logits(model: nn.Module, row: Tensor, count: int, origin: int) -> Tensor:
-    """The logits `[count, V]` at the last positions of a plain row that nothing before it has left a mark on."""
+    """The logits `[count, V]` at the last positions of a plain row, with the rotary tables reset before it."""
     positions = {"position_ids": origin + torch.arange(row.shape[1], device=row.device)[None]} if origin else {}
-    forget_lengths(causal_lm(model))
-    with _head_sees_last(model, count):
+    reset_rope(causal_lm(model))
+    with _last_positions_only(model, count):
         logits: Tensor = model(input_ids=row, use_cache=False, **positions).logits[0, -count:]
     return logits.float()
 
 
 @contextmanager
-def _head_sees_last(model: nn.Module, count: int) -> Iterator[None]:
+def _last_positions_only(model: nn.Module, count: int) -> Iterator[None]:
     """Inside, the output embedding computes the last `count` positions only.
 
-    Logits of a whole row that is longer than a window of 4096 would take gigabytes. The head works on each position
-    by itself, so these are the same numbers; `logits_to_keep` does it too, but not every model takes it.
+    All logits of a row longer than a window of 4096 would take gigabytes. The head works on each position by itself,
+    so these are the same numbers; `logits_to_keep` does it too, but not every model takes it.
     """
     module = head_of(model).module
     hook = module.register_forward_pre_hook(lambda _, inputs: (inputs[0][..., -count:, :], *inputs[1:]))
@@ -309,9 +309,9 @@ def _scored(model: nn.Module, groups: list[Group], shared_prefix: bool, origin: 
     return score_tokens(model, packed).logp[packed.completion_mask]
 
 
-def _error(found: Tensor, own: Tensor) -> Tensor:
+def _error(logp: Tensor, expected: Tensor) -> Tensor:
     """|Δ|; NaN counts as infinitely wrong."""
-    return (found - own).abs().nan_to_num(nan=float("inf"))
+    return (logp - expected).abs().nan_to_num(nan=float("inf"))
 
 
 def _eps(model: nn.Module) -> float:

@@ -1,4 +1,4 @@
-"""Scorers: how a batch of tokens becomes log-probabilities where the user's own code is to do it.
+"""Scorers of a user's own: how a batch of tokens becomes log-probabilities.
 
 `model.scorer: module:attr` names a function
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,9 +44,9 @@ class ScoreRows:
         rows, width = self.tokens.shape
         if next_token.shape != (rows, width - 1):
             raise KeelError(f"expected values of shape {(rows, width - 1)}, got {tuple(next_token.shape)}")
-        places = self.prompt_lengths[:, None] - 1 + torch.arange(self.action_mask.shape[1], device=self.tokens.device)
-        picked = next_token.gather(1, places.clamp(0, width - 2))
-        return torch.where(self.completion_mask, picked, picked.new_zeros(()))
+        columns = self.prompt_lengths[:, None] - 1 + torch.arange(self.action_mask.shape[1], device=self.tokens.device)
+        values = next_token.gather(1, columns.clamp(0, width - 2))
+        return torch.where(self.completion_mask, values, values.new_zeros(()))
 
 
 Scorer = Callable[..., Tensor | Scores]
@@ -59,19 +58,19 @@ def score_rows(packed: PackedBatch) -> ScoreRows:
         raise KeelError("a scorer of your own reads one row a completion: pack with shared_prefix=False")
     rows, length = packed.input_ids.shape
     counts = packed.completion_mask.sum(1)
-    real = (packed.prefix >= 0).sum(1)
-    prompts = torch.where(counts > 0, real - counts + 1, real)
+    row_lengths = (packed.prefix >= 0).sum(1)
+    prompts = torch.where(counts > 0, row_lengths - counts + 1, row_lengths)
     tokens = torch.cat((packed.input_ids, packed.input_ids.new_zeros(rows, 1)), dim=1)
     tokens[:, -1] = packed.input_ids[:, -1]
     if packed.tokens.shape[1]:
         last = packed.tokens.gather(1, (counts - 1).clamp_min(0)[:, None])
         ends = (prompts + counts - 1)[:, None]
         tokens = torch.where(counts[:, None] > 0, tokens.scatter(1, ends, last), tokens)
-    places = torch.arange(length + 1, device=tokens.device).expand(rows, -1)
+    positions = torch.arange(length + 1, device=tokens.device).expand(rows, -1)
     return ScoreRows(
         tokens=tokens,
-        attention_mask=(places < (prompts + counts)[:, None]).long(),
-        position_ids=places.contiguous(),
+        attention_mask=(positions < (prompts + counts)[:, None]).long(),
+        position_ids=positions.contiguous(),
         prompt_lengths=prompts,
         completion_mask=packed.completion_mask,
         action_mask=packed.action_mask,
@@ -93,9 +92,9 @@ def build_scorer(name: str) -> Scorer | None:
 
 
 def score_with(scorer: Scorer, model: nn.Module, packed: PackedBatch, *, temperature: float) -> FullScores:
-    """What a user's scorer says, checked: `[B, T]`, fp32 at least, zero outside the completions."""
-    found: Any = scorer(model, score_rows(packed), temperature=temperature)
-    scores = found if isinstance(found, Scores) else Scores(found)
+    """The scores of a user's scorer, checked: `[B, T]`, fp32 at least, zero outside the completions."""
+    result = scorer(model, score_rows(packed), temperature=temperature)
+    scores = result if isinstance(result, Scores) else Scores(result)
     checked: dict[str, Tensor | None] = {"logp": scores.logp, "entropy": scores.entropy}
     for name, value in checked.items():
         if value is None and name == "entropy":
@@ -106,10 +105,7 @@ def score_with(scorer: Scorer, model: nn.Module, packed: PackedBatch, *, tempera
                 f"the scorer returned {name} of {shape}: give {tuple(packed.action_mask.shape)}, one value a token of "
                 "the completion (rows.completion picks them)"
             )
-        wide = at_least_fp32(value)
-        checked[name] = torch.where(packed.completion_mask, wide, wide.new_zeros(()))
+        value = at_least_fp32(value)
+        checked[name] = torch.where(packed.completion_mask, value, value.new_zeros(()))
     assert checked["logp"] is not None
     return FullScores(logp=checked["logp"], entropy=checked["entropy"])
-
-
-__all__ = ["ScoreRows", "Scorer", "build_scorer", "score_rows", "score_with"]

@@ -11,10 +11,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import torch
 from torch import nn
 
-from keel.models.tiny import CHARACTERS, character_tokenizer
+from keel.models.tiny import CHARACTERS, character_tokenizer, random_model
 
 PIECES = "pnbrqkPNBRQK"
 SQUARES = tuple(file + rank for rank in "12345678" for file in "abcdefgh")
@@ -117,13 +116,13 @@ def llama(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    return _seeded(LlamaForCausalLM, config, seed, attn_implementation), tokenizer
+    return random_model(LlamaForCausalLM, config, seed, attn_implementation), tokenizer
 
 
 def gpt2(
     *, layers: int, width: int, heads: int, positions: int, seed: int = 0, attn_implementation: str = "sdpa"
 ) -> tuple[nn.Module, Any]:
-    """A GPT-2 of this shape; equal seeds give equal weights, and the caller's random stream is untouched."""
+    """A GPT-2 of this shape; equal seeds give equal weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     tokenizer = chess_tokenizer()
@@ -141,13 +140,4 @@ def gpt2(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    return _seeded(GPT2LMHeadModel, config, seed, attn_implementation), tokenizer
-
-
-def _seeded(kind: Any, config: Any, seed: int, attn_implementation: str) -> nn.Module:
-    """Equal seeds give equal weights, and the caller's random stream is untouched."""
-    config._attn_implementation = attn_implementation
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(seed)
-        made: nn.Module = kind(config)
-    return made
+    return random_model(GPT2LMHeadModel, config, seed, attn_implementation), tokenizer

@@ -1,4 +1,4 @@
-"""`tiny`: a Llama-shaped model of about a million parameters with a character-level tokenizer, made on the spot."""
+"""`tiny`: a Llama-shaped model of about a million parameters with a character-level tokenizer, made at load."""
 
 from __future__ import annotations
 
@@ -35,16 +35,22 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def character_tokenizer(words: Iterable[str], pattern: str = r"[\s\S]") -> PreTrainedTokenizerFast:
-    """A token for each of `words`, which are what `pattern` cuts a text into; anything else is `<unk>`."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+def character_tokenizer(tokens: Iterable[str], pattern: str = r"[\s\S]") -> PreTrainedTokenizerFast:
+    """A tokenizer with these tokens, into which `pattern` splits a text; anything else is `<unk>`."""
+    from tokenizers import Regex, decoders, pre_tokenizers
+
+    return closed_tokenizer(tokens, pre_tokenizers.Split(Regex(pattern), "isolated"), decoders.Fuse())
+
+
+def closed_tokenizer(tokens: Iterable[str], pre_tokenizer: Any, decoder: Any) -> PreTrainedTokenizerFast:
+    """A tokenizer over a closed vocabulary, without merges: special tokens, roles, then `tokens`."""
+    from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    distinct = dict.fromkeys((PAD, BOS, EOS, UNK, *ROLES, *words))  # numbers without gaps, or the last has no embedding
+    distinct = dict.fromkeys((PAD, BOS, EOS, UNK, *ROLES, *tokens))  # ids without gaps, or the last has no embedding
     vocab = {token: index for index, token in enumerate(distinct)}
     core = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
-    core.decoder = decoders.Fuse()
+    core.pre_tokenizer, core.decoder = pre_tokenizer, decoder
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token=PAD,
@@ -77,13 +83,17 @@ def tiny_config(tokenizer: Any) -> Any:
 
 
 def tiny_model(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
-    """The model and its tokenizer; equal seeds give equal weights, and the caller's random stream is untouched."""
+    """The model and its tokenizer; equal seeds give equal weights."""
     from transformers import LlamaForCausalLM
 
     tokenizer = tiny_tokenizer()
-    config = tiny_config(tokenizer)
+    return random_model(LlamaForCausalLM, tiny_config(tokenizer), seed, attn_implementation), tokenizer
+
+
+def random_model(architecture: Any, config: Any, seed: int, attn_implementation: str = "sdpa") -> nn.Module:
+    """A model with random weights: equal seeds give equal ones, and the caller's random stream is untouched."""
     config._attn_implementation = attn_implementation
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
-    return model, tokenizer
+        model: nn.Module = architecture(config)
+    return model

@@ -7,7 +7,7 @@ from typing import Any
 
 from keel.base.errors import KeelError, first_line
 from keel.base.imports import is_users_own
-from keel.models.load import load_model
+from keel.models.load import describe_source, load_model
 from keel.models.tiny import tiny_tokenizer
 
 
@@ -23,5 +23,5 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name, trust_remote_code=trust_remote_code)
     except Exception as error:  # what transformers raises here has no common base
-        where = f"the folder {name}" if path.exists() else f"{name!r} (no such folder here, so a hub name)"
-        raise KeelError(f"cannot load a tokenizer from {where}: {first_line(error).rstrip('.')}") from error
+        source = describe_source(name)
+        raise KeelError(f"cannot load a tokenizer from {source}: {first_line(error).rstrip('.')}") from error

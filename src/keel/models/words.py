@@ -1,14 +1,13 @@
-"""A word-level tokenizer over a closed vocabulary, for small models of made-up worlds: short contexts, no spelling."""
+"""A word-level tokenizer over a closed vocabulary, for small models of synthetic worlds: contexts stay short."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
-from keel.models.tiny import BOS, CHAT_TEMPLATE, EOS, PAD, ROLES, UNK, tiny_config
+from keel.models.tiny import CHAT_TEMPLATE, closed_tokenizer, random_model, tiny_config
 
 LINE = "\n"
 
@@ -18,27 +17,15 @@ def word_tokenizer(words: Sequence[str]) -> Any:
 
     `decode(encode(x)) == x` for texts of known words with single spaces between them and none around line breaks.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Regex, decoders, pre_tokenizers
 
-    vocab = {word: index for index, word in enumerate(dict.fromkeys((PAD, BOS, EOS, UNK, *ROLES, LINE, *words)))}
-    core = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
-    core.pre_tokenizer = pre_tokenizers.Sequence(
+    split = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(LINE, "isolated"), pre_tokenizers.Split(Regex(" +"), "removed")]
     )
-    core.decoder = decoders.Sequence(
+    join = decoders.Sequence(
         [decoders.WordPiece(prefix="##", cleanup=False), decoders.Fuse(), decoders.Replace(Regex(" ?\n ?"), LINE)]
     )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token=PAD,
-        bos_token=BOS,
-        eos_token=EOS,
-        unk_token=UNK,
-        additional_special_tokens=list(ROLES),
-        clean_up_tokenization_spaces=False,
-        model_max_length=2048,
-    )
+    tokenizer = closed_tokenizer((LINE, *words), split, join)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -51,7 +38,4 @@ def word_model(words: Sequence[str], seed: int = 0, *, layers: int = 4, width: i
     config = tiny_config(tokenizer)
     config.num_hidden_layers, config.hidden_size, config.intermediate_size = layers, width, 4 * width
     config.head_dim = width // config.num_attention_heads
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
-    return model, tokenizer
+    return random_model(LlamaForCausalLM, config, seed), tokenizer

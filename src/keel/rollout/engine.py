@@ -67,7 +67,7 @@ class Engine:
         """Free memory that the update needs and the next rollout does not."""
 
 
-class WrappedEngine(Engine):
+class EngineWrapper(Engine):
     """An engine around another: all that a subclass does not change is the inner engine's, capabilities included."""
 
     def __init__(self, inner: Engine) -> None:
@@ -79,7 +79,7 @@ def _forwarded(name: str) -> property:
 
 
 for _name in [name for name in vars(Engine) if not name.startswith("_")]:  # what is added to Engine is forwarded too
-    setattr(WrappedEngine, _name, _forwarded(_name))
+    setattr(EngineWrapper, _name, _forwarded(_name))
 
 
 def turn_by_turn(

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from keel.base.options import Count, Float, NotNegative, Options, Positive, Share
+from keel.base.options import Count, Float, NotNegative, Options, PluginOptions, Positive, Share
+
+
+class EngineOptions(PluginOptions):
+    """An engine and its own parameters."""
+
+    name: str = Field(min_length=1, description="The engine, native or a user's module:attr.")
 
 
 class RolloutOptions(Options):
     """How completions are sampled."""
 
-    engine: str = Field(default="native", description="Engine that samples: native, or a user's module:attr.")
+    engine: EngineOptions | str = Field(
+        default="native", description="Engine that samples: native, or a user's module:attr, also as {name, …}."
+    )
     prompts_per_step: Positive = Field(default=16, description="Problems a step; each gives one group of completions.")
     num_generations: Positive = Field(default=8, description="Completions a problem, compared with each other.")
     temperature: NotNegative = Field(default=1.0, description="Sampling temperature; KL is between policies at it.")
@@ -45,3 +53,13 @@ class RolloutOptions(Options):
     cuda_graphs: bool = Field(
         default=True, description="Decode by CUDA graphs where the model allows it (Llama-shaped, on a GPU)."
     )
+
+    @property
+    def turns(self) -> dict[str, Any]:
+        """What `collect` takes of it beside the sampling, as plain data."""
+        return self.model_dump(include={"max_turns", "max_turn_length", "join_turns", "overlap_tools"})
+
+    @property
+    def named_engine(self) -> EngineOptions:
+        """The engine with its parameters, also where it is a name alone."""
+        return EngineOptions(name=self.engine) if isinstance(self.engine, str) else self.engine

@@ -9,33 +9,65 @@ from torch import nn
 
 from keel.base.errors import KeelError, unknown
 from keel.base.imports import import_object, is_users_own
+from keel.base.parts import part_arguments
 from keel.rollout.engine import Engine, check_engine
 from keel.rollout.native.engine import NativeEngine
+from keel.rollout.options import EngineOptions, RolloutOptions
 
-ENGINES: dict[str, Callable[..., Engine]] = {"native": NativeEngine}
+NATIVE = ("kept_gib", "cuda_graphs")  # options of `rollout` that only the native engine reads
 
 
-def check_name(name: str, option: str = "rollout.engine") -> None:
-    """Refuse a name that is neither in the registry nor a `module:attr`."""
-    if name == "vllm":
-        raise KeelError(f"{option}=vllm is not available in this version: use {option}=native")
-    if name not in ENGINES and not is_users_own(name):
-        raise unknown(option, name, ENGINES)
+def native(model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions) -> NativeEngine:
+    """Keel's own engine; what is kept between turns has no use where there is one."""
+    kept = int(rollout.kept_gib * 2**30) if rollout.max_turns > 1 else 0
+    return NativeEngine(model, tokenizer, kept_bytes=kept, graphs=rollout.cuda_graphs)
+
+
+ENGINES: dict[str, Callable[..., Engine]] = {"native": native}
 
 
 def find_engine(name: str, option: str = "rollout.engine") -> Callable[..., Engine]:
     """What makes the engine of this name; a class that is no engine is refused."""
-    check_name(name, option)
+    if name == "vllm":
+        raise KeelError(f"{option}=vllm is not available in this version: use {option}=native")
     if name in ENGINES:
         return ENGINES[name]
+    if not is_users_own(name):
+        raise unknown(option, name, ENGINES)
     make = import_object(name, option)
     if isinstance(make, type):
         check_engine(make, f"{option}={name}")
     return make
 
 
-def build_engine(name: str, model: nn.Module, tokenizer: Any, **options: Any) -> Engine:
-    """The engine of this name on a model and its tokenizer; `options` are the engine's own."""
-    engine = find_engine(name)(model, tokenizer, **options)
-    check_engine(engine, f"rollout.engine={name}")
+def build_engine(rollout: RolloutOptions, model: nn.Module, tokenizer: Any) -> Engine:
+    """The engine that `rollout.engine` names, on a model and its tokenizer, with its own parameters.
+
+    One that has a parameter `rollout` is given the whole section.
+    """
+    chosen = rollout.named_engine
+    make = find_engine(chosen.name)
+    engine = make(model, tokenizer, **_arguments(chosen, make, rollout))
+    check_engine(engine, f"rollout.engine={chosen.name}")
     return engine
+
+
+def check_rollout(rollout: RolloutOptions) -> None:
+    """Refuse sampling that teaches nothing, an engine that is not there, and options that it would not read."""
+    if rollout.temperature == 0:
+        raise KeelError(
+            "rollout.temperature is 0: greedy completions of a problem are all the same and teach nothing; "
+            "set it above 0 (1.0 is usual), or eval.temperature=0 for greedy evaluation"
+        )
+    chosen = rollout.named_engine
+    if is_users_own(chosen.name):
+        for name in NATIVE:
+            if getattr(rollout, name) != type(rollout).model_fields[name].default:
+                raise KeelError(
+                    f"rollout.{name} is for the native engine: leave it out with rollout.engine={chosen.name}"
+                )
+    _arguments(chosen, find_engine(chosen.name), rollout)
+
+
+def _arguments(chosen: EngineOptions, make: Callable[..., Engine], rollout: RolloutOptions) -> dict[str, Any]:
+    return part_arguments(f"engine {chosen.name}", make, chosen.params, placed=2, rollout=rollout)

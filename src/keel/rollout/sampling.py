@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from keel.base.errors import KeelError
 from keel.models.fingerprint import GOLDEN, mix, shift
+from keel.rollout.options import RolloutOptions
 
 _TOP_P_HEAD = 1024  # top-p looks at this many tokens first; sorting a whole vocabulary costs as much as the model
 
@@ -51,6 +53,12 @@ class SamplingParams:
         for name, (fine, rule) in rules.items():
             if not fine:
                 raise KeelError(f"rollout.{name} is {getattr(self, name)!r}: it {rule}")
+
+    @classmethod
+    def of(cls, rollout: RolloutOptions, **changes: Any) -> SamplingParams:
+        """What `rollout` says of sampling, which has the same names, with changes."""
+        named = {field.name: getattr(rollout, field.name) for field in fields(cls) if hasattr(rollout, field.name)}
+        return cls(**{**named, **changes})
 
     @property
     def greedy(self) -> bool:

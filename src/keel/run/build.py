@@ -7,30 +7,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from keel.base.errors import KeelError
+from keel.base.thresholds import thresholds_of
 from keel.base.types import Problem
 from keel.config import Config, TaskOptions, kl_pairing
-from keel.config.checks import DATA_OF_TASKS, takes_data
 from keel.envs import Task, build_task
 from keel.envs.judge import Judge
 from keel.envs.mixture import mixture
+from keel.envs.registry import reads_data
 from keel.envs.rewards import wrap
 from keel.kl import controller_of
 from keel.models.load import LoadedModel, load_model
 from keel.models.lora import adapter_is_zero
 from keel.models.scorer import build_scorer
 from keel.reference import build_reference
-from keel.rollout import Engine, SamplingParams
-from keel.rollout import build_engine as engine_of
+from keel.rollout import Engine, SamplingParams, build_engine
 from keel.rollout.collect import collect
 from keel.rollout.render import Renderer, fit
 from keel.trainer.integrity import check_model
 from keel.trainer.optim import Optimizer, Schedule, amp_dtype, build_schedule
 from keel.trainer.options import OptimOptions, WarmstartOptions
 from keel.trainer.sft import Encode, Examples, file_examples, gold_examples
-from keel.trainer.state import Run, StepOptions
+from keel.trainer.state import TrainingRun
 
 RewardFunction = Callable[..., Any]
 
@@ -55,9 +53,8 @@ def build_named_task(spec: TaskOptions | str, config: Config | None = None) -> T
     the run's task or another of that name.
     """
     name, params = (spec, {}) if isinstance(spec, str) else (spec.name, spec.params)
-    if config is not None and name == config.task.name and "data" not in params and takes_data(name):
-        data = config.data.model_dump()
-        params = {**params, "data": {option: data[option] for option in DATA_OF_TASKS}}
+    if config is not None and name == config.task.name and "data" not in params and reads_data(name):
+        params = {**params, "data": config.data.source}
     return build_task(name, **params)
 
 
@@ -101,52 +98,21 @@ def build_renderer(config: Config, tokenizer: Any) -> Renderer:
 
 def build_judge(config: Config, task: Task, reward: RewardFunction | None = None) -> Judge:
     """The configured rewards; where none are configured, the task's own; or the function given in Python."""
-    options: dict[str, Any] = {
-        "aggregate": config.reward.aggregate,
-        "timeout_s": config.reward.timeout_s,
-        "on_error": config.reward.on_error,
-        "shuffle": config.reward.shuffle,
-    }
     if reward is not None:
-        return Judge([wrap(reward)], **options)
-    return Judge.of(task, reward_entries(config), **options)
+        return Judge([wrap(reward)], config.reward)
+    return Judge.of(task, reward_entries(config), config.reward)
 
 
 def reward_entries(config: Config) -> list[dict[str, Any]]:
     """`rewards:` as the rewards' room takes them."""
-    return [{"name": part.name, "weight": part.weight, **part.params} for part in config.rewards]
-
-
-def build_sampling(config: Config, **changes: Any) -> SamplingParams:
-    rollout = config.rollout
-    names = ("temperature", "top_p", "top_k", "min_p", "max_completion_length", "num_generations", "stop", "max_batch")
-    return SamplingParams(**{**{name: getattr(rollout, name) for name in names}, **changes})
-
-
-def build_engine(config: Config, loaded: LoadedModel) -> Engine:
-    """The sampler that `rollout.engine` names, with its own options."""
-    rollout = config.rollout
-    kept = int(rollout.kept_gib * 2**30) if rollout.max_turns > 1 else 0
-    options = {"kept_bytes": kept, "graphs": rollout.cuda_graphs} if rollout.engine == "native" else {}
-    return engine_of(rollout.engine, loaded.model, loaded.tokenizer, **options)
-
-
-def rendering(config: Config) -> dict[str, Any]:
-    """How prompts become tokens."""
-    data = config.data
-    return {
-        "chat_template": data.chat_template,
-        "system_prompt": data.system_prompt,
-        "max_prompt_length": data.max_prompt_length,
-        "truncation": data.truncation,
-    }
+    return [part.model_dump() for part in config.rewards]
 
 
 @dataclass(frozen=True)
 class Built:
     """A run with what stands around it."""
 
-    run: Run
+    run: TrainingRun
     judge: Judge
     sampling: SamplingParams
     notes: tuple[str, ...]
@@ -160,13 +126,13 @@ def build_run(
     task = task or build_named_task(config.task, config)
     task, dropped = without_long_prompts(config, loaded.tokenizer, task)
     judge = build_judge(config, task, reward)
-    sampling = build_sampling(config)
-    engine = build_engine(config, loaded)
+    sampling = SamplingParams.of(config.rollout)
+    engine = build_engine(config.rollout, loaded.model, loaded.tokenizer)
     _check_logp(config, engine, sampling)
     half = amp_dtype(config.optim, loaded.dtype)
     scorer = build_scorer(config.model.scorer)
     shared = engine.shares_weights and half is None and scorer is None
-    run = Run(
+    run = TrainingRun(
         policy=loaded,
         task=task,
         engine=engine,
@@ -177,8 +143,14 @@ def build_run(
         loss=config.loss,
         kl=config.kl,
         pairing=kl_pairing(config, off_policy=config.off_policy or not shared),
-        options=_step_options(config, loaded.shared_prefix and scorer is None, half),
+        rollout=config.rollout,
+        reward=config.reward,
+        optim=config.optim,
         guards=config.guards,
+        seed=config.run.seed,
+        shared_prefix=loaded.shared_prefix and scorer is None,
+        amp_dtype=half,
+        thresholds=thresholds_of(config.model_dump()),
         scorer=scorer,
     )
     packing = [] if loaded.packing_note is None else [loaded.packing_note]
@@ -190,8 +162,9 @@ def _check_logp(config: Config, engine: Engine, sampling: SamplingParams) -> Non
     """Refuse filters where the engine's log-probabilities are those after them: training compares the policy's own."""
     if engine.logp_after_filters and sampling.filtered:
         raise KeelError(
-            f"rollout.engine={config.rollout.engine} gives log-probabilities after filters (logp_after_filters), which "
-            "are not the policy's: leave rollout.top_p, top_k and min_p off, or let it report those before"
+            f"rollout.engine={config.rollout.named_engine.name} gives log-probabilities after filters "
+            "(logp_after_filters), which are not the policy's: leave rollout.top_p, top_k and min_p off, or let it "
+            "report those before"
         )
 
 
@@ -206,7 +179,7 @@ def _turns(config: Config, task: Task) -> list[str]:
     return ["rollout.overlap_tools: which episodes share a pass depends on the clock, so the last digits of a run vary"]
 
 
-def _kept_adapter(config: Config, run: Run) -> list[str]:
+def _kept_adapter(config: Config, run: TrainingRun) -> list[str]:
     """A word on adapter_off where the adapter has a past: what is held then is not the base alone."""
     if config.reference.kind != "adapter_off" or run.reference is None or adapter_is_zero(run.policy.model):
         return []
@@ -234,31 +207,14 @@ def _collector(
             seed=config.run.seed,
             attempt=attempt,
             step=step,
-            max_turns=config.rollout.max_turns,
-            max_turn_length=config.rollout.max_turn_length,
-            join_turns=config.rollout.join_turns,
-            overlap_tools=config.rollout.overlap_tools,
+            **config.rollout.turns,
             judge=judge,
-            **rendering(config),
+            **config.data.prompts,
         )
         engine.release()  # the update needs the memory
         return groups
 
     return collected
-
-
-def _step_options(config: Config, shared_prefix: bool, half: torch.dtype | None) -> StepOptions:
-    return StepOptions(
-        seed=config.run.seed,
-        prompts_per_step=config.rollout.prompts_per_step,
-        max_completion_length=config.rollout.max_completion_length,
-        temperature=config.rollout.temperature or 1.0,
-        microbatch_tokens=config.optim.microbatch_tokens,
-        shared_prefix=shared_prefix,
-        minibatches=config.optim.minibatches,
-        reward_warmup_steps=config.reward.warmup_steps,
-        autocast=half,
-    )
 
 
 def learning_rate_schedule(config: Config, decay_steps: int | None = None) -> Schedule:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,20 +9,17 @@ from typing import Any
 
 from keel.base.errors import KeelError, unknown
 from keel.config import Config, TaskOptions, load_config, text
-from keel.config.checks import DATA_OF_TASKS, takes_data
 from keel.envs import Task
 from keel.envs.judge import Judge
-from keel.envs.registry import TASKS
+from keel.envs.registry import TASKS, reads_data
 from keel.envs.rewards import RewardPart
-from keel.eval.evaluate import EvalResult, evaluate, paired_difference, paired_reward
+from keel.eval.evaluate import EvalResult, difference, evaluate
 from keel.rollout.engine import Engine
+from keel.rollout.registry import build_engine
 from keel.rollout.sampling import SamplingParams
 from keel.run.build import (
-    build_engine,
     build_named_task,
-    build_sampling,
     fitting,
-    rendering,
     reward_entries,
     without_long_prompts,
 )
@@ -31,8 +27,6 @@ from keel.run.subject import Subject
 
 # Told what is sampled and how many completions that will be; returns what is told of those that end.
 Watch = Callable[[str, int], Callable[[int], None]]
-METHOD = "adjusted Wald over the problems' paired differences (Bonett and Price 2012)"
-REWARD_METHOD = "normal over the problems' paired differences"
 _WITH_PARAMS = re.compile(r"(?P<name>.+?):(?P<params>[A-Za-z_]\w*=.*)", re.DOTALL)
 
 
@@ -52,12 +46,12 @@ def entries(
 
     A task without answers has none: it is judged by `rewards`, by default the configured ones, as they are summed.
     """
-    options: dict[str, Any] = {"timeout_s": config.reward.timeout_s, "on_error": config.reward.on_error}
+    options = config.reward.model_copy(update={"aggregate": "sum", "shuffle": None})
 
     def judge(task: Task) -> Judge:
         if not task.unanswered:
-            return Judge.of(task, **options)
-        return Judge.of(task, reward_entries(config), **options) if rewards is None else Judge(rewards, **options)
+            return Judge.of(task, options=options)
+        return Judge.of(task, reward_entries(config), options) if rewards is None else Judge(rewards, options)
 
     return [Entry(task, split, judge(task)) for task, split in tasks]
 
@@ -85,7 +79,7 @@ def _given(subject: Subject, words: Sequence[str], data: Sequence[str] = ()) -> 
     for spec in specs:
         if spec.name not in TASKS and ":" not in spec.name:
             raise unknown("task", spec.name, TASKS)
-    reads = [takes_data(spec.name) for spec in specs]
+    reads = [reads_data(spec.name) for spec in specs]
     if data and not any(reads):
         raise KeelError(f"{data[0]} is given, but {', '.join(words)} makes its own problems: leave it out")
     homes = [_home(subject, spec, data) if reading else None for spec, reading in zip(specs, reads, strict=True)]
@@ -96,7 +90,7 @@ def _home(subject: Subject, spec: TaskOptions, data: Sequence[str]) -> Config:
     """A configuration whose task is this one: its data are those of a bare model, or of a run that trains on a task of
     this name, changed as `data` says; a task with data beside its name reads those."""
     shared = (not subject.has_tasks or spec.name == subject.config.task.name) and "data" not in spec.params
-    given = subject.config.data.model_dump(include=set(DATA_OF_TASKS)) if shared else {}
+    given = subject.config.data.source if shared else {}
     return load_config({"task": {"name": spec.name, **spec.params}, "data": given}, data)
 
 
@@ -118,22 +112,11 @@ def evaluate_entry(
         k=config.eval.k,
         temperature=_temperature(config),
         seed=config.run.seed + 1 if seed is None else seed,
-        sampling=sampling or build_sampling(config),
+        sampling=sampling or SamplingParams.of(config.rollout),
         judge=entry.judge,
-        max_turns=config.rollout.max_turns if entry.task.several_turns else 1,
-        max_turn_length=config.rollout.max_turn_length,
-        join_turns=config.rollout.join_turns,
-        **rendering(config),
+        **{**config.rollout.turns, "max_turns": config.rollout.max_turns if entry.task.several_turns else 1},
+        **config.data.prompts,
     )
-
-
-def eval_record(result: EvalResult, split: str) -> dict[str, Any]:
-    """A line of eval.jsonl; without pass@1 and pass@k where nothing is right or wrong."""
-    plain = result.as_dict()
-    shown = {"pass@1": plain.pop("accuracy"), "ci95": plain.pop("ci95"), "pass@k": plain.pop("pass_at")}
-    if result.accuracy is None:
-        shown = {}
-    return {"task": plain.pop("task"), "split": split, **shown, "n": plain.pop("problems"), **plain}
 
 
 def run_evaluation(
@@ -159,10 +142,10 @@ def run_evaluation(
     before = None if baseline is None else _evaluated(baseline, config, chosen, seed, watch)
     records = []
     for number, ((_, split), result) in enumerate(zip(chosen, after, strict=True)):
-        record = eval_record(result, split)
+        record = result.record(split)
         if before is not None:
-            record["baseline"] = eval_record(before[number], split)
-            record["difference"] = _difference(before[number], result)
+            record["baseline"] = before[number].record(split)
+            record["difference"] = difference(before[number], result)
         records.append(record)
     return {
         "model": subject.name,
@@ -173,14 +156,6 @@ def run_evaluation(
         "notes": [note for task, _ in chosen for note in task.notes],
         "tasks": records,
     }
-
-
-def _difference(before: EvalResult, after: EvalResult) -> dict[str, Any]:
-    if after.accuracy is None:
-        mean, interval = paired_reward(before, after)
-        return {"reward": mean, "ci95": list(interval) if math.isfinite(interval[0]) else None, "method": REWARD_METHOD}
-    mean, interval = paired_difference(before, after)
-    return {"pass@1": mean, "ci95": list(interval), "method": METHOD}
 
 
 def _temperature(config: Config) -> float:
@@ -196,7 +171,7 @@ def _evaluated(
 ) -> list[EvalResult]:
     """All tasks on one model, which is let go before the next one is loaded."""
     loaded = subject.load()
-    engine = build_engine(config, loaded)
+    engine = build_engine(config.rollout, loaded.model, loaded.tokenizer)
     kept = [  # before judges are made: a judge belongs to the task whose problems it is given
         (without_long_prompts(config, loaded.tokenizer, task)[0] if split == "trained" else task, split)
         for task, split in chosen

@@ -14,14 +14,14 @@ from keel.run.build import build_policy, build_run, build_warmstart
 from keel.run.environment import environment
 from keel.run.hooks import NOTHING, AtEnd
 from keel.run.resume import write_config
-from keel.run.train import Source, TrainResult, evaluator, open_loggers, open_run, write_report_of
+from keel.run.train import ConfigSource, TrainResult, evaluator, open_loggers, open_run, write_report_of
 from keel.trainer.checkpoint import save_manifest, save_weights, writing
 from keel.trainer.sft import sft
 from keel.trainer.state import State
 from keel.trainer.summary import summarise
 
 
-def supervise(config: Source, at_end: AtEnd = NOTHING) -> TrainResult:
+def supervise(config: ConfigSource, at_end: AtEnd = NOTHING) -> TrainResult:
     """Behaviour cloning by the `warmstart` section; the model is in `checkpoints/step-N` of the run directory."""
     checked = load_config(config)
     if checked.run.if_exists == "resume":

@@ -20,7 +20,7 @@ from keel.envs import Task
 from keel.envs.base import check_is_task
 from keel.envs.judge import Judge
 from keel.envs.rewards import build_rewards, probe_rewards
-from keel.loggers import Fanout, RunDirectory, build_loggers
+from keel.loggers import Logger, MultiLogger, RunDirectory, build_loggers
 from keel.loggers.rundir import EVENTS
 from keel.models.load import LoadedModel
 from keel.reference import Reference
@@ -34,7 +34,7 @@ from keel.run.build import (
     reward_entries,
 )
 from keel.run.environment import environment
-from keel.run.evaluate import configured_tasks, entries, eval_record, evaluate_entry
+from keel.run.evaluate import configured_tasks, entries, evaluate_entry
 from keel.run.hooks import NOTHING, AtEnd
 from keel.run.resume import (
     Told,
@@ -58,7 +58,7 @@ from keel.trainer.step import train_step
 from keel.trainer.summary import reward_failures, summarise
 
 logger = logging.getLogger("keel")
-Source = Config | Mapping[str, Any] | str | Path
+ConfigSource = Config | Mapping[str, Any] | str | Path
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class TrainResult:
 
 
 def train(
-    config: Source,
+    config: ConfigSource,
     task: Task | None = None,
     reward: Callable[..., Any] | None = None,
     callbacks: Sequence[Callback] = (),
@@ -104,7 +104,7 @@ def train(
     task = task or build_named_task(checked.task, checked)  # bad data is found before anything is written or loaded
     if reward is None:
         build_rewards(reward_entries(checked), task)  # rewards that cannot judge this task are found now
-        probe_rewards([{"name": part.name, **part.params} for part in checked.rewards])
+        probe_rewards(reward_entries(checked))
     if dry_run:
         return _dry_run(checked, task, reward)
     with interruptible() as interrupt, open_run(checked, resume=resume) as (directory, resumed):
@@ -229,7 +229,7 @@ def resume_command(config: Config) -> str:
     return f"keel train --resume {Path(config.run.dir) / config.run.name}"
 
 
-def findings_of(directory: RunDirectory, loggers: Fanout, at_end: AtEnd) -> list[dict[str, Any]]:
+def findings_of(directory: RunDirectory, loggers: MultiLogger, at_end: AtEnd) -> list[dict[str, Any]]:
     """What the hook says of the finished run, and what the guards have to add; a hook that fails is said."""
     guards = guard_findings(directory.read_lines(EVENTS))
     if at_end.findings is None:
@@ -243,7 +243,7 @@ def findings_of(directory: RunDirectory, loggers: Fanout, at_end: AtEnd) -> list
     return [*(finding for finding in guards if finding["code"] not in known), *judged]
 
 
-def write_report_of(folder: Path, loggers: Fanout, at_end: AtEnd) -> None:
+def write_report_of(folder: Path, loggers: MultiLogger, at_end: AtEnd) -> None:
     """A report that fails is said and no more: the run itself is complete."""
     if at_end.report is None:
         return
@@ -253,7 +253,9 @@ def write_report_of(folder: Path, loggers: Fanout, at_end: AtEnd) -> None:
         loggers.event("report/failed", message=f"report.html could not be written: {type(error).__name__}: {error}")
 
 
-def _job(config: Config, built: Built, directory: RunDirectory, loggers: Fanout, callbacks: Sequence[Callback]) -> Job:
+def _job(
+    config: Config, built: Built, directory: RunDirectory, loggers: MultiLogger, callbacks: Sequence[Callback]
+) -> Job:
     judges: dict[str, Judge] = {}
     return Job(
         run=built.run,
@@ -286,7 +288,7 @@ def evaluator(
     def records() -> list[dict[str, Any]]:
         options: dict[str, Any] = {"sampling": built.sampling}
         return [
-            eval_record(evaluate_entry(config, run.engine, run.policy.tokenizer, entry, **options), entry.split)
+            evaluate_entry(config, run.engine, run.policy.tokenizer, entry, **options).record(entry.split)
             for entry in chosen
         ]
 
@@ -297,7 +299,7 @@ def _policy(
     config: Config,
     folder: Path,
     checkpoint: Path | None,
-    loggers: Fanout,
+    loggers: MultiLogger,
     task: Task | None,
     interrupt: Interrupt,
 ) -> LoadedModel:
@@ -341,7 +343,7 @@ def _start_reference(
 
 def open_loggers(
     config: Config, directory: RunDirectory, resumed_from: int | None, total_steps: int | None = None
-) -> Fanout:
+) -> MultiLogger:
     """JSONL always, and what `log` asks for."""
     return build_loggers(
         config.log,
@@ -377,7 +379,7 @@ def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | Non
     folder = Path(tempfile.mkdtemp(prefix="keel-dry-run-"))
     try:
         with RunDirectory.create(folder) as directory:
-            loggers = Fanout(_Nothing())
+            loggers = MultiLogger(Logger())  # it leaves nothing behind
             loaded = _policy(small, directory.path, None, loggers, task, Interrupt())
             built = build_run(small, loaded, task=task, reward=reward)
             evaluator(small, built)
@@ -385,13 +387,6 @@ def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | Non
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return TrainResult({"dry_run": True, "metrics": step.metrics}, folder, 1)
-
-
-class _Nothing:
-    """A logger for a run that leaves nothing behind."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **fields: None
 
 
 __all__ = ["TrainResult", "closing_line", "train"]

@@ -16,7 +16,7 @@ from keel.models.head import Head, frozen_head
 from keel.models.logprobs import FullScores, hidden_states, score_hidden, score_tokens
 from keel.models.pack import PackedBatch, microbatches, pack, right_pad
 from keel.models.scorer import score_with
-from keel.trainer.state import Run
+from keel.trainer.state import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -74,18 +74,18 @@ class StepBatch:
         return replace(self, rows=replace(self.rows, **changes))
 
 
-def pack_step(groups: Sequence[Group], run: Run) -> StepBatch:
+def pack_step(groups: Sequence[Group], run: TrainingRun) -> StepBatch:
     """One row a group where the model can, the prompt once; microbatches by tokens, groups whole where they fit."""
-    options, device = run.options, run.policy.device
+    device, shared, budget = run.policy.device, run.shared_prefix, run.optim.microbatch_tokens
     completions = [completion for group in groups for completion in group.completions]
     micros, start = [], 0
-    for number, members in enumerate(_parts(groups, options.minibatches)):
-        for part in microbatches(members, options.microbatch_tokens, shared_prefix=options.shared_prefix):
+    for number, members in enumerate(_parts(groups, run.optim.minibatches)):
+        for part in microbatches(members, budget, shared_prefix=shared):
             packed = pack(
                 part,
                 run.policy.pad_id,
-                shared_prefix=options.shared_prefix,
-                max_row_tokens=_row_budget(part, options.microbatch_tokens) if options.shared_prefix else None,
+                shared_prefix=shared,
+                max_row_tokens=_row_budget(part, budget) if shared else None,
                 context_length=run.policy.context_length,
             )
             stop = start + len(packed.tokens)
@@ -118,19 +118,19 @@ def stitch(parts: Iterable[Tensor], width: int) -> Tensor:
     return torch.cat([functional.pad(part.detach(), (0, width - part.shape[1])) for part in parts])
 
 
-def score_reference(batch: StepBatch, run: Run) -> StepBatch:
+def score_reference(batch: StepBatch, run: TrainingRun) -> StepBatch:
     """`ref_logp` of every token; with exact KL also the hidden states, kept over all updates of the batch."""
     assert run.reference is not None
     logps, micros, head = [], [], None
     with run.reference.model() as held, torch.no_grad(), run.autocast():
         for micro in batch.micros:
             if run.scorer is not None:
-                logps.append(score_with(run.scorer, held, micro.packed, temperature=run.options.temperature).logp)
+                logps.append(score_with(run.scorer, held, micro.packed, temperature=run.rollout.temperature).logp)
                 micros.append(micro)
                 continue
             hidden = hidden_states(held, micro.packed)
             head = head or frozen_head(held)
-            logps.append(score_hidden(hidden, head, micro.packed, temperature=run.options.temperature).logp)
+            logps.append(score_hidden(hidden, head, micro.packed, temperature=run.rollout.temperature).logp)
             micros.append(replace(micro, ref_hidden=hidden) if run.kl.needs_exact else micro)
     ref_logp = stitch(logps, batch.width)
     return replace(
@@ -138,7 +138,7 @@ def score_reference(batch: StepBatch, run: Run) -> StepBatch:
     )
 
 
-def score_policy(batch: StepBatch, run: Run) -> StepBatch:
+def score_policy(batch: StepBatch, run: TrainingRun) -> StepBatch:
     """`old_logp` by a pass of its own, for what needs it before the first update."""
     with torch.no_grad():
         return keep_scores(batch, [score_micro(micro, batch, run) for micro in batch.micros])
@@ -157,16 +157,16 @@ def detached(scores: FullScores) -> FullScores:
     return FullScores(**plain)
 
 
-def score_micro(micro: Micro, batch: StepBatch, run: Run) -> FullScores:
+def score_micro(micro: Micro, batch: StepBatch, run: TrainingRun) -> FullScores:
     """The policy's scores of one microbatch: log-probability, entropy, exact KL where the reference was kept."""
     exact = micro.ref_hidden is not None
     with run.autocast():
         if run.scorer is not None:
-            return score_with(run.scorer, run.policy.model, micro.packed, temperature=run.options.temperature)
+            return score_with(run.scorer, run.policy.model, micro.packed, temperature=run.rollout.temperature)
         return score_tokens(
             run.policy.model,
             micro.packed,
-            temperature=run.options.temperature,
+            temperature=run.rollout.temperature,
             entropy=True,
             exact_kl=exact,
             ref_policy=exact,

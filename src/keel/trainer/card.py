@@ -11,7 +11,7 @@ import keel
 from keel.base.redact import hide
 from keel.models.lora import is_lora
 from keel.reference.held import unwrap
-from keel.trainer.state import Run, State
+from keel.trainer.state import State, TrainingRun
 from keel.trainer.summary import final_kl
 
 _CARD = """---
@@ -43,7 +43,7 @@ tags: [keel, grpo, reinforcement-learning]
 _HUB_NAME = re.compile(r"[\w.\-]+/[\w.\-]+")
 
 
-def model_card(run: Run, state: State, about: Mapping[str, Any]) -> str:
+def model_card(run: TrainingRun, state: State, about: Mapping[str, Any]) -> str:
     """README.md of a checkpoint."""
     lora = is_lora(unwrap(run.policy.model))
     base = str(about.get("model", run.policy.name))

@@ -24,21 +24,21 @@ from safetensors import SafetensorError
 import keel
 from keel.base.errors import KeelError
 from keel.base.files import write_atomic
-from keel.models.dropout import own_dropout
+from keel.models.dropout import original_dropout
 from keel.models.lora import is_lora
 from keel.reference import Reference
 from keel.reference.held import unwrap
 from keel.trainer.card import model_card
 from keel.trainer.integrity import MANIFEST, TRAINER, Damage, checksum, checksums, damages, saved_sums, sealed
 from keel.trainer.integrity import STATE as RECORD
-from keel.trainer.state import Run, State
+from keel.trainer.state import State, TrainingRun
 
 STATE, OPTIMIZER, REFERENCE, RNG = "state.json", "optimizer.pt", "reference.pt", "rng.pt"
 _NAME = re.compile(r"step-(\d+)")
 _TEMPORARY = ".writing-"
 
 
-def save_checkpoint(folder: Path, run: Run, state: State, *, about: Mapping[str, Any] | None = None) -> Path:
+def save_checkpoint(folder: Path, run: TrainingRun, state: State, *, about: Mapping[str, Any] | None = None) -> Path:
     """Write `step-N` whole or not at all; what fails (a full disk) is one line, and earlier checkpoints stay."""
     place = folder / f"step-{state.step}"
     temporary = folder / f"{_TEMPORARY}step-{state.step}"
@@ -71,7 +71,7 @@ def save_weights(folder: Path, model: Any, tokenizer: Any) -> None:
     inner = unwrap(model)
     chosen = {"selected_adapters": [inner.active_adapters[0]]} if is_lora(inner) else {}
     try:
-        with without_bars(), own_dropout(inner):
+        with without_bars(), original_dropout(inner):
             inner.save_pretrained(str(folder), **chosen)
     except SafetensorError as error:  # a full disk has a type of its own there
         raise OSError(str(error)) from error
@@ -112,7 +112,7 @@ def save_manifest(folder: Path) -> None:
     (folder / MANIFEST).write_text(sealed({"keel": keel.__version__}, checksums(folder)), encoding="utf-8")
 
 
-def _save_trainer(folder: Path, run: Run, state: State, previous: Path | None) -> None:
+def _save_trainer(folder: Path, run: TrainingRun, state: State, previous: Path | None) -> None:
     torch.save(run.optimizer.state_dict(), folder / OPTIMIZER)
     torch.save(rng_state(), folder / RNG)
     reference = None
@@ -157,7 +157,7 @@ def _save_reference(path: Path, held: Mapping[str, Any], previous: Path | None) 
     torch.save(dict(held), path)
 
 
-def load_checkpoint(folder: Path, run: Run) -> State:
+def load_checkpoint(folder: Path, run: TrainingRun) -> State:
     """Everything but the weights, which the model was built from; a reference that does not match is refused."""
     record = _record_of(folder)
     trainer = folder / TRAINER

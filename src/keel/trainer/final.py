@@ -9,11 +9,11 @@ import torch
 from keel.trainer.batch import pack_step, score_policy, score_reference
 from keel.trainer.checkpoint import rng_state, set_rng_state
 from keel.trainer.measure import measure_policy
-from keel.trainer.state import Run, State, step_seed
+from keel.trainer.state import State, TrainingRun, step_seed
 from keel.trainer.step import sample_groups
 
 
-def measure_end(run: Run, state: State) -> dict[str, float]:
+def measure_end(run: TrainingRun, state: State) -> dict[str, float]:
     """KL of the policy as it is, on the rollouts that the next step would begin with: the numbers it would report.
 
     `state` and the random states stay as they are, so a run that goes on later meets the same rollouts and is the run
@@ -25,7 +25,7 @@ def measure_end(run: Run, state: State) -> dict[str, float]:
         return {}
     before = rng_state()
     try:
-        torch.manual_seed(step_seed(run.options.seed, state))
+        torch.manual_seed(step_seed(run.seed, state))
         batch = score_reference(pack_step(sample_groups(run, state), run), run)
         measured = measure_policy(score_policy(batch, run), run)
     finally:

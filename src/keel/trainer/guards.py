@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from keel.base.thresholds import Thresholds
 from keel.base.types import Completion
 from keel.kl.options import KLBudget
 from keel.trainer.batch import StepBatch
@@ -20,7 +21,6 @@ from keel.trainer.options import GuardOptions
 from keel.trainer.state import State
 
 WINDOW, ENOUGH = 50, 10  # gradient norms that the running median looks back on, and those it needs to say anything
-TOOL_ERRORS = 0.5  # the share of a step's calls above which their errors are said: the doctor's `tool_errors`
 P95_FACTOR = 2.0  # the 95th percentile may be this many times the budget of the mean
 
 
@@ -88,9 +88,9 @@ def trouble_at_end(
     return Trouble("kl/over-budget", f"{broken} after the last update, that of step {step}", budget.action)
 
 
-def spike_limit(norms: Sequence[float], options: GuardOptions) -> float | None:
+def spike_limit(norms: Sequence[float], thresholds: Thresholds) -> float | None:
     """`grad_spike` × the median of the last norms; None until there are enough of them."""
-    return options.grad_spike * statistics.median(norms) if len(norms) >= ENOUGH else None
+    return thresholds["grad_spike"] * statistics.median(norms) if len(norms) >= ENOUGH else None
 
 
 def watch(
@@ -129,10 +129,12 @@ def stretches(state: State, options: GuardOptions) -> list[tuple[str, str]]:
     return []
 
 
-def tool_trouble(metrics: Mapping[str, float], completions: Sequence[Completion]) -> dict[str, str] | None:
+def tool_trouble(
+    metrics: Mapping[str, float], completions: Sequence[Completion], thresholds: Thresholds
+) -> dict[str, str] | None:
     """The fields of an event where most tool calls of a step failed: how many, and what the model was first told."""
     share = metrics.get("tool/error_fraction", 0.0)
-    if share <= TOOL_ERRORS:
+    if share <= thresholds["tool_errors"]:
         return None
     wrong = [completion for completion in completions if completion.counts.get("tool/errors")]
     lines = (line.strip() for completion in wrong for line in completion.text.splitlines())

@@ -16,7 +16,7 @@ import torch
 
 from keel.base.types import Problem
 from keel.eval.options import EvalOptions
-from keel.loggers import Fanout, RunDirectory
+from keel.loggers import MultiLogger, RunDirectory
 from keel.loggers.options import LogOptions
 from keel.loggers.rundir import SKIPPED
 from keel.trainer.checkpoint import clean, last_good, rewrite_state, save_checkpoint, step_of
@@ -35,7 +35,7 @@ from keel.trainer.guards import (
 from keel.trainer.options import CheckpointOptions, GuardOptions
 from keel.trainer.records import rollout_records, tracked_records
 from keel.trainer.rollback import roll_back, stop_at_last_good
-from keel.trainer.state import Run, State, step_seed
+from keel.trainer.state import State, TrainingRun, step_seed
 from keel.trainer.step import Step, train_step
 
 Record = dict[str, Any]
@@ -52,9 +52,9 @@ class Job:
     failed, which is said once a stretch.
     """
 
-    run: Run
+    run: TrainingRun
     directory: RunDirectory
-    loggers: Fanout
+    loggers: MultiLogger
     max_steps: int
     eval: EvalOptions
     checkpoint: CheckpointOptions
@@ -115,7 +115,7 @@ def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
     elif state.step >= job.max_steps:  # a finished run, gone on with: its summary says the same again
         _measure_end(job, state)
     while state.step < job.max_steps and interrupt.signal is None:
-        torch.manual_seed(step_seed(job.run.options.seed, state))  # for dropout: sampling has noise of its own
+        torch.manual_seed(step_seed(job.run.seed, state))  # for dropout: sampling has noise of its own
         step = train_step(job.run, state)
         earlier, state = state, replace(step.state, wall_s=before + time.monotonic() - began)
         _log(job, step, earlier, state)
@@ -228,7 +228,7 @@ def _log(job: Job, step: Step, before: State, state: State) -> None:
         _keep_skipped(job, step, state)
     for kind, message in stretches(state, job.run.guards):
         job.loggers.event(kind, step=state.step, message=message)
-    told = tool_trouble(step.metrics, step.batch.completions)
+    told = tool_trouble(step.metrics, step.batch.completions, job.run.thresholds)
     if told is not None and not job.tools_failing:
         job.loggers.event("tool/errors", step=state.step, **told)
     job.tools_failing = told is not None

@@ -18,7 +18,7 @@ from keel.envs import Task
 from keel.kl import k3, log_ratio, measure_kl
 from keel.losses import group_statistics, zero_variance
 from keel.trainer.batch import StepBatch, stitch
-from keel.trainer.state import Run
+from keel.trainer.state import TrainingRun
 
 _LOGGED = {"tool/calls": "tool/calls_mean", "turn/count": "turn/count_mean"}
 
@@ -54,7 +54,7 @@ def peak_gib(device: torch.device) -> float:
     return peak / (2**30 if sys.platform == "darwin" else 2**20)
 
 
-def measure_policy(batch: StepBatch, run: Run) -> dict[str, float]:
+def measure_policy(batch: StepBatch, run: TrainingRun) -> dict[str, float]:
     """The rollout's policy against reference and sampler, from the first update's own pass: no extra compute."""
     rows, scores, width = batch.rows, batch.scores, batch.width
     mask, logp = rows.action_mask, rows.old_logp

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from keel.base.errors import KeelError
 from keel.base.options import Above0, Count, Flag, Float, NotNegative, Options, Positive, Share
 from keel.envs.options import TaskOptions
 
@@ -43,6 +44,19 @@ class OptimOptions(Options):
         default="auto", description="Type of the mixed-precision passes; auto is the weights' own type."
     )
     offload: Flag = Field(default=False, description="Keep the optimizer's state in the CPU's memory between updates.")
+
+
+def check_optim(optim: OptimOptions, max_steps: int) -> None:
+    """Refuse moments that never forget, and a learning rate whose course cannot be what is asked for."""
+    if any(beta >= 1 for beta in optim.betas):
+        raise KeelError(f"optim.betas is {list(optim.betas)}: both must be below 1")
+    end = optim.decay_steps or max_steps
+    if optim.schedule != "constant" and optim.warmup_steps >= end:
+        raise KeelError(
+            f"optim.warmup_steps is {optim.warmup_steps} but the {optim.schedule} decay ends at step {end}: lower it"
+        )
+    if optim.schedule == "constant" and optim.decay_steps is not None:
+        raise KeelError("optim.decay_steps has no meaning with optim.schedule=constant: use linear or cosine")
 
 
 class GuardOptions(Options):

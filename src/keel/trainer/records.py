@@ -15,7 +15,7 @@ from keel.envs import Task
 from keel.losses import advantages
 from keel.trainer.batch import StepBatch, pack_step, score_policy, score_reference
 from keel.trainer.measure import token_kl
-from keel.trainer.state import Run
+from keel.trainer.state import TrainingRun
 
 logger = logging.getLogger("keel")
 
@@ -72,7 +72,7 @@ def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
     return texts
 
 
-def tracked_records(run: Run, problems: Sequence[Problem], *, step: int) -> list[dict[str, Any]]:
+def tracked_records(run: TrainingRun, problems: Sequence[Problem], *, step: int) -> list[dict[str, Any]]:
     """The same held-out problems at the start and at the end, under the same noise, so that both can be compared."""
     groups = run.collect(problems, attempt=0, step=-1)
     batch = pack_step([_first(group, 2) for group in groups], run)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.loggers import Fanout, RunDirectory
+from keel.loggers import MultiLogger, RunDirectory
 from keel.loggers.jsonl import JsonlLogger
 from keel.loggers.rundir import EVENTS, ROLLBACK
 from keel.trainer.checkpoint import (
@@ -28,7 +28,7 @@ from keel.trainer.checkpoint import (
 )
 from keel.trainer.guards import Trouble
 from keel.trainer.integrity import damages
-from keel.trainer.state import Run, State
+from keel.trainer.state import State, TrainingRun
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,9 @@ class Rollback:
     time: float
 
 
-def roll_back(directory: RunDirectory, loggers: Fanout, run: Run, state: State, trouble: Trouble) -> State | None:
+def roll_back(
+    directory: RunDirectory, loggers: MultiLogger, run: TrainingRun, state: State, trouble: Trouble
+) -> State | None:
     """Take the run back and return where it stands; None where there is no checkpoint to go back to.
 
     The attempt moves on, so that problems and noise differ, and the learning rate is multiplied by its factor.
@@ -59,7 +61,7 @@ def roll_back(directory: RunDirectory, loggers: Fanout, run: Run, state: State, 
 
 
 def stop_at_last_good(
-    directory: RunDirectory, loggers: Fanout, run: Run, state: State, trouble: Trouble
+    directory: RunDirectory, loggers: MultiLogger, run: TrainingRun, state: State, trouble: Trouble
 ) -> State | None:
     """The same for a run that ends there: nothing else changes, so that it can be resumed under other limits."""
     tried = f" after {state.rollbacks} rollbacks" if state.rollbacks else ""
@@ -74,8 +76,8 @@ def stop_at_last_good(
 
 def _go_back(
     directory: RunDirectory,
-    loggers: Fanout,
-    run: Run,
+    loggers: MultiLogger,
+    run: TrainingRun,
     state: State,
     trouble: Trouble,
     kind: str,
@@ -104,7 +106,7 @@ def _go_back(
     return load_checkpoint(target, run)
 
 
-def _whole_target(directory: RunDirectory, loggers: Fanout, state: State) -> Path | None:
+def _whole_target(directory: RunDirectory, loggers: MultiLogger, state: State) -> Path | None:
     """The last good checkpoint whose files are as they were saved; those passed over are said."""
     for path in good_ones(directory.checkpoints, state.confirmed):
         wrong = damages(path, record=RECORD)
@@ -127,12 +129,12 @@ def finish_rollback(directory: RunDirectory) -> bool:
         raise KeelError(f"{path} does not hold a rollback ({error}): remove it to resume without that") from error
     told = directory.read_lines(EVENTS)
     if not any(event.get("kind") == plan.kind and event.get("time") == plan.time for event in told):
-        _announce(Fanout(JsonlLogger(directory)), plan)
+        _announce(MultiLogger(JsonlLogger(directory)), plan)
     _carry_out(directory, plan)
     return True
 
 
-def _announce(loggers: Fanout, plan: Rollback) -> None:
+def _announce(loggers: MultiLogger, plan: Rollback) -> None:
     fields = {name: value for name, value in asdict(plan).items() if name not in ("kind", "from_step")}
     loggers.event(plan.kind, step=plan.from_step, **fields)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from keel.base.errors import KeelError
+from keel.base.files import json_lines
 from keel.base.metrics import values
 from keel.base.types import Completion, Group, Problem
 from keel.envs import Task
@@ -167,21 +167,15 @@ def _order(count: int, seed: int, epoch: int) -> tuple[int, ...]:
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise KeelError(f"cannot read warmstart.path={path}: {error.strerror}; give a JSONL file") from error
     found = 0
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            good = isinstance(record["completion"], str) and isinstance(record["prompt"], str | list)
-        except (ValueError, KeyError, TypeError):
-            good = False
-        if not good:
+    for number, record in json_lines(lines, strict=True):
+        texts = {} if isinstance(record, str) else record
+        if not (isinstance(texts.get("completion"), str) and isinstance(texts.get("prompt"), str | list)):
             raise KeelError(f"{path}, line {number}: each line must be an object with a prompt and a completion text")
         found += 1
-        yield record
+        yield texts
     if not found:
         raise KeelError(f"{path} holds no example: give one JSON object with prompt and completion a line")

@@ -1,4 +1,4 @@
-"""What a run is made of (`Run`, built once) and what moves from step to step (`State`, plain data)."""
+"""What a run is made of (`TrainingRun`, built once) and what moves from step to step (`State`, plain data)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from typing import Any, Protocol
 import torch
 
 from keel.base.errors import KeelError
+from keel.base.thresholds import Thresholds, load_thresholds
 from keel.base.types import Group, Problem
 from keel.envs import Task
+from keel.envs.options import RewardOptions
 from keel.kl import Controller, KLOptions, KLState, Pairing
 from keel.losses import LossOptions
 from keel.models.load import LoadedModel
 from keel.models.scorer import Scorer
 from keel.reference import Reference
 from keel.rollout import Engine
+from keel.rollout.options import RolloutOptions
 from keel.trainer.optim import Optimizer
-from keel.trainer.options import GuardOptions
+from keel.trainer.options import GuardOptions, OptimOptions
 
 
 class Collect(Protocol):
@@ -28,23 +31,8 @@ class Collect(Protocol):
     def __call__(self, problems: Sequence[Problem], *, attempt: int, step: int) -> list[Group]: ...
 
 
-@dataclass(frozen=True)
-class StepOptions:
-    """The numbers of one step that belong to no part of their own."""
-
-    seed: int = 0
-    prompts_per_step: int = 16
-    max_completion_length: int = 64
-    temperature: float = 1.0
-    microbatch_tokens: int = 8192
-    shared_prefix: bool = True
-    minibatches: int = 1
-    reward_warmup_steps: int = 0
-    autocast: torch.dtype | None = None
-
-
 @dataclass
-class Run:
+class TrainingRun:
     """Everything that a step works with. `reference` is None where no KL is wanted, `scorer` for Keel's own pass."""
 
     policy: LoadedModel
@@ -57,15 +45,21 @@ class Run:
     loss: LossOptions
     kl: KLOptions
     pairing: Pairing
-    options: StepOptions
-    guards: GuardOptions = field(default_factory=GuardOptions)
+    rollout: RolloutOptions
+    reward: RewardOptions
+    optim: OptimOptions
+    guards: GuardOptions
+    thresholds: Thresholds = field(default_factory=load_thresholds)
+    seed: int = 0
+    shared_prefix: bool = True
+    amp_dtype: torch.dtype | None = None
     scorer: Scorer | None = None
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Mixed precision for the body of a model; scores are fp32 either way."""
-        if self.options.autocast is None:
+        if self.amp_dtype is None:
             return nullcontext()
-        return torch.autocast(self.policy.device.type, dtype=self.options.autocast)
+        return torch.autocast(self.policy.device.type, dtype=self.amp_dtype)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from keel.trainer.batch import (
 )
 from keel.trainer.guards import over_budget, spike_limit, watch
 from keel.trainer.measure import Clock, describe_groups, measure_old, measure_policy, task_totals
-from keel.trainer.state import Run, Skipped, State
+from keel.trainer.state import Skipped, State, TrainingRun
 
 
 class Step(NamedTuple):
@@ -46,7 +46,7 @@ class Step(NamedTuple):
     batch: StepBatch
 
 
-def train_step(run: Run, state: State) -> Step:
+def train_step(run: TrainingRun, state: State) -> Step:
     """Sample, collect, pack, score, shape, update, measure, steer: one update of the policy (or `num_iterations`)."""
     # fmt: off
     clock, before = Clock(), task_totals(run.task)
@@ -59,13 +59,14 @@ def train_step(run: Run, state: State) -> Step:
     batch = penalize_rewards(batch, run, state.beta)                    # door 1: KL in the reward
     batch = with_advantages(batch, run, state.step)
     metrics: Metrics = {}
-    guard: dict[str, Any] = {"spike": spike_limit(state.norms, run.guards), "skip_spike": run.guards.on_spike == "skip"}
+    spike = spike_limit(state.norms, run.thresholds)
+    guard: dict[str, Any] = {"spike": spike, "skip_spike": run.guards.on_spike == "skip"}
     run.optimizer.begin()
     with clock("update"):
         for _ in range(run.loss.num_iterations):
             passes: list[FullScores] = []
             for minibatch in batch.minibatches:
-                counts = global_denominators(batch.view(*minibatch), run.options.max_completion_length)
+                counts = global_denominators(batch.view(*minibatch), run.rollout.max_completion_length)
                 info: Metrics = {}
                 for micro in minibatch:
                     scores = score_micro(micro, batch, run)             # logp, entropy, exact KL: each [b, t]
@@ -97,14 +98,13 @@ def train_step(run: Run, state: State) -> Step:
     # fmt: on
 
 
-def sample_groups(run: Run, state: State) -> list[Group]:
+def sample_groups(run: TrainingRun, state: State) -> list[Group]:
     """This step's problems, collected; zero-variance groups get company if `loss.dynamic_sampling` allows.
 
     The groups without signal stay, because their KL counts; new problems are added until `prompts_per_step` groups
     have a signal or the tries are spent.
     """
-    options = run.options
-    wanted, seed = options.prompts_per_step, problem_seed(options.seed, state.attempt)
+    wanted, seed = run.rollout.prompts_per_step, problem_seed(run.seed, state.attempt)
     problems = run.task.sample(wanted, seed=seed, step=state.step)
     groups = run.collect(problems, attempt=state.attempt, step=state.step)
     seen = {group.problem.key for group in groups}
@@ -130,7 +130,7 @@ def has_signal(group: Group) -> bool:
     return len({reward.total for reward in group.rewards}) > 1
 
 
-def score(batch: StepBatch, run: Run, state: State) -> StepBatch:
+def score(batch: StepBatch, run: TrainingRun, state: State) -> StepBatch:
     """The reference's log-probabilities where β or the measurement asks; the policy's where the first doors do.
 
     On the first update old_logp is the detached logp of the update's own pass, so it costs none of its own unless
@@ -141,12 +141,12 @@ def score(batch: StepBatch, run: Run, state: State) -> StepBatch:
     if run.reference is not None and wanted:
         batch = score_reference(batch, run)
     in_reward = kl.placement == "reward" and state.beta != 0.0
-    if kl.collect_max is not None or in_reward or run.options.minibatches > 1:
+    if kl.collect_max is not None or in_reward or run.optim.minibatches > 1:
         batch = score_policy(batch, run)
     return replace(batch, kl=sampled_kl(batch, run)) if in_reward else batch
 
 
-def sampled_kl(batch: StepBatch, run: Run) -> Tensor:
+def sampled_kl(batch: StepBatch, run: TrainingRun) -> Tensor:
     """The KL `[B, T]` of the first door under the rollout weights: the vocabulary's sum, or the estimate."""
     rows, kl = batch.rows, run.kl
     if kl.estimator.startswith("exact"):
@@ -156,7 +156,7 @@ def sampled_kl(batch: StepBatch, run: Run) -> Tensor:
     return estimate(kl.estimator, rows.old_logp, rows.ref_logp, rows.action_mask, clamp=kl.log_ratio_clamp)
 
 
-def reject(batch: StepBatch, run: Run) -> StepBatch:
+def reject(batch: StepBatch, run: TrainingRun) -> StepBatch:
     """Completions that leave the policy term and stay under the KL penalty, wherever that enters: too far from the
     reference, or cut off. With `loss.dynamic_sampling` the groups without signal leave it too.
     """
@@ -176,19 +176,19 @@ def reject(batch: StepBatch, run: Run) -> StepBatch:
     return replace(batch.with_rows(policy_mask=mask), rejected=rejected)
 
 
-def penalize_rewards(batch: StepBatch, run: Run, beta: float) -> StepBatch:
+def penalize_rewards(batch: StepBatch, run: TrainingRun, beta: float) -> StepBatch:
     """Door 1: what the KL takes from each reward."""
     if run.kl.placement != "reward" or beta == 0.0 or batch.kl is None:
         return batch
     return replace(batch, penalty=reward_penalty(batch.kl, batch.rows.action_mask, beta))
 
 
-def with_advantages(batch: StepBatch, run: Run, step: int) -> StepBatch:
+def with_advantages(batch: StepBatch, run: TrainingRun, step: int) -> StepBatch:
     """Rewards, and what the first door took from them, against their group; both divided by their sum's deviation.
 
     The reward's warm-up scales the rewards' part after any such division, never the penalty's.
     """
-    rows, baseline, warmup = batch.rows, run.loss.baseline, run.options.reward_warmup_steps
+    rows, baseline, warmup = batch.rows, run.loss.baseline, run.reward.warmup_steps
     assert rows.rewards is not None
     assert rows.group is not None
     penalized = rows.rewards if batch.penalty is None else rows.rewards + batch.penalty
@@ -213,7 +213,7 @@ def controlled_kl(metrics: dict[str, float], unit: str) -> float | None:
     return metrics.get("kl/policy_ref/exact/mean", metrics.get("kl/policy_ref/k3/mean"))
 
 
-def move_reference(run: Run, state: State, metrics: dict[str, float]) -> None:
+def move_reference(run: TrainingRun, state: State, metrics: dict[str, float]) -> None:
     """Let the reference move if it is its time, and the optimizer forget if the reference asks for that."""
     if run.reference is None:
         return

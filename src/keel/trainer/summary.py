@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from keel.base.files import read_records
 from keel.loggers.rundir import EVENTS
 from keel.trainer.state import State
 
@@ -49,10 +49,8 @@ def summarise(
 
 def reward_failures(folder: Path) -> dict[str, int]:
     """Failed calls by reward as the run's events tell them, which hold over interruptions too."""
-    path = folder / EVENTS
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    events = [json.loads(line) for line in lines if '"reward/failed"' in line]
-    return dict(Counter(str(event["function"]) for event in events if "function" in event))
+    failed = [event for event in read_records(folder / EVENTS) if event.get("kind") == "reward/failed"]
+    return dict(Counter(str(event["function"]) for event in failed if "function" in event))
 
 
 def _trained(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -47,7 +47,7 @@ KNOWN: dict[str, Formula] = {
 
 
 def audit(formula: Formula | UserCallable, text: str, bandits: list[Bandit] | None = None) -> dict[str, Any]:
-    """All answers about one formula, as plain data (the `--json` of `keel verify --formula`).
+    """Value, gradients and overflow of one formula, as plain data (the `--json` of `keel verify --formula`).
 
     A name is given only where value or gradient equals that quantity, factor 1, on every one of several random
     distributions. `bias` and `std` are relative to the nearer of the two KLs, worst case over the distributions. A
@@ -116,19 +116,19 @@ def _size(number: float) -> float:
 
 def _value(formula: Formula, bandits: list[Bandit], equal: float) -> dict[str, Any]:
     biases: dict[str, list[float]] = {name: [] for name in DIRECTIONS}
-    spreads: dict[str, list[float]] = {name: [] for name in DIRECTIONS}
+    stds: dict[str, list[float]] = {name: [] for name in DIRECTIONS}
     for bandit in bandits:
         mean, std, _ = moments(formula, bandit)
         for name, truth in kl_values(bandit).items():
             biases[name].append((mean - truth) / truth)
-            spreads[name].append(std / truth)
+            stds[name].append(std / truth)
     worst = {name: max(values, key=_size) for name, values in biases.items()}
     nearest = min(DIRECTIONS, key=lambda name: _size(worst[name]))
     return {
         "estimates": nearest if _size(worst[nearest]) < equal else "none",
         "nearest": nearest,
         "bias": _finite(worst[nearest]),
-        "std": _finite(max(spreads[nearest], key=_size)),
+        "std": _finite(max(stds[nearest], key=_size)),
         "nonnegative": _nonnegative(formula, bandits),
     }
 
@@ -150,13 +150,13 @@ def _gradients(
     formula: Formula,
     bandits: list[Bandit],
     sampling: str,
-    place: Callable[[Formula, Bandit, str], Tensor],
+    gradient_of: Callable[[Formula, Bandit, str], Tensor],
     equal: float,
 ) -> dict[str, Any]:
     errors: dict[str, list[float]] = {name: [] for name in DIRECTIONS}
     sizes, cosines = [], []
     for bandit in bandits:
-        measured, targets = place(formula, bandit, sampling), kl_gradients(bandit)
+        measured, targets = gradient_of(formula, bandit, sampling), kl_gradients(bandit)
         for name in DIRECTIONS:
             errors[name].append(relative_error(measured, targets[name]))
         target = targets[POLICY_REF]
@@ -174,14 +174,14 @@ def _gradients(
 
 
 def _known_as(formula: Formula, bandits: list[Bandit], equal: float) -> str | None:
-    """The usual name of a formula with these very values and gradients, if it has one."""
+    """The usual name of a formula with the same values and gradients, if there is one."""
     for name, known in KNOWN.items():
         same = True
         for bandit in bandits:
             logp, ref, old = bandit.old_logp(ON), bandit.ref_logp, bandit.old_logp(OFF)
             same = same and torch.allclose(formula(logp, ref, old), known(logp, ref, old), rtol=equal, atol=equal)
-            mine, theirs = (gradient_in_loss(f, bandit, OFF) for f in (formula, known))
-            same = same and torch.allclose(mine, theirs, rtol=10 * equal, atol=10 * equal)
+            gradient, known_gradient = (gradient_in_loss(f, bandit, OFF) for f in (formula, known))
+            same = same and torch.allclose(gradient, known_gradient, rtol=10 * equal, atol=10 * equal)
         if same:
             return name
     return None
@@ -193,25 +193,25 @@ def overflows_at(formula: Formula) -> float | None:
     The policy is moved away from the reference in both directions, and then from the sampler.
     """
     grid = torch.cat([torch.arange(0, 200, 0.25), torch.arange(200, OVERFLOW_LIMIT + 1, 25)])
-    ways: tuple[Way, ...] = (
+    shifts: tuple[Shift, ...] = (
         lambda gap, zero: (-gap, zero, -gap),
         lambda gap, zero: (zero, -gap, zero),
         lambda gap, zero: (-gap, -gap, zero),
         lambda gap, zero: (zero, zero, -gap),
     )
-    found = [edge for way in ways if (edge := _first_overflow(formula, grid, way)) is not None]
-    return round(min(found), 2) if found else None
+    overflows = [at for shift in shifts if (at := _first_overflow(formula, grid, shift)) is not None]
+    return round(min(overflows), 2) if overflows else None
 
 
 # (gap, zero) -> logp, ref, old with that much between two of them
-Way = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+Shift = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-def _first_overflow(formula: Formula, grid: Tensor, way: Way) -> float | None:
+def _first_overflow(formula: Formula, grid: Tensor, shift: Shift) -> float | None:
     def finite(gap: Tensor) -> Tensor:
         gap = gap.float().unsqueeze(-1)
         with torch.no_grad():
-            return torch.isfinite(formula(*way(gap, torch.zeros_like(gap)))).squeeze(-1)
+            return torch.isfinite(formula(*shift(gap, torch.zeros_like(gap)))).squeeze(-1)
 
     broken = (~finite(grid)).nonzero()
     if not len(broken):

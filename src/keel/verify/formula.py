@@ -141,7 +141,7 @@ def _walk(node: ast.expr, values: dict[str, Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class UserCallable:
-    """A user's own function, and the dtype in which it answers float64 questions."""
+    """A user's own function, and the dtype that it returns for float64 inputs."""
 
     formula: Formula
     dtype: torch.dtype
@@ -151,13 +151,13 @@ def load_callable(name: str) -> UserCallable:
     """A user's `module:function` of (logp, ref) or (logp, ref, old), wrapped so that what it returns is checked."""
     function = import_object(name, "callable")
     arguments = arity(function)
-    seen: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
 
     def formula(logp: Tensor, ref: Tensor, old: Tensor) -> Tensor:
         result = call_checked(name, function, *(logp, ref, old)[:arguments])
-        seen.append(result.dtype)
+        dtypes.append(result.dtype)
         return result.to(logp.dtype)
 
     example = torch.full((1, 1), -1.0, dtype=torch.float64)
     formula(example, example, example)
-    return UserCallable(formula, seen[0])
+    return UserCallable(formula, dtypes[0])

@@ -35,7 +35,7 @@ from keel.verify.values import right_k3
 
 
 def formula_of(fact: Fact, vocabulary_kl: Callable[[Tensor, Tensor], Tensor]) -> Formula:
-    """The per-token term that a row of the facts speaks of."""
+    """The per-token term of a row of the facts."""
     form = parse_gradient("plain" if fact.gradient == "score" else fact.gradient)
     if fact.estimator.startswith("exact"):
         return lambda logp, ref, old: kl.with_form(
@@ -52,7 +52,7 @@ def _term(fact: Fact) -> Formula:
 def _measured(fact: Fact, bandit: Bandit) -> Tensor:
     if fact.placement == "loss":
         return gradient_in_loss(_term(fact), bandit, fact.sampling)
-    return gradient_in_reward(_term(fact), bandit, fact.sampling, door=fact.placement)
+    return gradient_in_reward(_term(fact), bandit, fact.sampling, placement=fact.placement)
 
 
 def fact_error(fact: Fact, bandit: Bandit) -> tuple[float, bool]:
@@ -91,7 +91,7 @@ def _near(fact: Fact, bandit: Bandit) -> tuple[Tensor, dict[str, Tensor]]:
 def value_holds(fact: Fact, bandit: Bandit) -> bool:
     """Whether the mean of the row's value is the KL that the row names, or neither.
 
-    Behind the reward's and the advantage's door the policy term's ratio is the value's weight.
+    In the reward and in the advantage the value is weighted by the policy term's ratio.
     """
     term = _term(fact)
     old = bandit.old_logp(fact.sampling)
@@ -153,7 +153,7 @@ def _per_sample_identity(bandit: Bandit) -> float:
 
 
 def _scored_kl_identity(bandit: Bandit) -> float:
-    """E_π[u·s] = ∇KL(π‖p), the definition that all others lean on."""
+    """E_π[u·s] = ∇KL(π‖p), which the other identities follow from."""
     return relative_error(gradient_in_reward(lambda p, r, o: p - r, bandit), kl_gradients(bandit)[POLICY_REF])
 
 
@@ -219,7 +219,7 @@ def sequence() -> list[Check]:
 
 
 def _sequence_term(fact: Fact) -> SequenceLoss:
-    """The loss of a sequence-level row: the term itself, or the policy term −ρ_t·A_t with the penalty behind a door."""
+    """The loss of a sequence-level row: the term itself, or the policy term −ρ_t·A_t with the penalty in A."""
     if fact.placement == "loss":
         return lambda logp, ref, old, exact: kl.sequence_estimate(
             fact.estimator, logp, ref, old_logp=old, exact_kl=exact, clamp=None

@@ -1,4 +1,4 @@
-"""Proofs under every loss: a KL penalty goes through the real objective, on completions that end where they like.
+"""Proofs under every loss: a KL penalty goes through the real objective, on completions of different lengths.
 
 The facts are proven token by token; a loss then weighs the tokens, takes ratios of its own and leaves completions out.
 Here every completion of a small world is enumerated, the policy term drops half of them, and the expected gradient is
@@ -42,8 +42,8 @@ PENALTIES = (
 
 
 @dataclass(frozen=True)
-class Completions:
-    """Every completion of a world: log-probabilities `[N, T]`, which tokens there are, how likely each one is drawn."""
+class EnumeratedCompletions:
+    """Every completion of a world: log-probabilities and mask `[N, T]`, and the probability `[N]` of drawing each."""
 
     theta: Tensor
     logp: Tensor
@@ -55,57 +55,61 @@ class Completions:
     weights: Tensor
 
 
-def completions(world: SequenceWorld, sampling: str, *, end: int | None = 0) -> Completions:
-    """All completions up to and with their first `end` token; without one all are as long as the world allows."""
+def completions(world: SequenceWorld, sampling: str, *, end: int | None = 0) -> EnumeratedCompletions:
+    """All completions up to and with their first `end` token; without one all have the longest length."""
     sequences = world.sequences()
-    over = (sequences == end).cumsum(-1) - (sequences == end).long() > 0 if end is not None else sequences < 0
-    once = (~over | (sequences == end)).all(-1)  # behind the end only one continuation counts
-    sequences, mask = sequences[once], ~over[once]
+    after_end = (sequences == end).cumsum(-1) - (sequences == end).long() > 0 if end is not None else sequences < 0
+    canonical = (~after_end | (sequences == end)).all(-1)  # of all continuations after the end, one counts
+    sequences, mask = sequences[canonical], ~after_end[canonical]
     theta = world.policy.clone().requires_grad_()
     rows, index = world.rows(sequences), sequences.unsqueeze(-1)
 
-    def drawn(table: Tensor) -> Tensor:
+    def token_logp(table: Tensor) -> Tensor:
         return torch.where(mask, table[rows].gather(-1, index).squeeze(-1), 0.0)
 
     policy, reference = theta.log_softmax(-1), world.reference.log_softmax(-1)
-    logp, old = drawn(policy), drawn(world.sampler.log_softmax(-1)) if sampling == OFF else None
+    logp, old = token_logp(policy), token_logp(world.sampler.log_softmax(-1)) if sampling == OFF else None
     weights = (logp if old is None else old).sum(-1).exp().detach()
     exact, reverse = (
         torch.where(mask, exact_kl(policy[rows], reference[rows], direction), 0.0) for direction in DIRECTIONS
     )
-    return Completions(theta, logp, drawn(reference), old, exact, reverse, mask, weights)
+    return EnumeratedCompletions(theta, logp, token_logp(reference), old, exact, reverse, mask, weights)
 
 
-def target(all_: Completions, level: str, divergence: str = POLICY_REF) -> Tensor:
+def target(enumerated: EnumeratedCompletions, level: str, divergence: str = POLICY_REF) -> Tensor:
     """The gradient of a divergence: of each token at the states that the sampler visits, or of the whole sequence."""
     if level == "token":
-        value = (all_.weights.unsqueeze(-1) * (all_.exact if divergence == POLICY_REF else all_.reverse)).sum()
+        value = (
+            enumerated.weights.unsqueeze(-1) * (enumerated.exact if divergence == POLICY_REF else enumerated.reverse)
+        ).sum()
     else:
-        total = all_.logp.sum(-1)
-        value = (total.exp() * (total - all_.ref.sum(-1))).sum()
-    return torch.autograd.grad(value, all_.theta, retain_graph=True)[0]
+        total = enumerated.logp.sum(-1)
+        value = (total.exp() * (total - enumerated.ref.sum(-1))).sum()
+    return torch.autograd.grad(value, enumerated.theta, retain_graph=True)[0]
 
 
-def penalty_gradient(all_: Completions, loss: LossOptions, kl: KLOptions, pairing: Pairing) -> Tensor:
-    """The expected gradient of the penalty at β = 1 under a loss whose policy term leaves half of them out."""
-    nothing = torch.zeros(len(all_.mask), dtype=all_.logp.dtype)
-    shaped = None
+def penalty_gradient(enumerated: EnumeratedCompletions, loss: LossOptions, kl: KLOptions, pairing: Pairing) -> Tensor:
+    """The expected gradient of the penalty at β = 1 under a loss whose policy term leaves half the completions out."""
+    no_advantage = torch.zeros(len(enumerated.mask), dtype=enumerated.logp.dtype)
+    kl_advantages = None
     if kl.placement == "reward":  # of the policy that sampled: a reward is given once
-        old = all_.logp.detach() if all_.old is None else all_.old
-        shaped = reward_penalty(estimate(kl.estimator, old, all_.ref, all_.mask, clamp=None), all_.mask, 1.0)
-    leaf = all_.logp.detach().requires_grad_()
+        old = enumerated.logp.detach() if enumerated.old is None else enumerated.old
+        kl_advantages = reward_penalty(
+            estimate(kl.estimator, old, enumerated.ref, enumerated.mask, clamp=None), enumerated.mask, 1.0
+        )
+    leaf = enumerated.logp.detach().requires_grad_()
     batch = Batch(
-        action_mask=all_.mask,
-        advantages=nothing,
-        old_logp=all_.old,
-        ref_logp=all_.ref,
-        policy_mask=with_policy_mask(all_.mask, torch.arange(len(all_.mask)) % 2 == 0),
-        kl_advantages=shaped,
+        action_mask=enumerated.mask,
+        advantages=no_advantage,
+        old_logp=enumerated.old,
+        ref_logp=enumerated.ref,
+        policy_mask=with_policy_mask(enumerated.mask, torch.arange(len(enumerated.mask)) % 2 == 0),
+        kl_advantages=kl_advantages,
     )
     out = objective(Scores(leaf), batch, loss, kl, 1.0, Counts(ONE, ONE), pairing=pairing)
     (coefficient,) = torch.autograd.grad(out.loss, leaf)
-    expected = (all_.weights.unsqueeze(-1) * coefficient * all_.logp).sum()
-    return torch.autograd.grad(expected, all_.theta, retain_graph=True)[0]
+    expected = (enumerated.weights.unsqueeze(-1) * coefficient * enumerated.logp).sum()
+    return torch.autograd.grad(expected, enumerated.theta, retain_graph=True)[0]
 
 
 def _cosine(first: Tensor, second: Tensor) -> float:
@@ -115,8 +119,8 @@ def _cosine(first: Tensor, second: Tensor) -> float:
 def penalty_check(name: str, penalty: tuple[str, str, str, str, str], sampling: str, world: SequenceWorld) -> Check:
     """One row: a penalty under one loss, against what `check_pairing` says of it there.
 
-    What is exact is so at any distance from the reference. What is near for its weights by length is exact where all
-    completions are as long; for its drift, where the sampler has caught up; and near close to the reference too.
+    An exact pairing is exact at any distance from the reference. One that is near because of length weights is exact
+    where all completions have one length; one that drifts, where the sampler has caught up with the policy.
     """
     estimator, placement, gradient, level, reduction = penalty
     loss = LossOptions(loss_type=name)
@@ -127,10 +131,10 @@ def penalty_check(name: str, penalty: tuple[str, str, str, str, str], sampling: 
     by_length, drifts = LENGTH_WEIGHTED in verdict, verdict.startswith("near ")
 
     def measure(world: SequenceWorld, end: int | None = 0) -> tuple[float, float]:
-        all_ = completions(world, sampling, end=end)
-        measured = penalty_gradient(all_, loss, kl, pairing)
+        enumerated = completions(world, sampling, end=end)
+        measured = penalty_gradient(enumerated, loss, kl, pairing)
         measured = measured * (world.steps if by_length and end is None else 1)
-        truth = target(all_, pairing.level, divergence_of(verdict))
+        truth = target(enumerated, pairing.level, divergence_of(verdict))
         return relative_error(measured, truth), _cosine(measured, truth)
 
     error, cosine = measure(world)
@@ -157,10 +161,10 @@ def _no_longer_zero(world: SequenceWorld) -> Check:
     """k1 in the loss has an expected gradient of zero; weighed by 1/length it has one, and no KL's."""
     kl = KLOptions(estimator="k1", gradient="plain", reduction="loss", log_ratio_clamp=None, allow_biased=True)
     by_length, alike = (kl.pairing(LOSSES[name].reduction) for name in ("grpo", "dapo"))
-    all_ = completions(world, ON)
+    enumerated = completions(world, ON)
     grpo, dapo = LossOptions(loss_type="grpo"), LossOptions(loss_type="dapo")
-    size = (penalty_gradient(all_, grpo, kl, by_length).norm() / target(all_, "token").norm()).item()
-    even = penalty_gradient(all_, dapo, kl, alike).norm().item()
+    size = (penalty_gradient(enumerated, grpo, kl, by_length).norm() / target(enumerated, "token").norm()).item()
+    even = penalty_gradient(enumerated, dapo, kl, alike).norm().item()
     fact = "grpo: k1 in the loss, plain gradient, reduction loss: zero under token_mean, no longer under 1/length"
     ok = size > 1e-3 and even < EXACT and by_length.expected_gradient == "wrong"
     return Check("losses", fact, f"size {size:.3f}", MEANINGS["wrong"], ok)

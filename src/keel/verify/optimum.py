@@ -1,4 +1,4 @@
-"""The exact optimum of KL-regularised RL, and the place a trainer with each estimator actually reaches."""
+"""The exact optimum of KL-regularised RL, and where descent with each estimator ends."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _in_reward(estimator: str) -> Penalty:
 
 @dataclass(frozen=True)
 class Trainer:
-    """A way to put the penalty in, and whether it must land on the optimum."""
+    """An estimator in a placement, and whether descent with it must land on the optimum."""
 
     name: str
     penalty: Penalty
@@ -95,10 +95,10 @@ def optimum() -> list[Check]:
     """Only right estimators land on π* ∝ p·e^{R/β}; the others stop somewhere else."""
     rows = []
     for beta, (accuracy, divergence) in OPTIMUM.items():
-        got = closed_form(beta)
-        ok = close(got[0], accuracy, 4 if beta == 0.1 else 3) and close(got[1], divergence, 3)
+        solved_accuracy, solved_kl = closed_form(beta)
+        ok = close(solved_accuracy, accuracy, 4 if beta == 0.1 else 3) and close(solved_kl, divergence, 3)
         fact = f"closed form at β={beta:g}: accuracy, KL"
-        rows.append(Check("optimum", fact, f"{got[0]:.4f}, {got[1]:.3f}", f"{accuracy}, {divergence}", ok))
+        rows.append(Check("optimum", fact, f"{solved_accuracy:.4f}, {solved_kl:.3f}", f"{accuracy}, {divergence}", ok))
     best = torch.tensor([closed_form(beta) for beta in BETAS], dtype=torch.float64)
     for trainer in TRAINERS:
         reached = torch.stack(train(trainer.penalty), dim=-1)

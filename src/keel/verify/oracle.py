@@ -95,8 +95,8 @@ def moments(formula: Formula, bandit: Bandit) -> tuple[float, float, float]:
         values = formula(logp, bandit.ref_logp, logp)
     weights = logp.exp()
     mean = (weights * values).sum()
-    spread = (weights * (values - mean).square()).sum().sqrt()
-    return mean.item(), spread.item(), values.min().item()
+    std = (weights * (values - mean).square()).sum().sqrt()
+    return mean.item(), std.item(), values.min().item()
 
 
 def gradient_in_loss(formula: Formula, bandit: Bandit, sampling: str = ON) -> Tensor:
@@ -107,9 +107,9 @@ def gradient_in_loss(formula: Formula, bandit: Bandit, sampling: str = ON) -> Te
 
 
 def gradient_in_reward(
-    formula: Formula, bandit: Bandit, sampling: str = ON, *, door: str = "reward", ratio: bool = True
+    formula: Formula, bandit: Bandit, sampling: str = ON, *, placement: str = "reward", ratio: bool = True
 ) -> Tensor:
-    """Σ_y w(y) ρ(y) sg(f(y)) s(y): a penalty behind the reward's or the advantage's door, under the policy term.
+    """Σ_y w(y) ρ(y) sg(f(y)) s(y): a penalty in the reward or in the advantage, under the policy term.
 
     The policy term −ρ·A carries the ratio; on-policy it is 1. `ratio=False` is the plain −A·log π term, which has none.
     """
@@ -118,7 +118,7 @@ def gradient_in_reward(
     rho = (logp - old).exp().detach() if ratio else torch.ones_like(old)
     penalty = formula(logp, bandit.ref_logp, old)
     mask = torch.ones_like(penalty, dtype=torch.bool)
-    if door == "reward":
+    if placement == "reward":
         advantage = reward_penalty(penalty, mask, 1.0).unsqueeze(-1)
     else:
         advantage = advantage_penalty(penalty, mask, 1.0)
@@ -180,7 +180,7 @@ SequenceLoss = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class GradientQuality:
-    """How an estimator's gradient stands to the true one: relative error, cosine, total variance."""
+    """An estimator's gradient against the true one: relative error, cosine, total variance."""
 
     relative_error: float
     cosine: float
@@ -188,7 +188,7 @@ class GradientQuality:
 
 
 @dataclass(frozen=True)
-class Enumerated:
+class EnumeratedSequences:
     """Every sequence of a world: its log-probabilities under policy, reference and sampler, and its weight."""
 
     theta: Tensor
@@ -207,43 +207,45 @@ class Enumerated:
         }
 
 
-def enumerate_sequences(world: SequenceWorld, sampling: str) -> Enumerated:
-    """All that a sequence-level loss is given, with the policy's table as a leaf that takes gradient."""
+def enumerate_sequences(world: SequenceWorld, sampling: str) -> EnumeratedSequences:
+    """Every sequence of a world, with the policy's table as a leaf that takes gradient."""
     theta = world.policy.clone().requires_grad_()
     sequences = world.sequences()
     rows, index = world.rows(sequences), sequences.unsqueeze(-1)
 
-    def chosen(table: Tensor) -> Tensor:
+    def token_logp(table: Tensor) -> Tensor:
         return table[rows].gather(-1, index).squeeze(-1)
 
     policy, reference = theta.log_softmax(-1), world.reference.log_softmax(-1)
-    logp = chosen(policy)
-    old = chosen(world.sampler.log_softmax(-1)) if sampling == OFF else None
+    logp = token_logp(policy)
+    old = token_logp(world.sampler.log_softmax(-1)) if sampling == OFF else None
     weights = (logp if old is None else old).sum(-1).exp().detach()
-    return Enumerated(theta, logp, chosen(reference), old, exact_kl(policy[rows], reference[rows]), weights)
+    return EnumeratedSequences(
+        theta, logp, token_logp(reference), old, exact_kl(policy[rows], reference[rows]), weights
+    )
 
 
 def sequence_value(world: SequenceWorld, loss: SequenceLoss, sampling: str = ON) -> tuple[float, dict[str, float]]:
     """The mean of a sequence-level value, and KL_seq in both directions."""
-    all_ = enumerate_sequences(world, sampling)
-    mean = (all_.weights * loss(all_.logp, all_.ref, all_.old, all_.exact)).sum().item()
-    return mean, {name: value.item() for name, value in all_.divergences().items()}
+    enumerated = enumerate_sequences(world, sampling)
+    mean = (enumerated.weights * loss(enumerated.logp, enumerated.ref, enumerated.old, enumerated.exact)).sum().item()
+    return mean, {name: value.item() for name, value in enumerated.divergences().items()}
 
 
 def sequence_gradient(
     world: SequenceWorld, loss: SequenceLoss, sampling: str = ON
 ) -> tuple[dict[str, Tensor], Tensor, float]:
     """True ∇KL_seq in both directions, the estimator's expected gradient, and its total variance, by enumeration."""
-    all_ = enumerate_sequences(world, sampling)
+    enumerated = enumerate_sequences(world, sampling)
 
     def gradient(value: Tensor) -> Tensor:
-        return torch.autograd.grad(value, all_.theta, retain_graph=True)[0].flatten()
+        return torch.autograd.grad(value, enumerated.theta, retain_graph=True)[0].flatten()
 
-    truths = {name: gradient(value) for name, value in all_.divergences().items()}
-    values = loss(all_.logp, all_.ref, all_.old, all_.exact)
+    truths = {name: gradient(value) for name, value in enumerated.divergences().items()}
+    values = loss(enumerated.logp, enumerated.ref, enumerated.old, enumerated.exact)
     per_sequence = torch.stack([gradient(value) for value in values])
-    mean = (all_.weights.unsqueeze(-1) * per_sequence).sum(0)
-    variance = (all_.weights * (per_sequence - mean).square().sum(-1)).sum().item()
+    mean = (enumerated.weights.unsqueeze(-1) * per_sequence).sum(0)
+    variance = (enumerated.weights * (per_sequence - mean).square().sum(-1)).sum().item()
     return truths, mean, variance
 
 

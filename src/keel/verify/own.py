@@ -1,4 +1,4 @@
-"""A user's own estimator in training: audited first, so that what its gradient does is known as for Keel's own."""
+"""A user's own estimator in training: an audit proves the rows that facts.py has for Keel's own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def estimator_facts(name: str) -> tuple[Fact, ...]:
 
 
 def _rows(name: str, report: dict[str, Any]) -> tuple[Fact, ...]:
-    """The audit's answers in the form of the table of facts."""
+    """The audit's results as rows of the table of facts."""
     value = report["value"]["estimates"]
     on, off = _verdict(report["in_loss"]), _verdict(report["off_policy"]["in_loss"])
     if off == "wrong" and f"near {on}" in MEANINGS:
@@ -49,8 +49,8 @@ def _rows(name: str, report: dict[str, Any]) -> tuple[Fact, ...]:
     return tuple(rows)
 
 
-def _verdict(answer: dict[str, Any]) -> str:
-    gradient = answer["gradient"]
+def _verdict(result: dict[str, Any]) -> str:
+    gradient = result["gradient"]
     return gradient if gradient in (POLICY_REF, REF_POLICY, "zero") else "wrong"
 
 

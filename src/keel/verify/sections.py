@@ -1,4 +1,4 @@
-"""All proofs, by section, in the order in which they are told."""
+"""All proofs, by section, in the order in which they are shown."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from keel.lab.doctor.formula import formula_of
 from keel.lab.doctor.hypotheses import preflight_figures, weigh
 from keel.lab.doctor.preflight import preflight
 from keel.lab.doctor.probes.kl_term import probe_kl_term
-from keel.lab.doctor.probes.outcome import Outcome
+from keel.lab.doctor.probes.result import ProbeResult
 from lab.doctor.histories import configured, healthy
 from lab.doctor.schooled import schooled_config
 
@@ -68,7 +68,7 @@ def before(config: Config) -> Hypothesis:
 
 
 @cache
-def _probed(*pairing: str) -> Outcome:
+def _probed(*pairing: str) -> ProbeResult:
     """The experiment sums over the policy's own samples, so several updates a batch make no other one."""
     options = zip(("kl.estimator", "kl.placement", "kl.gradient", "kl.level"), pairing, strict=True)
     return probe_kl_term(on_the_bench(schooled_config(*map("=".join, options), *FREELY)), LIMITS)

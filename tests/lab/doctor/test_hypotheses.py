@@ -14,8 +14,8 @@ from keel.lab.doctor.diagnosis import Hypothesis
 from keel.lab.doctor.findings import CODES, found
 from keel.lab.doctor.history import History, Series
 from keel.lab.doctor.hypotheses import history_figures, preflight_figures, weigh
-from keel.lab.doctor.probes.outcome import Outcome
-from keel.lab.doctor.suspects import ROWS, Clear, Row
+from keel.lab.doctor.probes.result import ProbeResult
+from keel.lab.doctor.suspects import SUSPECTS, Clear, Suspect
 from lab.doctor.histories import altered, healthy
 
 LIMITS = load_thresholds()
@@ -37,7 +37,7 @@ def test_without_figures_nothing_can_be_said() -> None:
     assert all(hypothesis.action != "none" for hypothesis in table.values())
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.codes], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in SUSPECTS if row.codes], ids=lambda row: row.name)
 def test_a_finding_confirms_and_brings_its_figure(row: object) -> None:
     for code in row.codes:  # type: ignore[attr-defined]
         assert code in CODES
@@ -57,11 +57,11 @@ def test_a_figure_on_the_safe_side_rules_out() -> None:
     assert table["H02"].verdict == "not testable here"
 
 
-WAYS = [(row, way) for row in ROWS for way in row.clears]
+WAYS = [(row, way) for row in SUSPECTS for way in row.clears]
 
 
 @pytest.mark.parametrize(("row", "way"), WAYS, ids=[f"{row.name} {way.figures[0][0]}" for row, way in WAYS])
-def test_only_the_safe_side_of_every_threshold_rules_out(row: Row, way: Clear) -> None:
+def test_only_the_safe_side_of_every_threshold_rules_out(row: Suspect, way: Clear) -> None:
     def verdict(figures: dict[str, float]) -> str:
         return {hypothesis.name: hypothesis.verdict for hypothesis in weigh((), figures, LIMITS)}[row.name]
 
@@ -101,13 +101,13 @@ def test_a_row_none_of_whose_codes_was_checked_is_not_ruled_out() -> None:
     )
 
 
-def masks(trained: float, total: float, left_out: float) -> Outcome:
+def masks(trained: float, total: float, left_out: float) -> ProbeResult:
     figures = {"trained_tokens": trained, "completion_tokens": total, "left_out_of_turns": left_out}
-    return Outcome("masks", figures=figures)
+    return ProbeResult("masks", figures=figures)
 
 
 def test_sampled_tokens_that_are_not_trained_keep_masking_a_suspect() -> None:
-    def verdicts(outcome: Outcome, several_turns: bool) -> tuple[str, str]:
+    def verdicts(outcome: ProbeResult, several_turns: bool) -> tuple[str, str]:
         figures = preflight_figures([outcome], several_turns=several_turns)
         table = {hypothesis.name: hypothesis.verdict for hypothesis in weigh((), figures, LIMITS)}
         return table["H02"], table["H07"]

@@ -17,7 +17,7 @@ from keel.lab.doctor.examine import examine
 from keel.lab.doctor.names import SHORT, TRL, canonical
 from keel.lab.doctor.readers import parse_map, read_history
 from keel.lab.doctor.readers.training_args import read_training_args
-from keel.loggers import Fanout, JsonlLogger, RunDirectory
+from keel.loggers import JsonlLogger, MultiLogger, RunDirectory
 from lab.doctor.schooled import fresh_model
 
 
@@ -173,7 +173,7 @@ def keel_run(path: Path, steps: int = 12, **event: object) -> Path:
     noise = random.Random(0)
     with RunDirectory.create(path) as run:
         run.write_text("config.yaml", "kl: {beta: 0.01}\ndoctor: {thresholds: {kl_over_budget: 0.5}}\n")
-        log = Fanout(JsonlLogger(run))
+        log = MultiLogger(JsonlLogger(run))
         for step in range(1, steps + 1):
             log.step(step, {"reward/mean": noise.random(), "kl/policy_ref/k3/mean": 0.03 * step, "grad/norm": math.nan})
         log.event("guard/skipped", step=3, message="skipped")

@@ -11,8 +11,8 @@ from torch import nn
 from keel.base.errors import KeelError
 from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.bench import build_bench
-from keel.lab.doctor.probes.outcome import Outcome
 from keel.lab.doctor.probes.reference import devices, held_fingerprint, probe_reference
+from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.start import Difference, compare_weights, explain_start, sums_against_means
 from keel.models.fingerprint import fingerprint
 from keel.models.lora import add_lora
@@ -23,7 +23,7 @@ LIMITS = load_thresholds()
 LORA = "model.lora={r: 4}"
 
 
-def probed(*overrides: str) -> Outcome:
+def probed(*overrides: str) -> ProbeResult:
     return probe_reference(build_bench(schooled_config(*overrides)), LIMITS)
 
 

@@ -7,12 +7,11 @@ import re
 import pytest
 
 from keel.base.errors import KeelError
-from keel.base.thresholds import shipped_thresholds
+from keel.base.thresholds import shipped_thresholds, thresholds_of
 from keel.config import load_config
 from keel.lab.doctor import CODES, load_thresholds
 from keel.lab.doctor.checks import check_history
-from keel.lab.doctor.examine import thresholds_of
-from lab.doctor.histories import altered, healthy
+from lab.doctor.histories import altered
 
 
 def test_each_has_unit_source_and_reason():
@@ -66,7 +65,7 @@ def test_mistakes_are_one_line(given):
 def test_a_configuration_carries_them():
     config = load_config({}, ["doctor.thresholds.kl_over_budget=0.4"])
     assert config.doctor.thresholds.params == {"kl_over_budget": 0.4}
-    run = healthy(config=load_config(config).to_dict())
+    run = load_config(config).to_dict()
     assert thresholds_of(run)["kl_over_budget"] == 0.4
     assert thresholds_of(run, ["kl_over_budget=0.3"])["kl_over_budget"] == 0.3
     with pytest.raises(KeelError, match="kl_over_budget"):

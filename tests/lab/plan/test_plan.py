@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,10 +18,10 @@ from keel.lab.plan.hardware import KNOWN, find_hardware
 from keel.lab.plan.live import CudaAutocast, LiveBytes, Operations
 from keel.lab.plan.plan import make_it_fit, plan
 from keel.lab.plan.rehearse import decoding_traits, rollout_passes
-from keel.rollout import Engine, Request
+from keel.rollout import Engine, Request, SamplingParams
 from keel.rollout.native.decode import SharedPrefixDecoder
 from keel.rollout.native.scheduler import Passes, Scheduler
-from keel.run.build import build_policy, build_run, build_sampling
+from keel.run.build import build_policy, build_run
 from keel.trainer.state import State
 from keel.trainer.step import train_step
 
@@ -237,7 +236,7 @@ def test_the_planned_passes_are_those_that_a_step_makes(max_batch, monkeypatch):
     monkeypatch.setattr(SharedPrefixDecoder, "start", starts)
     monkeypatch.setattr(SharedPrefixDecoder, "step", stepped)
     requests = [Request(f"p{i}", (5, 6, i)) for i in range(config.rollout.prompts_per_step)]
-    run.engine.generate(requests, replace(build_sampling(config), ignore_eos=True))
+    run.engine.generate(requests, SamplingParams.of(config.rollout, ignore_eos=True))
     planned = rollout_passes(config, decoding_traits(config, loaded, find_hardware("cpu")))
     assert planned == Passes(tuple(prefills), tuple(steps))
 

@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from keel.loggers import Fanout, JsonlLogger, RunDirectory
+from keel.loggers import JsonlLogger, MultiLogger, RunDirectory
 
 CONFIG = """\
 run:
@@ -158,7 +158,7 @@ def make_run(
              "packages": {"torch": "2.13.0", "transformers": "5.17.0"}},
         )  # fmt: skip
         ticks = iter(range(10**6))
-        log = Fanout(JsonlLogger(run), clock=lambda: 1.79e9 + next(ticks))
+        log = MultiLogger(JsonlLogger(run), clock=lambda: 1.79e9 + next(ticks))
         log.event("start", message="warm start done, 300 steps")
         before = evaluate(log, 0, 0.36, noise)
         after = before
@@ -179,7 +179,7 @@ def make_run(
     return path
 
 
-def evaluate(log: Fanout, step: int, share: float, noise: random.Random) -> dict[str, tuple[float, list[float]]]:
+def evaluate(log: MultiLogger, step: int, share: float, noise: random.Random) -> dict[str, tuple[float, list[float]]]:
     """Write the evaluation lines of one step; (accuracy, interval) by task."""
     results: dict[str, tuple[float, list[float]]] = {}
     kept = {"add": (share, "trained"), "subtract": (0.62 - step / 3000, "retention"), "copy": (0.97, "retention"),
@@ -196,7 +196,7 @@ def evaluate(log: Fanout, step: int, share: float, noise: random.Random) -> dict
     return results
 
 
-def write_summary(run: RunDirectory, before: Any, after: Any, steps: int, beta: float, log: Fanout) -> None:
+def write_summary(run: RunDirectory, before: Any, after: Any, steps: int, beta: float, log: MultiLogger) -> None:
     """findings.json and summary.json as the contract has them."""
     lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     kl = {kind: {"mean": lines[-1][f"kl/policy_ref/{kind}/mean"], "se": lines[-1][f"kl/policy_ref/{kind}/se"]}

@@ -9,20 +9,36 @@ from pathlib import Path
 
 import pytest
 
+from keel.base.thresholds import load_thresholds
 from keel.envs.toolbox import KINDS
+from keel.lab import runs as reading
+from keel.lab.judge import Accuracy
+from keel.lab.plots.charts import (
+    BOTTOM,
+    HEIGHT,
+    TOP,
+    Curve,
+    Panel,
+    Scale,
+    log_ticks,
+    svg,
+    thin,
+    tick_text,
+    ticks,
+    wants_log,
+)
 from keel.lab.report import html
-from keel.lab.report import read as reading
-from keel.lab.report.charts import Axis, Panel, Series, log_ticks, svg, thin, tick_text, ticks, wants_log
 from keel.lab.report.panels import PANELS, panels
-from keel.lab.report.read import Run, read_run
 from keel.lab.report.rollouts import facts, readable, scale
 from keel.lab.report.samples import pages, pick, section, span, tokens
 from keel.lab.report.sections import flatten, retention_table, seconds, since
-from keel.lab.report.verdict import Accuracy, accuracy, change_word, kl_figures, sentences, state
+from keel.lab.report.verdict import accuracy, kl_figures, sentences, state
+from keel.lab.runs import RunRecord, read_run
 from keel.loggers import RunDirectory
 from keel.loggers.jsonl import JsonlLogger
 
-RUN = Run(path=Path("r"), name="r")
+RUN = RunRecord(path=Path("r"), name="r")
+THRESHOLDS = load_thresholds()
 
 
 def test_ticks_are_round_and_inside():
@@ -37,17 +53,25 @@ def test_ticks_are_round_and_inside():
 
 
 def test_axis_maps_ends_to_ends():
-    axis = Axis(0, 10, 100, 0)
+    axis = Scale(0, 10, 100, 0)
     assert (axis.at(0), axis.at(10), axis.at(2.5)) == (100, 0, 75)
-    log = Axis(1, 100, 0, 50, log=True)
+    log = Scale(1, 100, 0, 50, log=True)
     assert (log.at(1), log.at(10), log.at(100)) == (0, 25, 50)
-    assert Axis(3, 3, 0, 50).at(3) == 25
+    assert Scale(3, 3, 0, 50).at(3) == 25
+
+
+def test_beyond_a_given_range_a_chart_goes_on_at_its_edge():
+    assert Scale(0, 10, 100, 0).at(12) == 0
+    series = Curve("a", [(0.0, 0.5), (1.0, 0.6)], error=[(-5.0, 6.0), (0.5, 0.7)], dots=True)
+    heights = [float(y) for y in re.findall(r' y[12]="([\d.-]+)"', svg(Panel("t", "", [series], y_range=(0.0, 1.0))))]
+    assert min(heights) == TOP
+    assert max(heights) == HEIGHT - BOTTOM
 
 
 def test_thinning_keeps_spikes_gaps_and_ends():
     points: list[tuple[float, float | None]] = [(float(x), 0.0) for x in range(10_000)]
     points[5_003] = (5003.0, 99.0)
-    series = thin(Series("a", points, error=[(0.0, 1.0)] * 10_000))
+    series = thin(Curve("a", points, error=[(0.0, 1.0)] * 10_000))
     assert len(series.points) <= 500
     assert (5003.0, 99.0) in series.points
     assert (series.points[0], series.points[-1]) == (points[0], points[-1])
@@ -58,13 +82,13 @@ def test_log_scale_only_where_a_linear_one_hides_the_rest():
     assert wants_log([0.1] * 20 + [100.0])
     assert not wants_log([0.1, 0.2, 0.3, 0.4, 0.5, 0.9])
     assert not wants_log([0.0] * 20 + [100.0])
-    picture = svg(Panel("t", "", [Series("a", [(float(i), 0.1) for i in range(9)] + [(9.0, 100.0)])]))
+    picture = svg(Panel("t", "", [Curve("a", [(float(i), 0.1) for i in range(9)] + [(9.0, 100.0)])]))
     assert "data-log" in picture
 
 
 def test_a_chart_without_a_number_is_not_drawn_and_one_point_is_a_dot():
-    assert svg(Panel("t", "", [Series("a", [(1.0, None)])])) == ""
-    assert svg(Panel("t", "", [Series("a", [(1.0, 5.0)])])).count("<circle") == 1
+    assert svg(Panel("t", "", [Curve("a", [(1.0, None)])])) == ""
+    assert svg(Panel("t", "", [Curve("a", [(1.0, 5.0)])])).count("<circle") == 1
 
 
 def both(before: float, after: float, low: tuple[float, float], high: tuple[float, float]) -> Accuracy:
@@ -72,12 +96,12 @@ def both(before: float, after: float, low: tuple[float, float], high: tuple[floa
 
 
 def test_change_is_judged_by_the_intervals():
-    assert change_word(both(0.5, 0.4, (0.45, 0.55), (0.35, 0.45))) == "held"  # they touch
-    assert change_word(both(0.5, 0.3, (0.45, 0.55), (0.25, 0.35))) == "dropped"
-    assert change_word(both(0.3, 0.5, (0.25, 0.35), (0.45, 0.55))) == "improved"
-    assert change_word(Accuracy("s", 0.5, 0.46, None, None)) == "held"
-    assert change_word(Accuracy("s", 0.5, 0.44, None, None)) == "dropped"
-    assert change_word(Accuracy("s", 0.5, None, None, None)) == "not measured"
+    assert both(0.5, 0.4, (0.45, 0.55), (0.35, 0.45)).change(THRESHOLDS) == "held"  # they touch
+    assert both(0.5, 0.3, (0.45, 0.55), (0.25, 0.35)).change(THRESHOLDS) == "dropped"
+    assert both(0.3, 0.5, (0.25, 0.35), (0.45, 0.55)).change(THRESHOLDS) == "improved"
+    assert Accuracy("s", 0.5, 0.46, None, None).change(THRESHOLDS) == "held"
+    assert Accuracy("s", 0.5, 0.44, None, None).change(THRESHOLDS) == "dropped"
+    assert Accuracy("s", 0.5, None, None, None).change(THRESHOLDS) == "not measured"
 
 
 def test_accuracy_falls_back_on_the_evaluations():
@@ -213,9 +237,9 @@ def test_guards_rollbacks_and_abandoned_attempts_are_told(tmp_path):
 def test_a_stop_is_said_where_it_ended_the_run():
     events = ({"kind": "stop", "step": 9, "message": "too far: back to checkpoint step-6, the run stops"},)
     config = {"run": {"max_steps": 20}}
-    stopped = Run(Path("x"), "x", metrics=({"step": 6},), events=events, config=config, summary={"steps": 6})
+    stopped = RunRecord(Path("x"), "x", metrics=({"step": 6},), events=events, config=config, summary={"steps": 6})
     assert ("bad", "Stopped by a guard: too far: back to checkpoint step-6, the run stops.") in sentences(stopped)
-    gone_on = Run(Path("x"), "x", metrics=({"step": 20},), events=events, config=config, summary={"steps": 20})
+    gone_on = RunRecord(Path("x"), "x", metrics=({"step": 20},), events=events, config=config, summary={"steps": 20})
     assert not any("Stopped by a guard" in text for _, text in sentences(gone_on))
 
 

@@ -21,7 +21,7 @@ from keel.config import load_config
 from keel.lab.studies import read_study
 from keel.lab.studies.folder import jobs, open_folder
 from keel.lab.studies.report import write_study
-from keel.lab.studies.rows import read_row
+from keel.lab.studies.results import read_result
 from keel.lab.studies.run import Local, Process, run_study
 from keel.lab.studies.table import points_csv
 from lab.studies.small_study import STUDY
@@ -101,7 +101,7 @@ def test_what_the_band_was_held_against_is_named(whole):
     line = json.loads((job.folder / "metrics.jsonl").read_text().splitlines()[-1])
     for unit, name in (("per_token", "k3"), ("per_sequence", "sequence")):
         measure = replace(study.measure, target=line[f"kl/policy_ref/{name}/mean"], target_unit=unit)
-        row = read_row(job, ended[job.label], measure)
+        row = read_result(job, ended[job.label], measure)
         assert row.band_by == name
         assert row.figures["share_in_band"] > 0
         assert f",{name},{row.wall_s:.10g}" in points_csv([row])

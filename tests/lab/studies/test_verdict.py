@@ -3,10 +3,10 @@
 import csv
 import io
 
+from keel.eval.statistics import estimate
 from keel.lab.studies.grid import Axis, Value
 from keel.lab.studies.page import study_page
-from keel.lab.studies.rows import FIGURES, Row, Skill
-from keel.lab.studies.stats import estimate
+from keel.lab.studies.results import FIGURES, RunResult, SkillResult
 from keel.lab.studies.table import points_csv, shown, summarise, table_csv, table_md
 from keel.lab.studies.verdict import verdict
 
@@ -24,8 +24,8 @@ def row(point, seed, accuracy, forgotten=0.0, kl=0.1, reward=0.5, state="done", 
         forgetting=forgotten,
     )
     values = options or {axis: point.rpartition("=")[2]}
-    skill = Skill(0.8, 0.8 - forgotten, kl / 2, kl / 3)
-    return Row(point, seed, state, "", values, figures, {"copy": skill}, wall_s=12.5)
+    skill = SkillResult(0.8, 0.8 - forgotten, kl / 2, kl / 3)
+    return RunResult(point, seed, state, "", values, figures, {"copy": skill}, wall_s=12.5)
 
 
 def beta_study(**accuracies):

@@ -11,9 +11,10 @@ from keel.base.types import Problem
 from keel.envs.chess.notation import need_uci
 from keel.envs.chess.rules import identity
 from keel.envs.dataset import Dataset, Unmarked, stem
-from keel.envs.layouts import Source, source_of
+from keel.envs.layouts import source_of
+from keel.envs.options import SourceOptions
 from keel.envs.problems import held_out_rank, is_held_out
-from keel.envs.rows import Broken, Row, read_rows, settle
+from keel.envs.rows import Broken, DataRow, read_rows, settle
 
 TEXT = "text"
 Ask = Callable[["Record"], Problem]
@@ -63,13 +64,12 @@ def load(data: Mapping[str, Any], mark: str, ask: Ask, held_out: int | float, na
     return Dataset(f"{name}/{stem(source)}", train, held, Unmarked(), notes)
 
 
-def _record(row: Row, source: Source) -> Record:
+def _record(row: DataRow, source: SourceOptions) -> Record:
     values = row.values
     for other in ("messages", "system"):
-        if (source.columns or {}).get(other) is not None:
+        if getattr(source.columns, other) is not None:
             raise KeelError(f"data.columns.{other} has no meaning for chess: rows are texts, or columns fen and move")
-    column = (source.columns or {}).get("prompt") or TEXT
-    column = column if column in values else TEXT
+    column = source.columns.prompt if source.columns.prompt in values else TEXT
     text = values.get(column)
     if text is None and isinstance(values.get("prompt"), str) and isinstance(values.get("completion"), str):
         text = values["prompt"] + values["completion"]  # the rows that `keel data chess` makes

@@ -26,9 +26,10 @@ from keel.envs.chess.rewards import malformed_value
 from keel.envs.chess.rules import board_of, fen_of, identity, legal_moves
 from keel.envs.chess.task import ChessTask, Marking, part_means
 from keel.envs.dataset import Dataset, Unmarked, stem
-from keel.envs.layouts import Source, source_of
+from keel.envs.layouts import source_of
+from keel.envs.options import SourceOptions
 from keel.envs.problems import is_held_out
-from keel.envs.rows import Broken, Row, read_rows, settle
+from keel.envs.rows import Broken, DataRow, read_rows, settle
 
 COLUMNS = ("FEN", "Moves")
 PARTS = ("parsed", "structure", "best_legal", "correct")
@@ -83,11 +84,11 @@ def chess_puzzles(
         raise KeelError(f"chess_puzzles held_out is {held_out!r}: it must be a share above 0, 1 for all")
     widths = padding_of(padding)
     marking = PuzzleMarking(widths, malformed_value("graduated", malformed))
-    problems = _read(Source(path or source.path, source.split, {}, source.on_broken), widths, float(held_out))
+    problems = _read(source.model_copy(update={"path": path or source.path}), widths, float(held_out))
     return ChessTask(problems if problems.train else OnlyHeldOut(problems), marking, "chess_puzzles")
 
 
-def _read(source: Source, padding: Padding, share: float) -> Dataset:
+def _read(source: SourceOptions, padding: Padding, share: float) -> Dataset:
     assert source.path is not None
     rows = read_rows(source.path, source.split)
     missing = [name for name in COLUMNS if name not in rows.columns]
@@ -124,7 +125,7 @@ class OnlyHeldOut(TaskWrapper):
         raise KeelError("all puzzles are held out for evaluation: set held_out below 1 to train on the others")
 
 
-def _problem(row: Row, padding: Padding) -> Problem:
+def _problem(row: DataRow, padding: Padding) -> Problem:
     fen, moves = (row.values.get(name) for name in COLUMNS)
     if not isinstance(fen, str) or not isinstance(moves, str):
         raise KeelError("FEN or Moves is empty")

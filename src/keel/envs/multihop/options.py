@@ -10,7 +10,7 @@ from keel.envs.dataset import stem
 from keel.envs.layouts import source_of
 from keel.envs.multihop.retrieve import build_retriever
 from keel.envs.multihop.score import checked_weights
-from keel.envs.multihop.source import Source, Worlds, rows_of
+from keel.envs.multihop.source import QuestionSource, Worlds, rows_of
 from keel.envs.multihop.task import Multihop
 from keel.envs.multihop.world import check_size
 from keel.envs.problems import HELD_OUT_FRACTION
@@ -77,7 +77,7 @@ def multihop(
     own = tools_of(tools)
     distinct(["retrieve_documents", "complete", *(made.name for made in own)])
     source, where = source_of(data), "worlds"
-    questions: Source
+    questions: QuestionSource
     if source.path is None:
         if noise_rate != 1.0 and documents is not None:
             raise KeelError("multihop takes documents or noise_rate for its built-in worlds, not both")

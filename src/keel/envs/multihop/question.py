@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.envs.layouts import Source
+from keel.envs.options import SourceOptions
 from keel.envs.problems import stream
-from keel.envs.rows import Broken, Row, read_rows, settle
+from keel.envs.rows import Broken, DataRow, read_rows, settle
 
 _SLICE = re.compile(r"(?P<path>.*?)(?:\[(?P<low>\d*):(?P<high>\d*)\]|:(?P<first>\d+))?")
 
@@ -55,7 +55,7 @@ class Questions:
     notes: tuple[str, ...] = ()
 
 
-def read_questions(source: Source, noise_rate: float) -> Questions:
+def read_questions(source: SourceOptions, noise_rate: float) -> Questions:
     """The rows of files or hub datasets, `path,name,split[:n]` and several joined by semicolons.
 
     Rows without supporting paragraphs, or that cannot be read, are broken: refused by their place, or with
@@ -93,12 +93,12 @@ def with_noise(question: Question, noise_rate: float) -> Question:
     return replace(question, documents=kept)
 
 
-def _records(spec: str, split: str) -> tuple[str, list[Row | Broken]]:
+def _records(spec: str, split: str) -> tuple[str, list[DataRow | Broken]]:
     """(source, records in the data's order): a part such as `[:100]` counts every record, those that are none too."""
     match = _SLICE.fullmatch(spec)
     assert match is not None
     rows = read_rows(match["path"], split)
-    records: list[Row | Broken] = sorted((*rows.rows, *rows.broken), key=_order) if rows.broken else list(rows.rows)
+    records: list[DataRow | Broken] = sorted((*rows.rows, *rows.broken), key=_order) if rows.broken else list(rows.rows)
     if match["first"] is None and match["low"] is None:
         return rows.source, records
     low, high = int(match["low"] or 0), match["high"] or match["first"]
@@ -108,13 +108,13 @@ def _records(spec: str, split: str) -> tuple[str, list[Row | Broken]]:
     return rows.source, kept
 
 
-def _order(record: Row | Broken) -> tuple[str, int]:
+def _order(record: DataRow | Broken) -> tuple[str, int]:
     """A place such as `mine.jsonl:3` by file and line."""
     file, _, line = record.place.rpartition(":")
     return file, int(line)
 
 
-def _question(row: Row) -> Question | str:
+def _question(row: DataRow) -> Question | str:
     """A row as a question, or what is wrong with it."""
     values = row.values
     text, answers = values.get("question"), _answers(values)

@@ -12,13 +12,13 @@ from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.envs.dataset import Dataset, Unmarked, split
 from keel.envs.layouts import Loaded
-from keel.envs.layouts import Source as Data
 from keel.envs.multihop.question import Question, read_questions, with_noise
 from keel.envs.multihop.world import draw_question
+from keel.envs.options import SourceOptions
 from keel.envs.problems import held_out_problems, stream, training_problems
 
 
-class Source(Protocol):
+class QuestionSource(Protocol):
     """Questions to train on and questions to evaluate on, never the same; `notes` says how they were read."""
 
     @property
@@ -28,7 +28,7 @@ class Source(Protocol):
 
     def held_out(self, count: int, seed: int, hops: Sequence[int]) -> list[Question]: ...
 
-    def keep(self, fits: Callable[[Question], bool]) -> tuple[Source, int]: ...
+    def keep(self, fits: Callable[[Question], bool]) -> tuple[QuestionSource, int]: ...
 
     def fingerprint(self) -> str | None: ...
 
@@ -49,7 +49,7 @@ class Worlds:
         rng = stream("multihop", "held-out", seed)
         return [p.info["question"] for p in held_out_problems(self._drawer(hops), count, rng)]
 
-    def keep(self, fits: Callable[[Question], bool]) -> tuple[Source, int]:
+    def keep(self, fits: Callable[[Question], bool]) -> tuple[QuestionSource, int]:
         raise KeelError("data.truncation=drop needs rows: the built-in worlds are made as they are asked for")
 
     def fingerprint(self) -> None:
@@ -79,7 +79,7 @@ class Rows:
     def held_out(self, count: int, seed: int, hops: Sequence[int]) -> list[Question]:
         return [p.info["question"] for p in self.data.held_out(count, seed=seed)]
 
-    def keep(self, fits: Callable[[Question], bool]) -> tuple[Source, int]:
+    def keep(self, fits: Callable[[Question], bool]) -> tuple[QuestionSource, int]:
         data, left_out = self.data.keep(lambda problem: fits(problem.info["question"]))
         return replace(self, data=data, _stages={}), left_out
 
@@ -95,11 +95,11 @@ class Rows:
         return self._stages[hops]
 
 
-def rows_of(source: Data, noise_rate: float, hops: tuple[int, ...], held_out: int | float) -> Rows:
+def rows_of(source: SourceOptions, noise_rate: float, hops: tuple[int, ...], held_out: int | float) -> Rows:
     """The rows with those numbers of hops, cut into a training and a held-out part by a hash of the question."""
     found: dict[int, int] = {}
 
-    def read(wanted: Data) -> Loaded:
+    def read(wanted: SourceOptions) -> Loaded:
         loaded = read_questions(wanted, noise_rate)
         kept = [one for one in loaded.questions if not hops or one.hops in hops]
         if not kept:

@@ -18,7 +18,7 @@ from keel.envs.multihop import score
 from keel.envs.multihop.answer import Answer, complete, read_answer, retrieve_documents
 from keel.envs.multihop.question import Document, Question
 from keel.envs.multihop.retrieve import Found, Retriever
-from keel.envs.multihop.source import Source, Worlds
+from keel.envs.multihop.source import QuestionSource, Worlds
 from keel.envs.multihop.world import words
 from keel.envs.tool_calls import write_call
 from keel.envs.toolbox import MOST_CALLS, Toolbox, ToolEpisode
@@ -33,7 +33,7 @@ class Multihop(Task):
     """Questions that take several documents; the reward is (hops / 2) × the weighted mean of its parts."""
 
     name: str
-    source: Source
+    source: QuestionSource
     retriever: Retriever
     top_n: int
     tool_format: str

@@ -13,6 +13,7 @@ from keel.base.imports import import_object, is_users_own
 from keel.base.parts import part_arguments
 from keel.envs.base import Task
 from keel.envs.calls import is_async
+from keel.envs.options import RewardPartOptions
 from keel.envs.rewards import http, maths, text
 from keel.envs.rewards.checks import CHECKS, check_types
 from keel.envs.rewards.part import RewardFunction, RewardPart, wrap
@@ -49,6 +50,15 @@ def check_reward(name: str, params: Mapping[str, Any]) -> None:
         CHECKS[name](given)
     for spec in _inner(name, given):
         _check_inner(name, spec)
+
+
+def check_rewards(parts: Sequence[RewardPartOptions]) -> None:
+    """Refuse what is wrong in `rewards`, by the entry's place."""
+    for index, part in enumerate(parts):
+        try:
+            check_reward(part.name, {key: value for key, value in part.params.items() if key != "label"})
+        except KeelError as error:
+            raise KeelError(f"rewards[{index}]: {error}") from None
 
 
 def build_reward(name: str, task: Task, *, weight: float = 1.0, label: str | None = None, **params: Any) -> RewardPart:

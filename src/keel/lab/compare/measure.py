@@ -26,7 +26,7 @@ EXACT = "exact"
 
 
 @dataclass(frozen=True)
-class Estimate:
+class DriftEstimate:
     """A mean in nats with its standard error; None where there is nothing to compare it with."""
 
     mean: float
@@ -54,7 +54,7 @@ class PositionDrift:
     first: int
     last: int
     count: int
-    exact: Estimate
+    exact: DriftEstimate
     share: float
 
 
@@ -86,9 +86,9 @@ class Direction:
     truncated: float
     clamped: int
     entropy: float
-    per_token: Mapping[str, Estimate]
-    per_sequence: Mapping[str, Estimate]
-    other_way: Estimate
+    per_token: Mapping[str, DriftEstimate]
+    per_sequence: Mapping[str, DriftEstimate]
+    other_way: DriftEstimate
     positions: tuple[PositionDrift, ...]
     bands: tuple[PositionDrift, ...]
     tokens: tuple[TokenDrift, ...]
@@ -234,14 +234,14 @@ def _direction(sampler: Side, groups: Sequence[Group], scored: Scored) -> Direct
     )
 
 
-def _estimate(values: Tensor, mask: Tensor, prompts: int) -> Estimate:
+def _estimate(values: Tensor, mask: Tensor, prompts: int) -> DriftEstimate:
     """The mean over the mask; completions `[B, T]` are group-major, so a row of the view is a prompt."""
     rows = prompts if prompts > 1 else len(values)
     found = token_statistics(values.reshape(rows, -1), mask.reshape(rows, -1))
-    return Estimate(found["mean"], found["se"] if int(mask.sum()) > 1 else None)
+    return DriftEstimate(found["mean"], found["se"] if int(mask.sum()) > 1 else None)
 
 
-def _of_sequences(values: Tensor, prompts: int) -> Estimate:
+def _of_sequences(values: Tensor, prompts: int) -> DriftEstimate:
     sums = values.sum(-1, keepdim=True)
     return _estimate(sums, torch.ones_like(sums, dtype=torch.bool), prompts)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.lab.compare.measure import EXACT, Direction, Drift, PositionDrift, TokenDrift
-from keel.lab.report.picture import picture
+from keel.lab.plots.picture import picture
 
 FORWARD, REVERSE, GREY = "#12756f", "#7a4ea3", "#a3a8b0"
 MORE, LESS = "#d9731a", "#2b6cb0"  # likely under the policy, as everywhere in Keel

@@ -15,6 +15,7 @@ from keel.models.head import causal_lm, frozen_head
 from keel.models.logprobs import hidden_states, score_hidden
 from keel.models.pack import microbatches, pack
 from keel.rollout import Request, SamplingParams, build_engine
+from keel.rollout.options import RolloutOptions
 from keel.rollout.render import Renderer
 from keel.trainer.batch import stitch
 
@@ -84,7 +85,7 @@ def sample(
     """The side's completions of every prompt, by the engine named; `attempt` keeps the noise of two sets apart."""
     requests = [Request(problem.key, tokens) for problem, tokens in zip(problems, prompts, strict=True)]
     with side.model() as model:
-        sampler = build_engine(engine, model, side.loaded.tokenizer)
+        sampler = build_engine(RolloutOptions(engine=engine), model, side.loaded.tokenizer)
         drawn = sampler.generate(requests, sampling, seed=seed, attempt=attempt)
     return [Group(*parts) for parts in zip(problems, prompts, map(tuple, drawn), strict=True)]
 

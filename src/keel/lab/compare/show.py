@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from keel.lab.compare.measure import EXACT, Direction, Drift, Estimate, Sample
+from keel.lab.compare.measure import EXACT, Direction, Drift, DriftEstimate, Sample
 
 NOTES = {
     "k1": "unbiased; either sign",
@@ -121,7 +121,7 @@ def _colour(share: float) -> str:
     return f"rgb({red},{green},{blue})" + (" bold" if weight > 0.7 else "")
 
 
-def _plus(estimate: Estimate) -> str:
+def _plus(estimate: DriftEstimate) -> str:
     """`mean ± se`, both to the error's second digit."""
     mean, se = estimate.mean, estimate.se
     if not se:

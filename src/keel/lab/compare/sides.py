@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from keel.base.errors import KeelError, first_line
-from keel.lab.compare.sources import Source
+from keel.lab.compare.sources import ModelSource
 from keel.models.head import evaluating
-from keel.models.load import LoadedModel, own_memory
+from keel.models.load import LoadedModel, align_parameters
 from keel.models.lora import check_bias
 from keel.trainer.integrity import check_model
 
@@ -40,7 +40,7 @@ class Side:
             yield self.loaded.model
 
 
-def load_pair(policy: Source, reference: Source) -> tuple[Side, Side]:
+def load_pair(policy: ModelSource, reference: ModelSource) -> tuple[Side, Side]:
     """Both models; adapters of one base, and a base against its adapter, share one copy of the base's weights."""
     if not policy.same_base(reference):
         first, second = (Side(source.name, source.load(source.adapter)) for source in (policy, reference))
@@ -51,7 +51,7 @@ def load_pair(policy: Source, reference: Source) -> tuple[Side, Side]:
         _add_second(loaded.model, adapters[1])
     names = dict(zip(adapters, (_FIRST, _SECOND), strict=False))
 
-    def side(source: Source) -> Side:
+    def side(source: ModelSource) -> Side:
         if not adapters:
             return Side(source.name, loaded)
         active = None if source.adapter is None else names[source.adapter.resolve()]
@@ -74,7 +74,7 @@ def _add_second(model: Any, folder: Path) -> None:
         raise
     except (ValueError, RuntimeError, KeyError, OSError) as error:
         raise KeelError(f"the adapter at {str(folder)!r} does not fit the model: {first_line(error)}") from error
-    own_memory(model)
+    align_parameters(model)
 
 
 def _adapters_off(model: Any) -> AbstractContextManager[Any]:

@@ -15,7 +15,7 @@ from keel.trainer.integrity import check_model
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """Where weights come from: what `load_model` takes, the LoRA adapter on it, and the configuration of both.
 
     `run` says whether the configuration is a run's (or a user's own), so that its tasks and prompts mean something.
@@ -36,7 +36,7 @@ class Source:
         plain = {"dropout": False, "gradient_checkpointing": False, "compile": False}
         return load_model(model, name=self.base, lora=lora, seed=self.config.run.seed, **plain)
 
-    def same_base(self, other: Source) -> bool:
+    def same_base(self, other: ModelSource) -> bool:
         """Whether both stand on the same weights, loaded in the same way."""
         return self._identity() == other._identity()
 
@@ -55,7 +55,7 @@ def resolve(
     dtype: str = "auto",
     device: str | None = None,
     trust_remote_code: bool = False,
-) -> Source:
+) -> ModelSource:
     """The source called `name`.
 
     A model as `load_model` takes it; a folder with a LoRA adapter, on `base` or on what the adapter names; a run's
@@ -66,7 +66,7 @@ def resolve(
     return _source(find_subject(name, _overrides(name, base, dtype, device, trust_remote_code)))
 
 
-def default_reference(policy: Source, **where: Any) -> Source:
+def default_reference(policy: ModelSource, **where: Any) -> ModelSource:
     """What a policy is compared with when no reference is named: the start of its run, or its adapter's base.
 
     `where` is what `resolve` takes beside a name.
@@ -76,7 +76,7 @@ def default_reference(policy: Source, **where: Any) -> Source:
     if policy.run and (run / "config.yaml").is_file():
         return resolve(f"{run}@start", **where)
     if policy.adapter is not None:
-        return Source(policy.base, policy.base, None, policy.config)
+        return ModelSource(policy.base, policy.base, None, policy.config)
     raise KeelError(
         f"{policy.name!r} is compared with nothing: give a REFERENCE (only a run or an adapter brings its own)"
     )
@@ -96,10 +96,10 @@ def _overrides(name: str, base: str | None, dtype: str, device: str | None, trus
     return [f"{key}={text.dump(value)}" for key, value in chosen.items() if value is not None]
 
 
-def _source(subject: Subject) -> Source:
+def _source(subject: Subject) -> ModelSource:
     model, weights = subject.config.model, subject.weights
     if model.lora is None:
-        return Source(subject.name, str(weights or model.name), None, subject.config, subject.has_tasks)
+        return ModelSource(subject.name, str(weights or model.name), None, subject.config, subject.has_tasks)
     held = weights or (Path(model.lora.adapter) if model.lora.adapter else None)
     adapter = None if held is None else held.expanduser()
-    return Source(subject.name, model.name, adapter, subject.config, subject.has_tasks)
+    return ModelSource(subject.name, model.name, adapter, subject.config, subject.has_tasks)

@@ -13,20 +13,11 @@ from typing import Any
 from keel.lab.doctor.findings import Advice, Options, propose
 from keel.lab.doctor.formula import formula_of
 from keel.lab.doctor.names import option_name
+from keel.lab.runs import option_of
 
 Tree = Mapping[str, Any]
 START = 0.01  # β where there was none
 REACTS = ("step", "dual", "pid")  # controllers that answer within some steps; ziegler counts thousands of episodes
-
-
-def option_of(tree: Tree, dotted: str) -> Any:
-    """A value of the tree, None where it is not there."""
-    value: Any = tree
-    for part in dotted.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return None
-        value = value[part]
-    return value
 
 
 def changes(tree: Tree, options: Options) -> Options:

@@ -28,7 +28,7 @@ from keel.run.warmstart import is_whole, warmstart_place
 from keel.trainer.batch import StepBatch, detached, pack_step, score_micro, score_reference, stitch
 from keel.trainer.integrity import check_model
 from keel.trainer.sft import sft
-from keel.trainer.state import Run
+from keel.trainer.state import TrainingRun
 
 WARMSTART_S = 60.0
 RELATIVE_NOISE = 0.05
@@ -50,7 +50,7 @@ class Bench:
     found: dict[str, Any] = field(default_factory=dict)  # what one probe measured and a later one reads
 
     @property
-    def run(self) -> Run:
+    def run(self) -> TrainingRun:
         return self.built.run
 
     @property
@@ -69,7 +69,7 @@ class Bench:
     @property
     def temperature(self) -> float:
         """The temperature of sampling and so of scoring."""
-        return self.run.options.temperature
+        return self.run.rollout.temperature
 
     @property
     def beta(self) -> float:

@@ -16,7 +16,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")  # colours of a terminal
 class Hypothesis:
     """One suspected cause of a failed run and what became of it."""
 
-    name: str  # H01 … H08, or a name in words
+    name: str  # as suspects.yaml has it
     title: str
     verdict: str  # confirmed | ruled out | not testable here
     figure: str  # the figure that decides

@@ -8,10 +8,9 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.base.files import encode, write_atomic
-from keel.base.thresholds import Thresholds, load_thresholds, words
+from keel.base.thresholds import thresholds_of
 from keel.lab.doctor.checks import check_history
 from keel.lab.doctor.diagnosis import Diagnosis
-from keel.lab.doctor.history import History
 from keel.lab.doctor.readers import read_history
 from keel.lab.doctor.readers.keel_run import is_keel_run
 from keel.loggers.rundir import FINDINGS
@@ -22,13 +21,8 @@ def examine(
 ) -> Diagnosis:
     """What the log at `path` says; `mapping` names a table's columns, `overrides` are thresholds."""
     history = read_history(Path(path), dict(mapping or {}))
-    return check_history(history, thresholds_of(history, overrides))
-
-
-def thresholds_of(history: History, overrides: Mapping[str, Any] | Sequence[str] = ()) -> Thresholds:
-    """Shipped, under the run's own configuration, under what is asked for now."""
-    own = history.option("doctor.thresholds") if history.source == "keel" else None
-    return load_thresholds({**(own if isinstance(own, Mapping) else {}), **words(overrides)})
+    config = history.config if history.source == "keel" else {}  # a peer's options may only look like Keel's
+    return check_history(history, thresholds_of(config, overrides))
 
 
 def write_findings(path: Path, diagnosis: Diagnosis) -> Path:

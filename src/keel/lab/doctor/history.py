@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from keel.lab.runs import number, option_of
+
 Record = Mapping[str, Any]
 KL_NAMES = ("kl/policy_ref/exact/mean", "kl/policy_ref/k3/mean", "kl/policy_ref/k2/mean", "kl/policy_ref/k1/mean")
 
@@ -69,9 +71,8 @@ class Series:
 
 
 def _finite(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return math.nan
-    return float(value)
+    known = number(value)
+    return math.nan if known is None else known
 
 
 @dataclass(frozen=True)
@@ -120,20 +121,15 @@ class History:
 
     def option(self, dotted: str) -> Any:
         """A value of the configuration, None where it is not known."""
-        value: Any = self.config
-        for part in dotted.split("."):
-            if not isinstance(value, Mapping) or part not in value:
-                return None
-            value = value[part]
-        return value
+        return option_of(self.config, dotted)
 
 
 def series_of(lines: Iterable[Record], step: str = "step") -> dict[str, Series]:
     """Lines of metrics, each with its step, as one series a name; a null is a value that was not finite."""
     pairs: dict[str, list[tuple[float, Any]]] = {}
-    for number, line in enumerate(lines, start=1):
+    for index, line in enumerate(lines, start=1):
         at = _finite(line.get(step))
-        at = float(number) if math.isnan(at) else at
+        at = float(index) if math.isnan(at) else at
         for name, value in line.items():
             if name != step and (value is None or (isinstance(value, int | float) and not isinstance(value, bool))):
                 pairs.setdefault(name, []).append((at, value))

@@ -16,11 +16,11 @@ from keel.lab.doctor.diagnosis import Hypothesis
 from keel.lab.doctor.early import early_moves
 from keel.lab.doctor.findings import CODES, Advice, Finding, overrides
 from keel.lab.doctor.formula import Formula
-from keel.lab.doctor.suspects import ROWS, Clear, Row
+from keel.lab.doctor.suspects import SUSPECTS, Clear, Suspect
 
 if TYPE_CHECKING:
     from keel.lab.doctor.history import History
-    from keel.lab.doctor.probes.outcome import Outcome
+    from keel.lab.doctor.probes.result import ProbeResult
 
 CONFIRMED, RULED_OUT, UNTESTED = "confirmed", "ruled out", "not testable here"
 
@@ -34,30 +34,28 @@ def weigh(
 ) -> tuple[Hypothesis, ...]:
     """Every row with its verdict; a note confirms nothing. `unchecked` are lines `code, code: why`.
 
-    `formula` is what the configured KL term is: where it is known it decides H03, whatever a batch has measured.
+    `formula` is what the configured KL term is: where it is known it decides the rows that ask for it.
     """
     serious = [finding for finding in findings if finding.severity != "note"]
     lines = tuple(unchecked)
     return tuple(
-        _decided(row, serious, figures, thresholds, lines, formula if row.by_formula else None) for row in ROWS
+        _decided(row, serious, figures, thresholds, lines, formula if row.by_formula else None) for row in SUSPECTS
     )
 
 
 def _decided(
-    row: Row,
+    row: Suspect,
     findings: Sequence[Finding],
     figures: Mapping[str, float],
     thresholds: Thresholds,
     unchecked: Sequence[str],
     formula: Formula | None = None,
 ) -> Hypothesis:
-    against = [finding for finding in findings if finding.code in row.codes]
     beyond = [name for name, limit in row.over if figures.get(name, -math.inf) > thresholds[limit]]
     beyond += [name for name, limit in row.under if figures.get(name, math.inf) < thresholds[limit]]
     there = [way for way in row.clears if all(math.isfinite(figures.get(name, math.nan)) for name, _, _ in way.figures)]
-    # Of several turns the messages' tokens are what decides: masks are found wrong for one turn and for many alike.
-    if row.name == "H07" and there:
-        against = [finding for finding in findings if finding.code.startswith("mask/")]
+    codes = (*row.codes, *(row.codes_if_measured if there else ()))
+    against = [finding for finding in findings if finding.code in codes]
     if against:
         worst = min(against, key=lambda finding: CODES[finding.code].rank)
         return _said(row, CONFIRMED, f"{worst.code}: {worst.evidence}", row.if_confirmed or worst.advice, worst.options)
@@ -78,7 +76,7 @@ def _decided(
     return _said(row, UNTESTED, "no figure here decides it", row.to_test)
 
 
-def _by_formula(row: Row, formula: Formula, figures: Mapping[str, float]) -> Hypothesis:
+def _by_formula(row: Suspect, formula: Formula, figures: Mapping[str, float]) -> Hypothesis:
     """What the formula is decides; a measured cosine only says beside it that the code does that."""
     measured = figures.get("kl_term/cosine_expected", math.nan)
     seen = f"; measured on this batch: cosine {measured:.3f} to it" if math.isfinite(measured) else ""
@@ -102,7 +100,7 @@ def _unsafe(way: Clear, figures: Mapping[str, float], thresholds: Thresholds) ->
     return None
 
 
-def _not_checked(row: Row, unchecked: Sequence[str]) -> str | None:
+def _not_checked(row: Suspect, unchecked: Sequence[str]) -> str | None:
     """The line that keeps a row open: of a code it needs, or of its only codes."""
     lines = {code: _line_of(code, unchecked) for code in row.codes}
     needed = [line for code in row.needs if (line := lines[code]) is not None]
@@ -120,14 +118,14 @@ def _line_of(code: str, unchecked: Sequence[str]) -> str | None:
 
 
 def _said(
-    row: Row, verdict: str, figure: str, action: str | Advice, options: tuple[tuple[str, ...], ...] = ()
+    row: Suspect, verdict: str, figure: str, action: str | Advice, options: tuple[tuple[str, ...], ...] = ()
 ) -> Hypothesis:
     if isinstance(action, Advice):
         options = tuple(overrides(proposal) for proposal in action.proposals)
     return Hypothesis(row.name, row.title, verdict, figure, row.priority, row.interacts, str(action), options)
 
 
-def preflight_figures(outcomes: Iterable[Outcome], *, several_turns: bool = False) -> dict[str, float]:
+def preflight_figures(outcomes: Iterable[ProbeResult], *, several_turns: bool = False) -> dict[str, float]:
     """The probes' figures as `probe/figure`, and with several turns how many tokens are the environment's."""
     figures = {f"{o.name}/{name}": float(value) for o in outcomes for name, value in o.figures.items()}
     if "masks/trained_tokens" not in figures:
@@ -166,4 +164,4 @@ def history_figures(history: History, recent: int = 10) -> dict[str, float]:
     return figures
 
 
-__all__ = ["ROWS", "history_figures", "preflight_figures", "weigh"]
+__all__ = ["SUSPECTS", "history_figures", "preflight_figures", "weigh"]

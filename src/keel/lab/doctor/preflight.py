@@ -16,9 +16,9 @@ from keel.lab.doctor.diagnosis import Diagnosis, with_raised
 from keel.lab.doctor.findings import Finding, found, ranked
 from keel.lab.doctor.formula import formula_of
 from keel.lab.doctor.hypotheses import preflight_figures, weigh
-from keel.lab.doctor.probes import PROBES, Outcome
+from keel.lab.doctor.probes import PROBES, ProbeResult
 
-OnProbe = Callable[[Outcome, float], None]
+OnProbe = Callable[[ProbeResult, float], None]
 
 
 def preflight(
@@ -67,14 +67,14 @@ def preflight(
     return with_raised(diagnosis, limits)
 
 
-def _failed(name: str, reason: str) -> Outcome:
+def _failed(name: str, reason: str) -> ProbeResult:
     finding = found(
         "doctor/probe-failed",
         f"the probe of {name} ended in {reason}",
         "a part that it tried raised an error; training would most likely meet the same one",
         "mend that part, and run the doctor again: what depends on this probe is not known",
     )
-    return Outcome(name, (finding,), unchecked=(f"{name}: {reason}",))
+    return ProbeResult(name, (finding,), unchecked=(f"{name}: {reason}",))
 
 
 # What a policy writes and how far an update takes it depend on how much it has learned.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from keel.base.thresholds import shipped_thresholds
 from keel.lab.doctor.findings import CODES
 from keel.lab.doctor.names import SHORT, TRL, TRL_OPTIONS, VERL
-from keel.lab.doctor.suspects import ROWS, Row
+from keel.lab.doctor.suspects import SUSPECTS, Suspect
 
 PAGE = """\
 # What is wrong, and how that is decided
@@ -76,7 +76,9 @@ one; a check may find a milder case. Names in backticks are thresholds of the ne
 
 Each alarm lies above or below its value. Other values go into a configuration, `doctor: {{thresholds: {{kl_over_budget:
 0.4}}}}`, or behind `--threshold`. One that makes an alarm less sensitive is itself a finding, the note
-`doctor/threshold-raised`, in the output, in `findings.json` and so in the report.
+`doctor/threshold-raised`, in the output, in `findings.json` and so in the report. A run's guards, its findings and its
+report go by the same values; `guards.grad_spike` is a run's own value of `grad_spike`, and `kl.budget.max` per token is
+judged in the place of `kl_over_budget`.
 
 {thresholds}
 
@@ -111,7 +113,7 @@ def doctor_page() -> str:
         (f"`{t.name}`", f"{t.alarm} {t.value:g}", t.unit, t.source, t.reason) for t in shipped_thresholds().values()
     )
     tried = ((name, (inspect.getdoc(probe) or "").splitlines()[0]) for name, probe in PROBES)
-    rows = ((f"{row.name} {row.title}", row.priority, _confirmed(row), _ways(row), row.interacts) for row in ROWS)
+    rows = ((f"{row.name} {row.title}", row.priority, _confirmed(row), _ways(row), row.interacts) for row in SUSPECTS)
     return PAGE.format(
         probes=_table(("experiment", "what it does"), tried),
         hypotheses=_table(("hypothesis", "priority", "confirmed by", "ruled out by", "interacts with"), rows),
@@ -124,13 +126,13 @@ def doctor_page() -> str:
     )
 
 
-def _confirmed(row: Row) -> str:
+def _confirmed(row: Suspect) -> str:
     """The codes; and the formula, where it pulls elsewhere."""
     codes = ", ".join(f"`{code}`" for code in row.codes)
     return codes + "; or a formula whose gradient is another than ∇KL(policy‖ref)" * row.by_formula
 
 
-def _ways(row: Row) -> str:
+def _ways(row: Suspect) -> str:
     """The ways to rule a row out, each a list of figures that all have to be safe."""
 
     def said(name: str, side: str, limit: str | float) -> str:

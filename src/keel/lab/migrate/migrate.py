@@ -121,15 +121,15 @@ def migrate(path: Path) -> Migration:
     tree: dict[str, Any] = {}
     for row in sorted(rows, key=lambda row: not row.silent):  # what the file says overrides what the peer would do
         for option, value in row.options.items():
-            put(tree, option, value, str(path))
+            put(tree, option, value)
     if origin == "TRL" and _number(values.get("beta")):
         named = {name for row in rows for name in row.options}
         added = {option: value for option, value in TRL_PENALTY.items() if option not in named}
         for option, value in added.items():
-            put(tree, option, value, str(path))
+            put(tree, option, value)
         rows.append(Became("beta", "its KL term", added, note=_KL_NOTE, silent=True))
     if tree.get("rollout", {}).get("engine") == "vllm":
-        put(tree, "rollout.engine", "native", str(path))
+        put(tree, "rollout.engine", "native")
         rows.append(Became("vllm", "its engine", {"rollout.engine": "native"}, note=_ENGINE_NOTE, silent=True))
     problems = [reading.twice, _disagreement(rows), _estimator(rows), *_penalty(rows, given, tree)]
     refused, missing = _refusal(tree)

@@ -15,12 +15,12 @@ from keel.base.types import Completion, Group, Problem, Reward
 from keel.config import Config
 from keel.lab.plan.hardware import Hardware
 from keel.lab.plan.live import CudaAutocast, LiveBytes, Operations
-from keel.models.branches import Piece, as_on_cuda, may_branch, pieces_of
 from keel.models.chunked import default_chunk
 from keel.models.head import Head, body_of, causal_lm, evaluating
 from keel.models.load import LoadedModel
-from keel.models.logprobs import score_hidden, states_at_once
+from keel.models.logprobs import hidden_states_in_one_pass, score_hidden
 from keel.models.pack import PackedBatch, microbatches, pack
+from keel.models.prefix_attention import PrefixGroup, as_on_cuda, may_use_prefix_attention, prefix_groups
 from keel.rollout.native.graph import has_fixed_rotations
 from keel.rollout.native.lean import is_llama_shaped
 from keel.rollout.native.scheduler import NOISE_AHEAD, Passes, Traits, prefill_chunks, simulate
@@ -35,7 +35,7 @@ class FullLength(PackedBatch):
     def scored(self) -> tuple[Tensor, Tensor]:
         return self.gather.flatten(), self.tokens.flatten()
 
-    def spread(self, values: Tensor) -> Tensor:
+    def scatter(self, values: Tensor) -> Tensor:
         return values.view(self.tokens.shape)
 
 
@@ -44,7 +44,7 @@ class Micro:
     """A microbatch, and its structure for long rows; both of real numbers, as fake ones cannot be read."""
 
     packed: FullLength
-    pieces: list[Piece]
+    groups: list[PrefixGroup]
 
 
 @dataclass
@@ -73,7 +73,7 @@ def full_micros(config: Config, loaded: LoadedModel, prompt: int) -> list[Micro]
         row = min(max(prompt + len(g.completions) * (length - 1) for g in part), config.optim.microbatch_tokens)
         batch = pack(part, loaded.pad_id, shared_prefix=True, max_row_tokens=row)
         full = FullLength(**{f.name: getattr(batch, f.name) for f in fields(PackedBatch)})
-        packed.append(Micro(full, pieces_of(full)))
+        packed.append(Micro(full, prefix_groups(full)))
     return packed
 
 
@@ -192,8 +192,8 @@ class _Rehearsal:
 
     def _hidden(self, model: nn.Module, micro: Micro) -> Tensor:
         """By structure wherever nothing forbids it: whether that is exact for a model takes its weights to tell."""
-        branch = may_branch(body_of(model), micro.packed)
-        return states_at_once(model, micro.packed, micro.pieces if branch else None)
+        by_group = may_use_prefix_attention(body_of(model), micro.packed)
+        return hidden_states_in_one_pass(model, micro.packed, micro.groups if by_group else None)
 
     def _chunk(self, head: Head) -> int:
         """As scoring chooses it on the planned device."""

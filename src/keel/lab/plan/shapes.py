@@ -67,19 +67,19 @@ def shaped_policy(config: Config, tokenizer: Any, build: Build, hardware: Hardwa
     if not config.model.dropout:
         disable_dropout(model)
     dtype = next(model.parameters()).dtype
-    settings = config.model.lora
-    if settings is not None:
-        model = add_lora(model, settings.model_copy(update={"adapter": None}), seed=0)
+    lora = config.model.lora
+    if lora is not None:
+        model = add_lora(model, lora.model_copy(update={"adapter": None}), seed=0)
     if config.model.gradient_checkpointing:
         again: dict[str, Any] = {"use_reentrant": False}
         if hardware.kind == "cuda":  # the rehearsal's own does not reach into the backward pass
             again["context_fn"] = lambda: (nullcontext(), CudaAutocast())
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=again)
-    adapters_drop = settings is not None and settings.dropout > 0
+    adapters_drop = lora is not None and lora.dropout > 0
     model.train(config.model.gradient_checkpointing or config.model.dropout or adapters_drop)
     eos = int(tokenizer.eos_token_id)
     return LoadedModel(
-        model, tokenizer, config.model.name, None, (eos,), eos, torch.device("cpu"), dtype, settings, (), True
+        model, tokenizer, config.model.name, None, (eos,), eos, torch.device("cpu"), dtype, lora, (), True
     )
 
 

@@ -19,7 +19,7 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
     `out` says otherwise.
     """
     from keel.lab.report.html import page
-    from keel.lab.report.read import read_run
+    from keel.lab.runs import read_run
 
     if not runs:
         raise KeelError("no run directory given; name at least one, such as runs/default")

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 
+from keel.lab.plots.charts import COLOURS, HEIGHT, WIDTH, Panel, svg, thin
 from keel.lab.report import samples, sections
-from keel.lab.report.charts import COLOURS, HEIGHT, WIDTH, Panel, svg, thin
 from keel.lab.report.panels import panels
-from keel.lab.report.read import Run
 from keel.lab.report.verdict import sentences, state
+from keel.lab.runs import RunRecord
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[RunRecord]) -> str:
     """The report of one run, or of several over each other."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
     drawn = [(panel, picture) for panel in panels(runs) if (picture := svg(panel))]
@@ -90,7 +90,7 @@ def block(heading: str, content: str) -> str:
     return f"<section><h2>{escape(heading)}</h2>{content}</section>" if content else ""
 
 
-def verdict(run: Run, index: int, count: int) -> str:
+def verdict(run: RunRecord, index: int, count: int) -> str:
     """The answer first: what happened, in sentences, then the few figures, then what is missing."""
     kind, _ = state(run)
     tone = {"completed": "good", "aborted": "bad", "running": "plain"}.get(kind, "warn")
@@ -139,7 +139,7 @@ def curves(drawn: Sequence[tuple[Panel, str]], several: bool = False) -> str:
     return f"{note}<div class='charts'>{''.join(parts)}</div>"
 
 
-def per_run(runs: Sequence[Run], make: object, opened: bool, folded: bool = False) -> str:
+def per_run(runs: Sequence[RunRecord], make: object, opened: bool, folded: bool = False) -> str:
     """The same content for each run: as it is for one, folded under its name for several."""
     assert callable(make)
     made = [(run, make(run)) for run in runs]

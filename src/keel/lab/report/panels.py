@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from keel.lab.report.charts import Panel, Series
-from keel.lab.report.read import Run, curve_of, number
+from keel.lab.plots.charts import Curve, Panel
+from keel.lab.runs import RunRecord, curve_of, interval, number
 
 # (title, unit, hint, [(metric, label)]): in this order on the page.
 PANELS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
@@ -89,14 +89,14 @@ NOTABLE = ("guard", "rollback", "stop", "resume", "abort", "spike", "nan", "inte
 TOLD_TWICE = {"Reward", "Gradient norm", "Learning rate", "KL(policy‖reference) a sequence"}
 
 
-def panels(runs: Sequence[Run]) -> list[Panel]:
+def panels(runs: Sequence[RunRecord]) -> list[Panel]:
     """Every chart that has data, accuracy, reward, KL and β first; a colour a metric, or a run if there are several."""
     drawn = [_from_metrics(runs, *spec) for spec in PANELS]
     order = (_accuracy(runs), drawn[0], *_parts(runs), *_kl(runs), *drawn[1:])
     return [panel for panel in order if panel is not None]
 
 
-def marks(runs: Sequence[Run]) -> list[float]:
+def marks(runs: Sequence[RunRecord]) -> list[float]:
     """The steps of events worth a line in every chart; of one run only, since several would be a thicket."""
     if len(runs) != 1:
         return []
@@ -109,8 +109,10 @@ def marks(runs: Sequence[Run]) -> list[float]:
     return sorted(found)[:40]
 
 
-def _from_metrics(runs: Sequence[Run], title: str, unit: str, hint: str, names: list[tuple[str, str]]) -> Panel | None:
-    curves: list[Series] = []
+def _from_metrics(
+    runs: Sequence[RunRecord], title: str, unit: str, hint: str, names: list[tuple[str, str]]
+) -> Panel | None:
+    curves: list[Curve] = []
     for index, run in enumerate(runs):
         for order, (metric, label) in enumerate(names):
             if len(runs) > 1 and order and title == "Time a step":
@@ -129,7 +131,7 @@ def _from_metrics(runs: Sequence[Run], title: str, unit: str, hint: str, names: 
     return Panel(title, unit, curves, hint, marks(runs), title in FROM_ZERO, saves(runs))
 
 
-def _parts(runs: Sequence[Run]) -> list[Panel | None]:
+def _parts(runs: Sequence[RunRecord]) -> list[Panel | None]:
     """What the reward is made of, before weights: all parts together for one run, a chart each for several."""
     names = sorted({name for run in runs for name in run.metric_names if name.startswith(PART)})
     labelled = [(name, name.removeprefix(PART)) for name in names]
@@ -138,18 +140,18 @@ def _parts(runs: Sequence[Run]) -> list[Panel | None]:
     return [_from_metrics(runs, f"Reward part: {label}", "mean of a step", "", [(n, label)]) for n, label in labelled]
 
 
-def _abandoned(runs: Sequence[Run], metric: str) -> list[Series]:
+def _abandoned(runs: Sequence[RunRecord], metric: str) -> list[Curve]:
     """The attempts of a single run that a rollback gave up, from colours that the chart has not used."""
     given_up = runs[0].abandoned if len(runs) == 1 else ()
     curves = [(name, curve_of(lines, metric)) for name, lines in given_up]
     return [
-        Series(f"abandoned {name}", points, 4 + order, dashed=True)
+        Curve(f"abandoned {name}", points, 4 + order, dashed=True)
         for order, (name, points) in enumerate(curves)
         if any(y is not None for _, y in points)
     ]
 
 
-def saves(runs: Sequence[Run]) -> list[float]:
+def saves(runs: Sequence[RunRecord]) -> list[float]:
     """The steps at which checkpoints were saved, of one run only."""
     events = runs[0].events if len(runs) == 1 else ()
     kept = {number(event.get("step")) for event in events if event.get("kind") == "checkpoint"}
@@ -157,23 +159,23 @@ def saves(runs: Sequence[Run]) -> list[float]:
 
 
 def _series(
-    runs: Sequence[Run],
+    runs: Sequence[RunRecord],
     index: int,
     order: int,
     label: str,
     points: list[tuple[float, float | None]],
     error: Sequence[tuple[float, float] | None] = (),
     dots: bool = False,
-) -> Series:
+) -> Curve:
     """One run: a colour a metric. Several: a colour a run, and dashes for a second metric."""
     if len(runs) == 1:
-        return Series(label, points, order, error, dots)
-    return Series(
+        return Curve(label, points, order, error, dots)
+    return Curve(
         f"{runs[index].name} · {label}" if label else runs[index].name, points, index, error, dots, dashed=order > 0
     )
 
 
-def _kl(runs: Sequence[Run]) -> list[Panel]:
+def _kl(runs: Sequence[RunRecord]) -> list[Panel]:
     """KL a token with its standard error: all estimators together for one run, a chart each for several."""
     title, unit = "KL(policy‖reference)", "nats per token"
     hint = "band: ± 1 standard error"
@@ -189,7 +191,7 @@ def _kl(runs: Sequence[Run]) -> list[Panel]:
     return [Panel(f"{title}, {kind}", unit, curves, hint) for kind, curves in by_kind.items() if curves]
 
 
-def _kl_curve(runs: Sequence[Run], index: int, kind: str) -> Series | None:
+def _kl_curve(runs: Sequence[RunRecord], index: int, kind: str) -> Curve | None:
     name = f"kl/policy_ref/{kind}"
     lines = [line for line in runs[index].metrics if f"{name}/mean" in line]
     points = [(number(line.get("step")) or 0.0, number(line[f"{name}/mean"])) for line in lines]
@@ -204,9 +206,9 @@ def _kl_curve(runs: Sequence[Run], index: int, kind: str) -> Series | None:
     return _series(runs, index, order, kind if len(runs) == 1 else "", points, bounds if any(bounds) else ())
 
 
-def _accuracy(runs: Sequence[Run]) -> Panel | None:
+def _accuracy(runs: Sequence[RunRecord]) -> Panel | None:
     """pass@1 on held-out problems with its 95 % interval: the trained task, and for one run the retained skills."""
-    curves: list[Series] = []
+    curves: list[Curve] = []
     for index, run in enumerate(runs):
         for order, ((split, task), lines) in enumerate(run.evaluated.items()):
             if split != "trained" and len(runs) > 1:
@@ -220,12 +222,3 @@ def _accuracy(runs: Sequence[Run]) -> Panel | None:
     return Panel(
         "Accuracy on held-out problems", "pass@1", curves, "bars: 95 % interval", marks(runs), saves=saves(runs)
     )
-
-
-def interval(value: object) -> tuple[float, float] | None:
-    """[low, high] as numbers, or None."""
-    if isinstance(value, list | tuple) and len(value) == 2:
-        low, high = number(value[0]), number(value[1])
-        if low is not None and high is not None:
-            return (low, high)
-    return None

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from keel.lab.report.picture import picture
+from keel.lab.plots.picture import picture
 from keel.verify.check import Check
 from keel.verify.values import gaussian_moments
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.lab.report.read import Record, number
+from keel.base.files import json_object
+from keel.lab.runs import Record, number
 from keel.loggers import rundir
 
 _STEP = re.compile(rb'\{"step":\s*(\d+)[,}]')
@@ -184,21 +185,18 @@ def _places(path: Path) -> Iterator[tuple[int, int]]:
             match = _STEP.match(line)
             if match and line.endswith(b"}\n"):
                 yield begin, int(match.group(1))
-            elif not match and (record := _record(line)) and number(record.get("step")) is not None:
-                yield begin, int(record["step"])
-
-
-def _record(line: bytes) -> Record | None:
-    try:
-        record = json.loads(line.decode("utf-8", "replace"))
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
+            elif not match and (step := number(_object(line).get("step"))) is not None:
+                yield begin, int(step)
 
 
 def _at(file: Any, place: int) -> Record:
     file.seek(place)
-    return _record(file.readline()) or {}
+    return _object(file.readline())
+
+
+def _object(line: bytes) -> Record:
+    record = json_object(line)
+    return {} if isinstance(record, str) else record
 
 
 def _nearest(steps: Mapping[int, Any], wanted: int) -> str:

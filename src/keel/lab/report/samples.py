@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby
 
-from keel.lab.report.read import Record, Run, number
 from keel.lab.report.rollouts import (
     Token,
     as_list,
@@ -22,6 +21,7 @@ from keel.lab.report.rollouts import (
     tokens_of,
     turns_of,
 )
+from keel.lab.runs import Record, RunRecord, number
 
 PROBLEMS = 4
 EACH = 2
@@ -53,12 +53,12 @@ def pick(rollouts: Sequence[Record]) -> list[tuple[list[Record], list[Record]]]:
     return [(before[:EACH], after[:EACH]) for before, after in zip(first[:PROBLEMS], last, strict=False)]
 
 
-def section(run: Run) -> str:
+def section(run: RunRecord) -> str:
     """A few problems before and after, then all that was recorded."""
     return before_and_after(run) + pages(run)
 
 
-def before_and_after(run: Run) -> str:
+def before_and_after(run: RunRecord) -> str:
     """The samples of one run as HTML."""
     pairs = pick(run.rollouts)
     if not pairs:
@@ -81,7 +81,7 @@ def before_and_after(run: Run) -> str:
     return "".join(parts)
 
 
-def pages(run: Run, limit: int = PAGES_BYTES) -> str:
+def pages(run: RunRecord, limit: int = PAGES_BYTES) -> str:
     """Every recorded completion, folded a step, in the order of training.
 
     Where all would be more than `limit` bytes, the first step, the last and those evenly between them are shown.

@@ -7,11 +7,9 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
-from keel.lab.report.read import Record, Run, number
 from keel.lab.report.rollouts import brief
 from keel.lab.report.verdict import (
     accuracy,
-    change_word,
     ci,
     kl_figures,
     measured,
@@ -21,6 +19,7 @@ from keel.lab.report.verdict import (
     span,
     state,
 )
+from keel.lab.runs import Record, RunRecord, number
 
 EVENTS_SHOWN = 300
 
@@ -36,7 +35,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") ->
     )
 
 
-def findings(run: Run) -> str:
+def findings(run: RunRecord) -> str:
     """Each finding with its evidence, cause and advice, the gravest first."""
     order = {"error": 0, "warning": 1, "note": 2}
     ranked = sorted(run.findings or (), key=lambda item: order.get(str(item.get("severity")), 3))
@@ -65,7 +64,7 @@ def text_of(value: Any) -> str:
     return str(value)
 
 
-def comparison(runs: Sequence[Run]) -> str:
+def comparison(runs: Sequence[RunRecord]) -> str:
     """The runs side by side, a row each."""
     rows = []
     for index, run in enumerate(runs):
@@ -102,7 +101,7 @@ def comparison(runs: Sequence[Run]) -> str:
     return table([*head, "worst retention", "minutes", "findings"], rows, "numbers wide")
 
 
-def differences(runs: Sequence[Run]) -> str:
+def differences(runs: Sequence[RunRecord]) -> str:
     """The options in which the runs differ."""
     flats = [flatten(run.config) for run in runs]
     names = sorted({name for flat in flats for name in flat})
@@ -125,12 +124,12 @@ def flatten(mapping: Mapping[str, Any], prefix: str = "") -> Record:
     return flat
 
 
-def retention_table(run: Run) -> str:
+def retention_table(run: RunRecord) -> str:
     """Before and after a skill, the trained one first."""
     trained = accuracy(run)
     rows = []
     for row in ([trained] if trained else []) + retention(run):
-        word = change_word(row)
+        word = row.change(run.thresholds)
         tone = {"dropped": "bad", "improved": "good"}.get(word, "plain")
         change = "–"
         if row.before is not None and row.after is not None:
@@ -146,7 +145,7 @@ def retention_table(run: Run) -> str:
     return table(["skill", "before", "after", "points", "verdict"], rows, "numbers") + own_figures(run)
 
 
-def own_figures(run: Run) -> str:
+def own_figures(run: RunRecord) -> str:
     """What tasks measure of their own at an evaluation, such as the parts of a reward or calls of tools."""
     rows = []
     for (split, task), lines in run.evaluated.items():
@@ -165,7 +164,7 @@ def _extra(line: Record) -> Record:
     return dict(extra) if isinstance(extra, Mapping) else {}
 
 
-def timeline(run: Run) -> str:
+def timeline(run: RunRecord) -> str:
     """What happened, in order: step, time since the start, kind, and the rest of the record."""
     if not run.events:
         return "<p class='muted'>No events were recorded.</p>"
@@ -220,20 +219,20 @@ def since(moment: float | None, start: float | None) -> str:
     return f"+{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"+{minutes}:{whole % 60:02d}"
 
 
-def configuration(run: Run) -> str:
+def configuration(run: RunRecord) -> str:
     """The resolved configuration as it was written."""
     if run.config_text is None:
         return "<p class='muted'>config.yaml is not there.</p>"
     return f"<pre class='config'>{escape(run.config_text)}</pre>"
 
 
-def versions(run: Run) -> str:
+def versions(run: RunRecord) -> str:
     """env.json as a table."""
     rows = [[f"<code>{escape(name)}</code>", escape(text_of(value))] for name, value in flatten(run.env).items()]
     return table(["", ""], rows, "versions") or "<p class='muted'>env.json is not there.</p>"
 
 
-def headline(run: Run) -> list[tuple[str, str, str]]:
+def headline(run: RunRecord) -> list[tuple[str, str, str]]:
     """(label, figure, small print) for the cards under the verdict."""
     cards: list[tuple[str, str, str]] = []
     found, kl = accuracy(run), kl_figures(run)

@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from keel.base.errors import KeelError
-from keel.lab.report.read import Record, number
 from keel.lab.report.rollouts import (
     Token,
     cut_words,
@@ -26,6 +25,7 @@ from keel.lab.report.rollouts import (
     tokens_of,
     turns_of,
 )
+from keel.lab.runs import Record, number
 
 _ABOVE, _BELOW, _GROUND = (214, 96, 18), (37, 99, 195), (28, 30, 36)  # orange, blue, and what they fade into
 _CONTEXT = Style(dim=True, italic=True)

@@ -3,35 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from keel.lab.report.panels import interval
-from keel.lab.report.read import Record, Run, number
+from keel.lab.judge import Accuracy, accuracies, kl_limit
 from keel.lab.report.rollouts import brief
-
-OVER_BUDGET = 0.2  # nats per token, the contract's kl/over-budget
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Held-out accuracy of one task before and after, with 95 % intervals where they are known."""
-
-    task: str
-    before: float | None
-    after: float | None
-    ci_before: tuple[float, float] | None
-    ci_after: tuple[float, float] | None
-
-    @property
-    def overlap(self) -> bool | None:
-        """Whether the intervals overlap; None where one is missing."""
-        if self.ci_before is None or self.ci_after is None:
-            return None
-        return self.ci_before[0] <= self.ci_after[1] and self.ci_after[0] <= self.ci_before[1]
+from keel.lab.runs import RunRecord, interval, number
 
 
-def state(run: Run) -> tuple[str, str]:
+def state(run: RunRecord) -> tuple[str, str]:
     """(kind, words): completed, stopped, aborted, running or interrupted."""
     done = f"{run.steps} of {run.max_steps} steps" if run.max_steps else f"{run.steps} steps"
     ended = [str(event.get("kind", "")) for event in run.events]
@@ -47,7 +26,7 @@ def state(run: Run) -> tuple[str, str]:
     return "interrupted", f"not finished: {done}, no summary, and no process is at work on it"
 
 
-def accuracy(run: Run) -> Accuracy | None:
+def accuracy(run: RunRecord) -> Accuracy | None:
     """Of the trained task: from the summary, or from the first and last evaluation of a run without one."""
     summary = run.summary or {}
     said = summary.get("accuracy")
@@ -59,14 +38,12 @@ def accuracy(run: Run) -> Accuracy | None:
             interval(said.get("ci95_before")),
             interval(said.get("ci95_after")),
         )
-    lines = [line for line in run.evaluations if line.get("split") != "retention"]
-    found = list(_by_task(lines).values())
-    return found[0] if found else None
+    return next(iter(accuracies(run.evaluations, retention=False).values()), None)
 
 
-def retention(run: Run) -> list[Accuracy]:
+def retention(run: RunRecord) -> list[Accuracy]:
     """Of every other skill; intervals from eval.jsonl, which the summary does not carry."""
-    measured = _by_task([line for line in run.evaluations if line.get("split") == "retention"])
+    measured = accuracies(run.evaluations, retention=True)
     said = (run.summary or {}).get("retention")
     if not isinstance(said, Mapping) or not said:
         return list(measured.values())
@@ -81,23 +58,7 @@ def retention(run: Run) -> list[Accuracy]:
     return rows
 
 
-def _by_task(lines: list[Record]) -> dict[str, Accuracy]:
-    grouped: dict[str, list[Record]] = {}
-    for line in lines:
-        grouped.setdefault(str(line.get("task", "task")), []).append(line)
-    return {
-        task: Accuracy(
-            task,
-            number(found[0].get("pass@1")),
-            number(found[-1].get("pass@1")) if len(found) > 1 else None,
-            interval(found[0].get("ci95")),
-            interval(found[-1].get("ci95")) if len(found) > 1 else None,
-        )
-        for task, found in grouped.items()
-    }
-
-
-def kl_figures(run: Run) -> dict[str, tuple[float, float | None]]:
+def kl_figures(run: RunRecord) -> dict[str, tuple[float, float | None]]:
     """(mean, standard error) by estimator: the summary's, else the last measured step's."""
     said = (run.summary or {}).get("kl")
     figures: dict[str, tuple[float, float | None]] = {}
@@ -117,7 +78,7 @@ def per_token_kl(figures: Mapping[str, tuple[float, float | None]]) -> tuple[str
     return next(((kind, *figures[kind]) for kind in ("exact", "k3", "k1", "k2") if kind in figures), None)
 
 
-def sentences(run: Run) -> list[tuple[str, str]]:
+def sentences(run: RunRecord) -> list[tuple[str, str]]:
     """The verdict, a (tone, sentence) at a time; tone is good, warn, bad or plain."""
     return [
         _progress(run),
@@ -129,14 +90,14 @@ def sentences(run: Run) -> list[tuple[str, str]]:
     ]
 
 
-def _progress(run: Run) -> tuple[str, str]:
+def _progress(run: RunRecord) -> tuple[str, str]:
     kind, words = state(run)
     tone = {"completed": "good", "aborted": "bad", "interrupted": "warn", "stopped": "warn"}.get(kind, "plain")
     wall = number((run.summary or {}).get("wall_s"))
     return tone, f"The run is {words}" + (f", in {wall / 60:.1f} minutes." if wall is not None else ".")
 
 
-def _guard_words(run: Run) -> list[tuple[str, str]]:
+def _guard_words(run: RunRecord) -> list[tuple[str, str]]:
     """What the guards did: skipped updates, rollbacks and, where it ended the run, the stop; nothing if nothing."""
     counted = {kind: [e for e in run.events if e.get("kind") == kind] for kind in ("guard/skipped", "rollback", "stop")}
     skipped, rollbacks, stops = counted.values()
@@ -151,7 +112,7 @@ def _guard_words(run: Run) -> list[tuple[str, str]]:
     return said + ([("bad", f"Stopped by a guard: {stops[-1].get('message')}.")] if ended else [])
 
 
-def _accuracy_words(run: Run) -> list[tuple[str, str]]:
+def _accuracy_words(run: RunRecord) -> list[tuple[str, str]]:
     found = accuracy(run)
     paid = (run.summary or {}).get("reward")
     if (found is None or found.after is None) and isinstance(paid, Mapping) and number(paid.get("after")) is not None:
@@ -184,7 +145,7 @@ def _accuracy_words(run: Run) -> list[tuple[str, str]]:
     return [("good" if change > 0 else "bad", text + f". The intervals do not overlap: {words} beyond chance.")]
 
 
-def _kl_words(run: Run) -> list[tuple[str, str]]:
+def _kl_words(run: RunRecord) -> list[tuple[str, str]]:
     figures = kl_figures(run)
     per_token = per_token_kl(figures)
     if per_token is None:
@@ -198,35 +159,29 @@ def _kl_words(run: Run) -> list[tuple[str, str]]:
     beta = run.last("kl/beta") if beta is None else beta
     if beta is not None:
         text += f", under β = {beta:g}"
-    if mean > OVER_BUDGET:
-        return [
-            ("warn", f"{text}. That is more than {OVER_BUDGET} nats per token: the policy is far from its reference.")
-        ]
+    limit = kl_limit(run.config, run.thresholds).value
+    if mean > limit:
+        return [("warn", f"{text}. That is more than {limit:g} nats per token: the policy is far from its reference.")]
     return [("plain", text + ".")]
 
 
-def _retention_words(run: Run) -> list[tuple[str, str]]:
+def _retention_words(run: RunRecord) -> list[tuple[str, str]]:
     rows = [row for row in retention(run) if row.before is not None and row.after is not None]
     if not rows:
         return [("plain", "Retention of other skills was not measured.")]
-    lost = [row for row in rows if change_word(row) == "dropped"]
+    lost = [row for row in rows if row.change(run.thresholds) == "dropped"]
     if lost:
         named = ", ".join(f"{row.task} {percent(row.before)} → {percent(row.after)}" for row in lost)
         return [("warn", f"Retention: {len(lost)} of {len(rows)} other skills dropped: {named}.")]
     words = "the other skill" if len(rows) == 1 else f"the {len(rows)} other skills"
+    if any(row.fell for row in rows):
+        return [
+            ("good", f"Retention: {words} lost at most {100 * run.thresholds['retention_drop']:g} % of what was there.")
+        ]
     return [("good", f"Retention: {words} held within {'its' if len(rows) == 1 else 'their'} intervals.")]
 
 
-def change_word(row: Accuracy) -> str:
-    """dropped, improved or held: beyond the intervals, or beyond 5 points where there are none."""
-    if row.before is None or row.after is None:
-        return "not measured"
-    change = row.after - row.before
-    beyond = abs(change) > 0.05 if row.overlap is None else not row.overlap
-    return "held" if not beyond else "improved" if change > 0 else "dropped"
-
-
-def _finding_words(run: Run) -> tuple[str, str]:
+def _finding_words(run: RunRecord) -> tuple[str, str]:
     if run.findings is None:
         codes = (run.summary or {}).get("findings")
         if isinstance(codes, list):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.base.files import encode, one_line_errors, write_atomic
+from keel.base.files import encode, one_line_errors, read_json, write_atomic
 from keel.base.lock import RunLock
 from keel.base.redact import masked
 from keel.config import Config, load_config
@@ -128,13 +128,20 @@ def jobs(path: Path, study: Study) -> list[Job]:
 
 def outcome(job: Job) -> Outcome | None:
     """How a run ended for good: None for one that is to be run, or to go on, or failed and may be tried again."""
+    ended = read_outcome(job.folder)
+    if ended is None or ended.state not in (DONE, STOPPED):
+        return None
     try:
-        held = json.loads((job.folder / OUTCOME).read_text(encoding="utf-8"))
-        ended = Outcome(held["state"], held["reason"])
         same = fingerprint(load_config(job.folder / "config.yaml")) == fingerprint(job.config)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return ended if same and ended.state in (DONE, STOPPED) else None
+    return ended if same else None
+
+
+def read_outcome(folder: Path) -> Outcome | None:
+    """What a run has written of its end."""
+    written = read_json(folder / OUTCOME)
+    return Outcome(**written) if isinstance(written, dict) and set(written) == {"state", "reason"} else None
 
 
 def write_outcome(folder: Path, ended: Outcome) -> None:

@@ -1,4 +1,4 @@
-"""What pictures of many points share: which colour a point has, which stand together, how far an interval goes."""
+"""What plots of many points share: which colour a point has, which stand together, how far an interval goes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from keel.lab.studies.stats import Estimate
+from keel.eval.statistics import Estimate
+from keel.lab.plots.charts import COLOURS
 from keel.lab.studies.table import PERCENT, Summary
 
-COLOURS = 8  # that a reader can tell apart
 UNSET = "other"
 
 

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 from keel.base.errors import KeelError
-from keel.base.files import encode, write_atomic
+from keel.base.files import encode, read_json, write_atomic
 from keel.config import Config, load_config
 from keel.lab.hooks import AT_END
-from keel.lab.report.read import read_run
+from keel.lab.runs import read_run
 from keel.lab.studies.folder import DONE, DRIFT, FAILED, INTERRUPTED, STOPPED, Outcome, write_outcome
 from keel.lab.studies.grid import Measure
 from keel.lab.studies.process import CONFIG
@@ -54,7 +54,7 @@ def run_point(config: Config, measure: Measure, shared: Path) -> Outcome:
     folder = Path(config.run.dir) / config.run.name
     try:
         ended = _trained(config, folder, shared)
-        if ended.state in (DONE, STOPPED) and not _measured(folder):
+        if ended.state in (DONE, STOPPED) and read_json(folder / DRIFT) is None:  # whole, or not there
             from keel.lab.studies.measure import measure_run
 
             write_atomic(folder / DRIFT, encode(measure_run(folder, measure), indent=2) + "\n")
@@ -94,15 +94,6 @@ def guard_stop(folder: Path) -> str | None:
     if last.get("kind") == "kl/over-budget" and int(last.get("step") or 0) < run.steps:
         return None  # a budget that only warned, and the run went on
     return " ".join(str(last.get("message", "")).split())
-
-
-def _measured(folder: Path) -> bool:
-    """Whether the drift is there, whole; how it is measured is the study's, which the folder belongs to."""
-    try:
-        json.loads((folder / DRIFT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,8 +11,8 @@ from keel.base.files import write_atomic
 from keel.lab.studies.folder import FAILED, Outcome, jobs
 from keel.lab.studies.grid import Study
 from keel.lab.studies.page import study_page
-from keel.lab.studies.pictures import write_pictures
-from keel.lab.studies.rows import read_row
+from keel.lab.studies.plots import write_pictures
+from keel.lab.studies.results import read_result
 from keel.lab.studies.table import points_csv, summarise, table_csv, table_md
 from keel.lab.studies.verdict import verdict
 
@@ -30,7 +30,7 @@ class Written:
 def write_study(study: Study, path: Path, ended: Mapping[str, Outcome], command: str = "") -> Written:
     """Read every run of the study and write its tables, pictures and page."""
     path = path.resolve()
-    rows = [read_row(job, ended.get(job.label, NOT_RUN), study.measure) for job in jobs(path, study)]
+    rows = [read_result(job, ended.get(job.label, NOT_RUN), study.measure) for job in jobs(path, study)]
     summaries = summarise(rows, study.baseline)
     said = verdict(summaries, study.baseline, study.metric, study.axes)
     words = "".join(f"- {text}\n" for _, text in said)

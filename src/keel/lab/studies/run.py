@@ -18,7 +18,18 @@ from typing import Any, Protocol
 
 from keel.base.errors import KeelError
 from keel.config import Config
-from keel.lab.studies.folder import FAILED, INTERRUPTED, LOG, OUTCOME, STARTS, Job, Outcome, jobs, open_folder, outcome
+from keel.lab.studies.folder import (
+    FAILED,
+    INTERRUPTED,
+    LOG,
+    STARTS,
+    Job,
+    Outcome,
+    jobs,
+    open_folder,
+    outcome,
+    read_outcome,
+)
 from keel.lab.studies.grid import Measure, Study
 from keel.lab.studies.process import Process, run_process
 from keel.lab.studies.progress import Progress
@@ -119,11 +130,9 @@ def _outcome(job: Job, future: Future[int]) -> Outcome:
     status = future.result()
     if status in (130, 143):
         return Outcome(INTERRUPTED)
-    try:
-        held = json.loads((job.folder / OUTCOME).read_text(encoding="utf-8"))
-        return Outcome(held["state"], held["reason"])
-    except (OSError, ValueError, KeyError):
-        pass
+    written = read_outcome(job.folder)
+    if written is not None:
+        return written
     how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
     return Outcome(FAILED, f"{how}: {last_line(job.folder / LOG)}")
 

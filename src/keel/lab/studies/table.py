@@ -7,9 +7,9 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from keel.eval.statistics import Estimate, estimate, paired
 from keel.lab.studies.folder import DONE, STOPPED
-from keel.lab.studies.rows import FIGURES, Row
-from keel.lab.studies.stats import Estimate, estimate, paired
+from keel.lab.studies.results import FIGURES, RunResult
 
 PERCENT = ("accuracy_before", "accuracy_after", "retention_before", "retention_after", "forgetting", "share_in_band")
 _SHOWN = {
@@ -31,7 +31,7 @@ class Summary:
 
     label: str
     options: Mapping[str, str]
-    rows: tuple[Row, ...]
+    rows: tuple[RunResult, ...]
     means: Mapping[str, Estimate | None]
     differences: Mapping[str, Estimate | None]
 
@@ -46,7 +46,7 @@ class Summary:
         return values(self.rows, figure)
 
 
-def values(rows: Sequence[Row], figure: str) -> dict[int, float]:
+def values(rows: Sequence[RunResult], figure: str) -> dict[int, float]:
     """A figure by seed, of the runs that were done or stopped by a guard; a failed run's last state is no result."""
     return {
         row.seed: found
@@ -55,7 +55,7 @@ def values(rows: Sequence[Row], figure: str) -> dict[int, float]:
     }
 
 
-def figure_of(row: Row, figure: str) -> float | None:
+def figure_of(row: RunResult, figure: str) -> float | None:
     """A figure by name; `SKILL:before` and the like are a skill's own."""
     if figure in row.figures:
         return row.figures[figure]
@@ -65,7 +65,7 @@ def figure_of(row: Row, figure: str) -> float | None:
     return found
 
 
-def figure_names(rows: Sequence[Row]) -> list[str]:
+def figure_names(rows: Sequence[RunResult]) -> list[str]:
     """Every figure that some run has."""
     skills = dict.fromkeys(name for row in rows for name in row.skills)
     parts = ("before", "after", "kl_policy_ref", "kl_ref_policy")
@@ -73,7 +73,7 @@ def figure_names(rows: Sequence[Row]) -> list[str]:
     return [name for name in names if any(figure_of(row, name) is not None for row in rows)]
 
 
-def summarise(rows: Sequence[Row], baseline: str) -> list[Summary]:
+def summarise(rows: Sequence[RunResult], baseline: str) -> list[Summary]:
     """A summary a point, in the order of the rows."""
     labels = dict.fromkeys(row.point for row in rows)
     of = {label: [row for row in rows if row.point == label] for label in labels}
@@ -89,10 +89,25 @@ def summarise(rows: Sequence[Row], baseline: str) -> list[Summary]:
     return found
 
 
+def forgetting_pairs(rows: Sequence[RunResult], figure: str) -> list[tuple[float, float]]:
+    """(KL on the trained task, loss on the old skills) of every run that has both."""
+    both = ((figure_of(row, figure), figure_of(row, "forgetting")) for row in rows)
+    return [(kl, lost) for kl, lost in both if kl is not None and lost is not None]
+
+
+def frontier_points(summaries: Sequence[Summary]) -> dict[str, tuple[Estimate, Estimate]]:
+    """(KL(policy‖start) per token, reward) of every point that has both."""
+    return {
+        one.label: (kl, reward)
+        for one in summaries
+        if (kl := one.means.get("kl_policy_ref")) is not None and (reward := one.means.get("reward")) is not None
+    }
+
+
 # ------------------------------------------------------------------------------------------------------ files
 
 
-def points_csv(rows: Sequence[Row]) -> str:
+def points_csv(rows: Sequence[RunResult]) -> str:
     """A row a run."""
     axes = list(rows[0].options)
     names = figure_names(rows)

@@ -7,10 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from keel.lab.studies.folder import DONE, FAILED, STOPPED
-from keel.lab.studies.grid import Axis
-from keel.lab.studies.rows import Row
-from keel.lab.studies.stats import (
+from keel.eval.statistics import (
     MIN_SEEDS,
     Correlation,
     Estimate,
@@ -23,7 +20,9 @@ from keel.lab.studies.stats import (
     tested,
     winner,
 )
-from keel.lab.studies.table import Summary, figure_of, shown
+from keel.lab.studies.folder import DONE, FAILED, STOPPED
+from keel.lab.studies.grid import Axis
+from keel.lab.studies.table import Summary, forgetting_pairs, frontier_points, shown
 
 NAMES = {"accuracy_after": "accuracy", "reward": "reward", "retention_after": "accuracy on the old skills"}
 SIGNIFICANT = 0.05
@@ -227,12 +226,6 @@ def correlation(summaries: Sequence[Summary]) -> list[Sentence]:
     return found
 
 
-def forgetting_pairs(rows: Sequence[Row], figure: str) -> list[tuple[float, float]]:
-    """(KL on the trained task, loss on the old skills) of every run that has both."""
-    both = ((figure_of(row, figure), figure_of(row, "forgetting")) for row in rows)
-    return [(kl, lost) for kl, lost in both if kl is not None and lost is not None]
-
-
 def _columns(pairs: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     return [x for x, _ in pairs], [y for _, y in pairs]
 
@@ -245,11 +238,7 @@ def _r(found: Correlation) -> str:
 
 
 def _frontier(summaries: Sequence[Summary]) -> list[Sentence]:
-    known = {
-        one.label: (kl.mean, reward.mean)
-        for one in summaries
-        if (kl := one.means.get("kl_policy_ref")) is not None and (reward := one.means.get("reward")) is not None
-    }
+    known = {label: (kl.mean, reward.mean) for label, (kl, reward) in frontier_points(summaries).items()}
     if len(known) < 2:
         return []
     kept = frontier(known)

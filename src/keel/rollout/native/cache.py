@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
-from keel.models.branches import refuse_variants
+from keel.models.prefix_attention import refuse_variants
 
 ATTENTION = "keel_shared_prefix"
 _ROOM = 64  # columns by which the buffer of rows that have joined grows

@@ -15,8 +15,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from keel.base.errors import KeelError, first_line
 from keel.models.checks import context_length
 from keel.models.head import causal_lm
-from keel.models.lengths import length_regimes
-from keel.models.probe import last_logits, local_windows, longest_probe, past, position_switches
+from keel.models.probe import last_logits, length_past, local_windows, longest_probe, position_switches
+from keel.models.rope import length_regimes
 from keel.rollout.native.decode import Decoder, RepeatedDecoder, SharedPrefixDecoder, SwitchingDecoder
 from keel.rollout.native.graph import GraphedStep, can_be_graphed
 from keel.rollout.native.kept import KeptRow
@@ -66,7 +66,7 @@ def _cases(model: nn.Module, *, shared: bool, lean: bool) -> list[_Case]:
 def _beyond(length: int, most: int, limit: int | None) -> int | None:
     """A prompt whose probe crosses `length`, well past it where that fits; None where nothing that fits crosses it."""
     room = most if limit is None else min(most, limit - _PROBE_STEPS)
-    longest = min(past(length), room)
+    longest = min(length_past(length), room)
     return longest if longest + _PROBE_STEPS > length else None
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from keel.models.head import causal_lm
-from keel.models.lengths import LengthRegimes, forget_lengths
+from keel.models.rope import LengthRegimes, reset_rope
 from keel.rollout.native.cache import Prefix, SharedPrefixCache, shared_prefix_attention
 from keel.rollout.native.graph import GraphedStep
 from keel.rollout.native.kept import KeptPrompt, KeptRow, stacked
@@ -282,7 +282,7 @@ class SwitchingDecoder:
             self._leave(set(range(len(self.contexts))) - set(crossing))
         logits: dict[int, Tensor] = {}
         for _, decoder, rows in self.parts:
-            forget_lengths(self.model)
+            reset_rope(self.model)
             logits |= zip(rows, decoder.step(tokens[torch.tensor(rows, device=tokens.device)]), strict=True)
         self._read(crossing, logits)
         return torch.stack([logits[row] for row in range(len(self.contexts))])
@@ -315,7 +315,7 @@ class SwitchingDecoder:
             number: dict[tuple[int, ...], int] = {}
             prompt_of = [number.setdefault(self.contexts[row], len(number)) for row in members]
             decoder: Any = self.inner(self.model)
-            forget_lengths(self.model)
+            reset_rope(self.model)
             logits |= zip(members, decoder.start(list(number), prompt_of, self.length), strict=True)
             same = [i for i, (other, there, _) in enumerate(self.parts) if other == regime and there.resumes]
             if decoder.resumes and same:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import astuple
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import (
@@ -30,6 +31,7 @@ from keel.lab.doctor.checks.base import (
 from keel.lab.doctor.findings import Advice, found
 from keel.lab.doctor.formula import formula_of
 from keel.lab.doctor.history import History, Series
+from keel.lab.judge import kl_limit
 
 KL = "KL(policy‖reference)"
 MOVING = ("ema", "snapshot", "kl_triggered")
@@ -147,10 +149,7 @@ def over_budget(history: History, thresholds: Thresholds) -> Answers:
         yield not_recorded("kl/over-budget", KL)
         return
     name, series = history.kl
-    limit, whose = thresholds["kl_over_budget"], "the threshold kl_over_budget"
-    own = history.option("kl.budget.max")
-    if isinstance(own, int | float) and history.option("kl.budget.unit") != "per_sequence":
-        limit, whose = float(own), "kl.budget.max of the configuration"
+    limit, set_by = astuple(kl_limit(history.config, thresholds))
     now = series.tail(RECENT)
     if thresholds["kl_over_budget"] < now.mean <= limit:
         yield found(
@@ -167,7 +166,7 @@ def over_budget(history: History, thresholds: Thresholds) -> Answers:
     with_beta = f" at β = {beta.tail(1).mean:.3g}" if beta is not None else ""
     yield found(
         "kl/over-budget",
-        f"{name} is {now.mean:.3g} nats per token over {now.span}{with_beta}; {whose} is {limit:g}",
+        f"{name} is {now.mean:.3g} nats per token over {now.span}{with_beta}; {set_by} is {limit:g}",
         "the penalty is too weak for the pull of the reward, or the updates are too large",
         either(
             stronger(history.config, history.source),

@@ -8,8 +8,8 @@ from keel.lab.doctor.probes.evaluation import probe_evaluation
 from keel.lab.doctor.probes.kl_term import probe_kl_term
 from keel.lab.doctor.probes.masks import probe_masks
 from keel.lab.doctor.probes.objective import probe_objective
-from keel.lab.doctor.probes.outcome import Outcome, Probe
 from keel.lab.doctor.probes.reference import probe_reference
+from keel.lab.doctor.probes.result import Probe, ProbeResult
 from keel.lab.doctor.probes.sampler import probe_sampler
 from keel.lab.doctor.probes.scoring import probe_scoring
 from keel.lab.doctor.probes.sync import probe_sync
@@ -31,4 +31,4 @@ PROBES: list[tuple[str, Probe]] = [
     ("evaluation", probe_evaluation),
 ]
 
-__all__ = ["PROBES", "Outcome", "Probe"]
+__all__ = ["PROBES", "Probe", "ProbeResult"]

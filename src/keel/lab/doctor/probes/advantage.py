@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.bench import Bench
 from keel.lab.doctor.findings import Finding, found, propose
-from keel.lab.doctor.probes.outcome import Outcome
+from keel.lab.doctor.probes.result import ProbeResult
 from keel.losses import count_denominators, group_statistics, zero_variance
 from keel.losses.advantages import EPSILON
 from keel.losses.policy import get_loss, scale_rewards
 from keel.losses.reductions import get_reduction
 
 
-def probe_advantage(bench: Bench, thresholds: Thresholds) -> Outcome:
+def probe_advantage(bench: Bench, thresholds: Thresholds) -> ProbeResult:
     """How often a reward's difference is multiplied before it becomes an advantage, and the loss's length bias."""
     rows, scale = bench.batch.rows, scale_rewards(bench.run.loss)
     assert rows.rewards is not None
@@ -25,12 +27,12 @@ def probe_advantage(bench: Bench, thresholds: Thresholds) -> Outcome:
     findings: tuple[Finding, ...] = ()
     lines: list[str] = []
     if not finite:
-        return Outcome("advantage", unchecked=("advantage/amplified: a reward is not finite",))
+        return ProbeResult("advantage", unchecked=("advantage/amplified: a reward is not finite",))
     spread = group_spreads(rows.rewards, rows.group)
     figures["groups_with_spread"] = float(len(spread))
     if len(spread):
         figures |= amplification(spread, rows.rewards, scale)
-        findings = _amplified(figures, scale, thresholds)
+        findings = tuple(_amplified(figures, scale, thresholds))
         lines.append(
             f"group std from {figures['smallest_std']:.3g} to {figures['largest_std']:.3g}; differences of reward are "
             f"multiplied by {figures['amplification']:.3g} (typical), {figures['amplification_max']:.3g} (largest)"
@@ -42,7 +44,7 @@ def probe_advantage(bench: Bench, thresholds: Thresholds) -> Outcome:
         f"loss_type={bench.run.loss.loss_type}: a token of the shortest completion ({figures['shortest']:.0f} tokens) "
         f"weighs {figures['length_bias']:.3g} times one of the longest ({figures['longest']:.0f})"
     )
-    return Outcome("advantage", findings, figures, tuple(lines))
+    return ProbeResult("advantage", findings, figures, tuple(lines))
 
 
 def group_spreads(rewards: Tensor, group: Tensor) -> Tensor:
@@ -65,31 +67,27 @@ def amplification(spread: Tensor, rewards: Tensor, scale: str) -> dict[str, floa
     }
 
 
-def _amplified(figures: dict[str, float], scale: str, thresholds: Thresholds) -> tuple[Finding, ...]:
+def _amplified(figures: dict[str, float], scale: str, thresholds: Thresholds) -> Iterator[Finding]:
     limit = thresholds["advantage_amplification"]
     if figures["amplification_max"] <= limit:
-        return ()
+        return
     typical = figures["amplification"] > limit
     times = figures["amplification" if typical else "amplification_max"]
-    return (
-        found(
-            "advantage/amplified",
-            f"the {'typical' if typical else 'smallest'} within-group std is {1 / times - EPSILON:.3g}: differences "
-            f"of reward are multiplied by {times:.3g} (over {limit:g})",
-            f"loss.scale_rewards={scale} divides advantages by a spread that is nearly nothing, so noise in the "
-            "reward becomes an update of full size",
-            propose(
-                "set {} (as dr_grpo does), or make the reward tell completions apart", {"loss.scale_rewards": "none"}
-            ),
-            severity=None if typical else "note",
-        ),
+    yield found(
+        "advantage/amplified",
+        f"the {'typical' if typical else 'smallest'} within-group std is {1 / times - EPSILON:.3g}: differences "
+        f"of reward are multiplied by {times:.3g} (over {limit:g})",
+        f"loss.scale_rewards={scale} divides advantages by a spread that is nearly nothing, so noise in the "
+        "reward becomes an update of full size",
+        propose("set {} (as dr_grpo does), or make the reward tell completions apart", {"loss.scale_rewards": "none"}),
+        severity=None if typical else "note",
     )
 
 
 def length_bias(mask: Tensor, bench: Bench) -> dict[str, float]:
     """The weight of one token in the shortest completion over that of one in the longest, under this loss."""
     reduction = get_reduction(get_loss(bench.run.loss.loss_type).reduction)
-    weights = token_weights(mask, reduction, bench.run.options.max_completion_length)
+    weights = token_weights(mask, reduction, bench.run.rollout.max_completion_length)
     lengths = mask.sum(-1)
     present = lengths > 0
     short, long = lengths[present].argmin(), lengths[present].argmax()

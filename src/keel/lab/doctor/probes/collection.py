@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -14,13 +14,13 @@ from keel.base.types import Group, Reward
 from keel.lab.doctor.advice import either, times
 from keel.lab.doctor.bench import Bench
 from keel.lab.doctor.findings import Finding, found
-from keel.lab.doctor.probes.outcome import Outcome
 from keel.lab.doctor.probes.prompts import prompt_findings
+from keel.lab.doctor.probes.result import ProbeResult
 
 _SAME = 1e-9
 
 
-def probe_collection(bench: Bench, thresholds: Thresholds) -> Outcome:
+def probe_collection(bench: Bench, thresholds: Thresholds) -> ProbeResult:
     """Parse rate, end rate, entropy against uniform, spread and cliffs of the rewards, on the bench's batch."""
     rewards = [reward for group in bench.groups for reward in group.rewards]
     totals = [reward.total for reward in rewards]
@@ -56,7 +56,7 @@ def probe_collection(bench: Bench, thresholds: Thresholds) -> Outcome:
         f"{figures['within_group_std']:.3g} within groups, entropy {100 * figures['entropy_share']:.0f} % of uniform",
         *(f"  {completion.text!r} → {reward.total:g}" for completion, reward in _examples(bench.groups)),
     )
-    return Outcome("collection", tuple(findings), figures, lines)
+    return ProbeResult("collection", tuple(findings), figures, lines)
 
 
 def _examples(groups: Sequence[Group]) -> list[tuple[Any, Reward]]:
@@ -104,74 +104,67 @@ def _gold_rewards(bench: Bench) -> list[float]:
     return earned
 
 
-def _failed(bench: Bench) -> list[Finding]:
+def _failed(bench: Bench) -> Iterator[Finding]:
     if not bench.failures:
-        return []
+        return
     first = bench.failures[0]
     count = f"{len(bench.failures)} of {len(bench.batch.completions)} completions"
     if first.kind == "invalid" and any(word in first.cause.lower() for word in ("nan", "inf", "finite")):
-        return [
-            found(
-                "reward/non-finite",
-                f"{count} got no finite reward; the first: {first}",
-                "the reward divides by zero, takes the logarithm of 0, or passes a NaN on",
-                "mend the reward function; reward.on_error would only hide it",
-            )
-        ]
-    return [
-        found(
-            "reward/failed",
-            f"{count} could not be judged; the first: {first}",
-            f"the reward {first.function} raises, returns something that is no number, or does not return",
-            "mend the reward function, or raise reward.timeout_s if it is slow",
+        yield found(
+            "reward/non-finite",
+            f"{count} got no finite reward; the first: {first}",
+            "the reward divides by zero, takes the logarithm of 0, or passes a NaN on",
+            "mend the reward function; reward.on_error would only hide it",
         )
-    ]
+        return
+    yield found(
+        "reward/failed",
+        f"{count} could not be judged; the first: {first}",
+        f"the reward {first.function} raises, returns something that is no number, or does not return",
+        "mend the reward function, or raise reward.timeout_s if it is slow",
+    )
 
 
-def _random(figures: dict[str, float], vocabulary: int, thresholds: Thresholds) -> list[Finding]:
+def _random(figures: dict[str, float], vocabulary: int, thresholds: Thresholds) -> Iterator[Finding]:
     """Random weights are no better than blind guessing on the gold answers, and write nothing that can be read.
 
     A trained model of high entropy still finds a gold answer far likelier than guessing does.
     """
     limit = thresholds["entropy_uniform_share"]
     if not (figures["gold_share"] > limit and figures["entropy_share"] > limit):
-        return []
-    return [
-        found(
-            "output/random-weights",
-            f"entropy is {100 * figures['entropy_share']:.0f} % of ln({vocabulary}), and gold answers have "
-            f"{figures['gold_share']:.2f} times the surprise of blind guessing; {100 * figures['parse_rate']:.0f} % of "
-            "the completions parse",
-            "the weights are random or were not loaded: the model writes noise",
-            "load a trained checkpoint in model.name, or give the run a warmstart",
-        )
-    ]
+        return
+    yield found(
+        "output/random-weights",
+        f"entropy is {100 * figures['entropy_share']:.0f} % of ln({vocabulary}), and gold answers have "
+        f"{figures['gold_share']:.2f} times the surprise of blind guessing; {100 * figures['parse_rate']:.0f} % of "
+        "the completions parse",
+        "the weights are random or were not loaded: the model writes noise",
+        "load a trained checkpoint in model.name, or give the run a warmstart",
+    )
 
 
-def _misfit(figures: dict[str, float], thresholds: Thresholds) -> list[Finding]:
+def _misfit(figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
     """A model that is sure of what it writes, cannot be read, and finds gold answers no likelier than guessing does."""
     limit = thresholds["entropy_uniform_share"]
     if figures["entropy_share"] > limit or not figures["gold_share"] > limit:
-        return []
+        return
     if figures["parse_rate"] >= thresholds["parse_rate_misfit"]:
-        return []  # it answers in the right form, only wrongly
-    return [
-        found(
-            "prompt/format",
-            f"gold answers have {figures['gold_share']:.2f} times the surprise of blind guessing and "
-            f"{100 * figures['parse_rate']:.0f} % of the completions parse, although the model is sure of what it "
-            f"writes (entropy {100 * figures['entropy_share']:.0f} % of uniform)",
-            "the prompt's format or the tokenizer does not fit the model: spaces at its end, a chat template too many "
-            "or too few, token ids of another vocabulary",
-            "render the prompts as the model was trained on them (data.chat_template, data.system_prompt, the task's "
-            "prompt), and load the tokenizer that belongs to model.name",
-        )
-    ]
+        return  # it answers in the right form, only wrongly
+    yield found(
+        "prompt/format",
+        f"gold answers have {figures['gold_share']:.2f} times the surprise of blind guessing and "
+        f"{100 * figures['parse_rate']:.0f} % of the completions parse, although the model is sure of what it "
+        f"writes (entropy {100 * figures['entropy_share']:.0f} % of uniform)",
+        "the prompt's format or the tokenizer does not fit the model: spaces at its end, a chat template too many "
+        "or too few, token ids of another vocabulary",
+        "render the prompts as the model was trained on them (data.chat_template, data.system_prompt, the task's "
+        "prompt), and load the tokenizer that belongs to model.name",
+    )
 
 
 def _cliff(
     totals: Sequence[float], rewards: Sequence[Reward], gold: Sequence[float], thresholds: Thresholds
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """Nearly everything earns one negative value whose size rivals what a right answer earns, or one dwarfs it."""
     lowest = min(totals)
     share = fmean(total <= lowest + _SAME for total in totals)
@@ -181,43 +174,38 @@ def _cliff(
     deep = -lowest > thresholds["reward_cliff_depth"] * scale
     wide = share >= thresholds["reward_cliff_share"] and -lowest >= thresholds["reward_cliff_penalty"] * scale
     if lowest >= 0 or not (deep or wide):
-        return []
-    return [
-        found(
-            "reward/cliff",
-            f"{100 * share:.0f} % of the completions earn {lowest:g} ({100 * fails:.0f} % of those do not parse), "
-            f"a right answer {best:g}",
-            "failing costs far more than success earns: what is learned is to avoid it, and differences among the rest "
-            "are lost in rounding"
-            if deep
-            else "failing costs about as much as success earns, so that one lucky completion rules the update of its "
-            "group",
-            "pay malformed output little less than a wrong answer (−0.3 or 0), in graded steps; "
-            "reward.warmup_steps eases it in",
-        )
-    ]
+        return
+    yield found(
+        "reward/cliff",
+        f"{100 * share:.0f} % of the completions earn {lowest:g} ({100 * fails:.0f} % of those do not parse), "
+        f"a right answer {best:g}",
+        "failing costs far more than success earns: what is learned is to avoid it, and differences among the rest "
+        "are lost in rounding"
+        if deep
+        else "failing costs about as much as success earns, so that one lucky completion rules the update of its group",
+        "pay malformed output little less than a wrong answer (−0.3 or 0), in graded steps; "
+        "reward.warmup_steps eases it in",
+    )
 
 
-def _truncated(figures: dict[str, float], bench: Bench, thresholds: Thresholds) -> list[Finding]:
+def _truncated(figures: dict[str, float], bench: Bench, thresholds: Thresholds) -> Iterator[Finding]:
     share = 1 - figures["end_rate"]
     if share <= thresholds["truncated_completions"]:
-        return []
+        return
     limit, turn = bench.config.rollout.max_completion_length, bench.config.rollout.max_turn_length
     a_turn = "" if turn is None else f", or a turn at max_turn_length={turn}"
-    return [
-        found(
-            "output/truncated",
-            f"{100 * share:.0f} % of the completions were cut at max_completion_length={limit}{a_turn}"
-            f"{_mislabelled(bench)}",
-            "the limit is too short for the answers, or the model never writes its end token",
-            either(
-                times(bench.config.to_dict(), "rollout.max_completion_length", 2, "twice"),
-                times(bench.config.to_dict(), "rollout.max_turn_length", 2, "twice") if turn else "",
-                "check the end token and rollout.stop",
-            ),
-            severity="error" if share > thresholds["truncated_completions_error"] else "warning",
-        )
-    ]
+    yield found(
+        "output/truncated",
+        f"{100 * share:.0f} % of the completions were cut at max_completion_length={limit}{a_turn}"
+        f"{_mislabelled(bench)}",
+        "the limit is too short for the answers, or the model never writes its end token",
+        either(
+            times(bench.config.to_dict(), "rollout.max_completion_length", 2, "twice"),
+            times(bench.config.to_dict(), "rollout.max_turn_length", 2, "twice") if turn else "",
+            "check the end token and rollout.stop",
+        ),
+        severity="error" if share > thresholds["truncated_completions_error"] else "warning",
+    )
 
 
 def _mislabelled(bench: Bench) -> str:
@@ -228,37 +216,33 @@ def _mislabelled(bench: Bench) -> str:
     return f"; {wrong} of {len(cut)} end with an end token all the same" if wrong else ""
 
 
-def _unparseable(figures: dict[str, float], count: int, thresholds: Thresholds) -> list[Finding]:
+def _unparseable(figures: dict[str, float], count: int, thresholds: Thresholds) -> Iterator[Finding]:
     rate = figures["parse_rate"]
     if rate >= thresholds["parse_rate_warning"]:
-        return []
-    return [
-        found(
-            "output/unparseable",
-            f"{100 * rate:.0f} % of {count} completions have a form that the task can read",
-            "the model does not know the form that is asked for",
-            "ask for the form in the prompt (data.system_prompt), start with a warmstart, or reward the form by itself",
-            severity="error" if rate < thresholds["parse_rate"] else "warning",
-        )
-    ]
+        return
+    yield found(
+        "output/unparseable",
+        f"{100 * rate:.0f} % of {count} completions have a form that the task can read",
+        "the model does not know the form that is asked for",
+        "ask for the form in the prompt (data.system_prompt), start with a warmstart, or reward the form by itself",
+        severity="error" if rate < thresholds["parse_rate"] else "warning",
+    )
 
 
-def _gold(totals: Sequence[float], gold: Sequence[float]) -> list[Finding]:
+def _gold(totals: Sequence[float], gold: Sequence[float]) -> Iterator[Finding]:
     """The gold answer must not earn less than what the model writes."""
     if not gold or fmean(gold) >= fmean(totals) - _SAME:
-        return []
-    return [
-        found(
-            "reward/gold",
-            f"gold answers earn {fmean(gold):.3g} on average, the model's completions {fmean(totals):.3g}",
-            "the reward pays for something else than the answer, or its sign is reversed",
-            "check the reward with task.gold(problem); it must earn the most",
-            severity="error" if fmean(gold) <= min(totals) + _SAME else "warning",
-        )
-    ]
+        return
+    yield found(
+        "reward/gold",
+        f"gold answers earn {fmean(gold):.3g} on average, the model's completions {fmean(totals):.3g}",
+        "the reward pays for something else than the answer, or its sign is reversed",
+        "check the reward with task.gold(problem); it must earn the most",
+        severity="error" if fmean(gold) <= min(totals) + _SAME else "warning",
+    )
 
 
-def _constant(bench: Bench, figures: dict[str, float], thresholds: Thresholds) -> list[Finding]:
+def _constant(bench: Bench, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
     """Groups without spread; where all of the bench's are, further ones are asked before it is said."""
     groups: Sequence[Group] = bench.groups
     if figures["zero_variance"] > thresholds["zero_variance_groups"] and not bench.failures:
@@ -268,38 +252,35 @@ def _constant(bench: Bench, figures: dict[str, float], thresholds: Thresholds) -
     flat = fmean(spread <= _SAME for spread in spreads)
     if flat > thresholds["zero_variance_groups"]:
         values = sorted({round(reward.total, 6) for group in groups for reward in group.rewards})
-        return [
-            found(
-                "reward/constant",
-                f"in {100 * flat:.0f} % of {len(groups)} groups all completions earn the same (seen: {values[:4]})",
-                "without a spread there is no advantage and no policy gradient",
-                either(
-                    "choose problems that the model solves now and then",
-                    "reward partial success",
-                    times(bench.config.to_dict(), "rollout.num_generations", 2, "twice"),
-                ),
-            )
-        ]
+        yield found(
+            "reward/constant",
+            f"in {100 * flat:.0f} % of {len(groups)} groups all completions earn the same (seen: {values[:4]})",
+            "without a spread there is no advantage and no policy gradient",
+            either(
+                "choose problems that the model solves now and then",
+                "reward partial success",
+                times(bench.config.to_dict(), "rollout.num_generations", 2, "twice"),
+            ),
+        )
+        return
     if fmean(spreads) < thresholds["reward_spread"]:
-        return [
-            found(
-                "reward/weak",
-                f"the mean standard deviation within groups is {fmean(spreads):.3g} on {len(groups)} groups",
-                "rewards of a problem hardly differ, so that the update is mostly noise",
-                either(
-                    "reward partial success",
-                    "choose harder or easier problems",
-                    times(bench.config.to_dict(), "rollout.num_generations", 2, "twice"),
-                ),
-            )
-        ]
-    return []
+        yield found(
+            "reward/weak",
+            f"the mean standard deviation within groups is {fmean(spreads):.3g} on {len(groups)} groups",
+            "rewards of a problem hardly differ, so that the update is mostly noise",
+            either(
+                "reward partial success",
+                "choose harder or easier problems",
+                times(bench.config.to_dict(), "rollout.num_generations", 2, "twice"),
+            ),
+        )
+        return
 
 
-def _fickle(bench: Bench) -> list[Finding]:
+def _fickle(bench: Bench) -> Iterator[Finding]:
     """The same completions, judged again and in the other order, must earn the same."""
     if bench.failures or bench.multi_turn or bench.config.reward.shuffle is not None:
-        return []
+        return
     worst = 0.0
     for group in bench.groups:
         turns = [[completion.text] for completion in group.completions]
@@ -309,12 +290,10 @@ def _fickle(bench: Bench) -> list[Finding]:
             worst = max(worst, *(abs(a.total - b.total) for a, b in zip(first, again[::-1], strict=True)))
     bench.built.judge.drain()
     if worst <= _SAME:
-        return []
-    return [
-        found(
-            "reward/fickle",
-            f"the same completions, judged twice, earn rewards that differ by up to {worst:.3g}",
-            "the reward is random, or depends on the order of completions or on what it judged before",
-            "make the reward a function of the problem and the text alone",
-        )
-    ]
+        return
+    yield found(
+        "reward/fickle",
+        f"the same completions, judged twice, earn rewards that differ by up to {worst:.3g}",
+        "the reward is random, or depends on the order of completions or on what it judged before",
+        "make the reward a function of the problem and the text alone",
+    )

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from keel.base.thresholds import Thresholds
 from keel.base.types import Completion
 from keel.eval.evaluate import evaluate
 from keel.lab.doctor.bench import Bench
 from keel.lab.doctor.findings import Finding, found
-from keel.lab.doctor.probes.outcome import Outcome
 from keel.lab.doctor.probes.prompts import rendered
-from keel.rollout import Engine, Request, SamplingParams, WrappedEngine
-from keel.run.build import rendering
+from keel.lab.doctor.probes.result import ProbeResult
+from keel.rollout import Engine, EngineWrapper, Request, SamplingParams
 
 _ENOUGH = 6  # prompts on either side before their common beginnings are compared
 _COMPARED = ("top_p", "top_k", "min_p", "max_completion_length", "stop")
 
 
-def probe_evaluation(bench: Bench, thresholds: Thresholds) -> Outcome:
+def probe_evaluation(bench: Bench, thresholds: Thresholds) -> ProbeResult:
     """Both paths with the engine listened to: tokens, sampling, and what prompts of either side have in common."""
     problems = [group.problem for group in bench.groups]
     trained = {group.problem.key: group.prompt_tokens for group in bench.groups}
@@ -35,15 +34,15 @@ def probe_evaluation(bench: Bench, thresholds: Thresholds) -> Outcome:
         seed=config.run.seed + 1,
         sampling=bench.built.sampling,
         max_turns=config.rollout.max_turns if bench.run.task.several_turns else 1,
-        **rendering(config),
+        **config.data.prompts,
     )
     findings = [*_tokens(ear, trained), *_sampling(ear, bench.sampling), *_beginnings(bench)]
     same = sum(request.tokens == trained[request.key] for request in ear.first)
     line = f"evaluation: {same} of {len(ear.first)} prompts are the same tokens as in training"
-    return Outcome("evaluation", tuple(findings), {"same_prompts": float(same)}, (line,))
+    return ProbeResult("evaluation", tuple(findings), {"same_prompts": float(same)}, (line,))
 
 
-class Ear(WrappedEngine):
+class Ear(EngineWrapper):
     """An engine that writes down what it is asked before it asks the engine behind it."""
 
     def __init__(self, inner: Engine) -> None:
@@ -59,47 +58,43 @@ class Ear(WrappedEngine):
         return self.inner.generate(requests, sampling, seed=seed, attempt=attempt, step=step)
 
 
-def _tokens(ear: Ear, trained: dict[str, tuple[int, ...]]) -> list[Finding]:
+def _tokens(ear: Ear, trained: dict[str, tuple[int, ...]]) -> Iterator[Finding]:
     different = [request for request in ear.first if request.tokens != trained[request.key]]
     if not different:
-        return []
+        return
     first = different[0]
-    return [
-        found(
-            "eval/train-gap",
-            f"{len(different)} of {len(ear.first)} prompts are other tokens in evaluation; {first.key!r} has "
-            f"{len(first.tokens)} against {len(trained[first.key])} in training",
-            "the two paths render prompts differently: the tokenizer or the task keeps a state",
-            "make task and tokenizer free of state; data.chat_template and data.system_prompt hold for both",
-            severity="error",
-        )
-    ]
+    yield found(
+        "eval/train-gap",
+        f"{len(different)} of {len(ear.first)} prompts are other tokens in evaluation; {first.key!r} has "
+        f"{len(first.tokens)} against {len(trained[first.key])} in training",
+        "the two paths render prompts differently: the tokenizer or the task keeps a state",
+        "make task and tokenizer free of state; data.chat_template and data.system_prompt hold for both",
+        severity="error",
+    )
 
 
-def _sampling(ear: Ear, sampling: SamplingParams) -> list[Finding]:
+def _sampling(ear: Ear, sampling: SamplingParams) -> Iterator[Finding]:
     used = ear.sampling
     if used is None:
-        return []
+        return
     different = [name for name in _COMPARED if getattr(used, name) != getattr(sampling, name)]
     if not different:
-        return []
+        return
     told = ", ".join(f"{name} {getattr(used, name)} against {getattr(sampling, name)}" for name in different)
-    return [
-        found(
-            "eval/train-gap",
-            f"evaluation samples with {told}",
-            "completions are drawn in another way than in training",
-            "use the same rollout settings for both",
-        )
-    ]
+    yield found(
+        "eval/train-gap",
+        f"evaluation samples with {told}",
+        "completions are drawn in another way than in training",
+        "use the same rollout settings for both",
+    )
 
 
-def _beginnings(bench: Bench) -> list[Finding]:
+def _beginnings(bench: Bench) -> Iterator[Finding]:
     """Tokens that all training prompts begin or end with, and all held-out prompts: other ones are another format."""
     task = bench.run.task
     sides = (task.sample(32, seed=bench.config.run.seed, step=0), task.held_out(32))
     if min(map(len, sides)) < _ENOUGH:
-        return []
+        return
     trained, held = (rendered(bench, side) for side in sides)
     for where, a, b in (
         ("begin", _common(trained), _common(held)),
@@ -110,15 +105,13 @@ def _beginnings(bench: Bench) -> list[Finding]:
         if a[head] == b[head] and abs(len(a) - len(b)) < 2:  # one token more can be chance
             continue
         decode = bench.policy.tokenizer.decode
-        return [
-            found(
-                "eval/train-gap",
-                f"all training prompts {where} with {decode(list(a))!r}, all held-out prompts with {decode(list(b))!r}",
-                "task.held_out asks in another format than task.sample",
-                "make both with the same template",
-            )
-        ]
-    return []
+        yield found(
+            "eval/train-gap",
+            f"all training prompts {where} with {decode(list(a))!r}, all held-out prompts with {decode(list(b))!r}",
+            "task.held_out asks in another format than task.sample",
+            "make both with the same template",
+        )
+        return
 
 
 def _common(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ def close(bench: Bench, difference: Tensor, exists: Tensor, thresholds: Threshol
 
 def in_half(bench: Bench) -> bool:
     """Whether training's passes run in 16 bits."""
-    return bench.run.options.autocast is not None or bench.policy.dtype != torch.float32
+    return bench.run.amp_dtype is not None or bench.policy.dtype != torch.float32
 
 
 def largest(difference: Tensor, where: Tensor) -> float:

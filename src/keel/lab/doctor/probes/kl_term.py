@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -15,7 +15,7 @@ from keel.lab.doctor.bench import Bench
 from keel.lab.doctor.expected import WORDS, Measured, measure_term, sampled_values
 from keel.lab.doctor.findings import Advice, Finding, found, propose
 from keel.lab.doctor.formula import formula_of
-from keel.lab.doctor.probes.outcome import Outcome
+from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.share import gradient_norms
 from keel.lab.doctor.probes.states import mean_kl, policy_states, reference_states
 from keel.losses import scale_rewards
@@ -26,18 +26,18 @@ NOISE = 0.2  # of each weight's RMS: far enough that the KL is no rounding error
 SEEN_KL = 0.1  # nats per token
 
 
-def probe_kl_term(bench: Bench, thresholds: Thresholds) -> Outcome:
+def probe_kl_term(bench: Bench, thresholds: Thresholds) -> ProbeResult:
     """Direction and size of the configured term, its share of the gradient, and the β that would change it."""
     config, kl = bench.config, bench.run.kl
     unneeded = _unneeded(bench)
     if bench.run.reference is None:  # only at β = 0 without measurements
-        return Outcome("kl_term", unneeded, lines=("kl.beta is 0: no KL term acts, and this run has no reference",))
+        return ProbeResult("kl_term", unneeded, lines=("kl.beta is 0: no KL term acts, and this run has no reference",))
     with bench.perturbed(_noise(bench)):
         policy, reference = policy_states(bench), reference_states(bench)
         figures = {"kl_perturbed": mean_kl(policy, reference)}
         if figures["kl_perturbed"] <= 0.0:
             together = "kl/no-gradient, kl/reversed: the perturbed policy and the reference are equal (see reference)"
-            return Outcome("kl_term", unneeded, figures, unchecked=(together,))
+            return ProbeResult("kl_term", unneeded, figures, unchecked=(together,))
         norms = gradient_norms(bench)
     values = sampled_values(policy, reference, kl)
     named = thresholds["kl_gradient_named"]
@@ -52,9 +52,9 @@ def probe_kl_term(bench: Bench, thresholds: Thresholds) -> Outcome:
     lines = [_gradient_line(bench, measured), norms.line(bench.full_beta, SHARES, figures["kl_perturbed"])]
     lines.append(_value_line(bench, values))
     if not used:
-        return Outcome("kl_term", unneeded, figures, ("kl.beta is 0: no KL term acts; " + lines[1],))
+        return ProbeResult("kl_term", unneeded, figures, ("kl.beta is 0: no KL term acts; " + lines[1],))
     findings = (*_judged(bench, measured, thresholds), *_reward_scale(bench, figures), *unneeded)
-    return Outcome("kl_term", findings, figures, tuple(lines))
+    return ProbeResult("kl_term", findings, figures, tuple(lines))
 
 
 def _noise(bench: Bench) -> float:
@@ -84,48 +84,43 @@ def _gradient_line(bench: Bench, measured: Measured) -> str:
     )
 
 
-def _judged(bench: Bench, measured: Measured, thresholds: Thresholds) -> tuple[Finding, ...]:
+def _judged(bench: Bench, measured: Measured, thresholds: Thresholds) -> Iterator[Finding]:
     """What the experiment says of the configured term; the two KLs and the total variation are allowed."""
     expected = _expected(bench)
     size = f"{measured.size:.3g} times the size of ∇KL(policy‖ref), cosine {measured.cosine:.3f}"
     if measured.size < thresholds["kl_gradient_zero"]:
         away = measured.off_policy_cosine is not None and measured.off_policy_cosine < 0
-        return (
-            found(
-                "kl/no-gradient",
-                f"the expected gradient, summed over the vocabulary at {measured.states} visited states, is {size}",
-                f"{_what(bench)} has no expected gradient on the policy's own samples: β costs a pass and holds nothing"
-                + (", and on older samples it pushes away" if away else ""),
-                _proven(bench),
-            ),
+        yield found(
+            "kl/no-gradient",
+            f"the expected gradient, summed over the vocabulary at {measured.states} visited states, is {size}",
+            f"{_what(bench)} has no expected gradient on the policy's own samples: β costs a pass and holds nothing"
+            + (", and on older samples it pushes away" if away else ""),
+            _proven(bench),
         )
+        return
     beta = bench.full_beta
     allowed = (expected,) if expected in DIVERGENCES else DIVERGENCES
     if measured.name in allowed and abs(measured.factor - 1) <= thresholds["kl_gradient_named"]:
-        return ()
+        return
     near = measured.name is None and POLICY_REF in allowed and measured.cosine > thresholds["kl_gradient_cosine"]
     if near or (measured.name in allowed and measured.factor > 0):
         factor = measured.size if near else measured.factor
         along = (WORDS[POLICY_REF] if near else measured.words).partition(":")[0]
-        return (
-            found(
-                "kl/scale",
-                f"the expected gradient is {factor:.3g} times {along} ({size}): β = {beta:g} acts like "
-                f"{beta * factor:.3g}",
-                f"{_what(bench)} points along {along} and has another size",
-                _proven(bench, f"divide the estimator by {factor:.3g}"),
-            ),
+        yield found(
+            "kl/scale",
+            f"the expected gradient is {factor:.3g} times {along} ({size}): β = {beta:g} acts like {beta * factor:.3g}",
+            f"{_what(bench)} points along {along} and has another size",
+            _proven(bench, f"divide the estimator by {factor:.3g}"),
         )
+        return
     times = "" if measured.name is None or abs(measured.factor - 1) < 0.05 else f"{measured.factor:.3g} times "
-    return (
-        found(
-            "kl/reversed",
-            f"the expected gradient, summed over the vocabulary at {measured.states} visited states, is {size}; the "
-            f"term's mean is {measured.value:.3g} where the KL is {measured.kl:.3g}",
-            f"{_what(bench)} follows {times}{measured.words}"
-            + (": it rewards distance" if measured.factor < 0 else _but(expected)),
-            _proven(bench),
-        ),
+    yield found(
+        "kl/reversed",
+        f"the expected gradient, summed over the vocabulary at {measured.states} visited states, is {size}; the "
+        f"term's mean is {measured.value:.3g} where the KL is {measured.kl:.3g}",
+        f"{_what(bench)} follows {times}{measured.words}"
+        + (": it rewards distance" if measured.factor < 0 else _but(expected)),
+        _proven(bench),
     )
 
 
@@ -150,27 +145,25 @@ def _proven(bench: Bench, otherwise: str = "") -> Advice:
     return propose(f"{otherwise}, or set {{}}" if otherwise else "set {}", change)
 
 
-def _reward_scale(bench: Bench, figures: dict[str, float]) -> tuple[Finding, ...]:
+def _reward_scale(bench: Bench, figures: dict[str, float]) -> Iterator[Finding]:
     """In the reward, before the division by the std, β is divided too."""
     rows = bench.batch.rows
     scale = scale_rewards(bench.run.loss)
     assert rows.rewards is not None
     std = rows.rewards.double().std().item() if bool(torch.isfinite(rows.rewards).all()) else 0.0
     if bench.config.kl.placement != "reward" or scale == "none" or std <= 0.0:
-        return ()
+        return
     figures["effective_beta"] = bench.full_beta / std
-    return (
-        found(
-            "kl/scale",
-            f"rewards have std {std:.3g}: β = {bench.full_beta:g} acts like {bench.full_beta / std:.3g}",
-            f"kl.placement=reward is divided by the rewards' deviation (loss.scale_rewards={scale})",
-            propose(
-                "set {}, or {}, which comes after the division",
-                {"loss.scale_rewards": "none"},
-                {"kl.placement": "advantage"},
-            ),
-            severity="note",
+    yield found(
+        "kl/scale",
+        f"rewards have std {std:.3g}: β = {bench.full_beta:g} acts like {bench.full_beta / std:.3g}",
+        f"kl.placement=reward is divided by the rewards' deviation (loss.scale_rewards={scale})",
+        propose(
+            "set {}, or {}, which comes after the division",
+            {"loss.scale_rewards": "none"},
+            {"kl.placement": "advantage"},
         ),
+        severity="note",
     )
 
 

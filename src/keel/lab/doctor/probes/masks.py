@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,14 +14,14 @@ from keel.lab.doctor.bench import Bench
 from keel.lab.doctor.findings import Finding, found
 from keel.lab.doctor.probes.draws import Draws, draws, improbable_runs, unfiltered
 from keel.lab.doctor.probes.ends import end_findings
-from keel.lab.doctor.probes.outcome import Outcome
+from keel.lab.doctor.probes.result import ProbeResult
 from keel.losses import objective
 
 TRAINED, GIVEN, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"  # green, dim
 _MOST_PLACES = 6
 
 
-def probe_masks(bench: Bench, thresholds: Thresholds) -> Outcome:
+def probe_masks(bench: Bench, thresholds: Thresholds) -> ProbeResult:
     """Perturb what a completion should see; differentiate the loss; compare what is trained with what was drawn."""
     findings = [*_blindness(bench, thresholds), *_gradient(bench), *end_findings(bench, thresholds)]
     findings += _foreign(bench, thresholds)
@@ -30,7 +30,7 @@ def probe_masks(bench: Bench, thresholds: Thresholds) -> Outcome:
     figures = {"trained_tokens": float(trained), "completion_tokens": float(total)}
     if "left out of turns" in bench.found:
         figures["left_out_of_turns"] = float(bench.found["left out of turns"])
-    return Outcome("masks", tuple(findings), figures, tuple(_shown(bench)))
+    return ProbeResult("masks", tuple(findings), figures, tuple(_shown(bench)))
 
 
 def _shown(bench: Bench) -> list[str]:
@@ -64,12 +64,12 @@ def _blindness(bench: Bench, thresholds: Thresholds) -> list[Finding]:
     return known
 
 
-def _prompt_unseen(bench: Bench, thresholds: Thresholds) -> list[Finding]:
+def _prompt_unseen(bench: Bench, thresholds: Thresholds) -> Iterator[Finding]:
     """The last prompt token scores the completion's first one by itself, seen or not: the ones after it must answer."""
     seen = thresholds["mask_seen"]
     groups = [group for group in bench.groups if len(group.prompt_tokens) > 1 and _longest(group) > 0]
     if not groups:
-        return []
+        return
     group = max(groups, key=lambda group: len(group.prompt_tokens))
     last = len(group.prompt_tokens) - 1
     places = [*_spread(range(last)), *([last] if _longest(group) > 1 else [])]
@@ -84,18 +84,16 @@ def _prompt_unseen(bench: Bench, thresholds: Thresholds) -> list[Finding]:
         if answer <= seen and wanted > 100 * seen:
             hidden.append(place)
     if not hidden:
-        return []
-    return [
-        found(
-            "mask/attention",
-            f"changing the prompt tokens at places {hidden} of {len(group.prompt_tokens)} moves the completion's "
-            f"log-probabilities by {max(answers[places.index(p)] for p in hidden):.1g} nats in training's pass, "
-            "while the model's own forward answers",
-            "the training pass cannot see the prompt: a loss mask serves as the attention mask",
-            "let attention_mask be 1 on every real token (prompt, completion, tool output) and use action_mask in "
-            "the loss alone",
-        )
-    ]
+        return
+    yield found(
+        "mask/attention",
+        f"changing the prompt tokens at places {hidden} of {len(group.prompt_tokens)} moves the completion's "
+        f"log-probabilities by {max(answers[places.index(p)] for p in hidden):.1g} nats in training's pass, "
+        "while the model's own forward answers",
+        "the training pass cannot see the prompt: a loss mask serves as the attention mask",
+        "let attention_mask be 1 on every real token (prompt, completion, tool output) and use action_mask in "
+        "the loss alone",
+    )
 
 
 def _after_the_first(group: Group) -> Tensor:
@@ -105,7 +103,7 @@ def _after_the_first(group: Group) -> Tensor:
     return (places > 0) & (places < lengths[:, None])
 
 
-def _tool_unseen(bench: Bench, thresholds: Thresholds) -> list[Finding]:
+def _tool_unseen(bench: Bench, thresholds: Thresholds) -> Iterator[Finding]:
     """The same for a message between two turns, where there is one."""
     seen = thresholds["mask_seen"]
     for group in bench.groups:
@@ -126,17 +124,15 @@ def _tool_unseen(bench: Bench, thresholds: Thresholds) -> list[Finding]:
                 continue
             answer, wanted = _answer(bench, single, changed, after), _witnessed(bench, single, changed, after)
             if answer > seen or wanted <= 100 * seen:
-                return []
-            return [
-                found(
-                    "mask/attention",
-                    f"changing a token of a tool's output moves the turns after it by {answer:.1g} nats in training's "
-                    "pass, while the model's own forward answers",
-                    "the training pass cannot see tool output: a loss mask serves as the attention mask",
-                    "let attention_mask be 1 on tool output too and use action_mask in the loss alone",
-                )
-            ]
-    return []
+                return
+            yield found(
+                "mask/attention",
+                f"changing a token of a tool's output moves the turns after it by {answer:.1g} nats in training's "
+                "pass, while the model's own forward answers",
+                "the training pass cannot see tool output: a loss mask serves as the attention mask",
+                "let attention_mask be 1 on tool output too and use action_mask in the loss alone",
+            )
+            return
 
 
 def _answer(bench: Bench, group: Group, changed: Group, where: Tensor | None = None) -> float:
@@ -172,7 +168,7 @@ def _longest(group: Group) -> int:
     return max(len(completion.tokens) for completion in group.completions)
 
 
-def _gradient(bench: Bench) -> list[Finding]:
+def _gradient(bench: Bench) -> Iterator[Finding]:
     """∂loss/∂logp of the configured objective, KL term included: zero wherever the token was not sampled."""
     mask, group = bench.mask, bench.batch.rows.group
     logp = bench.scores().logp.detach().clone().requires_grad_()
@@ -191,22 +187,20 @@ def _gradient(bench: Bench) -> list[Finding]:
         bench.run.kl,
         bench.full_beta,
         pairing=bench.run.pairing,
-        max_completion_length=bench.run.options.max_completion_length,
+        max_completion_length=bench.run.rollout.max_completion_length,
     )
     if not out.loss.requires_grad:
-        return []  # a loss without gradient is the objective's finding
+        return  # a loss without gradient is the objective's finding
     (gradient,) = torch.autograd.grad(out.loss, logp, allow_unused=True)
     outside = logp.new_zeros(0) if gradient is None else gradient[~mask]
     if not bool((outside != 0).any()):
-        return []
-    return [
-        found(
-            "mask/not-actions",
-            f"∂loss/∂logp is not zero on {int((outside != 0).sum())} tokens that action_mask leaves out",
-            f"loss.loss_type={bench.config.loss.loss_type} does not select by its mask",
-            "multiply by the mask that the loss is given, or use a loss of Keel's own",
-        )
-    ]
+        return
+    yield found(
+        "mask/not-actions",
+        f"∂loss/∂logp is not zero on {int((outside != 0).sum())} tokens that action_mask leaves out",
+        f"loss.loss_type={bench.config.loss.loss_type} does not select by its mask",
+        "multiply by the mask that the loss is given, or use a loss of Keel's own",
+    )
 
 
 def foreign(bench: Bench, thresholds: Thresholds) -> Tensor:
@@ -233,20 +227,18 @@ def batch_draws(bench: Bench) -> Draws:
     return known
 
 
-def _foreign(bench: Bench, thresholds: Thresholds) -> list[Finding]:
+def _foreign(bench: Bench, thresholds: Thresholds) -> Iterator[Finding]:
     """Tokens marked as sampled that no sampling from the policy explains."""
     marked = foreign(bench, thresholds)
     if int(marked.sum()) < 2:
-        return []
+        return
     drawn = batch_draws(bench)
     silent = int((drawn.reported[marked] == 0).sum())
     text = bench.policy.tokenizer.decode(drawn.tokens[marked][:24].tolist())
     how = f", {silent} of them reported with a log-probability of exactly 0" if silent else ""
-    return [
-        found(
-            "mask/not-actions",
-            f"{int(marked.sum())} of {len(drawn)} trained tokens were not drawn from the policy{how}: {text!r}",
-            "tool output or other given text is marked as the policy's own and would be trained",
-            "set Completion.action to False on every token that the engine did not sample",
-        )
-    ]
+    yield found(
+        "mask/not-actions",
+        f"{int(marked.sum())} of {len(drawn)} trained tokens were not drawn from the policy{how}: {text!r}",
+        "tool output or other given text is marked as the policy's own and would be trained",
+        "set Completion.action to False on every token that the engine did not sample",
+    )

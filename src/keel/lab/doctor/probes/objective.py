@@ -16,7 +16,7 @@ from keel.lab.doctor.advice import no_penalty
 from keel.lab.doctor.bench import Bench
 from keel.lab.doctor.findings import Finding, found, propose
 from keel.lab.doctor.probes.advantage import token_weights
-from keel.lab.doctor.probes.outcome import Outcome
+from keel.lab.doctor.probes.result import ProbeResult
 from keel.losses import objective
 from keel.losses.policy import get_loss
 from keel.losses.reductions import get_reduction
@@ -26,13 +26,13 @@ LEVELS = (1e-4, 0.05, 10.0)  # measured KL that a controller is tried on: nothin
 UPDATES = 200
 
 
-def probe_objective(bench: Bench, thresholds: Thresholds) -> Outcome:
+def probe_objective(bench: Bench, thresholds: Thresholds) -> ProbeResult:
     """∂loss/∂logp at ratio 1 and β = 0 against −A × the reduction's weight; the controller on made-up series of KL."""
     mask = bench.mask
     advantage = torch.tensor([ADVANTAGES[i % len(ADVANTAGES)] for i in range(len(mask))], device=mask.device)
     gradient = loss_gradient(bench, advantage)
     reduction = get_reduction(get_loss(bench.run.loss.loss_type).reduction)
-    weights = token_weights(mask, reduction, bench.run.options.max_completion_length)
+    weights = token_weights(mask, reduction, bench.run.rollout.max_completion_length)
     figures: dict[str, float] = {}
     findings = [
         *_pushes(bench, gradient, advantage[:, None].expand_as(mask), weights, figures, thresholds),
@@ -43,7 +43,7 @@ def probe_objective(bench: Bench, thresholds: Thresholds) -> Outcome:
         f"{figures.get('factor', 0.0):.3g} times as far as its reduction says; β is {figures['beta_start']:.3g} at "
         f"first and at most {figures['beta_most']:.3g} on series of KL up to {max(LEVELS):g}"
     )
-    return Outcome("objective", tuple(findings), figures, (line,))
+    return ProbeResult("objective", tuple(findings), figures, (line,))
 
 
 def loss_gradient(bench: Bench, advantage: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def loss_gradient(bench: Bench, advantage: Tensor) -> Tensor:
         bench.run.kl,
         0.0,
         pairing=bench.run.pairing,
-        max_completion_length=bench.run.options.max_completion_length,
+        max_completion_length=bench.run.rollout.max_completion_length,
     )
     if not out.loss.requires_grad:
         return torch.zeros_like(logp)

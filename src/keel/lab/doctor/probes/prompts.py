@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from keel.lab.doctor.bench import Bench
@@ -41,22 +41,20 @@ def prompt_findings(bench: Bench) -> list[Finding]:
     return findings
 
 
-def _repeats(bench: Bench) -> list[Finding]:
+def _repeats(bench: Bench) -> Iterator[Finding]:
     """Steps must ask other problems than the steps before them."""
     count, seed = bench.config.rollout.prompts_per_step, bench.config.run.seed
     steps = [[str(p.prompt) for p in bench.run.task.sample(count, seed=seed, step=step)] for step in range(3)]
     asked = {prompt for prompts in steps for prompt in prompts}
     if len(asked) > 1 and len({frozenset(prompts) for prompts in steps}) > 1:
-        return []
+        return
     same = "one problem" if len(asked) == 1 else f"the same {len(asked)} problems"
-    return [
-        found(
-            "task/repeats",
-            f"steps 0, 1 and 2 ask {same} ({count} prompts a step), such as {steps[0][0]!r}",
-            "task.sample ignores its step, or the task has no more problems than one step asks for",
-            "draw problems by seed and step, as keel.envs.Task asks, or give the task more of them",
-        )
-    ]
+    yield found(
+        "task/repeats",
+        f"steps 0, 1 and 2 ask {same} ({count} prompts a step), such as {steps[0][0]!r}",
+        "task.sample ignores its step, or the task has no more problems than one step asks for",
+        "draw problems by seed and step, as keel.envs.Task asks, or give the task more of them",
+    )
 
 
 def rendered(bench: Bench, problems: Sequence[Any]) -> list[tuple[int, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from keel.lab.doctor.advice import either, setting
 from keel.lab.doctor.advice import reference as as_kind
 from keel.lab.doctor.bench import Bench
 from keel.lab.doctor.findings import Advice, Finding, found
-from keel.lab.doctor.probes.outcome import Outcome
+from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.start import at_start, largest_gap, reference_logp, token_kl
 from keel.models.fingerprint import effective_weights, fingerprint
 from keel.reference import KINDS, Reference, build_reference
@@ -25,30 +25,30 @@ MOST_UPDATES = 512
 FAR = 1e3  # nats per token: any threshold of a reference that waits for KL is below it
 
 
-def probe_reference(bench: Bench, thresholds: Thresholds) -> Outcome:
+def probe_reference(bench: Bench, thresholds: Thresholds) -> ProbeResult:
     """KL at step 0, then the same on a perturbed policy, then the loop's calls of `update`."""
     if bench.run.reference is None:
-        return Outcome(
+        return ProbeResult(
             "reference",
             lines=("no reference is built: kl.beta is 0 and kl.measure_every is 0",),
             unchecked=("reference/*: this run has no reference",),
         )
     figures: dict[str, float] = {}
-    placed = misplaced(bench)
+    placed = tuple(misplaced(bench))
     if placed:
-        return Outcome("reference", placed, figures)
+        return ProbeResult("reference", placed, figures)
     saved, start = _saved(bench.run.reference), held_fingerprint(bench)
     findings = at_start(bench, thresholds, figures)
     try:
         findings += _while_policy_moves(bench, thresholds, figures)
-        findings += [] if findings else _round_trip(bench, saved, start)
+        findings += [] if findings else [*_round_trip(bench, saved, start)]
     finally:
         _mend(bench, saved, start)
     line = (
         f"KL to the reference at step 0: {figures['kl_at_start']:.3g} nats per token; policy perturbed: its "
         f"log-probabilities move by {figures['policy_moved']:.3g}, the reference's by {figures['reference_moved']:.3g}"
     )
-    return Outcome("reference", tuple(findings), figures, (line,))
+    return ProbeResult("reference", tuple(findings), figures, (line,))
 
 
 # -- where things lie ---------------------------------------------------------------------------------------------
@@ -62,24 +62,22 @@ def devices(model: nn.Module) -> dict[str, int]:
     return places
 
 
-def misplaced(bench: Bench) -> tuple[Finding, ...]:
+def misplaced(bench: Bench) -> Iterator[Finding]:
     """Everything on one device; a reference that rests elsewhere has to visit for its pass."""
     assert bench.run.reference is not None
     with bench.run.reference.model() as held:
         places = {"policy": devices(bench.policy.model), "reference": devices(held)}
     if len({place for found_on in places.values() for place in found_on}) <= 1:
-        return ()
+        return
     where = "; ".join(
         f"{who}: " + ", ".join(f"{count:,} numbers on {place}" for place, count in found_on.items())
         for who, found_on in places.items()
     )
-    return (
-        found(
-            "device/placement",
-            where,
-            "a model loader or a reference of your own leaves a part where it was made",
-            "move all of it to one device, or set model.device",
-        ),
+    yield found(
+        "device/placement",
+        where,
+        "a model loader or a reference of your own leaves a part where it was made",
+        "move all of it to one device, or set model.device",
     )
 
 
@@ -202,24 +200,22 @@ def _updates(
                 "check reference.every, reference.threshold, or the update() of your own reference",
             )
         ]
-    return _at_once(bench, figures, thresholds) if changed and step == 1 and kind != "kl_triggered" else []
+    return [*_at_once(bench, figures, thresholds)] if changed and step == 1 and kind != "kl_triggered" else []
 
 
-def _at_once(bench: Bench, figures: dict[str, float], thresholds: Thresholds) -> list[Finding]:
+def _at_once(bench: Bench, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
     """A reference that moves at every step must stay behind, or there is nothing left to measure the KL from."""
     left = token_kl(bench.logp(), reference_logp(bench), bench.mask) / max(figures["kl_perturbed"], 1e-12)
     figures["kl_left_after_update"] = left
     if not left < thresholds["reference_follows"]:
-        return []
-    return [
-        found(
-            "reference/follows",
-            f"one update() at step 1 leaves {left:.2g} of the KL between policy and reference",
-            f"reference.kind={bench.config.reference.kind} takes the policy over at every step: the KL stays near 0 "
-            "and holds nothing, however far the policy goes",
-            _slower(bench),
-        )
-    ]
+        return
+    yield found(
+        "reference/follows",
+        f"one update() at step 1 leaves {left:.2g} of the KL between policy and reference",
+        f"reference.kind={bench.config.reference.kind} takes the policy over at every step: the KL stays near 0 "
+        "and holds nothing, however far the policy goes",
+        _slower(bench),
+    )
 
 
 def _slower(bench: Bench) -> Advice:
@@ -239,11 +235,11 @@ def _parameters(bench: Bench) -> dict[str, Any]:
     return {**{name: p.default for name, p in defaults.items() if p.default is not p.empty}, **given}
 
 
-def _round_trip(bench: Bench, saved: Mapping[str, Any] | None, expected: str) -> list[Finding]:
+def _round_trip(bench: Bench, saved: Mapping[str, Any] | None, expected: str) -> Iterator[Finding]:
     """A reference of one's own, built anew beside a policy that has moved on, must be the saved one after loading."""
     config = bench.config.reference
     if not is_users_own(config.kind):
-        return []
+        return
     why = "its state_dict() raises" if saved is None else "its state_dict() is empty" if not saved else ""
     if saved:
         kept = bench.run.reference
@@ -257,16 +253,14 @@ def _round_trip(bench: Bench, saved: Mapping[str, Any] | None, expected: str) ->
         finally:
             bench.run.reference = kept
     if not why:
-        return []
-    return [
-        found(
-            "reference/not-saved",
-            f"saved, built anew beside a policy that has moved and loaded again, the reference is another one: {why}",
-            f"reference.kind={config.kind} does not save its weights: after a resume or a rollback the KL is measured "
-            "from another point",
-            "let state_dict() hold the reference's weights and load_state_dict() restore them",
-        )
-    ]
+        return
+    yield found(
+        "reference/not-saved",
+        f"saved, built anew beside a policy that has moved and loaded again, the reference is another one: {why}",
+        f"reference.kind={config.kind} does not save its weights: after a resume or a rollback the KL is measured "
+        "from another point",
+        "let state_dict() hold the reference's weights and load_state_dict() restore them",
+    )
 
 
 def _mend(bench: Bench, saved: Mapping[str, Any] | None, expected: str) -> None:

@@ -28,7 +28,7 @@ from keel.lab.doctor.probes.draws import (
 from keel.lab.doctor.probes.gap import half_scores, in_half, rounding_explains, without_first
 from keel.lab.doctor.probes.masks import batch_draws, foreign
 from keel.lab.doctor.probes.noise import DRAWN_AT, noise_findings
-from keel.lab.doctor.probes.outcome import Outcome
+from keel.lab.doctor.probes.result import ProbeResult
 from keel.rollout.sampling import SamplingParams
 
 _WANTED = 1500  # tokens
@@ -36,7 +36,7 @@ _TIMES = 3  # as many where the first ones leave a doubt
 _FURTHER = range(6, 6 + 6 * _TIMES)
 
 
-def probe_sampler(bench: Bench, thresholds: Thresholds) -> Outcome:
+def probe_sampler(bench: Bench, thresholds: Thresholds) -> ProbeResult:
     """The gap between the engine's log-probabilities and the policy's, and whether its tokens are the policy's."""
     drawn = batch_draws(bench).where(~foreign(bench, thresholds))
     given = drawn.where(~drawn.reported.isnan())
@@ -52,7 +52,7 @@ def probe_sampler(bench: Bench, thresholds: Thresholds) -> Outcome:
         if not _close(bench, gap, thresholds):
             findings.append(_reported(bench, given, gap, thresholds))
             bench.found["sampler mismatch"] = findings[-1].code == "sampler/mismatch"
-    repeated = noise_findings(bench, thresholds)
+    repeated = [*noise_findings(bench, thresholds)]
     findings += repeated
     more = _more(bench, thresholds)
     chance, penalty, odds = _judged(more, bench.sampling)
@@ -73,7 +73,7 @@ def probe_sampler(bench: Bench, thresholds: Thresholds) -> Outcome:
         f"sampler: {len(given)} log-probabilities within {figures.get('gap_max', 0.0):.2g} nats of the policy's; "
         f"{len(more)} drawn tokens are the policy's with chance {chance:.2g}",
     )
-    return Outcome("sampler", _one_a_code(findings), figures, lines, tuple(unchecked))
+    return ProbeResult("sampler", _one_a_code(findings), figures, lines, tuple(unchecked))
 
 
 def _close(bench: Bench, gap: Tensor, thresholds: Thresholds) -> bool:

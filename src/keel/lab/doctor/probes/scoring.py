@@ -33,10 +33,10 @@ from keel.lab.doctor.probes.gap import (
 from keel.lab.doctor.probes.gradient import gradient_findings
 from keel.lab.doctor.probes.masks import is_blind
 from keel.lab.doctor.probes.modes import drops, in_mode, no_dropout, without_dropout
-from keel.lab.doctor.probes.outcome import Outcome
+from keel.lab.doctor.probes.result import ProbeResult
 
 
-def probe_scoring(bench: Bench, thresholds: Thresholds) -> Outcome:
+def probe_scoring(bench: Bench, thresholds: Thresholds) -> ProbeResult:
     """Two passes against each other, then one pass against the model's own unpadded forward."""
     exists = _exists(bench)
     passes: list[Tensor] = []
@@ -44,24 +44,24 @@ def probe_scoring(bench: Bench, thresholds: Thresholds) -> Outcome:
         passes.append(way())
         broken = int((~torch.isfinite(passes[-1][exists])).sum())
         if broken:
-            return Outcome("scoring", (_not_finite(bench, broken, int(exists.sum())),))
+            return ProbeResult("scoring", (_not_finite(bench, broken, int(exists.sum())),))
     witness, first, second = passes
     apart = largest(first - second, exists)
     figures = {"passes_apart": apart}
     if not apart <= thresholds["scoring_difference"]:
-        return Outcome("scoring", (_unsteady(bench, apart, thresholds),), figures)
+        return ProbeResult("scoring", (_unsteady(bench, apart, thresholds),), figures)
     unsteady = largest(witness - bench.witness(), exists)
     figures["witness_apart"] = unsteady
     if not unsteady <= thresholds["scoring_difference"]:
-        return Outcome("scoring", (_unsteady(bench, unsteady, thresholds),), figures)
+        return ProbeResult("scoring", (_unsteady(bench, unsteady, thresholds),), figures)
     gap = Gap(bench, bench.logp, first, witness, exists, thresholds)
     if not gap.broken(first):
         gap = replace(gap, way=lambda: in_company(bench), scored=in_company(bench))
     figures |= {"gap_max": gap.worst(gap.scored), "gap_mean": gap.mean(gap.scored)}
     lines = (f"scoring: largest difference from the model's own forward {figures['gap_max']:.2g} nats",)
     if not gap.broken(gap.scored):
-        return Outcome("scoring", tuple(gradient_findings(bench, figures, thresholds)), figures, lines)
-    return Outcome("scoring", tuple(_explained(gap)), figures, lines)
+        return ProbeResult("scoring", tuple(gradient_findings(bench, figures, thresholds)), figures, lines)
+    return ProbeResult("scoring", tuple(_explained(gap)), figures, lines)
 
 
 def _exists(bench: Bench) -> Tensor:

@@ -48,7 +48,7 @@ class Norms:
 def gradient_norms(bench: Bench) -> Norms:
     """Norms over the trained weights as they are now (perturbed: at step 0 the KL has no gradient)."""
     batch = score_policy(score_reference(bench.batch, bench.run), bench.run)
-    warm = bench.run.options.reward_warmup_steps
+    warm = bench.run.reward.warmup_steps
     with_policy = with_advantages(batch, bench.run, warm)
     still = batch.with_rows(advantages=torch.zeros_like(bench.batch.rows.rewards))  # type: ignore[arg-type]
     if bench.run.kl.placement == "reward":
@@ -59,7 +59,7 @@ def gradient_norms(bench: Bench) -> Norms:
 def _in_reward(bench: Bench, batch: StepBatch) -> Tensor:
     """What the first door adds to the advantages, divided as the step divides it, for each unit of β."""
     beta = bench.full_beta or 1.0
-    shaped = with_advantages(penalize_rewards(batch, bench.run, beta), bench.run, bench.run.options.reward_warmup_steps)
+    shaped = with_advantages(penalize_rewards(batch, bench.run, beta), bench.run, bench.run.reward.warmup_steps)
     assert shaped.rows.kl_advantages is not None
     return shaped.rows.kl_advantages / beta
 
@@ -67,7 +67,7 @@ def _in_reward(bench: Bench, batch: StepBatch) -> Tensor:
 def _norm(bench: Bench, batch: StepBatch, beta: float) -> float:
     run = bench.run
     loss = run.loss.model_copy(update={"entropy_coef": 0.0})
-    counts = global_denominators(batch.rows, run.options.max_completion_length)
+    counts = global_denominators(batch.rows, run.rollout.max_completion_length)
     for micro in batch.micros:
         scores = score_micro(micro, batch, run)
         view = replace(batch.view(micro), old_logp=None, sample_logp=None)

@@ -10,12 +10,12 @@ from keel.base.thresholds import Thresholds
 from keel.lab.doctor.bench import Bench
 from keel.lab.doctor.findings import Finding, found
 from keel.lab.doctor.probes.draws import Draws, draws, unfiltered
-from keel.lab.doctor.probes.outcome import Outcome
+from keel.lab.doctor.probes.result import ProbeResult
 
 STRONG = 1.0  # relative noise on the weights: another policy altogether, so that a few draws tell too
 
 
-def probe_sync(bench: Bench, thresholds: Thresholds) -> Outcome:
+def probe_sync(bench: Bench, thresholds: Thresholds) -> ProbeResult:
     """Perturb the policy, sync, sample: log-probabilities and tokens must be the new policy's; then back again."""
     engine, model = bench.run.engine, bench.policy.model
     try:
@@ -39,7 +39,7 @@ def probe_sync(bench: Bench, thresholds: Thresholds) -> Outcome:
         f"weight sync: engine within {figures['gap_new']:.2g} nats of the changed weights, {figures['gap_old']:.2g} of "
         "the old ones"
     )
-    return Outcome("weight sync", tuple(findings), figures, (line,))
+    return ProbeResult("weight sync", tuple(findings), figures, (line,))
 
 
 def _judged(bench: Bench, new: Draws, old: Draws, thresholds: Thresholds) -> Finding | None:

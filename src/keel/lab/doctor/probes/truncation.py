@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from statistics import fmean
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either, times
 from keel.lab.doctor.bench import Bench
 from keel.lab.doctor.findings import Finding, found
-from keel.lab.doctor.probes.outcome import Outcome
+from keel.lab.doctor.probes.result import ProbeResult
 
 
-def probe_truncation(bench: Bench, thresholds: Thresholds) -> Outcome:
+def probe_truncation(bench: Bench, thresholds: Thresholds) -> ProbeResult:
     """Shares of the batch at the limits; that completions are cut is a finding of the collection."""
     limit, near = bench.config.rollout.max_completion_length, thresholds["near_limit_from"]
     completions = [c for group in bench.groups for c in group.completions]
@@ -31,7 +32,7 @@ def probe_truncation(bench: Bench, thresholds: Thresholds) -> Outcome:
         f"{figures['prompts_cut']:.0%} cut, longest {max(prompts)}"
         + (f" of {longest_prompt}" if longest_prompt is not None else ""),
     )
-    return Outcome("truncation", _cut_prompts(figures, bench, thresholds), figures, lines)
+    return ProbeResult("truncation", tuple(_cut_prompts(figures, bench, thresholds)), figures, lines)
 
 
 def _prompt_limit(bench: Bench) -> int | None:
@@ -42,18 +43,16 @@ def _prompt_limit(bench: Bench) -> int | None:
     return None if context is None else context - bench.config.rollout.max_completion_length
 
 
-def _cut_prompts(figures: dict[str, float], bench: Bench, thresholds: Thresholds) -> tuple[Finding, ...]:
+def _cut_prompts(figures: dict[str, float], bench: Bench, thresholds: Thresholds) -> Iterator[Finding]:
     share = figures["prompts_cut"]
     if share <= thresholds["truncated_prompts"]:
-        return ()
-    return (
-        found(
-            "prompt/truncated",
-            f"{share:.0%} of the prompts are cut to data.max_prompt_length={bench.config.data.max_prompt_length}",
-            f"prompts are longer than the limit and data.truncation={bench.config.data.truncation} cuts them",
-            either(
-                times(bench.config.to_dict(), "data.max_prompt_length", 2, "twice"),
-                "filter long problems out of the data",
-            ),
+        return
+    yield found(
+        "prompt/truncated",
+        f"{share:.0%} of the prompts are cut to data.max_prompt_length={bench.config.data.max_prompt_length}",
+        f"prompts are longer than the limit and data.truncation={bench.config.data.truncation} cuts them",
+        either(
+            times(bench.config.to_dict(), "data.max_prompt_length", 2, "twice"),
+            "filter long problems out of the data",
         ),
     )

@@ -16,7 +16,7 @@ from keel.config import Config
 from keel.lab.doctor.advice import warmed_up
 from keel.lab.doctor.bench import Bench
 from keel.lab.doctor.findings import Finding, found, propose
-from keel.lab.doctor.probes.outcome import Outcome
+from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.states import mean_kl, policy_states
 from keel.losses import global_denominators, objective
 from keel.trainer.batch import StepBatch, score_micro, score_policy, score_reference
@@ -36,7 +36,7 @@ class Taken:
     kl: float
 
 
-def probe_update(bench: Bench, thresholds: Thresholds) -> Outcome:
+def probe_update(bench: Bench, thresholds: Thresholds) -> ProbeResult:
     """The first update at its own learning rate, at half, at double and at the peak; all of it is undone.
 
     A warm-up is for the first updates, which Adam takes at full length whatever the gradient's noise is; later ones are
@@ -67,13 +67,13 @@ def probe_update(bench: Bench, thresholds: Thresholds) -> Outcome:
             (f for f in LOWER if _step(bench, gradients, loss, before, f).kl <= wanted), LOWER[-1]
         )
     bench.run.optimizer.inner.zero_grad(set_to_none=True)
-    findings = _judged(figures, thresholds, bench.config)
+    findings = tuple(_judged(figures, thresholds, bench.config))
     line = (
         f"one update at optim.learning_rate={figures['learning_rate']:g}: loss {loss:.3g}, gradient norm "
         f"{one.norm:.3g}, KL to the policy before it {one.kl:.2g} nats per token ({taken[0.5].kl:.2g} at half the "
         f"rate, {taken[2.0].kl:.2g} at double)" + ("" if given else "; signs drawn at random stood in for advantages")
     )
-    return Outcome("update", findings, figures, (line,))
+    return ProbeResult("update", findings, figures, (line,))
 
 
 def _scored(bench: Bench) -> StepBatch:
@@ -81,7 +81,7 @@ def _scored(bench: Bench) -> StepBatch:
     run, beta = bench.run, bench.beta
     batch = score_policy(bench.batch if run.reference is None else score_reference(bench.batch, run), run)
     batch = penalize_rewards(batch, run, beta)
-    return with_advantages(batch, run, run.options.reward_warmup_steps)
+    return with_advantages(batch, run, run.reward.warmup_steps)
 
 
 def _with_signal(batch: StepBatch, bench: Bench) -> tuple[StepBatch, bool]:
@@ -98,7 +98,7 @@ def _with_signal(batch: StepBatch, bench: Bench) -> tuple[StepBatch, bool]:
 def _backward(bench: Bench, batch: StepBatch) -> float:
     """The loss of the whole batch as one update, its gradient left on the weights."""
     run = bench.run
-    counts = global_denominators(batch.rows, run.options.max_completion_length)
+    counts = global_denominators(batch.rows, run.rollout.max_completion_length)
     total = 0.0
     for micro in batch.micros:
         scores = score_micro(micro, batch, run)
@@ -146,33 +146,28 @@ def _too_far(figures: dict[str, float], thresholds: Thresholds) -> bool:
     return not (figures["kl_after"] <= first and figures["kl_after_peak"] <= peak)
 
 
-def _judged(figures: dict[str, float], thresholds: Thresholds, config: Config) -> tuple[Finding, ...]:
+def _judged(figures: dict[str, float], thresholds: Thresholds, config: Config) -> Iterator[Finding]:
     rate, limit, kl = figures["learning_rate"], thresholds["kl_per_update"], figures["kl_after"]
     if not (math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"])):
-        return (
-            found(
-                "optim/non-finite",
-                f"the first update has loss {figures['loss']:g} and gradient norm {figures['grad_norm']:g}",
-                "a reward, an advantage or a log-probability in the batch is not finite",
-                "look for findings on rewards and scoring; in half precision model.dtype may be too narrow",
-            ),
+        yield found(
+            "optim/non-finite",
+            f"the first update has loss {figures['loss']:g} and gradient norm {figures['grad_norm']:g}",
+            "a reward, an advantage or a log-probability in the batch is not finite",
+            "look for findings on rewards and scoring; in half precision model.dtype may be too narrow",
         )
+        return
     if not _too_far(figures, thresholds):
-        return ()
-    return (
-        found(
-            "optim/lr-too-high",
-            f"one update at optim.learning_rate={rate:g} takes the policy {kl:.3g} nats per token from where it was "
-            f"(over {limit:g}); half the rate {figures['kl_after_half']:.3g}, double {figures['kl_after_double']:.3g}, "
-            f"the peak rate {figures['peak_rate']:g} takes it {figures['kl_after_peak']:.3g}"
-            + ("" if figures["real_rewards"] else "; rewards do not differ, so signs stood in for advantages"),
-            "the step is longer than the region in which the advantages were measured; gradient clipping does not "
-            "shorten it, because Adam divides by the gradient's own size",
-            propose(
-                "set {}", {"optim.learning_rate": _one_digit(figures["fitting_rate"]), **warmed_up(config.to_dict())}
-            ),
-            severity=None if figures["real_rewards"] or not kl <= thresholds["update_margin"] * limit else "warning",
-        ),
+        return
+    yield found(
+        "optim/lr-too-high",
+        f"one update at optim.learning_rate={rate:g} takes the policy {kl:.3g} nats per token from where it was "
+        f"(over {limit:g}); half the rate {figures['kl_after_half']:.3g}, double {figures['kl_after_double']:.3g}, "
+        f"the peak rate {figures['peak_rate']:g} takes it {figures['kl_after_peak']:.3g}"
+        + ("" if figures["real_rewards"] else "; rewards do not differ, so signs stood in for advantages"),
+        "the step is longer than the region in which the advantages were measured; gradient clipping does not "
+        "shorten it, because Adam divides by the gradient's own size",
+        propose("set {}", {"optim.learning_rate": _one_digit(figures["fitting_rate"]), **warmed_up(config.to_dict())}),
+        severity=None if figures["real_rewards"] or not kl <= thresholds["update_margin"] * limit else "warning",
     )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
 
+from keel.base.files import read_json
 from keel.lab.doctor.history import KL_NAMES, History, Record, series_of
-from keel.lab.report.read import Run, number, read_lines, read_run
+from keel.lab.runs import RunRecord, number, read_lines, read_run
 from keel.loggers import rundir
 
 
@@ -65,7 +65,7 @@ def _abandoned(path: Path) -> list[str]:
     return said
 
 
-def _vocabulary(run: Run) -> int | None:
+def _vocabulary(run: RunRecord) -> int | None:
     """Of a checkpoint's own config.json; the newest one's."""
     places = sorted((run.path / rundir.CHECKPOINTS).glob("step-*/**/config.json"))
     return vocabulary_of(places[-1]) if places else None
@@ -73,10 +73,7 @@ def _vocabulary(run: Run) -> int | None:
 
 def vocabulary_of(path: Path) -> int | None:
     """vocab_size of a Hugging Face config.json, also of a composite model's text part."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    data = read_json(path)
     if not isinstance(data, dict):
         return None
     inner = data.get("text_config")

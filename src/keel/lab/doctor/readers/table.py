@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from keel.base.errors import KeelError
+from keel.base.files import json_lines
 from keel.lab.doctor.history import History, series_of
 from keel.lab.doctor.names import from_map, renamed
 
@@ -59,25 +59,20 @@ _STEPS = ("step", "global_step", "_step", "steps", "iteration", "train/global_st
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     try:
-        text = path.read_text(encoding="utf-8-sig", errors="replace")
+        data = path.read_bytes()
     except OSError as error:
         raise KeelError(f"cannot read {path}: {error.strerror or error}") from error
     if path.suffix in (".csv", ".tsv"):
-        lines = csv.DictReader(text.splitlines(), delimiter="\t" if path.suffix == ".tsv" else ",")
+        lines = csv.DictReader(
+            data.decode("utf-8-sig", "replace").splitlines(), delimiter="\t" if path.suffix == ".tsv" else ","
+        )
         rows: list[dict[str, Any]] = [{k: v for k, v in _numbers(row).items() if v != ""} for row in lines]
     else:
-        rows = [row for row in map(_object, text.splitlines()) if row]
+        # the last line of a file that is being written is no object yet
+        rows = [row for _, row in json_lines(data.split(b"\n")) if row and not isinstance(row, str)]
     if not rows:
         raise KeelError(f"{path} has no rows")
     return rows
-
-
-def _object(line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line) if line.strip() else {}
-    except ValueError:  # the last line of a file that is being written
-        return {}
-    return row if isinstance(row, dict) else {}
 
 
 def _numbers(row: Mapping[str | None, Any]) -> dict[str, Any]:

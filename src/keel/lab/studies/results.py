@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,8 @@ from statistics import fmean
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.lab.report.read import Run, number, read_run
+from keel.base.files import read_json
+from keel.lab.runs import RunRecord, number, read_run
 from keel.lab.studies.folder import DRIFT, Job, Outcome
 from keel.lab.studies.grid import Measure
 
@@ -19,7 +19,7 @@ BAND = 1.5  # the band around a target KL is target/1.5 to 1.5·target, as in PP
 
 
 @dataclass(frozen=True)
-class Skill:
+class SkillResult:
     """One retention task: accuracy before and after, and the KL on its prompts in both directions."""
 
     before: float | None
@@ -29,7 +29,7 @@ class Skill:
 
 
 @dataclass(frozen=True)
-class Row:
+class RunResult:
     """A run in numbers; None where it has none. KL is in nats per token unless a name says `sequence`."""
 
     point: str
@@ -38,7 +38,7 @@ class Row:
     reason: str
     options: Mapping[str, str]
     figures: Mapping[str, float | None]
-    skills: Mapping[str, Skill] = field(default_factory=dict)
+    skills: Mapping[str, SkillResult] = field(default_factory=dict)
     wall_s: float | None = None
     curves: Mapping[str, Sequence[tuple[float, float | None]]] = field(default_factory=dict)
     band_by: str = ""  # the estimate that the band was held against
@@ -73,19 +73,19 @@ SEQUENCE_CURVE = "kl/policy_ref/sequence/mean"
 CURVES = (REWARD_CURVE, EXACT_CURVE, K3_CURVE, "kl/beta")
 
 
-def kl_curve(rows: Sequence[Row]) -> str:
+def kl_curve(rows: Sequence[RunResult]) -> str:
     """The KL whose curves can be laid beside each other: exact if every run has it, otherwise k3, which all have."""
     measured = [row.curves for row in rows if K3_CURVE in row.curves]
     return EXACT_CURVE if measured and all(EXACT_CURVE in curves for curves in measured) else K3_CURVE
 
 
-def read_row(job: Job, ended: Outcome, measure: Measure) -> Row:
+def read_result(job: Job, ended: Outcome, measure: Measure) -> RunResult:
     """What a run left, however little that is."""
     options = dict(job.point.values)
     try:
         run = read_run(job.folder)
     except KeelError:
-        return Row(job.point.label, job.seed, ended.state, ended.reason, options, dict.fromkeys(FIGURES))
+        return RunResult(job.point.label, job.seed, ended.state, ended.reason, options, dict.fromkeys(FIGURES))
     drift = _drift(job.folder)
     skills, trained = _skills(run, drift), _trained_drift(drift)
     first, last = _accuracy(run, "trained")
@@ -116,15 +116,14 @@ def read_row(job: Job, ended: Outcome, measure: Measure) -> Row:
     }
     wall = number((run.summary or {}).get("wall_s"))
     curves = {name: run.series(name) for name in CURVES if run.series(name)}
-    return Row(job.point.label, job.seed, ended.state, ended.reason, options, figures, skills, wall, curves, band_by)
+    return RunResult(
+        job.point.label, job.seed, ended.state, ended.reason, options, figures, skills, wall, curves, band_by
+    )
 
 
 def _drift(folder: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((folder / DRIFT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    measured = read_json(folder / DRIFT)
+    return measured if isinstance(measured, dict) else {}
 
 
 def _tasks(drift: Mapping[str, Any], split: str) -> dict[str, Mapping[str, Any]]:
@@ -143,7 +142,7 @@ def _figure(task: Mapping[str, Any], way: str, estimator: str, unit: str = "per_
         return None
 
 
-def _accuracy(run: Run, split: str) -> tuple[dict[str, float], dict[str, float]]:
+def _accuracy(run: RunRecord, split: str) -> tuple[dict[str, float], dict[str, float]]:
     """(first, last) accuracy by task, under "" for the trained one; the last is one after training began.
 
     A run that its guard took back to step 0 ends as the start, which was evaluated once.
@@ -160,11 +159,11 @@ def _accuracy(run: Run, split: str) -> tuple[dict[str, float], dict[str, float]]
     return first, dict(first) if back_at_start and not last else last
 
 
-def _skills(run: Run, drift: Mapping[str, Any]) -> dict[str, Skill]:
+def _skills(run: RunRecord, drift: Mapping[str, Any]) -> dict[str, SkillResult]:
     first, last = _accuracy(run, "retention")
     measured = _tasks(drift, "retention")
     return {
-        name: Skill(
+        name: SkillResult(
             first.get(name),
             last.get(name),
             _figure(measured.get(name, {}), "policy_ref", "exact"),
@@ -180,7 +179,7 @@ def _mean(values: Any) -> float | None:
     return None if not found or None in found else fmean(found)
 
 
-def _band(run: Run, measure: Measure) -> tuple[str, dict[str, float | None]]:
+def _band(run: RunRecord, measure: Measure) -> tuple[str, dict[str, float | None]]:
     """By which estimate; steps until it is first within a factor of 1.5 of its target, share of all steps inside.
 
     The estimate is the one that steers a controller: a sequence's k1, or per token the exact one where it is measured.

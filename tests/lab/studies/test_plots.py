@@ -6,12 +6,12 @@ import re
 
 import pytest
 
+from keel.eval.statistics import Estimate, estimate
 from keel.lab.studies import read_study
 from keel.lab.studies.layout import COLOURS, bounds, colouring, facets, limits
 from keel.lab.studies.page import study_page
-from keel.lab.studies.pictures import numbered, write_pictures
-from keel.lab.studies.rows import EXACT_CURVE, K3_CURVE, Row, kl_curve
-from keel.lab.studies.stats import Estimate, estimate
+from keel.lab.studies.plots import numbered, write_pictures
+from keel.lab.studies.results import EXACT_CURVE, K3_CURVE, RunResult, kl_curve
 from keel.lab.studies.table import summarise
 from lab.studies.test_verdict import beta_study, row
 
@@ -50,6 +50,21 @@ def test_nothing_impossible_is_drawn(drawn):
         room = 0.06 * (axis.get_xlim()[1] - axis.get_xlim()[0])
         assert axis.get_xlim()[0] >= low - room
         assert axis.get_xlim()[1] <= high + room
+
+
+def test_a_picture_draws_what_the_page_draws(drawn):
+    """The same panels: accuracy by point and the frontier are in the files as in the page's data."""
+    page = charts(study_page("t", "c", many(), "no penalty", []))
+    accuracy = [y for chart in page if chart["title"].startswith("Accuracy") for y in chart["series"][0]["y"]]
+    container = drawn["axis"].axes[0].containers[0]
+    assert list(container.lines[0].get_xdata()) == pytest.approx(accuracy)
+    chart = next(chart for chart in page if chart["title"].startswith("Reward against"))
+    line = next(one for one in chart["series"] if one["label"] == "frontier of the means")
+    dashed = [one for one in drawn["frontier"].axes[0].lines if one.get_linestyle() == "--"]
+    assert list(dashed[0].get_ydata()) == pytest.approx(line["y"])
+    assert [axis.get_title() for axis in drawn["forgetting"].axes] == [
+        chart["title"] for chart in page if chart["title"].startswith("Forgetting")
+    ]
 
 
 def test_every_point_is_named_and_names_do_not_overlap(drawn):
@@ -119,7 +134,7 @@ def test_the_pages_charts_of_many_points_name_each_once():
 
 def test_kl_curves_beside_each_other_are_by_one_estimate():
     def with_curves(*names):
-        return Row("a", 0, "done", "", {}, {}, curves={name: [(0, 0.1)] for name in names})
+        return RunResult("a", 0, "done", "", {}, {}, curves={name: [(0, 0.1)] for name in names})
 
     assert kl_curve([with_curves(EXACT_CURVE, K3_CURVE), with_curves(EXACT_CURVE, K3_CURVE)]) == EXACT_CURVE
     assert kl_curve([with_curves(EXACT_CURVE, K3_CURVE), with_curves(K3_CURVE)]) == K3_CURVE

@@ -1,13 +1,15 @@
-"""Small-sample statistics: t-intervals, paired differences, Holm's correction, correlations. Pure functions."""
+"""Statistics of evaluations and studies: intervals of shares and means, paired differences, correlations, pass@k."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, stdev
+from statistics import NormalDist, fmean, stdev, variance
 
+Interval = tuple[float, float]
 LEVEL = 0.95
+Z95 = 1.959963984540054
 MIN_SEEDS = 3  # two values have one degree of freedom: nothing short of a miracle is told from chance
 _NOISE = 1e-9  # a spread below this share of the values is rounding
 
@@ -62,6 +64,57 @@ class Winner:
     best: str
     rivals: tuple[str, ...]
     p: Mapping[str, float | None]
+
+
+# ------------------------------------------------------------------------------------------ shares of problems
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """The chance that one of k draws without replacement out of `samples` is right: 1 - C(n-c, k) / C(n, k).
+
+    Unbiased for the chance with k fresh samples (Chen et al. 2021, arXiv 2107.03374).
+    """
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def wilson(shares: Sequence[float], samples: int = 1) -> Interval:
+    """Wilson's 95 % interval of a mean of shares, one share a problem, each out of `samples` samples.
+
+    Samples of one problem resemble each other, so the number of trials is the effective one (as Franco et al. 2019
+    recommend for clusters): p(1-p) over the squared standard error between problems, at least the number of problems
+    and at most that of samples. With one sample it is the ordinary interval; where all agree, it still has a width.
+    """
+    mean, count = fmean(shares), len(shares)
+    between = variance(shares) / count if count > 1 else 0.0
+    trials = mean * (1 - mean) / between if between > 0 else float(count)
+    trials = min(max(trials, float(count)), float(count * samples))
+    centre = (mean + Z95**2 / (2 * trials)) / (1 + Z95**2 / trials)
+    half = Z95 / (1 + Z95**2 / trials) * math.sqrt(mean * (1 - mean) / trials + Z95**2 / (4 * trials**2))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def normal_interval(means: Sequence[float]) -> Interval:
+    """Mean ± 1.96 standard errors between problems; unbounded with a single problem."""
+    mean = fmean(means)
+    half = Z95 * math.sqrt(variance(means) / len(means)) if len(means) > 1 else math.inf
+    return mean - half, mean + half
+
+
+def paired_interval(differences: Sequence[float], samples: int = 1) -> Interval:
+    """The adjusted Wald interval of a mean of paired differences in [−1, 1], 95 %.
+
+    m ± 1.96·√((s − m²)/(n+2)) with m = Σdᵢ/(n+2) and s = (Σdᵢ² + 2a²)/(n+2): two problems are added, one that gained a
+    and one that lost it, so that the interval has a width where no problem changed. With one sample a problem a = 1,
+    which is Bonett and Price 2012 for right or wrong answers (doi 10.3102/1076998611411915). With k samples a² is 1/k,
+    the variance of a mean of k such answers, or the mean square of the differences that are not 0 where that is more:
+    samples of one problem may change together.
+    """
+    changed = [d * d for d in differences if d]
+    added = max(1 / samples, fmean(changed)) if changed else 1 / samples
+    count = len(differences) + 2
+    middle = sum(differences) / count
+    half = Z95 * math.sqrt(((sum(changed) + 2 * added) / count - middle**2) / count)
+    return max(-1.0, middle - half), min(1.0, middle + half)
 
 
 # --------------------------------------------------------------------------------------------------- estimates

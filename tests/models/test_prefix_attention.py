@@ -1,4 +1,4 @@
-"""Attention by the structure of a row equals attention by its mask, values and gradients."""
+"""Prefix attention equals attention by the mask of the row, values and gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers import models as zoo
 
 from keel.base.types import Completion, Group, Problem
-from keel.models import branches
+from keel.models import prefix_attention
 from keel.models.head import body_of
 from keel.models.logprobs import score_tokens
 from keel.models.pack import PackedBatch, pack
@@ -45,12 +45,12 @@ def batch(max_row_tokens: int | None) -> PackedBatch:
     def tokens(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(0, 50, (count,), generator=generator).tolist())
 
-    def said(count: int) -> Completion:
+    def completion(count: int) -> Completion:
         zeros = (0.0,) * count
         return Completion(tokens(count), (True,) * count, zeros, zeros, "", "length")
 
     shapes = [(12, (5, 9, 1)), (3, (7, 7)), (6, (1, 0, 4))]
-    groups = [Group(Problem(str(p), ""), tokens(p), tuple(said(n) for n in ns)) for p, ns in shapes]
+    groups = [Group(Problem(str(p), ""), tokens(p), tuple(completion(n) for n in ns)) for p, ns in shapes]
     return pack(groups, 0, max_row_tokens=max_row_tokens)
 
 
@@ -68,34 +68,34 @@ def test_values_and_gradients_equal_the_masks(
 ) -> None:
     model, packed = model_of({**EXACT, **BY_MASK}[name]), batch(max_row_tokens)
     expected, gradients = scored(model, packed)
-    monkeypatch.setattr(branches, "LONG_ROW", 1)
-    assert branches.by_structure(body_of(model), packed) == (name in EXACT)
-    found, others = scored(model, packed)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    for mine, theirs in zip(others, gradients, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-4)
-    with branches.as_on_cuda():  # grouped heads written out
+    monkeypatch.setattr(prefix_attention, "LONG_ROW", 1)
+    assert prefix_attention.use_prefix_attention(body_of(model), packed) == (name in EXACT)
+    logp, others = scored(model, packed)
+    torch.testing.assert_close(logp, expected, atol=1e-5, rtol=0)
+    for gradient, expected_gradient in zip(others, gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, atol=1e-3, rtol=1e-4)
+    with prefix_attention.as_on_cuda():  # grouped heads written out
         torch.testing.assert_close(scored(model, packed)[0], expected, atol=1e-5, rtol=0)
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_short_rows_and_recomputed_activations_keep_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second forward of gradient checkpointing runs when the structure is no longer at hand."""
+    """The second forward of gradient checkpointing runs outside the context of prefix attention."""
     model, packed = model_of(EXACT["llama"]), batch(None)
-    assert not branches.by_structure(body_of(model), packed)
-    monkeypatch.setattr(branches, "LONG_ROW", 1)
-    assert branches.by_structure(body_of(model), packed)
+    assert not prefix_attention.use_prefix_attention(body_of(model), packed)
+    monkeypatch.setattr(prefix_attention, "LONG_ROW", 1)
+    assert prefix_attention.use_prefix_attention(body_of(model), packed)
     expected, gradients = scored(model, packed)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
-    assert not branches.by_structure(body_of(model), packed)
-    found, others = scored(model, packed)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    for mine, theirs in zip(others, gradients, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-4)
+    assert not prefix_attention.use_prefix_attention(body_of(model), packed)
+    logp, others = scored(model, packed)
+    torch.testing.assert_close(logp, expected, atol=1e-5, rtol=0)
+    for gradient, expected_gradient in zip(others, gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, atol=1e-3, rtol=1e-4)
 
 
 def test_a_model_that_disagrees_keeps_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(branches, "LONG_ROW", 1)
-    monkeypatch.setattr(branches, "attend", lambda query, *_: torch.zeros_like(query.transpose(1, 2)))
-    assert not branches.by_structure(body_of(model_of(EXACT["llama"])), batch(None))
+    monkeypatch.setattr(prefix_attention, "LONG_ROW", 1)
+    monkeypatch.setattr(prefix_attention, "attend", lambda query, *_: torch.zeros_like(query.transpose(1, 2)))
+    assert not prefix_attention.use_prefix_attention(body_of(model_of(EXACT["llama"])), batch(None))

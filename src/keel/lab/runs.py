@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from keel.base.errors import KeelError
+from keel.base.files import json_lines
 from keel.base.lock import in_use
 from keel.base.redact import hidden, hide, masked, remember
+from keel.base.thresholds import Thresholds, thresholds_of
 from keel.loggers import rundir
 
 Record = dict[str, Any]
@@ -21,7 +23,7 @@ ROLLOUT_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """What was found: every field is empty or None where its file is missing, and `missing` says so in words."""
 
     path: Path
@@ -62,10 +64,14 @@ class Run:
         return dict(sorted(grouped.items(), key=lambda item: item[0][0] != "trained"))
 
     @property
+    def thresholds(self) -> Thresholds:
+        """What this run is judged by."""
+        return thresholds_of(self.config)
+
+    @property
     def max_steps(self) -> int | None:
         """As configured."""
-        section = self.config.get("run")
-        value = number(section.get("max_steps")) if isinstance(section, Mapping) else None
+        value = number(option_of(self.config, "run.max_steps"))
         return None if value is None else int(value)
 
     @property
@@ -80,6 +86,16 @@ def curve_of(lines: Sequence[Record], metric: str) -> list[tuple[float, float | 
     return [(number(line.get("step")) or 0.0, number(line[metric])) for line in lines if metric in line]
 
 
+def option_of(config: Mapping[str, Any], dotted: str) -> Any:
+    """A value of a configuration as plain data, such as `kl.beta`; None where it is not there."""
+    value: Any = config
+    for part in dotted.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return None
+        value = value[part]
+    return value
+
+
 def number(value: Any) -> float | None:
     """A finite number, or None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -87,7 +103,16 @@ def number(value: Any) -> float | None:
     return float(value)
 
 
-def read_run(path: Path) -> Run:
+def interval(value: object) -> tuple[float, float] | None:
+    """[low, high] as numbers, or None."""
+    if isinstance(value, list | tuple) and len(value) == 2:
+        low, high = number(value[0]), number(value[1])
+        if low is not None and high is not None:
+            return (low, high)
+    return None
+
+
+def read_run(path: Path) -> RunRecord:
     """Everything that is there; a KeelError only where there is no run at all."""
     if not path.is_dir():
         raise KeelError(f"no run directory at {path}; a run is a folder such as runs/default")
@@ -100,7 +125,7 @@ def read_run(path: Path) -> Run:
     summary = _current(_json(path / rundir.SUMMARY, notes), metrics, notes)
     config = _yaml(config_text, notes)
     remember(config)
-    return Run(
+    return RunRecord(
         path=path,
         name=path.resolve().name,
         config_text=_shown(config_text, config),
@@ -209,10 +234,10 @@ def read_lines(path: Path, notes: list[str], limit: int | None = None) -> tuple[
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error.strerror or error}")
         return ()
-    parsed = list(_parse(data))
-    records = tuple(record for record in parsed if record is not None)
+    parsed = [record for _, record in json_lines(data.split(b"\n"))]
+    records = tuple(record for record in parsed if not isinstance(record, str))
     unread = len(parsed) - len(records)
-    if parsed and parsed[-1] is None:
+    if parsed and isinstance(parsed[-1], str):
         notes.append(f"the last line of {path.name} is incomplete and was left out")
         unread -= 1
     if unread:
@@ -220,15 +245,3 @@ def read_lines(path: Path, notes: list[str], limit: int | None = None) -> tuple[
     if not records:
         notes.append(f"{path.name} has no complete line yet")
     return records
-
-
-def _parse(data: bytes) -> Iterator[Record | None]:
-    for line in data.split(b"\n"):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line.decode("utf-8", "replace"))
-        except ValueError:
-            yield None
-            continue
-        yield record if isinstance(record, dict) else None

@@ -1,10 +1,10 @@
-"""Line charts as inline SVG: they need no network and no script, and scale with the page."""
+"""A chart as data, and as inline SVG: it needs no network and no script, and scales with the page."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 Point = tuple[float, float | None]
@@ -12,12 +12,16 @@ Point = tuple[float, float | None]
 WIDTH, HEIGHT = 360, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 22
 MAX_POINTS = 400
-COLOURS = 8
+PALETTE = ("#1f6fd6", "#d9660f", "#16916f", "#a33ea1", "#b58900", "#d2385b", "#4a8fa8", "#6b6b6b")  # as page.css has it
+COLOURS, GREY = len(PALETTE), 7  # that a reader can tell apart; the last is of what belongs to no series
 
 
 @dataclass(frozen=True)
-class Series:
-    """One curve: a gap where y is None; `error` (same length) draws a band or, with `dots`, error bars."""
+class Curve:
+    """One curve: a gap where y is None; `error` (same length) draws a band or, with `dots`, error bars.
+
+    `tag` stands beside the dots of a picture, which has no pointer to ask for the label.
+    """
 
     label: str
     points: Sequence[Point]
@@ -25,25 +29,31 @@ class Series:
     error: Sequence[tuple[float, float] | None] = ()
     dots: bool = False
     dashed: bool = False
+    tag: str = ""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart: its title with the unit, what it tells, its curves, the steps of notable events and of checkpoints."""
+    """One chart: its title with the unit, what it tells, its curves, the steps of notable events and of checkpoints.
+
+    What lies beyond `x_range` or `y_range` is drawn up to there; without one all fits in.
+    """
 
     title: str
     unit: str
-    series: Sequence[Series]
+    series: Sequence[Curve]
     hint: str = ""
     marks: Sequence[float] = ()
     from_zero: bool = False
     saves: Sequence[float] = ()
     across: str = "step"  # what the x axis counts; steps are whole numbers
     names: Sequence[str] = ()  # of x = 0, 1, 2, … where it counts nothing
+    x_range: tuple[float, float] | None = None
+    y_range: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
-class Axis:
+class Scale:
     """Data to pixels, linear or logarithmic."""
 
     low: float
@@ -57,7 +67,7 @@ class Axis:
         low, high = self.low, self.high
         if self.log:
             low, high, value = math.log10(low), math.log10(high), math.log10(max(value, self.low))
-        share = (value - low) / (high - low) if high > low else 0.5
+        share = min(1.0, max(0.0, (value - low) / (high - low))) if high > low else 0.5
         return self.start + share * (self.end - self.start)
 
 
@@ -68,10 +78,12 @@ def svg(panel: Panel) -> str:
     ys = [y for series in drawn for _, y in series.points if y is not None]
     if not xs:
         return ""
-    log = wants_log(ys)
+    log = panel.y_range is None and wants_log(ys)
     bounds = [edge for series in drawn for pair in series.error if pair for edge in pair]
     y = y_axis(ys if log else ys + bounds, log, panel.from_zero)
-    x = Axis(min(xs), max(xs), LEFT, WIDTH - RIGHT)
+    if panel.y_range is not None:
+        y = Scale(*panel.y_range, HEIGHT - BOTTOM, TOP)
+    x = Scale(*(panel.x_range or (min(xs), max(xs))), LEFT, WIDTH - RIGHT)
     parts = [
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(panel.title, quote=True)}"'
         f' data-x="{x.low:.10g},{x.high:.10g},{x.start},{x.end}"{" data-log" if log else ""}>'
@@ -95,7 +107,7 @@ def svg(panel: Panel) -> str:
     return "".join(parts)
 
 
-def thin(series: Series) -> Series:
+def thin(series: Curve) -> Curve:
     """At most about MAX_POINTS points: of every stretch the lowest and the highest stay, so no spike is lost."""
     count = len(series.points)
     if count <= MAX_POINTS:
@@ -108,7 +120,7 @@ def thin(series: Series) -> Series:
     chosen = sorted(kept)
     error = [series.error[i] for i in chosen] if series.error else ()
     points = [series.points[i] for i in chosen]
-    return Series(series.label, points, series.colour, error, series.dots, series.dashed)
+    return replace(series, points=points, error=error)
 
 
 def wants_log(ys: Sequence[float]) -> bool:
@@ -117,18 +129,18 @@ def wants_log(ys: Sequence[float]) -> bool:
     return len(ordered) > 4 and ordered[0] > 0 and ordered[-1] > 50 * ordered[len(ordered) // 2]
 
 
-def y_axis(values: Sequence[float], log: bool, from_zero: bool) -> Axis:
+def y_axis(values: Sequence[float], log: bool, from_zero: bool) -> Scale:
     """A little room around the values; a flat line sits in the middle."""
     low, high = min(values), max(values)
     if low == high == 0:
         high = 1.0
     bottom, top = HEIGHT - BOTTOM, TOP
     if log:
-        return Axis(low / 1.2, high * 1.2, bottom, top, log=True)
+        return Scale(low / 1.2, high * 1.2, bottom, top, log=True)
     if from_zero:
         low = min(low, 0.0)
     room = (high - low) * 0.06 or abs(high) * 0.5 or 1.0
-    return Axis(low if from_zero and low == 0 else low - room, high + room, bottom, top)
+    return Scale(low if from_zero and low == 0 else low - room, high + room, bottom, top)
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -163,7 +175,7 @@ def tick_text(value: float) -> str:
     return f"{value:.6g}"
 
 
-def grid(x: Axis, y: Axis, whole: bool = True, names: Sequence[str] = ()) -> list[str]:
+def grid(x: Scale, y: Scale, whole: bool = True, names: Sequence[str] = ()) -> list[str]:
     """Horizontal lines with their numbers, and steps, or names, along the bottom."""
     parts = []
     for value in log_ticks(y.low, y.high) if y.log else ticks(y.low, y.high):
@@ -179,7 +191,7 @@ def grid(x: Axis, y: Axis, whole: bool = True, names: Sequence[str] = ()) -> lis
     return parts
 
 
-def curve(series: Series, x: Axis, y: Axis) -> str:
+def curve(series: Curve, x: Scale, y: Scale) -> str:
     """A line broken at gaps; a point that stands alone, or every point of an evaluation, as a dot."""
     colour = series.colour % COLOURS
     commands: list[str] = []
@@ -204,7 +216,7 @@ def curve(series: Series, x: Axis, y: Axis) -> str:
     return f'<path class="c{colour}" d="{"".join(commands)}"{dash}/>' + "".join(dots)
 
 
-def band(series: Series, x: Axis, y: Axis) -> str:
+def band(series: Curve, x: Scale, y: Scale) -> str:
     """The area between the error bounds, one polygon for every unbroken stretch."""
     parts: list[str] = []
     stretch: list[tuple[float, float, float]] = []

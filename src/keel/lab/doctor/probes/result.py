@@ -11,7 +11,7 @@ from keel.lab.doctor.findings import Finding
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProbeResult:
     """One probe's findings, the figures that it measured, lines to show, and what it could not test (and why)."""
 
     name: str
@@ -21,4 +21,4 @@ class Outcome:
     unchecked: tuple[str, ...] = ()
 
 
-Probe = Callable[[Bench, Thresholds], Outcome]
+Probe = Callable[[Bench, Thresholds], ProbeResult]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from keel.lab.studies.stats import (
+from keel.eval.statistics import (
     Estimate,
     estimate,
     frontier,

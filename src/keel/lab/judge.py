@@ -1,0 +1,88 @@
+"""What a run's figures come to, judged in one place: the doctor finds it, the report shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from keel.base.thresholds import Thresholds
+from keel.lab.runs import interval, number, option_of
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class KLLimit:
+    """The largest KL(policy‖reference) in nats per token that is no finding, and what sets it."""
+
+    value: float
+    set_by: str
+
+
+def kl_limit(config: Mapping[str, Any], thresholds: Thresholds) -> KLLimit:
+    """The run's own budget where it has one per token, otherwise the threshold."""
+    own = number(option_of(config, "kl.budget.max"))
+    if own is not None and option_of(config, "kl.budget.unit") != "per_sequence":
+        return KLLimit(own, "kl.budget.max of the configuration")
+    return KLLimit(thresholds["kl_over_budget"], "the threshold kl_over_budget")
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Held-out accuracy of one task at its first and last evaluation, with 95 % intervals where they are known."""
+
+    task: str
+    before: float | None
+    after: float | None
+    ci_before: Interval | None
+    ci_after: Interval | None
+    steps: tuple[Any, Any] = (None, None)
+
+    @property
+    def overlap(self) -> bool | None:
+        """Whether the intervals overlap; None where one is missing."""
+        if self.ci_before is None or self.ci_after is None:
+            return None
+        return self.ci_before[0] <= self.ci_after[1] and self.ci_after[0] <= self.ci_before[1]
+
+    @property
+    def fell(self) -> bool:
+        """Whether the last interval ends below the beginning of the first."""
+        return self.ci_before is not None and self.ci_after is not None and self.ci_after[1] < self.ci_before[0]
+
+    def change(self, thresholds: Thresholds) -> str:
+        """dropped, improved, held or not measured.
+
+        A drop is more than `retention_drop` of what it was, a gain any; neither where the intervals overlap.
+        """
+        if self.before is None or self.after is None:
+            return "not measured"
+        if self.before - self.after > thresholds["retention_drop"] * self.before and self.overlap is not True:
+            return "dropped"
+        sure = self.after - self.before > UNSURE if self.overlap is None else not self.overlap
+        return "improved" if sure and self.after > self.before else "held"
+
+
+UNSURE = 0.05  # a gain without intervals that may be chance
+
+
+def accuracies(evaluations: Iterable[Mapping[str, Any]], *, retention: bool) -> dict[str, Accuracy]:
+    """By task, of those that are trained or of the others; `after` is None where there is one evaluation."""
+    grouped: dict[str, list[Mapping[str, Any]]] = {}
+    for line in evaluations:
+        if (line.get("split") == "retention") == retention:
+            grouped.setdefault(str(line.get("task", "task")), []).append(line)
+    return {task: _accuracy(task, lines) for task, lines in grouped.items()}
+
+
+def _accuracy(task: str, lines: list[Mapping[str, Any]]) -> Accuracy:
+    first, last = lines[0], lines[-1] if len(lines) > 1 else {}
+    return Accuracy(
+        task,
+        number(first.get("pass@1")),
+        number(last.get("pass@1")),
+        interval(first.get("ci95")),
+        interval(last.get("ci95")),
+        (first.get("step"), last.get("step")),
+    )

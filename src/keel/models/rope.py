@@ -1,0 +1,128 @@
+"""Rotary tables that depend on the context length: LongRoPE, dynamic NTK.
+
+They are chosen by the longest position of a forward, so that a row is computed otherwise beside a longer one, and keys
+cached before a switch are stale after it. Here the log-probability of a token is the model's own given its context,
+*at the length of that context*: the distribution that decoding draws from, step by step, which a forward of the
+finished sequence is not for tokens before the switch. Scoring and decoding both follow it, each row by its own length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from keel.models.pack import PackedBatch
+
+
+@dataclass(frozen=True)
+class LengthRegimes:
+    """Context lengths that share their tables: up to the first switch, between two, beyond the last.
+
+    Beyond `dynamic_after` (dynamic NTK) every length is a regime of its own.
+    """
+
+    switches: tuple[int, ...]
+    dynamic_after: int | None = None
+
+    def of(self, length: int) -> int:
+        """The index of the regime of a context of so many tokens."""
+        passed = sum(length > switch for switch in self.switches)
+        return passed if self.dynamic_after is None else passed + max(0, length - self.dynamic_after)
+
+    def spans(self, longest: int) -> Iterator[tuple[int, int]]:
+        """The regimes that contexts of up to `longest` tokens reach, as (above, up to)."""
+        ends = {switch for switch in self.switches if switch < longest} | {longest}
+        if self.dynamic_after is not None:
+            ends |= set(range(self.dynamic_after, longest))
+        edges = [0, *sorted(ends)]
+        yield from pairwise(edges)
+
+
+_known: WeakKeyDictionary[nn.Module, LengthRegimes | None] = WeakKeyDictionary()
+
+
+def length_regimes(model: nn.Module) -> LengthRegimes | None:
+    """The lengths at which the model's rotary tables change for all positions at once; None where they never do."""
+    if model not in _known:
+        _known[model] = _regimes(model)
+    return _known[model]
+
+
+def _regimes(model: nn.Module) -> LengthRegimes | None:
+    switches: set[int] = set()
+    dynamic: list[int] = []
+    for module in _rope_modules(model):
+        kinds: Any = module.rope_type
+        by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
+        for layer, kind in by_layer.items():
+            settings = module.config.rope_parameters if layer is None else module.config.rope_parameters[layer]
+            if kind == "longrope":
+                switches.add(int(settings["original_max_position_embeddings"]))
+            elif "dynamic" in str(kind):
+                dynamic.append(int(module.original_max_seq_len))
+    if not switches and not dynamic:
+        return None
+    return LengthRegimes(tuple(sorted(switches)), min(dynamic, default=None))
+
+
+def reset_rope(model: nn.Module) -> None:
+    """Put dynamic NTK's tables back to the original ones: it keeps those of the longest sequence it has seen."""
+    for module in _rope_modules(model):
+        if "dynamic" in str(module.rope_type) and isinstance(module.rope_type, str):
+            module.max_seq_len_cached = module.original_max_seq_len
+            module.register_buffer("inv_freq", module.original_inv_freq.to(module.inv_freq.device), persistent=False)
+
+
+def _rope_modules(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if getattr(module, "rope_type", None) is not None and hasattr(module, "config"):
+            yield module
+
+
+@dataclass(frozen=True)
+class RegimePart:
+    """The rows of a batch cut to one regime: the hidden states at `positions` `[n]` score the tokens `scored` `[n]`."""
+
+    rows: PackedBatch
+    positions: Tensor
+    scored: Tensor
+
+
+def split_by_regime(packed: PackedBatch, regimes: LengthRegimes) -> list[RegimePart]:
+    """A part for each regime: contexts of its lengths, cut off where the next regime begins."""
+    width = packed.input_ids.shape[1]
+    positions, _ = packed.scored()
+    context = packed.position_ids.flatten()[positions] + 1
+    parts = []
+    for above, upto in regimes.spans(int(context.max()) if len(context) else 0):
+        scored = ((context > above) & (context <= upto)).nonzero().squeeze(-1)
+        if not len(scored):
+            continue
+        rows, row_of = torch.unique(positions[scored] // width, return_inverse=True)
+        valid = (packed.prefix[rows] >= 0) & (packed.position_ids[rows] < upto)
+        length = int(valid.sum(1).max())
+        order = (~valid).to(torch.uint8).argsort(dim=1, stable=True)[:, :length]
+        padding = ~valid.gather(1, order)
+
+        def cut(x: Tensor, fill: int, rows: Tensor = rows, order: Tensor = order, padding: Tensor = padding) -> Tensor:
+            return x[rows].gather(1, order).masked_fill(padding, fill)
+
+        position_ids = cut(packed.position_ids, 0)
+        if not packed.shared_prefix:  # padding continues the count there
+            position_ids = packed.position_ids[rows][:, :length]
+        columns = (valid.cumsum(1) - 1)[row_of, positions[scored] % width]
+        part = replace(
+            packed,
+            input_ids=cut(packed.input_ids, int(packed.input_ids[0, 0])),
+            position_ids=position_ids,
+            prefix=cut(packed.prefix, -1),
+            branch=cut(packed.branch, 0),
+        )
+        parts.append(RegimePart(part, row_of * length + columns, scored))
+    return parts

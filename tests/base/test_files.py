@@ -1,0 +1,29 @@
+"""One reader of JSON lines: what it takes, what it says of the rest."""
+
+from __future__ import annotations
+
+from keel.base.files import json_lines, read_records, unreadable_lines
+
+LINES = (b'\xef\xbb\xbf{"a": 1}', b"  ", b'{"a": NaN}', b'[1, "x"]', b'{"a": "\xff"}', b'{"a": 2')
+
+
+def test_every_line_is_a_record_or_says_why_it_is_none() -> None:
+    lenient = dict(json_lines(LINES))
+    assert lenient[1] == {"a": 1}  # the mark of UTF-8 is no part of the text
+    assert 2 not in lenient  # blank
+    assert isinstance(lenient[3], dict)
+    assert lenient[4] == "a JSON list, not an object"
+    assert lenient[5] == {"a": "\N{REPLACEMENT CHARACTER}"}
+    assert str(lenient[6]).startswith("not JSON (")
+    strict = dict(json_lines(LINES, strict=True))
+    assert strict[1] == lenient[1]
+    assert strict[3] == "not JSON (NaN is no JSON value)"
+    assert strict[5] == "not UTF-8 (byte 8)"
+
+
+def test_a_file_being_written_has_the_records_that_are_whole(tmp_path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert read_records(path) == []
+    path.write_bytes(b'{"step": 1}\nnull\n{"step": 2}\n{"st')
+    assert read_records(path) == [{"step": 1}, {"step": 2}]
+    assert unreadable_lines(path) == [2, 4]
