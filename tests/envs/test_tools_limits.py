@@ -81,6 +81,14 @@ def test_several_threads_may_call_at_a_time() -> None:
     assert got == {number: 10 * number for number in range(8)}
 
 
+def test_a_coroutine_that_waits_for_its_own_loop_is_an_error_and_no_deadlock() -> None:
+    async def waits() -> Any:
+        return call_now(lambda: 1, timeout_s=None, hung=Hung())
+
+    with pytest.raises(CallFailed, match="raised RuntimeError: a coroutine cannot wait for the event loop"):
+        call_now(waits, timeout_s=20.0, hung=Hung())
+
+
 RELEASE = threading.Event()
 
 

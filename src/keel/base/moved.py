@@ -48,6 +48,8 @@ MOVED = {
     "keel.studies.shapes": "keel.lab.plan.shapes",
     "keel.studies.stats": "keel.eval.statistics",
     "keel.tasks": "keel.envs",
+    "keel.tasks.concurrent": "keel.envs.calls",
+    "keel.tasks.guard": "keel.envs.calls",
     "keel.train": "keel.trainer",
     "keel.train.api": "keel.run.train",
     "keel.train.environment": "keel.run.environment",

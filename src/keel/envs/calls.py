@@ -259,6 +259,8 @@ class Loop:
 
     def wait(self, pending: Sequence[Pending], timeout_s: float | None, hung: Hung, *, first: bool = False) -> None:
         """Wait until all is over, or the first; a loop that does not move for `timeout_s` is counted in `hung`."""
+        if any(one.serving is threading.current_thread() for one in pending):
+            raise RuntimeError("a coroutine cannot wait for the event loop that it runs on: make it a plain function")
         when = concurrent.futures.FIRST_COMPLETED if first else concurrent.futures.ALL_COMPLETED
         patience = None if timeout_s is None else 0.5 + 1.5 * timeout_s
         try:
