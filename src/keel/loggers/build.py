@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.base.imports import import_object, is_users_own
+from keel.base.imports import import_object, is_import_path
 from keel.base.parts import part_arguments
 from keel.base.redact import masked
 from keel.loggers.base import Logger, MultiLogger
@@ -56,7 +56,7 @@ def build_loggers(
 def check_loggers(log: LogOptions) -> None:
     """Refuse a user's logger that is not there, or parameters that it does not take."""
     for part in log.parts:
-        if not is_users_own(part.name):
+        if not is_import_path(part.name):
             raise KeelError(f"log.extra names {part.name!r}: give module:attr")
         _arguments(part, import_object(part.name, "log.extra"))
 

@@ -34,7 +34,7 @@ class StepBatch:
     """One step's data. `rows` is what the losses read; B is group-major, in the order of `groups`.
 
     `scores` are the rollout weights' own, one a microbatch, once there are any. `kl` `[B, T]` is the detached
-    estimate that the first door uses, `penalty` `[B]` what it adds to each reward. `rejected` `[B]` are
+    estimate of a penalty in the reward, `penalty` `[B]` what it adds to each reward. `rejected` `[B]` are
     the completions that `kl.collect_max` turned away.
     """
 
