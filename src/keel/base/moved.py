@@ -30,6 +30,7 @@ MOVED = {
     "keel.models.branches": "keel.models.prefix_attention",
     "keel.models.lengths": "keel.models.rope",
     "keel.redact": "keel.base.redact",
+    "keel.reference.held": "keel.reference.weights",
     "keel.report": "keel.lab.report",
     "keel.report.read": "keel.lab.runs",
     "keel.rollout.batch": "keel.rollout.native.batch",

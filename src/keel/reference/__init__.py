@@ -12,8 +12,8 @@ from keel.base.parts import options_class, parameters_of
 from keel.base.validation import read_options
 from keel.models.load import LoadedModel
 from keel.models.lora import is_lora
-from keel.reference.held import unwrap
 from keel.reference.kinds import Range, Reference, adapter_off, ema, frozen, kl_triggered, snapshot
+from keel.reference.weights import unwrap
 
 KINDS: Mapping[str, Callable[..., Reference]] = MappingProxyType(
     {

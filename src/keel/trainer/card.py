@@ -10,7 +10,7 @@ from typing import Any
 import keel
 from keel.base.redact import hide
 from keel.models.lora import is_lora
-from keel.reference.held import unwrap
+from keel.reference.weights import unwrap
 from keel.trainer.state import State, TrainingRun
 from keel.trainer.summary import final_kl
 

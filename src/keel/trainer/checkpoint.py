@@ -27,7 +27,7 @@ from keel.base.files import write_atomic
 from keel.models.dropout import original_dropout
 from keel.models.lora import is_lora
 from keel.reference import Reference
-from keel.reference.held import unwrap
+from keel.reference.weights import unwrap
 from keel.trainer.card import model_card
 from keel.trainer.integrity import MANIFEST, TRAINER, Damage, checksum, checksums, damages, saved_sums, sealed
 from keel.trainer.integrity import STATE as RECORD
