@@ -25,7 +25,7 @@ from keel.rollout import Engine, SamplingParams, build_engine
 from keel.rollout.collect import collect
 from keel.rollout.render import Renderer, fit
 from keel.trainer.integrity import check_model
-from keel.trainer.optim import Optimizer, Schedule, amp_dtype, build_schedule
+from keel.trainer.optim import Optimizer, Schedule, build_schedule, resolve_amp_dtype
 from keel.trainer.options import OptimOptions, WarmstartOptions
 from keel.trainer.sft import Encode, Examples, file_examples, gold_examples
 from keel.trainer.state import TrainingRun
@@ -129,16 +129,16 @@ def build_run(
     sampling = SamplingParams.of(config.rollout)
     engine = build_engine(config.rollout, loaded.model, loaded.tokenizer)
     _check_logp(config, engine, sampling)
-    half = amp_dtype(config.optim, loaded.dtype)
+    amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype)
     scorer = build_scorer(config.model.scorer)
-    shared = engine.shares_weights and half is None and scorer is None
+    shared = engine.shares_weights and amp_dtype is None and scorer is None
     run = TrainingRun(
         policy=loaded,
         task=task,
         engine=engine,
         collect=_collector(config, engine, task, loaded, sampling, judge),
         reference=_reference(config, loaded),
-        optimizer=Optimizer(loaded.model, config.optim, learning_rate_schedule(config), amp_dtype=half),
+        optimizer=Optimizer(loaded.model, config.optim, learning_rate_schedule(config), amp_dtype=amp_dtype),
         controller=controller_of(config.kl, config.episodes_per_step),
         loss=config.loss,
         kl=config.kl,
@@ -149,7 +149,7 @@ def build_run(
         guards=config.guards,
         seed=config.run.seed,
         shared_prefix=loaded.shared_prefix and scorer is None,
-        amp_dtype=half,
+        amp_dtype=amp_dtype,
         thresholds=thresholds_of(config.model_dump()),
         scorer=scorer,
     )

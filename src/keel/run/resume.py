@@ -20,11 +20,11 @@ from keel.reference import Reference
 from keel.run.paths import absolute_paths
 from keel.trainer.checkpoint import (
     REFERENCE,
-    aside_place,
-    exchange_reference,
-    newest_whole,
+    newest_intact,
     numbered,
+    quarantine_path,
     read_record,
+    replace_reference,
 )
 from keel.trainer.integrity import STATE, TRAINER, Damage, damages, saved_sums
 from keel.trainer.optim import Optimizer, Schedule
@@ -161,12 +161,12 @@ def choose_checkpoint(
             return False
         for other in numbered(directory.checkpoints):  # they share the file
             if [damage.file for damage in damages(other, record=STATE)] == [f"{TRAINER}/{REFERENCE}"]:
-                exchange_reference(other, reference)
+                replace_reference(other, reference)
         message = f"the checkpoint {path.name} is damaged: {wrong[0]}; it was made again from the run's start"
         told.append(Told("checkpoint/damaged", message))
         return True
 
-    found, damaged = newest_whole(directory.checkpoints, mend)
+    found, damaged = newest_intact(directory.checkpoints, mend)
     if found is None:
         if damaged:
             path, wrong = damaged[0]
@@ -179,7 +179,7 @@ def choose_checkpoint(
     for path, wrong in damaged:
         message = (
             f"the checkpoint {path.name} is damaged: {wrong}; the run goes on from {found.name}, and the damaged one "
-            f"is kept as {directory.checkpoints.name}/{aside_place(path).name}"
+            f"is kept as {directory.checkpoints.name}/{quarantine_path(path).name}"
         )
         told.append(Told("checkpoint/damaged", message, path))
     if saved_sums(found) is None:

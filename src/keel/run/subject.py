@@ -13,8 +13,8 @@ from keel.config import Config, load_config, text
 from keel.config.arguments import is_run
 from keel.models.load import LoadedModel
 from keel.run.build import build_policy
-from keel.run.warmstart import is_whole, warmstart_place
-from keel.trainer.checkpoint import numbered, step_of, without_bars
+from keel.run.warmstart import is_complete, warmstart_folder
+from keel.trainer.checkpoint import no_progress_bars, numbered, step_of
 from keel.trainer.integrity import TRAINER, Damage, check_model, damages, saved_record
 
 MOMENTS = ("best", "start", "warmstart")
@@ -36,7 +36,7 @@ class Subject:
         """The model, with the adapter where it has one."""
         if self.weights is not None:
             check_model(self.weights)
-        with without_bars():
+        with no_progress_bars():
             return build_policy(self.config, self.weights)
 
 
@@ -148,11 +148,11 @@ def _of_run(run: Path, overrides: Sequence[str], moment: str | None) -> Subject:
         if moment == "warmstart":
             raise KeelError(f"{run} had no warm start: {run}@start is the model it began with")
         return Subject(name, config)
-    place = warmstart_place(run, as_run)
-    whole = [path for path in place.parent.glob("*") if is_whole(path)]
-    if not is_whole(place) and len(whole) == 1:  # options that are newer than the run changed its digest
+    place = warmstart_folder(run, as_run)
+    whole = [path for path in place.parent.glob("*") if is_complete(path)]
+    if not is_complete(place) and len(whole) == 1:  # options that are newer than the run changed its digest
         place = whole[0]
-    if not is_whole(place):
+    if not is_complete(place):
         raise KeelError(f"the warm start of {run} is not there any more ({place}): name another baseline")
     return Subject(name, config, place)
 

@@ -47,8 +47,8 @@ from keel.run.resume import (
     schedule_change,
     write_config,
 )
-from keel.run.warmstart import is_whole, warmstart, warmstart_place
-from keel.trainer.checkpoint import clean, lay_aside, load_checkpoint, saved_state
+from keel.run.warmstart import is_complete, warmstart, warmstart_folder
+from keel.trainer.checkpoint import clean, load_checkpoint, quarantine, saved_state
 from keel.trainer.guards import guard_findings
 from keel.trainer.integrity import damages
 from keel.trainer.loop import Callback, Interrupt, Job, interruptible, train_loop
@@ -99,7 +99,7 @@ def train(
     is called as `callback(state, metrics)` after every step; one that returns True ends the run after that step.
     `at_end` judges and reports the finished run.
     """
-    _check_given(task, reward)
+    _check_arguments(task, reward)
     checked = load_config(config, overrides)
     task = task or build_named_task(checked.task, checked)  # bad data is found before anything is written or loaded
     if reward is None:
@@ -111,7 +111,7 @@ def train(
         return _train(checked, directory, resumed, interrupt, task, reward, callbacks, at_end)
 
 
-def _check_given(task: Any, reward: Any) -> None:
+def _check_arguments(task: Any, reward: Any) -> None:
     """Refuse a task or reward that is none, such as overrides in the second place."""
     try:
         if task is not None:
@@ -183,7 +183,7 @@ def _train(
         for event in told:
             loggers.event(event.kind, step=max(step, 0), message=event.message)
             if event.damaged is not None:
-                lay_aside(event.damaged)
+                quarantine(event.damaged)
         loaded = _policy(config, directory.path, checkpoint, loggers, task, interrupt)
         built = build_run(config, loaded, task=task, reward=reward)
         for note in (*built.notes, *advice(config)):
@@ -308,12 +308,12 @@ def _policy(
         return build_policy(config, checkpoint)
     if config.warmstart is None:
         return build_policy(config)
-    place = warmstart_place(folder, config)
-    wrong = damages(place) if is_whole(place) else []
+    place = warmstart_folder(folder, config)
+    wrong = damages(place) if is_complete(place) else []
     if wrong:
         message = f"the warm start {place.relative_to(folder)} is damaged: {wrong[0]}; it is made again"
         loggers.event("checkpoint/damaged", step=0, message=message)
-    elif is_whole(place):
+    elif is_complete(place):
         loggers.event("warmstart", step=0, message="the warm start of this configuration is there: loaded")
         return build_policy(config, place)
     loaded, began = build_policy(config), time.monotonic()
@@ -335,8 +335,8 @@ def _start_reference(
     config: Config, folder: Path, task: Task | None, reward: Callable[..., Any] | None
 ) -> Reference | None:
     """The reference as it was when the run began: of the warm start where there was one, or of the named model."""
-    place = None if config.warmstart is None else warmstart_place(folder, config)
-    if place is not None and (not is_whole(place) or damages(place)):
+    place = None if config.warmstart is None else warmstart_folder(folder, config)
+    if place is not None and (not is_complete(place) or damages(place)):
         return None
     return build_run(config, build_policy(config, place), task=task, reward=reward).run.reference
 

@@ -18,7 +18,7 @@ from keel.trainer.sft import Report, sft
 FOLDER = "warmstart"
 
 
-def warmstart_place(run: Path, config: Any) -> Path:
+def warmstart_folder(run: Path, config: Any) -> Path:
     """Where the warm start of this configuration lies in the run's folder, or will lie: under all that makes it.
 
     It is scored by Keel's own pass whatever scorer the run has. Files that are named count by size and time of change:
@@ -44,7 +44,7 @@ def _file_stamps(path: Path) -> list[tuple[str, int, int]]:
     return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
 
 
-def is_whole(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
     """Whether a warm start was finished there: the folder gets its name last."""
     return (folder / WARMSTART).is_file()
 

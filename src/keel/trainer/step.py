@@ -33,7 +33,7 @@ from keel.trainer.batch import (
     score_reference,
     stitch,
 )
-from keel.trainer.guards import over_budget, spike_limit, watch
+from keel.trainer.guards import over_budget, spike_limit, update_guard_state
 from keel.trainer.measure import Clock, describe_groups, measure_old, measure_policy, task_totals
 from keel.trainer.state import Skipped, State, TrainingRun
 
@@ -89,7 +89,7 @@ def train_step(run: TrainingRun, state: State) -> Step:
     last_kl = {name: value for name, value in line.items() if name.startswith("kl/policy_ref/")}
     kl = run.controller.update(state.kl, controlled_kl(line, run.controller.unit))
     state = state.next(kl=kl, skipped=skipped, tokens=tokens, last_kl=last_kl)
-    state = watch(state, line, batch, run.kl.budget, taken=run.optimizer.taken)
+    state = update_guard_state(state, line, batch, run.kl.budget, applied_norms=run.optimizer.applied_norms)
     with clock("sync"):
         move_reference(run, state, line)
         run.engine.sync(run.policy.model, state.policy_version)
@@ -104,12 +104,12 @@ def sample_groups(run: TrainingRun, state: State) -> list[Group]:
     The groups without signal stay, because their KL counts; new problems are added until `prompts_per_step` groups
     have a signal or the tries are spent.
     """
-    wanted, seed = run.rollout.prompts_per_step, problem_seed(run.seed, state.attempt)
-    problems = run.task.sample(wanted, seed=seed, step=state.step)
+    target, seed = run.rollout.prompts_per_step, problem_seed(run.seed, state.attempt)
+    problems = run.task.sample(target, seed=seed, step=state.step)
     groups = run.collect(problems, attempt=state.attempt, step=state.step)
     seen = {group.problem.key for group in groups}
     for further in range(1, run.loss.further_rounds + 1):
-        missing = wanted - sum(has_signal(group) for group in groups)
+        missing = target - sum(has_signal(group) for group in groups)
         if missing <= 0:
             break
         more = run.task.sample(missing, seed=seed + 1_000_003 * further, step=state.step)
@@ -136,8 +136,8 @@ def score(batch: StepBatch, run: TrainingRun, state: State) -> StepBatch:
     On the first update `old_logp` is the detached logp of the update's own pass, and costs none of its own.
     """
     kl = run.kl
-    wanted = state.beta != 0.0 or kl.collect_max is not None or kl.measures(state.step)
-    if run.reference is not None and wanted:
+    needs_reference = state.beta != 0.0 or kl.collect_max is not None or kl.measures(state.step)
+    if run.reference is not None and needs_reference:
         batch = score_reference(batch, run)
     in_reward = kl.placement == "reward" and state.beta != 0.0
     if kl.collect_max is not None or in_reward or run.optim.minibatches > 1:

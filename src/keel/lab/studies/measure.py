@@ -13,7 +13,7 @@ from keel.lab.studies.grid import Measure
 from keel.lab.studies.sentences import SENTENCES
 from keel.run.build import fitting
 from keel.run.evaluate import configured_tasks
-from keel.trainer.checkpoint import without_bars
+from keel.trainer.checkpoint import no_progress_bars
 
 ESTIMATORS = ("exact", "k1", "k2", "k3")
 
@@ -25,7 +25,7 @@ def measure_run(folder: Path, options: Measure) -> dict[str, Any]:
     """
     policy, start = resolve(str(folder)), resolve(f"{folder}@start")
     config = policy.config
-    with without_bars():
+    with no_progress_bars():
         sides = load_pair(policy, start)
     tasks = {}
     for task, split in configured_tasks(config):
