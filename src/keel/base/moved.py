@@ -60,7 +60,7 @@ MOVED = {
     "keel.train.hub": "keel.lab.publish.hub",
     "keel.train.paths": "keel.run.paths",
     "keel.train.resume": "keel.run.resume",
-    "keel.train.subject": "keel.run.subject",
+    "keel.train.subject": "keel.run.model_ref",
     "keel.train.supervise": "keel.run.sft",
     "keel.train.warmstart": "keel.run.warmstart",
     "keel.types": "keel.base.types",

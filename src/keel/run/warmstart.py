@@ -26,14 +26,14 @@ def warmstart_folder(run: Path, config: Any) -> Path:
     """
     plain = absolute_paths(config.to_dict())
     plain["model"].pop("scorer")
-    named = [plain["model"]["name"], *_several(plain["data"]["path"]), *_several(plain["warmstart"]["path"])]
-    made_by = {name: plain[name] for name in ("model", "warmstart", "task", "data")}
-    settings = {**made_by, "seed": config.run.seed, "files": [_file_stamps(Path(name)) for name in named]}
+    files = [plain["model"]["name"], *_as_list(plain["data"]["path"]), *_as_list(plain["warmstart"]["path"])]
+    sections = {name: plain[name] for name in ("model", "warmstart", "task", "data")}
+    settings = {**sections, "seed": config.run.seed, "files": [_file_stamps(Path(name)) for name in files]}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
     return run / FOLDER / digest
 
 
-def _several(path: Any) -> list[str]:
+def _as_list(path: Any) -> list[str]:
     return [] if path is None else [path] if isinstance(path, str) else list(path)
 
 

@@ -11,7 +11,7 @@ import torch
 from keel.lab.compare import Direction, Side, load_pair, measure_drift, resolve
 from keel.lab.studies.grid import Measure
 from keel.lab.studies.sentences import SENTENCES
-from keel.run.build import fitting
+from keel.run.build import drop_long_prompts
 from keel.run.evaluate import configured_tasks
 from keel.trainer.checkpoint import no_progress_bars
 
@@ -29,7 +29,7 @@ def measure_run(folder: Path, options: Measure) -> dict[str, Any]:
         sides = load_pair(policy, start)
     tasks = {}
     for task, split in configured_tasks(config):
-        problems = fitting(config, sides[0].loaded.tokenizer, task.held_out(options.prompts))
+        problems = drop_long_prompts(config, sides[0].loaded.tokenizer, task.held_out(options.prompts))
         drift = measure_drift(
             *sides,
             problems,
