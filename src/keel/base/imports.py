@@ -32,7 +32,7 @@ def import_object(spec: str, part: str, *, callable_only: bool = True) -> Any:
         sys.path.insert(0, "")  # as with python -m
     module, _, attribute = spec.partition(":")
     try:
-        made = getattr(importlib.import_module(current(module)), attribute)
+        loaded = getattr(importlib.import_module(current(module)), attribute)
     except KeelError:
         raise
     except (ImportError, AttributeError) as error:
@@ -41,6 +41,6 @@ def import_object(spec: str, part: str, *, callable_only: bool = True) -> Any:
         line = traceback.extract_tb(error.__traceback__)[-1]
         cause = f"{type(error).__name__}: {first_line(error)}"
         raise KeelError(f"cannot import {label}: {cause}, in {line.filename}, line {line.lineno}") from error
-    if callable_only and not callable(made):
-        raise KeelError(f"{label} is a {type(made).__name__}: it must be a function or a class")
-    return made
+    if callable_only and not callable(loaded):
+        raise KeelError(f"{label} is a {type(loaded).__name__}: it must be a function or a class")
+    return loaded

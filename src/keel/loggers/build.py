@@ -63,9 +63,9 @@ def check_loggers(log: LogOptions) -> None:
 
 def user_logger(part: LoggerOptions, **offered: Any) -> Logger:
     """A user's `module:attr`, called with its own parameters plus those of `run` and `total_steps` that it takes."""
-    made = import_object(part.name, "log.extra")
+    factory = import_object(part.name, "log.extra")
     try:
-        logger = made(**_arguments(part, made, **offered))
+        logger = factory(**_arguments(part, factory, **offered))
     except TypeError as error:
         raise KeelError(f"log.extra: {part.name} could not be made: {error}") from error
     if not isinstance(logger, Logger):

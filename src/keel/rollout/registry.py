@@ -70,4 +70,4 @@ def check_rollout(rollout: RolloutOptions) -> None:
 
 
 def _arguments(chosen: EngineOptions, make: Callable[..., Engine], rollout: RolloutOptions) -> dict[str, Any]:
-    return part_arguments(f"engine {chosen.name}", make, chosen.params, placed=2, rollout=rollout)
+    return part_arguments(f"engine {chosen.name}", make, chosen.params, positional=2, rollout=rollout)

@@ -252,7 +252,7 @@ def _keep_skipped(job: Job, step: Step, state: State) -> None:
     folder = job.directory.path / SKIPPED
     if (job.directory.path / name).exists() or len(list(folder.glob("*.json"))) < MAX_SKIPPED_FILES:
         record = {"step": state.step, **skipped_record(step.batch, step.metrics, first)}
-        job.directory.write_json(name, record, as_it_is=True)  # its texts belong to its tokens
+        job.directory.write_json(name, record, raw=True)  # its texts belong to its tokens
         fields["batch"] = name
     job.loggers.event("guard/skipped", step=state.step, **fields)
 

@@ -149,7 +149,7 @@ def _filled(name: str, params: Mapping[str, Any], task: Task) -> dict[str, Any]:
 
 def _arguments(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
     """A reward's own parameters as arguments; problem, text and turns are given to it completion by completion."""
-    return part_arguments(f"reward {name}", _function(name), params, placed=2, reserved=("turns",))
+    return part_arguments(f"reward {name}", _function(name), params, positional=2, reserved=("turns",))
 
 
 def _function(name: str) -> RewardFunction:
