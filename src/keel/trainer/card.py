@@ -15,14 +15,13 @@ from keel.trainer.state import State, TrainingRun
 from keel.trainer.summary import final_kl
 
 _CARD = """---
-library_name: {library}
-license: unknown  # a placeholder: the base model's licence holds, write it here
-tags: [keel, grpo, reinforcement-learning]
-{base}---
+{metadata}
+---
 
 # {name}, step {step}
 
-`{model}` trained by GRPO with Keel {version} on the task `{task}`.
+`{model}` trained by GRPO with Keel {version} on the task `{task}`. The licence above is a placeholder: the base model's
+holds.
 
 | | |
 | --- | --- |
@@ -45,11 +44,18 @@ _HUB_NAME = re.compile(r"[\w.\-]+/[\w.\-]+")
 
 def model_card(run: TrainingRun, state: State, about: Mapping[str, Any]) -> str:
     """README.md of a checkpoint."""
+    from huggingface_hub import ModelCardData
+
     lora = is_lora(unwrap(run.policy.model))
     base = str(about.get("model", run.policy.name))
+    metadata = ModelCardData(
+        base_model=base if is_hub_name(base) else None,
+        library_name="peft" if lora else "transformers",
+        license="unknown",
+        tags=["keel", "grpo", "reinforcement-learning"],
+    )
     card = _CARD.format(
-        library="peft" if lora else "transformers",
-        base=f"base_model: {base}\n" if is_hub_name(base) else "",
+        metadata=metadata.to_yaml(),
         name=about.get("name", "run"),
         step=state.step,
         model=base,

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from keel.base.types import Completion, Problem, Reward
 from keel.kl.controllers import KLState, Steered
-from keel.losses.policy import PolicyTerm, clipped
+from keel.losses import LossOptions
+from keel.losses.inputs import LossInputs, PolicyTerm
+from keel.losses.policy import clipped
 from keel.models.load import LoadedModel
 from keel.rollout import SamplingParams
 from lab.doctor.faults import NeverSynced, Odd, Wrapped, scored
@@ -21,40 +23,40 @@ from lab.doctor.schooled import nearness, schooled_model
 # Losses
 
 
-def right_loss(logp, old_logp, advantage, mask, limits, spec) -> PolicyTerm:
-    return clipped(logp, old_logp, advantage, mask, limits, spec)
+def right_loss(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
+    return clipped(inputs, options)
 
 
-def sign_flipped(logp, old_logp, advantage, mask, limits, spec) -> PolicyTerm:
-    return clipped(logp, old_logp, -advantage, mask, limits, spec)
+def sign_flipped(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
+    return clipped(replace(inputs, advantages=-inputs.advantages), options)
 
 
-def advantage_ignored(logp, old_logp, advantage, mask, limits, spec) -> PolicyTerm:
-    return clipped(logp, old_logp, torch.ones_like(advantage), mask, limits, spec)
+def advantage_ignored(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
+    return clipped(replace(inputs, advantages=torch.ones_like(inputs.advantages)), options)
 
 
-def advantage_without_sign(logp, old_logp, advantage, mask, limits, spec) -> PolicyTerm:
-    return clipped(logp, old_logp, advantage.abs(), mask, limits, spec)
+def advantage_without_sign(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
+    return clipped(replace(inputs, advantages=inputs.advantages.abs()), options)
 
 
-def good_ones_only(logp, old_logp, advantage, mask, limits, spec) -> PolicyTerm:
-    return clipped(logp, old_logp, advantage.clamp_min(0), mask, limits, spec)
+def good_ones_only(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
+    return clipped(replace(inputs, advantages=inputs.advantages.clamp_min(0)), options)
 
 
-def loss_detached(logp, old_logp, advantage, mask, limits, spec) -> PolicyTerm:
-    term = clipped(logp.detach(), old_logp, advantage, mask, limits, spec)
-    return replace(term, loss=term.loss + 0 * logp)
+def loss_detached(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
+    term = clipped(replace(inputs, logp=inputs.logp.detach()), options)
+    return replace(term, loss=term.loss + 0 * inputs.logp)
 
 
-def times_the_tokens(logp, old_logp, advantage, mask, limits, spec) -> PolicyTerm:
-    term = clipped(logp, old_logp, advantage, mask, limits, spec)
-    return replace(term, loss=term.loss * mask.sum())
+def times_the_tokens(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
+    term = clipped(inputs, options)
+    return replace(term, loss=term.loss * inputs.mask.sum())
 
 
-def own_weights(logp, old_logp, advantage, mask, limits, spec) -> PolicyTerm:
+def own_weights(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
     """Sound: later tokens weigh a little less."""
-    term = clipped(logp, old_logp, advantage, mask, limits, spec)
-    return replace(term, loss=term.loss * 0.9 ** torch.arange(logp.shape[-1]))
+    term = clipped(inputs, options)
+    return replace(term, loss=term.loss * 0.9 ** torch.arange(inputs.logp.shape[-1]))
 
 
 # Controllers
