@@ -29,6 +29,7 @@ MOVED = {
     "keel.metrics": "keel.base.metrics",
     "keel.models.branches": "keel.models.prefix_attention",
     "keel.models.lengths": "keel.models.rope",
+    "keel.models.scratch": "keel.envs.chess.models",
     "keel.redact": "keel.base.redact",
     "keel.report": "keel.lab.report",
     "keel.report.read": "keel.lab.runs",
@@ -65,6 +66,7 @@ MOVED = {
     "keel.types": "keel.base.types",
     "keel.verify.show": "keel.lab.report.proofs",
     "keel.verify.task": "keel.envs.prove",
+    "keel.worlds": "keel.envs.multihop.models",
 }
 _NAME = re.compile(r"(keel(?:\.\w+)+)(:\w+)")
 
