@@ -44,7 +44,7 @@ def test_a_module_of_the_working_folder(module):
 def test_what_is_no_function_passes_where_it_may(module):
     name = module("recipe = {'a': 1}\n")
     assert import_object(f"{name}:recipe", "loss.loss_type", callable_only=False) == {"a": 1}
-    with pytest.raises(KeelError, match=rf"^task '{name}:recipe' is a dict: it must be a function or a class$"):
+    with pytest.raises(KeelError, match=rf"^task '{name}:recipe' is of type dict: it must be a function or a class$"):
         import_object(f"{name}:recipe", "task")
 
 

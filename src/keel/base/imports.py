@@ -42,5 +42,5 @@ def import_object(spec: str, part: str, *, callable_only: bool = True) -> Any:
         cause = f"{type(error).__name__}: {first_line(error)}"
         raise KeelError(f"cannot import {label}: {cause}, in {line.filename}, line {line.lineno}") from error
     if callable_only and not callable(loaded):
-        raise KeelError(f"{label} is a {type(loaded).__name__}: it must be a function or a class")
+        raise KeelError(f"{label} is of type {type(loaded).__name__}: it must be a function or a class")
     return loaded

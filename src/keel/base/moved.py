@@ -29,6 +29,7 @@ MOVED = {
     "keel.metrics": "keel.base.metrics",
     "keel.models.branches": "keel.models.prefix_attention",
     "keel.models.lengths": "keel.models.rope",
+    "keel.models.scratch": "keel.envs.chess.models",
     "keel.redact": "keel.base.redact",
     "keel.reference.held": "keel.reference.weights",
     "keel.report": "keel.lab.report",
@@ -66,6 +67,7 @@ MOVED = {
     "keel.types": "keel.base.types",
     "keel.verify.show": "keel.lab.report.proofs",
     "keel.verify.task": "keel.envs.prove",
+    "keel.worlds": "keel.envs.multihop.models",
 }
 _NAME = re.compile(r"(keel(?:\.\w+)+)(:\w+)")
 
