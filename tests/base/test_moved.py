@@ -34,8 +34,8 @@ def test_an_import_is_refused_with_the_new_name(name):
 def test_a_plug_in_learns_in_one_line_which_of_its_lines_to_change(tmp_path, monkeypatch):
     (tmp_path / "plugin_of_01.py").write_text("import keel\n\nfrom keel.train.step import train_step\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    said = r"^keel\.train\.step is now keel\.trainer\.step: change the import in .*plugin_of_01\.py, line 3$"
-    with pytest.raises(KeelError, match=said):
+    message = r"^keel\.train\.step is now keel\.trainer\.step: change the import in .*plugin_of_01\.py, line 3$"
+    with pytest.raises(KeelError, match=message):
         importlib.import_module("plugin_of_01")
     assert callable(keel.train)
 
@@ -65,13 +65,13 @@ def test_the_longest_name_decides():
 
 
 def test_names_in_data():
-    given = {
+    data = {
         "task": {"name": "keel.tasks.countdown:countdown"},
         "rewards": [{"name": "keel.tasks:x"}],
         "n": 3,
         "p": "a:b",
     }
-    assert current_names(given) == {
+    assert current_names(data) == {
         "task": {"name": "keel.envs.countdown:countdown"},
         "rewards": [{"name": "keel.envs:x"}],
         "n": 3,
@@ -123,6 +123,7 @@ def test_a_run_of_01_goes_on(tmp_path):
         ("keel.losses", "LossSpec", "keel.losses.LossOptions"),
         ("keel.losses", "KLSpec", "keel.kl.KLOptions"),
         ("keel.losses", "MismatchSpec", "keel.losses.MismatchOptions"),
+        ("keel.losses", "summed_kl", "keel.losses.vocabulary_kl"),
         ("keel.kl", "Controller", "keel.kl.BetaController"),
         ("keel.kl.controllers", "Steered", "keel.kl.controllers.RuleController"),
         ("keel.kl", "shape_rewards", "keel.kl.reward_penalty"),
