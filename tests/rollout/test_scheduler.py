@@ -68,17 +68,17 @@ def test_chunks_of_a_prefill_cover_all_prompts() -> None:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     """Every prefill and every step of a decoder."""
     passes: list[tuple[str, Any]] = []
-    start, step = SharedPrefixDecoder.prefill, SharedPrefixDecoder.step
+    prefill, step = SharedPrefixDecoder.prefill, SharedPrefixDecoder.step
 
-    def starts(self: SharedPrefixDecoder, prompts: Any, prompt_of: Any, length: int) -> Any:
+    def prefilled(self: SharedPrefixDecoder, prompts: Any, prompt_of: Any, length: int) -> Any:
         passes.append(("prefill", (len(prompts), len(prompt_of))))
-        return start(self, prompts, prompt_of, length)
+        return prefill(self, prompts, prompt_of, length)
 
     def steps(self: SharedPrefixDecoder, tokens: Any) -> Any:
         passes.append(("step", len(tokens)))
         return step(self, tokens)
 
-    monkeypatch.setattr(SharedPrefixDecoder, "prefill", starts)
+    monkeypatch.setattr(SharedPrefixDecoder, "prefill", prefilled)
     monkeypatch.setattr(SharedPrefixDecoder, "step", steps)
     return passes
 

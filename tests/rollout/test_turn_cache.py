@@ -72,7 +72,7 @@ def tokens_read(model: Any, play_it: Callable[[], Any]) -> int:
 
 
 @pytest.mark.parametrize("name", [*shapes.SHARED, *shapes.PLAIN])
-def test_by_turnthat_reuse_equal_by_turnthat_read_again(name: str) -> None:
+def test_turns_that_resume_equal_turns_that_prefill_again(name: str) -> None:
     model = shapes.model(name)
     assert_same(play(engine_of(model, ROOM), seed=5), play(engine_of(model, 0), seed=5))
 

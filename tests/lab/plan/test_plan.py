@@ -201,7 +201,7 @@ def test_half_precision_passes_hold_more_on_cuda():
 
 
 def test_contexts_kept_between_turns_are_counted_up_to_their_limit():
-    native = [given for given in job("rollout.join_turns=false") if not given.startswith("rollout.engine=")]
+    native = [override for override in job("rollout.join_turns=false") if not override.startswith("rollout.engine=")]
     one, several = (load_config({}, [*native, f"rollout.max_turns={turns}"]) for turns in (1, 3))
     small = load_config({}, [*native, "rollout.max_turns=3", "rollout.kept_gib=0.0001"])
     cache, both, limited = (plan(config, find_hardware("cpu")).parts["cache"] for config in (one, several, small))
@@ -212,19 +212,19 @@ def test_contexts_kept_between_turns_are_counted_up_to_their_limit():
 
 
 def waves(max_batch: int | None) -> Any:
-    given = [given for given in job() if not given.startswith("rollout.engine=")]
-    return load_config({}, given if max_batch is None else [*given, f"rollout.max_batch={max_batch}"])
+    overrides = [override for override in job() if not override.startswith("rollout.engine=")]
+    return load_config({}, overrides if max_batch is None else [*overrides, f"rollout.max_batch={max_batch}"])
 
 
 @pytest.mark.parametrize("max_batch", [None, 4, 7, 8, 3])
 def test_the_planned_passes_are_those_that_a_step_makes(max_batch, monkeypatch):
-    """Groups of 4 are sampled whole: 7 places hold one, and 3 places cut each in two."""
+    """Groups of 4 are sampled whole: 7 slots hold one, and 3 slots cut each in two."""
     prefills, steps = [], []
-    start, step = SharedPrefixDecoder.prefill, SharedPrefixDecoder.step
+    prefill, step = SharedPrefixDecoder.prefill, SharedPrefixDecoder.step
 
-    def starts(self, prompts, prompt_of, length):
+    def prefilled(self, prompts, prompt_of, length):
         prefills.append((len(prompts), len(prompt_of)))
-        return start(self, prompts, prompt_of, length)
+        return prefill(self, prompts, prompt_of, length)
 
     def stepped(self, tokens):
         steps.append(len(tokens))
@@ -233,7 +233,7 @@ def test_the_planned_passes_are_those_that_a_step_makes(max_batch, monkeypatch):
     config = waves(max_batch)
     loaded = build_policy(config)
     run = build_run(config, loaded).run
-    monkeypatch.setattr(SharedPrefixDecoder, "prefill", starts)
+    monkeypatch.setattr(SharedPrefixDecoder, "prefill", prefilled)
     monkeypatch.setattr(SharedPrefixDecoder, "step", stepped)
     requests = [Request(f"p{i}", (5, 6, i)) for i in range(config.rollout.prompts_per_step)]
     run.engine.generate(requests, SamplingParams.of(config.rollout, ignore_eos=True))
