@@ -25,7 +25,7 @@ from keel.rollout.native.graph import has_fixed_rotations
 from keel.rollout.native.llama import is_llama_shaped
 from keel.rollout.native.scheduler import NOISE_AHEAD, Passes, Traits, prefill_chunks, simulate
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
-from keel.trainer.optim import Optimizer, amp_dtype
+from keel.trainer.optim import Optimizer, resolve_amp_dtype
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class _DryRun:
     ) -> None:
         self.config, self.loaded, self.reference = config, loaded, reference
         self.micros, self.hardware = micros, hardware
-        self.amp_dtype = amp_dtype(config.optim, loaded.dtype)
+        self.amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype)
         self.traits = decoding_traits(config, loaded, hardware)
         self.live = LiveBytes()
         self.cost = StepCost(micros=len(micros))

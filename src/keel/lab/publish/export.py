@@ -7,7 +7,7 @@ from pathlib import Path
 
 from keel.base.errors import KeelError
 from keel.lab.publish.hub import CARD, merge_adapter, model_files, public_card, wants_merging
-from keel.run.subject import find_subject, model_folder
+from keel.run.model_ref import model_folder, resolve_model
 
 
 def export(source: str, folder: str | Path, *, checkpoint: str | None = None, merged: bool = False) -> Path:
@@ -23,7 +23,7 @@ def export(source: str, folder: str | Path, *, checkpoint: str | None = None, me
     try:
         target.mkdir(parents=True, exist_ok=True)
         if merging:
-            merge_adapter(find_subject(str(model_dir)), model_dir, target)
+            merge_adapter(resolve_model(str(model_dir)), model_dir, target)
         else:
             for path in model_files(model_dir):
                 copy = target / path.relative_to(model_dir)
