@@ -139,7 +139,7 @@ def small_mistral(**settings: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("window", "context", "reached", "vouched"),
+    ("window", "context", "reached", "verified_length"),
     [
         (80, 1000, 100, None),  # well past it
         (95, 1000, 100, None),  # as far past it as a probe may

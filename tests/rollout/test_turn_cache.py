@@ -193,7 +193,7 @@ def test_a_context_that_was_changed_is_read_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "limit"),
+    ("overrides", "limit"),
     [
         (["rollout.max_turns=3"], 2**30),
         (["rollout.max_turns=3", "rollout.kept_gib=0.25"], 2**28),
