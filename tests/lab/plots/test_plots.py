@@ -90,7 +90,7 @@ def test_no_two_points_of_a_chart_share_a_colour():
     parts, colours = facets(summaries), colouring(summaries)
     assert [one for _, members in parts for one in members] == summaries
     for _, members in parts:
-        assert len({colours.of[one.label] for one in members}) == len(members) <= COLOURS
+        assert len({colours.by_label[one.label] for one in members}) == len(members) <= COLOURS
     assert [title for title, _ in parts][:2] == ["k1 in loss, plain", "k1 in loss"]
     assert colours.names == ["beta=0.01", "beta=0.1", "beta=1", "beta=0"]
     assert facets(summarise(beta_study(), "beta=0"))[0][0] == ""

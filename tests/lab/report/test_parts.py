@@ -12,7 +12,7 @@ import pytest
 from keel.base.thresholds import load_thresholds
 from keel.envs.toolbox import KINDS
 from keel.lab import runs as reading
-from keel.lab.judge import Accuracy
+from keel.lab.judge import Accuracy, state
 from keel.lab.plots.charts import (
     BOTTOM,
     HEIGHT,
@@ -29,10 +29,10 @@ from keel.lab.plots.charts import (
 )
 from keel.lab.report import html
 from keel.lab.report.panels import PANELS, panels
-from keel.lab.report.rollouts import facts, readable, scale
-from keel.lab.report.samples import pages, pick, section, span, tokens
+from keel.lab.report.rollouts import colour_scale, facts, readable
+from keel.lab.report.samples import all_completions, pick, section, span, tokens
 from keel.lab.report.sections import flatten, retention_table, seconds, since
-from keel.lab.report.verdict import accuracy, kl_figures, sentences, state
+from keel.lab.report.verdict import accuracy, kl_figures, sentences
 from keel.lab.runs import RunRecord, read_run
 from keel.loggers import RunDirectory
 from keel.loggers.jsonl import JsonlLogger
@@ -178,8 +178,8 @@ def test_token_spans():
     assert span("tool", None, True, 1.0) == "<span class='t x'>tool</span>"
     assert readable("Ġthe", "in the") == " the"
     assert readable("Ġ", "a Ġ of its own") == "Ġ"
-    assert scale([{"kl": [0.001, None]}, {}]) == 0.05
-    assert scale([{"kl": [2.0] * 200}]) == 2.0
+    assert colour_scale([{"kl": [0.001, None]}, {}]) == 0.05
+    assert colour_scale([{"kl": [2.0] * 200}]) == 2.0
 
 
 def test_small_things():
@@ -316,11 +316,11 @@ def test_all_recorded_completions_are_there_a_step_at_a_time():
     assert "Step 4: 12 completions, mean reward 1.5" in shown
     assert all(record["completion"] in shown for record in records)
     assert shown.index("Step 3: ") < shown.index("Step 4: ")
-    each = len(pages(replace(RUN, rollouts=records[:12])))
-    few = pages(replace(RUN, rollouts=records), limit=int(3.5 * each))
+    each = len(all_completions(replace(RUN, rollouts=records[:12])))
+    few = all_completions(replace(RUN, rollouts=records), limit=int(3.5 * each))
     assert [int(found) for found in re.findall(r"Step (\d+): ", few)] == [1, 5, 9]  # spread over the run
     assert "3 steps of 9 recorded; keel show RUN --step N has the others" in few
-    assert pages(replace(RUN, rollouts=records), limit=1).count("<details>") == 1
+    assert all_completions(replace(RUN, rollouts=records), limit=1).count("<details>") == 1
 
 
 def test_counts_of_an_end_stand_with_a_completion():

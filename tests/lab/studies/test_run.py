@@ -22,7 +22,7 @@ from keel.lab.studies import read_study
 from keel.lab.studies.folder import jobs, open_folder
 from keel.lab.studies.report import write_study
 from keel.lab.studies.results import read_result
-from keel.lab.studies.run import Local, Process, run_study
+from keel.lab.studies.run import LocalPool, Process, run_study
 from keel.lab.studies.table import points_csv
 from lab.studies.small_study import STUDY
 
@@ -218,7 +218,7 @@ def test_a_run_that_starts_while_its_study_ends_is_killed_too(names, tmp_path, m
 
     monkeypatch.setattr("keel.lab.studies.run.run_process", starts)
     monkeypatch.setattr("keel.lab.studies.run.GRACE_S", 0.3)
-    pool = Local(len(names))
+    pool = LocalPool(len(names))
     futures = [pool.submit(Process((), tmp_path / name, 1)) for name in names]
     ready.wait(20)
     stopping.set()

@@ -7,7 +7,7 @@ from keel.eval.statistics import estimate
 from keel.lab.studies.grid import Axis, Value
 from keel.lab.studies.page import study_page
 from keel.lab.studies.results import FIGURES, RunResult, SkillResult
-from keel.lab.studies.table import points_csv, shown, summarise, table_csv, table_md
+from keel.lab.studies.table import format_figure, points_csv, summarise, table_csv, table_md
 from keel.lab.studies.verdict import verdict
 
 
@@ -222,8 +222,8 @@ def test_the_table_to_paste():
     assert lines[0].startswith("| point | accuracy | reward | KL(policy‖start) | KL(start‖policy) | old skills |")
     assert lines[2].startswith("| beta=0 (baseline) | 91.0 % ± 2.5 |")
     assert len({line.count("|") for line in lines}) == 1
-    assert shown("reward", estimate([0.5])) == "0.5"
-    assert shown("reward", None) == "–"
+    assert format_figure("reward", estimate([0.5])) == "0.5"
+    assert format_figure("reward", None) == "–"
 
 
 def test_the_page_stands_alone():

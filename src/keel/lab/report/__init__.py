@@ -24,10 +24,10 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
     if not runs:
         raise KeelError("no run directory given; name at least one, such as runs/default")
     paths = [Path(run) for run in runs]
-    found = [read_run(path) for path in paths]
+    records = [read_run(path) for path in paths]
     if out is None:
         out = paths[0] / REPORT if len(paths) == 1 else paths[0].resolve().parent / "comparison.html"
     with one_line_errors(f"cannot create {Path(out).parent}"):
         Path(out).parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(Path(out), page(found))
+    write_atomic(Path(out), page(records))
     return Path(out)

@@ -81,12 +81,12 @@ PANELS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("Learning rate", "", "", [("optim/learning_rate", "learning rate")]),
 ]
 
-PART = "reward/part/"
+REWARD_PART = "reward/part/"
 KL_KINDS = ("k3", "k1", "exact")
 FROM_ZERO = {"Completion length", "Time a step", "Speed", "Gradient norm"}
 NOTABLE = ("guard", "rollback", "stop", "resume", "abort", "spike", "nan", "interrupt", "over-budget", "tool/errors")
 # Where an attempt that was given up is drawn beside what became of the run: dashed, the first metric of the chart only.
-TOLD_TWICE = {"Reward", "Gradient norm", "Learning rate", "KL(policy‖reference) a sequence"}
+WITH_ABANDONED = {"Reward", "Gradient norm", "Learning rate", "KL(policy‖reference) a sequence"}
 
 
 def panels(runs: Sequence[RunRecord]) -> list[Panel]:
@@ -100,13 +100,13 @@ def marks(runs: Sequence[RunRecord]) -> list[float]:
     """The steps of events worth a line in every chart; of one run only, since several would be a thicket."""
     if len(runs) != 1:
         return []
-    found = {
+    steps = {
         step
         for event in runs[0].events
         if any(word in str(event.get("kind", "")) for word in NOTABLE)
         and (step := number(event.get("step"))) is not None
     }
-    return sorted(found)[:40]
+    return sorted(steps)[:40]
 
 
 def _from_metrics(
@@ -125,7 +125,7 @@ def _from_metrics(
                 curves.append(_series(runs, index, order, shown, points))
     if not curves:
         return None
-    if title in TOLD_TWICE:
+    if title in WITH_ABANDONED:
         curves += _abandoned(runs, names[0][0])
     title = "Time a step, all phases" if len(runs) > 1 and title == "Time a step" else title
     return Panel(title, unit, curves, hint, marks(runs), title in FROM_ZERO, saves(runs))
@@ -133,8 +133,8 @@ def _from_metrics(
 
 def _parts(runs: Sequence[RunRecord]) -> list[Panel | None]:
     """What the reward is made of, before weights: all parts together for one run, a chart each for several."""
-    names = sorted({name for run in runs for name in run.metric_names if name.startswith(PART)})
-    labelled = [(name, name.removeprefix(PART)) for name in names]
+    names = sorted({name for run in runs for name in run.metric_names if name.startswith(REWARD_PART)})
+    labelled = [(name, name.removeprefix(REWARD_PART)) for name in names]
     if len(runs) == 1:
         return [_from_metrics(runs, "Reward parts", "mean of a step, before weights", "", labelled)]
     return [_from_metrics(runs, f"Reward part: {label}", "mean of a step", "", [(n, label)]) for n, label in labelled]
@@ -142,8 +142,8 @@ def _parts(runs: Sequence[RunRecord]) -> list[Panel | None]:
 
 def _abandoned(runs: Sequence[RunRecord], metric: str) -> list[Curve]:
     """The attempts of a single run that a rollback gave up, from colours that the chart has not used."""
-    given_up = runs[0].abandoned if len(runs) == 1 else ()
-    curves = [(name, curve_of(lines, metric)) for name, lines in given_up]
+    attempts = runs[0].abandoned if len(runs) == 1 else ()
+    curves = [(name, curve_of(lines, metric)) for name, lines in attempts]
     return [
         Curve(f"abandoned {name}", points, 4 + order, dashed=True)
         for order, (name, points) in enumerate(curves)
@@ -154,8 +154,8 @@ def _abandoned(runs: Sequence[RunRecord], metric: str) -> list[Curve]:
 def saves(runs: Sequence[RunRecord]) -> list[float]:
     """The steps at which checkpoints were saved, of one run only."""
     events = runs[0].events if len(runs) == 1 else ()
-    kept = {number(event.get("step")) for event in events if event.get("kind") == "checkpoint"}
-    return sorted(step for step in kept if step is not None)
+    steps = {number(event.get("step")) for event in events if event.get("kind") == "checkpoint"}
+    return sorted(step for step in steps if step is not None)
 
 
 def _series(
@@ -184,7 +184,7 @@ def _kl(runs: Sequence[RunRecord]) -> list[Panel]:
         for kind in KL_KINDS
     }
     if len(runs) == 1:
-        curves = [curve for found in by_kind.values() for curve in found]
+        curves = [curve for of_kind in by_kind.values() for curve in of_kind]
         kind = next((kind for kind in KL_KINDS if by_kind[kind]), "k3")
         curves += _abandoned(runs, f"kl/policy_ref/{kind}/mean")
         return [Panel(title, unit, curves, hint, marks(runs), saves=saves(runs))] if curves else []
