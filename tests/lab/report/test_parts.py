@@ -221,8 +221,8 @@ def test_guards_rollbacks_and_abandoned_attempts_are_told(tmp_path):
     for title in ("Reward", "Gradient norm", "KL(policy‖reference)"):
         last = drawn[title].series[-1]
         assert (last.label, last.dashed, [x for x, _ in last.points]) == ("abandoned attempt 0", True, [4, 5, 6])
-        assert drawn[title].saves == [3]
-        assert drawn[title].marks == [6]
+        assert drawn[title].checkpoints == [3]
+        assert drawn[title].events == [6]
     assert 'class="save"' in svg(drawn["Reward"])
     words = [text for _, text in sentences(found)]
     assert "Guards: 1 step with a skipped update, 1 rollback." in words
@@ -231,7 +231,7 @@ def test_guards_rollbacks_and_abandoned_attempts_are_told(tmp_path):
     for text in ("Dashed: attempts that a rollback gave up.", "Ticks at the bottom: checkpoints.", "rollback"):
         assert text in page
     assert [panel.title for panel in panels([found, found])]  # several runs: no attempts, no ticks
-    assert not any(panel.saves for panel in panels([found, found]))
+    assert not any(panel.checkpoints for panel in panels([found, found]))
 
 
 def test_a_stop_is_said_where_it_ended_the_run():

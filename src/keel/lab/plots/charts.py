@@ -13,7 +13,7 @@ WIDTH, HEIGHT = 360, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 22
 MAX_POINTS = 400
 PALETTE = ("#1f6fd6", "#d9660f", "#16916f", "#a33ea1", "#b58900", "#d2385b", "#4a8fa8", "#6b6b6b")  # as page.css has it
-COLOURS, GREY = len(PALETTE), 7  # that a reader can tell apart; the last is of what belongs to no series
+COLOURS, GREY = len(PALETTE), 7  # that a reader can tell apart; grey is for what belongs to no series
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Panel:
     unit: str
     series: Sequence[Curve]
     hint: str = ""
-    marks: Sequence[float] = ()
+    events: Sequence[float] = ()
     from_zero: bool = False
-    saves: Sequence[float] = ()
-    across: str = "step"  # what the x axis counts; steps are whole numbers
+    checkpoints: Sequence[float] = ()
+    x_label: str = "step"  # what the x axis counts; steps are whole numbers
     names: Sequence[str] = ()  # of x = 0, 1, 2, … where it counts nothing
     x_range: tuple[float, float] | None = None
     y_range: tuple[float, float] | None = None
@@ -88,16 +88,16 @@ def svg(panel: Panel) -> str:
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(panel.title, quote=True)}"'
         f' data-x="{x.low:.10g},{x.high:.10g},{x.start},{x.end}"{" data-log" if log else ""}>'
     ]
-    parts += grid(x, y, integers=panel.across == "step", names=panel.names)
+    parts += grid(x, y, integers=panel.x_label == "step", names=panel.names)
     parts += [
         f'<line class="mark" x1="{x.at(step):.1f}" x2="{x.at(step):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-        for step in panel.marks
+        for step in panel.events
         if x.low <= step <= x.high
     ]
     parts += [
         f'<line class="save" x1="{x.at(step):.1f}" x2="{x.at(step):.1f}" y1="{HEIGHT - BOTTOM - 5}"'
         f' y2="{HEIGHT - BOTTOM}"/>'
-        for step in panel.saves
+        for step in panel.checkpoints
         if x.low <= step <= x.high
     ]
     drawn.reverse()  # the first series is the most important one: on top

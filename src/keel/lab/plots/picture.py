@@ -1,4 +1,4 @@
-"""A picture in a file by matplotlib: what every `--plot` shares, and charts that a page has as SVG."""
+"""A picture in a file by matplotlib: what every `--plot` shares, and panels that a page has as SVG."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def write_panels(
 ) -> None:
     """Panels in a grid, filled column by column; a column has one scale. `notes` are lines beside the last chart.
 
-    Panels with names stand on their side, a line a name, and share the names on the left.
+    Panels with names are drawn sideways, one line per name, and share the names on the left.
     """
     columns = max(1, math.ceil(len(panels) / rows))
     names_count = max((len(panel.names) for panel in panels), default=0)
@@ -106,7 +106,7 @@ def _legend_line(plt: Any, entry: LegendEntry) -> Any:
 
 
 def _horizontal(axis: Any, panel: Panel) -> None:
-    """A line a name, however many there are: values go across."""
+    """One line per name, however many there are: values run along the x axis."""
     for index, series in enumerate(panel.series):
         shift = 0.16 * (index - (len(panel.series) - 1) / 2)
         measured = [(x + shift, y, error) for x, y, error in _measured(series)]
@@ -126,10 +126,10 @@ def _vertical(axis: Any, panel: Panel, *, small: bool) -> None:
     """Curves with their bands, dots with their intervals."""
     for series in panel.series:
         colour, measured = PALETTE[series.colour], _measured(series)
-        across, values = [x for x, _, _ in measured], [y for _, y, _ in measured]
+        xs, ys = [x for x, _, _ in measured], [y for _, y, _ in measured]
         if series.dots:
             low, high = _error_lengths(measured)
-            axis.errorbar(across, values, yerr=[low, high], fmt="o", ms=5, lw=0.7, capsize=2, color=colour)
+            axis.errorbar(xs, ys, yerr=[low, high], fmt="o", ms=5, lw=0.7, capsize=2, color=colour)
         else:
             with_gaps = [math.nan if y is None else y for _, y in series.points]
             style = "--" if series.dashed else "-"
@@ -139,14 +139,14 @@ def _vertical(axis: Any, panel: Panel, *, small: bool) -> None:
                 axis.fill_between(*zip(*bands, strict=True), color=colour, alpha=0.15, lw=0)
         for x, y, _ in measured if series.tag else ():
             axis.annotate(series.tag, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=8)
-    values = [y for series in panel.series for _, y, _ in _measured(series)]
-    if panel.y_range is None and wants_log(values):
+    ys = [y for series in panel.series for _, y, _ in _measured(series)]
+    if panel.y_range is None and wants_log(ys):
         axis.set_yscale("log")
-    if values and min(values) < 0 < max(values):
+    if ys and min(ys) < 0 < max(ys):
         axis.axhline(0, color="#888", lw=0.8)
     axis.set_title(panel.title, fontsize=8 if small else 11)
-    unit, _, across_unit = panel.unit.partition("; across, ")
-    axis.set_xlabel(f"{panel.across}, {across_unit}" if across_unit else panel.across, fontsize=8)
+    unit, _, x_unit = panel.unit.partition("; across, ")
+    axis.set_xlabel(f"{panel.x_label}, {x_unit}" if x_unit else panel.x_label, fontsize=8)
     axis.set_ylabel(unit, fontsize=8)
     axis.set(xlim=panel.x_range, ylim=panel.y_range)
     axis.tick_params(labelsize=7 if small else 9)
@@ -162,6 +162,6 @@ def _measured(series: Curve) -> MeasuredPoints:
 
 
 def _error_lengths(measured: MeasuredPoints) -> tuple[list[float], list[float]]:
-    """How far each interval reaches below and above its value."""
+    """The length of each interval below and above its value."""
     ends = [(y, error or (y, y)) for _, y, error in measured]
     return [max(0.0, y - low) for y, (low, _) in ends], [max(0.0, high - y) for y, (_, high) in ends]

@@ -13,7 +13,7 @@ __all__ = ["write_report"]
 
 
 def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
-    """Read the runs and write their report; where it went.
+    """Read the runs and write their report; returns its path.
 
     One run's report goes into its own directory, that of several beside the first one as `comparison.html`, unless
     `out` says otherwise.

@@ -82,7 +82,7 @@ def chart_data(drawn: Sequence[Panel]) -> str:
             }
             for series in thinned
         ]
-        charts.append({"title": panel.title, "across": panel.across, "names": list(panel.names), "series": curves})
+        charts.append({"title": panel.title, "across": panel.x_label, "names": list(panel.names), "series": curves})
     return embed({"width": WIDTH, "height": HEIGHT, "charts": charts})
 
 
@@ -131,9 +131,9 @@ def curves(drawn: Sequence[tuple[Panel, str]], several_runs: bool = False) -> st
             f"<figure data-chart='{index}'><figcaption>{heading}</figcaption>{picture}"
             f"<div class='legend'>{keys}</div><output></output></figure>"
         )
-    marked = any(panel.marks for panel, _ in drawn)
+    marked = any(panel.events for panel, _ in drawn)
     notes = ["Dotted lines: guards, rollbacks and resumes of the timeline."] if marked else []
-    notes += ["Ticks at the bottom: checkpoints."] if any(panel.saves for panel, _ in drawn) else []
+    notes += ["Ticks at the bottom: checkpoints."] if any(panel.checkpoints for panel, _ in drawn) else []
     has_abandoned = any(series.label.startswith("abandoned") for panel, _ in drawn for series in panel.series)
     notes += ["Dashed: attempts that a rollback gave up."] if has_abandoned else []
     note = f"<p class='muted'>{' '.join(notes)}</p>" if notes else ""

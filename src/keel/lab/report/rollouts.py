@@ -64,13 +64,13 @@ def messages_of(record: Record) -> list[dict[str, Any]]:
 
 
 def cut_note(record: Record) -> str:
-    """What is said of a prompt whose left end was cut off; empty of a whole one."""
+    """How much of a prompt's left end was cut off; empty where nothing was."""
     cut = number(record.get("prompt_tokens_cut"))
     return f"{cut:.0f} tokens cut off its left end" if cut else ""
 
 
 def message_text(message: Mapping[str, Any]) -> str:
-    """What a message says, the calls of tools among it."""
+    """The text of a message, tool calls included."""
     content = message.get("content")
     text = content if isinstance(content, str) else "" if content is None else json.dumps(content, ensure_ascii=False)
     calls = [json.dumps(call.get("function", call), ensure_ascii=False) for call in _mappings(message, "tool_calls")]
@@ -106,7 +106,7 @@ def facts(record: Record) -> list[str]:
 
 
 def _episode(record: Record) -> list[str]:
-    """How many turns an episode had, what its tools were asked, and what is wrong with its end, where counted."""
+    """Turns, tool calls and faulty answers of an episode, where counted."""
     counts = record.get("counts")
     if not isinstance(counts, dict):
         return []
@@ -121,7 +121,7 @@ def _episode(record: Record) -> list[str]:
 
 
 def _errors(counts: Mapping[str, Any], prefix: str) -> list[tuple[str, float]]:
-    """What went wrong in calls or answers, in words."""
+    """(name, count) of what went wrong in calls or answers."""
     known = [(str(name), number(value)) for name, value in counts.items() if str(name).startswith(prefix)]
     skipped = ("tool/calls", "tool/errors")
     return [(n.removeprefix(prefix).replace("_", " "), value) for n, value in known if value and n not in skipped]
@@ -158,7 +158,7 @@ def readable(token: str, completion_text: str) -> str:
 
 
 def read_step(run: Path, step: int | None = None) -> tuple[int, list[Record]]:
-    """(step, its records): of the last step that has rollouts, or of the one asked for, however large the file is."""
+    """(step, its records) of `step`, or of the last step that has rollouts, however large the file is."""
     path = run / rundir.ROLLOUTS
     if not run.is_dir():
         raise KeelError(f"no run directory at {run}; a run is a folder such as runs/default")
@@ -177,7 +177,7 @@ def read_step(run: Path, step: int | None = None) -> tuple[int, list[Record]]:
 
 
 def _line_offsets(path: Path) -> Iterator[tuple[int, int]]:
-    """(where a line begins, its step) of every whole line; only the step is read."""
+    """(offset, step) of every complete line; only the step is parsed."""
     with path.open("rb") as file:
         offset = 0
         for line in file:

@@ -82,7 +82,7 @@ def before_and_after(run: RunRecord) -> str:
 
 
 def all_completions(run: RunRecord, limit: int = MAX_HTML_BYTES) -> str:
-    """Every recorded completion, folded a step, in the order of training.
+    """Every recorded completion, folded step by step, in the order of training.
 
     Where all would be more than `limit` bytes, the first step, the last and those evenly between them are shown.
     """
@@ -172,9 +172,9 @@ def picture(record: Record) -> str:
 
 
 def tokens(record: Record, kl_max: float) -> str:
-    """Spans a token, those of several turns under their speakers; plain text where tokens and KL do not fit.
+    """One span per token, those of several turns under their speakers; plain text where tokens and KL do not match.
 
-    Neighbours without a KL are one span, so that turns and what was not trained on are told apart without any KL too.
+    Neighbours without a KL are one span, so that turns and context can be told apart where no KL was measured.
     """
     recorded = tokens_of(record)
     if not recorded:

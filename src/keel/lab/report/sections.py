@@ -23,6 +23,8 @@ from keel.lab.report.verdict import (
 from keel.lab.runs import Record, RunRecord, number
 
 EVENTS_SHOWN = 300
+# Parts of the kinds of events that are coloured as a warning.
+ALARMING = ("abort", "guard", "rollback", "stop", "over-budget", "dropped", "nan", "error", "damaged")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
@@ -127,7 +129,7 @@ def flatten(mapping: Mapping[str, Any], prefix: str = "") -> Record:
 
 
 def retention_table(run: RunRecord) -> str:
-    """Before and after a skill, the trained one first."""
+    """Accuracy before and after of every skill, the trained one first."""
     trained = accuracy(run)
     rows = []
     for row in ([trained] if trained else []) + retention(run):
@@ -145,7 +147,7 @@ def retention_table(run: RunRecord) -> str:
 
 
 def task_figures(run: RunRecord) -> str:
-    """What tasks measure of their own at an evaluation, such as the parts of a reward or calls of tools."""
+    """What tasks themselves measure at an evaluation, such as the parts of a reward or tool calls."""
     rows = []
     for (split, task), lines in run.evaluated.items():
         first, last = (_extra(line) for line in (lines[0], lines[-1]))
@@ -178,16 +180,13 @@ def timeline(run: RunRecord) -> str:
         rest = {name: value for name, value in event.items() if name not in ("step", "kind", "time", "message")}
         details = [str(event["message"])] if event.get("message") else []
         details += [text_of(rest)] if rest else []
-        warns = any(
-            word in kind
-            for word in ("abort", "guard", "rollback", "stop", "over-budget", "dropped", "nan", "error", "damaged")
-        )
+        tone = "warn" if any(part in kind for part in ALARMING) else "plain"
         step = event.get("step")
         rows.append(
             [
                 escape("–" if step is None else str(step)),
                 escape(since(seconds(event.get("time")), start)),
-                f"<span class='pill {'warn' if warns else 'plain'}'>{escape(kind)}</span>",
+                f"<span class='pill {tone}'>{escape(kind)}</span>",
                 escape(" · ".join(details)),
             ]
         )
@@ -236,9 +235,8 @@ def headline(run: RunRecord) -> list[tuple[str, str, str]]:
     cards: list[tuple[str, str, str]] = []
     trained, kl = accuracy(run), kl_figures(run)
     if trained and trained.before is not None and trained.after is not None:
-        cards.append(
-            ("accuracy", f"{100 * trained.before:.1f} → {100 * trained.after:.1f} %", f"{trained.task}, held out")
-        )
+        change = f"{100 * trained.before:.1f} → {100 * trained.after:.1f} %"
+        cards.append(("accuracy", change, f"{trained.task}, held out"))
     elif trained and trained.before is not None:
         cards.append(("accuracy before", percent(trained.before), trained.task + ci(trained.ci_before)))
     per_token = per_token_kl(kl)

@@ -1,4 +1,4 @@
-"""Rollouts in the terminal: who said what, which tokens are trained on, where they left the reference, the pay."""
+"""Rollouts in the terminal: who said what, which tokens are trained on, where they left the reference, their reward."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def choose(
     order: str | None = None,
     limit: int | None = None,
 ) -> list[Record]:
-    """The records asked for; `order` best or worst sorts them by reward, else they stand as they were written."""
+    """The records of a problem or group; `order` best or worst sorts them by reward, else they stay as written."""
     chosen = list(records)
     if problem is not None:
         keys = list(dict.fromkeys(str(record.get("problem")) for record in records))
@@ -80,9 +80,8 @@ def _legend(records: Sequence[Record], kl_max: float) -> Text:
     if any(token.kl is not None for record in records for token in tokens_of(record)):
         text.append("KL to the reference, nats per token: ")
         for share in (-1.0, -0.5, 0.0, 0.5, 1.0):
-            text.append(
-                f" {share * kl_max:+.2g} ", Style(bgcolor=_colour(share * kl_max, kl_max), color="#f2f2f2", dim=False)
-            )
+            kl = share * kl_max
+            text.append(f" {kl:+.2g} ", Style(bgcolor=_colour(kl, kl_max), color="#f2f2f2", dim=False))
         text.append("   ")
     else:
         text.append("KL was not measured at this step.   ")
@@ -107,7 +106,7 @@ def _prompt(record: Record) -> Panel:
 
 
 def _completion(record: Record, kl_max: float) -> Table:
-    """Speaker and words side by side, so that turns are told apart without colour too; then the figures."""
+    """Speaker and text side by side, so that turns can be told apart without colour; then the figures."""
     table = Table.grid(padding=(0, 1), pad_edge=False)
     table.add_column(justify="right", width=8, no_wrap=True)
     table.add_column(overflow="fold", ratio=1)
@@ -161,7 +160,7 @@ def _shown(token: Token) -> str:
 
 
 def _colour(kl: float, kl_max: float) -> str:
-    """Orange above 0, blue below, stronger with size up to `top`."""
-    strength = min(1.0, abs(kl) / kl_max) ** 0.7  # small moves should still be told from none
+    """Orange above 0, blue below, stronger with size up to `kl_max`."""
+    strength = min(1.0, abs(kl) / kl_max) ** 0.7  # so that small moves can still be seen
     full = _ABOVE if kl > 0 else _BELOW
     return "#" + "".join(f"{round(g + strength * (f - g)):02x}" for g, f in zip(_GROUND, full, strict=True))

@@ -1,4 +1,4 @@
-"""What the figures say, in words: computed from the run's files alone, and no stronger than they allow."""
+"""The verdict of a run in sentences: from its files alone, and no stronger than its figures allow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STATE_TONES = {"completed": "good", "stopped": "warn", "aborted": "bad", "runnin
 
 
 def accuracy(run: RunRecord) -> Accuracy | None:
-    """Of the trained task: from the summary, or from the first and last evaluation of a run without one."""
+    """Accuracy on the trained task: from the summary, or from the first and last evaluation of a run without one."""
     summary = run.summary or {}
     stated = summary.get("accuracy")
     if isinstance(stated, Mapping) and number(stated.get("after")) is not None:
@@ -29,7 +29,7 @@ def accuracy(run: RunRecord) -> Accuracy | None:
 
 
 def retention(run: RunRecord) -> list[Accuracy]:
-    """Of every other skill; intervals from eval.jsonl, which the summary does not carry."""
+    """Accuracy on every other skill; intervals from eval.jsonl, which the summary does not carry."""
     measured = accuracies(run.evaluations, retention=True)
     stated = (run.summary or {}).get("retention")
     if not isinstance(stated, Mapping) or not stated:
@@ -88,7 +88,7 @@ def _progress_sentence(run: RunRecord) -> Sentence:
 
 
 def _guard_sentences(run: RunRecord) -> list[Sentence]:
-    """What the guards did: skipped updates, rollbacks and, where it ended the run, the stop; nothing if nothing."""
+    """What the guards did: skipped updates, rollbacks and, where it ended the run, the stop."""
     skipped, rollbacks = ([e for e in run.events if e.get("kind") == kind] for kind in ("guard/skipped", "rollback"))
     counts = []
     if skipped:

@@ -35,7 +35,7 @@ def ray_pool(address: str | None, cores: int) -> Iterator[RayPool]:
 
 
 class RayPool:
-    """Tasks that each wait for one process; Ray decides where and when, by the threads a run needs."""
+    """Tasks that each wait for one process; Ray schedules them by the threads that a run needs."""
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray

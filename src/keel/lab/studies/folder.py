@@ -46,7 +46,7 @@ class Outcome:
 
 
 def digest(study: Study) -> str:
-    """Of all that decides the runs; the baseline and the metric only decide how they are read."""
+    """A hash of all that decides the runs; the baseline and the metric only decide how they are read."""
     inputs = {
         "config": fingerprint(study.config),
         "points": [[point.label, fingerprint(point.config)] for point in study.points],
@@ -104,7 +104,7 @@ def _record(study: Study, study_digest: str, threads: int) -> dict[str, Any]:
 
 
 def _difference(stored: dict[str, Any], study: Study) -> str:
-    """What differs, as far as one word can say it."""
+    """The first difference: seeds, points or configuration."""
     current = _record(study, "", 0)
     if stored.get("seeds") != current["seeds"]:
         return f"its seeds are {', '.join(map(str, stored.get('seeds', [])))}"
@@ -128,7 +128,7 @@ def jobs(path: Path, study: Study) -> list[Job]:
 
 
 def finished_outcome(job: Job) -> Outcome | None:
-    """How a run ended for good: None for one that is to be run, or to go on, or failed and may be tried again."""
+    """The outcome of a finished run; None where it is to be run, resumed, or tried again after a failure."""
     written = read_outcome(job.folder)
     if written is None or written.state not in (DONE, STOPPED):
         return None
@@ -140,7 +140,7 @@ def finished_outcome(job: Job) -> Outcome | None:
 
 
 def read_outcome(folder: Path) -> Outcome | None:
-    """What a run has written of its end."""
+    """The outcome that a run has written, if any."""
     written = read_json(folder / OUTCOME)
     return Outcome(**written) if isinstance(written, dict) and set(written) == {"state", "reason"} else None
 

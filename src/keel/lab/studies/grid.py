@@ -57,7 +57,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Measure:
-    """What is measured after a run: `prompts` × `samples` a task for the drift, held-out text, a target KL's band."""
+    """What is measured after a run: `prompts` × `samples` per task for the drift, held-out text, a target KL's band."""
 
     prompts: int = 32
     samples: int = 4
@@ -89,7 +89,7 @@ def read_study(
     baseline: str | None = None,
     metric: str | None = None,
 ) -> Study:
-    """The study of a study file, or of a configuration with `--grid`; what the command line says goes before the file.
+    """The study of a study file, or of a configuration with `--grid`; the command line overrides the file.
 
     A study file is a mapping with `config` (a path beside it, a name that comes with Keel, or a mapping), and `set`,
     `grid`, `points`, `seeds`, `baseline`, `metric`, `drift`, `text`, `target` as docs/studies.md has them.
@@ -138,7 +138,7 @@ def parse_axis(item: str) -> Axis:
 
 
 def _read_source(source: Path | str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any], Path]:
-    """(name, study's mapping, folder that its paths are beside); a plain configuration is a study of itself."""
+    """(name, study's mapping, folder that its paths are relative to); a plain configuration becomes a study."""
     if isinstance(source, Mapping):
         data: Mapping[str, Any] = source
         return "study", data if is_study(data) else {"config": data}, Path()

@@ -1,4 +1,4 @@
-"""What plots of many points share: which colour a point has, which stand together, how far an interval goes."""
+"""What plots of many points share: a point's colour, the chart it is in, how far an interval is drawn."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Colouring:
 
 
 def colouring(summaries: Sequence[PointSummary]) -> Colouring:
-    """A colour a point where they are few; otherwise one a value of the finest axis with few enough, or one alone."""
+    """One colour per point where they are few; otherwise one per value of `colour_axis`, or a single one."""
     labels = [point.label for point in summaries]
     if len(labels) <= COLOURS:
         return Colouring({label: index for index, label in enumerate(labels)}, labels)
@@ -43,7 +43,7 @@ def colour_axis(summaries: Sequence[PointSummary]) -> str | None:
 
 
 def facets(summaries: Sequence[PointSummary]) -> list[tuple[str, list[PointSummary]]]:
-    """Points by the chart that they stand in, never more than there are colours: alike in all but the colour's axis."""
+    """The points of each chart, never more than there are colours: they differ only in the colour's axis."""
     if len(summaries) <= COLOURS:
         return [("", list(summaries))]
     axis = colour_axis(summaries)
@@ -57,8 +57,8 @@ def facets(summaries: Sequence[PointSummary]) -> list[tuple[str, list[PointSumma
     return list(groups.items())
 
 
-def possible(figure: str) -> tuple[float, float]:
-    """Between which values a figure can lie at all."""
+def value_range(figure: str) -> tuple[float, float]:
+    """The lowest and highest value that a figure can have."""
     if figure == "forgetting":
         return -1.0, 1.0
     if figure in PERCENT or figure.endswith((":before", ":after")):
@@ -68,10 +68,10 @@ def possible(figure: str) -> tuple[float, float]:
 
 
 def bounds(figure: str, estimate: Estimate | None) -> tuple[float, float] | None:
-    """The interval as far as it is possible: a t-interval of shares over two seeds can go from −5 to 6."""
+    """The interval cut to possible values: a t-interval of shares over two seeds can go from −5 to 6."""
     if estimate is None or estimate.low is None or estimate.high is None:
         return None
-    low, high = possible(figure)
+    low, high = value_range(figure)
     return max(low, estimate.low), min(high, estimate.high)
 
 
@@ -81,7 +81,7 @@ def limits(figures: Mapping[str, Sequence[Estimate]]) -> tuple[float, float] | N
     A wider interval is cut there, so that one point with little to say does not flatten all others.
     """
     ranges = [
-        (estimate.mean, edge, *possible(name))
+        (estimate.mean, edge, *value_range(name))
         for name, estimates in figures.items()
         for estimate in estimates
         for edge in bounds(name, estimate) or (estimate.mean, estimate.mean)

@@ -1,4 +1,4 @@
-"""What a finished run is asked besides its own evaluation: its drift from where it started, skill by skill."""
+"""What is measured of a finished run besides its own evaluation: its drift from the start, task by task."""
 
 from __future__ import annotations
 

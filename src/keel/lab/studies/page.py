@@ -16,7 +16,7 @@ from keel.lab.studies.table import PointSummary, display_columns, format_figure
 def study_page(
     title: str, command: str, summaries: Sequence[PointSummary], baseline: str, verdict: Sequence[Sentence]
 ) -> str:
-    """The whole page."""
+    """The page as HTML."""
     drawn = [(panel, picture) for panel in study_panels(summaries) if (picture := svg(panel))]
     items = "".join(f"<li class='{tone}'>{escape(text)}</li>" for tone, text in verdict)
     numbered = short_names(summaries)[0] == "1"

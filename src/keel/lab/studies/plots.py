@@ -84,7 +84,7 @@ def axis_panels(summaries: Sequence[PointSummary], names: Sequence[str]) -> list
         known = {name: [e for point in summaries if (e := point.means.get(name)) is not None] for name, *_ in figures}
         series = [_figure(summaries, *figure) for figure in figures]
         hint = "95 % t-intervals over seeds"
-        panels.append(Panel(title, unit, series, hint, across="point", names=names, y_range=limits(known)))
+        panels.append(Panel(title, unit, series, hint, x_label="point", names=names, y_range=limits(known)))
     return [panel for panel in panels if panel.y_range is not None]
 
 
@@ -145,16 +145,16 @@ def frontier_panels(summaries: Sequence[PointSummary]) -> list[Panel]:
     means = [[replace(e, low=None, high=None) if many else e for e in pair] for pair in known.values()]
     kls, rewards = limits({"kl_policy_ref": [kl for kl, _ in means]}), limits({"reward": [e for _, e in means]})
     unit = "reward, mean of the last 10 steps; across, √(nats per token)"
-    across = None if kls is None else (-0.02 * root(kls[1]), root(kls[1]))
+    x_range = None if kls is None else (-0.02 * root(kls[1]), root(kls[1]))
     title = "Reward against √KL(policy‖start)"
-    return [Panel(title, unit, series, across="√KL", x_range=across, y_range=rewards)]
+    return [Panel(title, unit, series, x_label="√KL", x_range=x_range, y_range=rewards)]
 
 
 # ------------------------------------------------------------------------------------------------------ curves
 
 
 def curve_panels(summaries: Sequence[PointSummary]) -> list[Panel]:
-    """Reward, KL and β while training: for each, a panel a facet."""
+    """Reward, KL and β while training: one panel per facet for each."""
     kl, colours = kl_curve([row for point in summaries for row in point.rows]), colouring(summaries)
     panels = []
     for title, unit, name in (
@@ -185,7 +185,7 @@ def _mean_curve(point: PointSummary, name: str, colour: int) -> Curve:
 
 
 def forgetting_panels(summaries: Sequence[PointSummary]) -> list[Panel]:
-    """What old skills lost against the KL of either direction, a dot a run."""
+    """What old skills lost against the KL of either direction, one dot per run."""
     colours, panels = colouring(summaries), []
     for figure, name in KL_DIRECTIONS.items():
         series = [
@@ -194,7 +194,7 @@ def forgetting_panels(summaries: Sequence[PointSummary]) -> list[Panel]:
             if (members := [point for point in summaries if colours.by_label[point.label] == index])
         ]
         unit = "old skills, before − after; across, nats per token"
-        panels.append(Panel(f"Forgetting against {name}", unit, series, across=name))
+        panels.append(Panel(f"Forgetting against {name}", unit, series, x_label=name))
     return panels
 
 

@@ -26,19 +26,19 @@ from keel.trainer.integrity import damages
 
 
 def shared_warmstart(shared: Path, config: Config) -> Path:
-    """Where the warm start that this run shares with others lies: under all that makes it, cutting included."""
+    """The folder of the warm start that this run shares with others; microbatches change its last digits."""
     return warmstart_place(shared / f"{config.optim.microbatch_tokens}-{config.optim.precision}", config)
 
 
 def make_warmstart(config: Config, folder: Path) -> None:
-    """The warm start as a run itself would make it; nothing where it is there already and as it was saved."""
+    """Make the warm start as a run itself would, unless it is there and undamaged."""
     if not is_whole(folder) or damages(folder):
         with without_bars():
             warmstart(folder, build_policy(config), lambda model: build_warmstart(config, model))
 
 
 def link_warmstart(config: Config, source: Path, run: Path) -> None:
-    """The shared warm start into a run's folder, without copying where the disk can share files."""
+    """Put the shared warm start into a run's folder, by hard links where the disk allows them."""
     target = warmstart_place(run, config)
     if is_whole(target):
         return
@@ -51,11 +51,11 @@ def link_warmstart(config: Config, source: Path, run: Path) -> None:
 
 
 def run_point(config: Config, measure: Measure, shared: Path) -> Outcome:
-    """Train, or go on, or do what a kill left undone after training; the outcome is written unless interrupted."""
+    """Train, resume, or measure what a killed run has left; the outcome is written unless interrupted."""
     folder = Path(config.run.dir) / config.run.name
     try:
         outcome = _train(config, folder, shared)
-        if outcome.state in (DONE, STOPPED) and read_json(folder / DRIFT) is None:  # whole, or not there
+        if outcome.state in (DONE, STOPPED) and read_json(folder / DRIFT) is None:  # written atomically, so complete
             from keel.lab.studies.measure import measure_run
 
             write_atomic(folder / DRIFT, encode(measure_run(folder, measure), indent=2) + "\n")

@@ -17,10 +17,10 @@ Say = Callable[[str], None]
 class Progress:
     """Counts finished steps of all jobs; the estimate is by the steps of this session."""
 
-    def __init__(self, jobs: Sequence[Job], ended: Mapping[str, Outcome], say: Say | None = None) -> None:
+    def __init__(self, jobs: Sequence[Job], outcomes: Mapping[str, Outcome], say: Say | None = None) -> None:
         self._jobs = {job.label: job for job in jobs}
-        self._finished = set(ended)
-        self._finished_before = len(ended)
+        self._finished = set(outcomes)
+        self._finished_before = len(outcomes)
         self._say = say
         self._began = time.monotonic()
         self._steps_before = self._steps()
@@ -32,10 +32,10 @@ class Progress:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn
 
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}"))
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[status]}"))
             self._bar = Progress(*columns, console=Console(stderr=True))
             self._bar.start()
-            self._task = self._bar.add_task("study", total=self._total(), words="")
+            self._task = self._bar.add_task("study", total=self._total(), status="")
         if self._finished_before:
             self.say(f"{self._finished_before} of {len(self._jobs)} runs are finished already")
         self.refresh()
@@ -55,7 +55,7 @@ class Progress:
         else:
             print(line, file=sys.stderr, flush=True)
 
-    def ended(self, label: str, outcome: Outcome) -> None:
+    def finish(self, label: str, outcome: Outcome) -> None:
         self._finished.add(label)
         reason = f" ({outcome.reason})" if outcome.reason else ""
         left = self.time_left()
@@ -66,7 +66,7 @@ class Progress:
     def refresh(self) -> None:
         if self._bar is not None:
             status = f"{len(self._finished)}/{len(self._jobs)} runs; {self.time_left() or 'estimating'}"
-            self._bar.update(self._task, completed=self._steps(), words=status)
+            self._bar.update(self._task, completed=self._steps(), status=status)
 
     def time_left(self) -> str:
         """`about 12 min left`, or nothing where nothing is known or left."""
@@ -81,7 +81,7 @@ class Progress:
         return sum(job.config.run.max_steps for job in self._jobs.values())
 
     def _steps(self) -> int:
-        """Finished steps; a run that is over counts whole, however early it ended."""
+        """Finished steps; a finished run counts all of them, however early it ended."""
         return sum(
             job.config.run.max_steps if label in self._finished else _lines(job) for label, job in self._jobs.items()
         )

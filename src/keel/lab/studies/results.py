@@ -1,4 +1,4 @@
-"""One row a run: its options, accuracy, reward, KL in both directions, skills before and after, how it ended."""
+"""One row per run: its options, accuracy, reward, KL in both directions, skills before and after, how it ended."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RunResult:
     skills: Mapping[str, SkillResult] = field(default_factory=dict)
     wall_s: float | None = None
     curves: Mapping[str, Sequence[tuple[float, float | None]]] = field(default_factory=dict)
-    band_by: str = ""  # the estimate that the band was held against
+    band_by: str = ""  # the estimate that was compared with the band
 
 
 FIGURES = (
@@ -80,7 +80,7 @@ def kl_curve(rows: Sequence[RunResult]) -> str:
 
 
 def read_result(job: Job, outcome: Outcome, measure: Measure) -> RunResult:
-    """What a run left, however little that is."""
+    """The figures of a run, as far as its files have them."""
     options = dict(job.point.values)
     try:
         run = read_run(job.folder)

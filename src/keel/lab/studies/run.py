@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -51,7 +51,7 @@ class Pool(Protocol):
 def run_study(
     study: Study, path: Path, *, parallel: int = 1, on: str = "local", say: Callable[[str], None] | None = None
 ) -> dict[str, Outcome]:
-    """Run what is not finished yet; how each job ended, by its label. Killed at any time, it can be started again."""
+    """Run what is not finished yet; the outcome of each job by label. Killed at any time, it can be started again."""
     check_backend(on)
     path = path.resolve()
     with open_folder(path, study, max(1, _cores() // parallel)) as threads:
@@ -64,7 +64,7 @@ def run_study(
                 ready = [job for job in waiting if job.label not in failures]
                 for label, reason in failures.items():
                     outcomes[label] = Outcome(FAILED, reason)
-                    progress.ended(label, outcomes[label])
+                    progress.finish(label, outcomes[label])
                 for job in ready:
                     wait_until_free(job.folder)
                 processes = [_job_process(job, study.measure, path / WARMSTARTS, threads) for job in ready]
@@ -72,7 +72,7 @@ def run_study(
                 for future in _as_completed(futures, progress):
                     job = futures[future]
                     outcomes[job.label] = _job_outcome(job, future)
-                    progress.ended(job.label, outcomes[job.label])
+                    progress.finish(job.label, outcomes[job.label])
             except KeyboardInterrupt:
                 pool.interrupt()
                 raise
@@ -83,7 +83,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _as_completed(futures: Sequence[Future[int]] | dict[Future[int], Any], progress: Progress) -> Iterator[Future[int]]:
+def _as_completed(futures: Iterable[Future[int]], progress: Progress) -> Iterator[Future[int]]:
     left = set(futures)
     while left:
         done, left = wait(left, timeout=POLL_S, return_when=FIRST_COMPLETED)
@@ -141,14 +141,13 @@ def _job_outcome(job: Job, future: Future[int]) -> Outcome:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that says something."""
+    """The last line of a log that is not blank."""
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:
         return "no log"
-    return next((line.strip() for line in reversed(lines) if line.strip()), "nothing was said").removeprefix(
-        "keel: error: "
-    )
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "the log is empty")
+    return last.removeprefix("keel: error: ")
 
 
 # ------------------------------------------------------------------------------------------------- pools
@@ -203,7 +202,7 @@ class LocalPool:
 
 
 def check_backend(on: str) -> None:
-    """Refuse a place that runs cannot take place in, before there is a folder."""
+    """Refuse an unknown `--on`, before a folder is made."""
     kind, _, address = on.partition(":")
     if kind != "ray" and (kind != "local" or address):
         raise KeelError(f"--on {on} is not known: use local, ray or ray:ADDRESS")
@@ -229,7 +228,7 @@ def open_pool(on: str, parallel: int) -> Iterator[Pool]:
 
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[None]:
-    """SIGTERM does what Ctrl-C does, so that the runs are asked to save."""
+    """Treat SIGTERM as Ctrl-C, so that the runs can save."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -246,7 +245,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
 
 
 def wait_until_free(folder: Path, limit_s: float = 10.0) -> None:
-    """A run of a study that was just killed may still be letting go of its folder."""
+    """Wait for a run of a study that was just killed to release its folder."""
     from keel.base.lock import in_use
 
     deadline = time.monotonic() + limit_s

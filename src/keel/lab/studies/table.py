@@ -1,4 +1,4 @@
-"""The tables of a study: a row a run, a row a point with intervals, and one in Markdown to paste."""
+"""The tables of a study: one row per run, one row per point with intervals, and one in Markdown to paste."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def figure_names(rows: Sequence[RunResult]) -> list[str]:
 
 
 def summarise(rows: Sequence[RunResult], baseline: str) -> list[PointSummary]:
-    """A summary a point, in the order of the rows."""
+    """One summary per point, in the order of the rows."""
     labels = dict.fromkeys(row.point for row in rows)
     by_point = {label: [row for row in rows if row.point == label] for label in labels}
     names = figure_names(rows)
@@ -107,7 +107,7 @@ def frontier_points(summaries: Sequence[PointSummary]) -> dict[str, tuple[Estima
 
 
 def points_csv(rows: Sequence[RunResult]) -> str:
-    """A row a run."""
+    """One row per run."""
     axes = list(rows[0].options)
     names = figure_names(rows)
     band = ["band_by"] * any(row.band_by for row in rows)
@@ -123,7 +123,7 @@ def points_csv(rows: Sequence[RunResult]) -> str:
 
 
 def table_csv(summaries: Sequence[PointSummary]) -> str:
-    """A row a point; no times, so that a study that was killed and started again has the same bytes."""
+    """One row per point; no times, so that a study that was killed and started again has the same bytes."""
     axes = list(summaries[0].options)
     names = list(summaries[0].means)
     parts = ("mean", "low", "high")

@@ -205,7 +205,7 @@ Cells = Mapping[tuple[str, ...], Mapping[int, float]]
 
 
 def _over_cells(first: Cells, second: Cells) -> tuple[Estimate | None, list[tuple[str, ...]]]:
-    """One difference a seed, the mean over the cells that both have figures in (seeds are what repeats); the others."""
+    """(paired difference over seeds of the means over cells that both sides measured, the cells that were not)."""
     shared = [cell for cell in first if cell in second]
     cells = [cell for cell in shared if first[cell] and second[cell]]
     seeds = set.intersection(*(set(first[c]) & set(second[c]) for c in cells)) if cells else set()
