@@ -67,9 +67,9 @@ def test_the_reward_under_drop_is_the_share_of_right_answers(tmp_path: Path, mon
 
 def test_a_reward_that_is_called_task_does_not_hide_the_tasks_own(tmp_path: Path) -> None:
     task = build_task("dataset", data={"path": write(tmp_path / "mine.jsonl", sums())})
-    judge = Judge([wrap(lambda problem, text: 0.25, "task")]).beside(task)
+    judge = Judge([wrap(lambda problem, text: 0.25, "task")]).with_task_reward(task)
     assert [part.name for part in judge.parts] == ["task", "task#2"]
-    assert judge.called(task) == "task#2"
+    assert judge.task_part(task) == "task#2"
     problem = task.held_out(1)[0]
     [reward] = judge.judge(problem, [[str(problem.answer)]]) or ()
     assert (reward.total, reward.parts["task"], reward.parts["task#2/correct"]) == (0.25, 0.25, 1.0)

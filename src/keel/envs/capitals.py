@@ -70,10 +70,10 @@ class Capitals(Task):
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
         """1 if the text names the capital and no other one of the list."""
-        said = f" {_plain(turns[-1] if turns else '')} "
-        named = {capital for capital in CAPITALS.values() if f" {_plain(capital)} " in said}
-        correct = float(named == {str(problem.answer)})
-        return Reward(correct, {"correct": correct}, parsed=bool(named))
+        text = f" {_plain(turns[-1] if turns else '')} "
+        capitals_named = {capital for capital in CAPITALS.values() if f" {_plain(capital)} " in text}
+        correct = float(capitals_named == {str(problem.answer)})
+        return Reward(correct, {"correct": correct}, parsed=bool(capitals_named))
 
 
 def _problem(country: str, again: str = "") -> Problem:

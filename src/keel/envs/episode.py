@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from keel.base.types import Message, Problem, Reward
-from keel.envs.calls import LOOP, CallFailed, Hung, Pending, call, is_async
+from keel.envs.calls import LOOP, CallFailed, HungCalls, Pending, call, is_async
 
 Reply = str | Sequence[Message]
 Key = tuple[int, int]  # which problem of a rollout, and which of its completions
@@ -62,9 +62,9 @@ class Transcript(tuple[str, ...]):
 
     @classmethod
     def of(cls, turns: Iterable[str], episode: Episode | None) -> Transcript:
-        made = cls(turns)
-        made.episode = episode
-        return made
+        transcript = cls(turns)
+        transcript.episode = episode
+        return transcript
 
 
 class EpisodeRunner:
@@ -73,7 +73,7 @@ class EpisodeRunner:
     Episodes are known by a key. What fails is handed back as a CallFailed that says whose fault it is (`at`).
     """
 
-    def __init__(self, start: Callable[[Problem], Episode], timeout_s: float | None, hung: Hung) -> None:
+    def __init__(self, start: Callable[[Problem], Episode], timeout_s: float | None, hung: HungCalls) -> None:
         self.start, self.timeout_s, self.hung = start, timeout_s, hung
         self.episodes: dict[Key, Episode] = {}
         self._pending: dict[Key, Pending] = {}
@@ -101,9 +101,9 @@ class EpisodeRunner:
         for pending in self._pending.values():
             pending.future.cancel()
         self._pending.clear()
-        held = {key: one for key, one in self.episodes.items() if type(one).close is not Episode.close}
+        held = {key: episode for key, episode in self.episodes.items() if type(episode).close is not Episode.close}
         self.episodes.clear()
-        outcomes = LOOP.run([self._close(one) for one in held.values()], self.timeout_s, self.hung)
+        outcomes = LOOP.run([self._close(episode) for episode in held.values()], self.timeout_s, self.hung)
         return [(key, e) for key, (_, e) in zip(held, outcomes, strict=True) if isinstance(e, CallFailed)]
 
     def _result(self, pending: Pending) -> Reply | CallFailed | None:
@@ -150,7 +150,7 @@ def close_now(episode: Episode) -> None:
 def _now(function: Callable[..., Any], *args: Any) -> Any:
     if not is_async(function):
         return function(*args)
-    ((value, error),) = LOOP.run([function(*args)], None, Hung())
+    ((value, error),) = LOOP.run([function(*args)], None, HungCalls())
     if error is not None:
         raise error
     return value
@@ -171,6 +171,6 @@ def _checked(reply: Any) -> Reply | None:
 
 
 def _failure(at: str, cause: str) -> CallFailed:
-    made = CallFailed("invalid", cause)
-    made.at = at
-    return made
+    failure = CallFailed("invalid", cause)
+    failure.at = at
+    return failure

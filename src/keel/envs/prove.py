@@ -51,7 +51,7 @@ def examples(task: Task, judge: Judge | None = None, count: int = 3, seed: int =
     """A few problems with what the gold answer and a wrong one earn, part by part."""
     problems = task.sample(max(count, 2), seed=seed, step=0)
     judge = judge or Judge.of(task)
-    found = []
+    worked = []
     for number, problem in enumerate(problems[:count]):
         gold, wrong = task.gold_turns(problem), wrong_answer(task, problem, problems[number - 1])
         judged = judge.judge(problem, [gold, wrong])
@@ -61,8 +61,8 @@ def examples(task: Task, judge: Judge | None = None, count: int = 3, seed: int =
             {"text": "\n".join(turns), "total": r.total, "parts": dict(r.parts)}
             for turns, r in zip((gold, wrong), judged, strict=True)
         ]
-        found.append({"key": problem.key, "prompt": problem.prompt, "gold": paid[0], "wrong": paid[1]})
-    return found
+        worked.append({"key": problem.key, "prompt": problem.prompt, "gold": paid[0], "wrong": paid[1]})
+    return worked
 
 
 def wrong_answer(task: Task, problem: Problem, other: Problem) -> list[str]:

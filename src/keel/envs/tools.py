@@ -53,26 +53,26 @@ class Tool:
             name: {**json_type(hint), **({"description": self.about[name]} if name in self.about else {})}
             for name, hint in self.hints.items()
         }
-        made = {"type": "object", "properties": properties, "required": list(self.required)}
-        parameters = made if self.parameters is None else dict(self.parameters)
+        built = {"type": "object", "properties": properties, "required": list(self.required)}
+        parameters = built if self.parameters is None else dict(self.parameters)
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
 
-    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a call in the types of the signature; a ValueError says what is wrong with them."""
-        for name in given:
+        for name in values:
             if name not in self.hints:
                 raise ValueError(f"there is no parameter {name!r}; there are {', '.join(self.hints) or 'none'}")
-        missing = [name for name in self.required if name not in given]
+        missing = [name for name in self.required if name not in values]
         if missing:
             raise ValueError(f"the parameter {missing[0]!r} is missing")
-        made = {}
-        for name, value in given.items():
+        coerced = {}
+        for name, value in values.items():
             try:
-                made[name] = coerce(value, self.hints[name])
+                coerced[name] = coerce(value, self.hints[name])
             except (TypeError, ValueError, OverflowError):
                 raise ValueError(f"{name!r} must be {_said(self.hints[name])}, not {_short(value)}") from None
-        return made
+        return coerced
 
 
 def tool(
@@ -116,7 +116,7 @@ def tool(
     return Tool(called, description, function, hints, required, about, tag=tag or called, ends=ends, **limits)
 
 
-def distinct(names: Sequence[str]) -> None:
+def check_distinct(names: Sequence[str]) -> None:
     """Refuse two tools of one name."""
     twice = next((name for name in names if list(names).count(name) > 1), None)
     if twice is not None:
@@ -171,8 +171,8 @@ def coerce(value: Any, hint: Any) -> Any:
         return {key: coerce(item, args[1]) if args else item for key, item in value.items()}
     _expect(isinstance(value, list | tuple), value)
     inner = [arg for arg in args if arg is not Ellipsis]
-    made = [coerce(item, inner[0]) if inner else item for item in value]
-    return made if base in (list, Sequence) else base(made)
+    items = [coerce(item, inner[0]) if inner else item for item in value]
+    return items if base in (list, Sequence) else base(items)
 
 
 def _coerce_union(value: Any, args: Sequence[Any]) -> Any:
@@ -243,18 +243,18 @@ def _parameters(called: str, function: Callable[..., Any]) -> tuple[dict[str, An
 
 def _described(doc: str, names: Mapping[str, Any]) -> dict[str, str]:
     """What a docstring says of each parameter, in Google's form (`Args:`) or Sphinx's (`:param name:`)."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     last: str | None = None
     for line in doc.splitlines():
         match = re.match(r"\s*(?:\:param\s+(?:\w+\s+)?)?(\w+)\s*(?:\([^)]*\))?\s*:\s*(\S.*)$", line)
         if match and match[1] in names:
             last = match[1]
-            found[last] = match[2].strip()
+            descriptions[last] = match[2].strip()
         elif last is not None and re.match(r"\s{6,}\S", line):
-            found[last] += " " + line.strip()
+            descriptions[last] += " " + line.strip()
         else:
             last = None
-    return found
+    return descriptions
 
 
 def _said(hint: Any) -> str:

@@ -20,7 +20,7 @@ CREATE TABLE IF NOT EXISTS engines (file TEXT PRIMARY KEY, name TEXT NOT NULL);
 _LINES, _ENGINE = "SELECT lines FROM lines WHERE key = ?", "SELECT name FROM engines WHERE file = ?"
 
 
-class Cache:
+class AnalysisCache:
     """Lines by key and engines' names by file. Each entry is written whole or not at all.
 
     A file that is damaged later stops nothing: what cannot be read is not known, and is asked for again.
@@ -42,13 +42,13 @@ class Cache:
 
     def lines(self, keys: Iterable[str]) -> dict[str, Lines]:
         """Those of `keys` that are known."""
-        found: dict[str, Lines] = {}
+        known: dict[str, Lines] = {}
         for key in keys:
             with suppress(ValueError, TypeError):  # an entry that is no longer what was written
                 lines = tuple((str(move), float(value)) for move, value in json.loads(self._value(_LINES, key) or "[]"))
                 if lines:
-                    found[key] = lines
-        return found
+                    known[key] = lines
+        return known
 
     def put_lines(self, key: str, lines: Lines) -> None:
         """Remember what was said of a position; the last to say it stays, in the place of an entry that was damaged."""

@@ -240,8 +240,8 @@ def read_env_row(row: str) -> tuple[str, str, tuple[str, ...], Verdict]:
     if fault:
         raise KeelError(f"the FEN {fen!r} is broken: {fault}")
     history = tuple(moves.split())
-    for one in (move, *history):
-        need_uci(one)
+    for uci in (move, *history):
+        need_uci(uci)
     env_prompt(fen, move, history)
     answer = read_env(rest)
     if answer.faults:
@@ -257,9 +257,9 @@ def _padded(text: str, width: int) -> str:
     return text.ljust(max(width, len(text) + 1))
 
 
-def _entries(words: Sequence[str], is_one: Callable[[str], bool], faults: list[str], kind: str) -> list[str]:
-    good = [word for word in words if is_one(word)]
-    wrong = next((word for word in words if not is_one(word)), None)
+def _entries(entries: Sequence[str], is_valid: Callable[[str], bool], faults: list[str], kind: str) -> list[str]:
+    good = [entry for entry in entries if is_valid(entry)]
+    wrong = next((entry for entry in entries if not is_valid(entry)), None)
     if wrong is not None:
         faults.append(f"{wrong[:20]!r} is no {kind}" + (" in UCI notation" if looks_like_san(wrong) else ""))
     return good
