@@ -78,11 +78,11 @@ class Arithmetic(Task):
     digits: int
     format: str
     style: str
-    kept: frozenset[str] | None = None  # identities held out by number rather than by the usual share
+    held_out_identities: frozenset[str] | None = None  # identities held out by number rather than by the usual share
 
     @property
     def name(self) -> str:
-        """The skill, and its size where that is not the usual one: results are told apart by it."""
+        """The skill, and its size where that is not the usual one: it tells results apart."""
         if SKILLS[self.skill].on_digits:
             return f"arithmetic/{self.skill}" + (f"-{self.digits}" if self.digits != DIGITS else "")
         return f"arithmetic/{self.skill}" + (f"-{self.low}..{self.high}" if (self.low, self.high) != RANGE else "")
@@ -124,9 +124,9 @@ class Arithmetic(Task):
         return last_number(text)
 
     def _is_held_out(self, identity: str) -> bool:
-        return is_held_out(identity) if self.kept is None else identity in self.kept
+        return is_held_out(identity) if self.held_out_identities is None else identity in self.held_out_identities
 
-    def keeping(self, count: int) -> Arithmetic:
+    def holding_out(self, count: int) -> Arithmetic:
         """The same task with exactly `count` problems of its range held out."""
         skill, span = SKILLS[self.skill], self.high - self.low + 1
         if (10**self.digits if skill.on_digits else span**skill.operands) > MOST_COUNTED:
@@ -138,9 +138,8 @@ class Arithmetic(Task):
         for operands in every:
             identity, problem = self._problem(operands)
             keys.setdefault(identity, set()).add(problem.key)
-        return replace(
-            self, kept=choose_held_out({identity: len(problem_keys) for identity, problem_keys in keys.items()}, count)
-        )
+        sizes = {identity: len(problem_keys) for identity, problem_keys in keys.items()}
+        return replace(self, held_out_identities=choose_held_out(sizes, count))
 
     def _draw(self, rng: random.Random) -> tuple[str, Problem]:
         skill = SKILLS[self.skill]
@@ -210,4 +209,4 @@ def arithmetic(
         return task
     if isinstance(held_out, bool) or not isinstance(held_out, int):
         raise KeelError(f"arithmetic held_out is {held_out!r}: give a whole number of problems")
-    return task.keeping(held_out)
+    return task.holding_out(held_out)

@@ -19,7 +19,7 @@ class Task:
     """Everything that training, evaluation and reports may ask of a task, with its default.
 
     A user's own (`task.name: module:attr`) derives from it, gives it a `name`, and writes `sample`, `held_out`, `gold`
-    and `reward`, or, where the environment answers the model, `start` in the place of `reward`. The other methods are
+    and `reward`, or, where the environment answers the model, `start` instead of `reward`. The other methods are
     there to be overridden where a task has more to say.
     """
 
@@ -31,7 +31,7 @@ class Task:
 
         @property
         def notes(self) -> tuple[str, ...]:
-            """Sentences on how the data were read, told once when a run begins."""
+            """Sentences on how the data were read, printed once when a run begins."""
 
         @property
         def unanswered(self) -> bool:
@@ -143,14 +143,14 @@ class TaskWrapper(Task):
 
     @property
     def several_turns(self) -> bool:
-        return self._starts or self.inner.several_turns
+        return self._starts_episodes or self.inner.several_turns
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
         """The inner task's; the episode's, where the wrapper starts those itself."""
-        return super().reward(problem, turns) if self._starts else self.inner.reward(problem, turns)
+        return super().reward(problem, turns) if self._starts_episodes else self.inner.reward(problem, turns)
 
     @property
-    def _starts(self) -> bool:
+    def _starts_episodes(self) -> bool:
         return type(self).start is not TaskWrapper.start
 
     def gold_turns(self, problem: Problem) -> list[str]:

@@ -56,7 +56,7 @@ class HungCalls:
             return len(self._running)
 
 
-def _late(timeout_s: float | None) -> str:
+def _timeout_message(timeout_s: float | None) -> str:
     return f"did not return within {timeout_s:g} s (reward.timeout_s)"
 
 
@@ -74,7 +74,7 @@ def call_here(function: Callable[..., Any], *args: Any) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return _settled(None, error)
+        return _value_or_raise(None, error)
 
 
 async def call(function: Callable[..., Any], *args: Any, timeout_s: float | None, hung: HungCalls) -> Any:
@@ -96,16 +96,16 @@ async def call(function: Callable[..., Any], *args: Any, timeout_s: float | None
         await asyncio.wait({work}, timeout=0.5 + (timeout_s or 0.0) / 2)
         if not work.done():
             hung.add(_UncancelledTask(work))
-        raise CallFailed("timeout", _late(timeout_s)) from None
+        raise CallFailed("timeout", _timeout_message(timeout_s)) from None
     except asyncio.CancelledError:
         work.cancel()
         raise
-    return _settled(*work.result())
+    return _value_or_raise(*work.result())
 
 
 @asynccontextmanager
 async def suspended_deadline() -> AsyncIterator[None]:
-    """What is done inside has limits of its own: its time does not count for the call that does it."""
+    """Stop the clock of the call that runs here: what is done inside has limits of its own."""
     limit = _deadline.get()
     until = None if limit is None else limit.when()
     if limit is None or until is None:
@@ -188,7 +188,7 @@ async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...], hung: 
     return outcome
 
 
-def _settled(value: Any, error: BaseException | None) -> Any:
+def _value_or_raise(value: Any, error: BaseException | None) -> Any:
     """The value, or CallFailed with the first line of what was raised."""
     if error is None:
         return value
@@ -218,8 +218,8 @@ class _LoopThread(threading.Thread):
             self.loop.run_until_complete(asyncio.gather(*unfinished, return_exceptions=True))
         self.loop.close()
 
-    def moves(self, within_s: float) -> bool:
-        """Whether the loop comes to what it is given; one that a coroutine blocks does not."""
+    def responds(self, within_s: float) -> bool:
+        """Whether the loop still runs what it is given; one that a coroutine blocks does not."""
         beat = threading.Event()
         self.loop.call_soon_threadsafe(beat.set)
         return beat.wait(within_s)
@@ -237,7 +237,7 @@ class Pending:
         try:
             return self.future.result()
         except concurrent.futures.CancelledError:
-            raise CallFailed("timeout", _late(timeout_s)) from None
+            raise CallFailed("timeout", _timeout_message(timeout_s)) from None
 
 
 class Loop:
@@ -271,8 +271,8 @@ class Loop:
                 if not unfinished or (first and done):
                     return
                 thread = next(item.thread for item in pending if item.future in unfinished)
-                if patience is not None and not thread.moves(patience):
-                    self._leave(thread, hung)
+                if patience is not None and not thread.responds(patience):
+                    self._abandon(thread, hung)
                     for item in pending:
                         item.future.cancel()
                     return
@@ -293,7 +293,7 @@ class Loop:
                 outcomes.append((None, error))
         return outcomes
 
-    def _leave(self, thread: _LoopThread, hung: HungCalls) -> None:
+    def _abandon(self, thread: _LoopThread, hung: HungCalls) -> None:
         with self._lock:
             if self._thread is thread:
                 self._thread = None

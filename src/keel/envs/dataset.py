@@ -26,7 +26,7 @@ COMPARISONS = ("exact", "numeric", "math")
 
 
 class Grader(Protocol):
-    """How completions are marked: a gold one, and the reward of a text."""
+    """Grades completions: the gold one, and the reward of a text."""
 
     def gold(self, problem: Problem) -> str: ...
 
@@ -34,18 +34,18 @@ class Grader(Protocol):
 
 
 class NoGrader:
-    """The grader of problems whose task marks them itself and takes only their order and their cut from here."""
+    """For problems whose own task grades them: only their order and their split are taken from the data set."""
 
     def gold(self, problem: Problem) -> str:
-        raise TypeError("these problems are marked by their own task")
+        raise TypeError("these problems are graded by their own task")
 
     def reward(self, problem: Problem, text: str) -> Reward:
-        raise TypeError("these problems are marked by their own task")
+        raise TypeError("these problems are graded by their own task")
 
 
 @dataclass(frozen=True)
 class Dataset(Task):
-    """Problems that were read once, cut into a training and a held-out part.
+    """Problems that were read once, split into training and held-out ones.
 
     Training walks them in an order of its own each epoch, without replacement. `notes` says how they were read.
     """
@@ -107,7 +107,7 @@ class Dataset(Task):
 
 @dataclass(frozen=True)
 class AnswerGrader:
-    """AnswerGrader compared with the data's: `exact` as text, `numeric` by the last number, `math` by math-verify.
+    """Compares answers with the data's: `exact` as text, `numeric` by the last number, `math` by math-verify.
 
     Where the data give a list, each of its entries is right. With `tag` the last `<tag>…</tag>` is read.
     """
@@ -279,7 +279,7 @@ def _comparison(name: str, answer: str | None, problems: Sequence[Problem]) -> t
 
 
 def data_name(source: SourceOptions) -> str:
-    """A short name of the data, by which results are told apart."""
+    """A short name of the data, for results and messages."""
     first = source.path if isinstance(source.path, str) else (source.path or ("data",))[0]
     return Path(first.partition(",")[0]).expanduser().stem or "data"
 

@@ -17,7 +17,7 @@ ASYNC_AT_ONCE = 16  # steps of coroutines that run together
 class Episode:
     """The environment of one completion: a game, a sandbox, a shelf of documents of its own.
 
-    `step` is given each turn of the model, once and in order; then `reward` and `counts` are asked, and `close` is
+    `step` is given each turn of the model, once and in order; then `reward` and `counts` are read, and `close` is
     called, also where something failed. `step` and `close` may be coroutine functions. `at_once` is how many episodes
     may take a step at the same time (None: 1, or 16 where `step` is a coroutine function).
     """

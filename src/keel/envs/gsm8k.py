@@ -25,7 +25,7 @@ _CALCULATOR = re.compile(r"<<[^<>]*>>")  # the data's annotations for a calculat
 
 @dataclass(frozen=True)
 class Gsm8kGrader:
-    """Marks what stands behind the last `####`, or the whole text where there is none, by its mathematics."""
+    """Grades what stands behind the last `####`, or the whole text where there is none, by its mathematics."""
 
     math_verify: bool
 
@@ -59,7 +59,7 @@ def gsm8k(
         source = source.model_copy(update={"path": HUB})
         eval_split = eval_split or (None if eval_path else "test")
     sides = split(source, held_out, eval_path, eval_split, read=_solutions)
-    train, held = (tuple(_asked(p, instruction) for p in side) for side in sides[:2])
+    train, held = (tuple(_with_instruction(p, instruction) for p in side) for side in sides[:2])
     how = "by math-verify" if has_math_verify() else "as numbers (math-verify is not installed)"
     return Dataset(
         "gsm8k", train, held, Gsm8kGrader(has_math_verify()), (*sides[2], f"gsm8k: answers are compared {how}")
@@ -84,7 +84,7 @@ def _solutions(source: SourceOptions) -> LoadedProblems:
     return LoadedProblems(loaded.source, tuple(problems), (*loaded.notes, *([note] if note else [])))
 
 
-def _asked(problem: Problem, instruction: str | None) -> Problem:
+def _with_instruction(problem: Problem, instruction: str | None) -> Problem:
     """The question as a chat message."""
     if not isinstance(problem.prompt, str):
         raise KeelError(f"{problem.key}: the task gsm8k reads questions as text: use the task dataset for messages")

@@ -82,9 +82,9 @@ class Judge:
         """
         episodes = [turns if isinstance(turns, tuple) else tuple(turns) for turns in episodes]
         table: list[list[Reward]] = []
-        called = {i: self._together(part, problem, episodes, failed) for i, part in enumerate(self.parts)}
+        outcomes = {i: self._together(part, problem, episodes, failed) for i, part in enumerate(self.parts)}
         for sample, turns in enumerate(episodes):
-            row = None if sample in failed else self._row(problem, sample, turns, called)
+            row = None if sample in failed else self._row(problem, sample, turns, outcomes)
             if row is None and self.options.on_error == "skip_group":
                 return None
             table.append(row or [Reward(0.0, parsed=False)] * len(self.parts))
@@ -137,13 +137,13 @@ class Judge:
         return dict(zip(waiting, LOOP.run([judged(episodes[i]) for i in waiting], limit, self.hung), strict=True))
 
     def _row(
-        self, problem: Problem, sample: int, turns: Sequence[str], called: Mapping[int, Mapping[int, Outcome]]
+        self, problem: Problem, sample: int, turns: Sequence[str], outcomes: Mapping[int, Mapping[int, Outcome]]
     ) -> list[Reward] | None:
         """The parts of one completion; None, with the failures written down, if any of them failed."""
         row = []
         for index, part in enumerate(self.parts):
             try:
-                row.append(self._call(part, problem, turns, called[index].get(sample)))
+                row.append(self._call(part, problem, turns, outcomes[index].get(sample)))
             except CallFailed as failure:
                 self.record(part.name, problem, sample, failure)
                 return None
@@ -162,11 +162,11 @@ class Judge:
         except ValueError as error:
             raise CallFailed("invalid", str(error)) from error
 
-    def record(self, called: str, problem: Problem, sample: int, failed: CallFailed) -> None:
+    def record(self, function: str, problem: Problem, sample: int, failed: CallFailed) -> None:
         """Write a failure down; raises where failures, or so many calls that hang, stop the run."""
-        failure = Failure(called, problem.key, sample, failed.kind, failed.cause)
+        failure = Failure(function, problem.key, sample, failed.kind, failed.cause)
         self.failures.append(failure)
-        self.counts[called] += 1
+        self.counts[function] += 1
         if self.options.on_error == "stop":
             raise KeelError(f"reward {failure}; mend it, or set reward.on_error to zero or skip_group") from failed
         if (hung := self.hung.alive) > self.max_hung:

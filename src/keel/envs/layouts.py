@@ -12,7 +12,7 @@ from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.base.validation import read_options
 from keel.envs.options import ColumnOptions, SourceOptions
-from keel.envs.rows import BrokenRow, DataRow, DataRows, handle_broken_rows, read_rows
+from keel.envs.rows import BrokenRow, DataRow, DataRows, handle_broken_rows, read_rows, row_order
 
 PROMPT, ANSWER = ColumnOptions().prompt, ColumnOptions().answer
 # Where a default column is missing: the first of these that is there is taken, and a note says so.
@@ -30,7 +30,7 @@ def source_of(data: Mapping[str, Any] | None) -> SourceOptions:
 
 @dataclass(frozen=True)
 class LoadedProblems:
-    """Problems in the data's order, and what is worth saying about how they were read."""
+    """Problems in the data's order, and notes on how they were read."""
 
     source: str
     problems: tuple[Problem, ...]
@@ -39,7 +39,7 @@ class LoadedProblems:
 
 @dataclass(frozen=True)
 class Columns:
-    """Where each thing is; `messages` says that the prompt column holds whole conversations.
+    """Which column holds what; `messages` says that the prompt column holds whole conversations.
 
     Without an answer column, conversations end with the answer (`last_turn`), or there are prompts alone.
     """
@@ -54,7 +54,7 @@ class Columns:
 def load_problems(source: SourceOptions) -> LoadedProblems:
     """Every usable row as a problem: prompt and answer from their columns, all other columns in `info`.
 
-    The key of a problem is its row's place, such as `mine.jsonl:3`. DataRows without a prompt or an answer are broken.
+    The key of a problem is its row's location, such as `mine.jsonl:3`. Rows without a prompt or an answer are broken.
     """
     if source.path is None:
         raise KeelError("this task reads data: give data.path, a file, a folder or a hub name")
@@ -70,7 +70,7 @@ def load_problems(source: SourceOptions) -> LoadedProblems:
             broken.append(problem)
         else:
             problems.append(problem)
-    broken.sort(key=lambda item: _order(item.location))
+    broken.sort(key=row_order)
     skipped = handle_broken_rows(rows.source, broken, source.on_broken)
     if not problems:
         raise KeelError(
@@ -115,7 +115,7 @@ def choose_columns(rows: DataRows, options: ColumnOptions) -> tuple[Columns, lis
 def problem_of(row: DataRow, columns: Columns) -> Problem | BrokenRow:
     """A row as a problem, or why it is none."""
     prompt = _prompt(_get(row.values, columns.prompt))
-    if isinstance(prompt, _Why):
+    if isinstance(prompt, _Fault):
         return BrokenRow(row.location, f"column {columns.prompt!r} {prompt}")
     answer = None if columns.answer is None else _get(row.values, columns.answer)
     if columns.messages and not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
@@ -142,23 +142,23 @@ def problem_of(row: DataRow, columns: Columns) -> Problem | BrokenRow:
     return Problem(row.location, prompt, answer, {name: v for name, v in row.values.items() if name not in used})
 
 
-class _Why(str):
+class _Fault(str):
     """The reason why a value is no prompt."""
 
 
-def _prompt(value: Any) -> str | list[dict[str, str]] | _Why:
+def _prompt(value: Any) -> str | list[dict[str, str]] | _Fault:
     if value is _MISSING:
-        return _Why("is missing")
+        return _Fault("is missing")
     if value is None or value == [] or (isinstance(value, str) and not value.strip()):
-        return _Why("is empty")
+        return _Fault("is empty")
     turns = _messages(value)
     if turns is not None:
-        return turns if any(turn["content"].strip() for turn in turns) else _Why("is empty")
+        return turns if any(turn["content"].strip() for turn in turns) else _Fault("is empty")
     if isinstance(value, str):
         return value
     if isinstance(value, list):
-        return _Why("holds messages that do not each have a role and a content text")
-    return _Why(f"holds a {type(value).__name__}, not a text or messages")
+        return _Fault("holds messages that do not each have a role and a content text")
+    return _Fault(f"holds a {type(value).__name__}, not a text or messages")
 
 
 def _messages(value: Any) -> list[dict[str, str]] | None:
@@ -252,8 +252,3 @@ def _check_types(source: str, column: str, problems: Sequence[Problem]) -> None:
 
 def _kind(value: Any) -> str:
     return next((name for name, types in _KINDS if isinstance(value, types)), f"a {type(value).__name__}")
-
-
-def _order(place: str) -> tuple[str, int]:
-    name, _, number = place.rpartition(":")
-    return name, int(number) if number.isdigit() else 0

@@ -27,7 +27,7 @@ _TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "null
 
 
 class ToolError(Exception):
-    """What a server said went wrong with a call, or that it cannot be asked; the model is told the first line."""
+    """A call that failed at the server, or a server that cannot be reached; the model is sent the first line."""
 
 
 def mcp_tools(entry: Mapping[str, Any]) -> list[Tool]:
@@ -55,7 +55,7 @@ class Server:
     """
 
     def __init__(self, address: str, variables: Mapping[str, str]) -> None:
-        self.address, self.given, self.is_url = address, dict(variables), _is_url(address)
+        self.address, self.variables, self.is_url = address, dict(variables), _is_url(address)
         self.loop = asyncio.new_event_loop()
         self._opened: asyncio.Future[tuple[Any, list[Any]]] | None = None  # the client and the tools it listed
         self._holder: asyncio.Task[None] | None = None
@@ -143,7 +143,7 @@ class Server:
     def _client(self) -> Any:
         from mcp import Client, StdioServerParameters, stdio_client
 
-        variables = {name: _filled(value) for name, value in self.given.items()}
+        variables = {name: _filled(value) for name, value in self.variables.items()}
         if self.is_url:
             return Client(_over_http(_filled(self.address), variables))
         command, *arguments = [_filled(argument) for argument in shlex.split(self.address)]
@@ -288,7 +288,7 @@ async def _answers(client: Any) -> bool:
 
 
 def _text(result: Any) -> str:
-    """The text of a result; content of other kinds is named in its place."""
+    """The text of a result; other kinds of content are replaced by their name."""
     if not result.content and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     parts = (getattr(part, "resource", part) for part in result.content)

@@ -108,7 +108,7 @@ class Mixture(Task):
         return metrics
 
     def _label(self, index: int) -> str:
-        """A task's name, with its place before it where another is called the same."""
+        """A task's name, with its index before it where another is called the same."""
         name = self.tasks[index].name
         return f"{index}/{name}" if sum(task.name == name for task in self.tasks) > 1 else name
 

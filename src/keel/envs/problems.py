@@ -21,7 +21,7 @@ def stream(*parts: object) -> random.Random:
 
 
 def is_held_out(identity: str, fraction: float = HELD_OUT_FRACTION) -> bool:
-    """Whether the problem called `identity` is kept for evaluation.
+    """Whether the problem called `identity` is held out for evaluation.
 
     A hash of the problem decides, not a seed or a range: whatever other run, warm start or mixture draws it, it is on
     the same side. `identity` should be equal for problems that give each other away, such as 3+4 and 4+3.

@@ -83,7 +83,7 @@ def _prompts(problems: Callable[[], Sequence[Problem]], renderer: Renderer, stri
             left_out += 1
             continue
         expect(not lost, f"the prompt of {problem.key!r} does not come back from its tokens: {_difference(lost, back)}")
-    return _said(len(problems()), left_out, "prompts come back from their tokens")
+    return _summary(len(problems()), left_out, "prompts come back from their tokens")
 
 
 def _answers(problems: Callable[[], Sequence[Problem]], task: Task, tokenizer: Any, strict: bool) -> str:
@@ -98,7 +98,7 @@ def _answers(problems: Callable[[], Sequence[Problem]], task: Task, tokenizer: A
             continue
         what = f"the gold answer of {problem.key!r} comes back from its tokens as {back[-1][:60]!r}"
         expect(earned >= full, f"{what} and earns {earned:g} instead of {full:g}")
-    return _said(len(problems()), left_out, "gold answers earn the full reward after encoding and decoding")
+    return _summary(len(problems()), left_out, "gold answers earn the full reward after encoding and decoding")
 
 
 def _rewards(problems: Callable[[], Sequence[Problem]], task: Task, judge: Judge) -> str:
@@ -128,7 +128,7 @@ def _covers(tokenizer: Any, text: str) -> bool:
     return unknown is None or unknown not in tokenizer.encode(text, add_special_tokens=False)
 
 
-def _said(count: int, left_out: int, what: str) -> str:
+def _summary(count: int, left_out: int, what: str) -> str:
     rest = f"; {left_out} have characters that this tokenizer does not know" if left_out else ""
     return f"{count - left_out} {what}{rest}"
 

@@ -1,4 +1,4 @@
-"""Rows of a user's data: JSONL, JSON, parquet, CSV, a folder of them or a hub dataset, each row with its place."""
+"""Rows of a user's data: JSONL, JSON, parquet, CSV, a folder of them or a hub dataset, each row with its location."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(,[\w.-]+){0,2}")
 
 @dataclass(frozen=True)
 class DataRow:
-    """One record and where it stands, such as `mine.jsonl:3`."""
+    """One record and its location, such as `mine.jsonl:3`."""
 
     location: str
     values: Mapping[str, Any]
@@ -38,7 +38,7 @@ class BrokenRow:
 
 @dataclass(frozen=True)
 class DataRows:
-    """What was read: `columns` are all that occur, `source` is for messages."""
+    """The rows of a source, which is named in messages; `columns` are all that occur."""
 
     source: str
     rows: tuple[DataRow, ...]
@@ -77,8 +77,14 @@ def read_rows(path: str | Sequence[str], split: str = "train") -> DataRows:
     return result
 
 
+def row_order(row: DataRow | BrokenRow) -> tuple[str, int]:
+    """A row's location as file and line, to sort by."""
+    file, _, line = row.location.rpartition(":")
+    return file, int(line)
+
+
 def handle_broken_rows(source: str, broken: Sequence[BrokenRow], on_broken: str) -> str | None:
-    """Refuse broken rows by their places, or with `data.on_broken: skip` return the note that counts them."""
+    """Refuse broken rows by their locations, or with `data.on_broken: skip` return the note that counts them."""
     if not broken:
         return None
     shown = ", ".join(item.location for item in broken[1:4]) + (", …" if len(broken) > 4 else "")
@@ -265,7 +271,7 @@ def _loaded(source: str, split: str, load: Callable[[Any], Any]) -> DataRows:
 
 @contextmanager
 def _quiet(*libraries: str) -> Iterator[None]:
-    """Without the libraries' lines about each retry: what became of it is one line, at the end."""
+    """Silence the libraries' lines about each retry: the outcome is one line, at the end."""
     loggers = [logging.getLogger(name) for name in libraries]
     levels = [logger.level for logger in loggers]
     try:

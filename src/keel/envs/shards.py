@@ -51,7 +51,7 @@ def make_shards(
     """Write `rows` rows to `out/train.jsonl` and `out/held_out.jsonl`, no item in two places.
 
     `settings` are kept in the folder: another start with others is refused, because the result would be neither.
-    `on_rows` is called with the number of rows that came to be, those found on disk included.
+    `on_rows` is called with the number of new rows, those found on disk included.
     """
     full_settings = {**settings, "rows": rows}
     finished = _begin(out, full_settings)
@@ -62,19 +62,19 @@ def make_shards(
     while (part := _part(parts, number)).exists():
         ledger.take_back(part.read_text(encoding="utf-8"))
         number += 1
-    reused, barren = ledger.kept, 0
+    reused, barren = ledger.count, 0
     with _workers(jobs) as submit:
         waiting: dict[int, Callable[[], list[Item]]] = {}
-        while ledger.left > 0:
+        while ledger.remaining > 0:
             for ahead in range(number, number + (2 * jobs if jobs > 1 else 1)):
                 if ahead not in waiting:
                     waiting[ahead] = submit(work, ahead)
-            before = ledger.kept
+            before = ledger.count
             write_atomic(_part(parts, number), ledger.take(waiting.pop(number)()))
-            number, barren = number + 1, 0 if ledger.kept > before else barren + 1
+            number, barren = number + 1, 0 if ledger.count > before else barren + 1
             if barren >= _PATIENCE:
                 raise KeelError(
-                    f"no more than {ledger.kept} different rows can be made so: ask for fewer, in a new folder"
+                    f"no more than {ledger.count} different rows can be made so: ask for fewer, in a new folder"
                 )
     return _finish(
         out,
@@ -84,7 +84,7 @@ def make_shards(
 
 
 class _Ledger:
-    """What has been kept so far. A part's text is a line of counts, then `t` or `h`, the item and the row, by tabs."""
+    """Counts of the rows so far. A part's text is a line of counts, then `t` or `h`, the item and the row, by tabs."""
 
     def __init__(self, rows: int, on_rows: OnRows | None) -> None:
         self.rows, self.on_rows = rows, on_rows
@@ -92,12 +92,12 @@ class _Ledger:
         self.seen: set[bytes] = set()
 
     @property
-    def kept(self) -> int:
+    def count(self) -> int:
         return self.train + self.held_out
 
     @property
-    def left(self) -> int:
-        return self.rows - self.kept
+    def remaining(self) -> int:
+        return self.rows - self.count
 
     def take(self, items: Sequence[Item]) -> str:
         """Keep what is new, as far as there is room; returns the part's text."""
@@ -105,7 +105,7 @@ class _Ledger:
         duplicates = unavailable = 0
         for name, rows, held in items:
             texts = [text for text in rows if text]
-            room = self.left - len(lines)
+            room = self.remaining - len(lines)
             unavailable += len(rows) - len(texts) if room else 0
             if texts and self._is_new(name):
                 lines += [f"{'h' if held else 't'}\t{name}\t{text}" for text in texts[:room]]
@@ -183,7 +183,7 @@ def _finish(out: Path, full_settings: Mapping[str, Any], counts: ShardCounts) ->
 
 @contextmanager
 def _workers(jobs: int) -> Iterator[Callable[[Work, int], Callable[[], list[Item]]]]:
-    """How a shard is asked for: here, or in `jobs` processes, which end with this one however it ends."""
+    """Submits a shard: to this process, or to `jobs` processes, which end with this one however it ends."""
     if jobs <= 1:
         yield lambda work, number: lambda: work(number)
         return

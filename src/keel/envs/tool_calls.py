@@ -14,12 +14,12 @@ from keel.envs.tools import Tool
 FORMATS = ("json", "tags")
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _THOUGHT = re.compile(r"(?:<think>|\A)(?:(?!<think>).)*?</think>", re.DOTALL)
-_LISTED = "[TOOL_CALLS]"
+_MISTRAL_MARK = "[TOOL_CALLS]"
 _BARE = re.compile(r"\s*(?:<\|python_tag\|>)?\s*(?=[\[{])")
 _LOOKS_LIKE_A_CALL = re.compile(r"\[?\s*\{\s*\"(?:name|type|function)\"")
 _LATER_CALL = re.compile(r"\[?\s*\{\s*\"(?:name|type|function)\"\s*:")
 _ARGUMENTS = re.compile(r"\"(?:arguments|parameters)\"\s*:")
-_WRITTEN = re.compile(r"\s*([A-Za-z_][\w-]*)\s*\((.*)\)\s*", re.DOTALL)
+_PYTHON_CALL = re.compile(r"\s*([A-Za-z_][\w-]*)\s*\((.*)\)\s*", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ def _json_calls(text: str) -> list[ToolCall]:
     text = _THOUGHT.sub("", text)
     if _OPEN in text:
         return [call for block in _blocks(text) for call in _read_json(block, sure=True)]
-    if _LISTED in text:
-        return _read_json(text.partition(_LISTED)[2], sure=True)
+    if _MISTRAL_MARK in text:
+        return _read_json(text.partition(_MISTRAL_MARK)[2], sure=True)
     start = _BARE.match(text)
     if start:
         return _read_json(text[start.end() :], sure=False)
@@ -149,7 +149,7 @@ def _tag_calls(text: str, tools: Sequence[Tool]) -> list[ToolCall]:
         if end < 0:
             return [*calls, ToolCall(fault=f"<{tag}> is not closed: write <{tag}>…</{tag}>")]
         body, position = text[match.end() : end], end + len(tag) + 3
-        calls.append(_written(body, tools) if tag == "tool" and "tool" not in tags else _tagged(tags[tag], body))
+        calls.append(_python_call(body, tools) if tag == "tool" and "tool" not in tags else _tagged(tags[tag], body))
     return calls
 
 
@@ -165,9 +165,9 @@ def _tagged(tool: Tool, body: str) -> ToolCall:
     return ToolCall(tool.name, {first: body} if first is not None else {})
 
 
-def _written(body: str, tools: Sequence[Tool]) -> ToolCall:
+def _python_call(body: str, tools: Sequence[Tool]) -> ToolCall:
     """`name(1, key="two")` with plain values, read and never run."""
-    match = _WRITTEN.fullmatch(body)
+    match = _PYTHON_CALL.fullmatch(body)
     if match is None:
         return ToolCall(fault="a call is written name(argument, …)")
     name, inside = match.groups()

@@ -1,4 +1,4 @@
-"""Episodes with tools: which calls a turn makes, what the model is told about each, and how that is counted."""
+"""Episodes with tools: parses the calls of a turn, runs them, replies with their results and counts the errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_HUNG = 8  # of one tool at a time, for each call that it may run at once
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What came of one call: the text for the model, the function's own value, and the kind of what went wrong."""
+    """The result of one call: the text for the model, the function's own value, and the kind of error."""
 
     call: ToolCall
     content: str
@@ -46,8 +46,8 @@ class Toolbox:
     needs no answer.
 
     The time that tools take is limited by each tool's `timeout_s` and by `turn_s` for all calls of a turn (None: no
-    limit), never by `reward.timeout_s`: what takes longer is told to the model, and the run goes on. As many episodes
-    call a tool at a time as its `at_once` says.
+    limit), never by `reward.timeout_s`: a call that takes longer is answered with an error, and the run goes on. As many
+    episodes call a tool at a time as its `at_once` says.
     """
 
     tools: Callable[[Problem], Sequence[Tool]]
@@ -78,7 +78,7 @@ class ToolEpisode(Episode):
     """An episode in which the model calls tools: a turn without a call ends it, as does a tool that `ends`.
 
     A task with tools returns one of these from `start`, with a `reward` of its own. `turns` are the model's, `results`
-    what came of the calls of each, and `is_over` says whether the last of them ended the episode.
+    those of the calls of each, and `is_over` says whether the last of them ended the episode.
     """
 
     def __init__(self, toolbox: Toolbox, problem: Problem) -> None:

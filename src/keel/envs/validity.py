@@ -19,7 +19,7 @@ NONSENSE = ("", "no", "<answer>", "\x00\n∞" * 3, "I do not know. " * 40)
 
 @dataclass(frozen=True)
 class Check:
-    """One property, whether it holds, and what was seen: how much was looked at, or the first thing that is wrong."""
+    """One property, whether it holds, and the detail: how much was checked, or the first fault."""
 
     name: str
     ok: bool
@@ -46,13 +46,11 @@ def checks(task: Task, count: int = 32, seed: int = 0) -> Iterator[Check]:
         yield outcome(name, partial(property_of, drawn))
 
 
-def outcome(name: str, look: Callable[[], str]) -> Check:
-    """What a look gives: its sentence, or the first thing wrong as it was raised."""
+def outcome(name: str, run: Callable[[], str]) -> Check:
+    """Run one check: its sentence, or the first fault that it raised."""
     try:
-        return Check(name, True, look())
-    except CheckFailed as wrong:
-        return Check(name, False, str(wrong))
-    except KeelError as error:
+        return Check(name, True, run())
+    except (CheckFailed, KeelError) as error:
         return Check(name, False, str(error))
     except Exception as error:  # a user's task may raise anything
         first = next(iter(str(error).strip().splitlines()), "")
@@ -70,7 +68,7 @@ def expect(fine: bool, what: str) -> None:
 
 
 class _DrawnProblems:
-    """A task with the problems that it was asked for, drawn when they are first looked at."""
+    """The problems of a task that are checked, drawn at first use."""
 
     def __init__(self, task: Task, count: int, seed: int) -> None:
         self.task, self.count, self.seed = task, count, seed

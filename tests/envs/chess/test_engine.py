@@ -332,7 +332,7 @@ def test_programs_that_are_no_engines_are_one_line(tmp_path: Path, monkeypatch: 
 
 def test_where_the_engine_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = fake_engine(tmp_path)
-    monkeypatch.setattr(engine_module, "PLACES", ())
+    monkeypatch.setattr(engine_module, "USUAL_PATHS", ())
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("KEEL_STOCKFISH", raising=False)
     with pytest.raises(KeelError, match=r"chess_policy needs Stockfish.*apt-get install stockfish"):
@@ -342,7 +342,7 @@ def test_where_the_engine_is_looked_for(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("KEEL_STOCKFISH", path)
     assert find_engine() == path
     monkeypatch.delenv("KEEL_STOCKFISH")
-    monkeypatch.setattr(engine_module, "PLACES", (path,))
+    monkeypatch.setattr(engine_module, "USUAL_PATHS", (path,))
     assert find_engine() == path
     os.symlink(path, tmp_path / "stockfish")
     monkeypatch.setenv("PATH", str(tmp_path))

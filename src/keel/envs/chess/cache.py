@@ -1,4 +1,4 @@
-"""What an engine said, on disk: an SQLite file that several processes may read and write at once."""
+"""An engine's analyses on disk: an SQLite file that several processes may read and write at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LINES, _ENGINE = "SELECT lines FROM lines WHERE key = ?", "SELECT name FROM eng
 class AnalysisCache:
     """Lines by key and engines' names by file. Each entry is written whole or not at all.
 
-    A file that is damaged later stops nothing: what cannot be read is not known, and is asked for again.
+    A file that is damaged later stops nothing: an entry that cannot be read is analysed again.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -51,12 +51,12 @@ class AnalysisCache:
         return known
 
     def put_lines(self, key: str, lines: Lines) -> None:
-        """Remember what was said of a position; the last to say it stays, in the place of an entry that was damaged."""
+        """Store the lines of a position; the latest replaces what was there, a damaged entry too."""
         with self._lock:
             self._db.execute("INSERT OR REPLACE INTO lines VALUES (?, ?)", (key, json.dumps(lines)))
 
     def engine(self, file: str) -> str | None:
-        """The name of the engine in a file, if it was asked before."""
+        """The name of the engine in a file, if it is known."""
         return self._value(_ENGINE, file)
 
     def put_engine(self, file: str, name: str) -> None:

@@ -22,7 +22,7 @@ Ask = Callable[["ChessRow"], Problem]
 
 @dataclass(frozen=True)
 class ChessRow:
-    """One row: its place, its text where it is one, or else its columns, and the game it belongs to."""
+    """One row: its location, its text where it is one, or else its columns, and the game it belongs to."""
 
     location: str
     text: str | None
@@ -35,7 +35,7 @@ class ChessRow:
 def load(data: Mapping[str, Any], mark: str, ask: Ask, held_out: int | float, name: str) -> Dataset:
     """The problems that `ask` makes of the rows that concern it: those whose text begins with `mark`, or with columns.
 
-    What `ask` refuses is a broken row, named by its place. Rows are split by game where there is a column `game`,
+    What `ask` refuses is a broken row, named by its location. Rows are split by game where there is a column `game`,
     else by position; a position that is held out is not trained on, whatever game it comes from.
     """
     source = source_of(data)

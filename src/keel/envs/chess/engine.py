@@ -1,4 +1,4 @@
-"""Stockfish, or another UCI engine, as a pool of processes whose answers repeat and are kept on disk."""
+"""Stockfish, or another UCI engine, as a pool of processes whose answers repeat and are cached on disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from keel.envs.chess.format import LINES
 from keel.envs.chess.notation import is_real
 from keel.envs.chess.rules import board_of, legal_moves
 
-PLACES = ("/usr/games/stockfish", "/usr/local/bin/stockfish", "/opt/homebrew/bin/stockfish")
+USUAL_PATHS = ("/usr/games/stockfish", "/usr/local/bin/stockfish", "/opt/homebrew/bin/stockfish")
 INSTALL = "apt-get install stockfish"
 ATTEMPTS = 3  # at a position, each after a failure with a new process
 START_S = 10.0  # in which a program must have answered 'uci'
@@ -37,9 +37,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """`task.engine`: which engine, how long it thinks and how its answers are kept.
+    """`task.engine`: which engine, how long it thinks and where its answers are cached.
 
-    `path` (default: `KEEL_STOCKFISH`, `stockfish` on PATH, or the usual places), `nodes` a position, `hash_mb` a
+    `path` (default: `KEEL_STOCKFISH`, `stockfish` on PATH, or the usual paths), `nodes` a position, `hash_mb` a
     process, `workers` processes (default: one a core), `timeout_s` a position, `cache` a file.
     """
 
@@ -83,7 +83,7 @@ def engine_options(options: Mapping[str, Any] | EngineOptions | None) -> EngineO
 
 
 def find_engine(path: str | None = None) -> str:
-    """The engine's program: the one given, `KEEL_STOCKFISH`, `stockfish` on PATH, or a usual place."""
+    """The engine's program: the one given, `KEEL_STOCKFISH`, `stockfish` on PATH, or a usual path."""
     configured = path or os.environ.get("KEEL_STOCKFISH")
     if configured:
         program = shutil.which(os.path.expanduser(configured))
@@ -93,7 +93,9 @@ def find_engine(path: str | None = None) -> str:
                 f"{where} is {configured}, which is no program here: install it with {INSTALL}, or name another"
             )
         return program
-    program = shutil.which("stockfish") or next((candidate for candidate in PLACES if shutil.which(candidate)), None)
+    program = shutil.which("stockfish") or next(
+        (candidate for candidate in USUAL_PATHS if shutil.which(candidate)), None
+    )
     if program is None:
         raise KeelError(
             f"the task chess_policy needs Stockfish, which is not on PATH: {INSTALL}, or name it in task.engine.path"
@@ -147,7 +149,7 @@ class EnginePool:
             self.counts["cached"] += sum(key in known for key in keys)
         missing = {key: query for key, query in zip(keys, queries, strict=True) if key not in known}
         if missing:
-            answers = self._run(self._all(list(missing.items())))
+            answers = self._run(self._analyse_all(list(missing.items())))
             known |= {key: lines for key, lines in answers.items() if lines is not None}
         return [known.get(key) for key in keys]
 
@@ -164,15 +166,15 @@ class EnginePool:
 
     # ------------------------------------------------------------------------------------ inside the event loop
 
-    async def _all(self, missing: Sequence[tuple[str, Query]]) -> dict[str, Lines | None]:
+    async def _analyse_all(self, missing: Sequence[tuple[str, Query]]) -> dict[str, Lines | None]:
         if self._free is None:
             self._free = asyncio.Queue()
             for _ in range(self.workers):
                 self._free.put_nowait(None)
-        answers = await asyncio.gather(*(self._one(key, query) for key, query in missing))
+        answers = await asyncio.gather(*(self._analyse_one(key, query) for key, query in missing))
         return dict(zip((key for key, _ in missing), answers, strict=True))
 
-    async def _one(self, key: str, query: Query) -> Lines | None:
+    async def _analyse_one(self, key: str, query: Query) -> Lines | None:
         assert self._free is not None
         for _ in range(ATTEMPTS):
             engine = await self._free.get()
@@ -183,8 +185,8 @@ class EnginePool:
             except KeelError:  # what the user asked of it: no new process would do it
                 raise
             except Exception as error:  # an engine that breaks may break anything between it and here
-                late = isinstance(error, TimeoutError)
-                self.counts["timed_out" if late else "crashed"] += 1
+                timed_out = isinstance(error, TimeoutError)
+                self.counts["timed_out" if timed_out else "crashed"] += 1
                 self._drop(engine)
                 engine = None
                 continue

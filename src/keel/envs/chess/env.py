@@ -24,7 +24,7 @@ PARTS = ("parsed", "structure", "fen_exact", "fen_similarity", "reward_value", "
 
 @dataclass(frozen=True)
 class EnvGrader(ChessGrader):
-    """Marks A: answers by the rules; `answer` of a problem is the true verdict's four fields."""
+    """Grades A: answers by the rules; `answer` of a problem is the true verdict's four fields."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
 

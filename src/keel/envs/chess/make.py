@@ -146,7 +146,7 @@ def _policy(options: MakeOptions, ply: Ply, lines: Lines) -> Problem:
 
 
 def checked(options: MakeOptions, kind: str, problem: Problem) -> dict[str, str]:
-    """Prompt and completion of a problem, read back from the whole row and marked: a row that does not earn the full
+    """Prompt and completion of a problem, read back from the whole row and graded: a row that does not earn the full
     reward is an error here, not a lesson."""
     padding = padding_of(options.padding)
     grader: Any = EnvGrader({"parse": "strict"}) if kind == "a" else PolicyGrader(padding, None, {"parse": "strict"})

@@ -39,7 +39,7 @@ MOST_LOSS = 10.0  # pawns: a mate that was missed counts like this
 
 @dataclass(frozen=True)
 class PolicyGrader(ChessGrader):
-    """Marks P: answers by the engine's lines, which are in a problem's info; None there is `unavailable`."""
+    """Grades P: answers by the engine's lines, which are in a problem's info; None there is `unavailable`."""
 
     padding: Padding = PADDINGS["source"]
     engine: EngineOptions | None = None
@@ -110,7 +110,7 @@ class EngineLabelled(TaskWrapper):
     engine: EngineOptions
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
-        """As many as asked for: one that no engine could label gives its place to another of the batch, once more."""
+        """As many as asked for: one that no engine could label is replaced by another of the batch, used twice."""
         # the seed's offset is no other draw's: other positions, and the same ones each time
         draws = (self.inner.sample(count, seed=seed + 32_452_843 * draw, step=step) for draw in range(DRAWS))
         labelled = self._first_labelled(draws) if count else []

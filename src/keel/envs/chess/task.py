@@ -21,7 +21,7 @@ from keel.envs.problems import Draw, held_out_problems, is_held_out, stream, tra
 
 
 class ChessGrader:
-    """How answers are marked: a gold one, the reward of a text, figures over judged groups, and running counts."""
+    """Grades answers: the gold one, the reward of a text, metrics over judged groups, and running counts."""
 
     def gold(self, problem: Problem) -> str:
         raise NotImplementedError
@@ -38,7 +38,7 @@ class ChessGrader:
 
 @dataclass(frozen=True)
 class RandomPositions(Task):
-    """Problems without a grader out of a stream of random positions; a hash of the position says which are held out."""
+    """Problems out of a stream of random positions; a hash of the position says which are held out."""
 
     name: str
     games: Games
@@ -65,7 +65,7 @@ class RandomPositions(Task):
 
 @dataclass(frozen=True)
 class ChessTask(TaskWrapper):
-    """One of the chess tasks: `inner` has the problems, of data (`Dataset`) or made (`RandomPositions`), without a grader."""
+    """One of the chess tasks: `inner` has the problems, of data (`Dataset`) or made (`RandomPositions`)."""
 
     inner: Task
     grader: ChessGrader

@@ -91,7 +91,7 @@ def multihop(
         rows = rows_of(source, noise_rate, lengths, held_out)
         questions, lengths, where = rows, rows.lengths, data_name(source)
     think_mark = _THINK[tool_format] if think else ""
-    prompt = INSTRUCTIONS[tool_format, answer_style].format(think=think_mark) if instruction == "auto" else instruction
+    text = INSTRUCTIONS[tool_format, answer_style].format(think=think_mark) if instruction == "auto" else instruction
     return Multihop(
         name=f"multihop/{where}",
         source=questions,
@@ -105,7 +105,7 @@ def multihop(
         hop_factor=hop_factor,
         hops=lengths,
         curriculum_steps=curriculum_steps,
-        instruction=prompt,
+        instruction=text,
         extra_tools=extra,
         notes=questions.notes,
         runs_user_code=bool(extra) or embedding is not None,

@@ -24,7 +24,7 @@ MOST_NAMED = 5
 
 @dataclass(frozen=True)
 class OracleResult:
-    """What the oracle's episodes earned in one form: how many rows there are, and what keeps some from the maximum."""
+    """What the oracle's episodes earned in one form: the number of rows, and why some fall short of the maximum."""
 
     tool_format: str
     answer_style: str
@@ -49,16 +49,16 @@ def play_oracle(path: str, **options: Any) -> list[OracleResult]:
         short = []
         for question in questions:
             problem = task.problem(question)
-            earned, most = task.reward(problem, task.gold_turns(problem)), task.most(problem)
-            if abs(earned.total - most) > 1e-9:
+            earned, maximum = task.reward(problem, task.gold_turns(problem)), task.max_reward(problem)
+            if abs(earned.total - maximum) > 1e-9:
                 lacking = ", ".join(name for name in task.weights if earned.parts[name] < 1.0)
-                short.append(f"{question.key} earns {earned.total:.4g} of {most:.4g}: {lacking}")
+                short.append(f"{question.key} earns {earned.total:.4g} of {maximum:.4g}: {lacking}")
         results.append(OracleResult(tool_format, answer_style, len(questions), tuple(short)))
     return results
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what was found; the exit status."""
+    """Print the results; the exit status."""
     if not arguments:
         print(f"usage: {(__doc__ or '').splitlines()[0].partition('`')[2].partition('`')[0]}", file=sys.stderr)
         return 2

@@ -10,7 +10,7 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.envs.options import SourceOptions
 from keel.envs.problems import stream
-from keel.envs.rows import BrokenRow, DataRow, handle_broken_rows, read_rows
+from keel.envs.rows import BrokenRow, DataRow, handle_broken_rows, read_rows, row_order
 
 _SLICE = re.compile(r"(?P<path>.*?)(?:\[(?P<low>\d*):(?P<high>\d*)\]|:(?P<first>\d+))?")
 
@@ -48,7 +48,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Questions:
-    """What was read, in the data's order, and what is worth saying about it."""
+    """Questions in the data's order, and notes on how they were read."""
 
     source: str
     questions: tuple[Question, ...]
@@ -58,7 +58,7 @@ class Questions:
 def read_questions(source: SourceOptions, noise_rate: float) -> Questions:
     """The rows of files or hub datasets, `path,name,split[:n]` and several joined by semicolons.
 
-    Rows without supporting paragraphs, or that cannot be read, are broken: refused by their place, or with
+    Rows without supporting paragraphs, or that cannot be read, are broken: refused by their location, or with
     `data.on_broken: skip` left out and counted.
     """
     paths = [source.path] if isinstance(source.path, str) else list(source.path or ())
@@ -78,7 +78,7 @@ def read_questions(source: SourceOptions, noise_rate: float) -> Questions:
     note = handle_broken_rows(name, broken, source.on_broken)
     if not questions:
         raise KeelError(f"{name} has no usable row: each needs a question, an answer and supporting paragraphs")
-    return Questions(name, _own_keys(questions), (note,) if note else ())
+    return Questions(name, _distinct_keys(questions), (note,) if note else ())
 
 
 def with_noise(question: Question, noise_rate: float) -> Question:
@@ -99,7 +99,7 @@ def _records(spec: str, split: str) -> tuple[str, list[DataRow | BrokenRow]]:
     assert match is not None
     rows = read_rows(match["path"], split)
     records: list[DataRow | BrokenRow] = (
-        sorted((*rows.rows, *rows.broken), key=_order) if rows.broken else list(rows.rows)
+        sorted((*rows.rows, *rows.broken), key=row_order) if rows.broken else list(rows.rows)
     )
     if match["first"] is None and match["low"] is None:
         return rows.source, records
@@ -108,12 +108,6 @@ def _records(spec: str, split: str) -> tuple[str, list[DataRow | BrokenRow]]:
     if not selected:
         raise KeelError(f"{spec} names no row: {rows.source} has {len(records)}")
     return rows.source, selected
-
-
-def _order(record: DataRow | BrokenRow) -> tuple[str, int]:
-    """A place such as `mine.jsonl:3` by file and line."""
-    file, _, line = record.location.rpartition(":")
-    return file, int(line)
 
 
 def _question(row: DataRow) -> Question | str:
@@ -165,7 +159,7 @@ def _chain(values: Mapping[str, Any], supporting: Sequence[str]) -> tuple[str, .
     return tuple(dict.fromkeys([*(id for id in ids if id in supporting), *supporting]))
 
 
-def _own_keys(questions: Sequence[Question]) -> tuple[Question, ...]:
+def _distinct_keys(questions: Sequence[Question]) -> tuple[Question, ...]:
     """Each question under a key of its own: noise is keyed by it."""
     counts: dict[str, int] = {}
     distinct = []

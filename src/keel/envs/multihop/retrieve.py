@@ -58,7 +58,7 @@ class Hybrid:
     """BM25 and the cosine of embeddings, fused by their ranks: Σ 1 / (60 + rank)."""
 
     embed: Callable[[list[str]], Any]
-    _kept: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    _vectors: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self, question: Question, query: str) -> list[Document]:
         by_words = [document.id for document in lexical(question, query)]
@@ -73,13 +73,13 @@ class Hybrid:
         return sorted(question.documents, key=lambda document: -scores[document.id])
 
     def _similarities(self, question: Question, query: str) -> list[float]:
-        if question.key not in self._kept:
-            if len(self._kept) >= 1024:
-                self._kept.pop(next(iter(self._kept)))
-            self._kept[question.key] = self._unit(
+        if question.key not in self._vectors:
+            if len(self._vectors) >= 1024:
+                self._vectors.pop(next(iter(self._vectors)))
+            self._vectors[question.key] = self._unit(
                 [f"{document.title}\n{document.text}" for document in question.documents]
             )
-        documents, (query_vector,) = self._kept[question.key], self._unit([query])
+        documents, (query_vector,) = self._vectors[question.key], self._unit([query])
         return [float(sum(a * b for a, b in zip(query_vector, document, strict=True))) for document in documents]
 
     def _unit(self, texts: list[str]) -> list[list[float]]:

@@ -48,12 +48,12 @@ def best(measure: object, prediction: str | None, answers: Sequence[str]) -> flo
 
 
 def recall(retrieved: Collection[str], relevant: Collection[str]) -> float:
-    """The share of what is wanted that was found."""
+    """The share of the relevant ones that were retrieved."""
     return len(set(retrieved) & set(relevant)) / len(set(relevant)) if relevant else 0.0
 
 
 def precision(retrieved: Collection[str], relevant: Collection[str]) -> float:
-    """The share of what was found that is wanted; 0 where nothing was found."""
+    """The share of the retrieved ones that are relevant; 0 where nothing was retrieved."""
     return len(set(retrieved) & set(relevant)) / len(set(retrieved)) if retrieved else 0.0
 
 
@@ -64,7 +64,7 @@ def total(parts: Mapping[str, float], weights: Mapping[str, float], hops: int, h
 
 
 def checked_weights(changes: Mapping[str, float] | None) -> dict[str, float]:
-    """The weights of the parts, those of `given` in place of the usual ones."""
+    """The weights of the parts, the defaults with these `changes`."""
     weights = {**WEIGHTS, **(changes or {})}
     for name, weight in weights.items():
         if name not in WEIGHTS:

@@ -19,7 +19,7 @@ from keel.envs.multihop.answer import Answer, complete, read_answer, retrieve_do
 from keel.envs.multihop.question import Document, Question
 from keel.envs.multihop.retrieve import Retrieved, Retriever
 from keel.envs.multihop.source import QuestionSource, Worlds
-from keel.envs.multihop.world import words
+from keel.envs.multihop.world import world_words
 from keel.envs.tool_calls import write_call
 from keel.envs.toolbox import MOST_CALLS, Toolbox, ToolEpisode
 from keel.envs.tools import MAX_CHARACTERS, Tool, tool
@@ -60,11 +60,11 @@ class Multihop(Task):
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """Training problems of one step, with as many hops as the curriculum allows by then."""
-        return self._asked(self.source.sample(count, seed, step, self.hops_at(step)))
+        return self._problems(self.source.sample(count, seed, step, self.hops_at(step)))
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
         """Problems of all hops that are never trained on."""
-        return self._asked(self.source.held_out(count, seed, self.hops))
+        return self._problems(self.source.held_out(count, seed, self.hops))
 
     def keep(self, fits: Callable[[Problem], bool]) -> tuple[Self, int]:
         """The task with only the questions whose prompts `fits` accepts, and how many were left out."""
@@ -86,7 +86,7 @@ class Multihop(Task):
             if document is None or id in retrieved:
                 continue
             for query in (document.title, f"{document.title} {document.text}"):
-                shown = self._seen(question, query)
+                shown = self._shown_documents(question, query)
                 if id in {other.id for other in shown}:
                     break
             retrieved |= {other.id for other in shown}
@@ -117,7 +117,7 @@ class Multihop(Task):
             return problem
         return replace(problem, tools=[offered.schema for offered in self.tools(problem)])
 
-    def most(self, problem: Problem) -> float:
+    def max_reward(self, problem: Problem) -> float:
         """What an episode earns whose parts are all 1."""
         return score.total(dict.fromkeys(self.weights, 1.0), self.weights, _question(problem).hops, self.hop_factor)
 
@@ -161,7 +161,7 @@ class Multihop(Task):
         instruction = (self.instruction or "").split()
         replies = ("No document matches.", "[cut: characters more]", *self._errors())
         reply_words = [word for reply in replies for word in reply.split()]
-        return tuple(dict.fromkeys([*words(self.source.documents), *marks, ",", *instruction, *reply_words]))
+        return tuple(dict.fromkeys([*world_words(self.source.documents), *marks, ",", *instruction, *reply_words]))
 
     def _errors(self) -> list[str]:
         """What the tools say to a call that is not closed, and to one too many: all that these words can do wrong."""
@@ -178,7 +178,7 @@ class Multihop(Task):
     def _retrieve(self, question: Question, query: str) -> Retrieved:
         return Retrieved(tuple(self.retriever(question, query)[: self.top_n]))
 
-    def _seen(self, question: Question, query: str) -> list[Document]:
+    def _shown_documents(self, question: Question, query: str) -> list[Document]:
         """What the model is shown of a retrieval."""
         retrieved = self._retrieve(question, query)
         return _shown(retrieved, str(retrieved)[: self.max_characters])
@@ -187,7 +187,7 @@ class Multihop(Task):
         """Whether a turn holds an answer in tags, where that is how one answers."""
         return self.answer_style == "tags" and last_tag(text) is not None
 
-    def _asked(self, questions: Sequence[Question]) -> list[Problem]:
+    def _problems(self, questions: Sequence[Question]) -> list[Problem]:
         return [self.problem(question) for question in questions]
 
 
@@ -258,7 +258,7 @@ class MultihopEpisode(ToolEpisode):
 
 
 def _shown(value: Any, content: str) -> list[Document]:
-    """The documents of a retrieval that stand whole in what the model was told."""
+    """The documents of a retrieval that the model was shown in full."""
     return (
         [document for document in value.documents if str(document) in content] if isinstance(value, Retrieved) else []
     )

@@ -31,14 +31,14 @@ RELATIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {
 _FRAMES = ("What is {} ?", "Document ID: # and .", "the of")
 
 
-def words(documents: int) -> tuple[str, ...]:
+def world_words(documents: int) -> tuple[str, ...]:
     """Every word, by spaces, of questions, documents and answers of worlds with that many documents."""
-    names_listed = [name for names in NAMES.values() for name in names]
+    names = [name for names in NAMES.values() for name in names]
     relations = [name for kinds in RELATIONS.values() for name in kinds]
     phrases = [word for kinds in RELATIONS.values() for _, phrase in kinds.values() for word in phrase.split()]
     framed = [word for frame in _FRAMES for word in frame.replace("{}", "").split()]
     ids = [str(number) for number in range(1, documents + 1)]
-    return tuple(dict.fromkeys([*framed, *relations, *phrases, *ids, *names_listed]))
+    return tuple(dict.fromkeys([*framed, *relations, *phrases, *ids, *names]))
 
 
 def draw_question(rng: random.Random, hops: Sequence[int], documents: int) -> Question:

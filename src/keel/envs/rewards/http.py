@@ -85,7 +85,7 @@ def chat_judge(
     `high`: `(score − low) / (high − low)`. A reply without one, or with one outside, is a failure and not a 0.
     """
     filled = {"prompt": _plain(problem.prompt), "completion": text, "answer": str(problem.answer)}
-    question = re.sub(r"\{(prompt|completion|answer)\}", lambda scores: filled[scores.group(1)], template)
+    question = re.sub(r"\{(prompt|completion|answer)\}", lambda match: filled[match.group(1)], template)
     body = {
         "model": model,
         "messages": [{"role": "user", "content": question}],
