@@ -123,6 +123,8 @@ def test_a_run_of_01_goes_on(tmp_path):
         ("keel.losses", "LossSpec", "keel.losses.LossOptions"),
         ("keel.losses", "KLSpec", "keel.kl.KLOptions"),
         ("keel.losses", "MismatchSpec", "keel.losses.MismatchOptions"),
+        ("keel.kl", "Controller", "keel.kl.BetaController"),
+        ("keel.kl.controllers", "Steered", "keel.kl.controllers.RuleController"),
         ("keel.kl", "shape_rewards", "keel.kl.reward_penalty"),
         ("keel.kl", "shape_advantages", "keel.kl.advantage_penalty"),
         ("keel.loggers", "Quiet", "keel.loggers.Logger"),

@@ -46,8 +46,8 @@ class Toolbox:
     needs no answer.
 
     The time that tools take is limited by each tool's `timeout_s` and by `turn_s` for all calls of a turn (None: no
-    limit), never by `reward.timeout_s`: a call that takes longer is answered with an error, and the run goes on. As many
-    episodes call a tool at a time as its `at_once` says.
+    limit), never by `reward.timeout_s`: a call that takes longer is answered with an error, and the run goes on. As
+    many episodes call a tool at a time as its `at_once` says.
     """
 
     tools: Callable[[Problem], Sequence[Tool]]

@@ -30,7 +30,7 @@ def options(fact: Fact) -> tuple[KLOptions, Pairing]:
     return kl, kl.pairing()
 
 
-# With exact KL in the first two doors the loop takes k3 of the sampled token: those rows speak of another term.
+# With exact KL in the reward or the advantage the loop takes k3 of the sampled token: those rows speak of another term.
 ON_POLICY = [
     fact
     for fact in FACTS

@@ -117,7 +117,7 @@ def term_gradient(
 
 
 def _enumerated(logp: Tensor, ref_logp: Tensor, old: Tensor, kl: KLOptions, pairing: Pairing) -> Tensor:
-    """The term of every token that could have been drawn, `[N, V]`, through the door that is configured."""
+    """The term of every token that could have been drawn, `[N, V]`, at the placement that is configured."""
     mask = torch.ones_like(logp, dtype=torch.bool)
     if kl.placement != "loss":
         at = old if kl.placement == "reward" else logp.detach()  # a reward is given once, by the policy that sampled

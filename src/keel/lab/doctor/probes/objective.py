@@ -136,7 +136,7 @@ def _steered(bench: Bench, figures: dict[str, float], thresholds: Thresholds) ->
     """β from the start and after every update on KL that stays small, usual or huge, with steps that measured none."""
     name, told = bench.config.kl.controller.name, bench.config.kl.beta
     figures |= {"beta_start": math.nan, "beta_most": math.nan}
-    mend = "return a state whose beta is finite, 0 or more, and bounded (keel.kl.controllers.Steered has bounds)"
+    mend = "return a state whose beta is finite, 0 or more, and bounded (keel.kl.controllers.RuleController has bounds)"
     try:
         controller = bench.run.controller
         unit, start = controller.unit, float(controller.init().beta)

@@ -57,7 +57,7 @@ def gradient_norms(bench: Bench) -> Norms:
 
 
 def _in_reward(bench: Bench, batch: StepBatch) -> Tensor:
-    """What the first door adds to the advantages, divided as the step divides it, for each unit of β."""
+    """What a KL in the reward adds to the advantages, divided as the step divides it, for each unit of β."""
     beta = bench.full_beta or 1.0
     shaped = with_advantages(penalize_rewards(batch, bench.run, beta), bench.run, bench.run.reward.warmup_steps)
     assert shaped.rows.kl_advantages is not None
