@@ -13,7 +13,7 @@ import keel
 from keel.base.errors import KeelError
 from keel.cli import main
 from keel.envs import build_task
-from keel.envs.dataset import Answers
+from keel.envs.dataset import AnswerGrader
 from keel.envs.judge import Judge
 from keel.envs.rewards import wrap
 from keel.run.evaluate import run_evaluation
@@ -55,7 +55,7 @@ def records(result: Any, name: str) -> list[dict[str, Any]]:
 
 
 def test_the_reward_under_drop_is_the_share_of_right_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Answers, "_judge", lambda self, answer, text: True)
+    monkeypatch.setattr(AnswerGrader, "_judge", lambda self, answer, text: True)
     rows = [*sums(), *({"question": "9" * 40, "answer": i} for i in range(4))]
     path = write(tmp_path / "mine.jsonl", rows)
     result = trained(tmp_path, **{"data.path": path, "data.max_prompt_length": 12, "data.truncation": "drop"})

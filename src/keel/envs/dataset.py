@@ -20,7 +20,7 @@ from keel.envs.base import Task
 from keel.envs.layouts import LoadedProblems, load_problems, source_of
 from keel.envs.maths import math_equal, need_math_verify
 from keel.envs.options import SourceOptions
-from keel.envs.problems import HELD_OUT_FRACTION, held_out_rank, is_held_out, stream
+from keel.envs.problems import HELD_OUT_FRACTION, split_held_out, stream
 
 COMPARISONS = ("exact", "numeric", "math")
 
@@ -223,7 +223,8 @@ def split(
         if len(train) < len(loaded.problems):
             notes.append(f"{len(loaded.problems) - len(train)} training problems are in the evaluation set: left out")
     else:
-        chosen = _chosen(loaded.problems, held_out)
+        # By a hash of the prompt alone, so that a problem stays on its side when the file grows.
+        chosen = split_held_out(map(_identity, loaded.problems), held_out)
         train = tuple(p for p in loaded.problems if _identity(p) not in chosen)
         held = tuple(p for p in loaded.problems if _identity(p) in chosen)
         notes = [*loaded.notes]
@@ -234,20 +235,6 @@ def split(
             "another task.held_out, or task.eval_path"
         )
     return train, held, (*notes, f"{loaded.source}: {len(train)} problems to train on, {len(held)} held out")
-
-
-def _chosen(problems: Sequence[Problem], held_out: int | float) -> set[str]:
-    """The prompts to hold out: by their hash alone, so that a problem stays on its side when the file grows.
-
-    A share too small to meet any prompt of a small file holds the first one by hash.
-    """
-    prompts = {_identity(p) for p in problems}
-    if held_out == 0:
-        return set()
-    by_hash = sorted(prompts, key=held_out_rank)
-    if held_out >= 1 and isinstance(held_out, int):
-        return set(by_hash[:held_out])
-    return {p for p in prompts if is_held_out(p, float(held_out))} or set(by_hash[:1])
 
 
 def _identity(problem: Problem) -> str:

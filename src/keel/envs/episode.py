@@ -88,8 +88,8 @@ class EpisodeRunner:
         """Replies that are there, in the order of the turns; first wait for `all`, for `one`, or do not (`no`)."""
         if wait != "no" and self._pending:
             LOOP.wait(list(self._pending.values()), self.timeout_s, self.hung, first=wait == "one")
-        over = [key for key, pending in self._pending.items() if pending.future.done()]
-        return {key: self._result(self._pending.pop(key)) for key in over}
+        finished = [key for key, pending in self._pending.items() if pending.future.done()]
+        return {key: self._result(self._pending.pop(key)) for key in finished}
 
     @property
     def waiting(self) -> bool:
@@ -101,10 +101,10 @@ class EpisodeRunner:
         for pending in self._pending.values():
             pending.future.cancel()
         self._pending.clear()
-        held = {key: episode for key, episode in self.episodes.items() if type(episode).close is not Episode.close}
+        closable = {key: episode for key, episode in self.episodes.items() if type(episode).close is not Episode.close}
         self.episodes.clear()
-        outcomes = LOOP.run([self._close(episode) for episode in held.values()], self.timeout_s, self.hung)
-        return [(key, e) for key, (_, e) in zip(held, outcomes, strict=True) if isinstance(e, CallFailed)]
+        outcomes = LOOP.run([self._close(episode) for episode in closable.values()], self.timeout_s, self.hung)
+        return [(key, e) for key, (_, e) in zip(closable, outcomes, strict=True) if isinstance(e, CallFailed)]
 
     def _result(self, pending: Pending) -> Reply | CallFailed | None:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from keel.base.errors import KeelError
@@ -32,6 +32,14 @@ def is_held_out(identity: str, fraction: float = HELD_OUT_FRACTION) -> bool:
 def held_out_rank(identity: str) -> int:
     """The hash that decides, below 2**64: what has the lowest is held out first."""
     return int.from_bytes(hashlib.blake2b(b"held-out\x1f" + identity.encode(), digest_size=8).digest(), "little")
+
+
+def split_held_out(identities: Iterable[str], held_out: int | float) -> set[str]:
+    """Those held out: that many, or that share of them but at least one; always by the same hash."""
+    by_hash = sorted(set(identities), key=held_out_rank)
+    if held_out == 0 or (held_out >= 1 and isinstance(held_out, int)):
+        return set(by_hash[: int(held_out)])
+    return {identity for identity in by_hash if is_held_out(identity, float(held_out))} or set(by_hash[:1])
 
 
 def choose_held_out(sizes: Mapping[str, int], count: int) -> frozenset[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
-from keel.base.errors import KeelError, unknown
+from keel.base.errors import KeelError, first_line, unknown
 from keel.base.types import Problem, Reward
 from keel.envs.answers import last_tag
 from keel.envs.base import Task
@@ -137,8 +137,7 @@ def check_reasoning_gym(params: Mapping[str, Any]) -> None:
         if hasattr(settings, "validate"):
             settings.validate()
     except Exception as error:  # the library asserts; a wrong type may raise anything
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise KeelError(f"reasoning_gym {dataset} refuses its parameters {options}: {first}") from error
+        raise KeelError(f"reasoning_gym {dataset} refuses its parameters {options}: {first_line(error)}") from error
 
 
 def _library() -> Any:

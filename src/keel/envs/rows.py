@@ -7,13 +7,13 @@ import difflib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.base.errors import KeelError, unknown
+from keel.base.errors import KeelError, first_line, unknown
 from keel.base.files import json_kind, json_lines, no_constant
 
 SPLITS = ("train", "validation", "valid", "val", "dev", "test", "eval")
@@ -259,14 +259,14 @@ def _loaded(source: str, split: str, load: Callable[[Any], Any]) -> DataRows:
         with _quiet("huggingface_hub", "datasets"):
             data = load(datasets)
     except Exception as error:  # a hub fails in many ways; each is one line to the user
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise KeelError(f"cannot load data.path={source}, split {split!r}: {first}") from error
+        raise KeelError(f"cannot load data.path={source}, split {split!r}: {first_line(error)}") from error
     if isinstance(data, Mapping):
         if split not in data:
             raise unknown(f"split of {source}", split, data)
         data = data[split]
     stem = Path(source.partition(",")[0]).name
-    return DataRows(f"{source} ({split})", tuple(_numbered(f"{stem}/{split}", data)))
+    rows = (DataRow(f"{stem}/{split}:{number}", dict(record)) for number, record in enumerate(data, start=1))
+    return DataRows(f"{source} ({split})", tuple(rows))
 
 
 @contextmanager
@@ -281,8 +281,3 @@ def _quiet(*libraries: str) -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def _numbered(name: str, records: Iterable[Mapping[str, Any]]) -> Iterator[DataRow]:
-    for number, record in enumerate(records, start=1):
-        yield DataRow(f"{name}:{number}", dict(record))

@@ -103,8 +103,8 @@ def tool(
         raise KeelError(f"tool {tool_name!r}: timeout_s is {timeout_s}, it must be above 0, or None for no limit")
     if not max_characters > 0:
         raise KeelError(f"tool {tool_name!r}: max_characters is {max_characters}, it must be above 0")
-    together = at_once if at_once is not None else ASYNC_AT_ONCE if is_async(function) else 1
-    if not together > 0:
+    concurrent = at_once if at_once is not None else ASYNC_AT_ONCE if is_async(function) else 1
+    if not concurrent > 0:
         raise KeelError(f"tool {tool_name!r}: at_once is {at_once}, it must be above 0")
     doc = inspect.getdoc(function) or ""
     description = " ".join(doc.partition("\n\n")[0].split()) if doc else ""
@@ -112,7 +112,7 @@ def tool(
         raise KeelError(f"tool {tool_name!r} has no docstring: its first sentence tells the model what it does")
     hints, required = _parameters(tool_name, function)
     about = _described(doc, hints)
-    limits: dict[str, Any] = {"timeout_s": timeout_s, "max_characters": max_characters, "at_once": together}
+    limits: dict[str, Any] = {"timeout_s": timeout_s, "max_characters": max_characters, "at_once": concurrent}
     return Tool(tool_name, description, function, hints, required, about, tag=tag or tool_name, ends=ends, **limits)
 
 

@@ -13,7 +13,7 @@ from keel.envs.chess.rules import identity
 from keel.envs.dataset import Dataset, NoGrader, data_name
 from keel.envs.layouts import source_of
 from keel.envs.options import SourceOptions
-from keel.envs.problems import held_out_rank, is_held_out
+from keel.envs.problems import split_held_out
 from keel.envs.rows import BrokenRow, DataRow, handle_broken_rows, read_rows
 
 TEXT = "text"
@@ -93,11 +93,7 @@ def _record(row: DataRow, source: SourceOptions) -> ChessRow:
 def _split(
     records: Sequence[tuple[ChessRow, Problem]], held_out: int | float
 ) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
-    groups = {record.game or identity(record.fen) for record, _ in records}
-    if isinstance(held_out, int) and not isinstance(held_out, bool) and held_out >= 1:
-        chosen = set(sorted(groups, key=held_out_rank)[:held_out])
-    else:
-        chosen = {g for g in groups if is_held_out(g, float(held_out))} or {min(groups, key=held_out_rank)}
+    chosen = split_held_out((record.game or identity(record.fen) for record, _ in records), held_out)
     held = [(r, p) for r, p in records if (r.game or identity(r.fen)) in chosen]
     positions = {identity(record.fen) for record, _ in held}
     rest = [p for r, p in records if (r.game or identity(r.fen)) not in chosen and identity(r.fen) not in positions]

@@ -21,12 +21,11 @@ from keel.envs.chess.rewards import FULL_ENV, RUNG, Lines
 from keel.envs.chess.rules import identity, legal_moves
 from keel.envs.chess.selfplay import Ply, along, at_random, by_engine, play, read_openings
 from keel.envs.problems import HELD_OUT_FRACTION, is_held_out, stream
+from keel.envs.shards import Item
 
 KINDS = ("a", "p", "both")
 GAMES = ("random", "engine", "openings")
 FULL = {"a": FULL_ENV, "p": 5 * RUNG}
-# A position, its rows as JSON ("" for P: where no engine answered), whether its game is held out.
-Item = tuple[str, tuple[str, ...], bool]
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def shard(options: MakeOptions, number: int) -> list[Item]:
 
 
 def game_items(options: MakeOptions, number: int) -> Iterator[Item]:
-    """The positions of one game with their rows; all of them are on one side of the split."""
+    """The positions of one game with their rows ("" for P: where no engine answered), all on one side of the split."""
     source = options.games[number % len(options.games)]
     name = f"{source}-{options.seed}-{number}"
     rng = stream("chess data", name)

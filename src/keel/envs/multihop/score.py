@@ -6,7 +6,7 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from keel.base.errors import KeelError, unknown
 
@@ -41,10 +41,9 @@ def f1(prediction: str, answer: str) -> float:
     return 2.0 * common / (len(predicted) + len(gold))
 
 
-def best(measure: object, prediction: str | None, answers: Sequence[str]) -> float:
+def best(measure: Callable[[str, str], float], prediction: str | None, answers: Sequence[str]) -> float:
     """The best score over an answer and its aliases; 0 where none was given."""
-    assert callable(measure)
-    return 0.0 if prediction is None else max(float(measure(prediction, answer)) for answer in answers)
+    return 0.0 if prediction is None else max(measure(prediction, answer) for answer in answers)
 
 
 def recall(retrieved: Collection[str], relevant: Collection[str]) -> float:

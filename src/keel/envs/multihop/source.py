@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem
@@ -108,7 +108,7 @@ def rows_of(source: SourceOptions, noise_rate: float, hops: tuple[int, ...], hel
         for question in questions:
             counts[question.hops] = counts.get(question.hops, 0) + 1
         problems = tuple(
-            Problem(question.key, question.text, question.answers[0], _info(question)) for question in questions
+            Problem(question.key, question.text, question.answers[0], {"question": question}) for question in questions
         )
         return LoadedProblems(loaded.source, problems, loaded.notes)
 
@@ -117,7 +117,3 @@ def rows_of(source: SourceOptions, noise_rate: float, hops: tuple[int, ...], hel
     return QuestionRows(
         Dataset("multihop", train, held, NoGrader()), tuple(sorted(counts)), (*notes, f"multihop: {summary}")
     )
-
-
-def _info(question: Question) -> Mapping[str, Any]:
-    return {"question": question}

@@ -53,7 +53,7 @@ def check_reward(name: str, params: Mapping[str, Any]) -> None:
 
 
 def check_rewards(parts: Sequence[RewardPartOptions]) -> None:
-    """Refuse what is wrong in `rewards`, by the entry's place."""
+    """Refuse what is wrong in `rewards`, by the entry's index."""
     for index, part in enumerate(parts):
         try:
             check_reward(part.name, {key: value for key, value in part.params.items() if key != "label"})
