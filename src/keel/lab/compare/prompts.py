@@ -7,7 +7,7 @@ from pathlib import Path
 from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.envs.layouts import PROMPT, PROMPTS, Columns, problem_of
-from keel.envs.rows import READERS, Broken, read_rows
+from keel.envs.rows import READERS, BrokenRow, read_rows
 
 TEXT = ".txt"
 
@@ -50,7 +50,7 @@ def _rows(path: Path) -> list[Problem]:
         )
     layout = Columns(column or PROMPT, None, messages=column == "messages")
     parsed = [*rows.broken, *(problem_of(row, layout) for row in rows.rows)]
-    broken = next((item for item in parsed if isinstance(item, Broken)), None)
+    broken = next((item for item in parsed if isinstance(item, BrokenRow)), None)
     if broken is not None:
-        raise KeelError(f"--prompts {path}, {broken.place}: {broken.why}")
+        raise KeelError(f"--prompts {path}, {broken.location}: {broken.why}")
     return [item for item in parsed if isinstance(item, Problem)]
