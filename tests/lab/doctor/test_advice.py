@@ -16,7 +16,6 @@ from keel.config.aliases_trl import TRL
 from keel.config.checks import advice as surprises
 from keel.kl import build_controller, controller_of
 from keel.lab.doctor.advice import either, option_of, setting, steered, times
-from keel.lab.doctor.bench import build_bench
 from keel.lab.doctor.checks import check_history
 from keel.lab.doctor.diagnosis import Diagnosis
 from keel.lab.doctor.examine import examine
@@ -24,6 +23,7 @@ from keel.lab.doctor.findings import propose
 from keel.lab.doctor.history import History
 from keel.lab.doctor.names import TRL_OPTIONS
 from keel.lab.doctor.probes import PROBES
+from keel.lab.doctor.setup import build_setup
 from lab.doctor.followed import check_advice, follow
 from lab.doctor.schooled import BASE, schooled_config
 from lab.doctor.test_checks import FAULTS
@@ -127,7 +127,7 @@ def tried(config: Config, code: str) -> Diagnosis:
     names = {"scoring": "scoring", "sampler": "sampler", "reference": "reference", "kl": "kl_term"}
     names |= {"advantage": "advantage", "optim": "update", "output": "collection"}
     probe = dict(PROBES)[names[code.partition("/")[0]]]
-    return Diagnosis(probe(build_bench(config), load_thresholds()).findings)
+    return Diagnosis(probe(build_setup(config), load_thresholds()).findings)
 
 
 def test_a_limit_that_cuts_is_proposed_wider() -> None:

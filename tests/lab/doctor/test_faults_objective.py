@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from keel.base.thresholds import load_thresholds
-from keel.lab.doctor.bench import build_bench
 from keel.lab.doctor.preflight import preflight
 from keel.lab.doctor.probes.objective import probe_objective
 from keel.lab.doctor.probes.sampler import probe_sampler
+from keel.lab.doctor.setup import build_setup
 from lab.doctor.followed import check_advice
 from lab.doctor.schooled import schooled_config
 from lab.doctor.test_faults_scoring import LORA, TALK
@@ -102,7 +102,7 @@ WORDS = {
     ["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo", "policy_gradient", f"{HERE}:right_loss"],
 )
 def test_every_loss_is_minus_advantage_times_its_weight_at_ratio_one(name: str) -> None:
-    outcome = probe_objective(build_bench(schooled_config(f"loss.loss_type={name}", "kl.beta=0")), load_thresholds())
+    outcome = probe_objective(build_setup(schooled_config(f"loss.loss_type={name}", "kl.beta=0")), load_thresholds())
     assert not outcome.findings
     assert outcome.figures["factor"] == pytest.approx(1.0, abs=1e-5)
     assert outcome.figures["pushed"] == 1.0
@@ -128,9 +128,9 @@ def test_weights_of_ones_own_are_noted_and_not_judged() -> None:
     ],
 )
 def test_keels_own_controllers_stay_within_bounds(given: str) -> None:
-    assert not probe_objective(build_bench(schooled_config(f"kl.controller={given}")), load_thresholds()).findings
+    assert not probe_objective(build_setup(schooled_config(f"kl.controller={given}")), load_thresholds()).findings
 
 
 def test_a_filter_that_cuts_off_next_to_nothing_is_a_note() -> None:
-    outcome = probe_sampler(build_bench(schooled_config("rollout.top_k=100")), load_thresholds())
+    outcome = probe_sampler(build_setup(schooled_config("rollout.top_k=100")), load_thresholds())
     assert [(finding.code, finding.severity) for finding in outcome.findings] == [("sampler/filter", "note")]

@@ -7,6 +7,6 @@ from __future__ import annotations
 
 from keel.base.thresholds import Threshold, Thresholds, load_thresholds
 from keel.lab.doctor.diagnosis import Diagnosis
-from keel.lab.doctor.findings import CODES, Finding, found, ranked
+from keel.lab.doctor.findings import CODES, Finding, finding, ranked
 
-__all__ = ["CODES", "Diagnosis", "Finding", "Threshold", "Thresholds", "found", "load_thresholds", "ranked"]
+__all__ = ["CODES", "Diagnosis", "Finding", "Threshold", "Thresholds", "finding", "load_thresholds", "ranked"]

@@ -27,16 +27,16 @@ def changes(tree: Tree, options: Options) -> Options:
 
 def either(*parts: Advice | str, joined: str = ", or ") -> Advice:
     """Several ways in one sentence; empty ones are left out."""
-    kept = [part if isinstance(part, Advice) else Advice(part) for part in parts if str(part)]
-    words = (part.words if part.proposals else part.words.replace("{", "{{").replace("}", "}}") for part in kept)
-    proposals = tuple(proposal for part in kept for proposal in part.proposals)
-    said = joined.join(words)
-    return Advice(said if proposals else said.replace("{{", "{").replace("}}", "}"), proposals)
+    advices = [part if isinstance(part, Advice) else Advice(part) for part in parts if str(part)]
+    texts = (part.text if part.proposals else part.text.replace("{", "{{").replace("}", "}}") for part in advices)
+    proposals = tuple(proposal for part in advices for proposal in part.proposals)
+    text = joined.join(texts)
+    return Advice(text if proposals else text.replace("{{", "{").replace("}}", "}"), proposals)
 
 
-def setting(words: str, options: Options, otherwise: str = "") -> Advice:
+def setting(text: str, options: Options, otherwise: str = "") -> Advice:
     """`words` with the options in place of its `{}`; `otherwise` where there is nothing to set."""
-    return propose(words, options) if options else Advice(otherwise)
+    return propose(text, options) if options else Advice(otherwise)
 
 
 def times(tree: Tree, dotted: str, factor: float, how: str, source: str = "keel") -> Advice:
@@ -44,8 +44,8 @@ def times(tree: Tree, dotted: str, factor: float, how: str, source: str = "keel"
     name, value = option_name(dotted, source), option_of(tree, dotted)
     if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
         return Advice(f"{how} {name}")
-    whole = isinstance(value, int)
-    scaled = max(1, round(factor * value)) if whole else _two_digits(factor * value)
+    integer = isinstance(value, int)
+    scaled = max(1, round(factor * value)) if integer else _two_digits(factor * value)
     return propose(f"{{}} ({how} what it is)", {name: scaled}) if scaled != value else Advice("")
 
 

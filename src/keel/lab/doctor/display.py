@@ -60,7 +60,7 @@ def _hypotheses(diagnosis: Diagnosis) -> Table:
 
 def _verdict(diagnosis: Diagnosis, name: str) -> Text:
     counts = {kind: sum(f.severity == kind for f in diagnosis.findings) for kind in TONES}
-    said = ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items() if count)
+    counted = ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items() if count)
     if diagnosis.healthy:
-        return Text(f"{name}: healthy" + (f" ({said})" if said else ""), style="green")
-    return Text(f"{name}: {said}; first: {ranked(diagnosis.findings)[0].code}", style="bold")
+        return Text(f"{name}: healthy" + (f" ({counted})" if counted else ""), style="green")
+    return Text(f"{name}: {counted}; first: {ranked(diagnosis.findings)[0].code}", style="bold")

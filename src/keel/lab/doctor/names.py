@@ -138,13 +138,13 @@ def from_map(name: str) -> str:
 
 def renamed(series: Mapping[str, Series]) -> tuple[dict[str, Series], list[str]]:
     """(series under Keel's names, names that no check reads); of two for one name the first in the table is kept."""
-    found: dict[str, Series] = {}
+    renamed_series: dict[str, Series] = {}
     unused = []
     order = {name: index for index, name in enumerate((*TRL, *VERL))}
-    for name in sorted(series, key=lambda given: order.get(given.removeprefix("train/"), len(order))):
-        known = canonical(name)
-        if known is None:
+    for name in sorted(series, key=lambda name: order.get(name.removeprefix("train/"), len(order))):
+        keel_name = canonical(name)
+        if keel_name is None:
             unused.append(name)
         else:
-            found.setdefault(known, series[name])
-    return found, unused
+            renamed_series.setdefault(keel_name, series[name])
+    return renamed_series, unused

@@ -41,11 +41,11 @@ def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 def without_dropout() -> Iterator[None]:
     """Every functional dropout is the identity inside, whatever its caller thinks of training mode."""
     names = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
-    kept = {name: getattr(functional, name) for name in names}
+    originals = {name: getattr(functional, name) for name in names}
     try:
         for name in names:
             setattr(functional, name, lambda x, *args, **options: x)
         yield
     finally:
-        for name, function in kept.items():
+        for name, function in originals.items():
             setattr(functional, name, function)
