@@ -9,7 +9,7 @@ from keel.lab.doctor.preflight import preflight
 from keel.lab.doctor.probes.objective import probe_objective
 from keel.lab.doctor.probes.sampler import probe_sampler
 from keel.lab.doctor.setup import build_setup
-from lab.doctor.followed import check_advice
+from lab.doctor.followed import check_named_first
 from lab.doctor.schooled import schooled_config
 from lab.doctor.test_faults_scoring import LORA, TALK
 
@@ -72,24 +72,17 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_fault_is_named_first(fault: str) -> None:
-    code, overrides = FAULTS[fault]
-    config = schooled_config(*overrides)
-    diagnosis = preflight(config)
-    found = diagnosis.findings
-    check_advice(config, diagnosis)
-    assert [finding.code for finding in found][:1] == [code], found
-    assert found[0].severity in ("error", "warning")
+    diagnosis = check_named_first(*FAULTS[fault])
     assert not [line for line in diagnosis.unchecked if "Error" in line], diagnosis.unchecked
 
 
 def test_the_explanation_is_the_fault_itself() -> None:
-    said = {name: preflight(schooled_config(*FAULTS[name][1])).findings[0] for name in WORDS}
-    assert {name: word in f"{said[name].evidence} {said[name].cause}" for name, word in WORDS.items()} == dict.fromkeys(
-        WORDS, True
-    ), said
+    findings = {name: preflight(schooled_config(*FAULTS[name][1])).findings[0] for name in PHRASES}
+    for name, phrase in PHRASES.items():
+        assert phrase in f"{findings[name].evidence} {findings[name].cause}", name
 
 
-WORDS = {
+PHRASES = {
     "a prompt without its first token": "loses its first token",
     "a scorer that ignores the last token": "the last token of each completion",
     "a repetition penalty": "repetition penalty of 1.5",
@@ -115,7 +108,7 @@ def test_weights_of_ones_own_are_noted_and_not_judged() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "controller",
     [
         "{name: fixed, warmup_steps: 5}",
         "{name: warmup, steps: 10}",
@@ -127,8 +120,8 @@ def test_weights_of_ones_own_are_noted_and_not_judged() -> None:
         "{name: pid, target: 0.05}",
     ],
 )
-def test_keels_own_controllers_stay_within_bounds(given: str) -> None:
-    assert not probe_objective(build_setup(schooled_config(f"kl.controller={given}")), load_thresholds()).findings
+def test_keels_own_controllers_stay_within_bounds(controller: str) -> None:
+    assert not probe_objective(build_setup(schooled_config(f"kl.controller={controller}")), load_thresholds()).findings
 
 
 def test_a_filter_that_cuts_off_next_to_nothing_is_a_note() -> None:

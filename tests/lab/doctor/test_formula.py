@@ -96,9 +96,9 @@ def test_every_formula_is_decided_alike_before_and_after_and_its_advice_makes_it
         assert hypothesis.options, hypothesis
         for proposal in hypothesis.options:
             mended = load_config(config.to_dict(), proposal)
-            for word in proposal:
-                name, _, value = word.partition("=")
-                assert str(option(config, name)) != value, f"{word} is set already"
+            for override in proposal:
+                name, _, value = override.partition("=")
+                assert str(option(config, name)) != value, f"{override} is set already"
             assert after(mended).verdict == before(mended).verdict == "ruled out"
 
 
@@ -112,9 +112,9 @@ def option(config: Config, dotted: str) -> Any:
 def test_plain_k3_is_the_forward_kl_and_its_code_is_measured_against_that() -> None:
     """The commonest formula of all: its cosine to ∇KL(policy‖ref) is 0.9, and to its own gradient 1."""
     config = schooled_config("kl.gradient=plain")
-    found = preflight(config)
-    row = h03(found.hypotheses)
-    assert found.findings == ()
+    diagnosis = preflight(config)
+    row = h03(diagnosis.hypotheses)
+    assert diagnosis.findings == ()
     assert row.verdict == "confirmed"
     assert "∇KL(ref‖policy)" in row.figure
     assert "measured on this batch: cosine 1.000 to it" in row.figure

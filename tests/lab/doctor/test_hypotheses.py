@@ -57,17 +57,19 @@ def test_a_figure_on_the_safe_side_rules_out() -> None:
     assert table["H02"].verdict == "not testable here"
 
 
-WAYS = [(row, way) for row in SUSPECTS for way in row.ruled_out_by]
+RULE_OUTS = [(row, rule_out) for row in SUSPECTS for rule_out in row.ruled_out_by]
 
 
-@pytest.mark.parametrize(("row", "way"), WAYS, ids=[f"{row.name} {way.figures[0][0]}" for row, way in WAYS])
-def test_only_the_safe_side_of_every_threshold_rules_out(row: Suspect, way: RuleOut) -> None:
+@pytest.mark.parametrize(
+    ("row", "rule_out"), RULE_OUTS, ids=[f"{row.name} {rule_out.figures[0][0]}" for row, rule_out in RULE_OUTS]
+)
+def test_only_the_safe_side_of_every_threshold_rules_out(row: Suspect, rule_out: RuleOut) -> None:
     def verdict(figures: dict[str, float]) -> str:
         return {hypothesis.name: hypothesis.verdict for hypothesis in judge_hypotheses((), figures, LIMITS)}[row.name]
 
-    edges = {name: LIMITS[limit] if isinstance(limit, str) else limit for name, _, limit in way.figures}
+    edges = {name: LIMITS[limit] if isinstance(limit, str) else limit for name, _, limit in rule_out.figures}
     assert verdict(edges) == "ruled out"
-    for name, side, _ in way.figures:
+    for name, side, _ in rule_out.figures:
         beyond = edges[name] - 1e-3 if side == "at least" else edges[name] + 1e-3
         assert verdict({**edges, name: beyond}) != "ruled out", name
         without = {other: value for other, value in edges.items() if other != name}

@@ -117,8 +117,8 @@ def test_the_probe_leaves_policy_and_gradients_as_they_were(override: str) -> No
 
 def test_a_penalty_that_is_not_needed_is_a_note() -> None:
     setup = build_setup(schooled_config("loss.loss_type=dr_grpo", "kl.beta=0.05"))
-    found = probe_kl_term(setup, load_thresholds()).findings
-    assert [(finding.code, finding.severity) for finding in found] == [("kl/unneeded", "note")]
+    findings = probe_kl_term(setup, load_thresholds()).findings
+    assert [(finding.code, finding.severity) for finding in findings] == [("kl/unneeded", "note")]
 
 
 def test_a_penalty_in_the_reward_is_divided_by_the_spread() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from keel.base.errors import KeelError
 from keel.base.thresholds import load_thresholds
-from keel.lab.doctor.probes.reference import devices, held_fingerprint, probe_reference
+from keel.lab.doctor.probes.reference import devices, probe_reference, reference_fingerprint
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.start import WeightDifference, compare_weights, explain_start, sums_against_means
 from keel.lab.doctor.setup import build_setup
@@ -42,10 +42,10 @@ def probed(*overrides: str) -> ProbeResult:
 )
 def test_policy_and_reference_are_afterwards_what_they_were(overrides: list[str]) -> None:
     setup = build_setup(schooled_config(*overrides))
-    policy, reference, logp = fingerprint(setup.policy.model), held_fingerprint(setup), setup.ref_logp()
+    policy, reference, logp = fingerprint(setup.policy.model), reference_fingerprint(setup), setup.ref_logp()
     probe_reference(setup, LIMITS)
     assert fingerprint(setup.policy.model) == policy
-    assert held_fingerprint(setup) == reference
+    assert reference_fingerprint(setup) == reference
     torch.testing.assert_close(setup.ref_logp(), logp, rtol=0, atol=0)
 
 
@@ -95,7 +95,7 @@ def difference(dtypes: tuple[str, str] = ("float32", "float32")) -> WeightDiffer
 
 
 @pytest.mark.parametrize(
-    ("figures", "dtypes", "scale", "said"),
+    ("figures", "dtypes", "scale", "phrase"),
     [
         ((0.0, 0.0, 0.0), ("float32", "float32"), 1.0, "dropout"),
         ((1.0, 0.3, 0.0), ("float32", "float32"), 1.0, "training mode"),
@@ -106,12 +106,12 @@ def difference(dtypes: tuple[str, str] = ("float32", "float32")) -> WeightDiffer
     ],
 )
 def test_the_explanation_is_the_first_hypothesis_that_fits(
-    figures: tuple[float, float, float], dtypes: tuple[str, str], scale: float, said: str
+    figures: tuple[float, float, float], dtypes: tuple[str, str], scale: float, phrase: str
 ) -> None:
     names = ("kl_at_start_evaluation_mode", "reference_repeats_to", "sums_against_means")
     measured = dict(zip(names, figures, strict=True))
     cause, advice = explain_start(measured, 1e-3, difference(dtypes), False, scale, schooled_config())
-    assert said in cause
+    assert phrase in cause
     assert advice
 
 

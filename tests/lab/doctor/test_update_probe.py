@@ -105,9 +105,9 @@ def test_rewards_that_do_not_differ_still_show_the_learning_rate(setup: ProbeSet
 
 
 def test_the_advised_learning_rate_passes() -> None:
-    found = probe_update(build_setup(schooled_config("optim.learning_rate=0.02")), LIMITS).findings
-    assert [finding.code for finding in found] == ["optim/lr-too-high"]
-    advised = found[0].advice.split(",")[0].removeprefix("set ")
+    findings = probe_update(build_setup(schooled_config("optim.learning_rate=0.02")), LIMITS).findings
+    assert [finding.code for finding in findings] == ["optim/lr-too-high"]
+    advised = findings[0].advice.split(",")[0].removeprefix("set ")
     assert not probe_update(build_setup(schooled_config(advised)), LIMITS).findings
 
 

@@ -55,7 +55,7 @@ def probe_scoring(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     if not apart <= thresholds["scoring_difference"]:
         return ProbeResult("scoring", (_unsteady(setup, apart, thresholds),), figures)
     unsteady = largest(forward_logp - setup.forward_logp(), completion_mask)
-    figures["witness_apart"] = unsteady
+    figures["forward_apart"] = unsteady
     if not unsteady <= thresholds["scoring_difference"]:
         return ProbeResult("scoring", (_unsteady(setup, unsteady, thresholds),), figures)
     gap = Gap(setup, setup.logp, first, forward_logp, completion_mask, thresholds)
