@@ -8,9 +8,9 @@ from typing import Any
 
 from keel.config import Config, load_config
 from keel.config.text import parse
-from keel.lab.doctor.advice import option_of
 from keel.lab.doctor.diagnosis import Diagnosis
 from keel.lab.doctor.preflight import preflight
+from keel.lab.runs import option_of
 from lab.doctor.schooled import schooled_config
 
 SECTIONS = "|".join(Config.model_fields)

@@ -135,6 +135,3 @@ def budget(tree: Tree, limit: float) -> Options:
         return {}
     action = "stop" if option_of(tree, "guards.max_rollbacks") == 0 else "rollback"
     return {"kl.budget.max": limit, "kl.budget.action": action}
-
-
-__all__ = ["Advice", "changes", "either", "option_of", "setting", "times"]

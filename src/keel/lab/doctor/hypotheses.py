@@ -17,6 +17,7 @@ from keel.lab.doctor.early import early_moves
 from keel.lab.doctor.findings import CODES, Advice, Finding, overrides
 from keel.lab.doctor.formula import Formula
 from keel.lab.doctor.suspects import SUSPECTS, RuleOut, Suspect
+from keel.lab.runs import number
 
 if TYPE_CHECKING:
     from keel.lab.doctor.history import History
@@ -165,10 +166,10 @@ def history_figures(history: History, recent: int = 10) -> dict[str, float]:
     entropy = history.get("entropy/mean")
     if entropy is not None and history.vocabulary:
         figures["entropy/share"] = entropy.finite.values[0] / math.log(history.vocabulary)
-    earned = [record.get("reward") for record in history.rollouts if not record.get("tracked")]
-    paid = [float(reward) for reward in earned if isinstance(reward, int | float) and math.isfinite(reward)]
-    if paid:
-        figures["reward/lowest"] = min(paid)
+    earned = [number(record.get("reward")) for record in history.rollouts if not record.get("tracked")]
+    rewards = [reward for reward in earned if reward is not None]
+    if rewards:
+        figures["reward/lowest"] = min(rewards)
     return figures
 
 

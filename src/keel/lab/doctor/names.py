@@ -136,15 +136,20 @@ def from_map(name: str) -> str:
     raise unknown("name in --map", name, SHORT)
 
 
-def renamed(series: Mapping[str, Series]) -> tuple[dict[str, Series], list[str]]:
-    """(series under Keel's names, names that no check reads); of two for one name the first in the table is kept."""
+def renamed(series: Mapping[str, Series], mapping: Mapping[str, str]) -> tuple[dict[str, Series], list[str]]:
+    """(series under Keel's names, names that no check reads); of two for one name the first in the table is kept.
+
+    `mapping` is that of `--map`, {name: column}; its columns are read under these names alone.
+    """
     renamed_series: dict[str, Series] = {}
     unused = []
     order = {name: index for index, name in enumerate((*TRL, *VERL))}
-    for name in sorted(series, key=lambda name: order.get(name.removeprefix("train/"), len(order))):
+    unmapped = [name for name in series if name not in mapping.values()]
+    for name in sorted(unmapped, key=lambda name: order.get(name.removeprefix("train/"), len(order))):
         keel_name = canonical(name)
         if keel_name is None:
             unused.append(name)
         else:
             renamed_series.setdefault(keel_name, series[name])
-    return renamed_series, unused
+    mapped = {from_map(name): series[column] for name, column in mapping.items() if column in series}
+    return renamed_series | mapped, unused

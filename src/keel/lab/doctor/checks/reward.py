@@ -21,6 +21,7 @@ from keel.lab.doctor.checks.base import (
 )
 from keel.lab.doctor.findings import finding, propose
 from keel.lab.doctor.history import History, Record, Series
+from keel.lab.runs import number
 
 NO_SCALE = ("none", "dr_grpo")
 
@@ -29,7 +30,7 @@ def non_finite(history: History, thresholds: Thresholds) -> CheckResults:
     """A reward that is no number."""
     series = history.series.get("reward/mean")
     bad = set(series.bad_steps) if series is not None else set()
-    single = [record for record in _trained(history) if not _number(record.get("reward"))]
+    single = [record for record in _trained(history) if number(record.get("reward")) is None]
     failures = [event for event in _failures(history) if _no_number(event)]
     if series is None and not history.rollouts:
         yield not_recorded("reward/non-finite", "the reward")
@@ -173,7 +174,7 @@ def amplified(history: History, thresholds: Thresholds) -> CheckResults:
 
 def cliff(history: History, thresholds: Thresholds) -> CheckResults:
     """Most completions at one negative reward, far below all the others."""
-    rewards = [float(record["reward"]) for record in _trained(history) if _number(record.get("reward"))]
+    rewards = [value for record in _trained(history) if (value := number(record.get("reward"))) is not None]
     if len(rewards) < 8:
         yield Unchecked("reward/cliff", "rewards of single completions are needed, and too few were recorded")
         return
@@ -205,10 +206,6 @@ def cliff(history: History, thresholds: Thresholds) -> CheckResults:
 def _trained(history: History) -> list[Record]:
     """Rollouts of training, without the held-out ones that are tracked."""
     return [record for record in history.rollouts if not record.get("tracked")]
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _steps(steps: list[int]) -> str:

@@ -73,10 +73,6 @@ def _entropy(setup: ProbeSetup) -> float:
 
 def _gold_logp(setup: ProbeSetup) -> float:
     """Mean log-probability per token of the gold answers: what any trained model finds likelier than blind guessing."""
-    return float(torch.cat(_gold_scores(setup)).mean())
-
-
-def _gold_scores(setup: ProbeSetup) -> list[torch.Tensor]:
     tokenizer = setup.policy.tokenizer
     scores = []
     for group in setup.groups:
@@ -86,7 +82,7 @@ def _gold_scores(setup: ProbeSetup) -> list[torch.Tensor]:
         gold = Completion(ids, (True,) * len(ids), (0.0,) * len(ids), (0.0,) * len(ids), "", "eos")
         single = Group(group.problem, group.prompt_tokens, (gold,))
         scores.append(setup.forward_logp([single], temperature=1.0)[0])
-    return scores or [torch.zeros(1)]
+    return float(torch.cat(scores or [torch.zeros(1)]).mean())
 
 
 def _gold_rewards(setup: ProbeSetup) -> list[float]:
@@ -272,7 +268,6 @@ def _constant(setup: ProbeSetup, figures: dict[str, float], thresholds: Threshol
                 times(setup.config.to_dict(), "rollout.num_generations", 2, "twice"),
             ),
         )
-        return
 
 
 def _fickle(setup: ProbeSetup) -> Iterator[Finding]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +12,8 @@ from torch.nn import functional
 from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.probes.draws import best_temperature
-from keel.lab.doctor.probes.modes import in_mode
 from keel.lab.doctor.setup import ProbeSetup
+from keel.models.head import evaluating
 
 
 @dataclass(frozen=True)
@@ -32,21 +31,25 @@ class Gap:
     thresholds: Thresholds
 
     def worst(self, scored: Tensor) -> float:
-        return largest(scored - self.forward_logp, self.completion_mask)
+        return largest((scored - self.forward_logp)[self.completion_mask])
 
     def mean(self, scored: Tensor) -> float:
-        return average(scored - self.forward_logp, self.completion_mask)
+        return average((scored - self.forward_logp)[self.completion_mask])
 
     def broken(self, scored: Tensor) -> bool:
         """Whether these scores are further from the model's own forward than rounding explains."""
-        return not close(self.setup, scored - self.forward_logp, self.completion_mask, self.thresholds)
+        return not self.close(scored - self.forward_logp)
+
+    def close(self, difference: Tensor, where: Tensor | None = None) -> bool:
+        """Whether a difference `[B, T]` is within rounding on the completions, or where `where` says."""
+        return close(self.setup, difference[self.completion_mask if where is None else where], self.thresholds)
 
 
-def close(setup: ProbeSetup, difference: Tensor, completion_mask: Tensor, thresholds: Thresholds) -> bool:
+def close(setup: ProbeSetup, differences: Tensor, thresholds: Thresholds) -> bool:
     """Within rounding: the largest difference in fp32, the mean one where a pass runs in half precision."""
     if in_half(setup):
-        return average(difference, completion_mask) <= thresholds["scoring_gap_half"]
-    return largest(difference, completion_mask) <= thresholds["scoring_gap"]
+        return average(differences) <= thresholds["scoring_gap_half"]
+    return largest(differences) <= thresholds["scoring_gap"]
 
 
 def in_half(setup: ProbeSetup) -> bool:
@@ -54,26 +57,21 @@ def in_half(setup: ProbeSetup) -> bool:
     return setup.run.amp_dtype is not None or setup.policy.dtype != torch.float32
 
 
-def largest(difference: Tensor, where: Tensor) -> float:
-    values = difference[where].abs()
-    return float(values.nan_to_num(torch.inf).max()) if len(values) else 0.0
+def largest(differences: Tensor) -> float:
+    return float(differences.abs().nan_to_num(torch.inf).max()) if len(differences) else 0.0
 
 
-def average(difference: Tensor, where: Tensor) -> float:
-    values = difference[where].abs()
-    return float(values.nan_to_num(torch.inf).mean()) if len(values) else 0.0
+def average(differences: Tensor) -> float:
+    return float(differences.abs().nan_to_num(torch.inf).mean()) if len(differences) else 0.0
 
 
 def in_company(setup: ProbeSetup) -> Tensor:
     """The batch's completions scored beside a longer row, so that all of them are padded."""
     group = setup.groups[0]
-    prompt = (group.prompt_tokens * 2)[: _room(setup) - len(group.completions[0].tokens)]
+    context = setup.policy.context_length or 1 << 30
+    prompt = (group.prompt_tokens * 2)[: context - len(group.completions[0].tokens)]
     longer = replace(group, prompt_tokens=prompt, completions=group.completions[:1], rewards=group.rewards[:1])
     return setup.logp(setup.pack([*setup.groups, longer]))[:-1, : setup.batch.width]
-
-
-def _room(setup: ProbeSetup) -> int:
-    return setup.policy.context_length or 1 << 30
 
 
 def alone_scores(setup: ProbeSetup) -> Tensor:
@@ -107,9 +105,9 @@ def fitting_temperature(gap: Gap) -> float | None:
         return (logits / t).log_softmax(-1).gather(-1, tokens).squeeze(-1)
 
     best = best_temperature(
-        gap.setup.sampling, lambda params: average(gap.scored - at(params.temperature), gap.completion_mask)
+        gap.setup.sampling, lambda params: average((gap.scored - at(params.temperature))[gap.completion_mask])
     )
-    fits = average(gap.scored - at(best), gap.completion_mask) <= max(0.02 * gap.mean(gap.scored), 1e-4)
+    fits = average((gap.scored - at(best))[gap.completion_mask]) <= max(0.02 * gap.mean(gap.scored), 1e-4)
     return best if fits else None
 
 
@@ -129,8 +127,8 @@ def forward_logp_at(setup: ProbeSetup, positions: Callable[[int, int], Tensor]) 
     """The model's own forward under other position ids."""
     rows = []
     model = setup.policy.model
-    with in_mode(model, training=False), torch.no_grad():
-        for group, completion in _pairs(setup.groups):
+    with evaluating(model):
+        for group, completion in ((g, c) for g in setup.groups for c in g.completions):
             tokens = torch.tensor([[*group.prompt_tokens, *completion.tokens]], device=setup.policy.device)
             position_ids = positions(len(group.prompt_tokens), len(completion.tokens)).to(tokens.device)[None]
             seen = torch.ones_like(tokens)  # given, so that positions that begin anew are not read as a new text
@@ -141,10 +139,6 @@ def forward_logp_at(setup: ProbeSetup, positions: Callable[[int, int], Tensor]) 
             picked = logp.gather(-1, completion_ids).squeeze(-1)
             rows.append(functional.pad(picked, (0, setup.batch.width - len(picked))))
     return torch.stack(rows)
-
-
-def _pairs(groups: Sequence[Group]) -> Iterator[tuple[Group, Any]]:
-    return ((group, completion) for group in groups for completion in group.completions)
 
 
 def half_scores(setup: ProbeSetup) -> Tensor:
@@ -173,7 +167,7 @@ def without_first(groups: Sequence[Group]) -> list[Group]:
 def shortened(gap: Gap) -> tuple[str, str] | None:
     """Evidence and cause where the scores are those after a prompt without its first token."""
     scored = gap.setup.forward_logp(without_first(gap.setup.groups))
-    if not close(gap.setup, gap.scored - scored, gap.completion_mask, gap.thresholds):
+    if not gap.close(gap.scored - scored):
         return None
     return (
         "they equal those after a prompt that has lost its first token",
@@ -187,7 +181,7 @@ def ended_early(gap: Gap) -> tuple[str, str] | None:
     counts = gap.completion_mask.sum(-1)
     last[torch.arange(len(last), device=last.device), counts.clamp_min(1) - 1] = counts > 0
     others = gap.completion_mask & ~last
-    if not bool(others.any()) or not close(gap.setup, gap.scored - gap.forward_logp, others, gap.thresholds):
+    if not bool(others.any()) or not gap.close(gap.scored - gap.forward_logp, others):
         return None
     zero = "; it gets 0" if bool((gap.scored[last] == 0).all()) else ""
     return (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.gap import in_half
-from keel.lab.doctor.probes.modes import drops, in_mode, no_dropout
+from keel.lab.doctor.probes.modes import drops, eval_mode, no_dropout
 from keel.lab.doctor.setup import ProbeSetup
 from keel.trainer.batch import score_micro
 
@@ -40,7 +40,7 @@ def gradient_findings(setup: ProbeSetup, figures: dict[str, float], thresholds: 
     limit = thresholds["gradient_error_half" if in_half(setup) else "gradient_error"]
     if not error > limit:
         return
-    with in_mode(setup.policy.model, training=False):
+    with eval_mode(setup.policy.model):
         calm, _ = _gradient_error(setup)
     if calm <= limit:
         active = [name for name, module in setup.policy.model.named_modules() if drops(module)]

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from keel.base.thresholds import Thresholds
-from keel.base.types import Batch, Group, Scores
+from keel.base.types import Group
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.draws import Draws, draws, improbable_runs, unfiltered
 from keel.lab.doctor.probes.ends import end_findings
+from keel.lab.doctor.probes.gap import largest
+from keel.lab.doctor.probes.objective import loss_gradient
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
-from keel.losses import objective
 
 TRAINED, GIVEN, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"  # green, dim
 _MAX_POSITIONS = 6
@@ -40,13 +43,8 @@ def _shown(setup: ProbeSetup) -> list[str]:
         completion = group.completions[0]
         decode = setup.policy.tokenizer.decode
         text = f"{GIVEN}{decode(list(group.prompt_tokens[-60:]))!r}{PLAIN} "
-        runs: list[tuple[bool, list[int]]] = []
-        for token, action in zip(completion.tokens, completion.action, strict=True):
-            if runs and runs[-1][0] == action:
-                runs[-1][1].append(token)
-            else:
-                runs.append((action, [token]))
-        text += "".join(f"{TRAINED if action else GIVEN}{decode(tokens)!r}{PLAIN}" for action, tokens in runs)
+        for action, run in groupby(zip(completion.tokens, completion.action, strict=True), key=itemgetter(1)):
+            text += f"{TRAINED if action else GIVEN}{decode([token for token, _ in run])!r}{PLAIN}"
         lines.append(f"  {text}")
     return lines
 
@@ -79,7 +77,7 @@ def _prompt_unseen(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findin
         tokens[position] = _other(setup, tokens[position])
         changed = replace(group, prompt_tokens=tuple(tokens))
         where = _after_the_first(group).to(setup.mask.device) if position == last else None
-        answer, own_answer = _answer(setup, group, changed, where), _witnessed(setup, group, changed, where)
+        answer, own_answer = _answer(setup, group, changed, where), _forward_answer(setup, group, changed, where)
         answers.append(answer)
         if answer <= seen and own_answer > 100 * seen:
             hidden.append(position)
@@ -122,7 +120,7 @@ def _tool_unseen(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]
             after[0, [i for i in later if i > position + 1]] = True
             if not bool(after.any()):
                 continue
-            answer, own_answer = _answer(setup, single, changed, after), _witnessed(setup, single, changed, after)
+            answer, own_answer = _answer(setup, single, changed, after), _forward_answer(setup, single, changed, after)
             if answer > seen or own_answer <= 100 * seen:
                 return
             yield finding(
@@ -141,13 +139,12 @@ def _answer(setup: ProbeSetup, group: Group, changed: Group, where: Tensor | Non
     return _moved(before - after, where)
 
 
-def _witnessed(setup: ProbeSetup, group: Group, changed: Group, where: Tensor | None = None) -> float:
+def _forward_answer(setup: ProbeSetup, group: Group, changed: Group, where: Tensor | None = None) -> float:
     return _moved(setup.forward_logp([group]) - setup.forward_logp([changed]), where)
 
 
 def _moved(difference: Tensor, where: Tensor | None) -> float:
-    values = difference if where is None else difference[where]
-    return float(values.abs().nan_to_num(torch.inf).max())
+    return largest(difference if where is None else difference[where])
 
 
 def _spread(positions: Sequence[int]) -> list[int]:
@@ -170,29 +167,9 @@ def _longest(group: Group) -> int:
 
 def _gradient(setup: ProbeSetup) -> Iterator[Finding]:
     """∂loss/∂logp of the configured objective, KL term included: zero wherever the token was not sampled."""
-    mask, group = setup.mask, setup.batch.rows.group
-    logp = setup.scores().logp.detach().clone().requires_grad_()
+    mask = setup.mask
     signs = torch.tensor([1.0 if i % 2 == 0 else -1.0 for i in range(len(mask))], device=mask.device)
-    rows = Batch(
-        action_mask=mask,
-        advantages=signs,
-        old_logp=logp.detach(),
-        ref_logp=logp.detach() - 0.1,
-        group=group,
-    )
-    out = objective(
-        Scores(logp, torch.zeros_like(logp), torch.zeros_like(logp)),
-        rows,
-        setup.run.loss,
-        setup.run.kl,
-        setup.full_beta,
-        pairing=setup.run.pairing,
-        max_completion_length=setup.run.rollout.max_completion_length,
-    )
-    if not out.loss.requires_grad:
-        return  # a loss without gradient is the objective's finding
-    (gradient,) = torch.autograd.grad(out.loss, logp, allow_unused=True)
-    outside = logp.new_zeros(0) if gradient is None else gradient[~mask]
+    outside = loss_gradient(setup, signs, beta=setup.full_beta, log_ratio=-0.1)[~mask]
     if not bool((outside != 0).any()):
         return
     yield finding(

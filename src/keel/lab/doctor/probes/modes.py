@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 from torch.nn import functional
 
 from keel.config import Config
 from keel.lab.doctor import advice
 from keel.lab.doctor.findings import Advice
+from keel.models.head import evaluating
 
 
 def no_dropout(config: Config) -> Advice:
@@ -27,14 +29,10 @@ def drops(module: nn.Module) -> bool:
 
 
 @contextmanager
-def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.train(training)
-    try:
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside, with gradients."""
+    with evaluating(model), torch.enable_grad():
         yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 @contextmanager

@@ -46,14 +46,17 @@ def probe_objective(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     return ProbeResult("objective", tuple(findings), figures, (line,))
 
 
-def loss_gradient(setup: ProbeSetup, advantage: Tensor) -> Tensor:
-    """∂loss/∂logp `[B, T]` of the configured policy term alone, where old and new log-probabilities are equal."""
+def loss_gradient(setup: ProbeSetup, advantage: Tensor, *, beta: float = 0.0, log_ratio: float = 0.0) -> Tensor:
+    """∂loss/∂logp `[B, T]` of the configured objective, where old and new log-probabilities are equal.
+
+    `log_ratio` is that of the reference over the policy, the same for every token.
+    """
     logp = setup.scores().logp.detach().clone().requires_grad_()
     rows = Batch(
         action_mask=setup.mask,
         advantages=advantage,
         old_logp=logp.detach(),
-        ref_logp=logp.detach(),
+        ref_logp=logp.detach() + log_ratio,
         group=setup.batch.rows.group,
     )
     out = objective(
@@ -61,7 +64,7 @@ def loss_gradient(setup: ProbeSetup, advantage: Tensor) -> Tensor:
         rows,
         setup.run.loss,
         setup.run.kl,
-        0.0,
+        beta,
         pairing=setup.run.pairing,
         max_completion_length=setup.run.rollout.max_completion_length,
     )

@@ -228,11 +228,11 @@ def _slower(setup: ProbeSetup) -> Advice:
 
 def _parameters(setup: ProbeSetup) -> dict[str, Any]:
     """The reference's parameters, its factory's defaults included."""
-    kind, given = setup.config.reference.kind, setup.config.reference.params
-    own = is_users_own(kind)
-    factory: Callable[..., Reference] = import_object(kind, "reference") if own else KINDS[_kind(setup)]
+    config = setup.config.reference
+    users_own = is_users_own(config.kind)
+    factory: Callable[..., Reference] = import_object(config.kind, "reference") if users_own else KINDS[_kind(setup)]
     defaults = inspect.signature(factory).parameters
-    return {**{name: p.default for name, p in defaults.items() if p.default is not p.empty}, **given}
+    return {**{name: p.default for name, p in defaults.items() if p.default is not p.empty}, **config.params}
 
 
 def _round_trip(setup: ProbeSetup, saved: Mapping[str, Any] | None, expected: str) -> Iterator[Finding]:

@@ -24,7 +24,7 @@ from keel.lab.doctor.probes.draws import (
     unfiltered,
     uniform_p_value,
 )
-from keel.lab.doctor.probes.gap import half_scores, in_half, rounding_explains, without_first
+from keel.lab.doctor.probes.gap import close, half_scores, largest, rounding_explains, without_first
 from keel.lab.doctor.probes.masks import batch_draws, foreign
 from keel.lab.doctor.probes.noise import DRAWN_AT, noise_findings
 from keel.lab.doctor.probes.result import ProbeResult
@@ -48,8 +48,8 @@ def probe_sampler(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         unchecked.append("sampler/*: the engine reports no log-probabilities")
     else:
         gap = reported.sample_logp - reported.logp(plain)
-        figures = {"gap_max": _worst(gap), "gap_mean": float(gap.abs().mean()), "kl_sampler": float(gap.mean())}
-        if not _close(setup, gap, thresholds):
+        figures = {"gap_max": largest(gap), "gap_mean": float(gap.abs().mean()), "kl_sampler": float(gap.mean())}
+        if not close(setup, gap, thresholds):
             findings.append(_reported(setup, reported, gap, thresholds))
             setup.shared["sampler mismatch"] = findings[-1].code == "sampler/mismatch"
     repeated = [*noise_findings(setup, thresholds)]
@@ -74,16 +74,6 @@ def probe_sampler(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         f"{len(more)} drawn tokens are the policy's with chance {chance:.2g}",
     )
     return ProbeResult("sampler", _one_per_code(findings), figures, lines, tuple(unchecked))
-
-
-def _close(setup: ProbeSetup, gap: Tensor, thresholds: Thresholds) -> bool:
-    if in_half(setup):
-        return float(gap.abs().mean()) <= thresholds["scoring_gap_half"]
-    return _worst(gap) <= thresholds["scoring_gap"]
-
-
-def _worst(gap: Tensor) -> float:
-    return float(gap.abs().nan_to_num(torch.inf).max()) if len(gap) else 0.0
 
 
 def _one_per_code(findings: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -123,7 +113,7 @@ def _reported(setup: ProbeSetup, reported: Draws, gap: Tensor, thresholds: Thres
     """Recompute the reported log-probabilities under each hypothesis; the first that closes the gap is the cause."""
     plain = unfiltered(setup.sampling)
     size = (
-        f"the engine's log-probabilities are off by up to {_worst(gap):.3g} nats ({float(gap.abs().mean()):.3g} mean)"
+        f"the engine's log-probabilities are off by up to {largest(gap):.3g} nats ({float(gap.abs().mean()):.3g} mean)"
     )
     limit = max(0.02 * float(gap.abs().mean()), 1e-4)
 

@@ -16,7 +16,6 @@ from keel.lab.doctor.probes.gap import (
     Gap,
     alone_scores,
     average,
-    close,
     ended_early,
     fitting_temperature,
     forward_logp_at,
@@ -31,7 +30,7 @@ from keel.lab.doctor.probes.gap import (
 )
 from keel.lab.doctor.probes.gradient import gradient_findings
 from keel.lab.doctor.probes.masks import is_blind
-from keel.lab.doctor.probes.modes import drops, in_mode, no_dropout, without_dropout
+from keel.lab.doctor.probes.modes import drops, eval_mode, no_dropout, without_dropout
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
 
@@ -50,11 +49,11 @@ def probe_scoring(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         if broken:
             return ProbeResult("scoring", (_not_finite(setup, broken, int(completion_mask.sum())),))
     forward_logp, first, second = passes
-    apart = largest(first - second, completion_mask)
+    apart = largest((first - second)[completion_mask])
     figures = {"passes_apart": apart}
     if not apart <= thresholds["scoring_difference"]:
         return ProbeResult("scoring", (_unsteady(setup, apart, thresholds),), figures)
-    unsteady = largest(forward_logp - setup.forward_logp(), completion_mask)
+    unsteady = largest((forward_logp - setup.forward_logp())[completion_mask])
     figures["forward_apart"] = unsteady
     if not unsteady <= thresholds["scoring_difference"]:
         return ProbeResult("scoring", (_unsteady(setup, unsteady, thresholds),), figures)
@@ -93,12 +92,12 @@ def _unsteady(setup: ProbeSetup, apart: float, thresholds: Thresholds) -> Findin
     completion_mask, limit = _completion_mask(setup), thresholds["scoring_difference"]
     active = [name for name, module in setup.policy.model.named_modules() if drops(module)]
     switches: tuple[tuple[str, Callable[[], Any]], ...] = (
-        ("evaluation mode", lambda: in_mode(setup.policy.model, training=False)),
+        ("evaluation mode", lambda: eval_mode(setup.policy.model)),
         ("dropout replaced by the identity", without_dropout),
     )
     for switch, context in switches:
         with context():
-            again = largest(setup.logp() - setup.logp(), completion_mask)
+            again = largest((setup.logp() - setup.logp())[completion_mask])
         if again <= limit:
             named = f"; active dropout layers: {', '.join(active[:3])}" if active else ""
             return finding(
@@ -124,7 +123,7 @@ def _explained(gap: Gap) -> Iterator[Finding]:
     size = f"training's log-probabilities are off by up to {gap.worst(scored):.3g} nats ({gap.mean(scored):.3g} mean)"
     if is_blind(setup, gap.thresholds):
         return  # the masks probe has named it, and it explains the gap
-    with in_mode(setup.policy.model, training=False):
+    with eval_mode(setup.policy.model):
         calm = gap.rescore()
     if not gap.broken(calm):
         yield finding(
@@ -145,7 +144,7 @@ def _explained(gap: Gap) -> Iterator[Finding]:
         return
     for shift in (-1, 1):
         moved = one_place_off(setup, shift)
-        if not close(setup, scored - moved, gap.completion_mask & (moved != 0), gap.thresholds):
+        if not gap.close(scored - moved, gap.completion_mask & (moved != 0)):
             continue
         where = "after" if shift > 0 else "before"
         yield finding(
@@ -165,7 +164,7 @@ def _explained(gap: Gap) -> Iterator[Finding]:
         )
         return
     for name, positions in other_positions().items():
-        if not close(setup, scored - forward_logp_at(setup, positions), gap.completion_mask, gap.thresholds):
+        if not gap.close(scored - forward_logp_at(setup, positions)):
             continue
         yield finding(
             "scoring/positions",
@@ -190,7 +189,7 @@ def _explained(gap: Gap) -> Iterator[Finding]:
     ):
         yield finding(
             "sampler/precision",
-            f"{size}; the same forward in bfloat16 is off by {average(rounding, gap.completion_mask):.3g} on average",
+            f"{size}; the same forward in bfloat16 is off by {average(rounding[gap.completion_mask]):.3g} on average",
             "model.scorer computes in half precision, the sampler in the weights' own",
             "compute the log-softmax in fp32: logits.float() before log_softmax",
             severity="warning" if gap.mean(scored) < gap.thresholds["precision_error"] else "error",

@@ -14,11 +14,10 @@ from keel.kl import k3
 from keel.lab.doctor.advice import changes, either, setting
 from keel.lab.doctor.advice import reference as as_kind
 from keel.lab.doctor.findings import Advice, Finding, finding
-from keel.lab.doctor.probes.modes import no_dropout
+from keel.lab.doctor.probes.modes import eval_mode, no_dropout
 from keel.lab.doctor.probes.states import policy_states, reference_states
 from keel.lab.doctor.setup import ProbeSetup
 from keel.models.fingerprint import effective_weights
-from keel.models.head import evaluating
 from keel.models.lora import adapter_is_zero
 from keel.trainer.batch import score_micro, stitch
 
@@ -121,7 +120,7 @@ def at_start(setup: ProbeSetup, thresholds: Thresholds, figures: dict[str, float
         difference = compare_weights(mine, dict(effective_weights(model)), fresh=fresh)
         training = model.training
     logp, ref, again = _training_logp(setup), reference_logp(setup), reference_logp(setup)
-    with evaluating(setup.policy.model), torch.enable_grad():
+    with eval_mode(setup.policy.model):
         still = _training_logp(setup)
     mask = setup.mask
     figures["kl_at_start"] = token_kl(logp, ref, mask)

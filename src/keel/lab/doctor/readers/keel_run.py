@@ -8,7 +8,7 @@ from pathlib import Path
 
 from keel.base.files import read_json
 from keel.lab.doctor.history import KL_NAMES, History, Record, series_of
-from keel.lab.runs import RunRecord, number, read_lines, read_run
+from keel.lab.runs import RunRecord, number, read_run
 from keel.loggers import rundir
 
 
@@ -24,7 +24,7 @@ def read_keel_run(path: Path) -> History:
     notes = [f"read {len(lines)} steps of Keel's run {path}{'; it is still running' if run.running else ''}"]
     if again:
         notes.append(f"{again} step lines belong to attempts that were rolled back: the later attempt is judged")
-    notes += _abandoned(path)
+    notes += _abandoned(run)
     return History(
         source="keel",
         path=path,
@@ -53,15 +53,15 @@ def _last_attempt(lines: Iterable[Record]) -> tuple[list[Record], int]:
     return current, dropped
 
 
-def _abandoned(path: Path) -> list[str]:
+def _abandoned(run: RunRecord) -> list[str]:
     """A line on every attempt that a rollback set aside: its steps, and the KL it had reached."""
     notes = []
-    for metrics in sorted((path / "abandoned").glob(f"attempt-*/{rundir.METRICS}")):
-        series = series_of(read_lines(metrics, []))
+    for name, lines in run.abandoned:
+        series = series_of(lines)
         kl = next((series[name] for name in KL_NAMES if name in series and len(series[name].finite)), None)
         steps = series.get("reward/mean") or kl
         reached = f"; KL had reached {kl.top()[1]:.3g} nats per token" if kl is not None else ""
-        notes.append(f"{metrics.parent.name} was abandoned after {steps.span if steps else 'no step'}{reached}")
+        notes.append(f"{name.replace(' ', '-')} was abandoned after {steps.span if steps else 'no step'}{reached}")
     return notes
 
 

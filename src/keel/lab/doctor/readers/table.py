@@ -38,8 +38,7 @@ def read_table(path: Path, mapping: Mapping[str, str] | None = None) -> History:
             raise KeelError(f"--map {name}={column}: {path} has no column {column!r}; there are: {listed}")
     step = mapped.pop("step", None) or next((name for name in columns if name.lower() in _STEPS), "step")
     series = series_of(rows, step)
-    named, unused = renamed({name: values for name, values in series.items() if name not in mapped.values()})
-    named |= {from_map(name): series[column] for name, column in mapped.items() if column in series}
+    named, unused = renamed(series, mapped)
     if not named:
         raise KeelError(
             f"no column of {path} is known: name them with --map kl=COLUMN,reward=COLUMN; "

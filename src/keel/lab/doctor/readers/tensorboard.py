@@ -6,7 +6,7 @@ from pathlib import Path
 
 from keel.base.errors import KeelError
 from keel.lab.doctor.history import History, Series
-from keel.lab.doctor.names import from_map, renamed
+from keel.lab.doctor.names import renamed
 
 EVENTS = "events.out.tfevents.*"
 
@@ -35,12 +35,10 @@ def read_tensorboard(path: Path, mapping: dict[str, str] | None = None) -> Histo
         points = [(event.step, event.tensor_proto) for event in events.Tensors(tag)]
         if all(len(proto.float_val) == 1 for _, proto in points):
             series[tag] = Series.of((step, proto.float_val[0]) for step, proto in points)
-    mapped = {from_map(ours): tag for ours, tag in (mapping or {}).items()}
-    absent = [tag for tag in mapped.values() if tag not in series]
+    absent = [tag for tag in (mapping or {}).values() if tag not in series]
     if absent:
         raise KeelError(f"{folder} has no tag {absent[0]!r}: it has {', '.join(sorted(series)) or 'no scalars'}")
-    named, unused = renamed({tag: values for tag, values in series.items() if tag not in mapped.values()})
-    named |= {ours: series[tag] for ours, tag in mapped.items()}
+    named, unused = renamed(series, mapping or {})
     if not named:
         raise KeelError(
             f"no tag of {folder} has a name that Keel, TRL or verl uses: name them with --map kl=TAG,reward=TAG; "

@@ -31,7 +31,7 @@ def read_trl(path: Path) -> History:
     lines = [line for line in log if not any(key.startswith(("eval_", "train_runtime")) for key in line)]
     if not lines:
         raise KeelError(f"{file} has no log_history with training steps: log with logging_steps=1 and save the state")
-    series, unused = renamed(series_of([{k: v for k, v in line.items() if k != "epoch"} for line in lines]))
+    series, unused = renamed(series_of([{k: v for k, v in line.items() if k != "epoch"} for line in lines]), {})
     folder = file.parent
     options, options_from = _options(folder)
     every = lines[0].get("step")
