@@ -20,7 +20,7 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Advice:
-    """What to change: words with a `{}` for every proposal, each of which is options to set together.
+    """What to change: a text with a `{}` for every proposal, each of which is options to set together.
 
     Proposals are data, so that a test can follow them; any of them alone is worth trying.
     """
@@ -35,12 +35,12 @@ class Advice:
 
 
 def propose(text: str, *proposals: Options) -> Advice:
-    """An advice, written shortly."""
+    """Short for `Advice(text, proposals)`."""
     return Advice(text, proposals)
 
 
 def _typed(override: str) -> str:
-    """As a shell takes it for one word."""
+    """Quoted where a shell would split it."""
     return f"'{override}'" if " " in override else override
 
 
@@ -73,7 +73,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Code:
-    """What a code means, how it is decided, how bad it is unless the evidence says otherwise, its place among equals.
+    """What a code means, how it is decided, its usual severity, and its rank among equals.
 
     `rank` puts causes before their symptoms: of two errors the one with the lower rank is named first.
     """

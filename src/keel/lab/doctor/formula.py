@@ -19,7 +19,7 @@ from keel.verify.own import estimator_facts
 
 @dataclass(frozen=True)
 class Formula:
-    """The pairing in words, its expected gradient (`keel.kl.facts.MEANINGS`), and the options that make it right."""
+    """The pairing as text, its expected gradient (`keel.kl.facts.MEANINGS`), and the options that make it right."""
 
     note: str
     expected: str

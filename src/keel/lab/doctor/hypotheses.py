@@ -101,7 +101,7 @@ def _by_formula(row: Suspect, formula: Formula, figures: Mapping[str, float]) ->
 
 
 def _unsafe(rule_out: RuleOut, figures: Mapping[str, float], thresholds: Thresholds) -> str | None:
-    """Which figure keeps this way from clearing the row, in words; None if it does."""
+    """The figure that does not rule the row out, as a sentence; None if all do."""
     for name, side, limit in rule_out.figures:
         value, edge = figures[name], thresholds[limit] if isinstance(limit, str) else limit
         if not (value >= edge if side == "at least" else value <= edge):

@@ -100,11 +100,11 @@ TRL_OPTIONS: dict[str, str] = {
     "use_bias_correction_kl": "kl.bias_correction",
 }
 
-_ROOMS = (
+_METRIC_PREFIXES = (
     *("kl", "reward", "loss", "logp", "entropy", "ratio", "grad", "optim", "guard", "length", "parse", "prompt"),
     *("turn", "tool", "answer"),
 )
-_KEEL = re.compile(rf"^({'|'.join(_ROOMS)})/")
+_KEEL = re.compile(rf"^({'|'.join(_METRIC_PREFIXES)})/")
 _REWARD_PART = re.compile(r"^rewards/(.+)/mean$")
 
 

@@ -48,8 +48,10 @@ def preflight(
         if on_probe is not None:
             on_probe(outcome, time.monotonic() - began)
     every = [finding for outcome in outcomes for finding in outcome.findings]
-    findings = tuple(ranked(every if setup.cut is None else [_softened(finding, setup.cut) for finding in every]))
-    decisive = [outcome for outcome in outcomes if setup.cut is None or outcome.name not in _ON_THE_POLICYS_SKILL]
+    findings = tuple(
+        ranked(every if setup.warmstart_cut is None else [_softened(finding, setup.warmstart_cut) for finding in every])
+    )
+    decisive = [outcome for outcome in outcomes if setup.warmstart_cut is None or outcome.name not in _SKILL_PROBES]
     several = config.rollout.max_turns > 1 and setup.run.task.several_turns
     unchecked = tuple(line for outcome in outcomes for line in outcome.unchecked)
     diagnosis = Diagnosis(
@@ -78,8 +80,8 @@ def _failed(name: str, reason: str) -> ProbeResult:
 
 
 # What a policy writes and how far an update takes it depend on how much it has learned.
-_ON_THE_POLICYS_SKILL = ("collection", "advantage", "update", "truncation")
-_OF_AN_UNFINISHED_POLICY = (
+_SKILL_PROBES = ("collection", "advantage", "update", "truncation")
+_SKILL_CODES = (
     "output/",
     "reward/constant",
     "reward/weak",
@@ -91,7 +93,7 @@ _OF_AN_UNFINISHED_POLICY = (
 
 def _softened(finding: Finding, cut: str) -> Finding:
     """A finding about a policy whose warm start was cut says so and is a note: the run's own policy knows more."""
-    if not finding.code.startswith(_OF_AN_UNFINISHED_POLICY):
+    if not finding.code.startswith(_SKILL_CODES):
         return finding
     return replace(finding, severity="note", evidence=f"after {cut}: {finding.evidence}")
 

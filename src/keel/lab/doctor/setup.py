@@ -46,7 +46,7 @@ class ProbeSetup:
     batch: StepBatch
     failures: tuple[Failure, ...] = ()
     notes: tuple[str, ...] = ()
-    cut: str | None = None  # how much of the warm start there was time for, where not for all of it
+    warmstart_cut: str | None = None  # how much of the warm start there was time for, where not for all of it
     shared: dict[str, Any] = field(default_factory=dict)  # what one probe measured and a later one reads
 
     @property
@@ -233,12 +233,12 @@ def _policy(config: Config, task: Task | None, limit_s: float) -> tuple[LoadedMo
     Last comes how much of it there was time for, where not for all.
     """
     if config.warmstart is None:
-        return (*_loaded(config), None)
+        return (*_load(config), None)
     saved = warmstart_place(Path(config.run.dir) / config.run.name, config)
     if is_whole(saved):
-        loaded, notes = _loaded(config, saved)
+        loaded, notes = _load(config, saved)
         return loaded, (*notes, f"the warm start of this configuration was found in {saved} and used"), None
-    loaded, notes = _loaded(config)
+    loaded, notes = _load(config)
     began, done = time.monotonic(), 0
     start = build_warmstart(config, loaded, task)
 
@@ -256,8 +256,8 @@ def _policy(config: Config, task: Task | None, limit_s: float) -> tuple[LoadedMo
     return loaded, (*notes, f"the warm start ran its {done} steps in {time.monotonic() - began:.0f} s"), None
 
 
-def _loaded(config: Config, weights: Path | None = None) -> tuple[LoadedModel, tuple[str, ...]]:
-    """The policy; one that training would refuse because its scores do not repeat is loaded all the same, and said."""
+def _load(config: Config, weights: Path | None = None) -> tuple[LoadedModel, tuple[str, ...]]:
+    """The policy; one that training would refuse because its scores do not repeat is loaded with a note."""
     if weights is not None:
         check_model(weights)
     try:

@@ -135,7 +135,7 @@ def _confirmed(row: Suspect) -> str:
 
 
 def _rule_outs(row: Suspect) -> str:
-    """The ways to rule a row out, each a list of figures that all have to be safe."""
+    """What rules a row out: alternatives, each a list of figures that all have to be safe."""
 
     def figure_text(name: str, side: str, limit: str | float) -> str:
         return f"`{name}` {side} {f'`{limit}`' if isinstance(limit, str) else f'{limit:g}'}"

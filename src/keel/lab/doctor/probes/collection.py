@@ -237,7 +237,7 @@ def _gold(totals: Sequence[float], gold: Sequence[float]) -> Iterator[Finding]:
 
 
 def _constant(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
-    """Groups without spread; where all of the batch's are, further ones are sampled before it is said."""
+    """Groups without spread; where all of the batch's are, further ones are sampled first."""
     groups: Sequence[Group] = setup.groups
     if figures["zero_variance"] > thresholds["zero_variance_groups"] and not setup.failures:
         more = setup.run.task.sample(8, seed=setup.config.run.seed, step=1)

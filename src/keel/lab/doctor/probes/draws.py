@@ -1,4 +1,4 @@
-"""Tokens that were drawn, beside the policy's own logits: which way of sampling explains them, and what was reported.
+"""Tokens that were drawn, beside the policy's own logits: which sampling explains them, and what was reported.
 
 Two questions with two answers: do the *reported* log-probabilities belong to the policy, and do the *drawn* tokens?
 The second is a test without any assumption: with F the policy's distribution, the randomised tail mass of each drawn
@@ -19,12 +19,12 @@ from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout.sampling import SamplingParams, filter_threshold
 
 _TEMPERATURES = tuple(2.0 ** (i / 8) for i in range(-24, 25))
-_NUCLEI = (0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
-_TOPS = (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100)
+_TOP_P = (0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
+_TOP_K = (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100)
 _PENALTIES = (1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5, 2.0)
-_MOST_TOKENS = 4000
-_MOST_NUMBERS = 50_000_000  # tokens × vocabulary held at once
-_SMALLEST = (0.01, 0.02, 0.05, 0.1, 0.2)
+_MAX_TOKENS = 4000
+_MAX_ELEMENTS = 50_000_000  # tokens × vocabulary held at once
+_MIN_P = (0.01, 0.02, 0.05, 0.1, 0.2)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Draws:
 def draws(setup: ProbeSetup, groups: Sequence[Group]) -> Draws:
     """The action tokens of groups (as many as fit), with the logits of the weights as they are now."""
     completions = [c for group in groups for c in group.completions]
-    limit = min(_MOST_TOKENS, max(64, _MOST_NUMBERS // setup.vocabulary))
+    limit = min(_MAX_TOKENS, max(64, _MAX_ELEMENTS // setup.vocabulary))
     chosen: list[tuple[int, Tensor, Tensor]] = []
     for b, logits in setup.each_logits(groups, at_once=32):
         if limit <= 0:
@@ -97,7 +97,7 @@ def draws(setup: ProbeSetup, groups: Sequence[Group]) -> Draws:
 
 
 def _seen(prompt: Sequence[int], tokens: Sequence[int], positions: Tensor, vocabulary: int) -> Tensor:
-    """`[n, V]`: which tokens the context of each place holds."""
+    """`[n, V]`: which tokens the context of each position holds."""
     seen = torch.zeros(len(positions), vocabulary, dtype=torch.bool)
     seen[:, list(prompt)] = True
     for row, position in enumerate(positions.tolist()):
@@ -115,11 +115,11 @@ def filters(params: SamplingParams) -> Iterable[tuple[str, SamplingParams]]:
     plain = unfiltered(params)
     if params.filtered:
         yield f"top_p {params.top_p:g}, top_k {params.top_k}, min_p {params.min_p:g} (as configured)", params
-    for value in _NUCLEI:
+    for value in _TOP_P:
         yield f"top_p {value:g}", replace(plain, top_p=value)
-    for number in _TOPS:
+    for number in _TOP_K:
         yield f"top_k {number}", replace(plain, top_k=number)
-    for value in _SMALLEST:
+    for value in _MIN_P:
         yield f"min_p {value:g}", replace(plain, min_p=value)
 
 

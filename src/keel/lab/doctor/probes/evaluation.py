@@ -1,4 +1,4 @@
-"""Evaluation against training: the same problems must reach the engine as the same tokens, asked in the same way."""
+"""Evaluation against training: the same problems must reach the engine as the same tokens, with the same sampling."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout import Engine, EngineWrapper, Request, SamplingParams
 
-_ENOUGH = 6  # prompts on either side before their common beginnings are compared
+_MIN_PROMPTS = 6  # prompts on either side before their common beginnings are compared
 _COMPARED = ("top_p", "top_k", "min_p", "max_completion_length", "stop")
 
 
 def probe_evaluation(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
-    """Both paths with the engine listened to: tokens, sampling, and what prompts of either side have in common."""
+    """Both paths with the engine's requests recorded: tokens, sampling, and what all prompts of either side share."""
     problems = [group.problem for group in setup.groups]
     trained = {group.problem.key: group.prompt_tokens for group in setup.groups}
     recorder = RecordingEngine(setup.run.engine)
@@ -43,7 +43,7 @@ def probe_evaluation(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
 
 
 class RecordingEngine(EngineWrapper):
-    """An engine that writes down what it is asked before it asks the engine behind it."""
+    """An engine that records its first requests and passes them on."""
 
     def __init__(self, inner: Engine) -> None:
         super().__init__(inner)
@@ -93,7 +93,7 @@ def _beginnings(setup: ProbeSetup) -> Iterator[Finding]:
     """Tokens that all training prompts begin or end with, and all held-out prompts: other ones are another format."""
     task = setup.run.task
     sides = (task.sample(32, seed=setup.config.run.seed, step=0), task.held_out(32))
-    if min(map(len, sides)) < _ENOUGH:
+    if min(map(len, sides)) < _MIN_PROMPTS:
         return
     trained, held_out = (rendered(setup, side) for side in sides)
     for where, a, b in (

@@ -20,7 +20,7 @@ from keel.models.head import evaluating
 class Gap:
     """Training's scores against the model's own forward, which may differ by rounding.
 
-    `rescore` makes the scores once more, in a batch with the same rows.
+    `rescore` makes the scores once more, in the same batch.
     """
 
     setup: ProbeSetup
@@ -47,12 +47,12 @@ class Gap:
 
 def close(setup: ProbeSetup, differences: Tensor, thresholds: Thresholds) -> bool:
     """Within rounding: the largest difference in fp32, the mean one where a pass runs in half precision."""
-    if in_half(setup):
+    if in_half_precision(setup):
         return average(differences) <= thresholds["scoring_gap_half"]
     return largest(differences) <= thresholds["scoring_gap"]
 
 
-def in_half(setup: ProbeSetup) -> bool:
+def in_half_precision(setup: ProbeSetup) -> bool:
     """Whether training's passes run in 16 bits."""
     return setup.run.amp_dtype is not None or setup.policy.dtype != torch.float32
 
@@ -65,7 +65,7 @@ def average(differences: Tensor) -> float:
     return float(differences.abs().nan_to_num(torch.inf).mean()) if len(differences) else 0.0
 
 
-def in_company(setup: ProbeSetup) -> Tensor:
+def padded_scores(setup: ProbeSetup) -> Tensor:
     """The batch's completions scored beside a longer row, so that all of them are padded."""
     group = setup.groups[0]
     context = setup.policy.context_length or 1 << 30
@@ -74,7 +74,7 @@ def in_company(setup: ProbeSetup) -> Tensor:
     return setup.logp(setup.pack([*setup.groups, longer]))[:-1, : setup.batch.width]
 
 
-def alone_scores(setup: ProbeSetup) -> Tensor:
+def unbatched_scores(setup: ProbeSetup) -> Tensor:
     """Each completion scored in a batch of its own."""
     rows = []
     for group in setup.groups:
@@ -85,8 +85,8 @@ def alone_scores(setup: ProbeSetup) -> Tensor:
     return torch.cat(rows)
 
 
-def one_place_off(setup: ProbeSetup, shift: int) -> Tensor:
-    """Log-probabilities of the tokens from the logits one place off; 0 where there is no such place."""
+def shifted_scores(setup: ProbeSetup, shift: int) -> Tensor:
+    """Log-probabilities of the tokens from the logits one position off; 0 where there is none."""
     logp = (setup.logits() / setup.temperature).log_softmax(-1)
     picked = logp.roll(-shift, dims=1).gather(-1, setup.tokens().unsqueeze(-1)).squeeze(-1)
     picked = picked.clone()
@@ -141,7 +141,7 @@ def forward_logp_at(setup: ProbeSetup, positions: Callable[[int, int], Tensor]) 
     return torch.stack(rows)
 
 
-def half_scores(setup: ProbeSetup) -> Tensor:
+def bf16_scores(setup: ProbeSetup) -> Tensor:
     """The model's own forward in bfloat16 `[B, T]`."""
     with torch.autocast(setup.policy.device.type, dtype=torch.bfloat16):
         return setup.forward_logp()

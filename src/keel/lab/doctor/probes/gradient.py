@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.gap import in_half
-from keel.lab.doctor.probes.modes import drops, eval_mode, no_dropout
+from keel.lab.doctor.probes.gap import in_half_precision
+from keel.lab.doctor.probes.modes import eval_mode, is_active_dropout, no_dropout
 from keel.lab.doctor.setup import ProbeSetup
 from keel.trainer.batch import score_micro
 
@@ -37,17 +37,18 @@ def gradient_findings(setup: ProbeSetup, figures: dict[str, float], thresholds: 
     """The gradient in the mode of training; where it is off, whether evaluation mode mends it."""
     error, size = _gradient_error(setup)
     figures["gradient_error"] = error
-    limit = thresholds["gradient_error_half" if in_half(setup) else "gradient_error"]
+    limit = thresholds["gradient_error_half" if in_half_precision(setup) else "gradient_error"]
     if not error > limit:
         return
     with eval_mode(setup.policy.model):
-        calm, _ = _gradient_error(setup)
-    if calm <= limit:
-        active = [name for name, module in setup.policy.model.named_modules() if drops(module)]
+        eval_error, _ = _gradient_error(setup)
+    if eval_error <= limit:
+        active = [name for name, module in setup.policy.model.named_modules() if is_active_dropout(module)]
         yield finding(
             "scoring/dropout",
-            f"the gradient of log-probabilities is off by {error:.3g} of its size in training mode, by {calm:.1g} in "
-            f"evaluation mode; active dropout layers: {', '.join(active[:3]) or 'none known to torch'}",
+            f"the gradient of log-probabilities is off by {error:.3g} of its size in training mode, by "
+            f"{eval_error:.1g} in evaluation mode; active dropout layers: "
+            f"{', '.join(active[:3]) or 'none known to torch'}",
             "dropout is on in the policy's pass: the first update makes policy and reference differ by it",
             no_dropout(setup.config),
         )

@@ -53,7 +53,7 @@ def probe_kl_term(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     lines.append(_value_line(setup, values))
     if not used:
         return ProbeResult("kl_term", unneeded, figures, ("kl.beta is 0: no KL term acts; " + lines[1],))
-    findings = (*_judged(setup, measured, thresholds), *_reward_scale(setup, figures), *unneeded)
+    findings = (*_findings(setup, measured, thresholds), *_reward_scale(setup, figures), *unneeded)
     return ProbeResult("kl_term", findings, figures, tuple(lines))
 
 
@@ -71,7 +71,7 @@ def _value_line(setup: ProbeSetup, values: Mapping[str, float]) -> str:
     return f"values on drawn tokens: {listed}; exact {values['exact']:.3g} nats per token"
 
 
-def _what(setup: ProbeSetup) -> str:
+def _term_label(setup: ProbeSetup) -> str:
     kl = setup.config.kl
     pairing = setup.run.pairing
     return f"kl.estimator={kl.estimator} in the {kl.placement} (gradient={pairing.form}, level={pairing.level})"
@@ -79,12 +79,12 @@ def _what(setup: ProbeSetup) -> str:
 
 def _gradient_line(setup: ProbeSetup, measured: MeasuredGradient) -> str:
     return (
-        f"{_what(setup)}: expected gradient is {measured.meaning}; cosine to ∇KL(policy‖ref) {measured.cosine:.3f}, "
-        f"size {measured.size:.3g} times it (at {measured.kl:.2g} nats per token)"
+        f"{_term_label(setup)}: expected gradient is {measured.meaning}; cosine to ∇KL(policy‖ref) "
+        f"{measured.cosine:.3f}, size {measured.size:.3g} times it (at {measured.kl:.2g} nats per token)"
     )
 
 
-def _judged(setup: ProbeSetup, measured: MeasuredGradient, thresholds: Thresholds) -> Iterator[Finding]:
+def _findings(setup: ProbeSetup, measured: MeasuredGradient, thresholds: Thresholds) -> Iterator[Finding]:
     """What the experiment says of the configured term; the two KLs and the total variation are allowed."""
     expected = _expected(setup)
     size = f"{measured.size:.3g} times the size of ∇KL(policy‖ref), cosine {measured.cosine:.3f}"
@@ -93,9 +93,9 @@ def _judged(setup: ProbeSetup, measured: MeasuredGradient, thresholds: Threshold
         yield finding(
             "kl/no-gradient",
             f"the expected gradient, summed over the vocabulary at {measured.states} visited states, is {size}",
-            f"{_what(setup)} has no expected gradient on the policy's own samples: β costs a pass and holds nothing"
-            + (", and on older samples it pushes away" if away else ""),
-            _proven(setup),
+            f"{_term_label(setup)} has no expected gradient on the policy's own samples: β costs a pass and "
+            "holds nothing" + (", and on older samples it pushes away" if away else ""),
+            _proven_pairing(setup),
         )
         return
     beta = setup.full_beta
@@ -109,8 +109,8 @@ def _judged(setup: ProbeSetup, measured: MeasuredGradient, thresholds: Threshold
         yield finding(
             "kl/scale",
             f"the expected gradient is {factor:.3g} times {along} ({size}): β = {beta:g} acts like {beta * factor:.3g}",
-            f"{_what(setup)} points along {along} and has another size",
-            _proven(setup, f"divide the estimator by {factor:.3g}"),
+            f"{_term_label(setup)} points along {along} and has another size",
+            _proven_pairing(setup, f"divide the estimator by {factor:.3g}"),
         )
         return
     times = "" if measured.name is None or abs(measured.factor - 1) < 0.05 else f"{measured.factor:.3g} times "
@@ -118,9 +118,9 @@ def _judged(setup: ProbeSetup, measured: MeasuredGradient, thresholds: Threshold
         "kl/reversed",
         f"the expected gradient, summed over the vocabulary at {measured.states} visited states, is {size}; the "
         f"term's mean is {measured.value:.3g} where the KL is {measured.kl:.3g}",
-        f"{_what(setup)} follows {times}{measured.meaning}"
-        + (": it rewards distance" if measured.factor < 0 else _but(expected)),
-        _proven(setup),
+        f"{_term_label(setup)} follows {times}{measured.meaning}"
+        + (": it rewards distance" if measured.factor < 0 else _instead_of(expected)),
+        _proven_pairing(setup),
     )
 
 
@@ -130,13 +130,13 @@ def _expected(setup: ProbeSetup) -> str | None:
     return None if formula is None else divergence_of(formula.expected)
 
 
-def _but(expected: str | None) -> str:
+def _instead_of(expected: str | None) -> str:
     if expected in DIVERGENCES:
         return f", where the configured formula has {MEANINGS[expected].partition(':')[0]}: its code is broken"
     return ", no KL between policy and reference"
 
 
-def _proven(setup: ProbeSetup, otherwise: str = "") -> Advice:
+def _proven_pairing(setup: ProbeSetup, otherwise: str = "") -> Advice:
     """The nearest pairing that is right; where the configured one is already, its code is what to mend."""
     formula = formula_of(setup.config.to_dict())
     change = {} if formula is None else formula.change

@@ -33,10 +33,10 @@ def probe_masks(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     figures = {"trained_tokens": float(trained), "completion_tokens": float(total)}
     if "left out of turns" in setup.shared:
         figures["left_out_of_turns"] = float(setup.shared["left out of turns"])
-    return ProbeResult("masks", tuple(findings), figures, tuple(_shown(setup)))
+    return ProbeResult("masks", tuple(findings), figures, tuple(_colored_masks(setup)))
 
 
-def _shown(setup: ProbeSetup) -> list[str]:
+def _colored_masks(setup: ProbeSetup) -> list[str]:
     """The first completion of a few groups: trained tokens in green, what is read only dimmed."""
     lines = [f"masks: {TRAINED}trained{PLAIN} and {GIVEN}read only{PLAIN}"]
     for group in setup.groups[:2]:

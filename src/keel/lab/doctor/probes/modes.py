@@ -24,7 +24,7 @@ def no_dropout(config: Config) -> Advice:
     )
 
 
-def drops(module: nn.Module) -> bool:
+def is_active_dropout(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
 
 

@@ -8,13 +8,13 @@ from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.setup import ProbeSetup
 
-DRAWN_AT = 1_000_003  # a step that no run reaches: other noise than training's first steps
+NOISE_STEP = 1_000_003  # a step that no run reaches: other noise than training's first steps
 
 
 def noise_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     """Equal seeds must draw alike, other steps and other completions must not."""
     problems = [group.problem for group in setup.groups]
-    same, other = setup.collect(problems), setup.collect(problems, step=DRAWN_AT)
+    same, other = setup.collect(problems), setup.collect(problems, step=NOISE_STEP)
     drawn = [[c.tokens for c in group.completions] for group in setup.groups]
     again = [[c.tokens for c in group.completions] for group in same]
     later = [[c.tokens for c in group.completions] for group in other]

@@ -20,9 +20,9 @@ from keel.lab.doctor.setup import ProbeSetup
 from keel.models.fingerprint import effective_weights, fingerprint
 from keel.reference import KINDS, Reference, build_reference
 
-STILL = ("frozen", "adapter_off")
-MOST_UPDATES = 512
-FAR = 1e3  # nats per token: any threshold of a reference that waits for KL is below it
+STILL_KINDS = ("frozen", "adapter_off")
+MAX_UPDATES = 512
+HUGE_KL = 1e3  # nats per token: any threshold of a reference that waits for KL is below it
 
 
 def probe_reference(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
@@ -177,11 +177,11 @@ def _updates(
     assert reference is not None
     kind, every = _kind(setup), _parameters(setup).get("every")
     due = kind in ("ema", "snapshot", "kl_triggered") and (every is not None or kind == "kl_triggered")
-    last = (int(every) if every else 1) if due else min(setup.config.run.max_steps, MOST_UPDATES)
+    last = (int(every) if every else 1) if due else min(setup.config.run.max_steps, MAX_UPDATES)
     reported = changed = False
     step = 0
     for step in range(1, last + 1):
-        kl = FAR if kind == "kl_triggered" or step == last else figures["kl_perturbed"]
+        kl = HUGE_KL if kind == "kl_triggered" or step == last else figures["kl_perturbed"]
         reported = bool(reference.update(setup.policy.model, step, kl)) or reported
         if step & (step - 1) == 0 or step == last or reported:
             changed = reference_fingerprint(setup) != before
@@ -189,7 +189,7 @@ def _updates(
             break
     figures["reference_moved_at_step"] = float(step) if changed else 0.0
     figures["reference_moved"] = largest_gap(ref, reference_logp(setup), setup.mask)
-    if changed and (kind in STILL or not reported):
+    if changed and (kind in STILL_KINDS or not reported):
         return [_moving(setup, f"update() at step {step} changed its weights and returned {reported}", figures)]
     if not changed and (reported or due):
         return [

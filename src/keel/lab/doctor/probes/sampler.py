@@ -24,9 +24,9 @@ from keel.lab.doctor.probes.draws import (
     unfiltered,
     uniform_p_value,
 )
-from keel.lab.doctor.probes.gap import close, half_scores, largest, rounding_explains, without_first
+from keel.lab.doctor.probes.gap import bf16_scores, close, largest, rounding_explains, without_first
 from keel.lab.doctor.probes.masks import batch_draws, foreign
-from keel.lab.doctor.probes.noise import DRAWN_AT, noise_findings
+from keel.lab.doctor.probes.noise import NOISE_STEP, noise_findings
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout.sampling import SamplingParams
@@ -54,12 +54,12 @@ def probe_sampler(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
             setup.shared["sampler mismatch"] = findings[-1].code == "sampler/mismatch"
     repeated = [*noise_findings(setup, thresholds)]
     findings += repeated
-    more = _more(setup, thresholds)
-    chance, penalty, odds = _judged(more, setup.sampling)
+    more = _sample_more(setup, thresholds)
+    chance, penalty, odds = _draw_statistics(more, setup.sampling)
     doubt, alarm = thresholds["sampler_doubt"], thresholds["sampler_draws"]
     if chance < doubt or odds > -math.log(doubt):  # a doubt: decide on other draws, and more of them
-        more = _more(setup, thresholds, rounds=_FURTHER)
-        chance, penalty, odds = _judged(more, setup.sampling)
+        more = _sample_more(setup, thresholds, rounds=_FURTHER)
+        chance, penalty, odds = _draw_statistics(more, setup.sampling)
     figures |= {"draws": float(len(more)), "draws_chance": chance, "repetition_odds": odds}
     if any(finding.severity == "error" for finding in repeated):
         unchecked.append("sampler/filter: draws that repeat each other tell nothing of their distribution")
@@ -81,12 +81,12 @@ def _one_per_code(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     return tuple({finding.code: finding for finding in reversed(findings)}.values())[::-1]
 
 
-def _judged(more: Draws, sampling: SamplingParams) -> tuple[float, float, float]:
+def _draw_statistics(more: Draws, sampling: SamplingParams) -> tuple[float, float, float]:
     """The chance of these draws under the policy; the likeliest repetition penalty and the odds for it in nats."""
     return uniform_p_value(tail_masses(more, sampling)), *repetition_penalty(more, sampling)
 
 
-def _more(setup: ProbeSetup, thresholds: Thresholds, rounds: range = range(6)) -> Draws:
+def _sample_more(setup: ProbeSetup, thresholds: Thresholds, rounds: range = range(6)) -> Draws:
     """Enough tokens beside the batch's own to tell two distributions apart; other rounds draw other ones."""
     groups: list[Group] = []
     excluded = foreign(setup, thresholds)
@@ -96,7 +96,7 @@ def _more(setup: ProbeSetup, thresholds: Thresholds, rounds: range = range(6)) -
     wide = replace(setup.sampling, num_generations=count)
     total = 0
     for number in rounds:
-        step = DRAWN_AT + number
+        step = NOISE_STEP + number
         problems = setup.run.task.sample(4, seed=setup.config.run.seed, step=step)
         groups += setup.collect(problems, step=step, sampling=wide)
         total = sum(sum(c.action) for group in groups for c in group.completions)
@@ -148,7 +148,7 @@ def _reported(setup: ProbeSetup, reported: Draws, gap: Tensor, thresholds: Thres
             "the engine shortens or shifts the prompt: it continues another text than the trainer scores",
             "give the engine Request.tokens as they are, never decoded and encoded again, with nothing cut off",
         )
-    rounded = (half_scores(setup) - setup.forward_logp())[setup.mask]
+    rounded = (bf16_scores(setup) - setup.forward_logp())[setup.mask]
     rounding = float(rounded.abs().mean())
     alike = rounding_explains(gap, rounded, thresholds) if len(gap) == len(rounded) else None
     if alike or (alike is None and float(gap.abs().mean()) <= thresholds["precision_times"] * rounding):
@@ -172,7 +172,7 @@ def _reported(setup: ProbeSetup, reported: Draws, gap: Tensor, thresholds: Thres
 
 
 def _pattern(reported: Draws, plain: SamplingParams) -> str:
-    """What the reported numbers look like, in words."""
+    """What the reported numbers look like, as text."""
     true = reported.logp(plain)
     if bool((reported.sample_logp == 0).all()):
         return "; all of them are 0"
@@ -257,11 +257,11 @@ def _configured(setup: ProbeSetup, more: Draws, thresholds: Thresholds) -> Findi
         f"{kl:.3g} nats per token",
         "completions come from the filtered distribution, ratios and KL are of the unfiltered policy",
         setting("set {} for training", whole_distribution(setup.config.to_dict())),
-        severity=_worth(kl, thresholds),
+        severity=_severity(kl, thresholds),
     )
 
 
-def _worth(kl: float, thresholds: Thresholds) -> Severity:
+def _severity(kl: float, thresholds: Thresholds) -> Severity:
     if kl > thresholds["sampler_kl_error"]:
         return "error"
     return "warning" if kl > thresholds["sampler_kl_warning"] else "note"

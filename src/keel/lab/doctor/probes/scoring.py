@@ -1,4 +1,4 @@
-"""Does scoring give each token the policy's log-probability: always the same, in any company, at the right place?"""
+"""Does scoring give each token the policy's log-probability: always the same, in any batch, at the right position?"""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from keel.lab.doctor.advice import changes, either, setting
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.gap import (
     Gap,
-    alone_scores,
     average,
+    bf16_scores,
     ended_early,
     fitting_temperature,
     forward_logp_at,
-    half_scores,
-    in_company,
     largest,
-    one_place_off,
     other_positions,
+    padded_scores,
     rounding_explains,
     scaled,
+    shifted_scores,
     shortened,
+    unbatched_scores,
 )
 from keel.lab.doctor.probes.gradient import gradient_findings
 from keel.lab.doctor.probes.masks import is_blind
-from keel.lab.doctor.probes.modes import drops, eval_mode, no_dropout, without_dropout
+from keel.lab.doctor.probes.modes import eval_mode, is_active_dropout, no_dropout, without_dropout
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
 
@@ -59,7 +59,7 @@ def probe_scoring(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         return ProbeResult("scoring", (_unsteady(setup, unsteady, thresholds),), figures)
     gap = Gap(setup, setup.logp, first, forward_logp, completion_mask, thresholds)
     if not gap.broken(first):
-        gap = replace(gap, rescore=lambda: in_company(setup), scored=in_company(setup))
+        gap = replace(gap, rescore=lambda: padded_scores(setup), scored=padded_scores(setup))
     figures |= {"gap_max": gap.worst(gap.scored), "gap_mean": gap.mean(gap.scored)}
     lines = (f"scoring: largest difference from the model's own forward {figures['gap_max']:.2g} nats",)
     if not gap.broken(gap.scored):
@@ -90,7 +90,7 @@ def _not_finite(setup: ProbeSetup, broken: int, total: int) -> Finding:
 def _unsteady(setup: ProbeSetup, apart: float, thresholds: Thresholds) -> Finding:
     """Which switch makes two passes agree: evaluation mode, or dropout taken out of torch itself."""
     completion_mask, limit = _completion_mask(setup), thresholds["scoring_difference"]
-    active = [name for name, module in setup.policy.model.named_modules() if drops(module)]
+    active = [name for name, module in setup.policy.model.named_modules() if is_active_dropout(module)]
     switches: tuple[tuple[str, Callable[[], Any]], ...] = (
         ("evaluation mode", lambda: eval_mode(setup.policy.model)),
         ("dropout replaced by the identity", without_dropout),
@@ -124,16 +124,16 @@ def _explained(gap: Gap) -> Iterator[Finding]:
     if is_blind(setup, gap.thresholds):
         return  # the masks probe has named it, and it explains the gap
     with eval_mode(setup.policy.model):
-        calm = gap.rescore()
-    if not gap.broken(calm):
+        eval_scores = gap.rescore()
+    if not gap.broken(eval_scores):
         yield finding(
             "scoring/dropout",
-            f"{size} in training mode and by {gap.worst(calm):.1g} in evaluation mode",
+            f"{size} in training mode and by {gap.worst(eval_scores):.1g} in evaluation mode",
             "a layer that acts only in training mode is on while log-probabilities are computed",
             no_dropout(setup.config),
         )
         return
-    alone = alone_scores(setup)
+    alone = unbatched_scores(setup)
     if not gap.broken(alone):
         yield finding(
             "scoring/positions",
@@ -143,7 +143,7 @@ def _explained(gap: Gap) -> Iterator[Finding]:
         )
         return
     for shift in (-1, 1):
-        moved = one_place_off(setup, shift)
+        moved = shifted_scores(setup, shift)
         if not gap.close(scored - moved, gap.completion_mask & (moved != 0)):
             continue
         where = "after" if shift > 0 else "before"
@@ -183,7 +183,7 @@ def _explained(gap: Gap) -> Iterator[Finding]:
             "tokens[:, 1:], and rows.completion for the completion's part",
         )
         return
-    rounding = half_scores(setup) - gap.forward_logp
+    rounding = bf16_scores(setup) - gap.forward_logp
     if rounding_explains(
         (scored - gap.forward_logp)[gap.completion_mask], rounding[gap.completion_mask], gap.thresholds
     ):

@@ -10,14 +10,14 @@ from keel.lab.doctor.setup import ProbeSetup
 from keel.models.head import evaluating, head_of
 from keel.models.logprobs import hidden_states
 
-MOST_STATES = 128
-MOST_NUMBERS = 1 << 24  # states × vocabulary held at once
+MAX_STATES = 128
+MAX_ELEMENTS = 1 << 24  # states × vocabulary held at once
 
 
 def chosen_states(setup: ProbeSetup) -> Tensor:
     """Numbers of the states to look at, among all action tokens of the batch, evenly spread over it."""
     total = int(setup.mask.sum())
-    count = max(1, min(total, MOST_STATES, MOST_NUMBERS // setup.vocabulary))
+    count = max(1, min(total, MAX_STATES, MAX_ELEMENTS // setup.vocabulary))
     return torch.linspace(0, total - 1, count).round().long().unique()
 
 

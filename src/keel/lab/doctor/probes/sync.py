@@ -24,7 +24,7 @@ def probe_sync(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
             groups = setup.collect()
             new = draws(setup, groups)
         old = draws(setup, groups)
-        finding = _judged(setup, new, old, thresholds)
+        finding = _finding(setup, new, old, thresholds)
     finally:
         engine.sync(model, 2)
     findings = [] if finding is None else [finding]
@@ -42,7 +42,7 @@ def probe_sync(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     return ProbeResult("weight sync", tuple(findings), figures, (line,))
 
 
-def _judged(setup: ProbeSetup, new: Draws, old: Draws, thresholds: Thresholds) -> Finding | None:
+def _finding(setup: ProbeSetup, new: Draws, old: Draws, thresholds: Thresholds) -> Finding | None:
     apart = float((new.logp(unfiltered(setup.sampling)) - old.logp(unfiltered(setup.sampling))).abs().mean())
     if apart < 1e-3:  # rounding: no alarm hangs on it
         return None  # the noise moved nothing: nothing can be told

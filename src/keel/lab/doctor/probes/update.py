@@ -67,7 +67,7 @@ def probe_update(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
             (f for f in LOWER if _step(setup, gradients, loss, before, f).kl <= kl_target), LOWER[-1]
         )
     setup.run.optimizer.inner.zero_grad(set_to_none=True)
-    findings = tuple(_judged(figures, thresholds, setup.config))
+    findings = tuple(_findings(figures, thresholds, setup.config))
     line = (
         f"one update at optim.learning_rate={figures['learning_rate']:g}: loss {loss:.3g}, gradient norm "
         f"{first_update.norm:.3g}, KL to the policy before it {first_update.kl:.2g} nats per token "
@@ -149,7 +149,7 @@ def _too_far(figures: dict[str, float], thresholds: Thresholds) -> bool:
     return not (figures["kl_after"] <= first and figures["kl_after_peak"] <= peak)
 
 
-def _judged(figures: dict[str, float], thresholds: Thresholds, config: Config) -> Iterator[Finding]:
+def _findings(figures: dict[str, float], thresholds: Thresholds, config: Config) -> Iterator[Finding]:
     rate, limit, kl = figures["learning_rate"], thresholds["kl_per_update"], figures["kl_after"]
     if not (math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"])):
         yield finding(
