@@ -3,7 +3,7 @@
     python bench/guards.py                  # the default job, and one with completions of 512 tokens
     python bench/guards.py --job long --steps 5
 
-Timed inside real steps of `train_step`: the guards (spike limit, budget, memory of the run, what a step's trouble is)
+Timed inside real steps of `train_step`: the guards (spike limit, budget, memory of the run, the step's violation)
 and the measurements (KL of every pair with its spread, rewards, lengths). What the update needs anyway (the gradient's
 norm for clipping, the policy's own pass) is not counted, and neither is the reference's pass. Medians over the steps
 after a warm-up. The last line is JSON.
@@ -30,7 +30,7 @@ from keel.trainer import step as step_module
 from keel.trainer.state import State
 
 ROOT = Path(__file__).resolve().parents[1]
-GUARDS = ("spike_limit", "over_budget", "watch")
+GUARDS = ("spike_limit", "over_budget", "update_guard_state")
 MEASUREMENTS = ("describe_groups", "measure_policy", "measure_old")
 
 
@@ -95,14 +95,14 @@ def measure(job: str, steps: int) -> dict[str, float]:
     spent: dict[str, float] = {}
     for name in (*GUARDS, *MEASUREMENTS):
         setattr(step_module, name, timed(spent, name, getattr(step_module, name)))
-    find = timed(spent, "find_trouble", guards.find_trouble)
+    find = timed(spent, "find_violation", guards.find_violation)
     lines: list[dict[str, float]] = []
     for number in range(steps + 1):
         spent.clear()
         state, metrics, _ = step_module.train_step(run, state)
         find(state, metrics, run.guards, run.budget)
         if number:
-            guarding = sum(spent[name] for name in (*GUARDS, "find_trouble"))
+            guarding = sum(spent[name] for name in (*GUARDS, "find_violation"))
             measuring = sum(spent[name] for name in MEASUREMENTS)
             besides = metrics["time/total_s"]
             lines.append({"step_s": besides, "guards_s": guarding, "measure_s": measuring})

@@ -57,7 +57,7 @@ class Job:
         ]
 
 
-SCRATCH, RANDOM = "keel.models.scratch:", "random"  # RANDOM is bench/random_model.py's Llama of 16,384 tokens
+SCRATCH, RANDOM = "keel.envs.chess.models:", "random"  # RANDOM is bench/random_model.py's Llama of 16,384 tokens
 HALF, RECOMPUTED = "optim.precision=bfloat16", "model.gradient_checkpointing=true"
 EXACT = ("kl.estimator=exact", "kl.exact=true")
 

@@ -14,7 +14,7 @@ from keel.lab.hooks import AT_END
 from keel.run import sft
 from keel.run import train as runs
 from keel.run.evaluate import Watch, run_evaluation
-from keel.run.subject import find_subject
+from keel.run.model_ref import resolve_model
 from keel.run.train import ConfigSource, TrainResult, closing_line
 from keel.trainer.loop import Callback
 
@@ -65,16 +65,20 @@ def evaluate(
 ) -> dict[str, Any]:
     """`keel eval` as data: a run, checkpoint, configuration or model on held-out problems, beside a `baseline`.
 
-    `tasks` are words such as `arithmetic:skill=sort,digits=4`; without any, the configuration's own are evaluated.
+    `tasks` are texts such as `arithmetic:skill=sort,digits=4`; without any, the configuration's own are evaluated.
     """
     # what a task reads is the given tasks' where there are any, not that of the task a run was trained on
     data = [item for item in overrides if tasks and _is_data(item)]
-    own = [item for item in overrides if item not in data]
-    subject = find_subject(model, own, checkpoint)
+    model_overrides = [item for item in overrides if item not in data]
+    model_ref = resolve_model(model, model_overrides, checkpoint)
     # the baseline's model is its own, so what the user says of the model does not hold for it; where it runs does
-    place = [item for item in own if item.startswith(("model.device=", "model.dtype=", "model.trust_remote_code="))]
-    other = None if baseline is None else find_subject(baseline, place)
-    return run_evaluation(subject, tasks=tasks, data=data, baseline=other, seed=seed, watch=watch)
+    device_overrides = [
+        item
+        for item in model_overrides
+        if item.startswith(("model.device=", "model.dtype=", "model.trust_remote_code="))
+    ]
+    baseline_ref = None if baseline is None else resolve_model(baseline, device_overrides)
+    return run_evaluation(model_ref, tasks=tasks, data=data, baseline=baseline_ref, seed=seed, watch=watch)
 
 
 def _is_data(setting: str) -> bool:

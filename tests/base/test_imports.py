@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from keel.base.errors import KeelError
-from keel.base.imports import import_object, is_users_own
+from keel.base.imports import import_object, is_import_path
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def module(tmp_path, monkeypatch):
     + [(name, False) for name in ("C:\\models", "a:b:c", "a/b:c", "1a:b", "a: b", None)],
 )
 def test_what_has_the_form(name, own):
-    assert is_users_own(name) is own
+    assert is_import_path(name) is own
 
 
 def test_a_module_of_the_working_folder(module):
@@ -44,7 +44,7 @@ def test_a_module_of_the_working_folder(module):
 def test_what_is_no_function_passes_where_it_may(module):
     name = module("recipe = {'a': 1}\n")
     assert import_object(f"{name}:recipe", "loss.loss_type", callable_only=False) == {"a": 1}
-    with pytest.raises(KeelError, match=rf"^task '{name}:recipe' is a dict: it must be a function or a class$"):
+    with pytest.raises(KeelError, match=rf"^task '{name}:recipe' is of type dict: it must be a function or a class$"):
         import_object(f"{name}:recipe", "task")
 
 

@@ -123,10 +123,13 @@ def test_a_run_of_01_goes_on(tmp_path):
         ("keel.losses", "LossSpec", "keel.losses.LossOptions"),
         ("keel.losses", "KLSpec", "keel.kl.KLOptions"),
         ("keel.losses", "MismatchSpec", "keel.losses.MismatchOptions"),
+        ("keel.kl", "Controller", "keel.kl.BetaController"),
+        ("keel.kl.controllers", "Steered", "keel.kl.controllers.RuleController"),
         ("keel.kl", "shape_rewards", "keel.kl.reward_penalty"),
         ("keel.kl", "shape_advantages", "keel.kl.advantage_penalty"),
         ("keel.loggers", "Quiet", "keel.loggers.Logger"),
         ("keel.loggers", "Fanout", "keel.loggers.MultiLogger"),
+        ("keel.lab.doctor", "found", "keel.lab.doctor.finding"),
     ],
 )
 def test_a_renamed_part_is_refused_in_one_line(module, name, now):

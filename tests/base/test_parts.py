@@ -40,7 +40,7 @@ def by_anything(problem: Any, **params: Any) -> Any: ...
 def test_a_part_is_given_its_own_parameters_and_what_it_takes_of_the_rest(
     factory: Any, params: dict[str, Any], given: dict[str, Any]
 ) -> None:
-    assert part_arguments("engine mine", factory, params, placed=1, run="here", unasked=1) == given
+    assert part_arguments("engine mine", factory, params, positional=1, run="here", unasked=1) == given
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ def test_a_part_is_given_its_own_parameters_and_what_it_takes_of_the_rest(
 )
 def test_what_a_part_does_not_declare_is_one_line(factory: Any, params: dict[str, Any], message: str) -> None:
     with pytest.raises(KeelError, match=message) as caught:
-        part_arguments("engine mine", factory, params, placed=1, run="here")
+        part_arguments("engine mine", factory, params, positional=1, run="here")
     assert "\n" not in str(caught.value)
 
 
 def test_what_the_caller_gives_later_is_not_asked_for() -> None:
-    assert part_arguments("reward mine", by_keyword, {"depth": 1}, placed=1, reserved=("size",)) == {"depth": 1}
+    assert part_arguments("reward mine", by_keyword, {"depth": 1}, positional=1, reserved=("size",)) == {"depth": 1}

@@ -13,8 +13,8 @@ from keel.api import supervise, train
 from keel.base.errors import KeelError
 from keel.cli import main
 from keel.config import load_config
-from keel.run.evaluate import spec_of_word
-from keel.run.subject import find_subject, saved_steps
+from keel.run.evaluate import parse_task
+from keel.run.model_ref import resolve_model, saved_steps
 from trainer.small import BASE
 
 OTHERS = [{"name": "arithmetic", "skill": "copy", "digits": 2}, {"name": "arithmetic", "skill": "max", "high": 9}]
@@ -60,7 +60,7 @@ def test_what_keel_sft_leaves_is_evaluated_too(tmp_path: Path, capsys: Any) -> N
     assert [record.pop("baseline") for record in data["tasks"]] == lines_of(run, 0)
     assert data["tasks"] == lines_of(run, 2)
     with pytest.raises(KeelError, match="kept no best checkpoint"):
-        find_subject(f"{run}@best")
+        resolve_model(f"{run}@best")
 
 
 def test_an_adapters_checkpoint_is_its_base_with_the_adapter(tmp_path: Path, capsys: Any) -> None:
@@ -73,13 +73,13 @@ def test_an_adapters_checkpoint_is_its_base_with_the_adapter(tmp_path: Path, cap
 
 def test_an_adapter_by_itself_names_its_base_or_is_told(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
-    subject = find_subject(str(tmp_path))
-    assert (subject.config.model.name, subject.config.model.lora.adapter) == ("owner/base", str(tmp_path))
-    assert not subject.has_tasks
+    model_ref = resolve_model(str(tmp_path))
+    assert (model_ref.config.model.name, model_ref.config.model.lora.adapter) == ("owner/base", str(tmp_path))
+    assert not model_ref.has_tasks
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(KeelError, match=r"add model\.name=BASE"):
-        find_subject(str(tmp_path))
-    assert find_subject(str(tmp_path), ["model.name=tiny"]).config.model.name == "tiny"
+        resolve_model(str(tmp_path))
+    assert resolve_model(str(tmp_path), ["model.name=tiny"]).config.model.name == "tiny"
 
 
 def test_the_baseline_is_the_other_end_of_the_run(run: Path, capsys: Any) -> None:
@@ -191,31 +191,29 @@ def test_the_data_of_a_given_task_are_said_beside_it(
 
 
 def test_words_of_tasks() -> None:
-    plain, with_params, own = map(
-        spec_of_word, ("arithmetic", "arithmetic:skill=sort,digits=4", "my.task:make:a=[1,2]")
-    )
+    plain, with_params, own = map(parse_task, ("arithmetic", "arithmetic:skill=sort,digits=4", "my.task:make:a=[1,2]"))
     assert (plain.name, plain.params) == ("arithmetic", {})
     assert (with_params.name, with_params.params) == ("arithmetic", {"skill": "sort", "digits": 4})
     assert (own.name, own.params) == ("my.task:make", {"a": [1, 2]})
-    assert spec_of_word("my.task:make").name == "my.task:make"
+    assert parse_task("my.task:make").name == "my.task:make"
 
 
 def test_the_best_checkpoint_and_those_that_are_not_there(run: Path, tmp_path: Path) -> None:
     assert [path.name for path in saved_steps(run)] == ["step-0", "step-1", "step-2"]
     best = json.loads((run / "checkpoints/step-2/trainer/state.json").read_text())["state"]["best"]["step"]
-    assert find_subject(f"{run}@best").weights == run / "checkpoints" / f"step-{best}"
+    assert resolve_model(f"{run}@best").weights == run / "checkpoints" / f"step-{best}"
     with pytest.raises(KeelError, match="no checkpoint of step 7: there are 0, 1, 2"):
-        find_subject(str(run), checkpoint="7")
+        resolve_model(str(run), checkpoint="7")
     with pytest.raises(KeelError, match="warmstart"):
-        find_subject(f"{run}@begin")
+        resolve_model(f"{run}@begin")
     empty = tmp_path / "empty"
     (empty / "checkpoints").mkdir(parents=True)
     (empty / "config.yaml").write_text("run: {name: empty}\n")
     with pytest.raises(KeelError, match="no whole checkpoint yet"):
-        find_subject(str(empty))
+        resolve_model(str(empty))
     with pytest.raises(KeelError, match="had no warm start"):
-        find_subject(f"{empty}@warmstart")
-    assert find_subject(f"{empty}@start").weights is None
+        resolve_model(f"{empty}@warmstart")
+    assert resolve_model(f"{empty}@start").weights is None
 
 
 def test_a_configuration_brings_model_and_tasks(tmp_path: Path, capsys: Any) -> None:

@@ -99,7 +99,8 @@ def test_the_default_needs_no_path(called, capsys, tmp_path, monkeypatch):
 
 def test_users_own_parts_of_the_working_folder(config_file, called, tmp_path):
     (tmp_path / "my_controller_part.py").write_text(
-        "from keel.kl.controllers import Steered\ndef half(beta, after: int = 5):\n    return Steered(beta / 2)\n"
+        "from keel.kl.controllers import RuleController\n"
+        "def half(beta, after: int = 5):\n    return RuleController(beta / 2)\n"
     )
     assert main(["train", "mine.yaml", "kl.controller.name=my_controller_part:half", "kl.controller.after=3"]) == 7
     assert main(["train", "mine.yaml", "kl.controller.name=my_controller_part:half", "kl.controller.aftr=3"]) == 2

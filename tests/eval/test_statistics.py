@@ -28,7 +28,7 @@ TABLE = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 10: 2.2281, 30:
 def test_quantiles_of_the_printed_table(df, quantile):
     values = [float(i % 2) for i in range(df + 1)]
     se = statistics.stdev(values) / math.sqrt(df + 1)
-    assert estimate(values).half / se == pytest.approx(quantile, abs=5e-5)
+    assert estimate(values).margin / se == pytest.approx(quantile, abs=5e-5)
 
 
 @given(st.lists(st.floats(-50, 50), min_size=2, max_size=5))
@@ -65,10 +65,10 @@ def test_intervals_of_earlier_studies(values, low, high, p):
 def test_mean_and_interval_by_hand():
     """1, 2, 6: mean 3, deviation √7, so 3 ± 4.3027·√(7/3); t = 3/√(7/3) = 1.96396, p = 1 − t/√(2 + t²)."""
     found = estimate([1, 2, 6])
-    half = 4.302652729911275 * math.sqrt(7 / 3)
+    margin = 4.302652729911275 * math.sqrt(7 / 3)
     assert (found.mean, found.n) == (3, 3)
-    assert found.low == pytest.approx(3 - half)
-    assert found.high == pytest.approx(3 + half)
+    assert found.low == pytest.approx(3 - margin)
+    assert found.high == pytest.approx(3 + margin)
     t = 3 / math.sqrt(7 / 3)
     assert found.p == pytest.approx(1 - t / math.sqrt(2 + t * t))
     assert not found.excludes_zero

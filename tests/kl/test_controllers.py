@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from keel.base.errors import KeelError
 from keel.base.options import Above0, Options
-from keel.kl import CONTROLLERS, Controller, KLState, build_controller
+from keel.kl import CONTROLLERS, BetaController, KLState, build_controller
 
 EVERY = {
     "fixed": {},
@@ -325,11 +325,11 @@ class Own(Options):
     factor: Above0 = 1.0
 
 
-def declared(beta: float, options: Own) -> Controller:
+def declared(beta: float, options: Own) -> BetaController:
     return build_controller("fixed", beta * options.factor)
 
 
-def by_parameters(beta: float, mode: str = "up", **rest: float) -> Controller:
+def by_parameters(beta: float, mode: str = "up", **rest: float) -> BetaController:
     return build_controller("fixed", beta * sum(rest.values()) if mode == "up" else beta)
 
 

@@ -20,9 +20,9 @@ REFUSALS = [
     ("k2", "loss", "rho", True, WRONG, "gradient=auto"),
     ("abs", "loss", "rho", True, WRONG, "gradient=auto"),
     *[
-        (k, door, "auto", off, WRONG, "estimator=k1")
+        (k, placement, "auto", off, WRONG, "estimator=k1")
         for k in ("k2", "k3", "abs")
-        for door in ("reward", "advantage")
+        for placement in ("reward", "advantage")
         for off in (False, True)
     ],
     *[("exact", "advantage", "auto", off, ZERO, "estimator=k1") for off in (False, True)],

@@ -1,4 +1,4 @@
-"""The three doors by hand, and what dividing by the group's spread does to β."""
+"""The three placements by hand, and what dividing by the group's spread does to β."""
 
 import math
 
@@ -59,7 +59,7 @@ def test_what_is_outside_the_mask_does_not_enter(hole):
 
 @pytest.mark.parametrize("sigma", [0.04, 0.5, 3.0])
 def test_effective_coefficient_is_beta_over_sigma(sigma):
-    """How much a nat of KL costs in advantage: β/σ through the first door with std scaling, β through the second."""
+    """How much a nat of KL costs in advantage: β/σ in the reward with std scaling, β in the advantage."""
     group, beta, nudge = torch.zeros(4, dtype=torch.long), 0.01, 1e-6
     base = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64) * sigma / math.sqrt(4 / 3)
     kl = torch.zeros(4, 1, dtype=torch.float64)
@@ -76,8 +76,8 @@ def test_effective_coefficient_is_beta_over_sigma(sigma):
     assert second.item() == pytest.approx(beta, rel=1e-6)
 
 
-@pytest.mark.parametrize("door", ["reward", "advantage"])
-def test_k1_through_either_door_has_the_gradient_of_the_sequence_kl(door):
+@pytest.mark.parametrize("placement", ["reward", "advantage"])
+def test_k1_in_reward_or_advantage_has_the_gradient_of_the_sequence_kl(placement):
     """Two steps, two tokens, by enumeration: −E[A·Σ_t s_t] with the shaped reward, without other rewards."""
     g = torch.Generator().manual_seed(0)
     theta = torch.randn(3, 2, generator=g, dtype=torch.float64).requires_grad_()
@@ -88,7 +88,7 @@ def test_k1_through_either_door_has_the_gradient_of_the_sequence_kl(door):
     total = logp.sum(-1)
     (truth,) = torch.autograd.grad((total.exp() * (total - ref.sum(-1))).sum(), theta, retain_graph=True)
     kl, mask = estimate("k1", logp, ref), torch.ones(4, 2, dtype=torch.bool)
-    if door == "reward":
+    if placement == "reward":
         shaped = reward_penalty(kl, mask, 1.0)[:, None]
     else:
         shaped = advantage_penalty(kl, mask, 1.0, level="sequence")

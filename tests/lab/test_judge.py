@@ -15,7 +15,7 @@ from keel.lab.judge import accuracies
 from keel.lab.report.verdict import sentences
 from keel.lab.runs import read_run
 from keel.run.build import build_policy, build_run
-from keel.trainer.guards import spike_limit, tool_trouble
+from keel.trainer.guards import spike_limit, tool_error_event
 from trainer.small import small_config
 
 
@@ -72,7 +72,7 @@ def test_guard_and_doctor_share_the_share_of_failing_tool_calls(tmp_path: Path) 
         config = small_config(*overrides)
         thresholds = build_run(config, build_policy(config)).run.thresholds
         for share in (limit - 0.05, limit + 0.05):
-            assert (tool_trouble({"tool/error_fraction": share}, [], thresholds) is not None) == (share > limit)
+            assert (tool_error_event({"tool/error_fraction": share}, [], thresholds) is not None) == (share > limit)
             folder = recorded(tmp_path / "run", overrides, "tool/error_fraction", [share] * 12)
             assert ("tool/failing" in finding_codes(folder)) == (share > limit)
 

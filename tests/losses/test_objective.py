@@ -116,21 +116,21 @@ def test_beta_zero_has_no_kl_term_and_needs_no_reference(loss):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("door", ["reward", "advantage", "to go"])
-def test_a_penalty_in_reward_or_advantage_is_what_the_first_update_of_shaped_advantages_is(loss, door):
+@pytest.mark.parametrize("placement", ["reward", "advantage", "to go"])
+def test_a_penalty_in_reward_or_advantage_is_what_the_first_update_of_shaped_advantages_is(loss, placement):
     """At ratio 1 the term of its own adds what A − β·KL in the loss's own term would."""
     scores, batch = make()
     batch = replace(batch, old_logp=None)
     logp = torch.as_tensor(scores.logp)
     kl = torch.where(batch.action_mask, (logp - batch.ref_logp).detach(), 0.0)
-    level = "sequence" if door == "to go" else "token"
-    if door == "reward":
+    level = "sequence" if placement == "to go" else "token"
+    if placement == "reward":
         taken = -0.3 * kl.sum(-1)
         spec, own = KLOptions(estimator="k1", placement="reward"), replace(batch, kl_advantages=taken)
         taken = taken.unsqueeze(-1).expand_as(kl)
     else:
         spec, own = KLOptions(estimator="k1", placement="advantage", level=level), batch
-        taken = -0.3 * (kl if door == "advantage" else kl.flip(-1).cumsum(-1).flip(-1))
+        taken = -0.3 * (kl if placement == "advantage" else kl.flip(-1).cumsum(-1).flip(-1))
     term = replace(batch, advantages=batch.advantages.unsqueeze(-1) + torch.where(batch.action_mask, taken, 0.0))
     reduction = LOSSES[loss].reduction
     token_loss = next(name for name in ("grpo", "bnpo", "dr_grpo", "dapo") if LOSSES[name].reduction == reduction)
@@ -138,7 +138,7 @@ def test_a_penalty_in_reward_or_advantage_is_what_the_first_update_of_shaped_adv
     alone, together = run(scores, batch, loss, beta=0.0), run(scores, own, loss, spec, beta=0.3)
     assert np.abs(shaped[1] - plain[1]).max() > 1e-3
     np.testing.assert_allclose(together[1] - alone[1], shaped[1] - plain[1], atol=1e-12)
-    by = kl.sum() / (batch.action_mask.sum() if door == "advantage" else len(kl))
+    by = kl.sum() / (batch.action_mask.sum() if placement == "advantage" else len(kl))
     assert together[2]["loss/kl"] == pytest.approx(0.3 * float(by), abs=1e-12)  # β × KL, a token's or a sequence's
 
 

@@ -23,7 +23,7 @@ from keel.models.logprobs import hidden_states, score_tokens
 from keel.models.pack import pack
 from keel.models.tiny import tiny_config, tiny_tokenizer
 from keel.reference import KINDS, Range, build_reference, check_reference
-from keel.reference.held import Parked
+from keel.reference.weights import OffloadedTensors
 
 LORA = {"r": 3, "alpha": 5, "targets": ["q_proj", "down_proj"]}
 SMALL = f"{__name__}:small"
@@ -360,10 +360,10 @@ def test_parameters_are_checked_before_a_model_is_needed() -> None:
 def test_all_but_the_head_is_offloaded() -> None:
     loaded = load_model(SMALL, device="cpu")
     reference: Any = build_reference("frozen", loaded, offload=True)
-    parked = reference._held._parked
+    offloaded = reference._weights._offloaded
     head = loaded.model.lm_head.weight  # type: ignore[union-attr]
     total = sum(p.numel() for p in loaded.model.parameters())
-    assert sum(t.numel() for t, _ in parked.pairs if isinstance(t, nn.Parameter)) == total - head.numel()  # type: ignore[operator]
+    assert sum(t.numel() for t, _ in offloaded.pairs if isinstance(t, nn.Parameter)) == total - head.numel()  # type: ignore[operator]
     assert torch.equal(reference_logits(reference), logits(loaded.model))
 
 
@@ -488,7 +488,7 @@ def test_adapters_that_train_the_base_are_refused(bias: Any, tmp_path: Path) -> 
 
 def test_a_device_too_full_for_a_visit_leaves_all_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.ones(2), torch.ones(3)]
-    parked = Parked(tensors)
+    offloaded = OffloadedTensors(tensors)
     resting = [tensor.data_ptr() for tensor in tensors]
 
     def to(tensor: Tensor, device: torch.device) -> Tensor:
@@ -497,7 +497,7 @@ def test_a_device_too_full_for_a_visit_leaves_all_at_rest(monkeypatch: pytest.Mo
         return tensor.clone()
 
     monkeypatch.setattr(torch.Tensor, "to", to)
-    with pytest.raises(torch.OutOfMemoryError), parked.visiting():
+    with pytest.raises(torch.OutOfMemoryError), offloaded.on_device():
         pass
     assert [tensor.data_ptr() for tensor in tensors] == resting
 

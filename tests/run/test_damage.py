@@ -16,7 +16,7 @@ import torch
 import keel
 from keel.base.errors import KeelError
 from keel.cli import main
-from keel.run.subject import checkpoint_of
+from keel.run.model_ref import checkpoint_of
 from keel.trainer import integrity
 from keel.trainer.integrity import damages
 from run.test_resume import lines

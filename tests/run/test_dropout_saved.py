@@ -13,11 +13,11 @@ from torch import nn
 
 from keel.api import supervise, train
 from keel.config import load_config
+from keel.envs.chess.models import GPT2_DROPOUT, gpt2
 from keel.lab.publish.export import export
 from keel.lab.publish.hub import push
 from keel.models.dropout import disable_dropout, original_dropout
 from keel.models.load import load_model
-from keel.models.scratch import GPT2_DROPOUT, gpt2
 from keel.trainer.checkpoint import save_weights
 from lab.publish.test_hub import FakeHub
 from trainer.small import BASE

@@ -17,7 +17,7 @@ from keel.envs.dataset import Answers
 from keel.envs.judge import Judge
 from keel.envs.rewards import wrap
 from keel.run.evaluate import run_evaluation
-from keel.run.subject import find_subject
+from keel.run.model_ref import resolve_model
 
 SETTINGS: dict[str, Any] = {
     "model.name": "trainer.small:small_model",
@@ -59,8 +59,8 @@ def test_the_reward_under_drop_is_the_share_of_right_answers(tmp_path: Path, mon
     rows = [*sums(), *({"question": "9" * 40, "answer": i} for i in range(4))]
     path = write(tmp_path / "mine.jsonl", rows)
     result = trained(tmp_path, **{"data.path": path, "data.max_prompt_length": 12, "data.truncation": "drop"})
-    subject = find_subject(str(result.directory))
-    [record] = run_evaluation(subject, baseline=find_subject(f"{result.directory}@start"))["tasks"]
+    model_ref = resolve_model(str(result.directory))
+    [record] = run_evaluation(model_ref, baseline=resolve_model(f"{result.directory}@start"))["tasks"]
     assert record["reward"] == record["pass@1"] == 1.0
     assert record["baseline"]["reward"] == 1.0
 

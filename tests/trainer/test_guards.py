@@ -17,8 +17,8 @@ from keel.base.thresholds import load_thresholds
 from keel.kl import KLState
 from keel.kl.options import KLBudget
 from keel.run.build import build_policy, build_run
-from keel.trainer.final import measure_end
-from keel.trainer.guards import ENOUGH, WINDOW, find_trouble, over_budget, spike_limit, trouble_at_end
+from keel.trainer.final import measure_final
+from keel.trainer.guards import ENOUGH, WINDOW, final_violation, find_violation, over_budget, spike_limit
 from keel.trainer.options import GuardOptions
 from keel.trainer.state import State, step_seed
 from keel.trainer.step import problem_seed, train_step
@@ -71,9 +71,9 @@ def test_the_budget_is_a_mean_and_twice_that_for_the_95th_percentile(
 def test_which_trouble_asks_for_what() -> None:
     options, limit = GuardOptions(max_consecutive_nans=3, on_nans="stop"), KLBudget(max=0.1, action="rollback")
     bad = {"kl/policy_ref/k3/mean": 0.5}
-    assert find_trouble(at(consecutive_skips=2), {}, options, limit) is None
-    skips = find_trouble(at(consecutive_skips=3), bad, options, limit)
-    budget = find_trouble(at(consecutive_skips=2), bad, options, limit)
+    assert find_violation(at(consecutive_skips=2), {}, options, limit) is None
+    skips = find_violation(at(consecutive_skips=3), bad, options, limit)
+    budget = find_violation(at(consecutive_skips=2), bad, options, limit)
     assert skips is not None
     assert (skips.code, skips.action) == ("optim/non-finite", "stop")
     assert budget is not None
@@ -82,8 +82,8 @@ def test_which_trouble_asks_for_what() -> None:
 
 def test_a_run_of_skipped_spikes_is_not_called_non_finite() -> None:
     options = GuardOptions(max_consecutive_nans=3, on_nans="stop")
-    spikes = find_trouble(at(consecutive_skips=3, spike_skips=3), {}, options)
-    mixed = find_trouble(at(consecutive_skips=3, spike_skips=2), {}, options)
+    spikes = find_violation(at(consecutive_skips=3, spike_skips=3), {}, options)
+    mixed = find_violation(at(consecutive_skips=3, spike_skips=2), {}, options)
     assert spikes is not None
     assert mixed is not None
     assert (spikes.code, mixed.code) == ("optim/spike", "optim/non-finite")
@@ -92,7 +92,7 @@ def test_a_run_of_skipped_spikes_is_not_called_non_finite() -> None:
 def test_a_trouble_that_only_warns_does_not_hide_a_graver_one() -> None:
     bad = {"kl/policy_ref/k3/mean": 0.5}
     options = GuardOptions(max_consecutive_nans=3, on_nans="warn")
-    found = find_trouble(at(consecutive_skips=3), bad, options, KLBudget(max=0.1))
+    found = find_violation(at(consecutive_skips=3), bad, options, KLBudget(max=0.1))
     assert found is not None
     assert (found.code, found.action) == ("kl/over-budget", "stop")
 
@@ -185,9 +185,9 @@ def test_a_run_of_nans_that_only_warns_is_said_once_and_goes_on(tmp_path: Path) 
 
 def test_the_end_is_judged_like_a_step() -> None:
     limits = GuardOptions(on_nans="stop"), KLBudget(max=0.1, action="rollback")
-    assert trouble_at_end(9, {"kl/policy_ref/k3/mean": 0.05, "logp/policy_mean": -1.0}, *limits) is None
-    assert trouble_at_end(9, {}, *limits) is None
-    far = trouble_at_end(9, {"kl/policy_ref/k3/mean": 0.5, "logp/policy_mean": -1.0}, *limits)
+    assert final_violation(9, {"kl/policy_ref/k3/mean": 0.05, "logp/policy_mean": -1.0}, *limits) is None
+    assert final_violation(9, {}, *limits) is None
+    far = final_violation(9, {"kl/policy_ref/k3/mean": 0.5, "logp/policy_mean": -1.0}, *limits)
     assert far is not None
     assert (far.code, far.action) == ("kl/over-budget", "rollback")
     assert "after the last update, that of step 9" in far.message
@@ -196,12 +196,12 @@ def test_the_end_is_judged_like_a_step() -> None:
 @pytest.mark.parametrize("overrides", [(), ("kl.beta=0", "kl.measure_every=0")], ids=["reference", "none"])
 def test_weights_that_are_not_finite_are_seen_at_the_end_and_not_sampled_from(overrides: tuple[str, ...]) -> None:
     run, state = make(*overrides)
-    finite = measure_end(run, state)
+    finite = measure_final(run, state)
     assert bool(finite) == (not overrides)
     run.optimizer.parameters[1].data[0] = torch.nan
-    trouble = trouble_at_end(4, measure_end(run, state), GuardOptions(on_nans="stop"))
-    assert trouble is not None
-    assert (trouble.code, trouble.action) == ("optim/non-finite", "stop")
+    violation = final_violation(4, measure_final(run, state), GuardOptions(on_nans="stop"))
+    assert violation is not None
+    assert (violation.code, violation.action) == ("optim/non-finite", "stop")
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_the_end_is_what_the_next_step_would_report(overrides: tuple[str, ...]) 
         torch.manual_seed(step_seed(run.seed, state))
         state = train_step(run, state).state
     before = (state, torch.get_rng_state().tolist(), weights(run).tolist())
-    measured = measure_end(run, state)
+    measured = measure_final(run, state)
     assert (state, torch.get_rng_state().tolist(), weights(run).tolist()) == before
     torch.manual_seed(step_seed(run.seed, state))
     line = train_step(run, state).metrics
@@ -283,7 +283,7 @@ def test_the_parameter_with_the_first_non_finite_gradient_is_named() -> None:
 def test_kept_batches_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from keel.trainer import loop
 
-    monkeypatch.setattr(loop, "SKIPPED_KEPT", 2)
+    monkeypatch.setattr(loop, "MAX_SKIPPED_FILES", 2)
     run = train(tmp_path, "loss.loss_type=trainer.faults:nan_loss").directory
     assert sorted(path.name for path in (run / "skipped").iterdir()) == ["step-1.json", "step-2.json"]
     assert kinds(run).count("guard/skipped") == 4

@@ -15,7 +15,7 @@ import keel
 from keel.api import supervise
 from keel.base.errors import KeelError
 from keel.run.build import build_policy, build_warmstart
-from keel.run.warmstart import warmstart_place
+from keel.run.warmstart import warmstart_folder
 from keel.trainer.optim import Optimizer, build_schedule
 from keel.trainer.options import OptimOptions, WarmstartOptions
 from keel.trainer.sft import as_example, sft, sft_step
@@ -109,12 +109,12 @@ def test_a_warm_start_is_another_one_when_its_file_has_changed(tmp_path: Path) -
     examples = tmp_path / "examples.jsonl"
     examples.write_text('{"prompt": "a", "completion": "b"}\n')
     config = small_config(f"warmstart.path={examples}", "warmstart.steps=1")
-    place = warmstart_place(tmp_path, config)
-    assert warmstart_place(tmp_path, config) == place
+    place = warmstart_folder(tmp_path, config)
+    assert warmstart_folder(tmp_path, config) == place
     examples.write_text('{"prompt": "a", "completion": "bc"}\n')
-    assert warmstart_place(tmp_path, config) != place
+    assert warmstart_folder(tmp_path, config) != place
     other = small_config(f"warmstart.path={examples}", "warmstart.steps=2")
-    assert warmstart_place(tmp_path, other) != place
+    assert warmstart_folder(tmp_path, other) != place
 
 
 def test_keel_sft_leaves_a_run_with_a_model(tmp_path: Path) -> None:

@@ -242,14 +242,14 @@ def test_reward_and_advantage_doors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("door", "weight"),
+    ("placement", "weight"),
     [("reward", "sum"), ("advantage", "own"), ("advantage level=sequence", "to go")],
 )
-def test_the_exact_kl_behind_the_first_doors_is_the_sum_over_the_vocabulary(
-    door: str, weight: str, monkeypatch: pytest.MonkeyPatch
+def test_the_exact_kl_in_reward_or_advantage_is_the_sum_over_the_vocabulary(
+    placement: str, weight: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every logit of both models written out: Σ_v π_v (log π_v − log p_v) is what rewards and advantages lose."""
-    placement, _, level = door.partition(" level=")
+    placement, _, level = placement.partition(" level=")
     run, state = make(
         f"kl.placement={placement}", f"kl.level={level or 'token'}", "kl.estimator=exact", "kl.allow_biased=true",
         "kl.beta=0.5", "loss.scale_rewards=none",

@@ -138,28 +138,30 @@ class LineFile:
 def keep_lines(path: Path, step: int, history: Collection[str] = ()) -> int:
     """Drop the lines past `step` (and unreadable ones) from a file of JSON lines, atomically; returns how many.
 
-    Lines up to the last one whose `kind` is in `history` tell of what was given up since, and stay whatever their step.
+    Lines up to the last one whose `kind` is in `history` are of an abandoned attempt, and stay whatever their step.
     """
-    kept, dropped = _parted(path, step, history)
+    before, dropped = _split_at_step(path, step, history)
     if dropped:
-        write_atomic(path, b"".join(kept))
+        write_atomic(path, b"".join(before))
     return len(dropped)
 
 
 def lines_past(path: Path, step: int, history: Collection[str] = ()) -> bytes:
     """The lines that `keep_lines` would drop, as they stand in the file."""
-    return b"".join(_parted(path, step, history)[1])
+    return b"".join(_split_at_step(path, step, history)[1])
 
 
-def _parted(path: Path, step: int, history: Collection[str]) -> tuple[list[bytes], list[bytes]]:
-    """(lines that `keep_lines` keeps, lines that it drops)."""
-    kept: list[bytes] = []
-    dropped: list[bytes] = []
+def _split_at_step(path: Path, step: int, history: Collection[str]) -> tuple[list[bytes], list[bytes]]:
+    """(lines up to `step`, which `keep_lines` keeps, and lines past it, which it drops)."""
+    before: list[bytes] = []
+    past: list[bytes] = []
     lines = _lines(path)
-    told = max((index for index, line in enumerate(lines) if history and _field(line, "kind") in history), default=-1)
+    last_history = max(
+        (index for index, line in enumerate(lines) if history and _field(line, "kind") in history), default=-1
+    )
     for index, line in enumerate(lines):
-        (kept if index <= told or _within(line, step) else dropped).append(line + b"\n")
-    return kept, dropped
+        (before if index <= last_history or _within(line, step) else past).append(line + b"\n")
+    return before, past
 
 
 def read_json(path: Path) -> Any:

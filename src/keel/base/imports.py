@@ -12,12 +12,12 @@ from keel.base.errors import KeelError, first_line
 from keel.base.moved import current
 
 _IDENTIFIER = r"[^\W\d]\w*"
-_USERS_OWN = re.compile(rf"{_IDENTIFIER}(\.{_IDENTIFIER})*:{_IDENTIFIER}")
+_IMPORT_PATH = re.compile(rf"{_IDENTIFIER}(\.{_IDENTIFIER})*:{_IDENTIFIER}")
 
 
-def is_users_own(name: object) -> bool:
+def is_import_path(name: object) -> bool:
     """Whether a name has the form `module:attr`."""
-    return isinstance(name, str) and bool(_USERS_OWN.fullmatch(name))
+    return isinstance(name, str) and bool(_IMPORT_PATH.fullmatch(name))
 
 
 def import_object(spec: str, part: str, *, callable_only: bool = True) -> Any:
@@ -26,13 +26,13 @@ def import_object(spec: str, part: str, *, callable_only: bool = True) -> Any:
     `part` says in an error what it was meant for: an option (`kl.estimator`) or a kind (`task`).
     """
     label = f"{part}={spec}" if "." in part else f"{part} {spec!r}"
-    if not is_users_own(spec):
+    if not is_import_path(spec):
         raise KeelError(f"{label} is not module:attr, such as my_module:my_part")
     if "" not in sys.path:
         sys.path.insert(0, "")  # as with python -m
     module, _, attribute = spec.partition(":")
     try:
-        made = getattr(importlib.import_module(current(module)), attribute)
+        loaded = getattr(importlib.import_module(current(module)), attribute)
     except KeelError:
         raise
     except (ImportError, AttributeError) as error:
@@ -41,6 +41,6 @@ def import_object(spec: str, part: str, *, callable_only: bool = True) -> Any:
         line = traceback.extract_tb(error.__traceback__)[-1]
         cause = f"{type(error).__name__}: {first_line(error)}"
         raise KeelError(f"cannot import {label}: {cause}, in {line.filename}, line {line.lineno}") from error
-    if callable_only and not callable(made):
-        raise KeelError(f"{label} is a {type(made).__name__}: it must be a function or a class")
-    return made
+    if callable_only and not callable(loaded):
+        raise KeelError(f"{label} is of type {type(loaded).__name__}: it must be a function or a class")
+    return loaded

@@ -30,7 +30,9 @@ MOVED = {
     "keel.metrics": "keel.base.metrics",
     "keel.models.branches": "keel.models.prefix_attention",
     "keel.models.lengths": "keel.models.rope",
+    "keel.models.scratch": "keel.envs.chess.models",
     "keel.redact": "keel.base.redact",
+    "keel.reference.held": "keel.reference.weights",
     "keel.report": "keel.lab.report",
     "keel.report.read": "keel.lab.runs",
     "keel.rollout.batch": "keel.rollout.native.batch",
@@ -60,12 +62,13 @@ MOVED = {
     "keel.train.hub": "keel.lab.publish.hub",
     "keel.train.paths": "keel.run.paths",
     "keel.train.resume": "keel.run.resume",
-    "keel.train.subject": "keel.run.subject",
+    "keel.train.subject": "keel.run.model_ref",
     "keel.train.supervise": "keel.run.sft",
     "keel.train.warmstart": "keel.run.warmstart",
     "keel.types": "keel.base.types",
     "keel.verify.show": "keel.lab.report.proofs",
     "keel.verify.task": "keel.envs.prove",
+    "keel.worlds": "keel.envs.multihop.models",
 }
 _NAME = re.compile(r"(keel(?:\.\w+)+)(:\w+)")
 

@@ -16,7 +16,7 @@ def part_arguments(
     factory: Callable[..., Any],
     params: Mapping[str, Any],
     *,
-    placed: int = 0,
+    positional: int = 0,
     reserved: Collection[str] = (),
     **offered: Any,
 ) -> dict[str, Any]:
@@ -24,26 +24,26 @@ def part_arguments(
 
     A part declares its parameters as keyword parameters, or all of them as one `options` whose type is a class of
     `Options`, with ranges. One that is not declared, or is lacking, is refused in a line. The caller itself gives the
-    first `placed` parameters and those that are `reserved`.
+    first `positional` parameters and those that are `reserved`.
     """
     try:
         parameters = list(parameters_of(factory).values())
     except (TypeError, ValueError):  # some built-in callables have none
         return dict(params)
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][placed:]
-    taken = {p.name: offered[p.name] for p in named if p.name in offered}
-    own = {p.name: p for p in named if p.name not in offered and p.name not in reserved}
-    declared = own["options"].annotation if "options" in own else None
+    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][positional:]
+    filled = {p.name: offered[p.name] for p in by_name if p.name in offered}
+    remaining = {p.name: p for p in by_name if p.name not in offered and p.name not in reserved}
+    declared = remaining["options"].annotation if "options" in remaining else None
     if isinstance(declared, type) and issubclass(declared, Options):
-        return {**taken, "options": read_options(declared, params, kind)}
+        return {**filled, "options": read_options(declared, params, kind)}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for name in params:
-            if name not in own:
-                raise unknown(f"{kind} parameter", name, own)
-    for name, parameter in own.items():
+            if name not in remaining:
+                raise unknown(f"{kind} parameter", name, remaining)
+    for name, parameter in remaining.items():
         if parameter.default is parameter.empty and name not in params:
             raise KeelError(f"{kind} needs the parameter {name!r}")
-    return {**taken, **params}
+    return {**filled, **params}
 
 
 def options_class(factory: Callable[..., Any]) -> type[Options] | None:

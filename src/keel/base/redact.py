@@ -20,10 +20,10 @@ _NUMBERS_TOO = frozenset(("secret", "password", "passwd", "pwd", "passphrase", "
 _STRONG = frozenset(("apikey", "secret", "password", "passwd", "passphrase", "authorization", "credentials"))
 _SHORT = frozenset(("key", "keys", "token", "secrets", "credential", "auth", "bearer", "cookie", "signature", "sig"))
 _JOINED = frozenset(("accesstoken", "authtoken", "jwt"))
-_WORDS = _NUMBERS_TOO | _STRONG | _SHORT | _JOINED
-_ALONE = _WORDS - {"key", "keys", "pin", "sig", "signature"}  # words that name a secret by themselves, in a text
-_KEYS = frozenset(("access", "account", "api", "auth", "client", "private", "secret", "service", "signing"))
-_OF_TEXT = frozenset(("pad", "eos", "bos", "unk", "sep", "cls", "mask"))  # tokens of a tokenizer
+_SECRET_WORDS = _NUMBERS_TOO | _STRONG | _SHORT | _JOINED
+_ALONE = _SECRET_WORDS - {"key", "keys", "pin", "sig", "signature"}  # name a secret by themselves, in a text
+_KEY_PREFIXES = frozenset(("access", "account", "api", "auth", "client", "private", "secret", "service", "signing"))
+_TOKENIZER_WORDS = frozenset(("pad", "eos", "bos", "unk", "sep", "cls", "mask"))  # tokens of a tokenizer
 _HARMLESS = frozenset(
     (
         *("accept", "accept-encoding", "accept-language", "cache-control", "connection", "content-type", "user-agent"),
@@ -32,7 +32,7 @@ _HARMLESS = frozenset(
 )
 _REFERENCE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
 _SCHEME = re.compile(r"(?:bearer|basic|token|digest|apikey)\s+", re.IGNORECASE)
-_KNOWN_SHAPE = re.compile(
+_TOKEN_FORMAT = re.compile(
     r"\b(?:hf_[\w-]{8,}|sk-(?=[\w-]*\d)[\w-]{12,}|gh[opsru]_\w{8,}|github_pat_\w{8,}|glpat-[\w-]{8,}|xox[a-z]-[\w-]{8,}"
     r"|A[KS]IA[0-9A-Z]{12,}|AIza[\w-]{20,}|eyJ[\w-]{8,}\.[\w-]+(?:\.[\w-]*)?)"
 )
@@ -133,11 +133,11 @@ def hidden(value: Any) -> Any:
 
 def names_secret(name: str) -> bool:
     """Whether a value of this name is a secret: api_key, HF_TOKEN, clientSecret, Authorization."""
-    words = _words(name)
-    return not _WORDS.isdisjoint(words) and not (words[-1] == "token" and _OF_TEXT & set(words))
+    words = _split_name(name)
+    return not _SECRET_WORDS.isdisjoint(words) and not (words[-1] == "token" and _TOKENIZER_WORDS & set(words))
 
 
-def _words(name: str) -> list[str]:
+def _split_name(name: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
 
 
@@ -177,7 +177,7 @@ def _leaf(value: Any, name: str, parent: str, mask: Mask) -> Any:
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int | float):
-        return mask(str(value)) if in_secret_section or not _NUMBERS_TOO.isdisjoint(_words(name)) else value
+        return mask(str(value)) if in_secret_section or not _NUMBERS_TOO.isdisjoint(_split_name(name)) else value
     if isinstance(value, list | tuple):
         items = []
         for before, item in zip(("", *value), value, strict=False):
@@ -201,7 +201,7 @@ def _mask_text(text: str, mask: Mask) -> str:
     text = _OPTION.sub(lambda match: _mask_option(match, mask), text)
     text = _SETTING.sub(lambda match: _mask_setting(match, mask), text)
     text = _BEARER.sub(lambda match: match[1] + (mask(match[2]) if _looks_generated(match[2]) else match[2]), text)
-    return _KNOWN_SHAPE.sub(lambda match: mask(match[0]), text)
+    return _TOKEN_FORMAT.sub(lambda match: mask(match[0]), text)
 
 
 def _looks_generated(text: str) -> bool:
@@ -222,10 +222,10 @@ def _mask_setting(match: re.Match[str], mask: Mask) -> str:
 
     The last word decides: access_token is a secret, KeyError, token_mean and group_key are none.
     """
-    words, value = _words(match[1]), match[3]
+    words, value = _split_name(match[1]), match[3]
     last = words[-1] if words else ""
-    secret_name = last in _ALONE or (last == "key" and not _KEYS.isdisjoint(words[:-1]))
-    secret_name = secret_name and not (last == "token" and _OF_TEXT & set(words))
+    secret_name = last in _ALONE or (last == "key" and not _KEY_PREFIXES.isdisjoint(words[:-1]))
+    secret_name = secret_name and not (last == "token" and _TOKENIZER_WORDS & set(words))
     prose = not _looks_generated(value) and not {"password", "passwd", "passphrase", "secret"} & set(words)
     if not secret_name or prose or value == MASK or _is_number(value):
         return match[0]

@@ -61,20 +61,20 @@ def shipped_thresholds() -> Mapping[str, Threshold]:
 
 
 def load_thresholds(overrides: Mapping[str, Any] | Sequence[str] = ()) -> Thresholds:
-    """The shipped thresholds under overrides, a mapping name → value or words `name=value`."""
-    return _overridden(shipped_thresholds(), words(overrides))
+    """The shipped thresholds under overrides, a mapping name → value or texts `name=value`."""
+    return _overridden(shipped_thresholds(), parse_overrides(overrides))
 
 
 def thresholds_of(config: Mapping[str, Any], overrides: Mapping[str, Any] | Sequence[str] = ()) -> Thresholds:
     """What a run is judged by, whoever judges: its guards, the doctor, the report.
 
     `config` is a configuration as plain data: its `guards.grad_spike` is no override but the run's own figure, its
-    `doctor.thresholds` are overrides, and `overrides`, what is asked for now, go before them.
+    `doctor.thresholds` are overrides, and `overrides` go before them.
     """
     guards, doctor = (_section(config, name) for name in ("guards", "doctor"))
-    own = {name: guards[name] for name in ("grad_spike",) if name in guards}
-    base = _overridden(shipped_thresholds(), own).table
-    return _overridden(base, {**_section(doctor, "thresholds"), **words(overrides)})
+    guard_values = {name: guards[name] for name in ("grad_spike",) if name in guards}
+    base = _overridden(shipped_thresholds(), guard_values).table
+    return _overridden(base, {**_section(doctor, "thresholds"), **parse_overrides(overrides)})
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -91,15 +91,15 @@ def _overridden(shipped: Mapping[str, Threshold], overrides: Mapping[str, Any]) 
     return Thresholds(table, shipped)
 
 
-def words(overrides: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
-    """A mapping as it is, words `name=value` as one."""
-    return dict(overrides) if isinstance(overrides, Mapping) else dict(_pair(word) for word in overrides)
+def parse_overrides(overrides: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
+    """A mapping as it is, texts `name=value` as one."""
+    return dict(overrides) if isinstance(overrides, Mapping) else dict(map(_parse_override, overrides))
 
 
-def _pair(word: str) -> tuple[str, str]:
-    name, equals, value = word.partition("=")
+def _parse_override(override: str) -> tuple[str, str]:
+    name, equals, value = override.partition("=")
     if not equals:
-        raise KeelError(f"threshold {word!r} is not name=value, such as kl_over_budget=0.4")
+        raise KeelError(f"threshold {override!r} is not name=value, such as kl_over_budget=0.4")
     return name.strip(), value.strip()
 
 

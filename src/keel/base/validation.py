@@ -44,16 +44,16 @@ def model_of(annotation: Any) -> type[BaseModel] | None:
         return None
     if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
         for inner in typing.get_args(annotation):
-            found = model_of(inner)
-            if found is not None:
-                return found
+            model = model_of(inner)
+            if model is not None:
+                return model
     return None
 
 
 def may_be_a_name(annotation: Any) -> bool:
     """Whether an option takes a part with its parameters, or its name alone: `X | str`."""
     inner = typing.get_args(annotation)
-    return str in inner and any(isinstance(one, type) and issubclass(one, BaseModel) for one in inner)
+    return str in inner and any(isinstance(part, type) and issubclass(part, BaseModel) for part in inner)
 
 
 def no_such_option(name: str, known: Sequence[str], *, also: Iterable[str] = (), origin: str = "") -> KeelError:
@@ -101,7 +101,7 @@ def one_line(error: ValidationError, unknown_option: Callable[[str], KeelError],
     name, value, context = prefix + _dotted(item["loc"]), item["input"], item.get("ctx", {})
     if item["type"] == "missing":
         return f"{name} is required: give it"
-    bounds = [f"{words} {context[key]:g}" for key, words in _BOUNDS.items() if key in context]
+    bounds = [f"{bound} {context[key]:g}" for key, bound in _BOUNDS.items() if key in context]
     if bounds:
         return f"{name} is {dump(value)}: it must be {' and '.join(bounds)}"
     if item["type"] == "literal_error":

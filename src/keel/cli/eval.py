@@ -111,7 +111,7 @@ def eval(
 
 def _check_tasks(overrides: list[str], task: list[str] | None) -> None:
     """Tasks come from one place, so that none is accepted and ignored."""
-    from keel.run.subject import names_tasks
+    from keel.run.model_ref import names_tasks
 
     clash = next((override for override in overrides if names_tasks([override])), None)
     if clash is not None and task:

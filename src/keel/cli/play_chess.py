@@ -116,15 +116,15 @@ def _model(
     from keel.rollout import SamplingParams, build_engine
     from keel.rollout.request import Request
     from keel.run.build import build_renderer
-    from keel.run.subject import find_subject
+    from keel.run.model_ref import resolve_model
 
     widths = padding_of(padding)
-    subject = find_subject(source, overrides, checkpoint)
-    loaded = subject.load()
-    engine = build_engine(subject.config.rollout, loaded.model, loaded.tokenizer)
-    renderer = build_renderer(subject.config, loaded.tokenizer)
+    model_ref = resolve_model(source, overrides, checkpoint)
+    loaded = model_ref.load()
+    engine = build_engine(model_ref.config.rollout, loaded.model, loaded.tokenizer)
+    renderer = build_renderer(model_ref.config, loaded.tokenizer)
     changes = {"temperature": temperature, "max_completion_length": max_tokens, "num_generations": 1}
-    sampling = SamplingParams.of(subject.config.rollout, **changes)
+    sampling = SamplingParams.of(model_ref.config.rollout, **changes)
 
     def moves(games: Sequence[Any]) -> list[str | None]:
         keys = [f"game {game.number}, ply {len(game.board.move_stack)}" for game in games]
@@ -133,7 +133,7 @@ def _model(
         completions = engine.generate(requests, sampling, seed=seed)
         return [read_policy(samples[0].text, widths).best for samples in completions]
 
-    return moves, subject.name
+    return moves, model_ref.name
 
 
 def _figures(played: Sequence[Any], name: str, opponent: str) -> dict[str, Any]:

@@ -90,9 +90,9 @@ def validate(tree: Mapping[str, Any]) -> Config:
         config = Config.model_validate(tree)
     except ValidationError as error:
         raise KeelError(one_line(error, unknown_option)) from None
-    own = get_loss(config.loss.loss_type).options.model_fields.keys() - LossOptions.model_fields.keys()
-    for name in config.loss.params.keys() - own:
-        raise unknown_option(f"loss.{name}", more=[f"loss.{option}" for option in own])
+    declared = get_loss(config.loss.loss_type).options.model_fields.keys() - LossOptions.model_fields.keys()
+    for name in config.loss.params.keys() - declared:
+        raise unknown_option(f"loss.{name}", more=[f"loss.{option}" for option in declared])
     return config
 
 

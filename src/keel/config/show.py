@@ -13,7 +13,7 @@ from keel.config.alias import Alias
 from keel.config.aliases import tables
 from keel.config.resolve import resolved
 from keel.config.schema import Config, plain
-from keel.losses import LossOptions, own_options
+from keel.losses import LossOptions, declared_options
 
 COLUMN = 40  # where comments begin
 
@@ -45,7 +45,7 @@ def _parameters(model: BaseModel, path: str) -> Iterator[tuple[str, Any, str]]:
     """The parameters of the plug-in that a section names, with their sentences where it declares them."""
     generic = f"A parameter of this {path.rstrip('.').rpartition('.')[2]}'s own."
     if isinstance(model, LossOptions):
-        options = own_options(model)
+        options = declared_options(model)
         for name, field in type(options).model_fields.items():
             if name not in LossOptions.model_fields:
                 yield name, getattr(options, name), field.description or generic

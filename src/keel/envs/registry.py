@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
-from keel.base.imports import import_object, is_users_own
+from keel.base.imports import import_object, is_import_path
 from keel.base.parts import part_arguments
 from keel.envs.arithmetic import arithmetic
 from keel.envs.base import Task, check_is_task
@@ -121,6 +121,6 @@ def _factory(name: str) -> Callable[..., Any]:
     if name in TASKS:
         found = TASKS[name]
         return found.load() if isinstance(found, Lazy) else found
-    if isinstance(name, str) and is_users_own(name):
+    if isinstance(name, str) and is_import_path(name):
         return import_object(name, "task")
     raise unknown("task", name, TASKS)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.base.imports import import_object, is_users_own
+from keel.base.imports import import_object, is_import_path
 from keel.envs.tools import Tool, distinct, tool
 
 
@@ -23,7 +23,7 @@ def tools_of(entries: Sequence[Any]) -> tuple[Tool, ...]:
 
             found += mcp_tools(entry)
             continue
-        if isinstance(entry, str) and not is_users_own(entry):
+        if isinstance(entry, str) and not is_import_path(entry):
             raise KeelError(f"task.tools: {entry!r} is no tool: write it as module:attr, such as mytools:search")
         found.append(tool(import_object(entry, "tool") if isinstance(entry, str) else entry))
     distinct([made.name for made in found])

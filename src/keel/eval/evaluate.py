@@ -99,23 +99,23 @@ def evaluate(
         raise KeelError(f"there is nothing to evaluate: task {task.name!r} gave no problems")
     greedy = temperature == 0
     count = 1 if greedy else samples or max(k)
-    wanted = [n for n in sorted(set(k)) if not greedy or n == 1] or [1]
-    if wanted[0] < 1 or wanted[-1] > count:
+    ks = [n for n in sorted(set(k)) if not greedy or n == 1] or [1]
+    if ks[0] < 1 or ks[-1] > count:
         raise KeelError(f"eval.k is {list(k)} with {count} samples a problem: each k must be from 1 to {count}")
     base = sampling or SamplingParams(max_completion_length=max_completion_length)
     params = SamplingParams(**{**vars(base), "temperature": temperature, "num_generations": count})
     judge = Judge.of(task) if judge is None else judge if task.unanswered else judge.beside(task)
     groups = collect(engine, task, problems, tokenizer, params, seed=seed, judge=judge, **collecting)
-    return summarise(task, groups, wanted, greedy=greedy, own=judge.called(task) or TASK)
+    return summarise(task, groups, ks, greedy=greedy, task_reward=judge.called(task) or TASK)
 
 
 def summarise(
-    task: Task, groups: Sequence[Group], k: Sequence[int], *, greedy: bool = False, own: str = TASK
+    task: Task, groups: Sequence[Group], k: Sequence[int], *, greedy: bool = False, task_reward: str = TASK
 ) -> EvalResult:
-    """The figures of judged groups, all with the same number of samples; `own` names the task's own reward in them."""
+    """The figures of judged groups of equal size; `task_reward` names the task's own reward in them."""
     samples = len(groups[0].completions)
     answered = not task.unanswered
-    right = [_right(task, group, own) for group in groups] if answered else []
+    right = [_right(task, group, task_reward) for group in groups] if answered else []
     shares = {n: [pass_at_k(samples, c, n) for c in right] for n in {1, *k}}
     shown = k if answered else ()
     rewards = [fmean(r.total for r in group.rewards) for group in groups]
@@ -142,14 +142,14 @@ def summarise(
 
 def extra_metrics(task: Task, groups: Sequence[Group]) -> dict[str, float]:
     """What a task's own `extra_metrics(groups)` says of judged groups, as finite numbers by name."""
-    found = task.extra_metrics(groups)
-    if not isinstance(found, Mapping):
-        kind = type(found).__name__
+    metrics = task.extra_metrics(groups)
+    if not isinstance(metrics, Mapping):
+        kind = type(metrics).__name__
         raise KeelError(f"extra_metrics of task {task.name!r} returned a {kind}: it must be a mapping of numbers")
-    for name, value in found.items():
+    for name, value in metrics.items():
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise KeelError(f"extra_metrics of task {task.name!r} gave {name}={value!r}: it must be a finite number")
-    return {str(name): float(value) for name, value in found.items()}
+    return {str(name): float(value) for name, value in metrics.items()}
 
 
 def paired_difference(before: EvalResult, after: EvalResult) -> tuple[float, Interval]:
@@ -190,12 +190,12 @@ def _differences(task: str, values: Sequence[Mapping[str, float]]) -> list[float
     return [second[key] - first[key] for key in common]
 
 
-def _right(task: Task, group: Group, own: str) -> int:
+def _right(task: Task, group: Group, task_reward: str) -> int:
     """How many completions are right: by the part `correct` where the task has one, else by the gold answer's pay."""
-    part = "correct" if own == TASK else f"{own}/correct"
+    part = "correct" if task_reward == TASK else f"{task_reward}/correct"
     without = [reward for reward in group.rewards if part not in reward.parts]
     right = sum(reward.parts[part] >= 1.0 for reward in group.rewards if part in reward.parts)
     if not without:
         return right
     full = as_reward(task.reward(group.problem, task.gold_turns(group.problem))).total
-    return right + sum(reward.parts.get(own, reward.total) >= full - 1e-9 for reward in without)
+    return right + sum(reward.parts.get(task_reward, reward.total) >= full - 1e-9 for reward in without)

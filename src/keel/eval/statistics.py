@@ -10,7 +10,7 @@ from statistics import NormalDist, fmean, stdev, variance
 Interval = tuple[float, float]
 LEVEL = 0.95
 Z95 = 1.959963984540054
-MIN_SEEDS = 3  # two values have one degree of freedom: nothing short of a miracle is told from chance
+MIN_SEEDS = 3  # two values have one degree of freedom: too few to tell an effect from chance
 _NOISE = 1e-9  # a spread below this share of the values is rounding
 
 
@@ -25,7 +25,7 @@ class Estimate:
     p: float | None = None
 
     @property
-    def half(self) -> float | None:
+    def margin(self) -> float | None:
         return None if self.high is None else self.high - self.mean
 
     @property
@@ -89,15 +89,15 @@ def wilson(shares: Sequence[float], samples: int = 1) -> Interval:
     trials = mean * (1 - mean) / between if between > 0 else float(count)
     trials = min(max(trials, float(count)), float(count * samples))
     centre = (mean + Z95**2 / (2 * trials)) / (1 + Z95**2 / trials)
-    half = Z95 / (1 + Z95**2 / trials) * math.sqrt(mean * (1 - mean) / trials + Z95**2 / (4 * trials**2))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    margin = Z95 / (1 + Z95**2 / trials) * math.sqrt(mean * (1 - mean) / trials + Z95**2 / (4 * trials**2))
+    return max(0.0, centre - margin), min(1.0, centre + margin)
 
 
 def normal_interval(means: Sequence[float]) -> Interval:
     """Mean ± 1.96 standard errors between problems; unbounded with a single problem."""
     mean = fmean(means)
-    half = Z95 * math.sqrt(variance(means) / len(means)) if len(means) > 1 else math.inf
-    return mean - half, mean + half
+    margin = Z95 * math.sqrt(variance(means) / len(means)) if len(means) > 1 else math.inf
+    return mean - margin, mean + margin
 
 
 def paired_interval(differences: Sequence[float], samples: int = 1) -> Interval:
@@ -113,8 +113,8 @@ def paired_interval(differences: Sequence[float], samples: int = 1) -> Interval:
     added = max(1 / samples, fmean(changed)) if changed else 1 / samples
     count = len(differences) + 2
     middle = sum(differences) / count
-    half = Z95 * math.sqrt(((sum(changed) + 2 * added) / count - middle**2) / count)
-    return max(-1.0, middle - half), min(1.0, middle + half)
+    margin = Z95 * math.sqrt(((sum(changed) + 2 * added) / count - middle**2) / count)
+    return max(-1.0, middle - margin), min(1.0, middle + margin)
 
 
 # --------------------------------------------------------------------------------------------------- estimates
@@ -138,8 +138,8 @@ def estimate(values: Sequence[float], *, scale: float = 0.0) -> Estimate | None:
     from scipy.special import stdtr, stdtrit  # the cdf and ppf of scipy.stats.t, at a fifth of the import
 
     se = deviation / math.sqrt(n)
-    half = float(stdtrit(n - 1, 0.5 + LEVEL / 2)) * se
-    return Estimate(mean, mean - half, mean + half, n, float(2 * stdtr(n - 1, -abs(mean) / se)))
+    margin = float(stdtrit(n - 1, 0.5 + LEVEL / 2)) * se
+    return Estimate(mean, mean - margin, mean + margin, n, float(2 * stdtr(n - 1, -abs(mean) / se)))
 
 
 def paired(first: Mapping[int, float], second: Mapping[int, float]) -> Estimate | None:
@@ -149,18 +149,18 @@ def paired(first: Mapping[int, float], second: Mapping[int, float]) -> Estimate 
     return estimate([second[seed] - first[seed] for seed in both], scale=scale)
 
 
-def tested(found: Estimate | None) -> float | None:
+def tested(estimated: Estimate | None) -> float | None:
     """The p of an estimate over enough seeds to speak of one."""
-    return None if found is None or found.n < MIN_SEEDS else found.p
+    return None if estimated is None or estimated.n < MIN_SEEDS else estimated.p
 
 
 def holm(p: Mapping[str, float | None]) -> dict[str, float | None]:
     """Holm's step-down adjusted p-values: for m tests, max over the smaller ones of (m − rank)·p, at most 1."""
-    known = sorted((value, name) for name, value in p.items() if value is not None)
+    ranked = sorted((value, name) for name, value in p.items() if value is not None)
     adjusted: dict[str, float | None] = dict.fromkeys(p)
     highest = 0.0
-    for rank, (value, name) in enumerate(known):
-        highest = max(highest, min(1.0, (len(known) - rank) * value))
+    for rank, (value, name) in enumerate(ranked):
+        highest = max(highest, min(1.0, (len(ranked) - rank) * value))
         adjusted[name] = highest
     return adjusted
 
@@ -171,7 +171,7 @@ def winner(points: Mapping[str, Mapping[int, float]]) -> Winner | None:
     That takes both: paired differences over at least three seeds whose p-values, adjusted by Holm for the number of
     rivals, are below 0.05, and t-intervals that do not overlap.
     """
-    means = {name: found for name, values in points.items() if (found := estimate(list(values.values()))) is not None}
+    means = {name: mean for name, values in points.items() if (mean := estimate(list(values.values()))) is not None}
     if not means:
         return None
     best = max(means, key=lambda name: means[name].mean)
@@ -216,8 +216,8 @@ def _correlation(xs: Sequence[float], ys: Sequence[float], spread: Callable[[flo
         return Correlation(math.copysign(1.0, r), None, None, n, _perfect(xs))
     if n < 4:
         return Correlation(r, None, None, n)
-    half = NormalDist().inv_cdf(0.5 + LEVEL / 2) * math.sqrt(spread(r) / (n - 3))
-    return Correlation(r, math.tanh(math.atanh(r) - half), math.tanh(math.atanh(r) + half), n)
+    margin = NormalDist().inv_cdf(0.5 + LEVEL / 2) * math.sqrt(spread(r) / (n - 3))
+    return Correlation(r, math.tanh(math.atanh(r) - margin), math.tanh(math.atanh(r) + margin), n)
 
 
 def _perfect(xs: Sequence[float]) -> float:
@@ -235,10 +235,10 @@ def ranks(values: Sequence[float]) -> list[float]:
 
 def frontier(points: Mapping[str, tuple[float, float]]) -> list[str]:
     """Of (cost, gain) the points that no other beats in both, by rising cost: the best gain at every KL spent."""
-    kept: list[str] = []
+    undominated: list[str] = []
     highest = -math.inf
     for name in sorted(points, key=lambda key: (points[key][0], -points[key][1])):
         if points[name][1] > highest:
-            kept.append(name)
+            undominated.append(name)
             highest = points[name][1]
-    return kept
+    return undominated

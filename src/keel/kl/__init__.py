@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from keel.base.moved import refuse_renamed
-from keel.kl.controllers import CONTROLLERS, Controller, KLState, build_controller, controller_of, get_controller
+from keel.kl.controllers import CONTROLLERS, BetaController, KLState, build_controller, controller_of, get_controller
 from keel.kl.estimators import ESTIMATORS, absolute, estimate, get_estimator, k1, k2, k3, masked_mean
 from keel.kl.exact import exact_kl, topk_kl, topk_kl_unbiased
 from keel.kl.facts import FACTS, Fact, Pairing, advise, check_pairing, find_fact
@@ -17,7 +17,11 @@ from keel.kl.sequence import k1_to_go, k2_sequence, k3_sequence, rao_blackwell, 
 if not TYPE_CHECKING:  # type checkers see the names that are there
     __getattr__ = refuse_renamed(
         __name__,
-        {"shape_rewards": "keel.kl.reward_penalty", "shape_advantages": "keel.kl.advantage_penalty"},
+        {
+            "Controller": "keel.kl.BetaController",
+            "shape_advantages": "keel.kl.advantage_penalty",
+            "shape_rewards": "keel.kl.reward_penalty",
+        },
     )
 
 __all__ = [
@@ -25,7 +29,7 @@ __all__ = [
     "DEFAULT_CLAMP",
     "ESTIMATORS",
     "FACTS",
-    "Controller",
+    "BetaController",
     "Fact",
     "GradientForm",
     "KLOptions",

@@ -11,15 +11,19 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from types import MappingProxyType, NoneType
-from typing import Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from keel.base.errors import KeelError, unknown
-from keel.base.imports import import_object, is_users_own
+from keel.base.imports import import_object, is_import_path
+from keel.base.moved import refuse_renamed
 from keel.base.parts import options_class, parameters_of
 from keel.base.validation import read_options
 from keel.kl.options import KLOptions
 
 UNITS = ("per_token", "per_sequence")
+
+if not TYPE_CHECKING:  # type checkers see the names that are there
+    __getattr__ = refuse_renamed(__name__, {"Steered": "keel.kl.controllers.RuleController"})
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,8 @@ class KLState:
         return cls(**data)
 
 
-class Controller(Protocol):
-    """What the loop needs of a controller."""
+class BetaController(Protocol):
+    """Sets β over time; this is what the loop needs of it."""
 
     @property
     def unit(self) -> str: ...
@@ -63,8 +67,8 @@ Rule = Callable[[KLState, float], KLState]
 
 
 @dataclass(frozen=True)
-class Steered:
-    """The one shape of all controllers: a rule for the base coefficient, bounds, and a linear warm-up on top.
+class RuleController:
+    """All built-in controllers: a rule for the base coefficient, bounds, and a linear warm-up on top.
 
     `rule` maps (state, measured KL) to a state with a new `base`; it is not called when the KL is missing or not
     finite. `schedule` instead sets the base from the step alone.
@@ -135,14 +139,16 @@ def _can_multiply(beta: float, low: float) -> None:
 
 def fixed(
     beta: float, unit: str = "per_token", warmup_steps: int = 0, low: float = 0.0, high: float = math.inf
-) -> Steered:
+) -> RuleController:
     """β stays as it is, after an optional linear warm-up from 0."""
-    return Steered(beta, unit, warmup_steps, (low, high))
+    return RuleController(beta, unit, warmup_steps, (low, high))
 
 
-def warmup(beta: float, steps: int, unit: str = "per_token", low: float = 0.0, high: float = math.inf) -> Steered:
+def warmup(
+    beta: float, steps: int, unit: str = "per_token", low: float = 0.0, high: float = math.inf
+) -> RuleController:
     """β rises linearly from 0 to `beta` over `steps` steps, then stays."""
-    return Steered(beta, unit, int(_positive("steps", steps)), (low, high))
+    return RuleController(beta, unit, int(_positive("steps", steps)), (low, high))
 
 
 def linear(
@@ -153,7 +159,7 @@ def linear(
     warmup_steps: int = 0,
     low: float = 0.0,
     high: float = math.inf,
-) -> Steered:
+) -> RuleController:
     """β moves linearly from `beta` to `end` over `steps` steps, then stays."""
     _positive("steps", steps)
     _not_negative("end", end)
@@ -161,7 +167,7 @@ def linear(
     def at(step: int) -> float:
         return beta + (end - beta) * min(1.0, step / steps)
 
-    return Steered(beta, unit, warmup_steps, (low, high), schedule=at)
+    return RuleController(beta, unit, warmup_steps, (low, high), schedule=at)
 
 
 def cosine(
@@ -172,7 +178,7 @@ def cosine(
     warmup_steps: int = 0,
     low: float = 0.0,
     high: float = math.inf,
-) -> Steered:
+) -> RuleController:
     """β moves from `beta` to `end` along half a cosine over `steps` steps, then stays."""
     _positive("steps", steps)
     _not_negative("end", end)
@@ -180,7 +186,7 @@ def cosine(
     def at(step: int) -> float:
         return end + (beta - end) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
 
-    return Steered(beta, unit, warmup_steps, (low, high), schedule=at)
+    return RuleController(beta, unit, warmup_steps, (low, high), schedule=at)
 
 
 # A multiplicative rule never comes back from 0 or from infinity: without bounds of its own it gets these.
@@ -203,7 +209,7 @@ def step_rule(
     warmup_steps: int = 0,
     low: float | None = None,
     high: float | None = None,
-) -> Steered:
+) -> RuleController:
     """Above a band around the target β is multiplied, below it divided (PPO 1707.06347 and three practical presets)."""
     if preset not in STEP_PRESETS:
         raise unknown("step-rule preset", preset, STEP_PRESETS)
@@ -216,7 +222,7 @@ def step_rule(
         factor = up if kl > above * target else down if kl < below * target else 1.0
         return replace(state, base=state.base * factor)
 
-    return Steered(beta, unit, warmup_steps, bounds, rule)
+    return RuleController(beta, unit, warmup_steps, bounds, rule)
 
 
 def ziegler(
@@ -228,7 +234,7 @@ def ziegler(
     warmup_steps: int = 0,
     low: float = BOUNDS[0],
     high: float = BOUNDS[1],
-) -> Steered:
+) -> RuleController:
     """β ← β(1 + n/horizon · clip(KL/target − 1, ±0.2)), n episodes a step (Ziegler et al. 1909.08593)."""
     gain = _positive("episodes_per_step", episodes_per_step) / _positive("horizon", horizon)
     _target(target)
@@ -238,7 +244,7 @@ def ziegler(
         error = min(max(kl / target - 1.0, -0.2), 0.2)
         return replace(state, base=state.base * (1.0 + gain * error))
 
-    return Steered(beta, unit, warmup_steps, (low, high), rule)
+    return RuleController(beta, unit, warmup_steps, (low, high), rule)
 
 
 def dual_ascent(
@@ -251,7 +257,7 @@ def dual_ascent(
     warmup_steps: int = 0,
     low: float = 1e-6,
     high: float = 10.0,
-) -> Steered:
+) -> RuleController:
     """β as the multiplier of the constraint KL ≤ target: β ← [β + η(KL − ε)]₊, or the same on log β with KL/ε − 1.
 
     The KL is smoothed by an exponential mean first (`smoothing` 0 switches that off).
@@ -270,7 +276,7 @@ def dual_ascent(
             base = max(0.0, state.base + learning_rate * (mean - target))
         return replace(state, base=base, smoothed=mean)
 
-    return Steered(beta, unit, warmup_steps, (low, high), rule)
+    return RuleController(beta, unit, warmup_steps, (low, high), rule)
 
 
 def pid(
@@ -283,7 +289,7 @@ def pid(
     warmup_steps: int = 0,
     low: float = 0.0,
     high: float = 10.0,
-) -> Steered:
+) -> RuleController:
     """β = β₀ + [Kp·e + Ki·Σe + Kd·(Δe)₊]₊ with e = KL/target − 1 (Stooke et al. 2020).
 
     The integral is kept between 0 and what alone would take β to its upper bound, so it does not wind up.
@@ -300,10 +306,10 @@ def pid(
         correction = max(0.0, proportional * error + integral * total + derivative * rise)
         return replace(state, base=beta + correction, integral=total, previous_error=error)
 
-    return Steered(beta, unit, warmup_steps, (low, high), rule)
+    return RuleController(beta, unit, warmup_steps, (low, high), rule)
 
 
-CONTROLLERS: Mapping[str, Callable[..., Controller]] = MappingProxyType(
+CONTROLLERS: Mapping[str, Callable[..., BetaController]] = MappingProxyType(
     {
         "fixed": fixed,
         "warmup": warmup,
@@ -317,25 +323,25 @@ CONTROLLERS: Mapping[str, Callable[..., Controller]] = MappingProxyType(
 )
 
 
-def get_controller(name: str) -> Callable[..., Controller]:
+def get_controller(name: str) -> Callable[..., BetaController]:
     """What makes the controller of that name, or a user's own `module:attr`, from β and its parameters."""
     if name in CONTROLLERS:
         return CONTROLLERS[name]
-    if is_users_own(name):
-        factory: Callable[..., Controller] = import_object(name, "kl.controller.name")
+    if is_import_path(name):
+        factory: Callable[..., BetaController] = import_object(name, "kl.controller.name")
         return factory
     raise unknown("controller", name, CONTROLLERS)
 
 
-def controller_of(kl: KLOptions, episodes_per_step: int) -> Controller:
-    """The controller that the options name; a rule that counts episodes is told how many a step has."""
+def controller_of(kl: KLOptions, episodes_per_step: int) -> BetaController:
+    """The controller that the options name; a rule that counts episodes gets the number of a step."""
     name, params = kl.controller.name, kl.controller.params
     if "episodes_per_step" in parameters_of(get_controller(name)):
         params = {"episodes_per_step": episodes_per_step, **params}
     return build_controller(name, kl.beta, **params)
 
 
-def build_controller(name: str, beta: float, **parameters: Any) -> Controller:
+def build_controller(name: str, beta: float, **parameters: Any) -> BetaController:
     """The named controller; a parameter that it does not take is refused with the ones it does.
 
     A controller declares its parameters as keyword parameters, or as one `options` of a class of `Options`.

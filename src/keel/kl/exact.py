@@ -1,4 +1,4 @@
-"""KL over the vocabulary: exact in both directions, and truncated to a head of k tokens without telling lies.
+"""KL over the vocabulary: exact in both directions, and truncated to the top k tokens.
 
 All take log-probabilities `[..., V]` (normalised) and return `[...]` in nats.
 """

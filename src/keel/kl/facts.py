@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from keel.base.errors import KeelError, unknown
-from keel.base.imports import is_users_own
+from keel.base.imports import is_import_path
 from keel.kl.gradients import GradientForm, parse_gradient
 
 PLACEMENTS = ("loss", "reward", "advantage")
@@ -84,7 +84,7 @@ _SUMMED = {
 }
 
 
-def _with_carriers(estimator: str, own: dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
+def _with_carriers(estimator: str, own_forms: dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
     """All forms of an estimator: with a carrier the gradient is the carrier's under that weight, whatever the value."""
     carried = {
         carrier if weight == "plain" else f"{weight}*{carrier}": verdicts
@@ -92,10 +92,10 @@ def _with_carriers(estimator: str, own: dict[str, tuple[str, str]]) -> dict[str,
         if carrier != estimator
         for weight, verdicts in forms.items()
     }
-    return {**own, **carried}
+    return {**own_forms, **carried}
 
 
-_LOSS = {name: _with_carriers(name, own) for name, own in (_SAMPLED | _SUMMED).items()}
+_LOSS = {name: _with_carriers(name, forms) for name, forms in (_SAMPLED | _SUMMED).items()}
 
 # estimator: expected gradient in the reward or the advantage (detached; the policy term carries the ratio).
 _SCORE = {"k1": POLICY_REF, "k2": "wrong", "k3": "wrong", "abs": "wrong", "exact": "zero", "exact_reverse": "zero"}
@@ -144,9 +144,9 @@ def find_fact(
     estimator: str, placement: str, sampling: str, gradient: str, level: str = "token", facts: Sequence[Fact] = ()
 ) -> Fact | None:
     """The row of that pairing, or None where no row says anything; `facts` are rows beside Keel's own."""
-    wanted = (estimator, placement, sampling, gradient, level)
+    key = (estimator, placement, sampling, gradient, level)
     for fact in (*FACTS, *facts):
-        if (fact.estimator, fact.placement, fact.sampling, fact.gradient, fact.level) == wanted:
+        if (fact.estimator, fact.placement, fact.sampling, fact.gradient, fact.level) == key:
             return fact
     return None
 
@@ -198,8 +198,8 @@ def _auto(estimator: str) -> str:
     return "sg_rho" if estimator == "k2" else "sg_rho*k2"
 
 
-def _advice(placement: str, level: str, own: bool) -> str:
-    if placement == "loss" and level == "token" and own:
+def _advice(placement: str, level: str, custom: bool) -> str:
+    if placement == "loss" and level == "token" and custom:
         return "use estimator=k3 with gradient=auto"  # auto leaves a user's own its own gradient
     if placement == "loss":
         return "use gradient=auto" if level == "token" else "use estimator=exact (Rao-Blackwell) or k1"
@@ -223,8 +223,8 @@ def check_pairing(
     over tokens (in the reward and the advantage the loss's own). `allow_biased` lets a researcher through; the note
     then still says what the pairing does. `facts` are the rows of a user's own estimator, as an audit found them.
     """
-    own = estimator not in _LOSS
-    if own and not is_users_own(estimator):
+    custom = estimator not in _LOSS
+    if custom and not is_import_path(estimator):
         raise unknown("estimator", estimator, _LOSS)
     if placement not in PLACEMENTS:
         raise unknown("placement", placement, PLACEMENTS)
@@ -260,7 +260,7 @@ def check_pairing(
     if fact is None and not allow_biased:
         raise KeelError(
             f"kl.estimator={estimator} with gradient={form} and level={level} in the {placement} is not a proven "
-            f"pairing: {_advice(placement, level, own)}, or set kl.allow_biased=true"
+            f"pairing: {_advice(placement, level, custom)}, or set kl.allow_biased=true"
         )
     per_sequence = placement == "loss" and level == "sequence"  # averaged over sequences under every loss
     scored = form.weight == "rho" and (form.carrier or estimator) == "k1"
@@ -272,7 +272,7 @@ def check_pairing(
     what = f"kl.estimator={estimator} in the {placement} ({how}, {policy})"
     if verdict in REFUSED and not allow_biased:
         raise KeelError(
-            f"{what} has an expected gradient that is {meaning}: {_advice(placement, level, own)}, or set "
+            f"{what} has an expected gradient that is {meaning}: {_advice(placement, level, custom)}, or set "
             "kl.allow_biased=true to run it all the same"
         )
     note = f"{what}: expected gradient is {meaning}"
@@ -304,7 +304,7 @@ PAPERS: dict[str, Advice] = {
 
 
 def advise(loss_type: str, beta: float) -> list[str]:
-    """What a user who asks about β should be told, in sentences; empty when there is nothing to say."""
+    """Notes on β under this loss, from its paper; empty when there are none."""
     notes = []
     paper = PAPERS.get(loss_type)
     if loss_type == "dr_grpo" and beta > 0:

@@ -10,8 +10,8 @@ from keel.kl.facts import LENGTH_WEIGHTED, NEAR, POLICY_REF, check_pairing
 
 RIGHT = (POLICY_REF, NEAR, f"{LENGTH_WEIGHTED}{POLICY_REF}", f"near {LENGTH_WEIGHTED}{POLICY_REF}")
 
-# What is tried, in this order: one option alone, then an estimator with a right gradient at this door and level.
-_STEPS: tuple[Mapping[str, str], ...] = (
+# What is tried, in this order: one option alone, then an estimator with a right gradient at this placement and level.
+_CANDIDATES: tuple[Mapping[str, str], ...] = (
     {"gradient": "auto"},
     {"estimator": "k3"},
     {"estimator": "exact"},
@@ -27,21 +27,25 @@ _STEPS: tuple[Mapping[str, str], ...] = (
 def nearest_right(estimator: str, placement: str, gradient: str, level: str, **context: Any) -> dict[str, str]:
     """Options of `kl` to set, none of them as it is already; empty where the pairing is right, or none near it is.
 
-    `context` is what `check_pairing` is told beside the pairing, such as `off_policy`.
+    `context` are further arguments of `check_pairing`, such as `off_policy`.
     """
-    now = {"estimator": estimator, "placement": placement, "gradient": gradient, "level": level}
-    exact_first = sorted(_STEPS, key=lambda step: step.get("estimator", "") == "k3") if "exact" in estimator else _STEPS
-    for step in ({}, *exact_first):
-        changed = {name: value for name, value in step.items() if value != now[name]}
-        if (changed or not step) and _is_right({**now, **changed}, context):
+    current = {"estimator": estimator, "placement": placement, "gradient": gradient, "level": level}
+    exact_first = (
+        sorted(_CANDIDATES, key=lambda candidate: candidate.get("estimator", "") == "k3")
+        if "exact" in estimator
+        else _CANDIDATES
+    )
+    for candidate in ({}, *exact_first):
+        changed = {name: value for name, value in candidate.items() if value != current[name]}
+        if (changed or not candidate) and _is_right({**current, **changed}, context):
             return {f"kl.{name}": value for name, value in changed.items()}
     return {}
 
 
 def _is_right(pairing: Mapping[str, str], context: Mapping[str, Any]) -> bool:
-    told: dict[str, Any] = {**pairing, **context}
+    arguments: dict[str, Any] = {**pairing, **context}
     try:
-        return check_pairing(**told).expected_gradient in RIGHT
+        return check_pairing(**arguments).expected_gradient in RIGHT
     except KeelError:
         return False
 

@@ -1,4 +1,4 @@
-"""The three doors through which a KL penalty enters: the reward, the advantage, the loss. Pure functions."""
+"""The three placements of a KL penalty: in the reward, the advantage or the loss. Pure functions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def kl_score_loss(
     old_logp: Tensor | None = None,
     ratio_cap: float | None = None,
 ) -> Tensor:
-    """Doors 1 and 2 as a loss: −ρ_t·A_t `[B, T]` of the penalty's own advantages (`[B]` or `[B, T]`).
+    """A penalty in the reward or the advantage as a loss: −ρ_t·A_t `[B, T]` of its own advantages (`[B]` or `[B, T]`).
 
     Gradient −ρ_t·A_t·s_t with the token's ratio under every loss, so that a sequence's ratio, a clip or a mask of the
     policy term cannot turn the penalty into something else. ρ is held at `ratio_cap`, and the pull stays.
@@ -70,7 +70,7 @@ def kl_loss(
     clamp: float | None = DEFAULT_CLAMP,
     ratio_cap: float | None = None,
 ) -> Tensor:
-    """Door 3: the KL term to be added to the loss, before its reduction and before β.
+    """Placement in the loss: the KL term to be added, before its reduction and before β.
 
     Token level: `[B, T]` in nats per token. Sequence level: `[B]` in nats per sequence. `exact_kl` `[B, T]` is the
     full-vocabulary KL, in the direction that the estimator names.

@@ -1,4 +1,4 @@
-"""Log-ratios: the one place where log-probabilities are checked, widened, masked and clamped.
+"""Log-ratios: here alone log-probabilities are checked, widened, masked and clamped.
 
 Notation throughout the room: d = log p − log π (reference minus policy), u = −d, s = ∇log π, ρ = π/μ where μ is
 the policy that produced the samples, sg = stop-gradient. Tensors are `[B, T]`, aligned to the token they score.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from keel.run.hooks import AtEnd
+from keel.run.hooks import EndHooks
 
 
 def findings(run: Path) -> list[dict[str, Any]]:
@@ -22,4 +22,4 @@ def report(run: Path) -> None:
     write_report([run], run / "report.html")
 
 
-AT_END = AtEnd(findings=findings, report=report)
+AT_END = EndHooks(findings=findings, report=report)

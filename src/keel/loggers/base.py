@@ -10,7 +10,7 @@ from keel.base.redact import hidden
 
 
 class Logger:
-    """Told what happened, in order; does nothing by default, so that a logger writes only what it wants to know."""
+    """Called with what happened, in order; every method does nothing by default."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """All metrics of one step."""
@@ -29,54 +29,54 @@ class Logger:
 
 
 class MultiLogger(Logger):
-    """Several loggers as one. `keeper` (JSONL) must succeed; any other that raises is named once and dropped."""
+    """Several loggers as one. `primary` (JSONL) must succeed; any other that raises is reported once and dropped."""
 
     def __init__(
-        self, keeper: Logger, others: Mapping[str, Logger] | None = None, clock: Callable[[], float] = time.time
+        self, primary: Logger, others: Mapping[str, Logger] | None = None, clock: Callable[[], float] = time.time
     ) -> None:
-        self._keeper = keeper
+        self._primary = primary
         self._others = dict(others or {})
         self._clock = clock
         self._step = 0
 
     @property
     def names(self) -> list[str]:
-        """Of the loggers beside the keeper that still work."""
+        """Of the other loggers that still work."""
         return list(self._others)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """All metrics of one step."""
         self._step = step
-        self._tell("step", step, metrics)
+        self._forward("step", step, metrics)
 
     def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Completions recorded at a step."""
-        self._tell("rollouts", step, records)
+        self._forward("rollouts", step, records)
 
     def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
         """One evaluated task."""
-        self._tell("evaluation", step, record)
+        self._forward("evaluation", step, record)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Stamped here with the last step and the time (seconds since 1970), so that every logger says the same."""
         fields = {"step": self._step, "time": round(self._clock(), 3), **hidden(fields)}
-        self._tell("event", kind, **fields)
+        self._forward("event", kind, **fields)
 
     def close(self) -> None:
-        """The keeper last, so that it can still record a failure of the others."""
+        """The primary one last, so that it can still record a failure of the others."""
         for name in list(self._others):
             self._guarded(name, "close")
         self._others.clear()
-        self._keeper.close()
+        self._primary.close()
 
-    def _tell(self, method: str, *args: Any, **fields: Any) -> None:
-        getattr(self._keeper, method)(*args, **fields)
+    def _forward(self, method: str, *args: Any, **fields: Any) -> None:
+        getattr(self._primary, method)(*args, **fields)
         for name in list(self._others):
             self._guarded(name, method, *args, **fields)
 
     def _guarded(self, name: str, method: str, *args: Any, **fields: Any) -> None:
         logger = self._others.get(name)
-        if logger is None:  # dropped while it was being told about another
+        if logger is None:  # dropped while it was logging the failure of another
             return
         try:
             getattr(logger, method)(*args, **fields)

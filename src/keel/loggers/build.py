@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.base.imports import import_object, is_users_own
+from keel.base.imports import import_object, is_import_path
 from keel.base.parts import part_arguments
 from keel.base.redact import masked
 from keel.loggers.base import Logger, MultiLogger
@@ -56,16 +56,16 @@ def build_loggers(
 def check_loggers(log: LogOptions) -> None:
     """Refuse a user's logger that is not there, or parameters that it does not take."""
     for part in log.parts:
-        if not is_users_own(part.name):
+        if not is_import_path(part.name):
             raise KeelError(f"log.extra names {part.name!r}: give module:attr")
         _arguments(part, import_object(part.name, "log.extra"))
 
 
 def user_logger(part: LoggerOptions, **offered: Any) -> Logger:
     """A user's `module:attr`, called with its own parameters plus those of `run` and `total_steps` that it takes."""
-    made = import_object(part.name, "log.extra")
+    factory = import_object(part.name, "log.extra")
     try:
-        logger = made(**_arguments(part, made, **offered))
+        logger = factory(**_arguments(part, factory, **offered))
     except TypeError as error:
         raise KeelError(f"log.extra: {part.name} could not be made: {error}") from error
     if not isinstance(logger, Logger):

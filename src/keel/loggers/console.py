@@ -34,7 +34,7 @@ class ConsoleLogger(Logger):
         self._step = start_step
         self._metrics: Mapping[str, float] = {}
         self._evaluations: dict[str, str] = {}
-        self._own: dict[str, tuple[int, Mapping[str, float]]] = {}  # a task's own figures when first evaluated
+        self._first_extra: dict[str, tuple[int, Mapping[str, float]]] = {}  # a task's own figures when first evaluated
         self._use_live = self._console.is_terminal if live is None else live
         self._live: Any = None
 
@@ -53,9 +53,9 @@ class ConsoleLogger(Logger):
         line, key = evaluation_line(record), f"{record.get('split')}/{record.get('task')}"
         self._evaluations[key] = f"{line}  (step {step})"
         self._print(f"eval at step {step}: {line}")
-        own = record.get("extra")
-        if own:
-            for row in own_figures(step, own, self._own.setdefault(key, (step, own))):
+        extra = record.get("extra")
+        if extra:
+            for row in extra_figures(step, extra, self._first_extra.setdefault(key, (step, extra))):
                 self._print(row)
         if self._live is not None:
             self._refresh()
@@ -98,11 +98,11 @@ class ConsoleLogger(Logger):
         head.add_column(no_wrap=True)
         head.add_column(ratio=1)
         head.add_column(no_wrap=True)
-        left = self._eta()
+        eta = self._eta()
         head.add_row(
             Text(f"step {self._step}/{self._total}", style="bold"),
             ProgressBar(total=max(1, self._total), completed=self._step),
-            f"ETA {duration(left)}" if left is not None else "ETA …",
+            f"ETA {duration(eta)}" if eta is not None else "ETA …",
         )
         body = Table.grid(padding=(0, 3))
         cells = [Text.assemble((f"{label} ", "dim"), value) for label, value in figures(self._metrics)]
@@ -173,18 +173,18 @@ def evaluation_line(record: Mapping[str, Any]) -> str:
     return text
 
 
-def own_figures(step: int, now: Mapping[str, float], first: tuple[int, Mapping[str, float]]) -> list[str]:
+def extra_figures(step: int, now: Mapping[str, float], first: tuple[int, Mapping[str, float]]) -> list[str]:
     """A task's own figures, such as the parts of its reward, as a table: a row a figure, the first evaluation's too."""
     began, before = first
-    wide = max(len(name) for name in now)
+    width = max(len(name) for name in now)
     rows = [(name, before.get(name), value) for name, value in now.items()]
     if began == step:
-        return [f"  {name:<{wide}}  {value:8.4g}" for name, _, value in rows]
-    head = f"  {'':<{wide}}  {f'step {began}':>8}  {f'step {step}':>8}"
+        return [f"  {name:<{width}}  {value:8.4g}" for name, _, value in rows]
+    head = f"  {'':<{width}}  {f'step {began}':>8}  {f'step {step}':>8}"
     return [
         head,
         *(
-            f"  {name:<{wide}}  {'–' if was is None else format(was, '.4g'):>8}  {value:8.4g}"
+            f"  {name:<{width}}  {'–' if was is None else format(was, '.4g'):>8}  {value:8.4g}"
             for name, was, value in rows
         ),
     ]
@@ -193,12 +193,12 @@ def own_figures(step: int, now: Mapping[str, float], first: tuple[int, Mapping[s
 def event_line(kind: str, fields: Mapping[str, Any]) -> str:
     """`· step 12 guard/skipped: message` or the fields as name=value; always one line."""
     if fields.get("message"):
-        rest = str(fields["message"])
+        details = str(fields["message"])
     else:
-        rest = ", ".join(f"{name}={short(value)}" for name, value in fields.items() if name not in ("step", "time"))
+        details = ", ".join(f"{name}={short(value)}" for name, value in fields.items() if name not in ("step", "time"))
     step = fields.get("step")
     where = f"step {step} " if step else ""
-    return " ".join(f"· {where}{kind}{': ' if rest else ''}{rest}".split())
+    return " ".join(f"· {where}{kind}{': ' if details else ''}{details}".split())
 
 
 def short(value: object) -> str:
@@ -209,9 +209,9 @@ def short(value: object) -> str:
 
 def duration(seconds: float) -> str:
     """`45s`, `3m 05s` or `2h 10m`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m {whole % 60:02d}s"
-    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    total = round(seconds)
+    if total < 60:
+        return f"{total}s"
+    if total < 3600:
+        return f"{total // 60}m {total % 60:02d}s"
+    return f"{total // 3600}h {total % 3600 // 60:02d}m"

@@ -30,5 +30,5 @@ class JsonlLogger(Logger):
 
     def event(self, kind: str, **fields: Any) -> None:
         """Onto events.jsonl."""
-        rest = {name: value for name, value in fields.items() if name not in ("step", "time")}
-        self._run.append(EVENTS, {"step": fields.get("step"), "kind": kind, "time": fields.get("time"), **rest})
+        details = {name: value for name, value in fields.items() if name not in ("step", "time")}
+        self._run.append(EVENTS, {"step": fields.get("step"), "kind": kind, "time": fields.get("time"), **details})

@@ -47,7 +47,7 @@ LINE_FILES = (METRICS, ROLLOUTS, EVAL, EVENTS)
 _WORTH_KEEPING = (METRICS, ROLLOUTS, EVAL, CHECKPOINTS, FINDINGS, SUMMARY)
 _WRITTEN = (CONFIG, ENV, *LINE_FILES, TENSORBOARD, CHECKPOINTS, FINDINGS, SUMMARY, REPORT, WANDB, "wandb")
 _OURS = (*_WRITTEN, WARMSTART, SKIPPED, ABANDONED, ROLLBACK)
-# Events after which the run stands at an earlier step: what came before them is told, never cut.
+# Events after which the run stands at an earlier step: what came before them is history, never cut.
 HISTORY = ("rollback", "stop")
 
 
@@ -71,14 +71,14 @@ class RunDirectory:
         _make_folder(path)
         lock = RunLock(path / LOCK)
         try:
-            kept = [name for name in _WORTH_KEEPING if _has_content(path / name)]
-            if kept and not overwrite:
+            existing = [name for name in _WORTH_KEEPING if _has_content(path / name)]
+            if existing and not overwrite:
                 state = "a finished run" if _has_content(path / SUMMARY) else "an unfinished run"
                 raise KeelError(
-                    f"{path} already holds {state} ({', '.join(kept)}): go on with it by --resume, "
+                    f"{path} already holds {state} ({', '.join(existing)}): go on with it by --resume, "
                     "choose another run.name, or discard it with run.if_exists=replace"
                 )
-            if kept:
+            if existing:
                 _remove(path)
             with one_line_errors(f"cannot create {path / CHECKPOINTS}"):
                 (path / CHECKPOINTS).mkdir(exist_ok=True)
@@ -132,36 +132,36 @@ class RunDirectory:
 
     def unreadable(self) -> dict[str, list[int]]:
         """The numbers of the lines that are no JSON object, a file that has some."""
-        found = {name: unreadable_lines(self.path / name) for name in LINE_FILES}
-        return {name: numbers for name, numbers in found.items() if numbers}
+        numbers_by_file = {name: unreadable_lines(self.path / name) for name in LINE_FILES}
+        return {name: numbers for name, numbers in numbers_by_file.items() if numbers}
 
     def free_attempt(self, attempt: int) -> int:
         """The attempt's number, or the next that nothing was set aside under: a resumed stop has its attempt again."""
-        taken = {path.name for path in (self.path / ABANDONED).glob("attempt-*")}
-        return next(number for number in count(attempt) if f"attempt-{number}" not in taken)
+        used = {path.name for path in (self.path / ABANDONED).glob("attempt-*")}
+        return next(number for number in count(attempt) if f"attempt-{number}" not in used)
 
     def has_lines_past(self, step: int) -> bool:
         """Whether any step past `step` was measured, written down or evaluated."""
         return any(lines_past(self.path / name, step) for name in (METRICS, ROLLOUTS, EVAL))
 
     def set_aside(self, step: int, attempt: int, *, events: bool = False) -> Path:
-        """Move metrics, rollouts and evaluations past `step` to `abandoned/attempt-K/`; events only where `events` says
-        so, and then without those that tell of earlier rollbacks.
+        """Move metrics, rollouts and evaluations past `step` to `abandoned/attempt-K/`; events only with `events`,
+        and then without those of earlier rollbacks.
 
         Every copy is on the disk before the first line is cut, and what is cut already is not copied again: it may be
         killed at any moment and done once more.
         """
-        place = self.path / ABANDONED / f"attempt-{attempt}"
-        _make_folder(place)
+        folder = self.path / ABANDONED / f"attempt-{attempt}"
+        _make_folder(folder)
         moved = {name: HISTORY if name == EVENTS else () for name in LINE_FILES if events or name != EVENTS}
         for name, history in moved.items():
             if past := lines_past(self.path / name, step, history):
-                write_atomic(place / name, past)
+                write_atomic(folder / name, past)
         for name, history in moved.items():
             if name in self._lines:
                 self._lines.pop(name).close()
             keep_lines(self.path / name, step, history)
-        return place
+        return folder
 
     def write_text(self, name: str, text: str, *, private: bool = False) -> Path:
         """A whole text file, atomically; a private one can be read by its owner alone."""
@@ -170,9 +170,9 @@ class RunDirectory:
         write_atomic(path, text, mode=0o600 if private else 0o666)
         return path
 
-    def write_json(self, name: str, data: Any, *, as_it_is: bool = False) -> Path:
+    def write_json(self, name: str, data: Any, *, raw: bool = False) -> Path:
         """A whole JSON file, atomically; NaN and infinities as null, secrets masked unless it is a model's own text."""
-        data = data if as_it_is else hidden(data)
+        data = data if raw else hidden(data)
         if isinstance(data, Mapping):
             return self.write_text(name, encode(data, indent=2) + "\n")
         wrapped = json.loads(encode({"data": data}))["data"]

@@ -85,8 +85,8 @@ def mean_penalty(kl: KLOptions, scores: Scores, batch: Batch, by: Denominators) 
     if batch.ref_logp is None and not kl.estimator.startswith("exact"):
         return 0.0  # a penalty that was shaped elsewhere
     values = select(kl_values(kl, scores, batch), batch.action_mask).sum()
-    whole = kl.placement == "reward" or kl.level == "sequence"
-    return (values / max(by.sequences if whole else by.tokens, 1.0)).item()
+    per_sequence = kl.placement == "reward" or kl.level == "sequence"
+    return (values / max(by.sequences if per_sequence else by.tokens, 1.0)).item()
 
 
 def summed_kl(kl: KLOptions, scores: Scores) -> Tensor:

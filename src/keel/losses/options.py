@@ -62,7 +62,7 @@ class SharedLossOptions(Options):
 
 
 class LossOptions(SapoOptions, SharedLossOptions):
-    """The policy loss; the parameters of a user's own stand beside the rest (`keel.losses.policy.own_options`)."""
+    """The policy loss; the parameters of a user's own stand beside the rest (`keel.losses.policy.declared_options`)."""
 
     model_config = ConfigDict(extra="allow")
 

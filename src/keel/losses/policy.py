@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from keel.base.errors import KeelError, unknown
-from keel.base.imports import import_object, is_users_own
+from keel.base.imports import import_object, is_import_path
 from keel.base.options import Options
 from keel.base.validation import read_options
 from keel.kl.ratios import clamp_through, finite_floor, importance_ratio, log_ratio, select
@@ -61,12 +61,12 @@ def gmpo(inputs: LossInputs, options: SharedLossOptions) -> PolicyTerm:
     limits, advantages, mask = inputs.limits, inputs.advantages, inputs.mask
     log_rho = -log_ratio(inputs.logp, inputs.old_logp, mask, clamp=None).d
     low, high = (log_rho < -limits.low) & (advantages < 0), (log_rho > limits.high) & (advantages > 0)
-    held = torch.where(
+    clipped_log_rho = torch.where(
         advantages > 0,
         log_rho.clamp_max(limits.high),
         torch.where(advantages < 0, log_rho.clamp_min(-limits.low), log_rho),
     )
-    mean = select(held, mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp_min(1)
+    mean = select(clipped_log_rho, mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp_min(1)
     weight = clamp_through(mean, 20.0)[0].exp()
     return PolicyTerm(-weight * advantages, clamp_through(log_rho, 20.0)[0].exp(), low, high)
 
@@ -120,12 +120,12 @@ def get_loss(loss_type: str) -> Recipe:
     """The loss of that name, or a user's own `module:attr`: a `Recipe`, or a function of (inputs, options)."""
     if loss_type in LOSSES:
         return LOSSES[loss_type]
-    if not is_users_own(loss_type):
+    if not is_import_path(loss_type):
         raise unknown("loss_type", loss_type, LOSSES)
-    own = import_object(loss_type, "loss.loss_type", callable_only=False)
-    if not (isinstance(own, Recipe) or callable(own)):
-        raise KeelError(f"loss.loss_type={loss_type} is a {type(own).__name__}: give a policy loss or a Recipe")
-    recipe = own if isinstance(own, Recipe) else Recipe(own)
+    loss = import_object(loss_type, "loss.loss_type", callable_only=False)
+    if not (isinstance(loss, Recipe) or callable(loss)):
+        raise KeelError(f"loss.loss_type={loss_type} is a {type(loss).__name__}: give a policy loss or a Recipe")
+    recipe = loss if isinstance(loss, Recipe) else Recipe(loss)
     names = list(inspect.signature(recipe.term).parameters)
     if len(names) != 2:
         raise KeelError(
@@ -135,7 +135,7 @@ def get_loss(loss_type: str) -> Recipe:
     return recipe
 
 
-def own_options(loss: LossOptions) -> Options:
+def declared_options(loss: LossOptions) -> Options:
     """The options that the loss declares, checked; a field that the section has as well is taken from there."""
     declared = get_loss(loss.loss_type).options
     if isinstance(loss, declared) and not loss.params:
@@ -146,7 +146,7 @@ def own_options(loss: LossOptions) -> Options:
 
 def check_loss(loss: LossOptions) -> None:
     """Refuse what the loss would ignore or turn upside down."""
-    own_options(loss)
+    declared_options(loss)
     resolve_limits(loss)
     check_mismatch(loss.mismatch)
     if loss.dynamic_sampling and loss.baseline == "none":
@@ -171,7 +171,7 @@ def resolve_limits(loss: LossOptions) -> Limits:
         raise KeelError(
             f"{name}'s epsilon_high caps the ratio itself and must be at least 1, got {high}: try {recipe.high}"
         )
-    for option in _of_other_losses(recipe):
+    for option in _options_of_other_losses(recipe):
         if getattr(loss, option) != type(loss).model_fields[option].default:
             raise KeelError(f"loss.{option} has no meaning with {name}: leave it out")
     if loss.delta is not None:
@@ -185,10 +185,10 @@ def resolve_limits(loss: LossOptions) -> Limits:
     return Limits(low, high, level)
 
 
-def _of_other_losses(recipe: Recipe) -> set[str]:
+def _options_of_other_losses(recipe: Recipe) -> set[str]:
     """Options that built-in losses have of their own, and this one has not."""
-    own = {name for other in LOSSES.values() for name in other.options.model_fields}
-    return own - SharedLossOptions.model_fields.keys() - recipe.options.model_fields.keys()
+    declared = {name for other in LOSSES.values() for name in other.options.model_fields}
+    return declared - SharedLossOptions.model_fields.keys() - recipe.options.model_fields.keys()
 
 
 def scale_rewards(loss: LossOptions) -> str:
@@ -216,4 +216,4 @@ def policy_term(
     old_logp = logp.detach() if old_logp is None else old_logp
     advantages = advantages.to(logp.device).expand_as(logp)
     inputs = LossInputs(logp, old_logp, advantages, mask, resolve_limits(loss))
-    return get_loss(loss.loss_type).term(inputs, own_options(loss))
+    return get_loss(loss.loss_type).term(inputs, declared_options(loss))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from keel.base.errors import KeelError, first_line
-from keel.base.imports import import_object, is_users_own
+from keel.base.imports import import_object, is_import_path
 from keel.base.parts import part_arguments
 from keel.base.validation import read_options
 from keel.models.checks import check_eos, check_tokenizer, context_length
@@ -228,7 +228,7 @@ def _loader(name: str) -> Loader:
         if not (path / "config.json").is_file():
             raise KeelError(f"the model folder {name} has no config.json: give a folder written by save_pretrained")
         return _from_transformers
-    if is_users_own(name):
+    if is_import_path(name):
         import_object(name, "model loader")
         return _from_user
     # A hub name is `name` or `owner/name`; anything else is a path, and so is a name inside a folder that exists.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from keel.base.errors import KeelError
-from keel.base.imports import import_object, is_users_own
+from keel.base.imports import import_object, is_import_path
 from keel.base.types import Scores
 from keel.models.head import at_least_fp32
 from keel.models.logprobs import FullScores
@@ -81,7 +81,7 @@ def build_scorer(name: str) -> Scorer | None:
     """The user's scorer; None for `native`, Keel's own pass."""
     if name == "native":
         return None
-    if not is_users_own(name):
+    if not is_import_path(name):
         raise KeelError(f"model.scorer is {name!r}: it must be native or a scorer module:attr")
     scorer: Scorer = import_object(name, "scorer")
     try:

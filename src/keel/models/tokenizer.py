@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.base.errors import KeelError, first_line
-from keel.base.imports import is_users_own
+from keel.base.imports import is_import_path
 from keel.models.load import describe_source, load_model
 from keel.models.tiny import tiny_tokenizer
 
@@ -15,7 +15,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of the model called `name`; a GGUF file and a user's loader give it with the model only."""
     if name == "tiny":
         return tiny_tokenizer()
-    if name.endswith(".gguf") or is_users_own(name):
+    if name.endswith(".gguf") or is_import_path(name):
         return load_model(name, probe=False, device="cpu").tokenizer
     from transformers import AutoTokenizer
 

@@ -7,13 +7,13 @@ from types import MappingProxyType
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
-from keel.base.imports import import_object, is_users_own
+from keel.base.imports import import_object, is_import_path
 from keel.base.parts import options_class, parameters_of
 from keel.base.validation import read_options
 from keel.models.load import LoadedModel
 from keel.models.lora import is_lora
-from keel.reference.held import unwrap
 from keel.reference.kinds import Range, Reference, adapter_off, ema, frozen, kl_triggered, snapshot
+from keel.reference.weights import unwrap
 
 KINDS: Mapping[str, Callable[..., Reference]] = MappingProxyType(
     {
@@ -61,7 +61,7 @@ def check_reference(kind: str, **params: Any) -> None:
 def _factory(kind: str) -> Callable[..., Reference]:
     if kind in KINDS:
         return KINDS[kind]
-    if is_users_own(kind):
+    if is_import_path(kind):
         return import_object(kind, "reference")
     raise unknown("reference.kind", kind, [*KINDS, "auto"])
 

@@ -1,4 +1,4 @@
-"""Held weights over the policy's own base: adapters off, a second frozen adapter, or a dense average of updates."""
+"""Reference weights over the policy's base: adapters off, a second frozen adapter, or a dense average of updates."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from keel.base.errors import KeelError
 from keel.models.fingerprint import effective_weights, fingerprint, fingerprint_tensors
 from keel.models.head import evaluating
 from keel.models.lora import adapter_is_zero, check_bias, check_unmerged, is_lora
-from keel.reference.held import Parked, unwrap
+from keel.reference.weights import OffloadedTensors, unwrap
 
 
-class HeldAdapter:
+class AdapterWeights:
     """The policy's base with another adapter on it: none (adapters off), or one of its own, frozen.
 
     While the policy's adapter is still zero (fresh LoRA) nothing is held and the adapters are switched off; of an
@@ -34,7 +34,7 @@ class HeldAdapter:
         check_bias(self._model.peft_config[self._policy_adapter], "the policy's adapter")
         check_unmerged(self._model)
         self._offload = offload
-        self._parked: Parked | None = None
+        self._offloaded: OffloadedTensors | None = None
         self._name: str | None = None
         if not adapter_is_zero(self._model):
             self.assign(policy)
@@ -44,8 +44,8 @@ class HeldAdapter:
         check_unmerged(self._model)
         with ExitStack() as stack:
             stack.enter_context(evaluating(self._model))
-            stack.enter_context(self._parked.visiting() if self._parked else nullcontext())
-            stack.enter_context(_off(self._model) if self._name is None else self._switched(self._name))
+            stack.enter_context(self._offloaded.on_device() if self._offloaded else nullcontext())
+            stack.enter_context(_adapters_off(self._model) if self._name is None else self._switched(self._name))
             yield self._model
 
     def assign(self, policy: nn.Module) -> None:
@@ -93,26 +93,26 @@ class HeldAdapter:
             name, count = f"reference_{count}", count + 1
         config = copy.deepcopy(self._model.peft_config[self._policy_adapter])
         config.inference_mode = True
-        with _kept_flags(self._model), torch.random.fork_rng():
+        with _restoring_requires_grad(self._model), torch.random.fork_rng():
             self._model.add_adapter(name, config)
             self._model.set_adapter(self._policy_adapter)
         self._name = name
-        mine = [parameter for key, parameter in self._model.named_parameters() if name in key.split(".")]
-        for parameter in mine:
+        added = [parameter for key, parameter in self._model.named_parameters() if name in key.split(".")]
+        for parameter in added:
             parameter.requires_grad_(False)
         if self._offload:
-            self._parked = Parked(mine)
+            self._offloaded = OffloadedTensors(added)
 
     def _drop(self) -> None:
         if self._name is not None:
-            with _kept_flags(self._model):
+            with _restoring_requires_grad(self._model):
                 self._model.delete_adapter(self._name)
-            self._name, self._parked = None, None
+            self._name, self._offloaded = None, None
 
     @contextmanager
     def _switched(self, name: str) -> Iterator[None]:
         """The adapter `name` active; the one before and every requires_grad are put back, errors or not."""
-        with _kept_flags(self._model):
+        with _restoring_requires_grad(self._model):
             try:
                 self._model.set_adapter(name, inference_mode=True)
                 yield
@@ -130,15 +130,15 @@ class DeltaAverage:
 
     Averaging A and B apart gives mean(B) mean(A), which is not the mean of BA; the mean of BA has a rank that grows
     with every move, so it is held dense, in fp32, and added to the base layer's output. The memory is that of the
-    target layers. Until the first move the policy's starting point is held as `HeldAdapter` does, exactly.
+    target layers. Until the first move the policy's starting point is held as `AdapterWeights` does, exactly.
     """
 
     def __init__(self, policy: nn.Module, *, offload: bool = False) -> None:
-        self._start = HeldAdapter(policy, offload=offload)
+        self._start = AdapterWeights(policy, offload=offload)
         self._model: Any = unwrap(policy)
         self._adapter: str = self._model.active_adapters[0]
         self._layers = dict(_linear_layers(self._model, self._adapter))
-        self._resting = torch.device("cpu") if offload else None
+        self._storage_device = torch.device("cpu") if offload else None
         self._deltas: dict[str, Tensor] = {}
 
     @contextmanager
@@ -150,7 +150,7 @@ class DeltaAverage:
         check_unmerged(self._model)
         with ExitStack() as stack:
             stack.enter_context(evaluating(self._model))
-            stack.enter_context(_off(self._model))
+            stack.enter_context(_adapters_off(self._model))
             for name, layer in self._layers.items():
                 weight = layer.get_base_layer().weight
                 hook = layer.register_forward_hook(_add_delta(self._deltas[name].to(weight.device, weight.dtype)))
@@ -167,36 +167,36 @@ class DeltaAverage:
         self._start._check_same(policy)
         if not self._deltas:
             with self._start.model():
-                self._deltas = {name: self._rest(_update(layer)) for name, layer in self._layers.items()}
+                self._deltas = {name: self._stored(_update(layer)) for name, layer in self._layers.items()}
         for name, layer in self._layers.items():
-            held = self._deltas[name]
-            held.lerp_(_update(layer).to(held.device), alpha)
+            average = self._deltas[name]
+            average.lerp_(_update(layer).to(average.device), alpha)
 
     def tensors(self) -> dict[str, Tensor]:
-        held = {f"delta/{name}": delta.clone() for name, delta in self._deltas.items()}
-        return held or {f"start/{name}": tensor for name, tensor in self._start.tensors().items()}
+        deltas = {f"delta/{name}": delta.clone() for name, delta in self._deltas.items()}
+        return deltas or {f"start/{name}": tensor for name, tensor in self._start.tensors().items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         deltas = {key.removeprefix("delta/"): value for key, value in tensors.items() if key.startswith("delta/")}
         if deltas and set(deltas) != set(self._layers):
             raise KeelError("the saved reference is of another model: it averages other layers")
         self._start.load({k.removeprefix("start/"): v for k, v in tensors.items() if k.startswith("start/")})
-        place = next(self._model.parameters()).device
-        self._deltas = {name: self._rest(delta.to(place, copy=True)) for name, delta in deltas.items()}
+        device = next(self._model.parameters()).device
+        self._deltas = {name: self._stored(delta.to(device, copy=True)) for name, delta in deltas.items()}
 
     def fingerprint(self) -> str:
         if not self._deltas:
             return self._start.fingerprint()
-        with _off(self._model):
+        with _adapters_off(self._model):
             base = list(effective_weights(self._model))
         return fingerprint_tensors([*base, *((f"{name}|delta", delta) for name, delta in self._deltas.items())])
 
-    def _rest(self, delta: Tensor) -> Tensor:
-        return delta if self._resting is None else delta.to(self._resting)
+    def _stored(self, delta: Tensor) -> Tensor:
+        return delta if self._storage_device is None else delta.to(self._storage_device)
 
 
 @contextmanager
-def _kept_flags(model: nn.Module) -> Iterator[None]:
+def _restoring_requires_grad(model: nn.Module) -> Iterator[None]:
     """peft sets requires_grad whenever adapters are switched; put it back as it was."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
@@ -207,8 +207,8 @@ def _kept_flags(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _off(model: Any) -> Iterator[None]:
-    with _kept_flags(model), model.disable_adapter():
+def _adapters_off(model: Any) -> Iterator[None]:
+    with _restoring_requires_grad(model), model.disable_adapter():
         yield
 
 

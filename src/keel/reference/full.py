@@ -1,4 +1,4 @@
-"""Held weights as a full copy of the policy."""
+"""Reference weights as a full copy of the policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from keel.base.errors import KeelError
 from keel.models.fingerprint import fingerprint, persistent_buffers
 from keel.models.head import evaluating
-from keel.reference.held import Parked, unwrap
+from keel.reference.weights import OffloadedTensors, unwrap
 
 
 class FullCopy:
@@ -25,61 +25,61 @@ class FullCopy:
     def __init__(self, policy: nn.Module, *, offload: bool = False) -> None:
         self._copy = copy.deepcopy(unwrap(policy)).eval().requires_grad_(False)
         self._copy.zero_grad(set_to_none=True)
-        self._held = _state(self._copy)
+        self._tensors = _state(self._copy)
         # A moving average below fp32 stalls: steps under half a unit in the last place round to nothing.
         self._masters: dict[str, Tensor] = {}
-        self._parked = Parked(_movable(self._copy)) if offload else None
+        self._offloaded = OffloadedTensors(_movable(self._copy)) if offload else None
 
     @contextmanager
     def model(self) -> Iterator[nn.Module]:
-        with self._parked.visiting() if self._parked else nullcontext(), evaluating(self._copy):
+        with self._offloaded.on_device() if self._offloaded else nullcontext(), evaluating(self._copy):
             yield self._copy
 
     @torch.no_grad()
     def assign(self, policy: nn.Module) -> None:
         for name, source in self._sources(policy):
-            self._held[name].copy_(source)
+            self._tensors[name].copy_(source)
         self._masters.clear()
 
     @torch.no_grad()
     def blend(self, policy: nn.Module, alpha: float) -> None:
         for name, source in self._sources(policy):
-            held = self._held[name]
-            if not held.is_floating_point():
-                held.copy_(source)  # a counter has no average
+            tensor = self._tensors[name]
+            if not tensor.is_floating_point():
+                tensor.copy_(source)  # a counter has no average
                 continue
-            if held.dtype in (torch.float32, torch.float64):
-                held.lerp_(source.to(held), alpha)
+            if tensor.dtype in (torch.float32, torch.float64):
+                tensor.lerp_(source.to(tensor), alpha)
                 continue
-            master = self._masters.setdefault(name, held.float())
-            held.copy_(master.lerp_(source.to(master), alpha))
+            master = self._masters.setdefault(name, tensor.float())
+            tensor.copy_(master.lerp_(source.to(master), alpha))
 
     def tensors(self) -> dict[str, Tensor]:
-        return {name: self._masters.get(name, held.detach()).clone() for name, held in self._held.items()}
+        return {name: self._masters.get(name, tensor.detach()).clone() for name, tensor in self._tensors.items()}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        if set(tensors) != set(self._held):
+        if set(tensors) != set(self._tensors):
             raise KeelError("the saved reference is of another model: its parameters have other names")
-        for name, held in self._held.items():
-            if tensors[name].shape != held.shape:
+        for name, tensor in self._tensors.items():
+            if tensors[name].shape != tensor.shape:
                 raise KeelError(
                     f"the saved reference is of another model: {name} has shape {tuple(tensors[name].shape)}"
                 )
         self._masters.clear()
-        for name, held in self._held.items():
-            held.copy_(tensors[name])
-            if tensors[name].dtype != held.dtype:
-                self._masters[name] = tensors[name].to(held.device, copy=True)
+        for name, tensor in self._tensors.items():
+            tensor.copy_(tensors[name])
+            if tensors[name].dtype != tensor.dtype:
+                self._masters[name] = tensors[name].to(tensor.device, copy=True)
 
     def fingerprint(self) -> str:
         return fingerprint(self._copy)
 
     def _sources(self, policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        found = _state(unwrap(policy))
-        if set(found) != set(self._held):
+        policy_tensors = _state(unwrap(policy))
+        if set(policy_tensors) != set(self._tensors):
             raise KeelError("the reference is a copy of another model than this policy: build it from the same one")
-        yield from ((name, tensor.detach()) for name, tensor in found.items())
+        yield from ((name, tensor.detach()) for name, tensor in policy_tensors.items())
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The kinds of reference: what is held, and when it moves."""
+"""The kinds of reference: which weights, and when they move."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import nn
 from keel.base.errors import KeelError
 from keel.models.load import LoadedModel
 from keel.models.lora import is_lora
-from keel.reference.adapter import DeltaAverage, HeldAdapter
+from keel.reference.adapter import AdapterWeights, DeltaAverage
 from keel.reference.full import FullCopy
-from keel.reference.held import Held, unwrap
+from keel.reference.weights import ReferenceWeights, unwrap
 
 
 class Reference(Protocol):
@@ -28,13 +28,13 @@ class Reference(Protocol):
     reset_optimizer: bool
 
     def model(self) -> AbstractContextManager[nn.Module]:
-        """The model to score with, in eval mode and without gradients; the policy is whole again after the context."""
+        """The model to score with, in eval mode and without gradients; the policy is restored after the context."""
 
     def update(self, policy: nn.Module, step: int, measured_kl: float | None = None) -> bool:
         """Move if it is time, after `step` finished steps, with the KL measured in nats per token; did it move?"""
 
     def state_dict(self) -> dict[str, Any]:
-        """The held weights, how often they moved, and their fingerprint."""
+        """The weights, how often they moved, and their fingerprint."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`; a fingerprint that does not match afterwards is an error."""
@@ -43,27 +43,29 @@ class Reference(Protocol):
         """A digest of the reference's effective weights."""
 
 
-Move = Callable[[Held, nn.Module], None]
+Move = Callable[[ReferenceWeights, nn.Module], None]
 When = Callable[[int, float | None], bool]
 
 
-class HeldReference:
-    """Held weights with a rule: `when(step, measured_kl)` says whether to move, `move(held, policy)` moves."""
+class RuleReference:
+    """Weights with a rule: `when(step, measured_kl)` says whether to move, `move(weights, policy)` moves them."""
 
-    def __init__(self, kind: str, held: Held, *, when: When, move: Move, reset_optimizer: bool = False) -> None:
+    def __init__(
+        self, kind: str, weights: ReferenceWeights, *, when: When, move: Move, reset_optimizer: bool = False
+    ) -> None:
         self.kind = kind
         self.reset_optimizer = reset_optimizer
         self.moves = 0
         self.moved_at: int | None = None
-        self._held, self._when, self._move = held, when, move
+        self._weights, self._when, self._move = weights, when, move
 
     def model(self) -> AbstractContextManager[nn.Module]:
-        return self._held.model()
+        return self._weights.model()
 
     def update(self, policy: nn.Module, step: int, measured_kl: float | None = None) -> bool:
         if not self._when(step, measured_kl):
             return False
-        self._move(self._held, policy)
+        self._move(self._weights, policy)
         self.moves += 1
         self.moved_at = step
         return True
@@ -73,32 +75,32 @@ class HeldReference:
             "kind": self.kind,
             "moves": self.moves,
             "moved_at": self.moved_at,
-            "weights": self._held.tensors(),
+            "weights": self._weights.tensors(),
             "fingerprint": self.fingerprint(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["kind"] != self.kind:
             raise KeelError(f"the saved reference is {state['kind']!r} but reference.kind is {self.kind!r}: keep one")
-        before = self._held.tensors()
+        before = self._weights.tensors()
         try:
-            self._held.load(state["weights"])
+            self._weights.load(state["weights"])
             self._check_restored(str(state["fingerprint"]))
         except Exception:
-            self._held.load(before)  # a refused checkpoint leaves the reference as it was
+            self._weights.load(before)  # a refused checkpoint leaves the reference as it was
             raise
         self.moves, self.moved_at = int(state["moves"]), state["moved_at"]
 
     def _check_restored(self, expected: str) -> None:
-        found = self.fingerprint()
-        if found != expected:
+        restored = self.fingerprint()
+        if restored != expected:
             raise KeelError(
-                f"the restored reference has fingerprint {found[:12]} but the checkpoint says {expected[:12]}: "
+                f"the restored reference has fingerprint {restored[:12]} but the checkpoint says {expected[:12]}: "
                 "its base model or its file has changed; resume with the model the run began with"
             )
 
     def fingerprint(self) -> str:
-        return self._held.fingerprint()
+        return self._weights.fingerprint()
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ Flag = Annotated[bool, Range("true or false", lambda value: isinstance(value, bo
 
 def frozen(loaded: LoadedModel, *, offload: Flag = False) -> Reference:
     """The policy as it is now, for ever: a full copy, or under LoRA the starting adapter over the shared base."""
-    return HeldReference("frozen", _held(loaded, offload), when=_never, move=_assign)
+    return RuleReference("frozen", _weights(loaded, offload), when=_never, move=_assign)
 
 
 def adapter_off(loaded: LoadedModel, *, offload: Flag = False) -> Reference:
@@ -135,7 +137,7 @@ def adapter_off(loaded: LoadedModel, *, offload: Flag = False) -> Reference:
     """
     if not is_lora(unwrap(loaded.model)):
         raise KeelError("reference.kind=adapter_off needs LoRA: set model.lora, or use reference.kind=frozen")
-    return HeldReference("adapter_off", HeldAdapter(loaded.model, offload=offload), when=_never, move=_assign)
+    return RuleReference("adapter_off", AdapterWeights(loaded.model, offload=offload), when=_never, move=_assign)
 
 
 def ema(loaded: LoadedModel, *, alpha: Alpha = 0.6, every: Steps = 512, offload: Flag = False) -> Reference:
@@ -145,32 +147,32 @@ def ema(loaded: LoadedModel, *, alpha: Alpha = 0.6, every: Steps = 512, offload:
     """
     policy = loaded.model
     average = DeltaAverage(policy, offload=offload) if is_lora(unwrap(policy)) else FullCopy(policy, offload=offload)
-    return HeldReference("ema", average, when=_every(every), move=lambda held, policy: held.blend(policy, alpha))
+    return RuleReference("ema", average, when=_every(every), move=lambda weights, policy: weights.blend(policy, alpha))
 
 
 def snapshot(
     loaded: LoadedModel, *, every: Steps = 100, reset_optimizer: Flag = False, offload: Flag = False
 ) -> Reference:
     """Every `every` steps the reference becomes the policy, optionally with a fresh optimizer (arXiv:2505.24864)."""
-    held = _held(loaded, offload)
-    return HeldReference("snapshot", held, when=_every(every), move=_assign, reset_optimizer=reset_optimizer)
+    weights = _weights(loaded, offload)
+    return RuleReference("snapshot", weights, when=_every(every), move=_assign, reset_optimizer=reset_optimizer)
 
 
 def kl_triggered(
     loaded: LoadedModel, *, threshold: Nats = 0.1, reset_optimizer: Flag = False, offload: Flag = False
 ) -> Reference:
     """The reference becomes the policy whenever the measured KL (nats per token) passes `threshold`."""
-    held = _held(loaded, offload)
-    return HeldReference("kl_triggered", held, when=_above(threshold), move=_assign, reset_optimizer=reset_optimizer)
+    weights = _weights(loaded, offload)
+    return RuleReference("kl_triggered", weights, when=_above(threshold), move=_assign, reset_optimizer=reset_optimizer)
 
 
-def _held(loaded: LoadedModel, offload: bool) -> Held:
+def _weights(loaded: LoadedModel, offload: bool) -> ReferenceWeights:
     policy = loaded.model
-    return HeldAdapter(policy, offload=offload) if is_lora(unwrap(policy)) else FullCopy(policy, offload=offload)
+    return AdapterWeights(policy, offload=offload) if is_lora(unwrap(policy)) else FullCopy(policy, offload=offload)
 
 
-def _assign(held: Held, policy: nn.Module) -> None:
-    held.assign(policy)
+def _assign(weights: ReferenceWeights, policy: nn.Module) -> None:
+    weights.assign(policy)
 
 
 def _never(step: int, measured_kl: float | None) -> bool:

@@ -1,4 +1,4 @@
-"""The one protocol of engines: every method and capability that an engine may have, with its default."""
+"""The one protocol of engines: every method and capability with its default, and checks of what an engine returns."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from keel.base.errors import KeelError, unknown
-from keel.base.imports import import_object, is_users_own
+from keel.base.imports import import_object, is_import_path
 from keel.base.parts import part_arguments
 from keel.rollout.engine import Engine, check_engine
 from keel.rollout.native.engine import NativeEngine
@@ -32,7 +32,7 @@ def find_engine(name: str, option: str = "rollout.engine") -> Callable[..., Engi
         raise KeelError(f"{option}=vllm is not available in this version: use {option}=native")
     if name in ENGINES:
         return ENGINES[name]
-    if not is_users_own(name):
+    if not is_import_path(name):
         raise unknown(option, name, ENGINES)
     make = import_object(name, option)
     if isinstance(make, type):
@@ -60,7 +60,7 @@ def check_rollout(rollout: RolloutOptions) -> None:
             "set it above 0 (1.0 is usual), or eval.temperature=0 for greedy evaluation"
         )
     chosen = rollout.named_engine
-    if is_users_own(chosen.name):
+    if is_import_path(chosen.name):
         for name in NATIVE:
             if getattr(rollout, name) != type(rollout).model_fields[name].default:
                 raise KeelError(
@@ -70,4 +70,4 @@ def check_rollout(rollout: RolloutOptions) -> None:
 
 
 def _arguments(chosen: EngineOptions, make: Callable[..., Engine], rollout: RolloutOptions) -> dict[str, Any]:
-    return part_arguments(f"engine {chosen.name}", make, chosen.params, placed=2, rollout=rollout)
+    return part_arguments(f"engine {chosen.name}", make, chosen.params, positional=2, rollout=rollout)

@@ -25,7 +25,7 @@ from keel.rollout import Engine, SamplingParams, build_engine
 from keel.rollout.collect import collect
 from keel.rollout.render import Renderer, fit
 from keel.trainer.integrity import check_model
-from keel.trainer.optim import Optimizer, Schedule, amp_dtype, build_schedule
+from keel.trainer.optim import Optimizer, Schedule, build_schedule, resolve_amp_dtype
 from keel.trainer.options import OptimOptions, WarmstartOptions
 from keel.trainer.sft import Encode, Examples, file_examples, gold_examples
 from keel.trainer.state import TrainingRun
@@ -58,7 +58,7 @@ def build_named_task(spec: TaskOptions | str, config: Config | None = None) -> T
     return build_task(name, **params)
 
 
-def fitting(config: Config, tokenizer: Any, problems: Sequence[Problem]) -> list[Problem]:
+def drop_long_prompts(config: Config, tokenizer: Any, problems: Sequence[Problem]) -> list[Problem]:
     """The problems whose prompts are within `data.max_prompt_length`; all of them unless `data.truncation` is drop."""
     return list(filter(_fits(config, tokenizer), problems)) if config.data.truncation == "drop" else list(problems)
 
@@ -79,16 +79,16 @@ def without_long_prompts(
         return task, []
     limit = config.data.max_prompt_length
     try:
-        found = task.keep(_fits(config, tokenizer))
+        filtered = task.keep(_fits(config, tokenizer))
     except KeelError as error:
         raise KeelError(f"{error}: raise data.max_prompt_length, which is {limit}") from None
-    if found is None and required:
+    if filtered is None and required:
         raise KeelError(
             f"data.truncation=drop needs a task that reads data, which {task.name!r} is not: use left or error"
         )
-    kept, left_out = found or (task, 0)
-    said = f"{left_out} problems left out: their prompts are longer than data.max_prompt_length={limit}"
-    return kept, [said] if left_out else []
+    remaining, dropped = filtered or (task, 0)
+    note = f"{dropped} problems left out: their prompts are longer than data.max_prompt_length={limit}"
+    return remaining, [note] if dropped else []
 
 
 def build_renderer(config: Config, tokenizer: Any) -> Renderer:
@@ -110,7 +110,7 @@ def reward_entries(config: Config) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Built:
-    """A run with what stands around it."""
+    """A run with its judge, its sampling and notes for the user."""
 
     run: TrainingRun
     judge: Judge
@@ -129,16 +129,16 @@ def build_run(
     sampling = SamplingParams.of(config.rollout)
     engine = build_engine(config.rollout, loaded.model, loaded.tokenizer)
     _check_logp(config, engine, sampling)
-    half = amp_dtype(config.optim, loaded.dtype)
+    amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype)
     scorer = build_scorer(config.model.scorer)
-    shared = engine.shares_weights and half is None and scorer is None
+    shared = engine.shares_weights and amp_dtype is None and scorer is None
     run = TrainingRun(
         policy=loaded,
         task=task,
         engine=engine,
         collect=_collector(config, engine, task, loaded, sampling, judge),
         reference=_reference(config, loaded),
-        optimizer=Optimizer(loaded.model, config.optim, learning_rate_schedule(config), amp_dtype=half),
+        optimizer=Optimizer(loaded.model, config.optim, learning_rate_schedule(config), amp_dtype=amp_dtype),
         controller=controller_of(config.kl, config.episodes_per_step),
         loss=config.loss,
         kl=config.kl,
@@ -149,13 +149,13 @@ def build_run(
         guards=config.guards,
         seed=config.run.seed,
         shared_prefix=loaded.shared_prefix and scorer is None,
-        amp_dtype=half,
+        amp_dtype=amp_dtype,
         thresholds=thresholds_of(config.model_dump()),
         scorer=scorer,
     )
     packing = [] if loaded.packing_note is None else [loaded.packing_note]
-    said = (*packing, *task.notes, *dropped, *_turns(config, task), *_kept_adapter(config, run))
-    return Built(run, judge, sampling, said)
+    notes = (*packing, *task.notes, *dropped, *_turn_notes(config, task), *_adapter_notes(config, run))
+    return Built(run, judge, sampling, notes)
 
 
 def _check_logp(config: Config, engine: Engine, sampling: SamplingParams) -> None:
@@ -168,8 +168,8 @@ def _check_logp(config: Config, engine: Engine, sampling: SamplingParams) -> Non
         )
 
 
-def _turns(config: Config, task: Task) -> list[str]:
-    """A word on a task of several turns that is given one, and on turns that depend on the clock."""
+def _turn_notes(config: Config, task: Task) -> list[str]:
+    """Notes on a task of several turns that is given one, and on turns that depend on the clock."""
     if not task.several_turns:
         return []
     if config.rollout.max_turns == 1:
@@ -179,8 +179,8 @@ def _turns(config: Config, task: Task) -> list[str]:
     return ["rollout.overlap_tools: which episodes share a pass depends on the clock, so the last digits of a run vary"]
 
 
-def _kept_adapter(config: Config, run: TrainingRun) -> list[str]:
-    """A word on adapter_off where the adapter has a past: what is held then is not the base alone."""
+def _adapter_notes(config: Config, run: TrainingRun) -> list[str]:
+    """A note on adapter_off where the adapter has a past: the reference is then not the base alone."""
     if config.reference.kind != "adapter_off" or run.reference is None or adapter_is_zero(run.policy.model):
         return []
     return [
@@ -190,8 +190,8 @@ def _kept_adapter(config: Config, run: TrainingRun) -> list[str]:
 
 
 def _reference(config: Config, loaded: LoadedModel) -> Any:
-    wanted = config.needs_reference or config.kl.collect_max is not None
-    return build_reference(config.reference.kind, loaded, **config.reference.params) if wanted else None
+    needed = config.needs_reference or config.kl.collect_max is not None
+    return build_reference(config.reference.kind, loaded, **config.reference.params) if needed else None
 
 
 def _collector(
@@ -247,10 +247,12 @@ def build_warmstart(config: Config, loaded: LoadedModel, task: Task | None = Non
     if start.path is not None:
         examples = file_examples(start.path, encoder, loaded.tokenizer, **shared)
     else:
-        named = [build_named_task(spec, config) for spec in start.task]
-        own = task or build_named_task(config.task, config)
-        kept = [without_long_prompts(config, loaded.tokenizer, one, required=False)[0] for one in named or [own]]
-        source: Any = mixture(kept) if len(kept) > 1 else kept[0]
+        tasks = [build_named_task(spec, config) for spec in start.task]
+        run_task = task or build_named_task(config.task, config)
+        remaining = [
+            without_long_prompts(config, loaded.tokenizer, part, required=False)[0] for part in tasks or [run_task]
+        ]
+        source: Any = mixture(remaining) if len(remaining) > 1 else remaining[0]
         examples = gold_examples(source, encoder, loaded.tokenizer, reply=renderer.reply, **shared)
     return Supervised(examples, start, config.optim)
 

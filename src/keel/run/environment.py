@@ -47,12 +47,12 @@ def _commit() -> str | None:
     if not (Path(__file__).parents[3] / "pyproject.toml").is_file():
         return None
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=5
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    return process.stdout.strip() or None if process.returncode == 0 else None
 
 
 def _memory_gib() -> float | None:

@@ -19,13 +19,13 @@ from keel.rollout.registry import build_engine
 from keel.rollout.sampling import SamplingParams
 from keel.run.build import (
     build_named_task,
-    fitting,
+    drop_long_prompts,
     reward_entries,
     without_long_prompts,
 )
-from keel.run.subject import Subject
+from keel.run.model_ref import ModelRef
 
-# Told what is sampled and how many completions that will be; returns what is told of those that end.
+# Called with what is sampled and how many completions that will be; returns a callback for those that end.
 Watch = Callable[[str, int], Callable[[int], None]]
 _WITH_PARAMS = re.compile(r"(?P<name>.+?):(?P<params>[A-Za-z_]\w*=.*)", re.DOTALL)
 
@@ -63,35 +63,37 @@ def configured_tasks(config: Config, task: Task | None = None) -> list[tuple[Tas
     return [(trained, "trained"), *((other, "retention") for other in others if other != trained)]
 
 
-def spec_of_word(word: str) -> TaskOptions:
+def parse_task(spec: str) -> TaskOptions:
     """The task of `NAME`, or of `NAME:key=value,key=value` with its parameters; a name may be `module:attr`."""
-    match = _WITH_PARAMS.fullmatch(word)
+    match = _WITH_PARAMS.fullmatch(spec)
     if match is None:
-        return TaskOptions(name=word)
+        return TaskOptions(name=spec)
     pairs = (item.partition("=") for item in re.split(r",(?=[A-Za-z_]\w*=)", match["params"]))
-    params = {key: text.parse(value, f"the value of {key} in {word!r}") for key, _, value in pairs}
+    params = {key: text.parse(value, f"the value of {key} in {spec!r}") for key, _, value in pairs}
     return TaskOptions.model_validate({"name": match["name"], **params})
 
 
-def _given(subject: Subject, words: Sequence[str], data: Sequence[str] = ()) -> list[tuple[Task, str]]:
-    """The tasks of words, each with the data that it reads."""
-    specs = [spec_of_word(word) for word in words]
+def _named_tasks(model_ref: ModelRef, names: Sequence[str], data: Sequence[str] = ()) -> list[tuple[Task, str]]:
+    """The tasks that a command names, each with the data that it reads."""
+    specs = [parse_task(name) for name in names]
     for spec in specs:
         if spec.name not in TASKS and ":" not in spec.name:
             raise unknown("task", spec.name, TASKS)
     reads = [reads_data(spec.name) for spec in specs]
     if data and not any(reads):
-        raise KeelError(f"{data[0]} is given, but {', '.join(words)} makes its own problems: leave it out")
-    homes = [_home(subject, spec, data) if reading else None for spec, reading in zip(specs, reads, strict=True)]
-    return [(build_named_task(spec, home), "given") for spec, home in zip(specs, homes, strict=True)]
+        raise KeelError(f"{data[0]} is given, but {', '.join(names)} makes its own problems: leave it out")
+    configs = [
+        _task_config(model_ref, spec, data) if reading else None for spec, reading in zip(specs, reads, strict=True)
+    ]
+    return [(build_named_task(spec, config), "given") for spec, config in zip(specs, configs, strict=True)]
 
 
-def _home(subject: Subject, spec: TaskOptions, data: Sequence[str]) -> Config:
+def _task_config(model_ref: ModelRef, spec: TaskOptions, data: Sequence[str]) -> Config:
     """A configuration whose task is this one: its data are those of a bare model, or of a run that trains on a task of
     this name, changed as `data` says; a task with data beside its name reads those."""
-    shared = (not subject.has_tasks or spec.name == subject.config.task.name) and "data" not in spec.params
-    given = subject.config.data.source if shared else {}
-    return load_config({"task": {"name": spec.name, **spec.params}, "data": given}, data)
+    shared = (not model_ref.has_tasks or spec.name == model_ref.config.task.name) and "data" not in spec.params
+    source = model_ref.config.data.source if shared else {}
+    return load_config({"task": {"name": spec.name, **spec.params}, "data": source}, data)
 
 
 def evaluate_entry(
@@ -107,7 +109,7 @@ def evaluate_entry(
     return evaluate(
         engine,
         entry.task,
-        fitting(config, tokenizer, entry.task.held_out(config.eval.samples)),
+        drop_long_prompts(config, tokenizer, entry.task.held_out(config.eval.samples)),
         tokenizer,
         k=config.eval.k,
         temperature=_temperature(config),
@@ -120,25 +122,27 @@ def evaluate_entry(
 
 
 def run_evaluation(
-    subject: Subject,
+    model_ref: ModelRef,
     *,
     tasks: Sequence[str] = (),
     data: Sequence[str] = (),
-    baseline: Subject | None = None,
+    baseline: ModelRef | None = None,
     seed: int | None = None,
     watch: Watch | None = None,
 ) -> dict[str, Any]:
     """The figures of a model, as data; with a baseline also its figures and the paired differences.
 
-    `tasks` are words such as `arithmetic:skill=sort,digits=4`; without any, the configuration's own are evaluated.
+    `tasks` are texts such as `arithmetic:skill=sort,digits=4`; without any, the configuration's own are evaluated.
     `data` are settings such as `data.on_broken=skip`, for those of `tasks` that read data.
-    The baseline is sampled, rendered and judged by the subject's configuration: only the weights differ.
+    The baseline is sampled, rendered and judged by the model's configuration: only the weights differ.
     """
-    config = subject.config
-    if not tasks and not subject.has_tasks:
-        raise KeelError(f"{subject.name} is a model and names no task: say what to evaluate, such as --task arithmetic")
-    chosen = _given(subject, tasks, data) if tasks else configured_tasks(config)
-    after = _evaluated(subject, config, chosen, seed, watch)
+    config = model_ref.config
+    if not tasks and not model_ref.has_tasks:
+        raise KeelError(
+            f"{model_ref.name} is a model and names no task: say what to evaluate, such as --task arithmetic"
+        )
+    chosen = _named_tasks(model_ref, tasks, data) if tasks else configured_tasks(config)
+    after = _evaluated(model_ref, config, chosen, seed, watch)
     before = None if baseline is None else _evaluated(baseline, config, chosen, seed, watch)
     records = []
     for number, ((_, split), result) in enumerate(zip(chosen, after, strict=True)):
@@ -148,7 +152,7 @@ def run_evaluation(
             record["difference"] = difference(before[number], result)
         records.append(record)
     return {
-        "model": subject.name,
+        "model": model_ref.name,
         "baseline": None if baseline is None else baseline.name,
         "seed": config.run.seed + 1 if seed is None else seed,
         "temperature": _temperature(config),
@@ -167,18 +171,18 @@ def _samples(config: Config) -> int:
 
 
 def _evaluated(
-    subject: Subject, config: Config, chosen: Sequence[tuple[Task, str]], seed: int | None, watch: Watch | None
+    model_ref: ModelRef, config: Config, chosen: Sequence[tuple[Task, str]], seed: int | None, watch: Watch | None
 ) -> list[EvalResult]:
     """All tasks on one model, which is let go before the next one is loaded."""
-    loaded = subject.load()
+    loaded = model_ref.load()
     engine = build_engine(config.rollout, loaded.model, loaded.tokenizer)
-    kept = [  # before judges are made: a judge belongs to the task whose problems it is given
+    tasks = [  # before judges are made: a judge belongs to the task whose problems it is given
         (without_long_prompts(config, loaded.tokenizer, task)[0] if split == "trained" else task, split)
         for task, split in chosen
     ]
-    found = []
-    for entry in entries(config, kept):
+    results = []
+    for entry in entries(config, tasks):
         if watch is not None:
-            engine.on_finished = watch(f"{subject.name}: {entry.task.name}", config.eval.samples * _samples(config))
-        found.append(evaluate_entry(config, engine, loaded.tokenizer, entry, seed=seed))
-    return found
+            engine.on_finished = watch(f"{model_ref.name}: {entry.task.name}", config.eval.samples * _samples(config))
+        results.append(evaluate_entry(config, engine, loaded.tokenizer, entry, seed=seed))
+    return results

@@ -1,4 +1,4 @@
-"""What looks at a run once it has ended: given by whoever starts it, so that a run knows nothing of the lab."""
+"""End-of-run hooks: passed in by whoever starts a run, so that a run knows nothing of the lab."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class AtEnd:
+class EndHooks:
     """`findings` of a finished run's folder go into findings.json and summary.json; `report` then writes its page."""
 
     findings: Callable[[Path], list[dict[str, Any]]] | None = None
     report: Callable[[Path], None] | None = None
 
 
-NOTHING = AtEnd()
+NO_HOOKS = EndHooks()

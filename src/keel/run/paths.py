@@ -12,20 +12,22 @@ def absolute_paths(settings: dict[str, Any]) -> dict[str, Any]:
 
     What is not there (a name on a hub) is left as it is.
     """
-    found = copy.deepcopy(settings)
-    warmstart = found.get("warmstart") or {}
-    evaluated = (found.get("eval") or {}).get("tasks") or ()
-    tasks = [task for task in (found.get("task"), *evaluated, *(warmstart.get("task") or ())) if isinstance(task, dict)]
-    sections = [found.get("data"), warmstart, *tasks, *(task.get("data") for task in tasks)]
+    resolved = copy.deepcopy(settings)
+    warmstart = resolved.get("warmstart") or {}
+    evaluated = (resolved.get("eval") or {}).get("tasks") or ()
+    tasks = [
+        task for task in (resolved.get("task"), *evaluated, *(warmstart.get("task") or ())) if isinstance(task, dict)
+    ]
+    sections = [resolved.get("data"), warmstart, *tasks, *(task.get("data") for task in tasks)]
     for section in sections:
         for name in ("path", "eval_path"):
             if isinstance(section, dict) and section.get(name):
                 section[name] = _absolute(section[name])
-    return found
+    return resolved
 
 
 def _absolute(path: Any) -> Any:
     if isinstance(path, list | tuple):
-        return [_absolute(one) for one in path]
-    place = Path(path).expanduser()
-    return str(place.absolute()) if place.exists() else path
+        return [_absolute(item) for item in path]
+    expanded = Path(path).expanduser()
+    return str(expanded.absolute()) if expanded.exists() else path

@@ -20,11 +20,11 @@ from keel.reference import Reference
 from keel.run.paths import absolute_paths
 from keel.trainer.checkpoint import (
     REFERENCE,
-    aside_place,
-    exchange_reference,
-    newest_whole,
+    newest_intact,
     numbered,
+    quarantine_path,
     read_record,
+    replace_reference,
 )
 from keel.trainer.integrity import STATE, TRAINER, Damage, damages, saved_sums
 from keel.trainer.optim import Optimizer, Schedule
@@ -77,7 +77,7 @@ def decay_end(settings: Mapping[str, Any]) -> int | None:
     return optim.get("decay_steps") or run.get("max_steps")
 
 
-def keep_schedule(folder: Path, config: Config) -> tuple[Config, int | None, list[Told]]:
+def keep_schedule(folder: Path, config: Config) -> tuple[Config, int | None, list[ResumeEvent]]:
     """The configuration with the end of the decay that the run had, unless another is given; and that end.
 
     `optim.decay_steps=null` stands for `run.max_steps` when a run begins. When a run is extended it stays what it was:
@@ -86,14 +86,14 @@ def keep_schedule(folder: Path, config: Config) -> tuple[Config, int | None, lis
     before = decay_end(read_settings(folder) or {})
     if before is None or config.optim.decay_steps is not None or config.run.max_steps == before:
         return config, before, []
-    kept = load_config(config, [f"optim.decay_steps={before}"])
+    extended = load_config(config, [f"optim.decay_steps={before}"])
     floor = config.optim.learning_rate * config.optim.final_ratio
     message = (
         f"run.max_steps is {config.run.max_steps}, and the {config.optim.schedule} decay of the learning rate still "
         f"ends at step {before}, as the run was begun: the rate is {floor:g} from there; give "
         f"optim.decay_steps={config.run.max_steps} to let it end with the run"
     )
-    return kept, before, [Told("schedule", message)]
+    return extended, before, [ResumeEvent("schedule", message)]
 
 
 def schedule_change(
@@ -118,21 +118,21 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
     """The settings in a run's config.yaml, None where there is none; one that cannot be read is named."""
     path = folder / "config.yaml"
     try:
-        found = yaml.safe_load(path.read_bytes())
+        settings = yaml.safe_load(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
         raise KeelError(f"{path} cannot be read now ({error.strerror or error}): try again") from error
     except (yaml.YAMLError, UnicodeDecodeError):
-        found = None
-    if not isinstance(found, dict):
+        settings = None
+    if not isinstance(settings, dict):
         raise KeelError(f"{path} is damaged: it holds no configuration; put back the one that the run was started with")
-    return found
+    return settings
 
 
 @dataclass(frozen=True)
-class Told:
-    """Something that a resume found, said as an event once the loggers are open; `damaged` is then laid aside."""
+class ResumeEvent:
+    """An event of a resume, logged once the loggers are open; `damaged` is then quarantined."""
 
     kind: str
     message: str
@@ -141,13 +141,13 @@ class Told:
 
 def choose_checkpoint(
     directory: RunDirectory, start_reference: Callable[[], Reference | None]
-) -> tuple[Path | None, list[Told]]:
-    """The newest checkpoint whose files are all as they were saved, and what is to be said about others.
+) -> tuple[Path | None, list[ResumeEvent]]:
+    """The newest checkpoint whose files are all as they were saved, and the events about others.
 
     A reference that never moved is one file for all checkpoints: where only that is damaged, it is made again from
     what the run started with, if it has the fingerprint that the checkpoint names.
     """
-    told: list[Told] = []
+    events: list[ResumeEvent] = []
 
     def mend(path: Path, wrong: list[Damage]) -> bool:
         if [damage.file for damage in wrong] != [f"{TRAINER}/{REFERENCE}"]:
@@ -161,13 +161,13 @@ def choose_checkpoint(
             return False
         for other in numbered(directory.checkpoints):  # they share the file
             if [damage.file for damage in damages(other, record=STATE)] == [f"{TRAINER}/{REFERENCE}"]:
-                exchange_reference(other, reference)
+                replace_reference(other, reference)
         message = f"the checkpoint {path.name} is damaged: {wrong[0]}; it was made again from the run's start"
-        told.append(Told("checkpoint/damaged", message))
+        events.append(ResumeEvent("checkpoint/damaged", message))
         return True
 
-    found, damaged = newest_whole(directory.checkpoints, mend)
-    if found is None:
+    checkpoint, damaged = newest_intact(directory.checkpoints, mend)
+    if checkpoint is None:
         if damaged:
             path, wrong = damaged[0]
             raise KeelError(
@@ -175,37 +175,38 @@ def choose_checkpoint(
                 "one, or start again with run.if_exists=replace"
             )
         _check_nothing_lost(directory)
-        return None, told
+        return None, events
     for path, wrong in damaged:
         message = (
-            f"the checkpoint {path.name} is damaged: {wrong}; the run goes on from {found.name}, and the damaged one "
-            f"is kept as {directory.checkpoints.name}/{aside_place(path).name}"
+            f"the checkpoint {path.name} is damaged: {wrong}; the run goes on from {checkpoint.name}, and the damaged "
+            f"one is kept as {directory.checkpoints.name}/{quarantine_path(path).name}"
         )
-        told.append(Told("checkpoint/damaged", message, path))
-    if saved_sums(found) is None:
+        events.append(ResumeEvent("checkpoint/damaged", message, path))
+    if saved_sums(checkpoint) is None:
         message = (
-            f"the checkpoint {found.name} is an earlier version's, without checksums: its files are taken as they are"
+            f"the checkpoint {checkpoint.name} is an earlier version's, without checksums: its files are taken as "
+            "they are"
         )
-        told.append(Told("note", message))
-    return found, told
+        events.append(ResumeEvent("note", message))
+    return checkpoint, events
 
 
-def cut_lines(directory: RunDirectory, step: int, *, keep_as: int | None = None) -> list[Told]:
-    """Cut the run's lines off after `step`; lines before it that cannot be read are left out, and said.
+def cut_lines(directory: RunDirectory, step: int, *, keep_as: int | None = None) -> list[ResumeEvent]:
+    """Cut the run's lines off after `step`; lines before it that cannot be read are left out, and reported.
 
     `keep_as` is the attempt under which those that are cut are kept, as a rollback keeps them. Events go along here:
     the steps are taken again under the same noise, and tell the same again.
     """
-    told = [
-        Told("lines/damaged", f"line {', '.join(map(str, numbers))} of {name} cannot be read and is left out")
+    events = [
+        ResumeEvent("lines/damaged", f"line {', '.join(map(str, numbers))} of {name} cannot be read and is left out")
         for name, numbers in directory.unreadable().items()
     ]
     if keep_as is not None and directory.has_lines_past(step):
-        place = directory.set_aside(step, directory.free_attempt(keep_as), events=True)
-        kept = place.relative_to(directory.path).as_posix()
-        told.append(Told("note", f"what was logged after step {step} is kept in {kept}"))
+        folder = directory.set_aside(step, directory.free_attempt(keep_as), events=True)
+        location = folder.relative_to(directory.path).as_posix()
+        events.append(ResumeEvent("note", f"what was logged after step {step} is kept in {location}"))
     directory.cut_after(step)
-    return told
+    return events
 
 
 def fingerprint(task: Task | None) -> str | None:
@@ -219,9 +220,9 @@ def check_same_data(checkpoint: Path, config: Config, task: Task | None) -> None
     now = fingerprint(task)
     if before is not None and now is not None and before != now:
         path = config.data.path or (task.name if task is not None else config.task.name)
-        named = path if isinstance(path, str) else ", ".join(path)
+        source = path if isinstance(path, str) else ", ".join(path)
         raise KeelError(
-            f"{named} has changed since {checkpoint.parent.parent} was trained on it (other rows, or another split): "
+            f"{source} has changed since {checkpoint.parent.parent} was trained on it (other rows, or another split): "
             "put the old rows back, or start a new run from its checkpoint with model.name"
         )
 

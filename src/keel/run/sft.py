@@ -12,7 +12,7 @@ from keel.config import Config, load_config
 from keel.loggers import RunDirectory
 from keel.run.build import build_policy, build_run, build_warmstart
 from keel.run.environment import environment
-from keel.run.hooks import NOTHING, AtEnd
+from keel.run.hooks import NO_HOOKS, EndHooks
 from keel.run.resume import write_config
 from keel.run.train import ConfigSource, TrainResult, evaluator, open_loggers, open_run, write_report_of
 from keel.trainer.checkpoint import save_manifest, save_weights, writing
@@ -21,7 +21,7 @@ from keel.trainer.state import State
 from keel.trainer.summary import summarise
 
 
-def supervise(config: ConfigSource, at_end: AtEnd = NOTHING) -> TrainResult:
+def supervise(config: ConfigSource, at_end: EndHooks = NO_HOOKS) -> TrainResult:
     """Behaviour cloning by the `warmstart` section; the model is in `checkpoints/step-N` of the run directory."""
     checked = load_config(config)
     if checked.run.if_exists == "resume":
@@ -30,7 +30,7 @@ def supervise(config: ConfigSource, at_end: AtEnd = NOTHING) -> TrainResult:
         return _supervise(checked, directory, at_end)
 
 
-def _supervise(config: Config, directory: RunDirectory, at_end: AtEnd) -> TrainResult:
+def _supervise(config: Config, directory: RunDirectory, at_end: EndHooks) -> TrainResult:
     began = time.monotonic()
     write_config(directory, config)
     directory.write_json("env.json", environment())
@@ -53,8 +53,8 @@ def _supervise(config: Config, directory: RunDirectory, at_end: AtEnd) -> TrainR
         after = evaluate()
         for record in after:
             loggers.evaluation(steps, record)
-        place = _save(directory.checkpoints / f"step-{steps}", config, loaded)
-        loggers.event("checkpoint", step=steps, path=str(place.relative_to(directory.path)))
+        checkpoint = _save(directory.checkpoints / f"step-{steps}", config, loaded)
+        loggers.event("checkpoint", step=steps, path=str(checkpoint.relative_to(directory.path)))
         state = State(
             kl=built.run.controller.init(),
             step=steps,
@@ -72,10 +72,10 @@ def _supervise(config: Config, directory: RunDirectory, at_end: AtEnd) -> TrainR
     return TrainResult(summary, directory.path, steps)
 
 
-def _save(place: Path, config: Config, loaded: Any) -> Path:
+def _save(target: Path, config: Config, loaded: Any) -> Path:
     card = f"# {config.run.name}\n\n`{config.model.name}` after supervised fine-tuning with Keel (`keel sft`).\n"
-    with writing(place) as temporary:
+    with writing(target) as temporary:
         save_weights(temporary, loaded.model, loaded.tokenizer)
         (temporary / "README.md").write_text(card, encoding="utf-8")
         save_manifest(temporary)
-    return place
+    return target

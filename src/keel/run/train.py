@@ -35,9 +35,9 @@ from keel.run.build import (
 )
 from keel.run.environment import environment
 from keel.run.evaluate import configured_tasks, entries, evaluate_entry
-from keel.run.hooks import NOTHING, AtEnd
+from keel.run.hooks import NO_HOOKS, EndHooks
 from keel.run.resume import (
-    Told,
+    ResumeEvent,
     check_same_data,
     check_same_run,
     choose_checkpoint,
@@ -47,8 +47,8 @@ from keel.run.resume import (
     schedule_change,
     write_config,
 )
-from keel.run.warmstart import is_whole, warmstart, warmstart_place
-from keel.trainer.checkpoint import clean, lay_aside, load_checkpoint, saved_state
+from keel.run.warmstart import is_complete, warmstart, warmstart_folder
+from keel.trainer.checkpoint import clean, load_checkpoint, quarantine, saved_state
 from keel.trainer.guards import guard_findings
 from keel.trainer.integrity import damages
 from keel.trainer.loop import Callback, Interrupt, Job, interruptible, train_loop
@@ -90,7 +90,7 @@ def train(
     overrides: Sequence[str] = (),
     resume: bool = False,
     dry_run: bool = False,
-    at_end: AtEnd = NOTHING,
+    at_end: EndHooks = NO_HOOKS,
 ) -> TrainResult:
     """Train as `config` says (a Config, a mapping, or a YAML file's path) and return the run's summary.
 
@@ -99,7 +99,7 @@ def train(
     is called as `callback(state, metrics)` after every step; one that returns True ends the run after that step.
     `at_end` judges and reports the finished run.
     """
-    _check_given(task, reward)
+    _check_arguments(task, reward)
     checked = load_config(config, overrides)
     task = task or build_named_task(checked.task, checked)  # bad data is found before anything is written or loaded
     if reward is None:
@@ -111,8 +111,8 @@ def train(
         return _train(checked, directory, resumed, interrupt, task, reward, callbacks, at_end)
 
 
-def _check_given(task: Any, reward: Any) -> None:
-    """Refuse a task or reward that is none, such as overrides in the second place."""
+def _check_arguments(task: Any, reward: Any) -> None:
+    """Refuse a task or reward that is none, such as overrides as the second argument."""
     try:
         if task is not None:
             check_is_task(task, "keel.train: the task is")
@@ -157,33 +157,35 @@ def _train(
     task: Task | None,
     reward: Callable[..., Any] | None,
     callbacks: Sequence[Callback],
-    at_end: AtEnd,
+    at_end: EndHooks,
 ) -> TrainResult:
     began = time.monotonic()
     clean(directory.checkpoints)
     checkpoint: Path | None = None
-    told: list[Told] = []
+    events: list[ResumeEvent] = []
     decay_before: int | None = None
     if resumed:
         check_same_run(directory.path, config)
         finish_rollback(directory)
-        checkpoint, told = choose_checkpoint(directory, lambda: _start_reference(config, directory.path, task, reward))
+        checkpoint, events = choose_checkpoint(
+            directory, lambda: _start_reference(config, directory.path, task, reward)
+        )
         if checkpoint is not None:
             check_same_data(checkpoint, config, task)
-            config, decay_before, kept = keep_schedule(directory.path, config)
-            told += kept
+            config, decay_before, schedule_events = keep_schedule(directory.path, config)
+            events += schedule_events
         step = -1 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
-        passed_over = any(event.damaged is not None for event in told)
+        passed_over = any(event.damaged is not None for event in events)
         state = saved_state(checkpoint) if passed_over and checkpoint is not None else None
-        told += cut_lines(directory, step, keep_as=None if state is None else state.attempt)
+        events += cut_lines(directory, step, keep_as=None if state is None else state.attempt)
     write_config(directory, config)
     directory.write_json("env.json", environment())
     loggers = open_loggers(config, directory, None if checkpoint is None else step)
     try:
-        for event in told:
+        for event in events:
             loggers.event(event.kind, step=max(step, 0), message=event.message)
             if event.damaged is not None:
-                lay_aside(event.damaged)
+                quarantine(event.damaged)
         loaded = _policy(config, directory.path, checkpoint, loggers, task, interrupt)
         built = build_run(config, loaded, task=task, reward=reward)
         for note in (*built.notes, *advice(config)):
@@ -204,12 +206,14 @@ def _train(
         loggers.close()
 
 
-def _finish(config: Config, built: Built, job: Job, state: State, interrupt: Interrupt, at_end: AtEnd) -> TrainResult:
+def _finish(
+    config: Config, built: Built, job: Job, state: State, interrupt: Interrupt, at_end: EndHooks
+) -> TrainResult:
     directory = job.directory
     if interrupt.signal is not None and state.step < config.run.max_steps:
         name = signal.Signals(interrupt.signal).name
-        place = f"step {state.step}" if job.saved_at == state.step else "nothing yet"
-        message = f"{name}: stopped after step {state.step}, saved {place}; go on with: {resume_command(config)}"
+        saved = f"step {state.step}" if job.saved_at == state.step else "nothing yet"
+        message = f"{name}: stopped after step {state.step}, saved {saved}; go on with: {resume_command(config)}"
         job.loggers.event("interrupted", step=state.step, message=message)
         return TrainResult({}, directory.path, state.step, interrupt.status)
     directory.sync()
@@ -220,8 +224,8 @@ def _finish(config: Config, built: Built, job: Job, state: State, interrupt: Int
     directory.sync()
     write_report_of(directory.path, job.loggers, at_end)
     best = None if state.best is None else directory.checkpoints / f"step-{int(state.best['step'])}"
-    kept = best if best is not None and best.is_dir() else None
-    return TrainResult(summary, directory.path, state.step, int(job.stopped is not None), kept, job.stopped)
+    best_folder = best if best is not None and best.is_dir() else None
+    return TrainResult(summary, directory.path, state.step, int(job.stopped is not None), best_folder, job.stopped)
 
 
 def resume_command(config: Config) -> str:
@@ -229,8 +233,8 @@ def resume_command(config: Config) -> str:
     return f"keel train --resume {Path(config.run.dir) / config.run.name}"
 
 
-def findings_of(directory: RunDirectory, loggers: MultiLogger, at_end: AtEnd) -> list[dict[str, Any]]:
-    """What the hook says of the finished run, and what the guards have to add; a hook that fails is said."""
+def findings_of(directory: RunDirectory, loggers: MultiLogger, at_end: EndHooks) -> list[dict[str, Any]]:
+    """What the hook says of the finished run, and the guards' own findings; a hook that fails is logged."""
     guards = guard_findings(directory.read_lines(EVENTS))
     if at_end.findings is None:
         return guards
@@ -239,12 +243,12 @@ def findings_of(directory: RunDirectory, loggers: MultiLogger, at_end: AtEnd) ->
     except Exception as error:
         loggers.event("doctor/failed", message=f"the run could not be judged: {type(error).__name__}: {error}")
         return guards
-    known = {finding["code"] for finding in judged}
-    return [*(finding for finding in guards if finding["code"] not in known), *judged]
+    codes = {finding["code"] for finding in judged}
+    return [*(finding for finding in guards if finding["code"] not in codes), *judged]
 
 
-def write_report_of(folder: Path, loggers: MultiLogger, at_end: AtEnd) -> None:
-    """A report that fails is said and no more: the run itself is complete."""
+def write_report_of(folder: Path, loggers: MultiLogger, at_end: EndHooks) -> None:
+    """A report that fails is logged and no more: the run itself is complete."""
     if at_end.report is None:
         return
     try:
@@ -278,7 +282,7 @@ def evaluator(
 ) -> Callable[[], list[dict[str, Any]]]:
     """Evaluates the trained task and, as retention, `eval.tasks`: fixed held-out problems under fixed noise.
 
-    `judges` is filled with those who judge them, for whoever wants to know what failed.
+    `judges` is filled with their judges, which know what failed.
     """
     run = built.run
     chosen = entries(config, configured_tasks(config, run.task), built.judge.parts)
@@ -308,14 +312,14 @@ def _policy(
         return build_policy(config, checkpoint)
     if config.warmstart is None:
         return build_policy(config)
-    place = warmstart_place(folder, config)
-    wrong = damages(place) if is_whole(place) else []
+    start = warmstart_folder(folder, config)
+    wrong = damages(start) if is_complete(start) else []
     if wrong:
-        message = f"the warm start {place.relative_to(folder)} is damaged: {wrong[0]}; it is made again"
+        message = f"the warm start {start.relative_to(folder)} is damaged: {wrong[0]}; it is made again"
         loggers.event("checkpoint/damaged", step=0, message=message)
-    elif is_whole(place):
+    elif is_complete(start):
         loggers.event("warmstart", step=0, message="the warm start of this configuration is there: loaded")
-        return build_policy(config, place)
+        return build_policy(config, start)
     loaded, began = build_policy(config), time.monotonic()
     every = max(1, config.warmstart.steps // 5)
 
@@ -325,7 +329,7 @@ def _policy(
         if step % every == 0:
             loggers.event("warmstart", step=0, message=f"supervised step {step}: loss {line['loss/total']:.3f}")
 
-    loss = warmstart(place, loaded, lambda model: build_warmstart(config, model, task), report)
+    loss = warmstart(start, loaded, lambda model: build_warmstart(config, model, task), report)
     spent = time.monotonic() - began
     loggers.event("warmstart", step=0, message=f"done in {spent:.1f} s, loss {loss:.3f}: this is the reference")
     return loaded
@@ -335,10 +339,10 @@ def _start_reference(
     config: Config, folder: Path, task: Task | None, reward: Callable[..., Any] | None
 ) -> Reference | None:
     """The reference as it was when the run began: of the warm start where there was one, or of the named model."""
-    place = None if config.warmstart is None else warmstart_place(folder, config)
-    if place is not None and (not is_whole(place) or damages(place)):
+    start = None if config.warmstart is None else warmstart_folder(folder, config)
+    if start is not None and (not is_complete(start) or damages(start)):
         return None
-    return build_run(config, build_policy(config, place), task=task, reward=reward).run.reference
+    return build_run(config, build_policy(config, start), task=task, reward=reward).run.reference
 
 
 def open_loggers(
@@ -359,8 +363,8 @@ def open_loggers(
 def open_run(config: Config, *, resume: bool) -> Iterator[tuple[RunDirectory, bool]]:
     """The run directory, new or gone on with, as `--resume` and `run.if_exists` say."""
     path = Path(config.run.dir) / config.run.name
-    there = (path / "config.yaml").exists()
-    resumed = resume or (config.run.if_exists == "resume" and there)
+    exists = (path / "config.yaml").exists()
+    resumed = resume or (config.run.if_exists == "resume" and exists)
     if resumed:
         directory = RunDirectory.resume(path)
     else:

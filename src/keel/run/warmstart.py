@@ -18,7 +18,7 @@ from keel.trainer.sft import Report, sft
 FOLDER = "warmstart"
 
 
-def warmstart_place(run: Path, config: Any) -> Path:
+def warmstart_folder(run: Path, config: Any) -> Path:
     """Where the warm start of this configuration lies in the run's folder, or will lie: under all that makes it.
 
     It is scored by Keel's own pass whatever scorer the run has. Files that are named count by size and time of change:
@@ -26,14 +26,14 @@ def warmstart_place(run: Path, config: Any) -> Path:
     """
     plain = absolute_paths(config.to_dict())
     plain["model"].pop("scorer")
-    named = [plain["model"]["name"], *_several(plain["data"]["path"]), *_several(plain["warmstart"]["path"])]
-    made_by = {name: plain[name] for name in ("model", "warmstart", "task", "data")}
-    settings = {**made_by, "seed": config.run.seed, "files": [_file_stamps(Path(name)) for name in named]}
+    files = [plain["model"]["name"], *_as_list(plain["data"]["path"]), *_as_list(plain["warmstart"]["path"])]
+    sections = {name: plain[name] for name in ("model", "warmstart", "task", "data")}
+    settings = {**sections, "seed": config.run.seed, "files": [_file_stamps(Path(name)) for name in files]}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
     return run / FOLDER / digest
 
 
-def _several(path: Any) -> list[str]:
+def _as_list(path: Any) -> list[str]:
     return [] if path is None else [path] if isinstance(path, str) else list(path)
 
 
@@ -44,7 +44,7 @@ def _file_stamps(path: Path) -> list[tuple[str, int, int]]:
     return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
 
 
-def is_whole(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
     """Whether a warm start was finished there: the folder gets its name last."""
     return (folder / WARMSTART).is_file()
 

@@ -1,4 +1,4 @@
-"""The batch of one step: `[B, T]` tensors for the losses, and the microbatches that the model reads."""
+"""The batch of one step: `[B, T]` tensors for the losses, and microbatches as `models/pack.py` cuts them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from keel.trainer.state import TrainingRun
 
 
 @dataclass(frozen=True)
-class Micro:
+class Microbatch:
     """A microbatch: what the model reads, which rows of the batch it scores, the reference's hidden states for it."""
 
     packed: PackedBatch
@@ -34,13 +34,13 @@ class StepBatch:
     """One step's data. `rows` is what the losses read; B is group-major, in the order of `groups`.
 
     `scores` are the rollout weights' own, one a microbatch, once there are any. `kl` `[B, T]` is the detached
-    estimate that the first door uses, `penalty` `[B]` what it adds to each reward. `rejected` `[B]` are
+    estimate of a penalty in the reward, `penalty` `[B]` what it adds to each reward. `rejected` `[B]` are
     the completions that `kl.collect_max` turned away.
     """
 
     groups: tuple[Group, ...]
     rows: Batch
-    micros: tuple[Micro, ...]
+    micros: tuple[Microbatch, ...]
     ref_head: Head | None = None
     scores: tuple[FullScores, ...] = ()
     kl: Tensor | None = None
@@ -56,11 +56,11 @@ class StepBatch:
         return self.rows.action_mask.shape[1]
 
     @property
-    def minibatches(self) -> list[list[Micro]]:
+    def minibatches(self) -> list[list[Microbatch]]:
         """Microbatches by the update they belong to."""
         return [list(members) for _, members in groupby(self.micros, key=lambda micro: micro.minibatch)]
 
-    def view(self, *micros: Micro) -> Batch:
+    def view(self, *micros: Microbatch) -> Batch:
         """The rows of neighbouring microbatches, cut to the widest of them."""
         rows = slice(micros[0].rows.start, micros[-1].rows.stop)
         width = max(micro.packed.action_mask.shape[1] for micro in micros)
@@ -89,7 +89,7 @@ def pack_step(groups: Sequence[Group], run: TrainingRun) -> StepBatch:
                 context_length=run.policy.context_length,
             )
             stop = start + len(packed.tokens)
-            micros.append(Micro(packed.to(device), slice(start, stop), number))
+            micros.append(Microbatch(packed.to(device), slice(start, stop), number))
             start = stop
     rows = Batch(
         action_mask=right_pad((c.action for c in completions), False, dtype=torch.bool).to(device),
@@ -122,14 +122,14 @@ def score_reference(batch: StepBatch, run: TrainingRun) -> StepBatch:
     """`ref_logp` of every token; with exact KL also the hidden states, kept over all updates of the batch."""
     assert run.reference is not None
     logps, micros, head = [], [], None
-    with run.reference.model() as held, torch.no_grad(), run.autocast():
+    with run.reference.model() as reference, torch.no_grad(), run.autocast():
         for micro in batch.micros:
             if run.scorer is not None:
-                logps.append(score_with(run.scorer, held, micro.packed, temperature=run.rollout.temperature).logp)
+                logps.append(score_with(run.scorer, reference, micro.packed, temperature=run.rollout.temperature).logp)
                 micros.append(micro)
                 continue
-            hidden = hidden_states(held, micro.packed)
-            head = head or frozen_head(held)
+            hidden = hidden_states(reference, micro.packed)
+            head = head or frozen_head(reference)
             logps.append(score_hidden(hidden, head, micro.packed, temperature=run.rollout.temperature).logp)
             micros.append(replace(micro, ref_hidden=hidden) if run.kl.needs_exact else micro)
     ref_logp = stitch(logps, batch.width)
@@ -152,12 +152,12 @@ def keep_scores(batch: StepBatch, scores: Sequence[FullScores]) -> StepBatch:
 
 def detached(scores: FullScores) -> FullScores:
     """The same numbers without the graph behind them, to be looked at after the update."""
-    found = {f.name: getattr(scores, f.name) for f in fields(scores)}
-    plain: dict[str, Any] = {name: None if x is None else x.detach() for name, x in found.items()}
+    tensors = {f.name: getattr(scores, f.name) for f in fields(scores)}
+    plain: dict[str, Any] = {name: None if x is None else x.detach() for name, x in tensors.items()}
     return FullScores(**plain)
 
 
-def score_micro(micro: Micro, batch: StepBatch, run: TrainingRun) -> FullScores:
+def score_micro(micro: Microbatch, batch: StepBatch, run: TrainingRun) -> FullScores:
     """The policy's scores of one microbatch: log-probability, entropy, exact KL where the reference was kept."""
     exact = micro.ref_hidden is not None
     with run.autocast():

@@ -10,7 +10,7 @@ from typing import Any
 import keel
 from keel.base.redact import hide
 from keel.models.lora import is_lora
-from keel.reference.held import unwrap
+from keel.reference.weights import unwrap
 from keel.trainer.state import State, TrainingRun
 from keel.trainer.summary import final_kl
 
@@ -79,12 +79,12 @@ def is_hub_name(name: str) -> bool:
 
 def _measured(last: Mapping[str, float]) -> str:
     """Every estimator's mean with its standard error."""
-    found = []
+    lines = []
     for name, figures in final_kl(last).items():
         error = f" ± {figures['se']:.5f}" if "se" in figures else ""
         unit = "nats per sequence" if name == "sequence" else f"nats per token ({name})"
-        found.append(f"{figures['mean']:.5f}{error} {unit}")
-    return ", ".join(found) or "not measured"
+        lines.append(f"{figures['mean']:.5f}{error} {unit}")
+    return ", ".join(lines) or "not measured"
 
 
 def _evaluation(state: State) -> str:

@@ -1,7 +1,7 @@
 """Checkpoints: everything a run needs to go on exactly, written so that a kill at any moment loses no earlier one.
 
 `checkpoints/step-N/` is an ordinary transformers folder (or a peft adapter) with a model card; `trainer/` inside it
-holds the rest. It is written beside its place, brought to the disk, and renamed: a folder called `step-N` is whole.
+holds the rest. It is written beside it, brought to the disk, and renamed: a folder called `step-N` is complete.
 Its record, `trainer/state.json`, has the sha256 of every file: one that has changed since is named (`integrity.py`).
 """
 
@@ -27,7 +27,7 @@ from keel.base.files import write_atomic
 from keel.models.dropout import original_dropout
 from keel.models.lora import is_lora
 from keel.reference import Reference
-from keel.reference.held import unwrap
+from keel.reference.weights import unwrap
 from keel.trainer.card import model_card
 from keel.trainer.integrity import MANIFEST, TRAINER, Damage, checksum, checksums, damages, saved_sums, sealed
 from keel.trainer.integrity import STATE as RECORD
@@ -39,8 +39,8 @@ _TEMPORARY = ".writing-"
 
 
 def save_checkpoint(folder: Path, run: TrainingRun, state: State, *, about: Mapping[str, Any] | None = None) -> Path:
-    """Write `step-N` whole or not at all; what fails (a full disk) is one line, and earlier checkpoints stay."""
-    place = folder / f"step-{state.step}"
+    """Write `step-N` completely or not at all; what fails (a full disk) is one line, and earlier checkpoints stay."""
+    target = folder / f"step-{state.step}"
     temporary = folder / f"{_TEMPORARY}step-{state.step}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,17 +50,17 @@ def save_checkpoint(folder: Path, run: TrainingRun, state: State, *, about: Mapp
         (temporary / "README.md").write_text(model_card(run, state, about or {}), encoding="utf-8")
         _save_trainer(temporary / TRAINER, run, state, newest(folder))
         _flush(temporary)
-        if place.exists():  # a rollback came past this step again
-            shutil.rmtree(place)
-        temporary.rename(place)
+        if target.exists():  # a rollback came past this step again
+            shutil.rmtree(target)
+        temporary.rename(target)
         _flush_folder(folder)
     except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
         shutil.rmtree(temporary, ignore_errors=True)
         raise KeelError(
-            f"cannot save the checkpoint {place}: {_reason(error)}; earlier checkpoints are intact: free some space "
+            f"cannot save the checkpoint {target}: {_reason(error)}; earlier checkpoints are intact: free some space "
             "and resume the run with --resume"
         ) from error
-    return place
+    return target
 
 
 def save_weights(folder: Path, model: Any, tokenizer: Any) -> None:
@@ -71,7 +71,7 @@ def save_weights(folder: Path, model: Any, tokenizer: Any) -> None:
     inner = unwrap(model)
     chosen = {"selected_adapters": [inner.active_adapters[0]]} if is_lora(inner) else {}
     try:
-        with without_bars(), original_dropout(inner):
+        with no_progress_bars(), original_dropout(inner):
             inner.save_pretrained(str(folder), **chosen)
     except SafetensorError as error:  # a full disk has a type of its own there
         raise OSError(str(error)) from error
@@ -79,32 +79,32 @@ def save_weights(folder: Path, model: Any, tokenizer: Any) -> None:
 
 
 @contextmanager
-def without_bars() -> Iterator[None]:
-    """No progress bars of transformers' own: they would tear the live display."""
-    from transformers.utils import logging as noise
+def no_progress_bars() -> Iterator[None]:
+    """No progress bars of transformers: they would tear the live display."""
+    from transformers.utils import logging as hf_logging
 
-    shown = noise.is_progress_bar_enabled()
-    noise.disable_progress_bar()
+    enabled = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
-            noise.enable_progress_bar()
+        if enabled:
+            hf_logging.enable_progress_bar()
 
 
 @contextmanager
-def writing(place: Path) -> Iterator[Path]:
-    """A folder that becomes `place` once all is written; a failed write is one line and leaves nothing behind."""
-    temporary = place.parent / f"{_TEMPORARY}{place.name}"
+def writing(target: Path) -> Iterator[Path]:
+    """A folder that becomes `target` once all is written; a failed write is one line and leaves nothing behind."""
+    temporary = target.parent / f"{_TEMPORARY}{target.name}"
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         yield temporary
-        shutil.rmtree(place, ignore_errors=True)
-        temporary.rename(place)
+        shutil.rmtree(target, ignore_errors=True)
+        temporary.rename(target)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise KeelError(f"cannot write {place}: {_reason(error)}; free some space and run it again") from error
+        raise KeelError(f"cannot write {target}: {_reason(error)}; free some space and run it again") from error
 
 
 def save_manifest(folder: Path) -> None:
@@ -117,9 +117,9 @@ def _save_trainer(folder: Path, run: TrainingRun, state: State, previous: Path |
     torch.save(rng_state(), folder / RNG)
     reference = None
     if run.reference is not None:
-        held = _held(run.reference)
-        reference = {"kind": held["kind"], "fingerprint": held["fingerprint"]}
-        _save_reference(folder / REFERENCE, held, previous)
+        reference_state = _reference_state(run.reference)
+        reference = {"kind": reference_state["kind"], "fingerprint": reference_state["fingerprint"]}
+        _save_reference(folder / REFERENCE, reference_state, previous)
     record = {"keel": keel.__version__, "state": state.to_dict(), "reference": reference}
     record["files"] = {
         str(path.relative_to(folder.parent)): path.stat().st_size
@@ -129,7 +129,7 @@ def _save_trainer(folder: Path, run: TrainingRun, state: State, previous: Path |
     (folder / STATE).write_text(sealed(record, checksums(folder.parent)), encoding="utf-8")
 
 
-def _held(reference: Reference) -> dict[str, Any]:
+def _reference_state(reference: Reference) -> dict[str, Any]:
     """A reference's state; a user's own, which may hold anything, lies below the three entries that are read here."""
     state = reference.state_dict()
     if {"kind", "fingerprint", "moves"} <= state.keys():
@@ -137,24 +137,24 @@ def _held(reference: Reference) -> dict[str, Any]:
     return {"kind": reference.kind, "fingerprint": reference.fingerprint(), "moves": None, "own": state}
 
 
-def _save_reference(path: Path, held: Mapping[str, Any], previous: Path | None) -> None:
+def _save_reference(path: Path, reference_state: Mapping[str, Any], previous: Path | None) -> None:
     """A reference that has not moved since the last checkpoint is the same file: a hard link instead of a copy.
 
     A file that is not as it was saved is not linked: its new checksum would make the damage good.
     """
     if previous is not None and (before := read_record(previous)) is not None:
-        same = (before.get("reference") or {}).get("fingerprint") == held["fingerprint"]
+        same = (before.get("reference") or {}).get("fingerprint") == reference_state["fingerprint"]
         old = previous / TRAINER / REFERENCE
         saved = (saved_sums(previous) or {}).get(f"{TRAINER}/{REFERENCE}")
         if same and saved is not None and old.is_file() and checksum(old) == saved:
             moved = torch.load(old, map_location="cpu", weights_only=True, mmap=True)["moves"]
-            if moved is not None and moved == held["moves"]:
+            if moved is not None and moved == reference_state["moves"]:
                 try:
                     os.link(old, path)
                     return
                 except OSError:  # a file system without hard links
                     pass
-    torch.save(dict(held), path)
+    torch.save(dict(reference_state), path)
 
 
 def load_checkpoint(folder: Path, run: TrainingRun) -> State:
@@ -163,16 +163,16 @@ def load_checkpoint(folder: Path, run: TrainingRun) -> State:
     trainer = folder / TRAINER
     run.optimizer.load_state_dict(_load(trainer / OPTIMIZER))
     if (run.reference is None) != (record["reference"] is None):
-        there = "has a reference" if record["reference"] else "has no reference"
-        raise KeelError(f"the checkpoint {folder} {there} and this configuration wants it otherwise: keep kl as it was")
+        saved = "has a reference" if record["reference"] else "has no reference"
+        raise KeelError(f"the checkpoint {folder} {saved} and this configuration wants it otherwise: keep kl as it was")
     if run.reference is not None:
-        held = _load(trainer / REFERENCE)
-        if held["fingerprint"] != record["reference"]["fingerprint"]:
+        reference_state = _load(trainer / REFERENCE)
+        if reference_state["fingerprint"] != record["reference"]["fingerprint"]:
             raise KeelError(
-                f"the reference in {folder} has fingerprint {held['fingerprint'][:12]} but the checkpoint says "
-                f"{record['reference']['fingerprint'][:12]}: the file was exchanged; use the one that was saved"
+                f"the reference in {folder} has fingerprint {reference_state['fingerprint'][:12]} but the checkpoint "
+                f"says {record['reference']['fingerprint'][:12]}: the file was exchanged; use the one that was saved"
             )
-        run.reference.load_state_dict(held.get("own", held))
+        run.reference.load_state_dict(reference_state.get("own", reference_state))
     set_rng_state(_load(trainer / RNG))
     state = State.from_dict(record["state"])
     run.optimizer.factor = state.lr_factor
@@ -193,7 +193,7 @@ def restore_weights(folder: Path, model: Any) -> None:
         saved = load_peft_weights(str(folder), device="cpu")
         set_peft_model_state_dict(inner, saved, adapter_name=inner.active_adapters[0])
         return
-    with without_bars():
+    with no_progress_bars():
         fresh = type(inner).from_pretrained(str(folder), dtype=next(inner.parameters()).dtype)
     try:
         inner.load_state_dict(fresh.state_dict())
@@ -205,20 +205,20 @@ def restore_weights(folder: Path, model: Any) -> None:
 
 
 def rewrite_state(folder: Path, state: State) -> None:
-    """Exchange the state of a checkpoint, atomically, and leave the rest as it is."""
+    """Replace the state of a checkpoint, atomically, and leave the rest as it is."""
     record = {**_record_of(folder), "state": state.to_dict()}
     sums = saved_sums(folder)
     write_atomic(folder / RECORD, json.dumps(record, indent=1) if sums is None else sealed(record, sums))
 
 
-def exchange_reference(folder: Path, reference: Reference) -> None:
+def replace_reference(folder: Path, reference: Reference) -> None:
     """Write a checkpoint's reference anew, as a file of its own, if it is the one that the checkpoint names."""
-    name, held = f"{TRAINER}/{REFERENCE}", _held(reference)
+    name, reference_state = f"{TRAINER}/{REFERENCE}", _reference_state(reference)
     record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    if (record["reference"] or {}).get("fingerprint") != held["fingerprint"]:
+    if (record["reference"] or {}).get("fingerprint") != reference_state["fingerprint"]:
         return
     fresh = folder / TRAINER / f".{REFERENCE}.new"
-    torch.save(dict(held), fresh)
+    torch.save(dict(reference_state), fresh)
     sums = saved_sums(folder)
     record["files"][name] = fresh.stat().st_size
     text = json.dumps(record, indent=1) if sums is None else sealed(record, {**sums, name: checksum(fresh)})
@@ -244,17 +244,17 @@ def _load(path: Path) -> Any:
 
 
 def saved_state(folder: Path) -> State | None:
-    """The state of a whole checkpoint, or None."""
+    """The state of an intact checkpoint, or None."""
     record = read_record(folder)
     return None if record is None else State.from_dict(record["state"])
 
 
 def last_good(folder: Path, confirmed: int) -> Path | None:
     """The newest checkpoint whose step was fine, and whose weights the step after it found fine; or the start."""
-    return next(iter(good_ones(folder, confirmed)), None)
+    return next(iter(good_checkpoints(folder, confirmed)), None)
 
 
-def good_ones(folder: Path, confirmed: int) -> Iterator[Path]:
+def good_checkpoints(folder: Path, confirmed: int) -> Iterator[Path]:
     """`last_good`, and those before it that are good too."""
     for path in reversed(checkpoints(folder)):
         state = saved_state(path)
@@ -262,31 +262,31 @@ def good_ones(folder: Path, confirmed: int) -> Iterator[Path]:
             yield path
 
 
-def newest_whole(
+def newest_intact(
     folder: Path, mend: Callable[[Path, list[Damage]], bool] | None = None
 ) -> tuple[Path | None, list[tuple[Path, Damage]]]:
     """The newest checkpoint with every file as it was saved, and the damaged ones after it with their first damage.
 
-    `mend` is asked of a damaged one, and says whether it made it whole.
+    `mend` may repair a damaged one, and returns whether it did.
     """
-    found: list[tuple[Path, Damage]] = []
+    damaged: list[tuple[Path, Damage]] = []
     for path in reversed(numbered(folder)):
         wrong = damages(path, record=RECORD)
         if not wrong or (mend is not None and mend(path, wrong)):
-            return path, found
-        found.append((path, wrong[0]))
-    return None, found
+            return path, damaged
+        damaged.append((path, wrong[0]))
+    return None, damaged
 
 
-def lay_aside(path: Path) -> Path:
-    """Take a damaged checkpoint out of the run's way, for whoever wants to look at it."""
-    return path.rename(aside_place(path))
+def quarantine(path: Path) -> Path:
+    """Move a damaged checkpoint out of the run's way, for inspection."""
+    return path.rename(quarantine_path(path))
 
 
-def aside_place(path: Path) -> Path:
-    """Where `lay_aside` will put it: `damaged-step-N`, with a number where an earlier one has that name."""
+def quarantine_path(path: Path) -> Path:
+    """Where `quarantine` will put it: `damaged-step-N`, with a number where an earlier one has that name."""
     names = (f"damaged-{path.name}{'' if number == 1 else f'-{number}'}" for number in count(1))
-    return next(place for name in names if not (place := path.with_name(name)).exists())
+    return next(candidate for name in names if not (candidate := path.with_name(name)).exists())
 
 
 def drop_after(folder: Path, step: int) -> None:
@@ -308,14 +308,14 @@ def numbered(folder: Path) -> list[Path]:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Whole checkpoints, oldest first; temporary folders and damaged ones are passed over."""
+    """Intact checkpoints, oldest first; temporary folders and damaged ones are skipped."""
     return [path for path in numbered(folder) if read_record(path) is not None]
 
 
 def newest(folder: Path) -> Path | None:
-    """The last whole checkpoint, or None."""
-    found = checkpoints(folder)
-    return found[-1] if found else None
+    """The last intact checkpoint, or None."""
+    intact = checkpoints(folder)
+    return intact[-1] if intact else None
 
 
 def step_of(path: Path) -> int:
@@ -325,20 +325,20 @@ def step_of(path: Path) -> int:
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """`trainer/state.json` if the checkpoint looks whole: every file there, at its size. `damages` reads them all."""
+    """`trainer/state.json` if the checkpoint looks intact: every file there, at its size. `damages` reads them all."""
     try:
         record: dict[str, Any] = json.loads((path / TRAINER / STATE).read_text(encoding="utf-8"))
-        whole = all((path / name).stat().st_size == size for name, size in record["files"].items())
-        whole = whole and isinstance(record["state"], dict)
+        intact = all((path / name).stat().st_size == size for name, size in record["files"].items())
+        intact = intact and isinstance(record["state"], dict)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # it may hold any JSON
         return None
-    return record if whole else None
+    return record if intact else None
 
 
 def clean(folder: Path, *, keep: int | None = None, also: Collection[int | None] = ()) -> list[Path]:
     """Remove leftovers of a kill while saving and, with `keep`, all but the last `keep` checkpoints and `also`.
 
-    Only whole checkpoints count, so the last whole one is never among those removed.
+    Only intact checkpoints count, so the last of them is never removed.
     """
     for leftover in folder.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(leftover, ignore_errors=True)

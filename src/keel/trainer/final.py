@@ -13,7 +13,7 @@ from keel.trainer.state import State, TrainingRun, step_seed
 from keel.trainer.step import sample_groups
 
 
-def measure_end(run: TrainingRun, state: State) -> dict[str, float]:
+def measure_final(run: TrainingRun, state: State) -> dict[str, float]:
     """KL of the policy as it is, on the rollouts that the next step would begin with: the numbers it would report.
 
     `state` and the random states stay as they are, so a run that goes on later meets the same rollouts and is the run
@@ -30,5 +30,5 @@ def measure_end(run: TrainingRun, state: State) -> dict[str, float]:
         measured = measure_policy(score_policy(batch, run), run)
     finally:
         set_rng_state(before)
-    kept = ("kl/policy_ref/", "logp/policy_mean")
-    return {name: value for name, value in measured.items() if name.startswith(kept)}
+    prefixes = ("kl/policy_ref/", "logp/policy_mean")
+    return {name: value for name, value in measured.items() if name.startswith(prefixes)}

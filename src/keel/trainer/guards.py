@@ -25,8 +25,8 @@ P95_FACTOR = 2.0  # the 95th percentile may be this many times the budget of the
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """What a guard has found: the finding's code, one line of evidence, and the configured answer to it."""
+class GuardViolation:
+    """What a guard has found: the finding's code, one line of evidence, and the configured action."""
 
     code: str
     message: str
@@ -51,41 +51,41 @@ def over_budget(metrics: Mapping[str, float], budget: KLBudget | None) -> str | 
     if budget is None or name is None:
         return None
     unit = "token" if budget.unit == "per_token" else "sequence"
-    for part, most in (("mean", budget.max), ("p95", P95_FACTOR * budget.max)):
-        spent = metrics.get(f"{name}/{part}", 0.0)
-        if not spent <= most:
+    for part, limit in (("mean", budget.max), ("p95", P95_FACTOR * budget.max)):
+        value = metrics.get(f"{name}/{part}", 0.0)
+        if not value <= limit:
             factor = "" if part == "mean" else f"{P95_FACTOR:g} × "
-            return f"{name}/{part} is {spent:.4g} nats per {unit}, over {factor}kl.budget.max {budget.max:g}"
+            return f"{name}/{part} is {value:.4g} nats per {unit}, over {factor}kl.budget.max {budget.max:g}"
     return None
 
 
-def find_trouble(
+def find_violation(
     state: State, metrics: Mapping[str, float], options: GuardOptions, budget: KLBudget | None = None
-) -> Trouble | None:
-    """The gravest thing about a finished step, or None; what only warns does not hide what does more."""
-    found = []
+) -> GuardViolation | None:
+    """The gravest violation of a finished step, or None; one that only warns does not hide another."""
+    violations = []
     if state.consecutive_skips >= options.max_consecutive_nans:
         spikes = state.spike_skips == state.consecutive_skips
         code, why = ("optim/spike", ", as gradient spikes") if spikes else ("optim/non-finite", "")
         message = f"{state.consecutive_skips} updates in a row were skipped{why} up to step {state.step}"
-        found.append(Trouble(code, message, options.on_nans))
+        violations.append(GuardViolation(code, message, options.on_nans))
     broken = over_budget(metrics, budget)
     if budget is not None and broken is not None:
-        found.append(Trouble("kl/over-budget", f"{broken} at step {state.step}", budget.action))
-    return min(found, key=lambda trouble: trouble.action == "warn", default=None)
+        violations.append(GuardViolation("kl/over-budget", f"{broken} at step {state.step}", budget.action))
+    return min(violations, key=lambda violation: violation.action == "warn", default=None)
 
 
-def trouble_at_end(
+def final_violation(
     step: int, metrics: Mapping[str, float], options: GuardOptions, budget: KLBudget | None = None
-) -> Trouble | None:
-    """The same about the policy that the last update has left, from the numbers of `measure_end`."""
+) -> GuardViolation | None:
+    """The same about the policy that the last update has left, from the numbers of `measure_final`."""
     if not math.isfinite(metrics.get("logp/policy_mean", 0.0)):
         message = f"the policy is not finite after the last update, that of step {step}"
-        return Trouble("optim/non-finite", message, options.on_nans)
+        return GuardViolation("optim/non-finite", message, options.on_nans)
     broken = over_budget(metrics, budget)
     if budget is None or broken is None:
         return None
-    return Trouble("kl/over-budget", f"{broken} after the last update, that of step {step}", budget.action)
+    return GuardViolation("kl/over-budget", f"{broken} after the last update, that of step {step}", budget.action)
 
 
 def spike_limit(norms: Sequence[float], thresholds: Thresholds) -> float | None:
@@ -93,32 +93,37 @@ def spike_limit(norms: Sequence[float], thresholds: Thresholds) -> float | None:
     return thresholds["grad_spike"] * statistics.median(norms) if len(norms) >= ENOUGH else None
 
 
-def watch(
-    state: State, metrics: Mapping[str, float], batch: StepBatch, budget: KLBudget | None, *, taken: Sequence[float]
+def update_guard_state(
+    state: State,
+    metrics: Mapping[str, float],
+    batch: StepBatch,
+    budget: KLBudget | None,
+    *,
+    applied_norms: Sequence[float],
 ) -> State:
-    """The guards' own memory after a step: running norms, stretches without signal, and how far back all was well.
+    """The guards' state after a step: running norms, stretches without signal, and how far back all was well.
 
-    Only norms of updates that were made (`taken`) count: spikes that were skipped must not become the usual. The
+    Only norms of updates that were made count: spikes that were skipped must not become the usual. The
     numbers of step N are those of the weights after N − 1 updates, so a fine step N vouches for `step-{N−1}`.
     """
     broken = over_budget(metrics, budget) is not None
-    known = budget is None or budget_metric(metrics, budget.unit) is not None
-    within = known and (not broken or (budget is not None and budget.action == "warn"))
+    measured = budget is None or budget_metric(metrics, budget.unit) is not None
+    within = measured and (not broken or (budget is not None and budget.action == "warn"))
     fine = metrics["guard/skipped"] == 0.0 and within
     totals = {reward.total for group in batch.groups for reward in group.rewards}
     silent = batch.rows.advantages is not None and not bool(batch.rows.advantages.any())
     return replace(
         state,
-        norms=(*state.norms, *taken)[-WINDOW:],
-        over_budget=broken if known else state.over_budget,
+        norms=(*state.norms, *applied_norms)[-WINDOW:],
+        over_budget=broken if measured else state.over_budget,
         confirmed=state.step - 1 if fine else state.confirmed,
         constant_rewards=state.constant_rewards + 1 if len(totals) == 1 else 0,
         zero_advantages=state.zero_advantages + 1 if silent else 0,
     )
 
 
-def stretches(state: State, options: GuardOptions) -> list[tuple[str, str]]:
-    """(kind, message) of a stretch of steps without signal that has just become long enough to be said, once each."""
+def no_signal_events(state: State, options: GuardOptions) -> list[tuple[str, str]]:
+    """(kind, message) of a stretch of steps without signal, once it is long enough to be reported."""
     limit = options.constant_steps
     if not limit:
         return []
@@ -129,18 +134,18 @@ def stretches(state: State, options: GuardOptions) -> list[tuple[str, str]]:
     return []
 
 
-def tool_trouble(
+def tool_error_event(
     metrics: Mapping[str, float], completions: Sequence[Completion], thresholds: Thresholds
 ) -> dict[str, str] | None:
-    """The fields of an event where most tool calls of a step failed: how many, and what the model was first told."""
+    """The fields of an event where most tool calls of a step failed: how many, and the first error."""
     share = metrics.get("tool/error_fraction", 0.0)
     if share <= thresholds["tool_errors"]:
         return None
-    wrong = [completion for completion in completions if completion.counts.get("tool/errors")]
-    lines = (line.strip() for completion in wrong for line in completion.text.splitlines())
-    told = next((line for line in lines if line.startswith("error: ")), "")
+    failed = [completion for completion in completions if completion.counts.get("tool/errors")]
+    lines = (line.strip() for completion in failed for line in completion.text.splitlines())
+    error = next((line for line in lines if line.startswith("error: ")), "")
     message = f"{100 * share:.0f} % of this step's tool calls were answered with an error"
-    return {"message": f"{message}; the first: {told}" if told else message, "error": told}
+    return {"message": f"{message}; the first: {error}" if error else message, "error": error}
 
 
 def first_nonfinite(batch: StepBatch, metrics: Mapping[str, float], gradient: str | None) -> str | None:
@@ -199,17 +204,17 @@ def _row(values: Tensor | None, row: int, length: int) -> Any:
 
 
 def guard_findings(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What the guards have to say of a finished run, from its events: why it was stopped, and what it survived."""
+    """The guards' findings on a finished run, from its events: why it was stopped, and its rollbacks."""
     stops = [event for event in events if event.get("kind") == "stop"]
     rollbacks = [event for event in events if event.get("kind") == "rollback"]
-    found = []
+    findings = []
     if stops and events and _last(events) is stops[-1]:
         code = str(stops[-1].get("code"))
-        found.append(_finding(code, "error", str(stops[-1]["message"])))
+        findings.append(_finding(code, "error", str(stops[-1]["message"])))
     if rollbacks:
-        told = "; ".join(str(event["message"]) for event in rollbacks)
-        found.append(_finding("guard/rolled-back", "warning", told))
-    return found
+        evidence = "; ".join(str(event["message"]) for event in rollbacks)
+        findings.append(_finding("guard/rolled-back", "warning", evidence))
+    return findings
 
 
 def _last(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:

@@ -56,8 +56,8 @@ def sealed(record: Mapping[str, Any], sums: Mapping[str, str]) -> str:
 
 
 def _digest(record: Mapping[str, Any]) -> str:
-    rest = {name: value for name, value in record.items() if name != _SEAL}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    unsealed = {name: value for name, value in record.items() if name != _SEAL}
+    return hashlib.sha256(json.dumps(unsealed, sort_keys=True).encode()).hexdigest()
 
 
 def saved_sums(folder: Path) -> dict[str, str] | None:
@@ -69,7 +69,7 @@ def saved_sums(folder: Path) -> dict[str, str] | None:
 def saved_record(folder: Path) -> dict[str, Any] | None:
     """A folder's record, whatever became of the files that it lists; None where it is not there, or damaged itself."""
     name = _record_name(folder)
-    record = None if name is None else _read(folder / name)
+    record = None if name is None else _read_json(folder / name)
     return None if not isinstance(record, dict) or _wrong_record(record) is not None else record
 
 
@@ -83,25 +83,25 @@ def damages(folder: Path, *, record: str | None = None, model_only: bool = False
     name = record or _record_name(folder)
     if name is None:
         return [Damage(STATE, "is missing")] if (folder / TRAINER).exists() else _unreadable(folder, model_only)
-    found = _read(folder / name)
-    if found is None and not (folder / name).is_file():
+    contents = _read_json(folder / name)
+    if contents is None and not (folder / name).is_file():
         return [Damage(name, "is missing")]
-    if not isinstance(found, dict):
+    if not isinstance(contents, dict):
         return [Damage(name, "is damaged: it holds no JSON object")]
-    if (wrong := _wrong_record(found)) is not None:
+    if (wrong := _wrong_record(contents)) is not None:
         return [Damage(name, wrong)]
-    if _CHECKSUMS in found:
-        wanted: dict[str, Any] = found[_CHECKSUMS]
+    if _CHECKSUMS in contents:
+        expected: dict[str, Any] = contents[_CHECKSUMS]
     else:
-        sizes = found.get("files", {})
-        if not isinstance(sizes, dict) or (name == STATE and not isinstance(found.get("state"), dict)):
+        sizes = contents.get("files", {})
+        if not isinstance(sizes, dict) or (name == STATE and not isinstance(contents.get("state"), dict)):
             return [Damage(name, "is damaged: it does not say where the run stood")]
-        wanted = sizes
-    there = {file: value for file, value in wanted.items() if not (model_only and file.startswith(f"{TRAINER}/"))}
-    wrong_files = [(file, _difference(folder / file, value)) for file, value in there.items()]
+        expected = sizes
+    checked = {file: value for file, value in expected.items() if not (model_only and file.startswith(f"{TRAINER}/"))}
+    wrong_files = [(file, _difference(folder / file, value)) for file, value in checked.items()]
     changed = [Damage(file, why) for file, why in wrong_files if why is not None]
-    if _CHECKSUMS in found:
-        return changed + _not_saved(folder, {*wanted, name}, model_only)
+    if _CHECKSUMS in contents:
+        return changed + _not_saved(folder, {*expected, name}, model_only)
     return changed or _unreadable(folder, model_only)
 
 
@@ -119,7 +119,7 @@ def _record_name(folder: Path) -> str | None:
     return next((name for name in _RECORDS if (folder / name).exists()), None)
 
 
-def _read(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     """What a JSON file holds; None where it is not there, or holds none."""
     try:
         return json.loads(path.read_bytes())
@@ -159,14 +159,14 @@ def _difference(path: Path, saved: Any) -> str | None:
 
 def _not_saved(folder: Path, saved: Collection[str], model_only: bool) -> list[Damage]:
     """Files that came later and would be loaded, beside those that were saved; folders of one's own are left alone."""
-    places = {Path(file).parent for file in saved} | {Path(), Path(_TEMPLATES)}
-    places -= {Path(TRAINER)} if model_only else set()
-    found = []
-    for path in sorted(path for place in places for path in (folder / place).glob("*")):
+    folders = {Path(file).parent for file in saved} | {Path(), Path(_TEMPLATES)}
+    folders -= {Path(TRAINER)} if model_only else set()
+    unexpected = []
+    for path in sorted(path for subfolder in folders for path in (folder / subfolder).glob("*")):
         name = path.relative_to(folder).as_posix()
         if path.suffix in _LOADED and not path.name.startswith(".") and name not in saved and path.is_file():
-            found.append(Damage(name, "was not saved here"))
-    return found
+            unexpected.append(Damage(name, "was not saved here"))
+    return unexpected
 
 
 def _unreadable(folder: Path, model_only: bool) -> list[Damage]:
@@ -174,7 +174,7 @@ def _unreadable(folder: Path, model_only: bool) -> list[Damage]:
     import torch
     from safetensors import SafetensorError, safe_open
 
-    found = []
+    damaged = []
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         name = str(path.relative_to(folder))
         if model_only and name.startswith(f"{TRAINER}/"):
@@ -190,5 +190,5 @@ def _unreadable(folder: Path, model_only: bool) -> list[Damage]:
         except OSError as error:
             raise _cannot_read(path, error) from error
         except (SafetensorError, Exception) as error:  # torch's own types differ by what is wrong
-            found.append(Damage(name, f"is damaged: {type(error).__name__} when it is opened"))
-    return found
+            damaged.append(Damage(name, f"is damaged: {type(error).__name__} when it is opened"))
+    return damaged

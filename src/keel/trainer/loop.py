@@ -20,17 +20,17 @@ from keel.loggers import MultiLogger, RunDirectory
 from keel.loggers.options import LogOptions
 from keel.loggers.rundir import SKIPPED
 from keel.trainer.checkpoint import clean, last_good, rewrite_state, save_checkpoint, step_of
-from keel.trainer.final import measure_end
+from keel.trainer.final import measure_final
 from keel.trainer.guards import (
-    Trouble,
+    GuardViolation,
     budget_metric,
-    find_trouble,
+    final_violation,
+    find_violation,
     first_nonfinite,
     may_roll_back,
+    no_signal_events,
     skipped_record,
-    stretches,
-    tool_trouble,
-    trouble_at_end,
+    tool_error_event,
 )
 from keel.trainer.options import CheckpointOptions, GuardOptions
 from keel.trainer.records import rollout_records, tracked_records
@@ -40,7 +40,7 @@ from keel.trainer.step import Step, train_step
 
 Record = dict[str, Any]
 Callback = Callable[[State, Mapping[str, float]], bool | None]
-SKIPPED_KEPT = 20  # batches kept for inspection, at most
+MAX_SKIPPED_FILES = 20  # batches kept for inspection, at most
 ROLLOUT_GROUPS = 2  # groups of a step that rollouts.jsonl shows
 
 
@@ -49,7 +49,7 @@ class Job:
     """A run with everything around it. `evaluate` returns one record a task, the trained one first.
 
     `final_kl` is the KL of the policy that the run ended with; `tools_failing` that most tool calls of the last step
-    failed, which is said once a stretch.
+    failed, which is logged once a stretch.
     """
 
     run: TrainingRun
@@ -113,7 +113,7 @@ def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
         if may_roll_back(guards, budget):
             save(job, state)
     elif state.step >= job.max_steps:  # a finished run, gone on with: its summary says the same again
-        _measure_end(job, state)
+        _measure_final(job, state)
     while state.step < job.max_steps and interrupt.signal is None:
         torch.manual_seed(step_seed(job.run.seed, state))  # for dropout: sampling has noise of its own
         step = train_step(job.run, state)
@@ -121,20 +121,22 @@ def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
         _log(job, step, earlier, state)
         stop = [callback(state, step.metrics) for callback in job.callbacks]
         last = state.step == job.max_steps or any(stop)
-        trouble = find_trouble(state, step.metrics, guards, budget)
-        if trouble is not None and _is_new(trouble, earlier, state, guards):
-            job.loggers.event(trouble.code, step=state.step, message=trouble.message)
-        if last and (trouble is None or trouble.action == "warn"):  # what the last update did, no later step will see
-            trouble = trouble_at_end(state.step, _measure_end(job, state), guards, budget)
-            if trouble is not None and not state.over_budget:
-                job.loggers.event(trouble.code, step=state.step, message=trouble.message)
-        if trouble is not None and trouble.action != "warn":
-            if trouble.action == "rollback" and state.rollbacks < guards.max_rollbacks and not any(stop):
-                went_back = roll_back(job.directory, job.loggers, job.run, state, trouble)
+        violation = find_violation(state, step.metrics, guards, budget)
+        if violation is not None and _is_new(violation, earlier, state, guards):
+            job.loggers.event(violation.code, step=state.step, message=violation.message)
+        if last and (
+            violation is None or violation.action == "warn"
+        ):  # what the last update did, no later step will see
+            violation = final_violation(state.step, _measure_final(job, state), guards, budget)
+            if violation is not None and not state.over_budget:
+                job.loggers.event(violation.code, step=state.step, message=violation.message)
+        if violation is not None and violation.action != "warn":
+            if violation.action == "rollback" and state.rollbacks < guards.max_rollbacks and not any(stop):
+                went_back = roll_back(job.directory, job.loggers, job.run, state, violation)
                 if went_back is not None:
                     state = job_at(job, went_back)
                     continue
-            return _stop(job, state, trouble)
+            return _stop(job, state, violation)
         try:
             if last or _due(state.step, job.eval.every):
                 state = _evaluate(job, state)
@@ -159,16 +161,16 @@ def job_at(job: Job, state: State) -> State:
     return state
 
 
-def _is_new(trouble: Trouble, before: State, state: State, guards: GuardOptions) -> bool:
-    """Whether it has just begun: it is said once a stretch; a run of skips that is answered by more says so itself."""
-    if trouble.code == "kl/over-budget":
+def _is_new(violation: GuardViolation, before: State, state: State, guards: GuardOptions) -> bool:
+    """Whether it has just begun: it is logged once a stretch; a run of skips with another action is logged by that."""
+    if violation.code == "kl/over-budget":
         return not before.over_budget
-    return trouble.action == "warn" and state.consecutive_skips == guards.max_consecutive_nans
+    return violation.action == "warn" and state.consecutive_skips == guards.max_consecutive_nans
 
 
-def _measure_end(job: Job, state: State) -> Mapping[str, float]:
+def _measure_final(job: Job, state: State) -> Mapping[str, float]:
     """The final policy's numbers, for the guards, the summary and the doctor."""
-    measured = measure_end(job.run, state)
+    measured = measure_final(job.run, state)
     job.failures()  # of rewards that are not used
     job.final_kl = {name: value for name, value in measured.items() if name.startswith("kl/policy_ref/")}
     name = budget_metric(measured, "per_token")
@@ -179,35 +181,35 @@ def _measure_end(job: Job, state: State) -> Mapping[str, float]:
     return measured
 
 
-def _stop(job: Job, state: State, trouble: Trouble) -> State:
+def _stop(job: Job, state: State, violation: GuardViolation) -> State:
     """A clean end at the last good checkpoint (or, where there is none, where the run stands), evaluated there."""
     wall = state.wall_s
-    went_back = stop_at_last_good(job.directory, job.loggers, job.run, state, trouble)
-    job.stopped = trouble.message
+    went_back = stop_at_last_good(job.directory, job.loggers, job.run, state, violation)
+    job.stopped = violation.message
     state = replace(state if went_back is None else job_at(job, went_back), wall_s=wall)
     if state.evaluated_at != state.step:
         state = _evaluate(job, state)
         _track(job, state.step)
-    _measure_end(job, state)
-    place = job.directory.checkpoints / f"step-{state.step}"
+    _measure_final(job, state)
+    checkpoint = job.directory.checkpoints / f"step-{state.step}"
     if went_back is None:
         save(job, state)
     else:
         job.directory.sync()
-        rewrite_state(place, state)
+        rewrite_state(checkpoint, state)
     return state
 
 
 def save(job: Job, state: State) -> None:
     """Lines to the disk first, then the checkpoint, then the ones that are no longer wanted."""
     job.directory.sync()
-    place = save_checkpoint(job.directory.checkpoints, job.run, state, about=job.about)
+    saved = save_checkpoint(job.directory.checkpoints, job.run, state, about=job.about)
     best = int(state.best["step"]) if state.best and job.checkpoint.best else None
-    done = state.step >= job.max_steps
-    good = None if done else last_good(job.directory.checkpoints, state.confirmed)
+    finished = state.step >= job.max_steps
+    good = None if finished else last_good(job.directory.checkpoints, state.confirmed)
     clean(job.directory.checkpoints, keep=job.checkpoint.keep, also=(best, None if good is None else step_of(good)))
     job.saved_at = state.step
-    job.loggers.event("checkpoint", step=state.step, path=str(place.relative_to(job.directory.path)))
+    job.loggers.event("checkpoint", step=state.step, path=str(saved.relative_to(job.directory.path)))
 
 
 def _due(step: int, every: int) -> bool:
@@ -226,18 +228,18 @@ def _log(job: Job, step: Step, before: State, state: State) -> None:
         job.loggers.event("guard/spike", step=state.step, message=message)
     if step.metrics["guard/skipped"] > 0:
         _keep_skipped(job, step, state)
-    for kind, message in stretches(state, job.run.guards):
+    for kind, message in no_signal_events(state, job.run.guards):
         job.loggers.event(kind, step=state.step, message=message)
-    told = tool_trouble(step.metrics, step.batch.completions, job.run.thresholds)
-    if told is not None and not job.tools_failing:
-        job.loggers.event("tool/errors", step=state.step, **told)
-    job.tools_failing = told is not None
+    tool_errors = tool_error_event(step.metrics, step.batch.completions, job.run.thresholds)
+    if tool_errors is not None and not job.tools_failing:
+        job.loggers.event("tool/errors", step=state.step, **tool_errors)
+    job.tools_failing = tool_errors is not None
     for failure in job.failures():
         job.loggers.event("reward/failed", step=state.step, message=str(failure), function=failure.function)
 
 
 def _keep_skipped(job: Job, step: Step, state: State) -> None:
-    """Say why, what was not finite first, and keep the batch; of a long stretch only the first ones."""
+    """Log why and what was not finite first, and save the batch; of a long stretch only the first ones."""
     spike = step.metrics["guard/nonfinite"] == 0.0
     first = None if spike else first_nonfinite(step.batch, step.metrics, job.run.optimizer.nonfinite)
     reason = "the gradient was a spike" if spike else f"the {first or 'gradient norm'} is not finite"
@@ -247,10 +249,10 @@ def _keep_skipped(job: Job, step: Step, state: State) -> None:
         "nonfinite": first,
     }
     name = f"{SKIPPED}/step-{state.step}{f'.attempt-{state.attempt}' if state.attempt else ''}.json"
-    there = job.directory.path / SKIPPED
-    if (job.directory.path / name).exists() or len(list(there.glob("*.json"))) < SKIPPED_KEPT:
+    folder = job.directory.path / SKIPPED
+    if (job.directory.path / name).exists() or len(list(folder.glob("*.json"))) < MAX_SKIPPED_FILES:
         record = {"step": state.step, **skipped_record(step.batch, step.metrics, first)}
-        job.directory.write_json(name, record, as_it_is=True)  # its texts belong to its tokens
+        job.directory.write_json(name, record, raw=True)  # its texts belong to its tokens
         fields["batch"] = name
     job.loggers.event("guard/skipped", step=state.step, **fields)
 

@@ -59,25 +59,25 @@ def measure_policy(batch: StepBatch, run: TrainingRun) -> dict[str, float]:
     rows, scores, width = batch.rows, batch.scores, batch.width
     mask, logp = rows.action_mask, rows.old_logp
     assert logp is not None
-    found: dict[str, float] = {"logp/policy_mean": _mean(logp, mask)}
+    metrics: dict[str, float] = {"logp/policy_mean": _mean(logp, mask)}
     entropy = _stitched([s.entropy for s in scores], width)
     if entropy is not None:
-        found["entropy/mean"] = _mean(entropy, mask)
+        metrics["entropy/mean"] = _mean(entropy, mask)
     if rows.ref_logp is not None:
         exact = _stitched([s.exact_kl for s in scores], width)
         clamp = run.kl.log_ratio_clamp
-        found |= measure_kl(logp, rows.ref_logp, mask, exact_kl=exact, clamp=clamp)
-        found["logp/ref_mean"] = _mean(rows.ref_logp, mask)
+        metrics |= measure_kl(logp, rows.ref_logp, mask, exact_kl=exact, clamp=clamp)
+        metrics["logp/ref_mean"] = _mean(rows.ref_logp, mask)
         reverse = _stitched([s.ref_policy_kl for s in scores], width)
         if reverse is not None:
-            found["kl/ref_policy/exact/mean"] = _mean(reverse, mask)
+            metrics["kl/ref_policy/exact/mean"] = _mean(reverse, mask)
     if rows.sample_logp is not None:
         sampler = torch.where(rows.sample_logp.isnan(), logp, rows.sample_logp)
         d = log_ratio(sampler, logp, mask).d
-        found["kl/sampler_policy/k1/mean"] = _mean(-d, mask)
-        found["kl/sampler_policy/k3/mean"] = _mean(k3(d), mask)
-        found["logp/sampler_gap_max"] = d[mask].abs().max().item() if bool(mask.any()) else 0.0
-    return found
+        metrics["kl/sampler_policy/k1/mean"] = _mean(-d, mask)
+        metrics["kl/sampler_policy/k3/mean"] = _mean(k3(d), mask)
+        metrics["logp/sampler_gap_max"] = d[mask].abs().max().item() if bool(mask.any()) else 0.0
+    return metrics
 
 
 def measure_old(batch: StepBatch, last: Sequence[Tensor]) -> dict[str, float]:
@@ -98,30 +98,30 @@ def token_kl(batch: StepBatch) -> Tensor | None:
 
 def describe_groups(batch: StepBatch) -> dict[str, float]:
     """Rewards, lengths and readability of a step's rollouts."""
-    given = [reward for group in batch.groups for reward in group.rewards]
-    totals = torch.tensor([reward.total for reward in given], dtype=torch.float64)
+    rewards = [reward for group in batch.groups for reward in group.rewards]
+    totals = torch.tensor([reward.total for reward in rewards], dtype=torch.float64)
     group = batch.rows.group.cpu() if batch.rows.group is not None else torch.zeros(len(totals), dtype=torch.long)
     _, std, _ = group_statistics(totals, group)
-    taken = 0.0 if batch.penalty is None else batch.penalty.double().mean().item()
+    penalty = 0.0 if batch.penalty is None else batch.penalty.double().mean().item()
     lengths = [sum(completion.action) for completion in batch.completions]
-    cut = [completion.stop_reason == "length" for completion in batch.completions]
+    truncated = [completion.stop_reason == "length" for completion in batch.completions]
     rejected = batch.rejected.float().mean().item() if batch.rejected is not None else 0.0
     line = {
         "reward/mean": totals.mean().item(),
         "reward/std": totals.std(correction=min(1, len(totals) - 1)).item(),
-        "reward/penalized": totals.mean().item() + taken,
+        "reward/penalized": totals.mean().item() + penalty,
         "reward/within_group_std": std.mean().item(),
         "reward/zero_variance_fraction": zero_variance(totals, group).double().mean().item(),
         "kl/rejected_fraction": rejected,
         "length/mean": statistics.fmean(lengths),
         "length/max": float(max(lengths)),
-        "length/truncated_fraction": statistics.fmean(cut),
+        "length/truncated_fraction": statistics.fmean(truncated),
         "prompt/truncated_fraction": statistics.fmean("prompt_tokens_cut" in g.problem.info for g in batch.groups),
-        "parse/ok_fraction": statistics.fmean(reward.parsed for reward in given),
+        "parse/ok_fraction": statistics.fmean(reward.parsed for reward in rewards),
     }
-    parts = sorted({name for reward in given for name in reward.parts})
+    parts = sorted({name for reward in rewards for name in reward.parts})
     for name in parts:
-        line[f"reward/part/{name}"] = statistics.fmean(reward.parts.get(name, 0.0) for reward in given)
+        line[f"reward/part/{name}"] = statistics.fmean(reward.parts.get(name, 0.0) for reward in rewards)
     return {**line, **describe_episodes(batch.completions)}
 
 
@@ -152,5 +152,5 @@ def _mean(x: Tensor, mask: Tensor) -> float:
 
 
 def _stitched(parts: Sequence[Tensor | None], width: int) -> Tensor | None:
-    there = [part for part in parts if part is not None]
-    return stitch(there, width) if there else None
+    present = [part for part in parts if part is not None]
+    return stitch(present, width) if present else None

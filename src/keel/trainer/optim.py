@@ -69,14 +69,14 @@ def _adamw_8bit(params: list[Any], device: torch.device, **settings: Any) -> tor
         ) from error
     if device.type != "cuda":
         raise KeelError("optim.optimizer=adamw8bit needs a CUDA device: use optim.optimizer=adamw here")
-    made: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(params, **settings)
-    return made
+    optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(params, **settings)
+    return optimizer
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": _adamw, "adamw8bit": _adamw_8bit}
 
 
-def amp_dtype(options: OptimOptions, weights: torch.dtype) -> torch.dtype | None:
+def resolve_amp_dtype(options: OptimOptions, weights: torch.dtype) -> torch.dtype | None:
     """The type of the mixed-precision passes, None where the weights' own is used."""
     name = options.precision
     if name == "auto" or DTYPES[name] == weights:
@@ -117,7 +117,7 @@ class Optimizer:
 
     def begin(self) -> None:
         """A new step: forget what its guards remember of the last one's updates."""
-        self.taken: list[float] = []  # gradient norms of the updates that were made
+        self.applied_norms: list[float] = []  # gradient norms of the updates that were made
         self.spiked = 0.0  # the largest norm that was a spike
         self.nonfinite: str | None = None
 
@@ -153,36 +153,36 @@ class Optimizer:
         total = torch.nn.utils.get_total_norm(gradients)
         norm = float(total)
         finite = math.isfinite(norm) and math.isfinite(loss)
-        high = finite and spike is not None and norm > spike
-        fine = finite and not (high and skip_spike)
-        if fine:
+        is_spike = finite and spike is not None and norm > spike
+        applied = finite and not (is_spike and skip_spike)
+        if applied:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm or math.inf, total)
             self.inner.step()
             self.updates += 1
-            self.taken.append(norm)
+            self.applied_norms.append(norm)
         elif not finite:
             self.nonfinite = self.nonfinite or self._first_nonfinite()
-        if high:
+        if is_spike:
             self.spiked = max(self.spiked, norm)
         if self.scaler:
             self.scaler.update()
         self.inner.zero_grad(set_to_none=True)
         if self.options.offload:
             self._move_state(torch.device("cpu"))
-        clip = min(1.0, max_norm / norm) if fine and max_norm and norm > 0 else float(fine)
+        clip = min(1.0, max_norm / norm) if applied and max_norm and norm > 0 else float(applied)
         return {
             "grad/norm": Mean(norm, 1.0),
             "grad/clip_factor": Mean(clip, 1.0),
             "optim/learning_rate": Mean(lr, 1.0),
-            "guard/skipped": Mean(float(not fine), 1.0),
+            "guard/skipped": Mean(float(not applied), 1.0),
             "guard/nonfinite": Mean(float(not finite), 1.0),
-            "guard/spike": Mean(float(high), 1.0),
+            "guard/spike": Mean(float(is_spike), 1.0),
         }
 
     def _first_nonfinite(self) -> str | None:
         bad = (p for p in self.parameters if p.grad is not None and not bool(p.grad.isfinite().all()))
-        found = next(bad, None)
-        return None if found is None else self._names[found]
+        parameter = next(bad, None)
+        return None if parameter is None else self._names[parameter]
 
     def _move_state(self, device: torch.device) -> None:
         for state in self.inner.state.values():

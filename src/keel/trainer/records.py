@@ -1,4 +1,4 @@
-"""What is written down of rollouts: who said what, what it earned, where it left the reference."""
+"""Records of rollouts: texts, tokens, rewards, advantages, and the KL of every token."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def rollout_records(batch: StepBatch, tokenizer: Any, *, groups: int, tracked: b
     user turns are not), and log π − log p there; `kl` is null where it was not measured.
     """
     kl = token_kl(batch)
-    given = shaped_advantages(batch.rows)
-    found, row = [], 0
+    row_advantages = shaped_advantages(batch.rows)
+    records, row = [], 0
     for number, group in enumerate(batch.groups[:groups]):
         for completion, reward in zip(group.completions, group.rewards, strict=True):
             length = len(completion.tokens)
             per_token = None if kl is None else [round(value, 5) for value in kl[row, :length].tolist()]
-            found.append(
+            records.append(
                 {
                     "problem": group.problem.key,
                     "group": number,
@@ -50,13 +50,13 @@ def rollout_records(batch: StepBatch, tokenizer: Any, *, groups: int, tracked: b
                     "kl": per_token,
                     "reward": reward.total,
                     "parts": dict(reward.parts),
-                    "advantage": None if given is None else float(given[row]),
+                    "advantage": None if row_advantages is None else float(row_advantages[row]),
                     "stop_reason": completion.stop_reason,
                     **({"counts": dict(completion.counts)} if completion.counts else {}),
                 }
             )
             row += 1
-    return found
+    return records
 
 
 def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
@@ -90,7 +90,7 @@ def tracked_records(run: TrainingRun, problems: Sequence[Problem], *, step: int)
 
 
 def _picture(task: Task, problem: Problem, text: str) -> str | None:
-    """The task's picture of an answer, or None where it cannot draw what the model said: no reason to stop a run."""
+    """The task's picture of an answer, or None where it cannot draw it: no reason to stop a run."""
     try:
         return task.picture(problem, text)
     except Exception as error:

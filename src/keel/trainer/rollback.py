@@ -19,14 +19,14 @@ from keel.loggers.rundir import EVENTS, ROLLBACK
 from keel.trainer.checkpoint import (
     RECORD,
     drop_after,
-    good_ones,
+    good_checkpoints,
     load_checkpoint,
     restore_weights,
     rewrite_state,
     saved_state,
     step_of,
 )
-from keel.trainer.guards import Trouble
+from keel.trainer.guards import GuardViolation
 from keel.trainer.integrity import damages
 from keel.trainer.state import State, TrainingRun
 
@@ -48,7 +48,7 @@ class Rollback:
 
 
 def roll_back(
-    directory: RunDirectory, loggers: MultiLogger, run: TrainingRun, state: State, trouble: Trouble
+    directory: RunDirectory, loggers: MultiLogger, run: TrainingRun, state: State, violation: GuardViolation
 ) -> State | None:
     """Take the run back and return where it stands; None where there is no checkpoint to go back to.
 
@@ -56,21 +56,21 @@ def roll_back(
     """
     attempt, factor = state.attempt + 1, state.lr_factor * run.guards.recovery_lr_factor
     changes = {"attempt": attempt, "rollbacks": state.rollbacks + 1, "lr_factor": factor}
-    words = f"attempt {attempt}, learning rate × {factor:g}"
-    return _go_back(directory, loggers, run, state, trouble, "rollback", words, **changes)
+    outcome = f"attempt {attempt}, learning rate × {factor:g}"
+    return _go_back(directory, loggers, run, state, violation, "rollback", outcome, **changes)
 
 
 def stop_at_last_good(
-    directory: RunDirectory, loggers: MultiLogger, run: TrainingRun, state: State, trouble: Trouble
+    directory: RunDirectory, loggers: MultiLogger, run: TrainingRun, state: State, violation: GuardViolation
 ) -> State | None:
     """The same for a run that ends there: nothing else changes, so that it can be resumed under other limits."""
     tried = f" after {state.rollbacks} rollbacks" if state.rollbacks else ""
     changes = {"attempt": state.attempt, "rollbacks": state.rollbacks, "lr_factor": state.lr_factor}
-    words = f"the run stops{tried}"
-    back = _go_back(directory, loggers, run, state, trouble, "stop", words, **changes)
+    outcome = f"the run stops{tried}"
+    back = _go_back(directory, loggers, run, state, violation, "stop", outcome, **changes)
     if back is None:
-        message = f"{trouble.message}: {words}, without a good checkpoint to go back to"
-        loggers.event("stop", step=state.step, code=trouble.code, message=message)
+        message = f"{violation.message}: {outcome}, without a good checkpoint to go back to"
+        loggers.event("stop", step=state.step, code=violation.code, message=message)
     return back
 
 
@@ -79,12 +79,12 @@ def _go_back(
     loggers: MultiLogger,
     run: TrainingRun,
     state: State,
-    trouble: Trouble,
+    violation: GuardViolation,
     kind: str,
-    words: str,
+    outcome: str,
     **changes: Any,
 ) -> State | None:
-    target = _whole_target(directory, loggers, state)
+    target = _intact_target(directory, loggers, state)
     if target is None:
         return None
     step = step_of(target)
@@ -93,8 +93,8 @@ def _go_back(
         from_step=state.step,
         to=step,
         abandoned=directory.free_attempt(state.attempt),
-        code=trouble.code,
-        message=f"{trouble.message}: back to checkpoint step-{step}, {words}",
+        code=violation.code,
+        message=f"{violation.message}: back to checkpoint step-{step}, {outcome}",
         time=round(time.time(), 3),
         **changes,
     )
@@ -106,9 +106,9 @@ def _go_back(
     return load_checkpoint(target, run)
 
 
-def _whole_target(directory: RunDirectory, loggers: MultiLogger, state: State) -> Path | None:
-    """The last good checkpoint whose files are as they were saved; those passed over are said."""
-    for path in good_ones(directory.checkpoints, state.confirmed):
+def _intact_target(directory: RunDirectory, loggers: MultiLogger, state: State) -> Path | None:
+    """The last good checkpoint whose files are as they were saved; skipped ones are logged."""
+    for path in good_checkpoints(directory.checkpoints, state.confirmed):
         wrong = damages(path, record=RECORD)
         if not wrong:
             return path
@@ -127,8 +127,8 @@ def finish_rollback(directory: RunDirectory) -> bool:
     except TypeError as error:
         path = directory.path / ROLLBACK
         raise KeelError(f"{path} does not hold a rollback ({error}): remove it to resume without that") from error
-    told = directory.read_lines(EVENTS)
-    if not any(event.get("kind") == plan.kind and event.get("time") == plan.time for event in told):
+    events = directory.read_lines(EVENTS)
+    if not any(event.get("kind") == plan.kind and event.get("time") == plan.time for event in events):
         _announce(MultiLogger(JsonlLogger(directory)), plan)
     _carry_out(directory, plan)
     return True
@@ -142,12 +142,14 @@ def _announce(loggers: MultiLogger, plan: Rollback) -> None:
 def _carry_out(directory: RunDirectory, plan: Rollback) -> None:
     directory.set_aside(plan.to, plan.abandoned)
     drop_after(directory.checkpoints, plan.to)
-    place = directory.checkpoints / f"step-{plan.to}"
-    state = saved_state(place)
+    checkpoint = directory.checkpoints / f"step-{plan.to}"
+    state = saved_state(checkpoint)
     if state is not None:
         if state.best is not None and not (directory.checkpoints / f"step-{int(state.best['step'])}").is_dir():
             state = replace(state, best=None)  # removed since, when a later one was better
         state = replace(state, attempt=plan.attempt, rollbacks=plan.rollbacks, lr_factor=plan.lr_factor)
-        rewrite_state(place, replace(state, consecutive_skips=0, spike_skips=0, over_budget=False, confirmed=plan.to))
+        rewrite_state(
+            checkpoint, replace(state, consecutive_skips=0, spike_skips=0, over_budget=False, confirmed=plan.to)
+        )
     directory.sync()
     (directory.path / ROLLBACK).unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from keel.kl import masked_mean
 from keel.models.load import LoadedModel
 from keel.models.logprobs import score_tokens
 from keel.models.pack import microbatches, pack
-from keel.trainer.optim import Optimizer, amp_dtype, build_schedule
+from keel.trainer.optim import Optimizer, build_schedule, resolve_amp_dtype
 from keel.trainer.options import OptimOptions, WarmstartOptions
 
 Encode = Callable[[Problem], tuple[int, ...]]
@@ -44,7 +44,7 @@ def sft(
     same update. Prompts are read and never learned. Of `optim` only what cuts and casts a pass is read.
     """
     schedule = build_schedule(options.optim, options.steps)
-    optimizer = Optimizer(loaded.model, options.optim, schedule, amp_dtype=amp_dtype(optim, loaded.dtype))
+    optimizer = Optimizer(loaded.model, options.optim, schedule, amp_dtype=resolve_amp_dtype(optim, loaded.dtype))
     loss = 0.0
     for step in range(options.steps):
         line = sft_step(loaded, examples(step), optimizer, options, optim)
@@ -63,10 +63,10 @@ def sft_step(
 ) -> dict[str, float]:
     """One update on one batch of examples; returns its metrics."""
     tokens = sum(sum(completion.action) for group in groups for completion in group.completions)
-    total, half = 0.0, amp_dtype(optim, loaded.dtype)
+    total, amp_dtype = 0.0, resolve_amp_dtype(optim, loaded.dtype)
     for part in microbatches(groups, optim.microbatch_tokens, shared_prefix=False):
         packed = pack(part, loaded.pad_id, shared_prefix=False, context_length=loaded.context_length).to(loaded.device)
-        with torch.autocast(loaded.device.type, dtype=half) if half is not None else nullcontext():
+        with torch.autocast(loaded.device.type, dtype=amp_dtype) if amp_dtype is not None else nullcontext():
             scores = score_tokens(loaded.model, packed, entropy=options.entropy_coef > 0)
         gain = scores.logp if scores.entropy is None else scores.logp + options.entropy_coef * scores.entropy
         share = packed.action_mask.sum().item() / max(tokens, 1)
@@ -116,14 +116,14 @@ def episode_example(task: Task, problem: Problem, prompt: Sequence[int], tokeniz
     action: list[bool] = []
     replies = _replies(task, problem, turns)
     for number, turn in enumerate(turns, start=1):
-        said = (*tokenizer(turn, add_special_tokens=False)["input_ids"], int(tokenizer.eos_token_id))
-        ids += said
-        action += [True] * len(said)
+        turn_ids = (*tokenizer(turn, add_special_tokens=False)["input_ids"], int(tokenizer.eos_token_id))
+        ids += turn_ids
+        action += [True] * len(turn_ids)
         if number == len(turns):
             break
-        heard = reply(problem, replies[number - 1], ids[-1])
-        ids += heard
-        action += [False] * len(heard)
+        reply_ids = reply(problem, replies[number - 1], ids[-1])
+        ids += reply_ids
+        action += [False] * len(reply_ids)
     zeros = (0.0,) * len(ids)
     learned = Completion(tuple(ids), tuple(action), zeros, zeros, "\n".join(turns), "eos")
     return Group(Problem(problem.key, ""), tuple(prompt), (learned,))
@@ -142,18 +142,18 @@ def _replies(task: Task, problem: Problem, turns: Sequence[str]) -> list[Any]:
 
 def file_examples(path: str, encode: Encode, tokenizer: Any, *, batch_size: int, seed: int) -> Examples:
     """Batches of a JSONL file's `prompt` (text or messages) and `completion`, in an order of their own each epoch."""
-    records = list(_read(Path(path).expanduser()))
+    records = list(_read_examples(Path(path).expanduser()))
     groups = [
         as_example(encode(Problem(str(i), record["prompt"])), record["completion"], tokenizer, str(i))
         for i, record in enumerate(records)
     ]
 
     def batch(step: int) -> list[Group]:
-        found = []
-        for place in range(step * batch_size, (step + 1) * batch_size):
-            epoch, index = divmod(place, len(groups))
-            found.append(groups[_order(len(groups), seed, epoch)[index]])
-        return found
+        members = []
+        for position in range(step * batch_size, (step + 1) * batch_size):
+            epoch, index = divmod(position, len(groups))
+            members.append(groups[_order(len(groups), seed, epoch)[index]])
+        return members
 
     return batch
 
@@ -165,17 +165,17 @@ def _order(count: int, seed: int, epoch: int) -> tuple[int, ...]:
     return tuple(order)
 
 
-def _read(path: Path) -> Iterator[dict[str, Any]]:
+def _read_examples(path: Path) -> Iterator[dict[str, Any]]:
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise KeelError(f"cannot read warmstart.path={path}: {error.strerror}; give a JSONL file") from error
-    found = 0
+    count = 0
     for number, record in json_lines(lines, strict=True):
         texts = {} if isinstance(record, str) else record
         if not (isinstance(texts.get("completion"), str) and isinstance(texts.get("prompt"), str | list)):
             raise KeelError(f"{path}, line {number}: each line must be an object with a prompt and a completion text")
-        found += 1
+        count += 1
         yield texts
-    if not found:
+    if not count:
         raise KeelError(f"{path} holds no example: give one JSON object with prompt and completion a line")

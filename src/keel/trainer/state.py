@@ -14,7 +14,7 @@ from keel.base.thresholds import Thresholds, load_thresholds
 from keel.base.types import Group, Problem
 from keel.envs import Task
 from keel.envs.options import RewardOptions
-from keel.kl import Controller, KLOptions, KLState, Pairing
+from keel.kl import BetaController, KLOptions, KLState, Pairing
 from keel.losses import LossOptions
 from keel.models.load import LoadedModel
 from keel.models.scorer import Scorer
@@ -41,7 +41,7 @@ class TrainingRun:
     collect: Collect
     reference: Reference | None
     optimizer: Optimizer
-    controller: Controller
+    controller: BetaController
     loss: LossOptions
     kl: KLOptions
     pairing: Pairing

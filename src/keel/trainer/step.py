@@ -33,7 +33,7 @@ from keel.trainer.batch import (
     score_reference,
     stitch,
 )
-from keel.trainer.guards import over_budget, spike_limit, watch
+from keel.trainer.guards import over_budget, spike_limit, update_guard_state
 from keel.trainer.measure import Clock, describe_groups, measure_old, measure_policy, task_totals
 from keel.trainer.state import Skipped, State, TrainingRun
 
@@ -56,7 +56,7 @@ def train_step(run: TrainingRun, state: State) -> Step:
         batch = pack_step(groups, run)                                  # one row a group, the prompt once
         batch = score(batch, run, state)                                # ref_logp (old_logp where it is needed now)
     batch = reject(batch, run)                                          # kl.collect_max, truncated completions
-    batch = penalize_rewards(batch, run, state.beta)                    # door 1: KL in the reward
+    batch = penalize_rewards(batch, run, state.beta)                    # KL placement: reward
     batch = with_advantages(batch, run, state.step)
     metrics: Metrics = {}
     spike = spike_limit(state.norms, run.thresholds)
@@ -70,7 +70,7 @@ def train_step(run: TrainingRun, state: State) -> Step:
                 info: Metrics = {}
                 for micro in minibatch:
                     scores = score_micro(micro, batch, run)             # logp, entropy, exact KL: each [b, t]
-                    out = objective(                                    # doors 2 and 3: KL in advantage or loss
+                    out = objective(                                    # KL placement: advantage or loss
                         scores, batch.view(micro), run.loss, run.kl, state.beta, counts,
                         pairing=run.pairing,
                     )
@@ -89,7 +89,7 @@ def train_step(run: TrainingRun, state: State) -> Step:
     last_kl = {name: value for name, value in line.items() if name.startswith("kl/policy_ref/")}
     kl = run.controller.update(state.kl, controlled_kl(line, run.controller.unit))
     state = state.next(kl=kl, skipped=skipped, tokens=tokens, last_kl=last_kl)
-    state = watch(state, line, batch, run.kl.budget, taken=run.optimizer.taken)
+    state = update_guard_state(state, line, batch, run.kl.budget, applied_norms=run.optimizer.applied_norms)
     with clock("sync"):
         move_reference(run, state, line)
         run.engine.sync(run.policy.model, state.policy_version)
@@ -104,12 +104,12 @@ def sample_groups(run: TrainingRun, state: State) -> list[Group]:
     The groups without signal stay, because their KL counts; new problems are added until `prompts_per_step` groups
     have a signal or the tries are spent.
     """
-    wanted, seed = run.rollout.prompts_per_step, problem_seed(run.seed, state.attempt)
-    problems = run.task.sample(wanted, seed=seed, step=state.step)
+    target, seed = run.rollout.prompts_per_step, problem_seed(run.seed, state.attempt)
+    problems = run.task.sample(target, seed=seed, step=state.step)
     groups = run.collect(problems, attempt=state.attempt, step=state.step)
     seen = {group.problem.key for group in groups}
     for further in range(1, run.loss.further_rounds + 1):
-        missing = wanted - sum(has_signal(group) for group in groups)
+        missing = target - sum(has_signal(group) for group in groups)
         if missing <= 0:
             break
         more = run.task.sample(missing, seed=seed + 1_000_003 * further, step=state.step)
@@ -131,14 +131,13 @@ def has_signal(group: Group) -> bool:
 
 
 def score(batch: StepBatch, run: TrainingRun, state: State) -> StepBatch:
-    """The reference's log-probabilities where β or the measurement asks; the policy's where the first doors do.
+    """`ref_logp` where β or the measurement asks for it; `old_logp` where something needs it before the first update.
 
-    On the first update old_logp is the detached logp of the update's own pass, so it costs none of its own unless
-    something needs it before.
+    On the first update `old_logp` is the detached logp of the update's own pass, and costs none of its own.
     """
     kl = run.kl
-    wanted = state.beta != 0.0 or kl.collect_max is not None or kl.measures(state.step)
-    if run.reference is not None and wanted:
+    needs_reference = state.beta != 0.0 or kl.collect_max is not None or kl.measures(state.step)
+    if run.reference is not None and needs_reference:
         batch = score_reference(batch, run)
     in_reward = kl.placement == "reward" and state.beta != 0.0
     if kl.collect_max is not None or in_reward or run.optim.minibatches > 1:
@@ -147,7 +146,7 @@ def score(batch: StepBatch, run: TrainingRun, state: State) -> StepBatch:
 
 
 def sampled_kl(batch: StepBatch, run: TrainingRun) -> Tensor:
-    """The KL `[B, T]` of the first door under the rollout weights: the vocabulary's sum, or the estimate."""
+    """The KL `[B, T]` of a penalty in the reward, under the rollout weights: the vocabulary's sum, or the estimate."""
     rows, kl = batch.rows, run.kl
     if kl.estimator.startswith("exact"):
         return stitch((summed_kl(kl, scores) for scores in batch.scores), batch.width)
@@ -177,14 +176,14 @@ def reject(batch: StepBatch, run: TrainingRun) -> StepBatch:
 
 
 def penalize_rewards(batch: StepBatch, run: TrainingRun, beta: float) -> StepBatch:
-    """Door 1: what the KL takes from each reward."""
+    """Placement in the reward: what the KL takes from each one."""
     if run.kl.placement != "reward" or beta == 0.0 or batch.kl is None:
         return batch
     return replace(batch, penalty=reward_penalty(batch.kl, batch.rows.action_mask, beta))
 
 
 def with_advantages(batch: StepBatch, run: TrainingRun, step: int) -> StepBatch:
-    """Rewards, and what the first door took from them, against their group; both divided by their sum's deviation.
+    """Rewards, and the KL penalty on them, against their group; both divided by their sum's deviation.
 
     The reward's warm-up scales the rewards' part after any such division, never the penalty's.
     """

@@ -64,9 +64,9 @@ def _retention(records: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, A
 
 def final_kl(measured: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """`{"k1": {"mean", "se"}, …}` of a measurement; what was not measured is left out."""
-    found: dict[str, dict[str, float]] = {}
+    figures: dict[str, dict[str, float]] = {}
     for name in ("k1", "k2", "k3", "exact", "sequence"):
-        kept = {part: measured.get(f"kl/policy_ref/{name}/{part}") for part in ("mean", "se")}
-        if kept["mean"] is not None:
-            found[name] = {part: value for part, value in kept.items() if value is not None}
-    return found
+        statistics = {part: measured.get(f"kl/policy_ref/{name}/{part}") for part in ("mean", "se")}
+        if statistics["mean"] is not None:
+            figures[name] = {part: value for part, value in statistics.items() if value is not None}
+    return figures

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from keel.base.errors import KeelError, unknown
 from keel.base.imports import import_object
-from keel.kl.own import arity, call_checked
+from keel.kl.custom import arity, call_checked
 from keel.verify.oracle import Formula
 
 NAMES = ("logp", "ref", "old")

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from keel.base.imports import import_object, is_users_own
+from keel.base.imports import import_object, is_import_path
+from keel.kl.custom import call_checked, takes_ratio
 from keel.kl.facts import MEANINGS, POLICY_REF, REF_POLICY, Fact
-from keel.kl.own import call_checked, takes_ratio
 from keel.verify.audit import audit
 from keel.verify.formula import load_callable
 
@@ -21,7 +21,7 @@ def estimator_facts(name: str) -> tuple[Fact, ...]:
     The function takes d = log p − log π, or (logp, ref_logp), or (logp, ref_logp, old_logp), each `[B, T]`, and
     returns one value a token. What it does in the loss, the reward and the advantage is found by exact enumeration.
     """
-    if not is_users_own(name):
+    if not is_import_path(name):
         return ()
     function = import_object(name, "kl.estimator")
 

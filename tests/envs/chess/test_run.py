@@ -26,7 +26,7 @@ def trained(folder: Path, engine: str, name: str) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl of a run of `keel train`, without its times and machine."""
     config: dict[str, Any] = {
         "run": {"name": name, "dir": str(folder), "max_steps": STEPS},
-        "model": {"name": "keel.models.scratch:chess_tiny", "device": "cpu"},
+        "model": {"name": "keel.envs.chess.models:chess_tiny", "device": "cpu"},
         "task": {"name": "chess", "environment": 0.5, "pieces": 3, "padding": "none", "history": 1},
         "rollout": {"prompts_per_step": 4, "num_generations": 2, "max_completion_length": 4},
         "eval": {"every": 0, "samples": 2, "k": [1]},

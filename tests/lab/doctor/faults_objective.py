@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from keel.base.types import Completion, Problem, Reward
-from keel.kl.controllers import KLState, Steered
+from keel.kl.controllers import KLState, RuleController
 from keel.losses import LossOptions
 from keel.losses.inputs import LossInputs, PolicyTerm
 from keel.losses.policy import clipped
@@ -62,12 +62,12 @@ def own_weights(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
 # Controllers
 
 
-def exploding(beta: float) -> Steered:
-    return Steered(beta, schedule=lambda step: beta * 10.0**step)
+def exploding(beta: float) -> RuleController:
+    return RuleController(beta, schedule=lambda step: beta * 10.0**step)
 
 
-def falling_silent(beta: float) -> Steered:
-    return Steered(beta, schedule=lambda step: 0.0)
+def falling_silent(beta: float) -> RuleController:
+    return RuleController(beta, schedule=lambda step: 0.0)
 
 
 @dataclass(frozen=True)

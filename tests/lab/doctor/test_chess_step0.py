@@ -19,7 +19,11 @@ QUIET = ("model.device=cpu", "log={console: none, tensorboard: false}", "eval.sa
 @pytest.fixture(scope="module")
 def schooled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The supervised start that the configuration names, of a few steps."""
-    shape = ("model.name=keel.models.scratch:chess_gpt2_3x64", "task.plies=[0,0]", "rollout.max_completion_length=32")
+    shape = (
+        "model.name=keel.envs.chess.models:chess_gpt2_3x64",
+        "task.plies=[0,0]",
+        "rollout.max_completion_length=32",
+    )
     short = ("warmstart.steps=40", "warmstart.warmup_steps=5", f"run.dir={tmp_path_factory.mktemp('chess')}")
     run = supervise(load_config(CONFIGS / "chess_warmstart.yaml", [*shape, *short, *QUIET])).directory
     return run / "checkpoints" / "step-40"

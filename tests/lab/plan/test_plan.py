@@ -63,7 +63,7 @@ BASE = {
     "rollout.max_completion_length": 24,
     "kl.beta": 0.01,
 }
-GPT2 = ["model.name=keel.models.scratch:chess_small", "task.name=chess_env"]
+GPT2 = ["model.name=keel.envs.chess.models:chess_small", "task.name=chess_env"]
 JOBS = {
     "full weights, k3": [],
     "exact KL": ["kl.estimator=exact", "kl.exact=true"],

@@ -27,7 +27,7 @@ from keel.config import load_config
 from keel.lab.publish.hub import brings_code, push
 from keel.models.load import load_model
 from keel.models.tiny import tiny_model
-from keel.run.subject import find_subject
+from keel.run.model_ref import resolve_model
 from trainer.small import BASE
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -106,7 +106,7 @@ def test_a_checkpoint_goes_up_with_its_card_and_without_the_trainers_files(run: 
     assert 'from_pretrained("me/letters")' in card
     assert "trainer/" not in card
     there = load_model(str(hub.write(tmp_path / "copy")), device="cpu")
-    here = find_subject(str(run), ["model.device=cpu"]).load()
+    here = resolve_model(str(run), ["model.device=cpu"]).load()
     assert all(map(torch.equal, there.model.parameters(), here.model.parameters()))
 
 
@@ -149,7 +149,7 @@ def test_an_adapter_goes_up_alone_or_merged_into_whole_weights(lora_run: Path, t
     assert front_matter(card)["library_name"] == "transformers"
     assert "PeftModel" not in card
     merged = load_model(str(whole.write(tmp_path / "whole")), device="cpu", probe=False).model
-    adapted = find_subject(str(lora_run), ["model.device=cpu"]).load().model
+    adapted = resolve_model(str(lora_run), ["model.device=cpu"]).load().model
     with torch.no_grad():
         tokens = torch.arange(8).reshape(1, -1)
         ours, theirs = adapted(tokens).logits, merged(tokens).logits

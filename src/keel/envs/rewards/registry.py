@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
-from keel.base.imports import import_object, is_users_own
+from keel.base.imports import import_object, is_import_path
 from keel.base.parts import part_arguments
 from keel.envs.base import Task
 from keel.envs.calls import is_async
@@ -126,7 +126,7 @@ def _check_inner(outer: str, spec: Any) -> None:
         check_reward(name, params)
     except KeelError as error:
         raise KeelError(f"reward {outer}: {error}") from None
-    if name in REMOTE or (is_users_own(name) and is_async(_function(name))):
+    if name in REMOTE or (is_import_path(name) and is_async(_function(name))):
         raise KeelError(f"reward {outer}: {name} answers from elsewhere: give it an entry of its own in rewards")
 
 
@@ -149,12 +149,12 @@ def _filled(name: str, params: Mapping[str, Any], task: Task) -> dict[str, Any]:
 
 def _arguments(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
     """A reward's own parameters as arguments; problem, text and turns are given to it completion by completion."""
-    return part_arguments(f"reward {name}", _function(name), params, placed=2, reserved=("turns",))
+    return part_arguments(f"reward {name}", _function(name), params, positional=2, reserved=("turns",))
 
 
 def _function(name: str) -> RewardFunction:
     if name in REWARDS:
         return REWARDS[name]
-    if isinstance(name, str) and is_users_own(name):
+    if isinstance(name, str) and is_import_path(name):
         return import_object(name, "reward")
     raise unknown("reward", name, [*REWARDS, TASK])

@@ -10,7 +10,7 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.config import Config, text
 from keel.models.load import LoadedModel, load_model
-from keel.run.subject import Subject, adapter_base, find_subject
+from keel.run.model_ref import ModelRef, adapter_base, resolve_model
 from keel.trainer.integrity import check_model
 
 
@@ -63,7 +63,7 @@ def resolve(
     from, which is its reference); or a checkpoint inside a run. `dtype` and `device` of a run are its own unless given;
     code that comes with a model is run if the run did so, or with `trust_remote_code`.
     """
-    return _source(find_subject(name, _overrides(name, base, dtype, device, trust_remote_code)))
+    return _source(resolve_model(name, _overrides(name, base, dtype, device, trust_remote_code)))
 
 
 def default_reference(policy: ModelSource, **where: Any) -> ModelSource:
@@ -96,10 +96,10 @@ def _overrides(name: str, base: str | None, dtype: str, device: str | None, trus
     return [f"{key}={text.dump(value)}" for key, value in chosen.items() if value is not None]
 
 
-def _source(subject: Subject) -> ModelSource:
-    model, weights = subject.config.model, subject.weights
+def _source(model_ref: ModelRef) -> ModelSource:
+    model, weights = model_ref.config.model, model_ref.weights
     if model.lora is None:
-        return ModelSource(subject.name, str(weights or model.name), None, subject.config, subject.has_tasks)
+        return ModelSource(model_ref.name, str(weights or model.name), None, model_ref.config, model_ref.has_tasks)
     held = weights or (Path(model.lora.adapter) if model.lora.adapter else None)
     adapter = None if held is None else held.expanduser()
-    return ModelSource(subject.name, model.name, adapter, subject.config, subject.has_tasks)
+    return ModelSource(model_ref.name, model.name, adapter, model_ref.config, model_ref.has_tasks)

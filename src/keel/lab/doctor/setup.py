@@ -24,7 +24,7 @@ from keel.models.load import LoadedModel
 from keel.models.pack import right_pad
 from keel.rollout.sampling import SamplingParams
 from keel.run.build import Built, build_policy, build_run, build_warmstart
-from keel.run.warmstart import is_whole, warmstart_place
+from keel.run.warmstart import is_complete, warmstart_folder
 from keel.trainer.batch import StepBatch, detached, pack_step, score_micro, score_reference, stitch
 from keel.trainer.integrity import check_model
 from keel.trainer.sft import sft
@@ -234,8 +234,8 @@ def _policy(config: Config, task: Task | None, limit_s: float) -> tuple[LoadedMo
     """
     if config.warmstart is None:
         return (*_load(config), None)
-    saved = warmstart_place(Path(config.run.dir) / config.run.name, config)
-    if is_whole(saved):
+    saved = warmstart_folder(Path(config.run.dir) / config.run.name, config)
+    if is_complete(saved):
         loaded, notes = _load(config, saved)
         return loaded, (*notes, f"the warm start of this configuration was found in {saved} and used"), None
     loaded, notes = _load(config)

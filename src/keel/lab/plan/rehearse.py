@@ -25,7 +25,7 @@ from keel.rollout.native.graph import has_fixed_rotations
 from keel.rollout.native.lean import is_llama_shaped
 from keel.rollout.native.scheduler import NOISE_AHEAD, Passes, Traits, prefill_chunks, simulate
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
-from keel.trainer.optim import Optimizer, amp_dtype
+from keel.trainer.optim import Optimizer, resolve_amp_dtype
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class _Rehearsal:
     ) -> None:
         self.config, self.loaded, self.reference = config, loaded, reference
         self.micros, self.hardware = micros, hardware
-        self.half = amp_dtype(config.optim, loaded.dtype)
+        self.amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype)
         self.traits = decoding_traits(config, loaded, hardware)
         self.live = LiveBytes()
         self.found = Found(micros=len(micros))
@@ -168,8 +168,8 @@ class _Rehearsal:
         self.live.now += visiting
         self.live.peak = self.live.now
         cuda = self.hardware.kind == "cuda"
-        half = CudaAutocast() if cuda and self.half is not None else nullcontext()
-        with self.live, operations, half, as_on_cuda() if cuda else nullcontext():
+        autocast = CudaAutocast() if cuda and self.amp_dtype is not None else nullcontext()
+        with self.live, operations, autocast, as_on_cuda() if cuda else nullcontext():
             yield
         self.live.now -= visiting
         self.found.phases[name] = self.live.peak
@@ -188,7 +188,7 @@ class _Rehearsal:
         return resting, self.found.parts["optimizer"] if self.config.optim.offload else 0
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.half is None else torch.autocast("cpu", dtype=self.half)
+        return nullcontext() if self.amp_dtype is None else torch.autocast("cpu", dtype=self.amp_dtype)
 
     def _hidden(self, model: nn.Module, micro: Micro) -> Tensor:
         """By structure wherever nothing forbids it: whether that is exact for a model takes its weights to tell."""

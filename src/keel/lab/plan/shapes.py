@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from keel.base.errors import KeelError, first_line
-from keel.base.imports import import_object, is_users_own
+from keel.base.imports import import_object, is_import_path
 from keel.config import Config
 from keel.lab.plan.hardware import Hardware
 from keel.lab.plan.live import CudaAutocast
@@ -31,7 +31,7 @@ def source_of(config: Config) -> tuple[Any, Build]:
     name = config.model.name
     if name == "tiny":
         return tiny_model()[1], lambda: tiny_model(attn_implementation=config.model.attn_implementation)[0]
-    if is_users_own(name):
+    if is_import_path(name):
         made, tokenizer = import_object(name, "model loader")()
         shape = causal_lm(made).config
         del made

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from keel.base.errors import KeelError
 from keel.lab.publish.hub import CARD, merge_adapter, model_files, public_card, wants_merging
-from keel.run.subject import find_subject, model_folder
+from keel.run.model_ref import model_folder, resolve_model
 
 
 def export(source: str, folder: str | Path, *, checkpoint: str | None = None, merged: bool = False) -> Path:
@@ -23,7 +23,7 @@ def export(source: str, folder: str | Path, *, checkpoint: str | None = None, me
     try:
         place.mkdir(parents=True, exist_ok=True)
         if whole:
-            merge_adapter(find_subject(str(found)), found, place)
+            merge_adapter(resolve_model(str(found)), found, place)
         else:
             for path in model_files(found):
                 target = place / path.relative_to(found)

@@ -13,7 +13,7 @@ from typing import Any
 
 from keel.base.errors import KeelError, first_line
 from keel.rollout.native.weights import merge
-from keel.run.subject import Subject, find_subject, model_folder
+from keel.run.model_ref import ModelRef, model_folder, resolve_model
 from keel.trainer.card import MODEL_CODE, is_hub_name
 from keel.trainer.checkpoint import save_weights
 from keel.trainer.integrity import MANIFEST, TRAINER, WARMSTART
@@ -49,7 +49,7 @@ def push(
     if not wants_merging(folder, merged):
         return _upload(folder, repo, private, api, _adapter_notes(folder) if _is_adapter(folder) else ())
     with tempfile.TemporaryDirectory(prefix="keel-merged-") as place:
-        merge_adapter(find_subject(str(folder)), folder, Path(place))
+        merge_adapter(resolve_model(str(folder)), folder, Path(place))
         return _upload(Path(place), repo, private, api, ())
 
 
@@ -88,10 +88,10 @@ def brings_code(folder: Path) -> bool:
     return False
 
 
-def merge_adapter(subject: Subject, folder: Path, place: Path) -> None:
+def merge_adapter(model_ref: ModelRef, folder: Path, place: Path) -> None:
     """The base with the adapter's update added to its weights, in the ordinary format, with the adapter's card."""
-    model = subject.config.model.model_copy(update={"quantization": None})  # what is rounded cannot be added to
-    loaded = replace(subject, config=subject.config.model_copy(update={"model": model})).load()
+    model = model_ref.config.model.model_copy(update={"quantization": None})  # what is rounded cannot be added to
+    loaded = replace(model_ref, config=model_ref.config.model_copy(update={"model": model})).load()
     save_weights(place, merge(loaded.model), loaded.tokenizer)
     card = folder / CARD
     if card.is_file():

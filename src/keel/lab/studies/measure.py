@@ -11,9 +11,9 @@ import torch
 from keel.lab.compare import Direction, Side, load_pair, measure_drift, resolve
 from keel.lab.studies.grid import Measure
 from keel.lab.studies.sentences import SENTENCES
-from keel.run.build import fitting
+from keel.run.build import drop_long_prompts
 from keel.run.evaluate import configured_tasks
-from keel.trainer.checkpoint import without_bars
+from keel.trainer.checkpoint import no_progress_bars
 
 ESTIMATORS = ("exact", "k1", "k2", "k3")
 
@@ -25,11 +25,11 @@ def measure_run(folder: Path, options: Measure) -> dict[str, Any]:
     """
     policy, start = resolve(str(folder)), resolve(f"{folder}@start")
     config = policy.config
-    with without_bars():
+    with no_progress_bars():
         sides = load_pair(policy, start)
     tasks = {}
     for task, split in configured_tasks(config):
-        problems = fitting(config, sides[0].loaded.tokenizer, task.held_out(options.prompts))
+        problems = drop_long_prompts(config, sides[0].loaded.tokenizer, task.held_out(options.prompts))
         drift = measure_drift(
             *sides,
             problems,

@@ -19,27 +19,27 @@ from keel.lab.studies.grid import Measure
 from keel.lab.studies.process import CONFIG
 from keel.run.build import build_policy, build_warmstart
 from keel.run.train import train
-from keel.run.warmstart import is_whole, warmstart, warmstart_place
-from keel.trainer.checkpoint import without_bars, writing
+from keel.run.warmstart import is_complete, warmstart, warmstart_folder
+from keel.trainer.checkpoint import no_progress_bars, writing
 from keel.trainer.integrity import damages
 
 
 def start_place(shared: Path, config: Config) -> Path:
     """Where the warm start that this run shares with others lies: under all that makes it, cutting included."""
-    return warmstart_place(shared / f"{config.optim.microbatch_tokens}-{config.optim.precision}", config)
+    return warmstart_folder(shared / f"{config.optim.microbatch_tokens}-{config.optim.precision}", config)
 
 
 def make_start(config: Config, place: Path) -> None:
     """The warm start as a run itself would make it; nothing where it is there already and as it was saved."""
-    if not is_whole(place) or damages(place):
-        with without_bars():
+    if not is_complete(place) or damages(place):
+        with no_progress_bars():
             warmstart(place, build_policy(config), lambda model: build_warmstart(config, model))
 
 
 def link_start(config: Config, place: Path, run: Path) -> None:
     """The shared warm start into a run's folder, without copying where the disk can share files."""
-    target = warmstart_place(run, config)
-    if is_whole(target):
+    target = warmstart_folder(run, config)
+    if is_complete(target):
         return
     with writing(target) as temporary:
         for file in sorted(place.iterdir()):

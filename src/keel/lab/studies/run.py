@@ -93,7 +93,7 @@ def _as_they_end(futures: Sequence[Future[int]] | dict[Future[int], Any], progre
 def _starts(waiting: Sequence[Job], shared: Path, threads: int, pool: Pool, progress: Progress) -> dict[str, str]:
     """Make every warm start that jobs share, once; the reason for each job whose warm start failed, by label."""
     from keel.lab.studies.point import start_place
-    from keel.run.warmstart import is_whole
+    from keel.run.warmstart import is_complete
     from keel.trainer.integrity import damages
 
     wanted: dict[Path, list[Job]] = {}
@@ -102,7 +102,7 @@ def _starts(waiting: Sequence[Job], shared: Path, threads: int, pool: Pool, prog
             wanted.setdefault(start_place(shared, job.config), []).append(job)
     made: dict[Future[int], tuple[Path, list[Job]]] = {}
     for place, sharing in wanted.items():
-        if not is_whole(place) or damages(place):
+        if not is_complete(place) or damages(place):
             log = shared / f"{place.name}.log"
             command = (_plain(sharing[0].config), "--shared", str(shared))
             made[pool.submit(Process(command, log, threads))] = (log, sharing)

@@ -174,7 +174,7 @@ def shown(name: str, found: Estimate | None) -> str:
     if found is None:
         return "–"
     if name in PERCENT or name.endswith((":before", ":after")):
-        half = "" if found.half is None else f" ± {100 * found.half:.1f}"
-        return f"{100 * found.mean:.1f} %{half}"
-    half = "" if found.half is None else f" ± {found.half:.2g}"
-    return f"{found.mean:.3g}{half}"
+        margin = "" if found.margin is None else f" ± {100 * found.margin:.1f}"
+        return f"{100 * found.mean:.1f} %{margin}"
+    margin = "" if found.margin is None else f" ± {found.margin:.2g}"
+    return f"{found.mean:.3g}{margin}"

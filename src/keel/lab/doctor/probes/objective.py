@@ -139,7 +139,7 @@ def _steered(setup: ProbeSetup, figures: dict[str, float], thresholds: Threshold
     """β from the start and after every update on KL that stays small, usual or huge, with steps that measured none."""
     name, configured = setup.config.kl.controller.name, setup.config.kl.beta
     figures |= {"beta_start": math.nan, "beta_most": math.nan}
-    mend = "return a state whose beta is finite, 0 or more, and bounded (keel.kl.controllers.Steered has bounds)"
+    mend = "return a state whose beta is finite, 0 or more, and bounded (keel.kl.controllers.RuleController has bounds)"
     try:
         controller = setup.run.controller
         unit, start = controller.unit, float(controller.init().beta)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from keel.base.imports import import_object, is_users_own
+from keel.base.imports import import_object, is_import_path
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either, setting
 from keel.lab.doctor.advice import reference as as_kind
@@ -221,7 +221,7 @@ def _at_once(setup: ProbeSetup, figures: dict[str, float], thresholds: Threshold
 def _slower(setup: ProbeSetup) -> Advice:
     """Rarer or smaller steps of Keel's own kinds; one that never moves for any."""
     tree, now = setup.config.to_dict(), _parameters(setup)
-    rarer = {"reference.every": 100} if not is_users_own(setup.config.reference.kind) and "every" in now else {}
+    rarer = {"reference.every": 100} if not is_import_path(setup.config.reference.kind) and "every" in now else {}
     still = setting("{}, which never moves", as_kind(tree, "frozen"))
     return either(setting("set {}", rarer), still)
 
@@ -229,7 +229,7 @@ def _slower(setup: ProbeSetup) -> Advice:
 def _parameters(setup: ProbeSetup) -> dict[str, Any]:
     """The reference's parameters, its factory's defaults included."""
     config = setup.config.reference
-    users_own = is_users_own(config.kind)
+    users_own = is_import_path(config.kind)
     factory: Callable[..., Reference] = import_object(config.kind, "reference") if users_own else KINDS[_kind(setup)]
     defaults = inspect.signature(factory).parameters
     return {**{name: p.default for name, p in defaults.items() if p.default is not p.empty}, **config.params}
@@ -238,7 +238,7 @@ def _parameters(setup: ProbeSetup) -> dict[str, Any]:
 def _round_trip(setup: ProbeSetup, saved: Mapping[str, Any] | None, expected: str) -> Iterator[Finding]:
     """A reference of one's own, built anew beside a policy that has moved on, must be the saved one after loading."""
     config = setup.config.reference
-    if not is_users_own(config.kind):
+    if not is_import_path(config.kind):
         return
     why = "its state_dict() raises" if saved is None else "its state_dict() is empty" if not saved else ""
     if saved:

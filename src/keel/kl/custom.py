@@ -12,7 +12,7 @@ from keel.base.errors import KeelError
 from keel.base.imports import import_object
 
 
-def own_estimate(name: str, d: Tensor, logp: Tensor, old_logp: Tensor) -> Tensor:
+def custom_estimate(name: str, d: Tensor, logp: Tensor, old_logp: Tensor) -> Tensor:
     """The values `[B, T]` of a user's own estimator; `d` is its distance between reference and policy."""
     function = import_object(name, "kl.estimator")
     arguments = (d,) if takes_ratio(function) else (logp, logp + d, old_logp)[: arity(function)]
@@ -48,8 +48,10 @@ def takes_ratio(function: Callable[..., object]) -> bool:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some built-in callables have none
         return False
-    placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
-    return len(placed) == 1
+    positional = [
+        p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
+    ]
+    return len(positional) == 1
 
 
 def arity(function: Callable[..., object]) -> int:

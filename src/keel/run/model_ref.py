@@ -1,4 +1,4 @@
-"""What a word stands for where a command asks for a model: a run at a checkpoint, a configuration, a model."""
+"""What a command's MODEL argument refers to: a run at a checkpoint, a configuration, a model."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from keel.config import Config, load_config, text
 from keel.config.arguments import is_run
 from keel.models.load import LoadedModel
 from keel.run.build import build_policy
-from keel.run.warmstart import is_whole, warmstart_place
-from keel.trainer.checkpoint import numbered, step_of, without_bars
+from keel.run.warmstart import is_complete, warmstart_folder
+from keel.trainer.checkpoint import no_progress_bars, numbered, step_of
 from keel.trainer.integrity import TRAINER, Damage, check_model, damages, saved_record
 
 MOMENTS = ("best", "start", "warmstart")
 
 
 @dataclass(frozen=True)
-class Subject:
+class ModelRef:
     """A model with the configuration it belongs to; `weights` is a checkpoint or a warm start, None the named model.
 
     `has_tasks` says whether the configuration is someone's own, so that its tasks mean something.
@@ -36,36 +36,36 @@ class Subject:
         """The model, with the adapter where it has one."""
         if self.weights is not None:
             check_model(self.weights)
-        with without_bars():
+        with no_progress_bars():
             return build_policy(self.config, self.weights)
 
 
-def find_subject(word: str, overrides: Sequence[str] = (), checkpoint: str | None = None) -> Subject:
-    """The subject called `word`: a run's folder (`RUN`, or `RUN@` with best, start, warmstart or a step), the folder
-    of a checkpoint, a YAML file, a model's name or folder, an adapter's folder, a .gguf file.
+def resolve_model(source: str, overrides: Sequence[str] = (), checkpoint: str | None = None) -> ModelRef:
+    """The model that `source` names: a run's folder (`RUN`, or `RUN@` with best, start, warmstart or a step), a
+    checkpoint's folder, a YAML file, a model's name or folder, an adapter's folder, a .gguf file.
 
     `checkpoint` says the same as the part after @; of a run the newest is taken unless one is named.
     """
-    base, at, moment = word.rpartition("@")
+    base, at, moment = source.rpartition("@")
     if at and is_run(Path(base).expanduser()):
         if checkpoint is not None:
-            raise KeelError(f"{word} names a checkpoint and so does --checkpoint {checkpoint}: give one of them")
-        word, checkpoint = base, moment
-    elif at and (moment in MOMENTS or moment.isdigit()) and not Path(word).expanduser().exists():
-        raise KeelError(f"no run at {base!r}: {word} needs the folder of a run, one with a config.yaml")
-    path = Path(word).expanduser()
+            raise KeelError(f"{source} names a checkpoint and so does --checkpoint {checkpoint}: give one of them")
+        source, checkpoint = base, moment
+    elif at and (moment in MOMENTS or moment.isdigit()) and not Path(source).expanduser().exists():
+        raise KeelError(f"no run at {base!r}: {source} needs the folder of a run, one with a config.yaml")
+    path = Path(source).expanduser()
     if is_run(path):
         return _of_run(path, overrides, checkpoint)
     if checkpoint is not None:
-        raise KeelError(f"--checkpoint {checkpoint} needs the folder of a run, and {word} is none: leave it out")
+        raise KeelError(f"--checkpoint {checkpoint} needs the folder of a run, and {source} is none: leave it out")
     home = path.resolve().parent.parent
     if path.is_dir() and path.resolve().parent.name == "checkpoints" and is_run(home):
-        return Subject(str(path), load_config(home / "config.yaml", overrides), path)
+        return ModelRef(str(path), load_config(home / "config.yaml", overrides), path)
     if path.is_dir() and (path / "adapter_config.json").is_file():
-        return Subject(str(path), load_config(_adapter(path, overrides), overrides), has_tasks=names_tasks(overrides))
-    if path.suffix in (".yaml", ".yml") or (word != "tiny" and text.find(path).is_file() and path.suffix != ".gguf"):
-        return Subject(word, load_config(path, overrides))
-    return Subject(word, load_config({"model": {"name": word}}, overrides), has_tasks=names_tasks(overrides))
+        return ModelRef(str(path), load_config(_adapter(path, overrides), overrides), has_tasks=names_tasks(overrides))
+    if path.suffix in (".yaml", ".yml") or (source != "tiny" and text.find(path).is_file() and path.suffix != ".gguf"):
+        return ModelRef(source, load_config(path, overrides))
+    return ModelRef(source, load_config({"model": {"name": source}}, overrides), has_tasks=names_tasks(overrides))
 
 
 def names_tasks(overrides: Sequence[str]) -> bool:
@@ -76,7 +76,7 @@ def names_tasks(overrides: Sequence[str]) -> bool:
 def saved_steps(run: Path) -> list[Path]:
     """The folders of a run's models, oldest first, damaged or not: checkpoints of training, and what `keel sft` leaves.
 
-    A damaged one is among them: to pass it over would answer for another model than the one that was asked for.
+    Damaged ones are among them: skipping one would silently give another model than the one asked for.
     """
     return numbered(run / "checkpoints")
 
@@ -89,34 +89,34 @@ def checkpoint_of(run: Path, moment: str | None = None) -> Path:
     newest = saved[max(saved)]
     if moment is None:
         return _undamaged(newest, run, saved)
-    there = ", ".join(map(str, saved))
+    steps = ", ".join(map(str, saved))
     if moment == "best":
         record = saved_record(newest)
         if record is None and (newest / TRAINER).exists():
             _undamaged(newest, run, saved)
         best = ((record or {}).get("state") or {}).get("best")
         if not best or int(best["step"]) not in saved:
-            raise KeelError(f"{run} kept no best checkpoint: name a step instead, of {there}")
+            raise KeelError(f"{run} kept no best checkpoint: name a step instead, of {steps}")
         return _undamaged(saved[int(best["step"])], run, saved)
     if not moment.isdigit():
-        raise KeelError(f"there is no checkpoint {moment!r} of {run}: it is a step ({there}) or {', '.join(MOMENTS)}")
+        raise KeelError(f"there is no checkpoint {moment!r} of {run}: it is a step ({steps}) or {', '.join(MOMENTS)}")
     if int(moment) not in saved:
-        raise KeelError(f"{run} has no checkpoint of step {moment}: there are {there}")
+        raise KeelError(f"{run} has no checkpoint of step {moment}: there are {steps}")
     return _undamaged(saved[int(moment)], run, saved)
 
 
-def _undamaged(place: Path, run: Path, saved: Collection[int]) -> Path:
+def _undamaged(checkpoint: Path, run: Path, saved: Collection[int]) -> Path:
     """The same folder, refused where its model is not the one that was saved; what only a resume needs may be gone."""
-    wrong = damages(place, model_only=True)
-    if not wrong and not any((place / name).is_file() for name in ("config.json", "adapter_config.json")):
+    wrong = damages(checkpoint, model_only=True)
+    if not wrong and not any((checkpoint / name).is_file() for name in ("config.json", "adapter_config.json")):
         wrong = [Damage("config.json", "is missing")]
     if wrong:
-        others = ", ".join(str(step) for step in saved if step != step_of(place)) or "none"
+        others = ", ".join(str(step) for step in saved if step != step_of(checkpoint)) or "none"
         raise KeelError(
-            f"the checkpoint {place} is damaged: {wrong[0]}; put the file back, or name another step with {run}@STEP "
-            f"(there are: {others})"
+            f"the checkpoint {checkpoint} is damaged: {wrong[0]}; put the file back, or name another step with "
+            f"{run}@STEP (there are: {others})"
         )
-    return place
+    return checkpoint
 
 
 def model_folder(source: str, checkpoint: str | None = None) -> Path:
@@ -137,24 +137,24 @@ def model_folder(source: str, checkpoint: str | None = None) -> Path:
     return path
 
 
-def _of_run(run: Path, overrides: Sequence[str], moment: str | None) -> Subject:
+def _of_run(run: Path, overrides: Sequence[str], moment: str | None) -> ModelRef:
     config = load_config(run / "config.yaml", overrides)
     if moment not in ("start", "warmstart"):
-        place = checkpoint_of(run, moment)
-        return Subject(f"{run}@{step_of(place)}", config, place)
+        folder = checkpoint_of(run, moment)
+        return ModelRef(f"{run}@{step_of(folder)}", config, folder)
     name, as_run = f"{run}@{moment}", load_config(run / "config.yaml")
     supervised = any(not (path / TRAINER).exists() for path in saved_steps(run))  # by keel sft, which had none itself
     if as_run.warmstart is None or supervised:
         if moment == "warmstart":
             raise KeelError(f"{run} had no warm start: {run}@start is the model it began with")
-        return Subject(name, config)
-    place = warmstart_place(run, as_run)
-    whole = [path for path in place.parent.glob("*") if is_whole(path)]
-    if not is_whole(place) and len(whole) == 1:  # options that are newer than the run changed its digest
-        place = whole[0]
-    if not is_whole(place):
-        raise KeelError(f"the warm start of {run} is not there any more ({place}): name another baseline")
-    return Subject(name, config, place)
+        return ModelRef(name, config)
+    folder = warmstart_folder(run, as_run)
+    complete = [path for path in folder.parent.glob("*") if is_complete(path)]
+    if not is_complete(folder) and len(complete) == 1:  # options that are newer than the run changed its digest
+        folder = complete[0]
+    if not is_complete(folder):
+        raise KeelError(f"the warm start of {run} is not there any more ({folder}): name another baseline")
+    return ModelRef(name, config, folder)
 
 
 def adapter_base(folder: Path) -> str | None:

@@ -1,6 +1,6 @@
-"""Small models that know the words of `multihop`'s made-up worlds: `model.name: keel.worlds:multihop_small`.
+"""Small models over the closed vocabulary of `multihop`'s made-up worlds.
 
-Tasks and models do not know each other; a closed vocabulary is what these loaders carry from one to the other.
+`model.name: keel.envs.multihop.models:multihop_small`
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from keel.envs.multihop import multihop
+from keel.envs.multihop.options import multihop
 from keel.models.words import word_model
 
 DOCUMENTS = 20  # the most that a made-up world has: one vocabulary for all sizes

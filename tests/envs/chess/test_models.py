@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.envs import build_task
+from keel.envs.chess.models import chess_30m, chess_124m, chess_small, chess_tokenizer, gpt2
 from keel.models.load import load_model
-from keel.models.scratch import chess_30m, chess_124m, chess_small, chess_tokenizer, gpt2
 from keel.models.tiny import CHARACTERS
 
 TOKENIZER = chess_tokenizer()

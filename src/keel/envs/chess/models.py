@@ -1,9 +1,9 @@
 """GPT-2- and Llama-shaped models with random weights and a tokenizer for chess texts, to be trained from nothing.
 
-`model.name: keel.models.scratch:chess_small` and its larger siblings. GPT-2's own tokenizer would have to be downloaded
-and cuts FENs at odd places. Here every character is a token, and so is what a position and a move are made of: a rank
-with at most one piece, a square of a move. The few pieces of a small model's positions then stand at fixed places. The
-vocabulary has 381 tokens instead of 50,257, which is why the 124M shape has 86 million parameters.
+`model.name: keel.envs.chess.models:chess_small` and its larger siblings. GPT-2's own tokenizer would have to be
+downloaded and cuts FENs at odd places. Here every character is a token, and so is what a position and a move are made
+of: a rank with at most one piece, a square of a move. The few pieces of a small model's positions then stand at fixed
+places. The vocabulary has 381 tokens instead of 50,257, which is why the 124M shape has 86 million parameters.
 """
 
 from __future__ import annotations
