@@ -20,6 +20,7 @@ MOVED = {
     "keel.data": "keel.envs.shards",
     "keel.data.shards": "keel.envs.shards",
     "keel.doctor": "keel.lab.doctor",
+    "keel.doctor.bench": "keel.lab.doctor.setup",
     "keel.doctor.probes.expected": "keel.lab.doctor.expected",
     "keel.doctor.thresholds": "keel.base.thresholds",
     "keel.drift": "keel.lab.compare",

@@ -22,9 +22,9 @@ class KLLimit:
 
 def kl_limit(config: Mapping[str, Any], thresholds: Thresholds) -> KLLimit:
     """The run's own budget where it has one per token, otherwise the threshold."""
-    own = number(option_of(config, "kl.budget.max"))
-    if own is not None and option_of(config, "kl.budget.unit") != "per_sequence":
-        return KLLimit(own, "kl.budget.max of the configuration")
+    budget = number(option_of(config, "kl.budget.max"))
+    if budget is not None and option_of(config, "kl.budget.unit") != "per_sequence":
+        return KLLimit(budget, "kl.budget.max of the configuration")
     return KLLimit(thresholds["kl_over_budget"], "the threshold kl_over_budget")
 
 
