@@ -73,3 +73,16 @@ def bar() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
             return lambda count: progress.advance(task, count)
 
         yield watch
+
+
+PrintConfig = Annotated[
+    bool, typer.Option("--print-config", help="Show the resolved configuration with a sentence on each option.")
+]
+
+
+def print_config_of(config: Any) -> int:
+    """Print the resolved configuration with a sentence on each option."""
+    from keel.config.show import show_config
+
+    typer.echo(show_config(config), nl=False)
+    return 0

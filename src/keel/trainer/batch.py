@@ -1,4 +1,4 @@
-"""The batch of one step: `[B, T]` tensors for the losses, and the microbatches that the model reads."""
+"""The batch of one step: `[B, T]` tensors for the losses, and microbatches as `models/pack.py` cuts them."""
 
 from __future__ import annotations
 

@@ -1,34 +1,13 @@
-"""`keel report` and `keel env`."""
+"""`keel env`."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from keel.cli.app import app, print_json
-
-REPORT_HELP = """Write one self-contained HTML page on a run, or on several over each other.
-
-Examples:
-
-  keel report runs/default
-
-  keel report runs/beta-0 runs/beta-1 --out compare.html
-"""
-
-
-@app.command(help=REPORT_HELP)
-def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN]...", help="Folders of runs.")],
-    out: Annotated[Path | None, typer.Option(help="File to write; by default report.html in the first run.")] = None,
-) -> int:
-    from keel.lab.report import write_report
-
-    typer.echo(f"wrote {write_report(runs, out)}")
-    return 0
 
 
 @app.command()

@@ -1,0 +1,30 @@
+"""`keel report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from keel.cli.app import app
+
+HELP = """Write one self-contained HTML page on a run, or on several over each other.
+
+Examples:
+
+  keel report runs/default
+
+  keel report runs/beta-0 runs/beta-1 --out compare.html
+"""
+
+
+@app.command(help=HELP)
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN]...", help="Folders of runs.")],
+    out: Annotated[Path | None, typer.Option(help="File to write; by default report.html in the first run.")] = None,
+) -> int:
+    from keel.lab.report import write_report
+
+    typer.echo(f"wrote {write_report(runs, out)}")
+    return 0

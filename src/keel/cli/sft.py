@@ -1,0 +1,29 @@
+"""`keel sft`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from keel.base.errors import KeelError
+from keel.cli.app import ANY_OPTION, CONFIG_ARGS, PrintConfig, app, configuration, print_config_of
+
+HELP = """Supervised fine-tuning by the warmstart section: behaviour cloning of gold answers or of a JSONL file.
+
+Examples:
+
+  keel sft configs/default.yaml
+
+  keel sft configs/default.yaml warmstart.steps=500 warmstart.learning_rate=3e-4
+"""
+
+
+@app.command(help=HELP, context_settings=ANY_OPTION)
+def sft(args: Annotated[list[str] | None, CONFIG_ARGS] = None, print_config: PrintConfig = False) -> int:
+    config = configuration(args or [])
+    if config.warmstart is None:
+        raise KeelError("keel sft needs a warmstart section: set warmstart.steps=200, or add it to the configuration")
+    if print_config:
+        return print_config_of(config)
+    from keel import api
+
+    return int(api.supervise(config).exit_status)
