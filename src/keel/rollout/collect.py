@@ -133,9 +133,12 @@ def collect(
         return requests
 
     converse = engine.converse if join_turns and max_turns > 1 else partial(turn_by_turn, engine)
+    # Where all wait for tools, sampling begins anew with the first reply: with places for the others too.
+    capacity = sampling.max_batch or len(problems) * sampling.num_generations
+    batched = replace(sampling, max_batch=capacity) if overlap_tools else sampling
     try:
         while asked:
-            converse(asked, sampling, answer, **noise)
+            converse(asked, batched, answer, **noise)
             asked = []
             while runner.waiting and not asked:
                 asked = go_on("one")

@@ -113,7 +113,8 @@ class NativeEngine(Engine):
         step: int = 0,
     ) -> None:
         """Sample until no request is left: `answer` is told of turns that have ended and returns the requests that go
-        on, which join those still running. When it is asked depends on what is sampled and how, never on the clock.
+        on, which join those still running. When it is asked depends on what is sampled and how, never on the clock;
+        where places have stood empty it is asked again, without a turn, for requests that have become ready.
         """
         noise = (seed, attempt, step)
         seen: set[tuple[str, int, int]] = set()
@@ -169,19 +170,17 @@ class NativeEngine(Engine):
             if self.kept.limit:
                 self.kept.enter(*noise, weights_stamp(self.model))
             waiting, ended = self._sample(batch, waiting, pausing=go_on is not None)
-            if go_on is not None and ended:  # a user's code: the model is as it was outside
+            if go_on is not None:  # a user's code: the model is as it was outside
                 waiting = [*_by_length(go_on(ended)), *waiting]
 
     def _sample(
         self, batch: DecodeBatch, waiting: list[DecodeRow], *, pausing: bool
     ) -> tuple[list[DecodeRow], list[DecodeRow]]:
-        """Go on until nothing is left, or (`pausing`) those that ended may join again; who waits, and who ended."""
+        """Go on until nothing is left, or (`pausing`) others may join; who waits, and who ended."""
         ended: list[DecodeRow] = []
         with evaluating(self.model):
             while True:
                 if batch.scheduler.has_room:
-                    if pausing and ended:
-                        return waiting, ended
                     waiting = batch.fill(waiting)
                 if not batch.live:
                     return waiting, ended
@@ -189,6 +188,8 @@ class NativeEngine(Engine):
                 if left and self.on_finished is not None:
                     self.on_finished(len(left))
                 ended += left
+                if pausing and batch.scheduler.has_room and (ended or not waiting):
+                    return waiting, ended
 
     def _new_decoder(self) -> Decoder:
         return self._decoder(self.model)
