@@ -157,8 +157,12 @@ class TaskWrapper(Task):
         """The inner task's, which end with this task's own gold answer."""
         return [*self.inner.gold_turns(problem)[:-1], self.gold(problem)]
 
+    def start(self, problem: Problem) -> Episode:
+        """The inner task's; of a task of one turn, an episode that is judged by this wrapper."""
+        return self.inner.start(problem) if self.inner.several_turns else super().start(problem)
+
     def keep(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
-        """This wrapper around what the inner task keeps."""
+        """This wrapper around what the inner task keeps, which is asked about the inner problems."""
         kept = self.inner.keep(fits)
         return None if kept is None else (self.around(kept[0]), kept[1])
 
@@ -176,6 +180,8 @@ def check_is_task(made: Any, what: str) -> Task:
         raise KeelError(f"{what} a {kind} with respond: write start(problem) -> Episode, see docs/upgrading.md")
     if not isinstance(made, Task):
         raise KeelError(f"{what} a {kind}, which does not derive from keel.envs.Task: see docs/upgrading.md")
+    if isinstance(made, TaskWrapper):
+        check_is_task(getattr(made, "inner", None), f"{what} a {kind} around")
     missing = [name for name in REQUIRED if getattr(type(made), name) is getattr(Task, name)]
     if made.several_turns and "reward" in missing:
         missing.remove("reward")  # its episodes have it
