@@ -262,8 +262,9 @@ def test_episodes_are_the_same_where_sampling_goes_on_beside_tools() -> None:
 class LateTools(EpisodeRunner):
     """Tools that answer once all episodes wait for them: one first, and while that goes on, the others."""
 
-    began = False
-    others: dict[Any, Any] = {}
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.began, self.others = False, dict[Any, Any]()
 
     @property
     def waiting(self) -> bool:
