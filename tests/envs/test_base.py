@@ -250,6 +250,6 @@ def test_nobody_looks_for_members_of_a_task_by_name() -> None:
         if isinstance(node.args[1], ast.Constant) and node.args[1].value in powers
     ]
     assert asked == [
-        "envs/base.py: hasattr(task, 'respond')",  # of what may be no task at all
-        "envs/base.py: getattr(task, 'inner', None)",
+        "envs/base.py: hasattr(candidate, 'respond')",  # of what may be no task at all
+        "envs/base.py: getattr(candidate, 'inner', None)",
     ]

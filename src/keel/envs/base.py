@@ -173,18 +173,18 @@ class TaskWrapper(Task):
         return wrapper
 
 
-def check_is_task(task: Any, what: str) -> Task:
+def check_is_task(candidate: Any, what: str) -> Task:
     """The object, where it is a task; `what` says whose it is in the line that refuses another."""
-    kind = type(task).__name__
-    if hasattr(task, "respond"):  # of 0.1; in silence, its episodes would end after the first turn
+    kind = type(candidate).__name__
+    if hasattr(candidate, "respond"):  # of 0.1; in silence, its episodes would end after the first turn
         raise KeelError(f"{what} a {kind} with respond: write start(problem) -> Episode, see docs/upgrading.md")
-    if not isinstance(task, Task):
+    if not isinstance(candidate, Task):
         raise KeelError(f"{what} a {kind}, which does not derive from keel.envs.Task: see docs/upgrading.md")
-    if isinstance(task, TaskWrapper):
-        check_is_task(getattr(task, "inner", None), f"{what} a {kind} around")
-    missing = [name for name in REQUIRED if getattr(type(task), name) is getattr(Task, name)]
-    if task.several_turns and "reward" in missing:
+    if isinstance(candidate, TaskWrapper):
+        check_is_task(getattr(candidate, "inner", None), f"{what} a {kind} around")
+    missing = [name for name in REQUIRED if getattr(type(candidate), name) is getattr(Task, name)]
+    if candidate.several_turns and "reward" in missing:
         missing.remove("reward")  # its episodes have it
-    if lacks := ", ".join(missing) or ("" if isinstance(getattr(task, "name", None), str) else "name"):
+    if lacks := ", ".join(missing) or ("" if isinstance(getattr(candidate, "name", None), str) else "name"):
         raise KeelError(f"{what} a {kind} without {lacks}: see keel.envs.Task")
-    return task
+    return candidate
