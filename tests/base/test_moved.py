@@ -4,6 +4,7 @@ import importlib
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -140,3 +141,13 @@ def test_a_renamed_part_is_refused_in_one_line(module, name, now):
     assert hasattr(importlib.import_module(owner), renamed)
     with pytest.raises(ImportError, match="cannot import name 'nothing'"):
         exec(f"from {module} import nothing")
+
+
+def test_the_page_on_upgrading_names_where_modules_went():
+    page = (Path(__file__).parents[2] / "docs" / "upgrading.md").read_text(encoding="utf-8")
+    section = page.partition("## Imports")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
+    names = [[re.findall(r"`(keel[\w.]*\w)", cell.partition("(")[0]) for cell in row] for row in rows]
+    pairs = [pair for old, new in names for pair in zip(old, new, strict=True)]
+    assert {"keel.types", "keel.tasks", "keel.train.resume"} <= {old for old, _ in pairs}
+    assert [(old, current(old)) for old, _ in pairs] == pairs
