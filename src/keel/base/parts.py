@@ -40,8 +40,8 @@ def part_arguments(
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p not in placed]
     filled = {p.name: offered[p.name] for p in by_name if p.name in offered}
     remaining = {p.name: p for p in by_name if p.name not in offered and p.name not in reserved}
-    declared = remaining["options"].annotation if "options" in remaining else None
-    if isinstance(declared, type) and issubclass(declared, Options):
+    declared = options_class(factory)
+    if declared is not None and "options" in remaining:
         return {**filled, "options": read_options(declared, params, section or kind)}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for name in params:
@@ -51,6 +51,13 @@ def part_arguments(
         if parameter.default is parameter.empty and name not in params:
             raise KeelError(f"{kind} needs the parameter {name!r}" + (f": give {section}.{name}" if section else ""))
     return {**filled, **params}
+
+
+def options_class(factory: Callable[..., Any]) -> type[Options] | None:
+    """The type of a factory's parameter `options`, where it declares its own parameters by a class of `Options`."""
+    parameter = (parameters_of(factory) or {}).get("options")
+    declared = None if parameter is None else parameter.annotation
+    return declared if isinstance(declared, type) and issubclass(declared, Options) else None
 
 
 def parameters_of(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:

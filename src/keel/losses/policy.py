@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
 import torch
 from torch import Tensor
 
 from keel.base.errors import KeelError, first_line, unknown
 from keel.base.imports import import_object, is_import_path
+from keel.base.moved import refuse_renamed
 from keel.base.options import Options
 from keel.base.parts import parameters_of
 from keel.base.validation import read_options
@@ -23,6 +24,9 @@ from keel.losses.inputs import Limits, LossInputs, PolicyTerm
 from keel.losses.mismatch import check_mismatch
 from keel.losses.options import LossOptions, SharedLossOptions
 from keel.losses.sapo import sapo
+
+if not TYPE_CHECKING:  # type checkers see the names that are there
+    __getattr__ = refuse_renamed(__name__, {"LossSpec": "keel.losses.LossOptions"})
 
 # A policy loss: what it is made of and its own options, which the type of its second parameter declares.
 Term = Callable[[LossInputs, Any], PolicyTerm]

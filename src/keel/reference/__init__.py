@@ -29,7 +29,7 @@ def build_reference(kind: str, loaded: LoadedModel, **params: Any) -> Reference:
     """The reference called `kind` (`auto`: adapter_off for LoRA, frozen for full weights) or a user's `module:attr`."""
     if kind == "auto":
         kind = "adapter_off" if is_lora(unwrap(loaded.model)) else "frozen"
-    reference = _factory(kind)(loaded, **_arguments(kind, params))
+    reference = get_reference(kind)(loaded, **_arguments(kind, params))
     if not isinstance(reference, Reference):
         raise KeelError(
             f"reference.kind={kind} made a {type(reference).__name__}: it must have what keel.reference.Reference lists"
@@ -43,7 +43,7 @@ def check_reference(kind: str, **params: Any) -> None:
 
 
 def _arguments(kind: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    factory = _factory(kind)
+    factory = get_reference(kind)
     arguments = part_arguments(f"reference {kind}", factory, params, section="reference", positional=1)
     for name, value in params.items():
         declared = (parameters_of(factory) or {}).get(name)
@@ -53,7 +53,8 @@ def _arguments(kind: str, params: Mapping[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def _factory(kind: str) -> Callable[..., Reference]:
+def get_reference(kind: str) -> Callable[..., Reference]:
+    """What makes the reference of that name, or a user's own `module:attr`."""
     if kind in KINDS:
         return KINDS[kind]
     if is_import_path(kind):
@@ -61,4 +62,4 @@ def _factory(kind: str) -> Callable[..., Reference]:
     raise unknown("reference.kind", kind, [*KINDS, "auto"])
 
 
-__all__ = ["KINDS", "Range", "Reference", "build_reference", "check_reference"]
+__all__ = ["KINDS", "Range", "Reference", "build_reference", "check_reference", "get_reference"]
