@@ -1,6 +1,7 @@
 """Names of 0.1: in configurations they mean what they meant, in imports they are refused with the new one."""
 
 import importlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -23,6 +24,19 @@ from trainer.small import BASE
 def test_every_name_leads_to_a_module_that_is_there():
     for old, new in MOVED.items():
         assert importlib.import_module(new).__name__ == new, old
+    for old in Path(__file__).with_name("modules_of_0_1.txt").read_text().split():
+        assert importlib.util.find_spec(current(old)) is not None, old
+
+
+def test_code_that_tries_an_old_name_first_may_try_another():
+    with pytest.raises(ImportError, match=r"keel\.tasks is now keel\.envs"):
+        importlib.import_module("keel.tasks")
+    with pytest.raises(ImportError, match=r"keel\.tasks is now keel\.envs"):
+        importlib.util.find_spec("keel.tasks")
+    with pytest.raises(ImportError, match=r"keel\.losses\.LossSpec is now"):
+        from keel.losses import LossSpec  # noqa: F401
+    for module in ("keel.losses", "keel.losses.policy", "keel.kl", "keel.loggers"):
+        assert not hasattr(importlib.import_module(module), "LossSpec")
 
 
 @pytest.mark.parametrize("name", sorted(MOVED))
@@ -132,6 +146,10 @@ def test_a_run_of_01_goes_on(tmp_path):
         ("keel.loggers", "Quiet", "keel.loggers.Logger"),
         ("keel.loggers", "Fanout", "keel.loggers.MultiLogger"),
         ("keel.lab.doctor", "found", "keel.lab.doctor.finding"),
+        ("keel.loggers.base", "Quiet", "keel.loggers.Logger"),
+        ("keel.losses.policy", "LossSpec", "keel.losses.LossOptions"),
+        ("keel.models", "LoraSettings", "keel.models.LoraOptions"),
+        ("keel.config", "controller_params", "keel.kl.controller_of"),
     ],
 )
 def test_a_renamed_part_is_refused_in_one_line(module, name, now):
@@ -151,3 +169,17 @@ def test_the_page_on_upgrading_names_where_modules_went():
     pairs = [pair for old, new in names for pair in zip(old, new, strict=True)]
     assert {"keel.types", "keel.tasks", "keel.train.resume"} <= {old for old, _ in pairs}
     assert [(old, current(old)) for old, _ in pairs] == pairs
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "now"),
+    [
+        ("keel.config", "loss_spec", "config.loss itself"),
+        ("keel.config", "kl_spec", "config.kl itself"),
+        ("keel.config", "mismatch_spec", "config.loss.mismatch itself"),
+        ("keel.kl", "EffectiveCoefficientWarning", "a sentence of keel.config.checks.advice"),
+    ],
+)
+def test_what_has_no_name_any_more_says_where_it_went(module, name, now):
+    with pytest.raises(KeelError, match=rf"^{module}\.{name} is now {now}: see docs/upgrading\.md$"):
+        getattr(importlib.import_module(module), name)

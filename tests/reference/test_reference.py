@@ -396,6 +396,27 @@ def in_range(loaded: LoadedModel, *, share: Annotated[float, Range("a share", la
     return build_reference("frozen", loaded)
 
 
+def nothing(loaded: LoadedModel) -> None: ...
+
+
+def lacking(loaded: LoadedModel, *, share: float) -> Any: ...
+
+
+def test_what_is_no_reference_is_one_line() -> None:
+    for name, says in [
+        ("builtins:dict", "reference builtins:dict is Python's own dict: give a function or a class of yours"),
+        (
+            f"{__name__}:lacking",
+            f"reference {__name__}:lacking needs the parameter 'share': give reference.share",
+        ),
+    ]:
+        with pytest.raises(KeelError) as caught:
+            check_reference(name)
+        assert str(caught.value) == says
+    with pytest.raises(KeelError, match="made a NoneType: it must have what"):
+        build_reference(f"{__name__}:nothing", load_model(SMALL, device="cpu"))
+
+
 def test_ones_own_declares_its_parameters_either_way() -> None:
     loaded = load_model(SMALL, device="cpu")
     assert build_reference(f"{__name__}:declared", loaded, offload=True).kind == "frozen"
