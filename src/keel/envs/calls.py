@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import inspect
+import os
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -77,29 +79,36 @@ def call_here(function: Callable[..., Any], *args: Any) -> Any:
         return _settled(None, error)
 
 
-async def call(function: Callable[..., Any], *args: Any, timeout_s: float | None, hung: Hung) -> Any:
+async def call(
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float | None,
+    hung: Hung,
+    dropped: Callable[[Any], None] = lambda value: None,
+) -> Any:
     """The function's value, or CallFailed; a coroutine function is awaited here, another is called in a thread.
 
     A call that is not over in time is given up: a coroutine is cancelled, a thread is left behind, and what still runs
-    then is counted in `hung`. Time spent inside `aside` does not count.
+    then is counted in `hung`. Time spent inside `aside` does not count. A value that comes when nobody waits for it any
+    more is handed to `dropped`.
     """
     limit = asyncio.timeout(timeout_s)
     token = _deadline.set(limit)
-    work = asyncio.ensure_future(_outcome(function, args, hung))
+    work = asyncio.ensure_future(_outcome(function, args, hung, dropped))
     _deadline.reset(token)
     try:
         async with limit:
             await asyncio.wait({work})
-    except TimeoutError:
+    except (TimeoutError, asyncio.CancelledError) as given_up:
         work.cancel()
+        work.add_done_callback(lambda work: None if work.cancelled() else _drop(work.result(), dropped))
         # Half as long again is for those that clean up after themselves when their time is over.
         await asyncio.wait({work}, timeout=0.5 + (timeout_s or 0.0) / 2)
         if not work.done():
             hung.add(_StubbornTask(work))
+        if isinstance(given_up, asyncio.CancelledError):
+            raise
         raise CallFailed("timeout", _late(timeout_s)) from None
-    except asyncio.CancelledError:
-        work.cancel()
-        raise
     return _settled(*work.result())
 
 
@@ -123,9 +132,12 @@ async def aside() -> AsyncIterator[None]:
             limit.reschedule(loop.time() + left)
 
 
-async def _outcome(function: Callable[..., Any], args: tuple[Any, ...], hung: Hung) -> Outcome:
+async def _outcome(
+    function: Callable[..., Any], args: tuple[Any, ...], hung: Hung, dropped: Callable[[Any], None]
+) -> Outcome:
     try:
-        value, error = (function(*args), None) if is_async(function) else await _in_thread(function, args, hung)
+        plain = not is_async(function)
+        value, error = await _in_thread(function, args, hung, dropped) if plain else (function(*args), None)
         return (await value if error is None and inspect.isawaitable(value) else value), error
     except asyncio.CancelledError:
         raise
@@ -159,13 +171,23 @@ class _Worker(threading.Thread):
 _idle: list[_Worker] = []
 
 
-async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...], hung: Hung) -> Outcome:
+def _drop(outcome: Outcome, dropped: Callable[[Any], None]) -> None:
+    value, error = outcome
+    if error is None:
+        dropped(value)
+
+
+async def _in_thread(
+    function: Callable[..., Any], args: tuple[Any, ...], hung: Hung, dropped: Callable[[Any], None]
+) -> Outcome:
     """What a plain function returns or raises, in a thread that is left behind where nobody waits any more."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Outcome] = loop.create_future()
 
     def settle(outcome: Outcome) -> None:
-        if not answer.done():
+        if answer.done():
+            _drop(outcome, dropped)
+        else:
             answer.set_result(outcome)
 
     def make() -> None:
@@ -173,8 +195,10 @@ async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...], hung: 
             outcome: Outcome = function(*args), None
         except BaseException as error:  # a user's sys.exit() must not end the worker without a word
             outcome = None, error
-        with suppress(RuntimeError):  # the loop was given up meanwhile
+        try:
             loop.call_soon_threadsafe(settle, outcome)
+        except RuntimeError:  # the loop was given up meanwhile
+            _drop(outcome, dropped)
 
     worker = _idle.pop() if _idle else _Worker()
     worker.calls.put(make)
@@ -183,6 +207,8 @@ async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...], hung: 
     except asyncio.CancelledError:
         worker.calls.put(None)
         hung.add(worker)
+        if not answer.cancelled():  # it came in the same moment
+            _drop(answer.result(), dropped)
         raise
     _idle.append(worker)
     return outcome
@@ -240,6 +266,11 @@ class Pending:
             raise CallFailed("timeout", _late(timeout_s)) from None
 
 
+def raised(future: concurrent.futures.Future[Any]) -> bool:
+    """Whether work is over because it failed."""
+    return future.done() and not future.cancelled() and future.exception() is not None
+
+
 class Loop:
     """The event loop that all calls share, so that clients which users' coroutines keep open belong to one loop.
 
@@ -257,32 +288,31 @@ class Loop:
             serving = self._serving = self._serving or _Serving()
             return Pending(asyncio.run_coroutine_threadsafe(work, serving.loop), serving)
 
-    def wait(self, pending: Sequence[Pending], timeout_s: float | None, hung: Hung, *, first: bool = False) -> None:
-        """Wait until all is over, or the first; a loop that does not move for `timeout_s` is counted in `hung`."""
+    def wait(self, pending: Sequence[Pending], timeout_s: float | None, hung: Hung, until: str = ALL_COMPLETED) -> None:
+        """Wait as `concurrent.futures.wait` does; a loop that does not move for `timeout_s` is counted in `hung`."""
         if any(one.serving is threading.current_thread() for one in pending):
             raise RuntimeError("a coroutine cannot wait for the event loop that it runs on: make it a plain function")
-        when = concurrent.futures.FIRST_COMPLETED if first else concurrent.futures.ALL_COMPLETED
         patience = None if timeout_s is None else 0.5 + 1.5 * timeout_s
-        try:
-            while True:
-                done, left = concurrent.futures.wait([one.future for one in pending], patience, when)
-                if not left or (first and done):
-                    return
-                serving = next(one.serving for one in pending if one.future in left)
-                if patience is not None and not serving.moves(patience):
-                    self._leave(serving, hung)
-                    for one in pending:
-                        one.future.cancel()
-                    return
-        except BaseException:  # Ctrl-C
-            for one in pending:
-                one.future.cancel()
-            raise
+        while True:
+            done, left = concurrent.futures.wait([one.future for one in pending], patience, until)
+            if not left or (until == FIRST_COMPLETED and done) or (until == FIRST_EXCEPTION and any(map(raised, done))):
+                return
+            serving = next(one.serving for one in pending if one.future in left)
+            if patience is not None and not serving.moves(patience):
+                self._leave(serving, hung)
+                for one in pending:
+                    one.future.cancel()
+                return
 
     def run(self, work: Sequence[Coroutine[Any, Any, Any]], timeout_s: float | None, hung: Hung) -> list[Outcome]:
         """All work together; what each returned or raised, in order."""
         pending = [self.submit(one) for one in work]
-        self.wait(pending, timeout_s, hung)
+        try:
+            self.wait(pending, timeout_s, hung)
+        except BaseException:  # Ctrl-C
+            for one in pending:
+                one.future.cancel()
+            raise
         found: list[Outcome] = []
         for one in pending:
             try:
@@ -300,6 +330,15 @@ class Loop:
 
 
 LOOP = Loop()
+
+
+def _forget_threads() -> None:
+    """A child process has none of its parent's threads."""
+    LOOP.__init__()  # type: ignore[misc]
+    _idle.clear()
+
+
+os.register_at_fork(after_in_child=_forget_threads)
 
 
 def call_now(function: Callable[..., Any], *args: Any, timeout_s: float | None, hung: Hung) -> Any:

@@ -167,12 +167,17 @@ class Judge:
         failure = Failure(called, problem.key, sample, failed.kind, failed.cause)
         self.failures.append(failure)
         self.counts[called] += 1
+        if not self.stops():
+            return
         if self.options.on_error == "stop":
             raise KeelError(f"reward {failure}; mend it, or set reward.on_error to zero or skip_group") from failed
-        if (hung := self.hung.alive) > self.max_hung:
-            raise TooManyHang(
-                f"reward {failure}; {hung} calls hang in threads that cannot be ended: mend the function"
-            ) from failed
+        raise TooManyHang(
+            f"reward {failure}; {self.hung.alive} calls hang in threads that cannot be ended: mend the function"
+        ) from failed
+
+    def stops(self) -> bool:
+        """Whether a failure, now, ends the run."""
+        return self.options.on_error == "stop" or self.hung.alive > self.max_hung
 
     def _named(self, row: Sequence[Reward]) -> dict[str, float]:
         """The values that are logged: each part by its name, and what it is made of below that."""

@@ -110,7 +110,7 @@ def collect(
     asked = [Request(p.key, tokens, max_new=limit) for p, tokens in zip(problems, prompts, strict=True)]
     group_of = {problem.key: group for group, problem in enumerate(problems)}
     trajectories: dict[tuple[int, int], _Trajectory] = {}
-    runner = EpisodeRunner(task.start, judge.options.timeout_s, judge.hung)
+    runner = EpisodeRunner(task.start, judge.options.timeout_s, judge.hung, judge.stops)
 
     def answer(turns: Sequence[Turn]) -> list[Request]:
         for turn in turns:
