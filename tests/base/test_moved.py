@@ -129,6 +129,7 @@ def test_a_run_of_01_goes_on(tmp_path):
         ("keel.kl", "shape_advantages", "keel.kl.advantage_penalty"),
         ("keel.loggers", "Quiet", "keel.loggers.Logger"),
         ("keel.loggers", "Fanout", "keel.loggers.MultiLogger"),
+        ("keel.lab.doctor", "found", "keel.lab.doctor.finding"),
     ],
 )
 def test_a_renamed_part_is_refused_in_one_line(module, name, now):

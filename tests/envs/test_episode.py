@@ -18,7 +18,7 @@ import keel
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Problem, Reward
 from keel.envs import Episode, Task, build_task, check, mixture
-from keel.envs.calls import LOOP, Hung, TooManyHang
+from keel.envs.calls import LOOP, HungCalls, TooManyHungCalls
 from keel.envs.chess import matches
 from keel.envs.episode import EpisodeRunner, close_now, step_now
 from keel.envs.judge import Judge
@@ -106,7 +106,7 @@ def _no_boxes() -> None:
     async def event() -> asyncio.Event:
         return asyncio.Event()
 
-    ((Box.go, _),) = LOOP.run([event()], None, Hung())
+    ((Box.go, _),) = LOOP.run([event()], None, HungCalls())
 
 
 def rollout(engine: Says, task: Task | None = None, **options: Any) -> Any:
@@ -354,7 +354,7 @@ def test_a_box_that_is_opened_too_late_is_closed() -> None:
 @pytest.mark.parametrize("timeout_s", [20.0, None])
 def test_a_box_that_is_being_opened_when_the_rollout_ends_is_closed(timeout_s: float | None) -> None:
     task = Awaited()
-    runner = EpisodeRunner(task.start, timeout_s, Hung())
+    runner = EpisodeRunner(task.start, timeout_s, HungCalls())
     runner.submit([((0, number), Problem("p", "?"), "a") for number in range(3)])
     assert task.begun.wait(10)
     threading.Timer(0.05, task.go.set).start()
@@ -396,7 +396,7 @@ def test_a_step_cleans_up_before_its_box_is_closed() -> None:
         async def close(self) -> None:
             order.append("closed")
 
-    runner = EpisodeRunner(lambda problem: Tidy(), 20.0, Hung())
+    runner = EpisodeRunner(lambda problem: Tidy(), 20.0, HungCalls())
     runner.submit([((0, 0), Problem("p", "?"), "wait")])
     assert eventually(lambda: Box.made != [] and Box.made[0].told == ["wait"])
     runner.close()
@@ -472,7 +472,7 @@ def test_the_first_failure_that_ends_the_run_is_the_last_step() -> None:
 
 def test_plain_steps_that_hang_end_the_run_above_max_hung() -> None:
     task = Failing(hang=True)
-    with pytest.raises(TooManyHang, match="3 calls hang"):
+    with pytest.raises(TooManyHungCalls, match="3 calls hang"):
         rollout(Says(*[["a"]] * 16), task, judge=Judge.of(task, timeout_s=0.05, on_error="zero", max_hung=2))
     task.go.set()
     assert 3 <= len(task.stepped) < 16

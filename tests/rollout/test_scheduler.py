@@ -25,24 +25,24 @@ def test_what_a_join_costs_depends_on_the_device_and_the_way_to_decode() -> None
     assert Traits("cuda").join_steps(1) == math.inf
 
 
-def test_a_requests_rows_join_together_where_there_are_places_for_them() -> None:
+def test_a_requests_rows_join_together_where_there_are_slots_for_them() -> None:
     made = Scheduler(100, 10, CPU)
     assert made.admit([4, 4, 4]) == 8
     assert made.admit([4]) == 0
     assert made.admit([2, 4]) == 2
     assert (made.live, made.rows) == (10, 10)
-    assert Scheduler(100, 3, CPU).admit([8]) == 3, "more rows than places: as many as there are"
+    assert Scheduler(100, 3, CPU).admit([8]) == 3, "more rows than slots: as many as there are"
 
 
-def test_empty_places_cost_until_a_join_is_worth_it() -> None:
+def test_empty_slots_cost_until_a_join_is_worth_it() -> None:
     made = Scheduler(8, 4, CPU)
     made.admit([2, 2, 2, 2])
-    made.end(2)
+    made.finish(2)
     steps = 0
     while not made.has_room:
         made.step()
         steps += 1
-    assert steps == scheduler.JOIN_STEPS / 0.5, "half of the places stand empty"
+    assert steps == scheduler.JOIN_STEPS / 0.5, "half of the slots are empty"
     assert made.admit([2, 2]) == 2
     assert not made.has_room
 
@@ -51,9 +51,9 @@ def test_rows_that_end_are_carried_along_where_steps_are_graphs() -> None:
     graphed, plain = Scheduler(8, None, Traits("cuda", True, True)), Scheduler(8, None, Traits("cuda", True))
     for made in (graphed, plain):
         made.admit([8])
-    assert [graphed.end(1) for _ in range(3)] == [False, False, True]
+    assert [graphed.finish(1) for _ in range(3)] == [False, False, True]
     assert (graphed.live, graphed.rows) == (5, 5)
-    assert plain.end(1)
+    assert plain.finish(1)
     assert plain.rows == 7
 
 
@@ -68,17 +68,17 @@ def test_chunks_of_a_prefill_cover_all_prompts() -> None:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     """Every prefill and every step of a decoder."""
     passes: list[tuple[str, Any]] = []
-    start, step = SharedPrefixDecoder.start, SharedPrefixDecoder.step
+    prefill, step = SharedPrefixDecoder.prefill, SharedPrefixDecoder.step
 
-    def starts(self: SharedPrefixDecoder, prompts: Any, prompt_of: Any, length: int) -> Any:
+    def prefilled(self: SharedPrefixDecoder, prompts: Any, prompt_of: Any, length: int) -> Any:
         passes.append(("prefill", (len(prompts), len(prompt_of))))
-        return start(self, prompts, prompt_of, length)
+        return prefill(self, prompts, prompt_of, length)
 
     def steps(self: SharedPrefixDecoder, tokens: Any) -> Any:
         passes.append(("step", len(tokens)))
         return step(self, tokens)
 
-    monkeypatch.setattr(SharedPrefixDecoder, "start", starts)
+    monkeypatch.setattr(SharedPrefixDecoder, "prefill", prefilled)
     monkeypatch.setattr(SharedPrefixDecoder, "step", steps)
     return passes
 

@@ -71,7 +71,7 @@ def play_chess(
             opening_plies=opening_plies,
             max_plies=max_plies,
             seed=seed,
-            told=watch(f"{name} against {opponent_name}", games),
+            on_finished=watch(f"{name} against {opponent_name}", games),
         )
     data = _figures(played, name, opponent_name)
     if pgn is not None:

@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION
 from typing import Any
 
 from keel.base.types import Message, Problem, Reward
-from keel.envs.calls import LOOP, CallFailed, Hung, Pending, call, call_now, is_async, raised
+from keel.envs.calls import LOOP, CallFailed, HungCalls, Pending, call, call_now, is_async, raised
 
 Reply = str | Sequence[Message]
 Key = tuple[int, int]  # which problem of a rollout, and which of its completions
@@ -18,7 +18,7 @@ ASYNC_AT_ONCE = 16  # steps of coroutines that run together
 class Episode:
     """The environment of one completion: a game, a sandbox, a shelf of documents of its own.
 
-    `step` is given each turn of the model, once and in order; then `reward` and `counts` are asked, and `close` is
+    `step` is given each turn of the model, once and in order; then `reward` and `counts` are read, and `close` is
     called, also where something failed. `step` and `close` may be coroutine functions. `at_once` is how many episodes
     may take a step at the same time (None: 1, or 16 where `step` is a coroutine function).
     """
@@ -63,9 +63,9 @@ class Transcript(tuple[str, ...]):
 
     @classmethod
     def of(cls, turns: Iterable[str], episode: Episode | None) -> Transcript:
-        made = cls(turns)
-        made.episode = episode
-        return made
+        transcript = cls(turns)
+        transcript.episode = episode
+        return transcript
 
 
 class EpisodeRunner:
@@ -79,7 +79,7 @@ class EpisodeRunner:
         self,
         start: Callable[[Problem], Episode],
         timeout_s: float | None,
-        hung: Hung,
+        hung: HungCalls,
         is_fatal: Callable[[], bool] = lambda: False,
     ) -> None:
         self.start, self.timeout_s, self.hung, self.is_fatal = start, timeout_s, hung, is_fatal
@@ -101,8 +101,8 @@ class EpisodeRunner:
             LOOP.wait(list(self._pending.values()), self.timeout_s, self.hung, FIRST_COMPLETED)
         if wait == "all":
             self._wait_for_all()
-        over = [key for key, pending in self._pending.items() if pending.future.done()]
-        return {key: self._result(self._pending.pop(key)) for key in over}
+        finished = [key for key, pending in self._pending.items() if pending.future.done()]
+        return {key: self._result(self._pending.pop(key)) for key in finished}
 
     @property
     def waiting(self) -> bool:
@@ -119,21 +119,20 @@ class EpisodeRunner:
         LOOP.wait(list(self._pending.values()), self.timeout_s, self.hung)
         LOOP.wait(self._late, self.timeout_s, self.hung)
         self._pending.clear()
-        held = {key: one for key, one in self.episodes.items() if _has_close(one)}
+        closable = {key: episode for key, episode in self.episodes.items() if _has_close(episode)}
         self.episodes.clear()
-        outcomes = LOOP.run(
-            [self._close(one, self._answering[key]) for key, one in held.items()], self.timeout_s, self.hung
-        )
-        return [(key, e) for key, (_, e) in zip(held, outcomes, strict=True) if isinstance(e, CallFailed)]
+        closing = [self._close(episode, self._answering[key]) for key, episode in closable.items()]
+        outcomes = LOOP.run(closing, self.timeout_s, self.hung)
+        return [(key, e) for key, (_, e) in zip(closable, outcomes, strict=True) if isinstance(e, CallFailed)]
 
     def _wait_for_all(self) -> None:
-        left = list(self._pending.values())
-        while left:
-            LOOP.wait(left, self.timeout_s, self.hung, FIRST_EXCEPTION)
-            failures = [one.future.exception() for one in left if raised(one.future)]
+        unfinished = list(self._pending.values())
+        while unfinished:
+            LOOP.wait(unfinished, self.timeout_s, self.hung, FIRST_EXCEPTION)
+            failures = [item.future.exception() for item in unfinished if raised(item.future)]
             if any(not isinstance(failure, CallFailed) or self.is_fatal() for failure in failures):
                 return
-            left = [one for one in left if not one.future.done()]
+            unfinished = [item for item in unfinished if not item.future.done()]
 
     def _result(self, pending: Pending) -> Reply | CallFailed | None:
         try:
@@ -200,7 +199,7 @@ def _now(function: Callable[..., Any], *args: Any) -> Any:
     if not is_async(function):
         return function(*args)
     try:
-        return call_now(function, *args, timeout_s=None, hung=Hung())
+        return call_now(function, *args, timeout_s=None, hung=HungCalls())
     except CallFailed as failure:
         raise failure.__cause__ or failure from None  # what a plain function would have raised
 
@@ -228,6 +227,6 @@ def _checked(reply: Any) -> Reply | None:
 
 
 def _failure(at: str, cause: str) -> CallFailed:
-    made = CallFailed("invalid", cause)
-    made.at = at
-    return made
+    failure = CallFailed("invalid", cause)
+    failure.at = at
+    return failure

@@ -145,9 +145,9 @@ def read_run(path: Path) -> RunRecord:
 
 def _abandoned(folder: Path) -> tuple[tuple[str, tuple[Record, ...]], ...]:
     """(`attempt 0`, its metrics) of every attempt that a rollback gave up, in order."""
-    found = [place for place in folder.glob("attempt-*") if place.name.removeprefix("attempt-").isdigit()]
-    found.sort(key=lambda place: int(place.name.removeprefix("attempt-")))
-    return tuple((place.name.replace("-", " "), read_lines(place / rundir.METRICS, [])) for place in found)
+    attempts = [attempt for attempt in folder.glob("attempt-*") if attempt.name.removeprefix("attempt-").isdigit()]
+    attempts.sort(key=lambda attempt: int(attempt.name.removeprefix("attempt-")))
+    return tuple((attempt.name.replace("-", " "), read_lines(attempt / rundir.METRICS, [])) for attempt in attempts)
 
 
 def _text(path: Path, notes: list[str]) -> str | None:
@@ -200,9 +200,9 @@ def _current(summary: Any, metrics: tuple[Record, ...], notes: list[str]) -> Rec
     """The summary, unless the run has gone on from it since: then it speaks of another state than the curves."""
     if not isinstance(summary, dict):
         return None
-    said, done = number(summary.get("steps")), number(metrics[-1].get("step")) if metrics else None
-    if said is not None and done is not None and said != done:
-        notes.append(f"{rundir.SUMMARY} speaks of step {said:.0f}, the run stands at {done:.0f}: it was left out")
+    summarized, done = number(summary.get("steps")), number(metrics[-1].get("step")) if metrics else None
+    if summarized is not None and done is not None and summarized != done:
+        notes.append(f"{rundir.SUMMARY} speaks of step {summarized:.0f}, the run stands at {done:.0f}: it was left out")
         return None
     return summary
 

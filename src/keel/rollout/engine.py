@@ -18,15 +18,15 @@ Answer = Callable[[list[Turn]], Iterable[Request]]
 class Engine:
     """Samples completions from the policy. Derive from it, write `generate`, and declare what else holds.
 
-    An engine that has weights of its own writes `sync` too. A class that writes `generate` and not `converse` is asked
-    by its own `generate` for every turn, whatever it inherits.
+    An engine that has weights of its own writes `sync` too. A class that writes `generate` and not `converse` is
+    sampled by its own `generate` in every turn, whatever it inherits.
     """
 
     shares_weights: bool = False  # samples with the policy's own tensors, so that there is nothing to sync
     logp_after_filters: bool = False  # `sample_logp` is of the distribution that top-p, top-k and min-p leave
     context: int | None = None  # tokens that prompt and completion may have together; None where nothing limits them
     version: int | None = None  # the policy version of the last `sync`; None where weights are shared
-    on_finished: Callable[[int], None] | None = None  # may be told how many completions have just ended
+    on_finished: Callable[[int], None] | None = None  # called with the number of completions that have just ended
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -49,9 +49,9 @@ class Engine:
         attempt: int = 0,
         step: int = 0,
     ) -> None:
-        """Sample until no request is left: `answer` is told of turns that have ended and returns requests that go on.
+        """Sample until no request is left: `answer` takes the turns that have ended and returns those that continue.
 
-        By default all episodes say their turn, then all are answered.
+        By default all episodes finish their turn, then all are answered.
         """
         turn_by_turn(self, requests, sampling, answer, seed=seed, attempt=attempt, step=step)
 
@@ -85,14 +85,16 @@ for _name in [name for name in vars(Engine) if not name.startswith("_")]:  # wha
 def turn_by_turn(
     engine: Engine, requests: Sequence[Request], sampling: SamplingParams, answer: Answer, **noise: int
 ) -> None:
-    """Several turns by `generate` alone: all episodes say their turn, then all are answered."""
+    """Several turns by `generate` alone: all episodes finish their turn, then all are answered."""
     while requests:
         groups = engine.generate(requests, sampling, **noise)
-        asked, given = [len(request.drawn(sampling)) for request in requests], [len(group) for group in groups]
-        if asked != given:
+        requested = [len(request.drawn(sampling)) for request in requests]
+        returned = [len(group) for group in groups]
+        if requested != returned:
             raise KeelError(
-                f"the engine {type(engine).__name__} was asked for {sum(asked)} completions of {len(asked)} requests "
-                f"and returned {sum(given)} of {len(given)}: its generate must return as many as each request draws"
+                f"the engine {type(engine).__name__} was asked for {sum(requested)} completions of {len(requested)} "
+                f"requests and returned {sum(returned)} of {len(returned)}: its generate must return as many as each "
+                "request draws"
             )
         turns = [
             Turn(request, sample, completion)

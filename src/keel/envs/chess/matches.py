@@ -10,8 +10,8 @@ import chess.pgn
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem
-from keel.envs.calls import CallFailed, Hung
-from keel.envs.chess.engine import Pool, Query
+from keel.envs.calls import CallFailed, HungCalls
+from keel.envs.chess.engine import EnginePool, Query
 from keel.envs.chess.rules import fen_of
 from keel.envs.chess.selfplay import is_over
 from keel.envs.episode import Episode, EpisodeRunner
@@ -19,7 +19,7 @@ from keel.envs.problems import stream
 
 # The moves of several games at once, in UCI notation; None where there is none to give.
 Player = Callable[[Sequence["Game"]], list[str | None]]
-Watch = Callable[[int], None]
+OnFinished = Callable[[int], None]
 SCORES = {True: {"1-0": 1.0, "0-1": 0.0}, False: {"1-0": 0.0, "0-1": 1.0}}
 UNFINISHED = "*"
 
@@ -84,7 +84,7 @@ class Game(Episode):
 
     def _push(self, move: str) -> bool:
         """Make a move, if it is legal."""
-        legal = next((one for one in self.board.legal_moves if one.uci() == move), None)
+        legal = next((candidate for candidate in self.board.legal_moves if candidate.uci() == move), None)
         if legal is not None:
             self.board.push(legal)
         return legal is not None
@@ -104,12 +104,12 @@ def random_mover(seed: int) -> Player:
     return lambda games: [_random_move(g, "mover", seed) for g in games]
 
 
-def engine_mover(pool: Pool) -> Player:
+def engine_mover(pool: EnginePool) -> Player:
     """The engine's best move; None where no engine answered."""
 
     def moves(games: Sequence[Game]) -> list[str | None]:
-        found = pool.analyse([Query(fen_of(game.board)) for game in games])
-        return [lines[0][0] if lines else None for lines in found]
+        analyses = pool.analyse([Query(fen_of(game.board)) for game in games])
+        return [lines[0][0] if lines else None for lines in analyses]
 
     return moves
 
@@ -122,7 +122,7 @@ def play_games(
     opening_plies: int = 4,
     max_plies: int = 200,
     seed: int = 0,
-    told: Watch | None = None,
+    on_finished: OnFinished | None = None,
 ) -> list[Game]:
     """`count` games, the model white in every other one; two in a row begin with the same random moves.
 
@@ -134,15 +134,15 @@ def play_games(
         while len(game.board.move_stack) < opening_plies and not game.board.is_game_over():
             game.board.push(rng.choice(list(game.board.legal_moves)))
         game.answer()
-    runner = EpisodeRunner(lambda problem: games[problem.answer], None, Hung())
+    runner = EpisodeRunner(lambda problem: games[problem.answer], None, HungCalls())
     while live := [game for game in games if not game.is_over]:
         moves = zip(live, model(live), strict=True)
         runner.submit(((g.number, 0), Problem(f"game {g.number}", "", g.number), move or "") for g, move in moves)
         for reply in runner.ready(wait="all").values():
             if isinstance(reply, CallFailed):
                 raise reply.__cause__ if isinstance(reply.__cause__, KeelError) else reply
-        if told is not None:
-            told(sum(game.is_over for game in live))
+        if on_finished is not None:
+            on_finished(sum(game.is_over for game in live))
     return games
 
 
