@@ -513,3 +513,44 @@ def test_a_loop_that_runs_already_does_not_matter() -> None:
 
     assert asyncio.run(cell()) == [2.0, 1.0]
     assert [box.closed for box in Box.made] == [1, 1]
+
+
+class Uncounted(Boxes):
+    """Boxes whose second one raises, or hangs, when it is asked for its figures."""
+
+    def __init__(self, hang: bool) -> None:
+        self.hang, self.go = hang, threading.Event()
+
+    def start(self, problem: Problem) -> Episode:
+        task = self
+
+        class Odd(Box):
+            def counts(self) -> dict[str, float]:
+                if len(self.told) == 2 and task.hang:
+                    task.go.wait(20)
+                if len(self.told) == 2:
+                    raise OSError("no figures")
+                return super().counts()
+
+        return Odd()
+
+
+@pytest.mark.parametrize("hang", [False, True])
+@pytest.mark.parametrize("on_error", ["stop", "zero", "skip_group"])
+def test_counts_that_fail_are_failures_like_others(on_error: str, hang: bool) -> None:
+    task, engine = Uncounted(hang), Says(["stop"], ["a", "stop"], ["stop"])
+    judge = Judge.of(task, on_error=on_error, timeout_s=0.2 if hang else 20.0)
+    cause = "did not return within" if hang else "raised OSError: no figures"
+    if on_error == "zero":
+        group = rollout(engine, task, judge=judge)
+        assert [reward.total for reward in group.rewards] == [1.0, 0.0, 1.0]
+        assert [one.counts for one in group.completions][1:] == [
+            {"turn/count": 2.0},
+            {"turn/count": 1.0, "box/told": 1.0},
+        ]
+        assert judge.counts == {"boxes.counts": 1}
+    else:
+        with pytest.raises(KeelError, match=rf"boxes\.counts on problem '0/0', completion 1: {cause}"):
+            rollout(engine, task, judge=judge)
+    task.go.set()
+    assert [box.closed for box in Box.made] == [1] * 3
