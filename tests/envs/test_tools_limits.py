@@ -295,6 +295,21 @@ def test_a_coroutine_that_will_not_end_leaves_those_beside_it_alone() -> None:
     assert hung.alive == 0
 
 
+def test_a_coroutine_that_blocks_its_loop_is_told_to_the_model_and_holds_no_other_episode_up() -> None:
+    @tool(timeout_s=0.2, at_once=2)
+    async def blocks(query: str) -> str:
+        """Wait without awaiting."""
+        if query == "a":
+            RELEASE.wait(20)
+        return f"<{query}>"
+
+    task, problem = with_tools(blocks, look)
+    told = replies(task, [(problem, turn("blocks", "a")), (problem, turn("look", "b"))], timeout_s=0.1)
+    assert first(told) == ["error: blocks took too long", "<b>"]
+    assert task.toolbox.hung(blocks).alive == 1
+    assert contents(task, problem, turn("blocks", "c")) == ["<c>"]
+
+
 class Tedious:
     def __str__(self) -> str:
         time.sleep(0.3)

@@ -238,9 +238,7 @@ class _LoopThread(threading.Thread):
 
     def run(self) -> None:
         self.loop.run_forever()
-        if unfinished := asyncio.all_tasks(self.loop):
-            for task in unfinished:
-                task.cancel()
+        if unfinished := asyncio.all_tasks(self.loop):  # those that nobody waits for are cancelled by now
             self.loop.run_until_complete(asyncio.gather(*unfinished, return_exceptions=True))
         self.loop.close()
 
@@ -305,7 +303,7 @@ class Loop:
                 return
             thread = next(item.thread for item in pending if item.future in unfinished)
             if patience is not None and not thread.responds(patience):
-                self._abandon(thread, hung)
+                self.abandon(thread, hung)
                 for item in pending:
                     item.future.cancel()
                 return
@@ -327,7 +325,8 @@ class Loop:
                 outcomes.append((None, error))
         return outcomes
 
-    def _abandon(self, thread: _LoopThread, hung: HungCalls) -> None:
+    def abandon(self, thread: _LoopThread, hung: HungCalls) -> None:
+        """Leave a loop that a coroutine blocks to what it was doing; new work gets another."""
         with self._lock:
             if self._thread is thread:
                 self._thread = None
@@ -336,15 +335,34 @@ class Loop:
 
 
 LOOP = Loop()
+TOOL_LOOP = Loop()  # so that a tool's coroutine that blocks its loop blocks no episode beside it
 
 
 def _forget_threads() -> None:
     """A child process has none of its parent's threads."""
     LOOP.__init__()  # type: ignore[misc]
+    TOOL_LOOP.__init__()  # type: ignore[misc]
     _idle.clear()
 
 
 os.register_at_fork(after_in_child=_forget_threads)
+
+
+async def call_tool(function: Callable[..., Any], *, timeout_s: float | None, hung: HungCalls) -> Any:
+    """`call`, on the loop of tools where it is a coroutine function."""
+    if not is_async(function):
+        return await call(function, timeout_s=timeout_s, hung=hung)
+    pending = TOOL_LOOP.submit(call(function, timeout_s=timeout_s, hung=hung))
+    answer = asyncio.wrap_future(pending.future)
+    patience = None if timeout_s is None else 0.5 + 1.5 * timeout_s
+    try:
+        while not (await asyncio.wait({answer}, timeout=patience))[0]:
+            if patience is not None and not await asyncio.to_thread(pending.thread.responds, patience):
+                TOOL_LOOP.abandon(pending.thread, hung)
+                break
+    finally:
+        pending.future.cancel()
+    return pending.result(timeout_s)
 
 
 def call_now(function: Callable[..., Any], *args: Any, timeout_s: float | None, hung: HungCalls) -> Any:
