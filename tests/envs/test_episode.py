@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,9 +18,9 @@ import keel
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Problem, Reward
 from keel.envs import Episode, Task, build_task, check, mixture
-from keel.envs.calls import LOOP, HungCalls
+from keel.envs.calls import LOOP, HungCalls, TooManyHungCalls
 from keel.envs.chess import matches
-from keel.envs.episode import step_now
+from keel.envs.episode import EpisodeRunner, close_now, step_now
 from keel.envs.judge import Judge
 from keel.envs.rewards import wrap
 from keel.models.tiny import tiny_tokenizer
@@ -215,6 +219,7 @@ def test_plain_steps_run_one_episode_at_a_time_in_order() -> None:
     class Plain(Box):
         def step(self, text: str) -> Any:  # type: ignore[override]
             order.append(f"{text} begins")
+            time.sleep(0.01)
             order.append(f"{text} ends")
 
     class PlainBoxes(Boxes):
@@ -315,3 +320,237 @@ def test_an_environment_of_ones_own_takes_twenty_lines_and_trains(tmp_path: Path
     check(task, count=8)
     settings = [f"run.dir={tmp_path}", "run.max_steps=1", "rollout.max_turns=2", "rollout.max_completion_length=24"]
     assert keel.train(small_config(*settings), task=task).steps == 1
+
+
+def eventually(happened: Callable[[], bool]) -> bool:
+    """Whether something that another thread does comes about."""
+    until = time.monotonic() + 10
+    while not happened() and time.monotonic() < until:
+        time.sleep(0.01)
+    return happened()
+
+
+class Awaited(Boxes):
+    """Boxes that are opened when somebody says so."""
+
+    def __init__(self) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def start(self, problem: Problem) -> Episode:
+        self.begun.set()
+        self.go.wait(20)
+        return Box()
+
+
+def test_a_box_that_is_opened_too_late_is_closed() -> None:
+    task = Awaited()
+    with pytest.raises(KeelError, match=r"boxes\.start on .*: did not return within 0\.1 s"):
+        rollout(Says(["a"]), task, judge=Judge.of(task, timeout_s=0.1))
+    assert Box.made == []
+    task.go.set()
+    assert eventually(lambda: [box.closed for box in Box.made] == [1])
+
+
+@pytest.mark.parametrize("timeout_s", [20.0, None])
+def test_a_box_that_is_being_opened_when_the_rollout_ends_is_closed(timeout_s: float | None) -> None:
+    task = Awaited()
+    runner = EpisodeRunner(task.start, timeout_s, HungCalls())
+    runner.submit([((0, number), Problem("p", "?"), "a") for number in range(3)])
+    assert task.begun.wait(10)
+    threading.Timer(0.05, task.go.set).start()
+    runner.close()
+    assert eventually(lambda: [box.closed for box in Box.made] == [1])
+    assert (Box.made[0].told, runner.episodes) == ([], {})
+
+
+@pytest.mark.parametrize("when", ["start", "step"])
+def test_ctrl_c_leaves_no_box_open(when: str) -> None:
+    task, main = Awaited(), threading.get_ident()
+    if when == "step":
+        task.go.set()
+
+    def interrupt() -> None:
+        task.begun.wait(10)
+        eventually(lambda: when == "start" or (len(Box.made) == 2 and Box.made[1].told == ["wait"]))
+        threading.Timer(0.1, task.go.set).start()
+        signal.pthread_kill(main, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        rollout(Says(["a", "stop"], ["wait"]), task)
+    assert [box.closed for box in Box.made] == ([1] if when == "start" else [1, 1])
+
+
+def test_a_step_cleans_up_before_its_box_is_closed() -> None:
+    order: list[str] = []
+
+    class Tidy(Box):
+        async def step(self, text: str) -> str | None:
+            try:
+                await super().step(text)
+            finally:
+                await asyncio.sleep(0.1)
+                order.append("cleaned up")
+            return None
+
+        async def close(self) -> None:
+            order.append("closed")
+
+    runner = EpisodeRunner(lambda problem: Tidy(), 20.0, HungCalls())
+    runner.submit([((0, 0), Problem("p", "?"), "wait")])
+    assert eventually(lambda: Box.made != [] and Box.made[0].told == ["wait"])
+    runner.close()
+    assert order == ["cleaned up", "closed"]
+
+
+def test_plain_boxes_are_closed_one_at_a_time() -> None:
+    running, most = 0, 0
+
+    class Plain(Box):
+        def close(self) -> Any:  # type: ignore[override]
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            time.sleep(0.02)
+            running -= 1
+            self.closed += 1
+
+    class PlainBoxes(Boxes):
+        def start(self, problem: Problem) -> Episode:
+            return Plain()
+
+    rollout(Says(*[["stop"]] * 6), PlainBoxes())
+    assert ([box.closed for box in Box.made], most) == ([1] * 6, 1)
+
+
+def test_a_close_of_the_object_itself_is_called() -> None:
+    closed: list[str] = []
+
+    class Bare(Episode):
+        def step(self, text: str) -> None:
+            return None
+
+        def reward(self) -> float:
+            return 1.0
+
+    class BareBoxes(Boxes):
+        def start(self, problem: Problem) -> Episode:
+            episode = Bare()
+            episode.close = lambda: closed.append("closed")  # type: ignore[method-assign]
+            return episode
+
+    rollout(Says(["stop"]), BareBoxes())
+    assert closed == ["closed"]
+
+
+class Failing(Boxes):
+    """Plain steps that raise, or hang until somebody says so."""
+
+    def __init__(self, hang: bool = False) -> None:
+        self.stepped, self.go, self.hang = list[str](), threading.Event(), hang
+
+    def start(self, problem: Problem) -> Episode:
+        task = self
+
+        class Plain(Box):
+            def step(self, text: str) -> Any:  # type: ignore[override]
+                task.stepped.append(text)
+                if task.hang:
+                    task.go.wait(20)
+                raise OSError("no")
+
+        return Plain()
+
+
+def test_the_first_failure_that_ends_the_run_is_the_last_step() -> None:
+    task = Failing()
+    with pytest.raises(KeelError, match=r"completion 0: raised OSError: no"):
+        rollout(Says(*[["a"]] * 16), task, judge=Judge.of(task, timeout_s=20.0))
+    assert len(task.stepped) < 16
+    assert [box.closed for box in Box.made] == [1] * len(Box.made)
+
+
+def test_plain_steps_that_hang_end_the_run_above_max_hung() -> None:
+    task = Failing(hang=True)
+    with pytest.raises(TooManyHungCalls, match="3 calls hang"):
+        rollout(Says(*[["a"]] * 16), task, judge=Judge.of(task, timeout_s=0.05, on_error="zero", max_hung=2))
+    task.go.set()
+    assert 3 <= len(task.stepped) < 16
+
+
+def test_failures_that_do_not_end_the_run_are_waited_for() -> None:
+    task = Failing()
+    judge = Judge.of(task, on_error="zero")
+    assert [reward.total for reward in rollout(Says(*[["a"]] * 6), task, judge=judge).rewards] == [0.0] * 6
+    assert (len(task.stepped), judge.counts) == (6, {"boxes.step": 6})
+
+
+class Exits(Episode):
+    async def step(self, text: str) -> str:
+        if text == "fail":
+            raise ValueError("no")
+        sys.exit(3)
+
+    async def close(self) -> None:
+        sys.exit(4)
+
+
+def test_a_coroutine_that_exits_does_not_take_the_loop_with_it() -> None:
+    with pytest.raises(SystemExit, match="3"):
+        step_now(Exits(), "a")
+    with pytest.raises(SystemExit, match="4"):
+        close_now(Exits())
+    with pytest.raises(ValueError, match=r"^no$"):
+        step_now(Exits(), "fail")
+    assert step_now(Box(), "a") == "1 told\n"
+
+
+def test_a_loop_that_runs_already_does_not_matter() -> None:
+    """As in a notebook."""
+
+    async def cell() -> list[float]:
+        return [reward.total for reward in rollout(Says(["a", "stop"], ["stop"])).rewards]
+
+    assert asyncio.run(cell()) == [2.0, 1.0]
+    assert [box.closed for box in Box.made] == [1, 1]
+
+
+class Uncounted(Boxes):
+    """Boxes whose second one raises, or hangs, when it is asked for its figures."""
+
+    def __init__(self, hang: bool) -> None:
+        self.hang, self.go = hang, threading.Event()
+
+    def start(self, problem: Problem) -> Episode:
+        task = self
+
+        class Odd(Box):
+            def counts(self) -> dict[str, float]:
+                if len(self.told) == 2 and task.hang:
+                    task.go.wait(20)
+                if len(self.told) == 2:
+                    raise OSError("no figures")
+                return super().counts()
+
+        return Odd()
+
+
+@pytest.mark.parametrize("hang", [False, True])
+@pytest.mark.parametrize("on_error", ["stop", "zero", "skip_group"])
+def test_counts_that_fail_are_failures_like_others(on_error: str, hang: bool) -> None:
+    task, engine = Uncounted(hang), Says(["stop"], ["a", "stop"], ["stop"])
+    judge = Judge.of(task, on_error=on_error, timeout_s=0.2 if hang else 20.0)
+    cause = "did not return within" if hang else "raised OSError: no figures"
+    if on_error == "zero":
+        group = rollout(engine, task, judge=judge)
+        assert [reward.total for reward in group.rewards] == [1.0, 0.0, 1.0]
+        assert [one.counts for one in group.completions][1:] == [
+            {"turn/count": 2.0},
+            {"turn/count": 1.0, "box/told": 1.0},
+        ]
+        assert judge.counts == {"boxes.counts": 1}
+    else:
+        with pytest.raises(KeelError, match=rf"boxes\.counts on problem '0/0', completion 1: {cause}"):
+            rollout(engine, task, judge=judge)
+    task.go.set()
+    assert [box.closed for box in Box.made] == [1] * 3

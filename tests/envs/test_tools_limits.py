@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import signal
 import threading
 import time
 from functools import partial
@@ -87,6 +89,18 @@ def test_a_coroutine_that_waits_for_its_own_loop_is_an_error_and_no_deadlock() -
 
     with pytest.raises(CallFailed, match="raised RuntimeError: a coroutine cannot wait for the event loop"):
         call_now(waits, timeout_s=20.0, hung=HungCalls())
+
+
+def test_a_child_process_calls_with_threads_of_its_own() -> None:
+    assert call_now(lambda: 1, timeout_s=20.0, hung=HungCalls()) == 1
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)  # a child that waits for its parent's threads would wait for ever
+        try:
+            os._exit(call_now(lambda: 7, timeout_s=5.0, hung=HungCalls()))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 RELEASE = threading.Event()
@@ -279,6 +293,21 @@ def test_a_coroutine_that_will_not_end_leaves_those_beside_it_alone() -> None:
     while hung.alive and time.monotonic() < until:
         time.sleep(0.02)
     assert hung.alive == 0
+
+
+def test_a_coroutine_that_blocks_its_loop_is_told_to_the_model_and_holds_no_other_episode_up() -> None:
+    @tool(timeout_s=0.2, at_once=2)
+    async def blocks(query: str) -> str:
+        """Wait without awaiting."""
+        if query == "a":
+            RELEASE.wait(20)
+        return f"<{query}>"
+
+    task, problem = with_tools(blocks, look)
+    told = replies(task, [(problem, turn("blocks", "a")), (problem, turn("look", "b"))], timeout_s=0.1)
+    assert first(told) == ["error: blocks took too long", "<b>"]
+    assert task.toolbox.hung(blocks).alive == 1
+    assert contents(task, problem, turn("blocks", "c")) == ["<c>"]
 
 
 class Tedious:

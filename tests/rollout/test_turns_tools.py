@@ -296,7 +296,7 @@ def test_messages_without_role_or_content_are_the_tasks_failure() -> None:
 def test_an_episodes_counts_that_fail_are_named(counts: Any, message: str) -> None:
     task = Weather(episode=type("Odd", (Counted,), {"counts": counts}))
     tokenizer = CHATS["chatml"].tokenizer
-    with pytest.raises(KeelError, match=f"counts of task 'weather' {message}"):
+    with pytest.raises(KeelError, match=rf"weather\.counts on problem .*, completion 0: {message}"):
         play(Scripted(tokenizer, [["hi"]]), tokenizer, 1, task=task)
 
 

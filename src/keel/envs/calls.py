@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import inspect
+import os
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -77,29 +79,36 @@ def call_here(function: Callable[..., Any], *args: Any) -> Any:
         return _value_or_raise(None, error)
 
 
-async def call(function: Callable[..., Any], *args: Any, timeout_s: float | None, hung: HungCalls) -> Any:
+async def call(
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float | None,
+    hung: HungCalls,
+    dropped: Callable[[Any], None] = lambda value: None,
+) -> Any:
     """The function's value, or CallFailed; a coroutine function is awaited here, another is called in a thread.
 
     A call that is not over in time is given up: a coroutine is cancelled, a thread is left behind, and what still runs
-    then is counted in `hung`. Time spent inside `suspended_deadline` does not count.
+    then is counted in `hung`. Time spent inside `suspended_deadline` does not count. A value that comes when
+    nobody waits for it any more is handed to `dropped`.
     """
     limit = asyncio.timeout(timeout_s)
     token = _deadline.set(limit)
-    work = asyncio.ensure_future(_outcome(function, args, hung))
+    work = asyncio.ensure_future(_outcome(function, args, hung, dropped))
     _deadline.reset(token)
     try:
         async with limit:
             await asyncio.wait({work})
-    except TimeoutError:
+    except (TimeoutError, asyncio.CancelledError) as given_up:
         work.cancel()
+        work.add_done_callback(lambda work: None if work.cancelled() else _drop(work.result(), dropped))
         # Half as long again is for those that clean up after themselves when their time is over.
         await asyncio.wait({work}, timeout=0.5 + (timeout_s or 0.0) / 2)
         if not work.done():
             hung.add(_UncancelledTask(work))
+        if isinstance(given_up, asyncio.CancelledError):
+            raise
         raise CallFailed("timeout", _timeout_message(timeout_s)) from None
-    except asyncio.CancelledError:
-        work.cancel()
-        raise
     return _value_or_raise(*work.result())
 
 
@@ -123,9 +132,12 @@ async def suspended_deadline() -> AsyncIterator[None]:
             limit.reschedule(loop.time() + remaining)
 
 
-async def _outcome(function: Callable[..., Any], args: tuple[Any, ...], hung: HungCalls) -> Outcome:
+async def _outcome(
+    function: Callable[..., Any], args: tuple[Any, ...], hung: HungCalls, dropped: Callable[[Any], None]
+) -> Outcome:
     try:
-        value, error = (function(*args), None) if is_async(function) else await _in_thread(function, args, hung)
+        plain = not is_async(function)
+        value, error = await _in_thread(function, args, hung, dropped) if plain else (function(*args), None)
         return (await value if error is None and inspect.isawaitable(value) else value), error
     except asyncio.CancelledError:
         raise
@@ -159,13 +171,23 @@ class _Worker(threading.Thread):
 _idle: list[_Worker] = []
 
 
-async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...], hung: HungCalls) -> Outcome:
+def _drop(outcome: Outcome, dropped: Callable[[Any], None]) -> None:
+    value, error = outcome
+    if error is None:
+        dropped(value)
+
+
+async def _in_thread(
+    function: Callable[..., Any], args: tuple[Any, ...], hung: HungCalls, dropped: Callable[[Any], None]
+) -> Outcome:
     """What a plain function returns or raises, in a thread that is left behind where nobody waits any more."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Outcome] = loop.create_future()
 
     def settle(outcome: Outcome) -> None:
-        if not answer.done():
+        if answer.done():
+            _drop(outcome, dropped)
+        else:
             answer.set_result(outcome)
 
     def make() -> None:
@@ -173,8 +195,10 @@ async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...], hung: 
             outcome: Outcome = function(*args), None
         except BaseException as error:  # a user's sys.exit() must not end the worker without a word
             outcome = None, error
-        with suppress(RuntimeError):  # the loop was given up meanwhile
+        try:
             loop.call_soon_threadsafe(settle, outcome)
+        except RuntimeError:  # the loop was given up meanwhile
+            _drop(outcome, dropped)
 
     worker = _idle.pop() if _idle else _Worker()
     worker.calls.put(make)
@@ -183,6 +207,8 @@ async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...], hung: 
     except asyncio.CancelledError:
         worker.calls.put(None)
         hung.add(worker)
+        if not answer.cancelled():  # it came in the same moment
+            _drop(answer.result(), dropped)
         raise
     _idle.append(worker)
     return outcome
@@ -212,9 +238,7 @@ class _LoopThread(threading.Thread):
 
     def run(self) -> None:
         self.loop.run_forever()
-        if unfinished := asyncio.all_tasks(self.loop):
-            for task in unfinished:
-                task.cancel()
+        if unfinished := asyncio.all_tasks(self.loop):  # those that nobody waits for are cancelled by now
             self.loop.run_until_complete(asyncio.gather(*unfinished, return_exceptions=True))
         self.loop.close()
 
@@ -240,6 +264,11 @@ class Pending:
             raise CallFailed("timeout", _timeout_message(timeout_s)) from None
 
 
+def raised(future: concurrent.futures.Future[Any]) -> bool:
+    """Whether work is over because it failed."""
+    return future.done() and not future.cancelled() and future.exception() is not None
+
+
 class Loop:
     """The event loop that all calls share, so that clients which users' coroutines keep open belong to one loop.
 
@@ -258,33 +287,36 @@ class Loop:
             return Pending(asyncio.run_coroutine_threadsafe(work, thread.loop), thread)
 
     def wait(
-        self, pending: Sequence[Pending], timeout_s: float | None, hung: HungCalls, *, first: bool = False
+        self, pending: Sequence[Pending], timeout_s: float | None, hung: HungCalls, until: str = ALL_COMPLETED
     ) -> None:
-        """Wait until all is over, or the first; a loop that does not move for `timeout_s` is counted in `hung`."""
+        """Wait as `concurrent.futures.wait` does; a loop that does not move for `timeout_s` is counted in `hung`."""
         if any(item.thread is threading.current_thread() for item in pending):
             raise RuntimeError("a coroutine cannot wait for the event loop that it runs on: make it a plain function")
-        when = concurrent.futures.FIRST_COMPLETED if first else concurrent.futures.ALL_COMPLETED
         patience = None if timeout_s is None else 0.5 + 1.5 * timeout_s
-        try:
-            while True:
-                done, unfinished = concurrent.futures.wait([item.future for item in pending], patience, when)
-                if not unfinished or (first and done):
-                    return
-                thread = next(item.thread for item in pending if item.future in unfinished)
-                if patience is not None and not thread.responds(patience):
-                    self._abandon(thread, hung)
-                    for item in pending:
-                        item.future.cancel()
-                    return
-        except BaseException:  # Ctrl-C
-            for item in pending:
-                item.future.cancel()
-            raise
+        while True:
+            done, unfinished = concurrent.futures.wait([item.future for item in pending], patience, until)
+            if (
+                not unfinished
+                or (until == FIRST_COMPLETED and done)
+                or (until == FIRST_EXCEPTION and any(map(raised, done)))
+            ):
+                return
+            thread = next(item.thread for item in pending if item.future in unfinished)
+            if patience is not None and not thread.responds(patience):
+                self.abandon(thread, hung)
+                for item in pending:
+                    item.future.cancel()
+                return
 
     def run(self, work: Sequence[Coroutine[Any, Any, Any]], timeout_s: float | None, hung: HungCalls) -> list[Outcome]:
         """All work together; what each returned or raised, in order."""
         pending = [self.submit(item) for item in work]
-        self.wait(pending, timeout_s, hung)
+        try:
+            self.wait(pending, timeout_s, hung)
+        except BaseException:  # Ctrl-C
+            for item in pending:
+                item.future.cancel()
+            raise
         outcomes: list[Outcome] = []
         for item in pending:
             try:
@@ -293,7 +325,8 @@ class Loop:
                 outcomes.append((None, error))
         return outcomes
 
-    def _abandon(self, thread: _LoopThread, hung: HungCalls) -> None:
+    def abandon(self, thread: _LoopThread, hung: HungCalls) -> None:
+        """Leave a loop that a coroutine blocks to what it was doing; new work gets another."""
         with self._lock:
             if self._thread is thread:
                 self._thread = None
@@ -302,6 +335,34 @@ class Loop:
 
 
 LOOP = Loop()
+TOOL_LOOP = Loop()  # so that a tool's coroutine that blocks its loop blocks no episode beside it
+
+
+def _forget_threads() -> None:
+    """A child process has none of its parent's threads."""
+    LOOP.__init__()  # type: ignore[misc]
+    TOOL_LOOP.__init__()  # type: ignore[misc]
+    _idle.clear()
+
+
+os.register_at_fork(after_in_child=_forget_threads)
+
+
+async def call_tool(function: Callable[..., Any], *, timeout_s: float | None, hung: HungCalls) -> Any:
+    """`call`, on the loop of tools where it is a coroutine function."""
+    if not is_async(function):
+        return await call(function, timeout_s=timeout_s, hung=hung)
+    pending = TOOL_LOOP.submit(call(function, timeout_s=timeout_s, hung=hung))
+    answer = asyncio.wrap_future(pending.future)
+    patience = None if timeout_s is None else 0.5 + 1.5 * timeout_s
+    try:
+        while not (await asyncio.wait({answer}, timeout=patience))[0]:
+            if patience is not None and not await asyncio.to_thread(pending.thread.responds, patience):
+                TOOL_LOOP.abandon(pending.thread, hung)
+                break
+    finally:
+        pending.future.cancel()
+    return pending.result(timeout_s)
 
 
 def call_now(function: Callable[..., Any], *args: Any, timeout_s: float | None, hung: HungCalls) -> Any:

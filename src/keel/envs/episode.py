@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION
 from typing import Any
 
 from keel.base.types import Message, Problem, Reward
-from keel.envs.calls import LOOP, CallFailed, HungCalls, Pending, call, is_async
+from keel.envs.calls import LOOP, CallFailed, HungCalls, Pending, call, call_now, is_async, raised
 
 Reply = str | Sequence[Message]
 Key = tuple[int, int]  # which problem of a rollout, and which of its completions
@@ -70,13 +71,23 @@ class Transcript(tuple[str, ...]):
 class EpisodeRunner:
     """Starts, steps and closes the episodes of one rollout, each under `timeout_s`, those of slow tools side by side.
 
-    Episodes are known by a key. What fails is handed back as a CallFailed that says whose fault it is (`at`).
+    Episodes are known by a key. What fails is handed back as a CallFailed that says whose fault it is (`at`); where
+    `is_fatal` then says that it ends the run, nothing else is waited for.
     """
 
-    def __init__(self, start: Callable[[Problem], Episode], timeout_s: float | None, hung: HungCalls) -> None:
-        self.start, self.timeout_s, self.hung = start, timeout_s, hung
+    def __init__(
+        self,
+        start: Callable[[Problem], Episode],
+        timeout_s: float | None,
+        hung: HungCalls,
+        is_fatal: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.start, self.timeout_s, self.hung, self.is_fatal = start, timeout_s, hung, is_fatal
         self.episodes: dict[Key, Episode] = {}
         self._pending: dict[Key, Pending] = {}
+        self._answering: dict[Key, asyncio.Task[Any] | None] = {}  # the last of each
+        self._late: list[Pending] = []  # what closes episodes whose start was given up
+        self._closing = False
         self._gates: dict[tuple[asyncio.AbstractEventLoop, int], asyncio.Semaphore] = {}
 
     def submit(self, turns: Iterable[tuple[Key, Problem, str]]) -> None:
@@ -86,8 +97,10 @@ class EpisodeRunner:
 
     def ready(self, *, wait: str = "no") -> dict[Key, Reply | CallFailed | None]:
         """Replies that are there, in the order of the turns; first wait for `all`, for `one`, or do not (`no`)."""
-        if wait != "no" and self._pending:
-            LOOP.wait(list(self._pending.values()), self.timeout_s, self.hung, first=wait == "one")
+        if wait == "one" and self._pending:
+            LOOP.wait(list(self._pending.values()), self.timeout_s, self.hung, FIRST_COMPLETED)
+        if wait == "all":
+            self._wait_for_all()
         finished = [key for key, pending in self._pending.items() if pending.future.done()]
         return {key: self._result(self._pending.pop(key)) for key in finished}
 
@@ -98,13 +111,28 @@ class EpisodeRunner:
 
     def close(self) -> list[tuple[Key, CallFailed]]:
         """End what still runs and close every episode; those whose `close` failed, and why."""
-        for pending in self._pending.values():
-            pending.future.cancel()
+        self._closing = True
+        for key, pending in self._pending.items():
+            # A start is waited for as long as it may take, so that what it opens can be closed.
+            if key in self.episodes or self.timeout_s is None:
+                pending.future.cancel()
+        LOOP.wait(list(self._pending.values()), self.timeout_s, self.hung)
+        LOOP.wait(self._late, self.timeout_s, self.hung)
         self._pending.clear()
-        closable = {key: episode for key, episode in self.episodes.items() if type(episode).close is not Episode.close}
+        closable = {key: episode for key, episode in self.episodes.items() if _has_close(episode)}
         self.episodes.clear()
-        outcomes = LOOP.run([self._close(episode) for episode in closable.values()], self.timeout_s, self.hung)
+        closing = [self._close(episode, self._answering[key]) for key, episode in closable.items()]
+        outcomes = LOOP.run(closing, self.timeout_s, self.hung)
         return [(key, e) for key, (_, e) in zip(closable, outcomes, strict=True) if isinstance(e, CallFailed)]
+
+    def _wait_for_all(self) -> None:
+        unfinished = list(self._pending.values())
+        while unfinished:
+            LOOP.wait(unfinished, self.timeout_s, self.hung, FIRST_EXCEPTION)
+            failures = [item.future.exception() for item in unfinished if raised(item.future)]
+            if any(not isinstance(failure, CallFailed) or self.is_fatal() for failure in failures):
+                return
+            unfinished = [item for item in unfinished if not item.future.done()]
 
     def _result(self, pending: Pending) -> Reply | CallFailed | None:
         try:
@@ -114,24 +142,44 @@ class EpisodeRunner:
         return reply
 
     async def _answer(self, key: Key, problem: Problem, text: str) -> Reply | None:
+        self._answering[key] = asyncio.current_task()
         if key not in self.episodes:
-            started = await self._call("start", (is_async(self.start) and ASYNC_AT_ONCE) or 1, self.start, problem)
+            at_once = ASYNC_AT_ONCE if is_async(self.start) else 1
+            started = await self._call("start", at_once, self.start, problem, dropped=self._drop)
             if not isinstance(started, Episode):
                 raise _failure("start", f"returned a {type(started).__name__}, not a keel.envs.Episode")
+            if self._closing:
+                self._drop(started)
+                raise asyncio.CancelledError
             self.episodes[key] = started
         episode = self.episodes[key]
-        at_once = episode.at_once or (ASYNC_AT_ONCE if is_async(episode.step) else 1)
-        return _checked(await self._call("step", at_once, episode.step, text))
+        return _checked(await self._call("step", _at_once(episode, episode.step), episode.step, text))
 
-    async def _close(self, episode: Episode) -> None:
-        await self._call("close", ASYNC_AT_ONCE, episode.close)
+    async def _close(self, episode: Episode, answering: asyncio.Task[Any] | None = None) -> None:
+        if answering is not None and answering.get_loop() is asyncio.get_running_loop():
+            await asyncio.wait({answering})  # a step that was cancelled may still clean up
+        await self._call("close", _at_once(episode, episode.close), episode.close)
 
-    async def _call(self, at: str, at_once: int, function: Callable[..., Any], *args: Any) -> Any:
+    def _drop(self, started: Any) -> None:
+        """Close an episode for which nobody waits any more."""
+        if isinstance(started, Episode) and _has_close(started):
+            self._late.append(LOOP.submit(self._close(started)))
+
+    async def _call(
+        self,
+        at: str,
+        at_once: int,
+        function: Callable[..., Any],
+        *args: Any,
+        dropped: Callable[[Any], None] = lambda value: None,
+    ) -> Any:
         """One call, `at_once` of its kind at a time; those of 1 run in the order in which they came."""
         loop = asyncio.get_running_loop()
         async with self._gates.setdefault((loop, at_once), asyncio.Semaphore(at_once)):
+            if self._closing and at != "close":
+                raise asyncio.CancelledError
             try:
-                return await call(function, *args, timeout_s=self.timeout_s, hung=self.hung)
+                return await call(function, *args, timeout_s=self.timeout_s, hung=self.hung, dropped=dropped)
             except CallFailed as failure:
                 failure.at = at
                 raise
@@ -150,10 +198,18 @@ def close_now(episode: Episode) -> None:
 def _now(function: Callable[..., Any], *args: Any) -> Any:
     if not is_async(function):
         return function(*args)
-    ((value, error),) = LOOP.run([function(*args)], None, HungCalls())
-    if error is not None:
-        raise error
-    return value
+    try:
+        return call_now(function, *args, timeout_s=None, hung=HungCalls())
+    except CallFailed as failure:
+        raise failure.__cause__ or failure from None  # what a plain function would have raised
+
+
+def _at_once(episode: Episode, function: Callable[..., Any]) -> int:
+    return episode.at_once or (ASYNC_AT_ONCE if is_async(function) else 1)
+
+
+def _has_close(episode: Episode) -> bool:
+    return getattr(episode.close, "__func__", None) is not Episode.close
 
 
 def _checked(reply: Any) -> Reply | None:

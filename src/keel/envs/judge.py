@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
@@ -74,17 +74,24 @@ class Judge:
         return cls(build_rewards(entries, task), options, **changes)
 
     def judge(
-        self, problem: Problem, episodes: Sequence[Sequence[str]], failed: Collection[int] = ()
+        self,
+        problem: Problem,
+        episodes: Sequence[Sequence[str]],
+        failed: Collection[int] = (),
+        also: Callable[[int], bool] = lambda sample: True,
     ) -> tuple[Reward, ...] | None:
         """One reward for the turns of each episode, or None where the group is to be skipped.
 
-        `failed` are episodes that broke before they could be judged; they earn 0.
+        `failed` are episodes that broke before they could be judged; they earn 0, as do those for which `also`
+        is false, which is asked once they have a reward.
         """
         episodes = [turns if isinstance(turns, tuple) else tuple(turns) for turns in episodes]
         table: list[list[Reward]] = []
         outcomes = {i: self._together(part, problem, episodes, failed) for i, part in enumerate(self.parts)}
         for sample, turns in enumerate(episodes):
             row = None if sample in failed else self._row(problem, sample, turns, outcomes)
+            if row is not None and not also(sample):
+                row = None
             if row is None and self.options.on_error == "skip_group":
                 return None
             table.append(row or [Reward(0.0, parsed=False)] * len(self.parts))
@@ -167,12 +174,17 @@ class Judge:
         failure = Failure(function, problem.key, sample, failed.kind, failed.cause)
         self.failures.append(failure)
         self.counts[function] += 1
+        if not self.stops():
+            return
         if self.options.on_error == "stop":
             raise KeelError(f"reward {failure}; mend it, or set reward.on_error to zero or skip_group") from failed
-        if (hung := self.hung.alive) > self.max_hung:
-            raise TooManyHungCalls(
-                f"reward {failure}; {hung} calls hang in threads that cannot be ended: mend the function"
-            ) from failed
+        raise TooManyHungCalls(
+            f"reward {failure}; {self.hung.alive} calls hang in threads that cannot be ended: mend the function"
+        ) from failed
+
+    def stops(self) -> bool:
+        """Whether a failure, now, ends the run."""
+        return self.options.on_error == "stop" or self.hung.alive > self.max_hung
 
     def _named(self, row: Sequence[Reward]) -> dict[str, float]:
         """The values that are logged: each part by its name, and what it is made of below that."""

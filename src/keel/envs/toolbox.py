@@ -14,7 +14,7 @@ from typing import Any
 
 from keel.base.errors import unknown
 from keel.base.types import Message, Problem
-from keel.envs.calls import CallFailed, HungCalls, TooManyHungCalls, call, suspended_deadline
+from keel.envs.calls import CallFailed, HungCalls, TooManyHungCalls, call, call_tool, suspended_deadline
 from keel.envs.episode import Episode
 from keel.envs.tool_calls import FORMATS, ToolCall, parse_calls
 from keel.envs.tools import Tool
@@ -180,7 +180,7 @@ class ToolEpisode(Episode):
 async def _value(tool: Tool, arguments: dict[str, Any], limit: float | None, hung: HungCalls) -> tuple[Any, str]:
     """What a tool returned, and the same as text, which is the user's code too, within one limit."""
     began = time.monotonic()
-    value = await call(partial(tool.function, **arguments), timeout_s=limit, hung=hung)
+    value = await call_tool(partial(tool.function, **arguments), timeout_s=limit, hung=hung)
     if value is None or type(value) is str:
         return value, value or ""
     remaining = None if limit is None else max(0.0, limit - (time.monotonic() - began))

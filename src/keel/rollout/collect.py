@@ -11,7 +11,7 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem
 from keel.envs.base import Task
-from keel.envs.calls import CallFailed
+from keel.envs.calls import CallFailed, call_now
 from keel.envs.episode import Episode, EpisodeRunner, Key, Transcript
 from keel.envs.judge import Judge
 from keel.rollout.engine import Engine, check_engine, turn_by_turn
@@ -110,7 +110,7 @@ def collect(
     requests = [Request(p.key, tokens, max_new=limit) for p, tokens in zip(problems, prompts, strict=True)]
     group_of = {problem.key: group for group, problem in enumerate(problems)}
     trajectories: dict[tuple[int, int], _Trajectory] = {}
-    runner = EpisodeRunner(task.start, judge.options.timeout_s, judge.hung)
+    runner = EpisodeRunner(task.start, judge.options.timeout_s, judge.hung, judge.stops)
 
     def answer(turns: Sequence[Turn]) -> list[Request]:
         for turn in turns:
@@ -204,9 +204,10 @@ def _judged(
         by_group[trajectory.group].append(trajectory)
     for problem, prompt, members in zip(problems, prompts, by_group, strict=True):
         transcripts = [Transcript.of(t.turns, episodes.get((t.group, t.sample))) for t in members]
-        rewards = judge.judge(problem, transcripts, {t.sample for t in members if t.failed})
+        counts = [{"turn/count": float(len(t.turns))} if task.several_turns else {} for t in members]
+        read_counts = partial(_read_counts, task, problem, transcripts, judge, counts)
+        rewards = judge.judge(problem, transcripts, {t.sample for t in members if t.failed}, read_counts)
         if rewards is not None:
-            counts = [_counts(task, t, transcripts[i].episode) for i, t in enumerate(members)]
             completions = tuple(t.completion(c) for t, c in zip(members, counts, strict=True))
             groups.append(Group(problem, prompt, completions, rewards))
     if problems and not groups:
@@ -215,22 +216,32 @@ def _judged(
     return groups
 
 
-def _counts(task: Task, trajectory: _Trajectory, episode: Episode | None) -> dict[str, float]:
-    """The number of turns and what the episode counts, as finite numbers; nothing where the task has one turn."""
-    if not task.several_turns:
-        return {}
-    turns = {"turn/count": float(len(trajectory.turns))}
-    if trajectory.failed or episode is None:
-        return turns
+def _read_counts(
+    task: Task,
+    problem: Problem,
+    transcripts: Sequence[Transcript],
+    judge: Judge,
+    counts: Sequence[dict[str, float]],
+    sample: int,
+) -> bool:
+    """Add what an episode counts; False, with the failure recorded, where it does not say."""
+    episode = transcripts[sample].episode
+    if episode is None or not task.several_turns:
+        return True
     try:
-        counted = {str(name): float(count) for name, count in episode.counts().items()}
-    except Exception as error:  # a user's episode may raise anything
-        first = next(iter(str(error).strip().splitlines()), "")
-        raise KeelError(f"counts of task {task.name!r} raised {type(error).__name__}: {first}") from error
-    odd = next((name for name, count in counted.items() if not math.isfinite(count)), None)
+        counts[sample].update(call_now(_counts, episode, timeout_s=judge.options.timeout_s, hung=judge.hung))
+    except CallFailed as failure:
+        judge.record(f"{task.name}.counts", problem, sample, failure)
+        return False
+    return True
+
+
+def _counts(episode: Episode) -> dict[str, float]:
+    counts = {str(name): float(count) for name, count in episode.counts().items()}
+    odd = next((name for name, count in counts.items() if not math.isfinite(count)), None)
     if odd is not None:
-        raise KeelError(f"counts of task {task.name!r} gave {odd}={counted[odd]}: it must be a finite number")
-    return turns | counted
+        raise CallFailed("invalid", f"gave {odd}={counts[odd]}: it must be a finite number")
+    return counts
 
 
 def _with_cut_noted(problem: Problem, cut: int) -> Problem:
