@@ -173,16 +173,20 @@ class TaskWrapper(Task):
         return wrapper
 
 
-def check_is_task(candidate: Any, what: str) -> Task:
-    """The object, where it is a task; `what` says whose it is in the line that refuses another."""
+def check_is_task(candidate: Any, what: str, required: Sequence[str] = REQUIRED) -> Task:
+    """The object, where it is a task; `what` says whose it is in the line that refuses another.
+
+    `required` are the members that it has to write itself: of a wrapper's inner task, those that the wrapper does not.
+    """
     kind = type(candidate).__name__
     if hasattr(candidate, "respond"):  # of 0.1; in silence, its episodes would end after the first turn
         raise KeelError(f"{what} a {kind} with respond: write start(problem) -> Episode, see docs/upgrading.md")
     if not isinstance(candidate, Task):
         raise KeelError(f"{what} a {kind}, which does not derive from keel.envs.Task: see docs/upgrading.md")
     if isinstance(candidate, TaskWrapper):
-        check_is_task(getattr(candidate, "inner", None), f"{what} a {kind} around")
-    missing = [name for name in REQUIRED if getattr(type(candidate), name) is getattr(Task, name)]
+        forwarded = [name for name in required if getattr(type(candidate), name) is getattr(TaskWrapper, name)]
+        check_is_task(getattr(candidate, "inner", None), f"{what} a {kind} around", forwarded)
+    missing = [name for name in required if getattr(type(candidate), name) is getattr(Task, name)]
     if candidate.several_turns and "reward" in missing:
         missing.remove("reward")  # its episodes have it
     if lacks := ", ".join(missing) or ("" if isinstance(getattr(candidate, "name", None), str) else "name"):
