@@ -24,6 +24,9 @@ def by_keyword(problem: Any, *, size: int, depth: int = 2, run: Any = None) -> A
 def by_class(problem: Any, options: GameOptions, run: Any = None) -> Any: ...
 
 
+def by_position(problem: Any, /, size: int) -> Any: ...
+
+
 def by_anything(problem: Any, **params: Any) -> Any: ...
 
 
@@ -34,7 +37,8 @@ def by_anything(problem: Any, **params: Any) -> Any: ...
         (by_class, {"size": 4}, {"options": GameOptions(size=4), "run": "here"}),
         (by_class, {}, {"options": GameOptions(), "run": "here"}),
         (by_anything, {"size": 4}, {"size": 4}),
-        (dict, {"size": 4}, {"size": 4}),  # built in, without a signature
+        (by_position, {"size": 4}, {"size": 4}),
+        (max, {"size": 4}, {"size": 4}),  # built in, without a signature
     ],
 )
 def test_a_part_is_given_its_own_parameters_and_what_it_takes_of_the_rest(
@@ -50,6 +54,8 @@ def test_a_part_is_given_its_own_parameters_and_what_it_takes_of_the_rest(
         (by_keyword, {}, "engine mine needs the parameter 'size'"),
         (by_keyword, {"size": 4, "problem": 1}, "unknown engine mine parameter 'problem'"),
         (by_keyword, {"size": 4, "run": 1}, "unknown engine mine parameter 'run'"),
+        (lambda: None, {}, r"engine mine takes \(\): it must take 1 before its own parameters"),
+        (dict, {}, "engine mine is Python's own dict: give a function or a class of yours"),
         (by_class, {"siz": 4}, "unknown option engine mine.siz: did you mean engine mine.size"),
         (by_class, {"size": 0}, "engine mine.size is 0: it must be at least 1"),
     ],

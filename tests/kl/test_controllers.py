@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from keel.base.errors import KeelError
 from keel.base.options import Above0, Options
-from keel.kl import CONTROLLERS, BetaController, KLState, build_controller
+from keel.kl import CONTROLLERS, BetaController, KLOptions, KLState, build_controller, controller_of
 
 EVERY = {
     "fixed": {},
@@ -257,8 +257,8 @@ def test_unit_is_declared_and_can_be_set(name):
 
 MISTAKES = [
     ("zieglar", {}, "unknown controller 'zieglar': did you mean 'ziegler'?"),
-    ("ziegler", {"horizn": 3}, "unknown parameter of the ziegler controller 'horizn': did you mean 'horizon'?"),
-    ("fixed", {"target": 1.0}, "unknown parameter of the fixed controller 'target'"),
+    ("ziegler", {"horizn": 3}, "unknown controller ziegler parameter 'horizn': did you mean 'horizon'?"),
+    ("fixed", {"target": 1.0}, "unknown controller fixed parameter 'target'"),
     ("fixed", {"unit": "per_word"}, "unknown unit 'per_word'"),
     ("fixed", {"warmup_steps": -1}, "warmup_steps must not be negative"),
     ("step", {"preset": "pp"}, "unknown step-rule preset 'pp': did you mean 'ppo'?"),
@@ -267,14 +267,14 @@ MISTAKES = [
     ("step", {"low": 2.0, "high": 1.0}, "0 ≤ low ≤ high"),
     ("step", {"low": -1.0}, "0 ≤ low ≤ high"),
     ("ziegler", {"horizon": 0}, "horizon must be positive"),
-    ("dual", {}, "needs kl.controller.target"),
+    ("dual", {}, "controller dual needs the parameter 'target': give kl.controller.target"),
     ("dual", {"target": "soon"}, "kl.controller.target is the text soon: expected a number"),
     ("dual", {"target": None}, "kl.controller.target must be a number, got None"),
     ("fixed", {"unit": 3}, "kl.controller.unit must be a name, got 3"),
     ("dual", {"target": 0.1, "smoothing": 1.0}, "smoothing must be in [0, 1)"),
     ("dual", {"target": 0.1, "learning_rate": -1.0}, "learning_rate must be positive"),
     ("pid", {"target": -1.0}, "target must be positive"),
-    ("linear", {"end": 0.1}, "needs kl.controller.steps"),
+    ("linear", {"end": 0.1}, "give kl.controller.steps"),
     ("linear", {"end": 0.1, "steps": 0}, "steps must be positive"),
     ("linear", {"end": math.nan, "steps": 3}, "end"),
     ("cosine", {"end": math.inf, "steps": 3}, "end"),
@@ -333,6 +333,31 @@ def by_parameters(beta: float, mode: str = "up", **rest: float) -> BetaControlle
     return build_controller("fixed", beta * sum(rest.values()) if mode == "up" else beta)
 
 
+def per_episode(beta: float, options: Own, episodes_per_step: int) -> BetaController:
+    return build_controller("fixed", beta * options.factor / episodes_per_step)
+
+
+def without_beta() -> BetaController:
+    return build_controller("fixed", 0.1)
+
+
+def number(beta: float) -> int:
+    return 3
+
+
+def lacking(beta: float, gain: float) -> BetaController:
+    return build_controller("fixed", gain)
+
+
+def test_the_episodes_of_a_step_are_offered_beside_an_options_class():
+    kl = KLOptions(beta=0.4, controller={"name": f"{__name__}:per_episode", "factor": 2.0})
+    assert controller_of(kl, 8).init().beta == pytest.approx(0.1)
+    given = KLOptions(beta=0.1, controller={"name": "ziegler", "episodes_per_step": 3, "horizon": 3})
+    assert controller_of(given, 8).update(given_state := controller_of(given, 8).init(), 60.0).beta == pytest.approx(
+        1.2 * given_state.beta
+    )
+
+
 def test_a_controller_of_ones_own_declares_its_parameters_either_way():
     assert build_controller(f"{__name__}:declared", 0.1, factor=3.0).init().beta == pytest.approx(0.3)
     assert build_controller(f"{__name__}:by_parameters", 0.1, left=1.0, right=2.0).init().beta == pytest.approx(0.3)
@@ -344,6 +369,9 @@ OWN_MISTAKES = [
     ("declared", {"factor": 0}, "kl.controller.factor is 0: it must be above 0"),
     ("by_parameters", {"mode": 3}, "kl.controller.mode must be a name, got 3"),
     ("nothing", {}, "cannot import kl.controller.name="),
+    ("without_beta", {}, "takes (): it must take 1 before its own parameters"),
+    ("lacking", {}, "needs the parameter 'gain': give kl.controller.gain"),
+    ("number", {}, ":number made a int: it must have unit, init and update"),
 ]
 
 

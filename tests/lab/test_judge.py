@@ -92,6 +92,25 @@ def test_doctor_and_report_share_what_is_a_dropped_skill(tmp_path: Path, overrid
     assert ("lost at most 50 % of what" in sentence) != dropped
 
 
+@pytest.mark.parametrize(
+    ("config", "wrong"),
+    [
+        ({"doctor": {"thresholds": {"gone_since": 1}}}, "gone_since"),
+        ({"doctor": {"thresholds": {"kl_over_budget": "much"}}}, "kl_over_budget must be a finite number"),
+        ({"guards": {"grad_spike": None}}, "grad_spike must be a finite number"),
+    ],
+)
+def test_a_damaged_threshold_is_noted_and_the_shipped_ones_judge(tmp_path: Path, config: Any, wrong: str) -> None:
+    run = recorded(tmp_path / "run", [], "kl/policy_ref/k3/mean", [0.3] * 3)
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    record = read_run(run)
+    assert record.thresholds == thresholds_of({})
+    (note,) = [note for note in record.missing if note.startswith("config.yaml")]
+    assert wrong in note
+    assert note.endswith("; the run is judged by the shipped thresholds")
+    assert "more than 0.2 nats per token" in tones(run, "KL(policy‖reference)")["warn"]
+
+
 def test_a_runs_own_spike_is_no_loosened_alarm() -> None:
     assert thresholds_of({"guards": {"grad_spike": 30.0}}).raised == ()
     (note,) = thresholds_of({"guards": {"grad_spike": 30.0}}, ["grad_spike=40"]).raised

@@ -15,6 +15,7 @@ import pytest
 
 from keel.base.errors import KeelError
 from keel.loggers import ConsoleLogger, JsonlLogger, Logger, MultiLogger, RunDirectory, build_loggers
+from keel.loggers.build import check_loggers
 from keel.loggers.console import duration, evaluation_line, event_line, step_line
 from keel.loggers.options import LogOptions
 from keel.loggers.tensorboard import TensorBoardLogger, flat_numbers
@@ -263,6 +264,19 @@ def test_wandb_that_cannot_start_is_one_line(run, monkeypatch):
     assert "\n" not in str(caught.value)
 
 
+def make_a_dict():
+    return {}
+
+
+def test_a_class_that_is_no_logger_is_refused_before_there_is_a_run():
+    with pytest.raises(KeelError, match="ByShape is no logger: derive it from"):
+        check_loggers(log_options(extra=[f"{__name__}:ByShape"]))
+
+
+class ByShape:
+    step = rollouts = evaluation = event = close = print
+
+
 def test_build_takes_a_users_logger_and_checks_its_arguments(run):
     name = f"{__name__}:Collect"
     log = build_loggers(log_options(extra=[{"name": name, "prefix": "q"}]), run, total_steps=5)
@@ -272,7 +286,8 @@ def test_build_takes_a_users_logger_and_checks_its_arguments(run):
         ("no_such_module:Logger", "cannot import"),
         (f"{__name__}:METRICS", "it must be a function or a class"),
         ({"name": name, "prefx": 1}, "did you mean 'prefix'"),
-        ("builtins:dict", "made a dict: derive it from keel.loggers.Logger"),
+        ("builtins:dict", "is no logger: derive it from keel.loggers.Logger"),
+        (f"{__name__}:make_a_dict", "made a dict: derive it from keel.loggers.Logger"),
     ):
         with pytest.raises(KeelError, match=message):
             build_loggers(log_options(extra=[spec]), run, total_steps=5)

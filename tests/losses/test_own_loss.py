@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from pydantic import Field
 
 from keel.base.errors import KeelError
-from keel.base.options import Above0, Options
+from keel.base.options import Above0, Float, NotNegative, Options
 from keel.config import load_config
 from keel.config.show import show_config
 from keel.losses import LossInputs, LossOptions, PolicyTerm, Recipe, get_loss, policy_term
@@ -35,6 +37,28 @@ def of_0_1(logp, old_logp, advantage, mask, limits, spec):
     raise AssertionError("never called")
 
 
+class Shadowing(Options):
+    entropy_coef: NotNegative = 0.07
+
+
+def shadowing(inputs: LossInputs, options: Shadowing) -> PolicyTerm: ...
+
+
+class Retyped(Options):
+    epsilon: Float = 0.3
+
+
+def retyped(inputs: LossInputs, options: Retyped) -> PolicyTerm: ...
+
+
+@dataclass
+class Plain:
+    slope: float = 1.0
+
+
+def by_dataclass(inputs: LossInputs, options: Plain) -> PolicyTerm: ...
+
+
 by_sequence = Recipe(sloped, "sequence_mean", low=0.1, high=0.3, scale_rewards="none", takes_delta=True)
 
 
@@ -47,8 +71,8 @@ def value(loss: LossOptions) -> float:
 def test_it_receives_what_it_declares():
     assert value(LossOptions(loss_type=f"{HERE}:sloped")) == pytest.approx(-RATIO * ADVANTAGE)
     assert value(LossOptions(loss_type=f"{HERE}:sloped", slope=0.5)) == pytest.approx(-0.5 * RATIO * ADVANTAGE)
-    given = LossOptions(loss_type=f"{HERE}:by_sequence", slope=0.5, delta=1.75)
-    assert value(given) == pytest.approx(-0.5 * RATIO * ADVANTAGE - 1.75)
+    options = LossOptions(loss_type=f"{HERE}:by_sequence", slope=0.5, delta=1.75)
+    assert value(options) == pytest.approx(-0.5 * RATIO * ADVANTAGE - 1.75)
     assert value(LossOptions(loss_type=f"{HERE}:plain")) == pytest.approx(-RATIO * ADVANTAGE)
 
 
@@ -68,6 +92,13 @@ MISTAKES = [
     ({"loss_type": "grpo", "slope": 1}, "unknown option loss.slope"),
     ({"loss_type": "grpo", "epsilom": 1}, "unknown option loss.epsilom: did you mean loss.epsilon?"),
     ({"loss_type": f"{HERE}:of_0_1"}, "takes (logp, old_logp, advantage, mask, limits, spec): a policy loss takes (in"),
+    (
+        {"loss_type": f"{HERE}:shadowing"},
+        "declares entropy_coef with another type or default than every",
+    ),
+    ({"loss_type": f"{HERE}:retyped"}, "declares epsilon with another type or default than every loss has (None)"),
+    ({"loss_type": f"{HERE}:by_dataclass"}, "a loss's options is declared as Plain: derive it from keel.base.options"),
+    ({"loss_type": "builtins:dict"}, "loss.loss_type=builtins:dict takes (): a policy loss takes (inputs, options)"),
     ({"loss_type": f"{HERE}:nothing"}, f"cannot import loss.loss_type={HERE}:nothing"),
     ({"loss_type": f"{HERE}:RATIO"}, f"loss.loss_type={HERE}:RATIO is a float: give a policy loss or a Recipe"),
 ]

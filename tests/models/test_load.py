@@ -296,6 +296,15 @@ def test_bad_input_is_one_line(make: Any, message: str, folder: Path, tmp_path: 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "own", [{"device": torch.device("cpu")}, {"device": "cpu", "dtype": torch.float32}, {"device": None}]
+)
+def test_torchs_own_types_are_taken(own: dict[str, Any]) -> None:
+    loaded = load_model("tiny", probe=False, **own)
+    assert loaded.dtype is torch.float32
+    assert loaded.device.type == ("cuda" if own["device"] is None and torch.cuda.is_available() else "cpu")
+
+
 def test_an_unknown_dtype_is_refused_before_loading() -> None:
     with pytest.raises(KeelError, match="did you mean bf16"):
         load_model("./no/such/folder", device="cpu", dtype="b16")

@@ -396,6 +396,27 @@ def in_range(loaded: LoadedModel, *, share: Annotated[float, Range("a share", la
     return build_reference("frozen", loaded)
 
 
+def nothing(loaded: LoadedModel) -> None: ...
+
+
+def lacking(loaded: LoadedModel, *, share: float) -> Any: ...
+
+
+def test_what_is_no_reference_is_one_line() -> None:
+    for name, says in [
+        ("builtins:dict", "reference builtins:dict is Python's own dict: give a function or a class of yours"),
+        (
+            f"{__name__}:lacking",
+            f"reference {__name__}:lacking needs the parameter 'share': give reference.share",
+        ),
+    ]:
+        with pytest.raises(KeelError) as caught:
+            check_reference(name)
+        assert str(caught.value) == says
+    with pytest.raises(KeelError, match="made a NoneType: it must have what"):
+        build_reference(f"{__name__}:nothing", load_model(SMALL, device="cpu"))
+
+
 def test_ones_own_declares_its_parameters_either_way() -> None:
     loaded = load_model(SMALL, device="cpu")
     assert build_reference(f"{__name__}:declared", loaded, offload=True).kind == "frozen"
@@ -442,8 +463,8 @@ def plain_logp(model: nn.Module, group: Group) -> Tensor:
     rows = []
     for completion in group.completions:
         with torch.no_grad():
-            found = model(input_ids=torch.tensor([[*group.prompt_tokens, *completion.tokens]])).logits[0]
-        rows.append(found[len(group.prompt_tokens) - 1 : -1].log_softmax(-1))
+            logits = model(input_ids=torch.tensor([[*group.prompt_tokens, *completion.tokens]])).logits[0]
+        rows.append(logits[len(group.prompt_tokens) - 1 : -1].log_softmax(-1))
     return torch.stack(rows)
 
 

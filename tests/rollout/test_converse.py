@@ -14,10 +14,13 @@ import torch
 from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
 from keel.envs import Episode, Task
+from keel.envs.episode import EpisodeRunner
 from keel.rollout import NativeEngine, Request, SamplingParams, Turn
 from keel.rollout.collect import collect
 from keel.rollout.native.batch import DecodeBatch, DecodeRow
 from keel.rollout.native.cache import SharedPrefixCache
+from keel.rollout.native.decode import SharedPrefixDecoder
+from keel.rollout.native.scheduler import JOIN_STEPS
 
 from . import shapes
 
@@ -254,6 +257,47 @@ def test_episodes_are_the_same_where_sampling_goes_on_beside_tools() -> None:
     model = shapes.model("llama")
     expected = groups(engine_of(model), Guess())
     assert tokens_of(groups(engine_of(model), Guess(), overlap_tools=True)) == tokens_of(expected)
+
+
+class LateTools(EpisodeRunner):
+    """Tools that answer once all episodes wait for them: one first, and while that goes on, the others."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.began, self.others = False, dict[Any, Any]()
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self.others) or super().waiting
+
+    def ready(self, *, wait: str = "no") -> dict[Any, Any]:
+        if wait == "no":
+            replies = {**self.others, **super().ready(wait="all")} if self.began else {}
+            self.others = {}
+            return replies
+        self.began = True
+        (first, reply), *others = super().ready(wait="all").items()
+        self.others = dict(others)
+        return {first: reply}
+
+
+def test_sampling_beside_tools_fills_the_places_of_those_that_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all have waited, the first that is answered goes on with places for the others beside it."""
+    sizes: list[int] = []
+    step = SharedPrefixDecoder.step
+    monkeypatch.setattr(SharedPrefixDecoder, "step", lambda self, t: [sizes.append(len(t)), step(self, t)][1])
+    steps: dict[bool, list[int]] = {}
+    for overlap in (False, True):
+        engine = NativeEngine(shapes.model("llama"), shapes.tokenizer())
+        engine.eos_ids = frozenset()
+        sizes.clear()
+        monkeypatch.setattr("keel.rollout.collect.EpisodeRunner", LateTools if overlap else EpisodeRunner)
+        groups(engine, Guess(), overlap_tools=overlap)
+        steps[overlap] = list(sizes)
+    assert set(steps[False]) == {12}
+    assert sum(steps[True]) == sum(steps[False]), "as many tokens"
+    assert steps[True].count(1) <= JOIN_STEPS + 1, "alone for as long as a join costs, not for a whole turn"
+    assert len(steps[True]) <= len(steps[False]) + 2 * (JOIN_STEPS + 1)
 
 
 def test_an_engine_that_returns_too_few_is_named() -> None:

@@ -179,14 +179,14 @@ def test_rollouts_hold_the_prompt_that_the_model_was_given(tmp_path: Path, capsy
     changes = {"data.path": path, "data.system_prompt": "Add.", "data.max_prompt_length": 9, "data.truncation": "left"}
     result = trained(tmp_path, **changes)
     for record in records(result, "rollouts.jsonl"):
-        asked = record["messages"][-1]["content"]
+        question = record["messages"][-1]["content"]
         whole = [
             "<bos>",
             "<|system|>",
             *"Add.",
             "<eos>",
             "<|user|>",
-            *asked,
+            *question,
             "<eos>",
             "<|assistant|>",
         ]  # one token a character

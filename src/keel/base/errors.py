@@ -15,6 +15,14 @@ class KeelError(ValueError):
         super().__init__(*(hide(arg) if isinstance(arg, str) else arg for arg in args))
 
 
+class RenamedImport(KeelError, ImportError):
+    """A module or a name of 0.1 that is imported."""
+
+
+class RenamedAttribute(KeelError, AttributeError):
+    """A name of 0.1 that is asked of its module."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message that says anything, or its type."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import importlib
 import re
 import sys
@@ -13,15 +14,20 @@ from typing import Any
 # The longest name that fits decides: `keel.studies.plan` went elsewhere than the rest of `keel.studies`.
 MOVED = {
     "keel.build": "keel.run.build",
+    "keel.cli.hub": "keel.cli.push",
+    "keel.cli.look": "keel.cli.report",
+    "keel.config.fields": "keel.base.options",
     "keel.config.interpolate": "keel.lab.migrate.interpolate",
     "keel.config.migrate": "keel.lab.migrate.migrate",
     "keel.config.peer_files": "keel.lab.migrate.peer_files",
     "keel.config.shell": "keel.lab.migrate.shell",
+    "keel.config.sources": "keel.config.schema",
     "keel.data": "keel.envs.shards",
     "keel.data.shards": "keel.envs.shards",
     "keel.doctor": "keel.lab.doctor",
     "keel.doctor.bench": "keel.lab.doctor.setup",
     "keel.doctor.probes.expected": "keel.lab.doctor.expected",
+    "keel.doctor.probes.outcome": "keel.lab.doctor.probes.result",
     "keel.doctor.thresholds": "keel.base.thresholds",
     "keel.drift": "keel.lab.compare",
     "keel.errors": "keel.base.errors",
@@ -34,6 +40,8 @@ MOVED = {
     "keel.redact": "keel.base.redact",
     "keel.reference.held": "keel.reference.weights",
     "keel.report": "keel.lab.report",
+    "keel.report.charts": "keel.lab.plots.charts",
+    "keel.report.picture": "keel.lab.plots.picture",
     "keel.report.read": "keel.lab.runs",
     "keel.rollout.batch": "keel.rollout.native.batch",
     "keel.rollout.cache": "keel.rollout.native.cache",
@@ -45,6 +53,7 @@ MOVED = {
     "keel.studies": "keel.lab.studies",
     "keel.studies.hardware": "keel.lab.plan.hardware",
     "keel.studies.live": "keel.lab.plan.counters",
+    "keel.studies.pictures": "keel.lab.studies.plots",
     "keel.studies.plan": "keel.lab.plan.plan",
     "keel.studies.rehearse": "keel.lab.plan.dry_run",
     "keel.studies.rows": "keel.lab.studies.results",
@@ -98,21 +107,27 @@ class _OldNames(MetaPathFinder):
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
         if fullname not in MOVED:
             return
-        from keel.base.errors import KeelError
+        from keel.base.errors import RenamedImport
 
         name, location = _importer(fullname, sys._getframe(1))
-        raise KeelError(f"{name} is now {current(name)}: change the import in {location}")
+        raise RenamedImport(f"{name} is now {current(name)}: change the import in {location}")
 
 
 def refuse_renamed(module: str, renamed: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's `__getattr__` that refuses its names of 0.1 in one line that says what each became."""
+    """A module's `__getattr__` that refuses its names of 0.1 in one line that says what each became.
+
+    Python's `from … import` drops the message of an AttributeError, `hasattr` waits for one: each gets its own.
+    """
 
     def lookup(name: str) -> Any:
         if name not in renamed:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        from keel.base.errors import KeelError
+        from keel.base.errors import RenamedAttribute, RenamedImport
 
-        raise KeelError(f"{module}.{name} is now {renamed[name]}: see docs/upgrading.md")
+        frame = sys._getframe(1)
+        imported = dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
+        error = RenamedImport if imported else RenamedAttribute
+        raise error(f"{module}.{name} is now {renamed[name]}: see docs/upgrading.md")
 
     return lookup
 

@@ -16,6 +16,7 @@ def part_arguments(
     factory: Callable[..., Any],
     params: Mapping[str, Any],
     *,
+    section: str | None = None,
     positional: int = 0,
     reserved: Collection[str] = (),
     **offered: Any,
@@ -24,38 +25,46 @@ def part_arguments(
 
     A part declares its parameters as keyword parameters, or all of them as one `options` whose type is a class of
     `Options`, with ranges. One that is not declared, or is lacking, is refused in a line. The caller itself gives the
-    first `positional` parameters and those that are `reserved`.
+    first `positional` parameters and those that are `reserved`. `section` is where the parameters stand, if not `kind`.
     """
-    try:
-        parameters = list(parameters_of(factory).values())
-    except (TypeError, ValueError):  # some built-in callables have none
+    signature = parameters_of(factory)
+    if signature is None and isinstance(factory, type):
+        raise KeelError(f"{kind} is Python's own {factory.__name__}: give a function or a class of yours")
+    if signature is None:
         return dict(params)
-    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][positional:]
+    parameters = list(signature.values())
+    placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:positional]
+    if len(placed) < positional and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        names = ", ".join(p.name for p in parameters)
+        raise KeelError(f"{kind} takes ({names}): it must take {positional} before its own parameters")
+    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p not in placed]
     filled = {p.name: offered[p.name] for p in by_name if p.name in offered}
     remaining = {p.name: p for p in by_name if p.name not in offered and p.name not in reserved}
-    declared = remaining["options"].annotation if "options" in remaining else None
-    if isinstance(declared, type) and issubclass(declared, Options):
-        return {**filled, "options": read_options(declared, params, kind)}
+    declared = options_class(factory)
+    if declared is not None and "options" in remaining:
+        return {**filled, "options": read_options(declared, params, section or kind)}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for name in params:
             if name not in remaining:
                 raise unknown(f"{kind} parameter", name, remaining)
     for name, parameter in remaining.items():
         if parameter.default is parameter.empty and name not in params:
-            raise KeelError(f"{kind} needs the parameter {name!r}")
+            raise KeelError(f"{kind} needs the parameter {name!r}" + (f": give {section}.{name}" if section else ""))
     return {**filled, **params}
 
 
 def options_class(factory: Callable[..., Any]) -> type[Options] | None:
     """The type of a factory's parameter `options`, where it declares its own parameters by a class of `Options`."""
-    parameter = parameters_of(factory).get("options")
+    parameter = (parameters_of(factory) or {}).get("options")
     declared = None if parameter is None else parameter.annotation
     return declared if isinstance(declared, type) and issubclass(declared, Options) else None
 
 
-def parameters_of(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """A factory's parameters with their types."""
-    try:
-        return inspect.signature(factory, eval_str=True).parameters
-    except Exception:  # types that are there for type checkers only stay text
-        return inspect.signature(factory).parameters
+def parameters_of(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """A factory's parameters with their types; None of a built-in callable that does not tell them."""
+    for read_types in (True, False):  # types that are there for type checkers only stay text
+        try:
+            return inspect.signature(factory, eval_str=read_types).parameters
+        except Exception:
+            continue
+    return None

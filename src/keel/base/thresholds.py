@@ -14,7 +14,10 @@ from keel.base.errors import KeelError, unknown
 
 @dataclass(frozen=True)
 class Threshold:
-    """A value to compare with; `alarm` says whether the alarm lies above or below it."""
+    """A value to compare with; `alarm` says whether the alarm lies above or below it.
+
+    `over` and `at_least` bound the values that make sense, where a guard acts on them.
+    """
 
     name: str
     value: float
@@ -22,6 +25,8 @@ class Threshold:
     source: str
     reason: str
     alarm: str = "above"
+    over: float = -math.inf
+    at_least: float = -math.inf
 
     def loosened_to(self, value: float) -> bool:
         """Whether the alarm would be less sensitive there."""
@@ -87,7 +92,7 @@ def _overridden(shipped: Mapping[str, Threshold], overrides: Mapping[str, Any]) 
     for name, value in overrides.items():
         if name not in shipped:
             raise unknown("threshold", name, shipped)
-        table[name] = replace(shipped[name], value=_number(name, value))
+        table[name] = replace(shipped[name], value=_number(shipped[name], value))
     return Thresholds(table, shipped)
 
 
@@ -103,11 +108,15 @@ def _parse_override(override: str) -> tuple[str, str]:
     return name.strip(), value.strip()
 
 
-def _number(name: str, value: Any) -> float:
+def _number(threshold: Threshold, value: Any) -> float:
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise KeelError(f"threshold {name} must be a finite number, not {value!r}")
+        raise KeelError(f"threshold {threshold.name} must be a finite number, not {value!r}")
+    if number <= threshold.over:
+        raise KeelError(f"threshold {threshold.name} is {number:g}: it must be above {threshold.over:g}")
+    if number < threshold.at_least:
+        raise KeelError(f"threshold {threshold.name} is {number:g}: it must be at least {threshold.at_least:g}")
     return number

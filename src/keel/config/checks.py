@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from keel.base.errors import KeelError
 from keel.base.redact import secrets_in
+from keel.base.thresholds import load_thresholds
 from keel.config.resolve import kl_pairing
 from keel.config.schema import Config, TaskOptions
 from keel.kl import advise, check_kl, controller_of
@@ -41,10 +42,15 @@ def _packages(config: Config) -> None:
 
 
 def _doctor(config: Config) -> None:
-    """Thresholds by name, each a number."""
-    from keel.base.thresholds import load_thresholds
-
-    load_thresholds(config.doctor.thresholds.params)
+    """Thresholds by name, each a number; one that is also a guard's option is given once."""
+    thresholds = load_thresholds(config.doctor.thresholds.params)
+    for name in config.doctor.thresholds.params.keys() & type(config.guards).model_fields.keys():
+        guard, default = getattr(config.guards, name), type(config.guards).model_fields[name].default
+        if guard not in (default, thresholds[name]):
+            raise KeelError(
+                f"guards.{name} is {guard:g} and doctor.thresholds.{name} is {thresholds[name]:g}: they are one "
+                "threshold, give one of them"
+            )
 
 
 def _loss(config: Config) -> None:

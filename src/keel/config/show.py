@@ -11,9 +11,9 @@ from keel.base.redact import masked
 from keel.config import text
 from keel.config.alias import Alias
 from keel.config.aliases import tables
+from keel.config.declared import own_options
 from keel.config.resolve import resolved
 from keel.config.schema import Config, plain
-from keel.losses import LossOptions, declared_options
 
 COLUMN = 40  # where comments begin
 
@@ -44,14 +44,13 @@ def _lines(model: BaseModel, path: str, indent: str, resolved_values: dict[str, 
 def _parameters(model: BaseModel, path: str) -> Iterator[tuple[str, Any, str]]:
     """The parameters of the plug-in that a section names, with their sentences where it declares them."""
     generic = f"A parameter of this {path.rstrip('.').rpartition('.')[2]}'s own."
-    if isinstance(model, LossOptions):
-        options = declared_options(model)
-        for name, field in type(options).model_fields.items():
-            if name not in LossOptions.model_fields:
-                yield name, getattr(options, name), field.description or generic
+    options = own_options(model, path.rstrip("."))
+    if options is None:
+        yield from ((name, value, generic) for name, value in (model.model_extra or {}).items())
         return
-    for name, value in (model.model_extra or {}).items():
-        yield name, value, generic
+    for name, field in type(options).model_fields.items():
+        if name not in type(model).model_fields:
+            yield name, getattr(options, name), field.description or generic
 
 
 def _data(value: Any) -> Any:

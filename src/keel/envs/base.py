@@ -157,8 +157,12 @@ class TaskWrapper(Task):
         """The inner task's, which end with this task's own gold answer."""
         return [*self.inner.gold_turns(problem)[:-1], self.gold(problem)]
 
+    def start(self, problem: Problem) -> Episode:
+        """The inner task's; of a task of one turn, an episode that is judged by this wrapper."""
+        return self.inner.start(problem) if self.inner.several_turns else super().start(problem)
+
     def keep(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
-        """This wrapper around what the inner task keeps."""
+        """This wrapper around what the inner task keeps, which is asked about the inner problems."""
         filtered = self.inner.keep(fits)
         return None if filtered is None else (self.around(filtered[0]), filtered[1])
 
@@ -169,16 +173,18 @@ class TaskWrapper(Task):
         return wrapper
 
 
-def check_is_task(task: Any, what: str) -> Task:
+def check_is_task(candidate: Any, what: str) -> Task:
     """The object, where it is a task; `what` says whose it is in the line that refuses another."""
-    kind = type(task).__name__
-    if hasattr(task, "respond"):  # of 0.1; in silence, its episodes would end after the first turn
+    kind = type(candidate).__name__
+    if hasattr(candidate, "respond"):  # of 0.1; in silence, its episodes would end after the first turn
         raise KeelError(f"{what} a {kind} with respond: write start(problem) -> Episode, see docs/upgrading.md")
-    if not isinstance(task, Task):
+    if not isinstance(candidate, Task):
         raise KeelError(f"{what} a {kind}, which does not derive from keel.envs.Task: see docs/upgrading.md")
-    missing = [name for name in REQUIRED if getattr(type(task), name) is getattr(Task, name)]
-    if task.several_turns and "reward" in missing:
+    if isinstance(candidate, TaskWrapper):
+        check_is_task(getattr(candidate, "inner", None), f"{what} a {kind} around")
+    missing = [name for name in REQUIRED if getattr(type(candidate), name) is getattr(Task, name)]
+    if candidate.several_turns and "reward" in missing:
         missing.remove("reward")  # its episodes have it
-    if lacks := ", ".join(missing) or ("" if isinstance(getattr(task, "name", None), str) else "name"):
+    if lacks := ", ".join(missing) or ("" if isinstance(getattr(candidate, "name", None), str) else "name"):
         raise KeelError(f"{what} a {kind} without {lacks}: see keel.envs.Task")
-    return task
+    return candidate

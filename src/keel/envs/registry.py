@@ -83,21 +83,21 @@ CHECKS: dict[str, Callable[[Mapping[str, Any]], None]] = {"reasoning_gym": check
 def build_task(name: str, **params: Any) -> Task:
     """The task called `name`, or made by the user's `module:attr`, with its own parameters."""
     check_task(name, params)
-    factory = _factory(name)
+    factory = get_task(name)
     task = factory(**part_arguments(f"task {name}", factory, params))
     return check_is_task(task, f"task {name!r} made")
 
 
 def check_task(name: str, params: Mapping[str, Any]) -> None:
     """Refuse an unknown task or parameter, with the nearest valid name; builds nothing."""
-    part_arguments(f"task {name}", _factory(name), params)
+    part_arguments(f"task {name}", get_task(name), params)
     if name in CHECKS:
         CHECKS[name](params)
 
 
 def reads_data(name: str) -> bool:
     """Whether a task reads data: whether its factory has a parameter called `data`."""
-    return "data" in inspect.signature(_factory(name)).parameters
+    return "data" in inspect.signature(get_task(name)).parameters
 
 
 def check_data(task: TaskOptions, data: DataOptions) -> None:
@@ -117,7 +117,8 @@ def check_data(task: TaskOptions, data: DataOptions) -> None:
         raise KeelError(f"data.truncation={data.truncation} needs data.max_prompt_length: give the limit in tokens")
 
 
-def _factory(name: str) -> Callable[..., Any]:
+def get_task(name: str) -> Callable[..., Any]:
+    """What makes the task of that name, or a user's own `module:attr`."""
     if name in TASKS:
         factory = TASKS[name]
         return factory.load() if isinstance(factory, LazyTask) else factory

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 from keel.base.errors import KeelError, unknown
 from keel.base.types import Problem, Reward
@@ -41,6 +42,10 @@ class WithTools(TaskWrapper):
 
     def start(self, problem: Problem) -> Episode:
         return WithToolsEpisode(self, problem)
+
+    def keep(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
+        """What fits with the tools offered."""
+        return super().keep(lambda problem: fits(self._offered(problem)))
 
     def _offered(self, problem: Problem) -> Problem:
         if self.format == "json":

@@ -19,6 +19,7 @@ if not TYPE_CHECKING:  # type checkers see the names that are there
         __name__,
         {
             "Controller": "keel.kl.BetaController",
+            "EffectiveCoefficientWarning": "a sentence of keel.config.checks.advice",
             "shape_advantages": "keel.kl.advantage_penalty",
             "shape_rewards": "keel.kl.reward_penalty",
         },

@@ -11,13 +11,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from types import MappingProxyType, NoneType
-from typing import TYPE_CHECKING, Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Protocol, get_args, runtime_checkable
 
 from keel.base.errors import KeelError, unknown
 from keel.base.imports import import_object, is_import_path
 from keel.base.moved import refuse_renamed
-from keel.base.parts import options_class, parameters_of
-from keel.base.validation import read_options
+from keel.base.parts import parameters_of, part_arguments
 from keel.kl.options import KLOptions
 
 UNITS = ("per_token", "per_sequence")
@@ -52,6 +51,7 @@ class KLState:
         return cls(**data)
 
 
+@runtime_checkable
 class BetaController(Protocol):
     """Sets β over time; this is what the loop needs of it."""
 
@@ -335,37 +335,35 @@ def get_controller(name: str) -> Callable[..., BetaController]:
 
 def controller_of(kl: KLOptions, episodes_per_step: int) -> BetaController:
     """The controller that the options name; a rule that counts episodes gets the number of a step."""
-    name, params = kl.controller.name, kl.controller.params
-    if "episodes_per_step" in parameters_of(get_controller(name)):
-        params = {"episodes_per_step": episodes_per_step, **params}
-    return build_controller(name, kl.beta, **params)
+    return _build(kl.controller.name, kl.beta, kl.controller.params, episodes_per_step=episodes_per_step)
 
 
 def build_controller(name: str, beta: float, **parameters: Any) -> BetaController:
-    """The named controller; a parameter that it does not take is refused with the ones it does.
+    """The named controller with its own parameters; one that it does not take is refused with the ones it does."""
+    return _build(name, beta, parameters)
 
-    A controller declares its parameters as keyword parameters, or as one `options` of a class of `Options`.
-    """
+
+def _build(name: str, beta: float, params: Mapping[str, Any], **offered: Any) -> BetaController:
     make = get_controller(name)
-    if declared := options_class(make):
-        return make(beta, options=read_options(declared, parameters, "kl.controller"))
-    first, *rest = parameters_of(make).values()
-    accepts = {p.name: p for p in rest if p.kind is not p.VAR_KEYWORD}
-    for parameter in parameters:
-        if parameter not in accepts and len(accepts) == len(rest):
-            raise unknown(f"parameter of the {name} controller", parameter, accepts)
-    missing = [n for n, p in accepts.items() if p.default is p.empty and n not in parameters]
-    if missing:
-        raise KeelError(f"the {name} controller needs kl.controller.{missing[0]}")
-    _check_type("kl.beta", beta, first)
-    for parameter in parameters.keys() & accepts.keys():
-        _check_type(f"kl.controller.{parameter}", parameters[parameter], accepts[parameter])
+    offered = {key: value for key, value in offered.items() if key not in params}
+    arguments = part_arguments(f"controller {name}", make, params, section="kl.controller", positional=1, **offered)
+    for index, (parameter, declared) in enumerate((parameters_of(make) or {}).items()):
+        if index == 0:
+            _check_type("kl.beta", beta, declared)
+        elif parameter in params:
+            _check_type(f"kl.controller.{parameter}", params[parameter], declared)
     try:
-        return make(beta, **parameters)
+        controller = make(beta, **arguments)
     except KeelError:
         raise
     except (TypeError, ValueError) as error:
         raise KeelError(f"kl.controller does not take these values: {' '.join(str(error).split())}") from None
+    if not isinstance(controller, BetaController):
+        raise KeelError(
+            f"kl.controller.name={name} made a {type(controller).__name__}: it must have unit, init and update, as "
+            "keel.kl.BetaController has"
+        )
+    return controller
 
 
 def _check_type(option: str, value: Any, parameter: inspect.Parameter) -> None:

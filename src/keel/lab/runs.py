@@ -13,7 +13,7 @@ from keel.base.errors import KeelError
 from keel.base.files import json_lines
 from keel.base.lock import in_use
 from keel.base.redact import hidden, hide, masked, remember
-from keel.base.thresholds import Thresholds, thresholds_of
+from keel.base.thresholds import Thresholds, load_thresholds, thresholds_of
 from keel.loggers import rundir
 
 Record = dict[str, Any]
@@ -66,7 +66,7 @@ class RunRecord:
     @property
     def thresholds(self) -> Thresholds:
         """What this run is judged by."""
-        return thresholds_of(self.config)
+        return _thresholds(self.config, [])
 
     @property
     def max_steps(self) -> int | None:
@@ -125,6 +125,7 @@ def read_run(path: Path) -> RunRecord:
     summary = _current(_json(path / rundir.SUMMARY, notes), metrics, notes)
     config = _yaml(config_text, notes)
     remember(config)
+    _thresholds(config, notes)
     return RunRecord(
         path=path,
         name=path.resolve().name,
@@ -181,6 +182,15 @@ def _yaml(text: str | None, notes: list[str]) -> Record:
     except yaml.YAMLError:
         notes.append(f"{rundir.CONFIG} is not YAML")
         return {}
+
+
+def _thresholds(config: Record, notes: list[str]) -> Thresholds:
+    """The run's own, or the shipped ones where the configuration has a damaged or unknown one."""
+    try:
+        return thresholds_of(config)
+    except KeelError as error:
+        notes.append(f"{rundir.CONFIG}: {error}; the run is judged by the shipped thresholds")
+        return load_thresholds()
 
 
 def _shown(text: str | None, config: Record) -> str | None:

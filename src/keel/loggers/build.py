@@ -54,16 +54,16 @@ def build_loggers(
 
 
 def check_loggers(log: LogOptions) -> None:
-    """Refuse a user's logger that is not there, or parameters that it does not take."""
+    """Refuse a user's logger that is not there, a class that is none, and parameters that it does not take."""
     for part in log.parts:
         if not is_import_path(part.name):
             raise KeelError(f"log.extra names {part.name!r}: give module:attr")
-        _arguments(part, import_object(part.name, "log.extra"))
+        _arguments(part, _factory(part))
 
 
 def user_logger(part: LoggerOptions, **offered: Any) -> Logger:
     """A user's `module:attr`, called with its own parameters plus those of `run` and `total_steps` that it takes."""
-    factory = import_object(part.name, "log.extra")
+    factory = _factory(part)
     try:
         logger = factory(**_arguments(part, factory, **offered))
     except TypeError as error:
@@ -71,6 +71,13 @@ def user_logger(part: LoggerOptions, **offered: Any) -> Logger:
     if not isinstance(logger, Logger):
         raise KeelError(f"log.extra: {part.name} made a {type(logger).__name__}: derive it from keel.loggers.Logger")
     return logger
+
+
+def _factory(part: LoggerOptions) -> Callable[..., Any]:
+    factory: Callable[..., Any] = import_object(part.name, "log.extra")
+    if isinstance(factory, type) and not issubclass(factory, Logger):
+        raise KeelError(f"log.extra: {part.name} is no logger: derive it from keel.loggers.Logger")
+    return factory
 
 
 def _arguments(part: LoggerOptions, factory: Callable[..., Any], run: Any = None, total_steps: int = 0) -> Any:

@@ -7,21 +7,26 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
 import torch
 from torch import Tensor
 
-from keel.base.errors import KeelError, unknown
+from keel.base.errors import KeelError, first_line, unknown
 from keel.base.imports import import_object, is_import_path
+from keel.base.moved import refuse_renamed
 from keel.base.options import Options
+from keel.base.parts import parameters_of
 from keel.base.validation import read_options
 from keel.kl.ratios import clamp_through, finite_floor, importance_ratio, log_ratio, select
 from keel.losses.inputs import Limits, LossInputs, PolicyTerm
 from keel.losses.mismatch import check_mismatch
 from keel.losses.options import LossOptions, SharedLossOptions
 from keel.losses.sapo import sapo
+
+if not TYPE_CHECKING:  # type checkers see the names that are there
+    __getattr__ = refuse_renamed(__name__, {"LossSpec": "keel.losses.LossOptions"})
 
 # A policy loss: what it is made of and its own options, which the type of its second parameter declares.
 Term = Callable[[LossInputs, Any], PolicyTerm]
@@ -90,15 +95,22 @@ class Recipe:
 
     @cached_property
     def options(self) -> type[Options]:
-        """The options that the term asks for by the type of its second parameter."""
+        """The options that the term asks for by the type of its second parameter; untyped, those of every loss."""
         try:
             _, second = inspect.signature(self.term, eval_str=True).parameters.values()
-        except NameError as error:
+        except Exception as error:  # the type of a user's options may be any expression
             raise KeelError(
-                f"the type of a loss's options cannot be read: {error}; import it where it is run"
+                f"the type of a loss's options cannot be read: {first_line(error)}; import it where it is run"
             ) from None
         declared = second.annotation
-        return declared if isinstance(declared, type) and issubclass(declared, Options) else SharedLossOptions
+        if declared in (second.empty, Any):
+            return SharedLossOptions
+        if not (isinstance(declared, type) and issubclass(declared, Options)):
+            raise KeelError(
+                f"a loss's {second.name} is declared as {getattr(declared, '__name__', declared)}: derive it from "
+                "keel.base.options.Options, see docs/extending.md"
+            )
+        return declared
 
 
 LOSSES: Mapping[str, Recipe] = MappingProxyType(
@@ -126,7 +138,7 @@ def get_loss(loss_type: str) -> Recipe:
     if not (isinstance(loss, Recipe) or callable(loss)):
         raise KeelError(f"loss.loss_type={loss_type} is a {type(loss).__name__}: give a policy loss or a Recipe")
     recipe = loss if isinstance(loss, Recipe) else Recipe(loss)
-    names = list(inspect.signature(recipe.term).parameters)
+    names = parameters_of(recipe.term) or ()
     if len(names) != 2:
         raise KeelError(
             f"loss.loss_type={loss_type} takes ({', '.join(names)}): a policy loss takes (inputs, options), see "
@@ -140,8 +152,24 @@ def declared_options(loss: LossOptions) -> Options:
     declared = get_loss(loss.loss_type).options
     if isinstance(loss, declared) and not loss.params:
         return loss
-    shared = {name: getattr(loss, name) for name in declared.model_fields if name in type(loss).model_fields}
-    return read_options(declared, {**shared, **loss.params}, "loss")
+    section = type(loss).model_fields
+    shared = declared.model_fields.keys() & section.keys()
+    for name in sorted(shared):
+        own = declared.model_fields[name]
+        if (own.default, _bare(own.annotation)) != (section[name].default, _bare(section[name].annotation)):
+            raise KeelError(
+                f"loss.loss_type={loss.loss_type} declares {name} with another type or default than every loss has "
+                f"({section[name].default!r}): call it otherwise, or declare it as keel.losses.LossOptions does"
+            )
+    values = {name: getattr(loss, name) for name in shared}
+    return read_options(declared, {**values, **loss.params}, "loss")
+
+
+def _bare(annotation: Any) -> Any:
+    """A type without its ranges: those a loss may narrow."""
+    if get_origin(annotation) is Annotated:
+        return _bare(get_args(annotation)[0])
+    return frozenset(map(_bare, get_args(annotation))) if get_origin(annotation) in (Union, UnionType) else annotation
 
 
 def check_loss(loss: LossOptions) -> None:

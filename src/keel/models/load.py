@@ -128,8 +128,12 @@ def load_model(
 
 
 def model_options(model: ModelOptions | str, **overrides: Any) -> ModelOptions:
-    """The section `model`, from itself or from a name and other options of it."""
+    """The section `model`, from itself or from a name and other options of it; torch's own types are taken as well."""
     values = model.model_dump() if isinstance(model, ModelOptions) else {"name": model}
+    if isinstance(overrides.get("dtype"), torch.dtype):
+        overrides["dtype"] = str(overrides["dtype"]).removeprefix("torch.")
+    if isinstance(overrides.get("device", ""), torch.device | None):
+        overrides["device"] = str(overrides["device"] or "auto")
     return read_options(ModelOptions, {**values, **overrides}, "model")
 
 

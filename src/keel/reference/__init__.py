@@ -8,8 +8,7 @@ from typing import Any
 
 from keel.base.errors import KeelError, unknown
 from keel.base.imports import import_object, is_import_path
-from keel.base.parts import options_class, parameters_of
-from keel.base.validation import read_options
+from keel.base.parts import parameters_of, part_arguments
 from keel.models.load import LoadedModel
 from keel.models.lora import is_lora
 from keel.reference.kinds import Range, Reference, adapter_off, ema, frozen, kl_triggered, snapshot
@@ -30,35 +29,32 @@ def build_reference(kind: str, loaded: LoadedModel, **params: Any) -> Reference:
     """The reference called `kind` (`auto`: adapter_off for LoRA, frozen for full weights) or a user's `module:attr`."""
     if kind == "auto":
         kind = "adapter_off" if is_lora(unwrap(loaded.model)) else "frozen"
-    check_reference(kind, **params)
-    factory = _factory(kind)
-    if declared := options_class(factory):
-        return factory(loaded, options=read_options(declared, params, "reference"))
-    return factory(loaded, **params)
+    reference = get_reference(kind)(loaded, **_arguments(kind, params))
+    if not isinstance(reference, Reference):
+        raise KeelError(
+            f"reference.kind={kind} made a {type(reference).__name__}: it must have what keel.reference.Reference lists"
+        )
+    return reference
 
 
 def check_reference(kind: str, **params: Any) -> None:
-    """Check the name and its parameters before any model is loaded.
+    """Check the name and its parameters before any model is loaded."""
+    _arguments("frozen" if kind == "auto" else kind, params)
 
-    A reference declares its parameters as keyword parameters, or as one `options` of a class of `Options`.
-    """
-    factory = frozen if kind == "auto" else _factory(kind)
-    if declared := options_class(factory):
-        read_options(declared, params, "reference")
-        return
-    accepts = parameters_of(factory)
-    known = [p.name for p in list(accepts.values())[1:] if p.kind is not p.VAR_KEYWORD]
+
+def _arguments(kind: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    factory = get_reference(kind)
+    arguments = part_arguments(f"reference {kind}", factory, params, section="reference", positional=1)
     for name, value in params.items():
-        if name not in known:
-            if any(p.kind is p.VAR_KEYWORD for p in accepts.values()):
-                continue
-            raise unknown(f"parameter of reference kind {kind}", name, known)
-        for range_ in getattr(accepts[name].annotation, "__metadata__", ()):
+        declared = (parameters_of(factory) or {}).get(name)
+        for range_ in getattr(declared and declared.annotation, "__metadata__", ()):
             if isinstance(range_, Range) and not range_.holds(value):
                 raise KeelError(f"reference.{name} is {value!r}: expected {range_.expected}")
+    return arguments
 
 
-def _factory(kind: str) -> Callable[..., Reference]:
+def get_reference(kind: str) -> Callable[..., Reference]:
+    """What makes the reference of that name, or a user's own `module:attr`."""
     if kind in KINDS:
         return KINDS[kind]
     if is_import_path(kind):
@@ -66,4 +62,4 @@ def _factory(kind: str) -> Callable[..., Reference]:
     raise unknown("reference.kind", kind, [*KINDS, "auto"])
 
 
-__all__ = ["KINDS", "Range", "Reference", "build_reference", "check_reference"]
+__all__ = ["KINDS", "Range", "Reference", "build_reference", "check_reference", "get_reference"]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -18,6 +18,7 @@ from keel.reference.full import FullCopy
 from keel.reference.weights import ReferenceWeights, unwrap
 
 
+@runtime_checkable
 class Reference(Protocol):
     """The policy that the KL is measured against.
 

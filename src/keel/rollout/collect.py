@@ -133,9 +133,12 @@ def collect(
         return continued
 
     converse = engine.converse if join_turns and max_turns > 1 else partial(turn_by_turn, engine)
+    # Where all wait for tools, sampling begins anew with the first reply: with slots for the others too.
+    capacity = sampling.max_batch or len(problems) * sampling.num_generations
+    batched = replace(sampling, max_batch=capacity) if overlap_tools else sampling
     try:
         while requests:
-            converse(requests, sampling, answer, **noise)
+            converse(requests, batched, answer, **noise)
             requests = []
             while runner.waiting and not requests:
                 requests = next_requests("one")

@@ -57,8 +57,8 @@ class SamplingParams:
     @classmethod
     def of(cls, rollout: RolloutOptions, **changes: Any) -> SamplingParams:
         """The options of `rollout` that have the same names, with changes."""
-        shared = {field.name: getattr(rollout, field.name) for field in fields(cls) if hasattr(rollout, field.name)}
-        return cls(**{**shared, **changes})
+        shared = {field.name for field in fields(cls)} - {"ignore_eos"}  # which no configuration asks for
+        return cls(**{**{name: getattr(rollout, name) for name in shared}, **changes})
 
     @property
     def greedy(self) -> bool:

@@ -14,6 +14,7 @@ from keel.base.errors import KeelError
 from keel.base.moved import current_names
 from keel.base.redact import masked, secrets_in
 from keel.config import Config, load_config
+from keel.config.declared import own_defaults
 from keel.envs import Task
 from keel.loggers import RunDirectory
 from keel.reference import Reference
@@ -53,6 +54,8 @@ def check_same_run(folder: Path, config: Config) -> None:
     before = _leaves(absolute_paths(current_names(written)))
     now = _leaves(absolute_paths(config.to_dict()))
     before |= _added_since(before, now)
+    own = _leaves(own_defaults(config))  # one that is written out is the one that is not
+    before, now = {**own, **before}, {**own, **now}
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name) and (name == "run.seed" or not name.startswith(FREE_TO_CHANGE)):
             was, is_now = (masked(settings.get(name), name) for settings in (before, now))

@@ -70,3 +70,30 @@ def test_a_configuration_carries_them():
     assert thresholds_of(run, ["kl_over_budget=0.3"])["kl_over_budget"] == 0.3
     with pytest.raises(KeelError, match="kl_over_budget"):
         load_config({"doctor": {"thresholds": {"kl_over_budge": 1}}})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ["guards.grad_spike=3", "doctor.thresholds.grad_spike=50"],
+            "guards.grad_spike is 3 and doctor.thresholds.grad_spike is 50: they are one threshold, give one of them",
+        ),
+        (["doctor.thresholds.grad_spike=1"], "threshold grad_spike is 1: it must be above 1"),
+        (["doctor.thresholds.grad_spike=-1"], "threshold grad_spike is -1: it must be above 1"),
+        (["doctor.thresholds.tool_errors=-0.1"], "threshold tool_errors is -0.1: it must be at least 0"),
+    ],
+)
+def test_a_threshold_that_a_guard_reads_is_one_number_that_makes_sense(overrides, says):
+    with pytest.raises(KeelError) as caught:
+        load_config({}, overrides)
+    assert str(caught.value) == says
+
+
+def test_a_guards_threshold_may_be_given_twice_if_it_agrees():
+    for overrides in (
+        ["guards.grad_spike=3", "doctor.thresholds.grad_spike=3"],
+        ["guards.grad_spike=3"],
+        ["doctor.thresholds.grad_spike=3"],
+    ):
+        assert thresholds_of(load_config({}, overrides).to_dict())["grad_spike"] == 3.0

@@ -77,8 +77,8 @@ one; a check may find a milder case. Names in backticks are thresholds of the ne
 Each alarm lies above or below its value. Other values go into a configuration, `doctor: {{thresholds: {{kl_over_budget:
 0.4}}}}`, or behind `--threshold`. One that makes an alarm less sensitive is itself a finding, the note
 `doctor/threshold-raised`, in the output, in `findings.json` and so in the report. A run's guards, its findings and its
-report go by the same values; `guards.grad_spike` is a run's own value of `grad_spike`, and `kl.budget.max` per token is
-judged in the place of `kl_over_budget`.
+report go by the same values; `guards.grad_spike` is a run's own value of `grad_spike` (where both are given they must
+agree), and `kl.budget.max` per token is judged in the place of `kl_over_budget`.
 
 {thresholds}
 

@@ -21,7 +21,7 @@ from keel.lab.studies.process import CONFIG
 from keel.run.build import build_policy, build_warmstart
 from keel.run.train import train
 from keel.run.warmstart import is_complete, warmstart, warmstart_folder
-from keel.trainer.checkpoint import no_progress_bars, writing
+from keel.trainer.checkpoint import atomic_folder, no_progress_bars
 from keel.trainer.integrity import damages
 
 
@@ -42,7 +42,7 @@ def link_warmstart(config: Config, source: Path, run: Path) -> None:
     target = warmstart_folder(run, config)
     if is_complete(target):
         return
-    with writing(target) as temporary:
+    with atomic_folder(target) as temporary:
         for file in sorted(source.iterdir()):
             try:
                 os.link(file, temporary / file.name)

@@ -114,7 +114,8 @@ class NativeEngine(Engine):
         step: int = 0,
     ) -> None:
         """Sample until no request is left: `answer` takes turns that have ended and returns the requests that continue
-        them, which join the rows still running. When it is called depends on what is sampled, never on the clock.
+        them, which join the rows still running. When it is called depends on what is sampled, never on the clock;
+        where slots have stood empty it is called again, without a turn, for requests that have become ready.
         """
         noise = (seed, attempt, step)
         seen: set[tuple[str, int, int]] = set()
@@ -170,19 +171,17 @@ class NativeEngine(Engine):
             if self.turn_cache.limit:
                 self.turn_cache.use_for(*noise, weights_version(self.model))
             waiting, ended = self._sample(batch, waiting, pausing=next_rows is not None)
-            if next_rows is not None and ended:  # a user's code: the model is as it was outside
+            if next_rows is not None:  # a user's code: the model is as it was outside
                 waiting = [*_by_length(next_rows(ended)), *waiting]
 
     def _sample(
         self, batch: DecodeBatch, waiting: list[DecodeRow], *, pausing: bool
     ) -> tuple[list[DecodeRow], list[DecodeRow]]:
-        """Decode until nothing is left, or (`pausing`) until ended rows could be continued; (waiting, ended)."""
+        """Decode until nothing is left, or (`pausing`) until others could join; (waiting, ended)."""
         ended: list[DecodeRow] = []
         with evaluating(self.model):
             while True:
                 if batch.scheduler.has_room:
-                    if pausing and ended:
-                        return waiting, ended
                     waiting = batch.admit(waiting)
                 if not batch.live:
                     return waiting, ended
@@ -190,6 +189,8 @@ class NativeEngine(Engine):
                 if finished and self.on_finished is not None:
                     self.on_finished(len(finished))
                 ended += finished
+                if pausing and batch.scheduler.has_room and (ended or not waiting):
+                    return waiting, ended
 
     def _new_decoder(self) -> Decoder:
         return self._decoder(self.model)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 PREFILL_TOKENS = 16384  # prompts are prefilled in chunks of about this many tokens, to bound activations
 RESUME_SCORES = 2**25  # attention scores of one chunk of a resumed context, for the same reason
@@ -107,21 +107,24 @@ class Passes:
 
 def simulate(requests: Sequence[tuple[int, int]], max_batch: int | None, traits: Traits) -> Passes:
     """What the engine will do for requests of these many completions with these many tokens each."""
-    waiting = [(request, length) for request, (rows, length) in enumerate(requests) for _ in range(rows)]
-    scheduler = Scheduler(len(waiting), max_batch, traits)
-    running: list[tuple[int, int]] = []
-    prefills, steps = [], []
-    while waiting or running:
-        if scheduler.has_room:
-            sizes = (len(list(rows)) for _, rows in groupby(waiting, key=lambda row: row[0]))
-            joining = waiting[: scheduler.admit(sizes)]
-            if joining:
-                prefills.append((len({request for request, _ in joining}), len(joining)))
-            running, waiting = running + joining, waiting[len(joining) :]
-        unfinished = [(request, length - 1) for request, length in running if length > 1]
-        scheduler.finish(len(running) - len(unfinished))
-        running = unfinished
-        if running:
+    waiting = deque((rows, length) for rows, length in requests if rows)
+    scheduler = Scheduler(sum(rows for rows, _ in waiting), max_batch, traits)
+    ends: Counter[int] = Counter()  # rows by the draw that is their last
+    draws, prefills, steps = 0, [], []
+    while waiting or scheduler.live:
+        joining = scheduler.admit(rows for rows, _ in waiting) if scheduler.has_room else 0
+        prompts, left = 0, joining
+        while left:
+            rows, length = waiting.popleft()
+            if rows > left:
+                waiting.appendleft((rows - left, length))
+            ends[draws + max(length, 1)] += min(rows, left)
+            prompts, left = prompts + 1, left - min(rows, left)
+        if joining:
+            prefills.append((prompts, joining))
+        draws += 1
+        scheduler.finish(ends.pop(draws, 0))
+        if scheduler.live:
             steps.append(scheduler.rows)
             scheduler.step()
     return Passes(tuple(prefills), tuple(steps))

@@ -166,7 +166,8 @@ def _moving(setup: ProbeSetup, how: str, figures: Mapping[str, float]) -> Findin
 
 
 def _kind(setup: ProbeSetup) -> str:
-    return str(getattr(setup.run.reference, "kind", setup.config.reference.kind))
+    assert setup.run.reference is not None
+    return setup.run.reference.kind
 
 
 def _updates(
