@@ -122,6 +122,7 @@ def test_a_coroutine_that_blocks_is_left_behind_and_too_many_stop_the_run() -> N
     judge = Judge([wrap(blocks, "mine")], timeout_s=0.05, on_error="zero", max_hung=1)
     began = time.monotonic()
     assert totals(judge, "block", "ok") == [0.0, 0.0]
+    assert all("<locals>.blocks blocks the event loop" in failure.cause for failure in judge.drain())
     assert time.monotonic() - began < 5
     assert totals(judge, "ok") == [1.0]
     with pytest.raises(KeelError, match="2 calls hang"):

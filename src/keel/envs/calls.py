@@ -7,6 +7,7 @@ import concurrent.futures
 import inspect
 import os
 import queue
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION
@@ -234,6 +235,7 @@ class _LoopThread(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="keel-loop", daemon=True)
         self.loop = asyncio.new_event_loop()
+        self.blocked_by: str | None = None
         self.start()
 
     def run(self) -> None:
@@ -241,6 +243,13 @@ class _LoopThread(threading.Thread):
         if unfinished := asyncio.all_tasks(self.loop):  # those that nobody waits for are cancelled by now
             self.loop.run_until_complete(asyncio.gather(*unfinished, return_exceptions=True))
         self.loop.close()
+
+    def running(self) -> str | None:
+        """The name of the coroutine that runs at this moment."""
+        frame = sys._current_frames().get(self.ident or 0)
+        while frame is not None and not frame.f_code.co_flags & inspect.CO_COROUTINE:
+            frame = frame.f_back
+        return None if frame is None else frame.f_code.co_qualname
 
     def responds(self, within_s: float) -> bool:
         """Whether the loop still runs what it is given; one that a coroutine blocks does not."""
@@ -261,7 +270,9 @@ class Pending:
         try:
             return self.future.result()
         except concurrent.futures.CancelledError:
-            raise CallFailed("timeout", _timeout_message(timeout_s)) from None
+            culprit = self.thread.blocked_by
+            blocked = f": {culprit} blocks the event loop, where it must await" if culprit else ""
+            raise CallFailed("timeout", _timeout_message(timeout_s) + blocked) from None
 
 
 def raised(future: concurrent.futures.Future[Any]) -> bool:
@@ -327,6 +338,7 @@ class Loop:
 
     def abandon(self, thread: _LoopThread, hung: HungCalls) -> None:
         """Leave a loop that a coroutine blocks to what it was doing; new work gets another."""
+        thread.blocked_by = thread.running()
         with self._lock:
             if self._thread is thread:
                 self._thread = None
@@ -362,7 +374,7 @@ async def call_tool(function: Callable[..., Any], *, timeout_s: float | None, hu
                 break
     finally:
         pending.future.cancel()
-    return pending.result(timeout_s)
+    return answer.result() if answer.done() and not answer.cancelled() else pending.result(timeout_s)
 
 
 def call_now(function: Callable[..., Any], *args: Any, timeout_s: float | None, hung: HungCalls) -> Any:
