@@ -238,6 +238,23 @@ def test_what_is_no_task_is_refused_in_one_line(made: str, message: str) -> None
     assert "\n" not in str(caught.value)
 
 
+class Unmarked(Task):
+    """Problems alone."""
+
+    name, sample, held_out = "unmarked", Full.sample, Full.held_out
+
+
+class Marked(TaskWrapper):
+    """What its inner task lacks it has itself."""
+
+    inner = Unmarked()
+    gold, reward = Full.gold, Full.reward
+
+
+def test_what_a_wrapper_writes_its_inner_task_need_not_have() -> None:
+    assert build_task(f"{__name__}:Marked").gold(PROBLEM) == "7"
+
+
 def test_nobody_looks_for_members_of_a_task_by_name() -> None:
     """Optional powers are declared: no `hasattr` or `getattr` with the name of one anywhere."""
     powers = {*MEMBERS, "inner", "respond"} - {"name"}  # which many things have
