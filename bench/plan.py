@@ -166,7 +166,7 @@ def measure(config: Any) -> dict[str, Any]:
     import torch
 
     import keel.trainer.step as step
-    from keel.lab.plan.live import LiveBytes
+    from keel.lab.plan.counters import LiveBytes
     from keel.run.build import build_policy, build_run
     from keel.trainer.state import State
 
@@ -193,7 +193,7 @@ def measure(config: Any) -> dict[str, Any]:
         if run.reference is not None:
             with run.reference.model() as held:
                 live.hold((*held.parameters(), *held.buffers()))
-        live.hold(x for kept in run.optimizer.inner.state.values() for x in kept.values() if torch.is_tensor(x))
+        live.hold(x for moments in run.optimizer.inner.state.values() for x in moments.values() if torch.is_tensor(x))
     state, watched, _ = stepped(state, live)
     _, timed, seconds = stepped(state)
     peaks = {name: peak for name, peak in watched.peaks.items() if name != "before"}

@@ -1,4 +1,4 @@
-"""Tool turns with a common prefix: what Keel saves by keeping what earlier turns have read, and by letting nobody wait.
+"""Tool turns with a common prefix: what Keel saves by a KV cache between turns, and by letting no episode wait.
 
     python bench/turns.py                      # 1 prompt of 2,300 tokens × 8 episodes × 4 turns of 32, answers of 64
     python bench/turns.py --prompt 600 --turns 6
@@ -6,10 +6,10 @@
     python bench/turns.py --device cuda
 
 Episodes of `--prompts` groups: after each turn a tool answers with `--answer` tokens, and the next request carries the
-whole context. Three ways take turns: `joined` (as `keel train` does it: keys and values are held over the turns, the
-prompt once a group, and an episode that was answered joins those still speaking), `kept` (the same, but all episodes
-wait until the last has spoken), `again` (they wait, and each turn reads every context anew). The same tokens must come
-out of all three. With `--uneven` a turn has between an eighth of `--new` tokens and all of them. A tool takes
+whole context. Three ways take turns: `joined` (as `keel train` does it: the KV cache is kept between turns, the
+prompt once a group, and an episode that was answered joins those still sampling), `kept` (the same, but all episodes
+wait until the last has finished), `again` (they wait, and each turn prefills every context in full). The same tokens
+must come out of all three. With `--uneven` a turn has between an eighth of `--new` tokens and all of them. A tool takes
 `--tool-seconds`, however many episodes it answers at a time. Times are medians of `--repeats` after a warm-up on a
 random Llama of 19M parameters; the last line is JSON.
 """

@@ -49,8 +49,8 @@ def test_an_import_is_refused_with_the_new_name(name):
 def test_a_plug_in_learns_in_one_line_which_of_its_lines_to_change(tmp_path, monkeypatch):
     (tmp_path / "plugin_of_01.py").write_text("import keel\n\nfrom keel.train.step import train_step\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    said = r"^keel\.train\.step is now keel\.trainer\.step: change the import in .*plugin_of_01\.py, line 3$"
-    with pytest.raises(KeelError, match=said):
+    message = r"^keel\.train\.step is now keel\.trainer\.step: change the import in .*plugin_of_01\.py, line 3$"
+    with pytest.raises(KeelError, match=message):
         importlib.import_module("plugin_of_01")
     assert callable(keel.train)
 
@@ -80,13 +80,13 @@ def test_the_longest_name_decides():
 
 
 def test_names_in_data():
-    given = {
+    data = {
         "task": {"name": "keel.tasks.countdown:countdown"},
         "rewards": [{"name": "keel.tasks:x"}],
         "n": 3,
         "p": "a:b",
     }
-    assert current_names(given) == {
+    assert current_names(data) == {
         "task": {"name": "keel.envs.countdown:countdown"},
         "rewards": [{"name": "keel.envs:x"}],
         "n": 3,
@@ -138,6 +138,7 @@ def test_a_run_of_01_goes_on(tmp_path):
         ("keel.losses", "LossSpec", "keel.losses.LossOptions"),
         ("keel.losses", "KLSpec", "keel.kl.KLOptions"),
         ("keel.losses", "MismatchSpec", "keel.losses.MismatchOptions"),
+        ("keel.losses", "summed_kl", "keel.losses.vocabulary_kl"),
         ("keel.kl", "Controller", "keel.kl.BetaController"),
         ("keel.kl.controllers", "Steered", "keel.kl.controllers.RuleController"),
         ("keel.kl", "shape_rewards", "keel.kl.reward_penalty"),
@@ -148,6 +149,7 @@ def test_a_run_of_01_goes_on(tmp_path):
         ("keel.losses.policy", "LossSpec", "keel.losses.LossOptions"),
         ("keel.models", "LoraSettings", "keel.models.LoraOptions"),
         ("keel.config", "controller_params", "keel.kl.controller_of"),
+        ("keel.lab.doctor", "found", "keel.lab.doctor.finding"),
     ],
 )
 def test_a_renamed_part_is_refused_in_one_line(module, name, now):
@@ -171,3 +173,13 @@ def test_a_renamed_part_is_refused_in_one_line(module, name, now):
 def test_what_has_no_name_any_more_says_where_it_went(module, name, now):
     with pytest.raises(KeelError, match=rf"^{module}\.{name} is now {now}: see docs/upgrading\.md$"):
         getattr(importlib.import_module(module), name)
+
+
+def test_the_page_on_upgrading_names_where_modules_went():
+    page = (Path(__file__).parents[2] / "docs" / "upgrading.md").read_text(encoding="utf-8")
+    section = page.partition("## Imports")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
+    names = [[re.findall(r"`(keel[\w.]*\w)", cell.partition("(")[0]) for cell in row] for row in rows]
+    pairs = [pair for old, new in names for pair in zip(old, new, strict=True)]
+    assert {"keel.types", "keel.tasks", "keel.train.resume"} <= {old for old, _ in pairs}
+    assert [(old, current(old)) for old, _ in pairs] == pairs

@@ -82,15 +82,15 @@ PLACES |= {
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A W&B that keeps what it is given."""
-    kept: dict[str, Any] = {}
+    calls: dict[str, Any] = {}
     run = types.SimpleNamespace(define_metric=lambda *a, **k: None, log=lambda *a, **k: None, finish=lambda: None)
 
-    def init(**given: Any) -> Any:
-        kept.update(given)
+    def init(**kwargs: Any) -> Any:
+        calls.update(kwargs)
         return run
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    return kept
+    return calls
 
 
 @pytest.fixture(autouse=True)
@@ -246,10 +246,10 @@ def test_a_studys_labels_and_record_have_no_secrets(tmp_path: Path) -> None:
     study = tmp_path / "study.yaml"
     grid = {"rewards": [[{"name": "http", "url": url}] for url in urls]}
     study.write_text(yaml.safe_dump({"config": "default", "seeds": 1, "grid": grid}))
-    found = read_study(study)
-    assert len({point.label for point in found.points}) == 2
-    assert "secret-number" not in json.dumps([_record(found, "", 1), [point.label for point in found.points]])
-    assert [point.config.rewards[0].params["url"] for point in found.points] == urls
+    read = read_study(study)
+    assert len({point.label for point in read.points}) == 2
+    assert "secret-number" not in json.dumps([_record(read, "", 1), [point.label for point in read.points]])
+    assert [point.config.rewards[0].params["url"] for point in read.points] == urls
 
 
 def test_a_studys_processes_do_not_show_their_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keel.base.types import Problem
-from keel.envs.calls import CallFailed, Hung
+from keel.envs.calls import CallFailed, HungCalls
 from keel.envs.episode import EpisodeRunner, close_now, step_now
 from keel.envs.toolbox import Toolbox, ToolEpisode
 
@@ -34,7 +34,7 @@ def counts(task: Any, problem: Problem, turns: Sequence[str]) -> Mapping[str, fl
 
 def replies(task: Any, turns: Sequence[tuple[Problem, str]], timeout_s: float | None = 30.0) -> list[Any]:
     """The replies to the first turns of many episodes, all at the same time; the failure in the place of one."""
-    runner = EpisodeRunner(task.start, timeout_s, Hung())
+    runner = EpisodeRunner(task.start, timeout_s, HungCalls())
     runner.submit([((number, 0), problem, text) for number, (problem, text) in enumerate(turns)])
     answered: list[Any] = list(runner.ready(wait="all").values())
     assert all(isinstance(failure, CallFailed) for _, failure in runner.close())

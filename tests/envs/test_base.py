@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -13,7 +15,7 @@ import keel.envs
 from keel.base.errors import KeelError
 from keel.base.types import Group, Problem, Reward
 from keel.envs import Task, TaskWrapper, build_task, mixture
-from keel.envs.base import MEMBERS
+from keel.envs.base import MEMBERS, played
 from keel.envs.mixture import Mixture
 from keel.envs.tools import tool
 from keel.envs.with_tools import with_tools
@@ -63,6 +65,24 @@ class Full(Task):
         return self, 3
 
 
+class Default(Task):
+    """A task that only has what every task must."""
+
+    name = "default"
+
+    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        return []
+
+    def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
+        return []
+
+    def gold(self, problem: Problem) -> str:
+        return ""
+
+    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
+        return Reward(0.0)
+
+
 class Wrapped(TaskWrapper):
     """A user's wrapper that changes nothing."""
 
@@ -83,7 +103,8 @@ def values_of(task: Task) -> dict[str, Any]:
         if name in ("sample", "held_out"):
             found[name] = len(value(4, seed=0, step=0) if name == "sample" else value(4))
         elif name == "keep":
-            found[name] = value(lambda problem: True)[1]
+            remaining = value(lambda problem: True)
+            found[name] = None if remaining is None else remaining[1]
         elif name == "start":
             found[name] = type(value(PROBLEM))
         else:
@@ -99,7 +120,8 @@ def test_every_wrapper_forwards_every_member() -> None:
     """Those that mean something else on purpose are listed; a new member of Task must be forwarded or listed."""
     inner = Full()
     plain = values_of(inner)
-    assert all(plain[name] != getattr(Task, name, None) for name in MEMBERS)
+    by_default = values_of(Default())
+    assert {name for name in MEMBERS if plain[name] == by_default[name]} == {"trusted", "several_turns", "start"}
     assert values_of(Wrapped(inner)) == plain
     tools = values_of(with_tools(inner, [look]))
     changed = {name for name in MEMBERS if tools[name] != plain[name]}
@@ -125,6 +147,29 @@ def test_what_is_kept_keeps_its_wrapper() -> None:
     both = mixture([build_task("arithmetic"), Full()]).keep(lambda problem: True)
     assert both is not None
     assert both[1] == 3
+
+
+def test_what_is_kept_fits_with_the_tools_offered(tmp_path: Path) -> None:
+    rows = [{"question": f"{'9' * (30 * (i % 2))}+{i}=", "answer": i} for i in range(40)]
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = with_tools(build_task("dataset", data={"path": str(path)}), [look], "tags")
+    lengths = [len(str(p.prompt)) for p in task.sample(20, seed=0, step=0)]
+    limit = min(lengths) + 10
+    assert max(len(str(p.prompt)) for p in task.inner.sample(20, seed=0, step=0)) < limit < max(lengths)
+    kept = task.keep(lambda problem: len(str(problem.prompt)) <= limit)
+    assert kept is not None
+    assert kept[1] == 20
+    assert all(len(str(p.prompt)) <= limit for p in kept[0].sample(20, seed=0, step=0))
+
+
+def test_an_episode_is_judged_by_the_wrapper_that_starts_it() -> None:
+    class Doubled(Wrapped):
+        def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
+            return Reward(2 * self.inner.reward(problem, turns).total)
+
+    with played(Doubled(Full()), PROBLEM, ["7"]) as episode:
+        assert episode.reward() == Reward(2.0)
 
 
 def test_a_wrappers_own_attributes_come_first() -> None:
@@ -164,12 +209,27 @@ class Responding(Full):
         return None
 
 
+class Around(TaskWrapper):
+    """A wrapper without a task."""
+
+
+class AroundShaped(TaskWrapper):
+    inner = Shaped()  # type: ignore[assignment]
+
+
+class AroundResponding(TaskWrapper):
+    inner = Responding()
+
+
 @pytest.mark.parametrize(
     ("made", "message"),
     [
         ("Responding", r"made a Responding with respond: write start\(problem\) -> Episode, see docs/upgrading\.md"),
         ("Shaped", r"made a Shaped, which does not derive from keel\.envs\.Task: see docs/upgrading\.md"),
         ("Bare", "made a Bare without held_out, gold: see keel.envs.Task"),
+        ("AroundShaped", r"made a AroundShaped around a Shaped, which does not derive from keel\.envs\.Task: see"),
+        ("AroundResponding", r"made a AroundResponding around a Responding with respond: write start"),
+        ("Around", r"made a Around around a NoneType, which does not derive"),
     ],
 )
 def test_what_is_no_task_is_refused_in_one_line(made: str, message: str) -> None:
@@ -179,9 +239,17 @@ def test_what_is_no_task_is_refused_in_one_line(made: str, message: str) -> None
 
 
 def test_nobody_looks_for_members_of_a_task_by_name() -> None:
-    """Optional powers are declared: no `hasattr` or `getattr` on a task anywhere."""
+    """Optional powers are declared: no `hasattr` or `getattr` with the name of one anywhere."""
+    powers = {*MEMBERS, "inner", "respond"} - {"name"}  # which many things have
     source = Path(keel.envs.__file__).parents[1]
-    for path in source.rglob("*.py"):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            asked = "hasattr(task" in line or "getattr(task" in line or "hasattr(run.task" in line
-            assert not asked, f"{path}: {line}"
+    asked = [
+        f"{path.relative_to(source)}: {ast.unparse(node)}"
+        for path in source.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("hasattr", "getattr")
+        if isinstance(node.args[1], ast.Constant) and node.args[1].value in powers
+    ]
+    assert asked == [
+        "envs/base.py: hasattr(candidate, 'respond')",  # of what may be no task at all
+        "envs/base.py: getattr(candidate, 'inner', None)",
+    ]

@@ -14,7 +14,7 @@ import keel
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Problem, Reward
 from keel.envs import Episode, Task, build_task, check, mixture
-from keel.envs.calls import LOOP, Hung
+from keel.envs.calls import LOOP, HungCalls
 from keel.envs.chess import matches
 from keel.envs.episode import step_now
 from keel.envs.judge import Judge
@@ -102,7 +102,7 @@ def _no_boxes() -> None:
     async def event() -> asyncio.Event:
         return asyncio.Event()
 
-    ((Box.go, _),) = LOOP.run([event()], None, Hung())
+    ((Box.go, _),) = LOOP.run([event()], None, HungCalls())
 
 
 def rollout(engine: Says, task: Task | None = None, **options: Any) -> Any:

@@ -16,7 +16,7 @@ from envs.playing import counts, replies, reply
 from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.envs import Episode, Task, build_task
-from keel.envs.calls import CallFailed, Hung, TooManyHang, call_now
+from keel.envs.calls import CallFailed, HungCalls, TooManyHungCalls, call_now
 from keel.envs.episode import SingleTurn
 from keel.envs.judge import Judge
 from keel.envs.rewards import wrap
@@ -71,7 +71,7 @@ def test_several_threads_may_call_at_a_time() -> None:
     got: dict[int, int] = {}
 
     def ask(number: int) -> None:
-        got[number] = call_now(lambda: (together.wait(10), 10 * number)[1], timeout_s=20.0, hung=Hung())
+        got[number] = call_now(lambda: (together.wait(10), 10 * number)[1], timeout_s=20.0, hung=HungCalls())
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -83,10 +83,10 @@ def test_several_threads_may_call_at_a_time() -> None:
 
 def test_a_coroutine_that_waits_for_its_own_loop_is_an_error_and_no_deadlock() -> None:
     async def waits() -> Any:
-        return call_now(lambda: 1, timeout_s=None, hung=Hung())
+        return call_now(lambda: 1, timeout_s=None, hung=HungCalls())
 
     with pytest.raises(CallFailed, match="raised RuntimeError: a coroutine cannot wait for the event loop"):
-        call_now(waits, timeout_s=20.0, hung=Hung())
+        call_now(waits, timeout_s=20.0, hung=HungCalls())
 
 
 RELEASE = threading.Event()
@@ -189,7 +189,7 @@ def test_a_tool_that_hangs_for_good_stops_the_run() -> None:
     task, problem = with_tools(tool(hang.function, timeout_s=0.02))
     for number in range(MOST_HUNG):
         replies(task, [(problem, turn("hang", str(number)))])
-    with pytest.raises(TooManyHang, match=rf"^tool 'hang' hangs: {MOST_HUNG + 1} calls did not return"):
+    with pytest.raises(TooManyHungCalls, match=rf"^tool 'hang' hangs: {MOST_HUNG + 1} calls did not return"):
         replies(task, [(problem, turn("hang", "the last"))])
 
 

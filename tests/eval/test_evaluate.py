@@ -221,8 +221,10 @@ def test_the_paired_difference_by_hand() -> None:
 def test_the_paired_interval_is_bonett_and_prices() -> None:
     """20 problems, 5 gained and 1 lost: p12 = 6/22, p21 = 2/22."""
     gained, lost = 6 / 22, 2 / 22
-    half = 1.959964 * ((gained + lost - (gained - lost) ** 2) / 22) ** 0.5
-    assert paired_interval([1.0] * 5 + [-1.0] + [0.0] * 14) == pytest.approx((4 / 22 - half, 4 / 22 + half), abs=1e-6)
+    margin = 1.959964 * ((gained + lost - (gained - lost) ** 2) / 22) ** 0.5
+    assert paired_interval([1.0] * 5 + [-1.0] + [0.0] * 14) == pytest.approx(
+        (4 / 22 - margin, 4 / 22 + margin), abs=1e-6
+    )
 
 
 def test_unchanged_problems_of_several_samples_have_a_narrower_interval() -> None:

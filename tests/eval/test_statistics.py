@@ -33,17 +33,17 @@ def test_quantiles_of_the_printed_table(df, quantile):
 
 @given(st.lists(st.floats(-50, 50), min_size=2, max_size=5))
 def test_p_against_closed_forms_of_few_degrees(values):
-    found = estimate(values)
-    assume(found.low is not None)
-    t = abs(found.mean) / (statistics.stdev(values) / math.sqrt(found.n))
-    x = t / math.sqrt(found.n - 1 + t * t)
+    result = estimate(values)
+    assume(result.low is not None)
+    t = abs(result.mean) / (statistics.stdev(values) / math.sqrt(result.n))
+    x = t / math.sqrt(result.n - 1 + t * t)
     tails = {
         1: 1 - 2 * math.atan(t) / math.pi,
         2: 1 - x,
         3: 1 - 2 * (math.atan(t / math.sqrt(3)) + x * math.sqrt(1 - x * x)) / math.pi,
         4: 1 - 1.5 * (x - x**3 / 3),
     }
-    assert found.p == pytest.approx(tails[found.n - 1], abs=1e-9)
+    assert result.p == pytest.approx(tails[result.n - 1], abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -58,20 +58,20 @@ def test_p_against_closed_forms_of_few_degrees(values):
 )
 def test_intervals_of_earlier_studies(values, low, high, p):
     """Recorded from the implementation by hand that printed the first studies: theirs can still be compared."""
-    found = estimate(values)
-    assert (found.low, found.high, found.p) == pytest.approx((low, high, p), rel=1e-9, abs=1e-15)
+    result = estimate(values)
+    assert (result.low, result.high, result.p) == pytest.approx((low, high, p), rel=1e-9, abs=1e-15)
 
 
 def test_mean_and_interval_by_hand():
     """1, 2, 6: mean 3, deviation √7, so 3 ± 4.3027·√(7/3); t = 3/√(7/3) = 1.96396, p = 1 − t/√(2 + t²)."""
-    found = estimate([1, 2, 6])
+    result = estimate([1, 2, 6])
     margin = 4.302652729911275 * math.sqrt(7 / 3)
-    assert (found.mean, found.n) == (3, 3)
-    assert found.low == pytest.approx(3 - margin)
-    assert found.high == pytest.approx(3 + margin)
+    assert (result.mean, result.n) == (3, 3)
+    assert result.low == pytest.approx(3 - margin)
+    assert result.high == pytest.approx(3 + margin)
     t = 3 / math.sqrt(7 / 3)
-    assert found.p == pytest.approx(1 - t / math.sqrt(2 + t * t))
-    assert not found.excludes_zero
+    assert result.p == pytest.approx(1 - t / math.sqrt(2 + t * t))
+    assert not result.excludes_zero
 
 
 def test_few_and_equal_values():
@@ -83,8 +83,8 @@ def test_few_and_equal_values():
 
 def test_no_spread_is_no_proof():
     """Two seeds of 128 problems that agree to the last digit, and differences whose spread is rounding."""
-    found = winner({"a": seeds(0.5, 0.5), "b": seeds(0.5078125, 0.5078125)})
-    assert (found.name, found.best, found.rivals, found.p) == (None, "b", ("a",), {"a": None})
+    result = winner({"a": seeds(0.5, 0.5), "b": seeds(0.5078125, 0.5078125)})
+    assert (result.name, result.best, result.rivals, result.p) == (None, "b", ("a",), {"a": None})
     assert winner({"a": seeds(0.5, 0.5, 0.5), "b": seeds(0.51, 0.51, 0.51)}).name is None
     assert 0.6 - 0.5 != 0.2 - 0.1  # the same 0.1 to a reader
     assert paired(seeds(0.1, 0.5, 0.9), seeds(0.2, 0.6, 1.0)).p is None
@@ -122,15 +122,15 @@ def seeds(*values):
 
 
 def test_a_winner_beats_every_other():
-    found = winner({"low": seeds(0.50, 0.51, 0.52), "high": seeds(0.90, 0.91, 0.921), "mid": seeds(0.7, 0.71, 0.72)})
-    assert (found.name, found.best, found.rivals) == ("high", "high", ())
+    result = winner({"low": seeds(0.50, 0.51, 0.52), "high": seeds(0.90, 0.91, 0.921), "mid": seeds(0.7, 0.71, 0.72)})
+    assert (result.name, result.best, result.rivals) == ("high", "high", ())
 
 
 def test_no_winner_when_intervals_overlap():
     """Every seed favours b by about 0.1, which the paired test sees; but the intervals overlap."""
-    found = winner({"a": seeds(0.1, 0.5, 0.9), "b": seeds(0.2, 0.601, 1.002)})
-    assert found.p["a"] < 0.05
-    assert (found.name, found.best, found.rivals) == (None, "b", ("a",))
+    result = winner({"a": seeds(0.1, 0.5, 0.9), "b": seeds(0.2, 0.601, 1.002)})
+    assert result.p["a"] < 0.05
+    assert (result.name, result.best, result.rivals) == (None, "b", ("a",))
 
 
 def test_no_winner_by_chance_or_by_one_seed():
@@ -143,10 +143,10 @@ def test_no_winner_by_chance_or_by_one_seed():
 
 def test_correlations_by_hand():
     """x = 1, 2, 3, 4, y = 1, 3, 2, 4: Sxy = 4, Sxx = Syy = 5, so both are 0.8; z = artanh 0.8 = 1.0986."""
-    found = pearson([1, 2, 3, 4], [1, 3, 2, 4])
-    assert found.value == pytest.approx(0.8)
-    assert found.low == pytest.approx(math.tanh(math.atanh(0.8) - 1.959964))
-    assert found.high == pytest.approx(math.tanh(math.atanh(0.8) + 1.959964))
+    result = pearson([1, 2, 3, 4], [1, 3, 2, 4])
+    assert result.value == pytest.approx(0.8)
+    assert result.low == pytest.approx(math.tanh(math.atanh(0.8) - 1.959964))
+    assert result.high == pytest.approx(math.tanh(math.atanh(0.8) + 1.959964))
     ranked = spearman([1, 20, 300, 4000], [0.1, 0.3, 0.2, 9])
     assert ranked.value == pytest.approx(0.8)
     assert ranked.low == pytest.approx(math.tanh(math.atanh(0.8) - 1.959964 * math.sqrt(1.32)))

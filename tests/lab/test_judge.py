@@ -37,7 +37,7 @@ def finding_codes(run: Path) -> set[str]:
 
 
 def tones(run: Path, about: str) -> dict[str, str]:
-    return {tone: words for tone, words in sentences(read_run(run)) if words.startswith(about)}
+    return {tone: sentence for tone, sentence in sentences(read_run(run)) if sentence.startswith(about)}
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,9 @@ def test_doctor_and_report_share_the_kl_limit(tmp_path: Path, overrides: list[st
         run = recorded(tmp_path / "run", overrides, "kl/policy_ref/k3/mean", values, summary=summary)
         warned = [f for f in examine(run).findings if f.code == "kl/over-budget" and f.severity != "note"]
         assert bool(warned) == over
-        said = tones(run, "KL(policy‖reference)")
-        assert ("warn" in said) == over
-        assert not over or f"That is more than {limit:g} nats per token" in said["warn"]
+        by_tone = tones(run, "KL(policy‖reference)")
+        assert ("warn" in by_tone) == over
+        assert not over or f"That is more than {limit:g} nats per token" in by_tone["warn"]
 
 
 @pytest.mark.parametrize("override", ["guards.grad_spike=30", "doctor.thresholds.grad_spike=30"])
@@ -87,12 +87,31 @@ def test_doctor_and_report_share_what_is_a_dropped_skill(tmp_path: Path, overrid
     assert ("retention/dropping" in finding_codes(run)) == dropped
     (row,) = accuracies(lines, retention=True).values()
     assert (row.change(thresholds_of(small_config(*overrides).to_dict())) == "dropped") == dropped
-    (said,) = tones(run, "Retention").values()
-    assert ("1 of 1 other skills dropped" in said) == dropped
-    assert ("lost at most 50 % of what" in said) != dropped
+    (sentence,) = tones(run, "Retention").values()
+    assert ("1 of 1 other skills dropped" in sentence) == dropped
+    assert ("lost at most 50 % of what" in sentence) != dropped
+
+
+@pytest.mark.parametrize(
+    ("config", "wrong"),
+    [
+        ({"doctor": {"thresholds": {"gone_since": 1}}}, "gone_since"),
+        ({"doctor": {"thresholds": {"kl_over_budget": "much"}}}, "kl_over_budget must be a finite number"),
+        ({"guards": {"grad_spike": None}}, "grad_spike must be a finite number"),
+    ],
+)
+def test_a_damaged_threshold_is_noted_and_the_shipped_ones_judge(tmp_path: Path, config: Any, wrong: str) -> None:
+    run = recorded(tmp_path / "run", [], "kl/policy_ref/k3/mean", [0.3] * 3)
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    record = read_run(run)
+    assert record.thresholds == thresholds_of({})
+    (note,) = [note for note in record.missing if note.startswith("config.yaml")]
+    assert wrong in note
+    assert note.endswith("; the run is judged by the shipped thresholds")
+    assert "more than 0.2 nats per token" in tones(run, "KL(policy‖reference)")["warn"]
 
 
 def test_a_runs_own_spike_is_no_loosened_alarm() -> None:
     assert thresholds_of({"guards": {"grad_spike": 30.0}}).raised == ()
-    (said,) = thresholds_of({"guards": {"grad_spike": 30.0}}, ["grad_spike=40"]).raised
-    assert "from 30 to 40" in said
+    (note,) = thresholds_of({"guards": {"grad_spike": 30.0}}, ["grad_spike=40"]).raised
+    assert "from 30 to 40" in note

@@ -37,9 +37,9 @@ def settings(**params: object) -> dict:
 def test_it_is_told_every_step_and_reads_its_parameters(tmp_path: Path) -> None:
     run = keel.train(load_config(settings(metric=METRIC, above=1e-6))).directory
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    told = [line.split() for line in (run / "alarms.txt").read_text().splitlines()]
-    assert [(int(step), float(value)) for step, value in told] == [(line["step"], line[METRIC]) for line in steps]
-    assert len(told) == 3
+    lines = [line.split() for line in (run / "alarms.txt").read_text().splitlines()]
+    assert [(int(step), float(value)) for step, value in lines] == [(line["step"], line[METRIC]) for line in steps]
+    assert len(lines) == 3
     shown = json.loads(json.dumps(load_config(str(run / "config.yaml")).to_dict()["log"]["extra"]))
     assert shown == [{"name": "alarms:Alarms", "metric": METRIC, "above": 1e-6}]
 

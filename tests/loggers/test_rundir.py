@@ -114,10 +114,10 @@ def test_a_torn_line_longer_than_the_search_block_is_cut(tmp_path, size):
         JsonlLogger(run).step(1, {"reward/mean": 0.1})
     path = tmp_path / "run" / "metrics.jsonl"
     whole = path.read_bytes()
-    for kept in (whole, b""):
-        path.write_bytes(kept + b"x" * size)
+    for intact in (whole, b""):
+        path.write_bytes(intact + b"x" * size)
         RunDirectory.resume(tmp_path / "run").close()
-        assert path.read_bytes() == kept
+        assert path.read_bytes() == intact
 
 
 def test_resume_cuts_lines_past_the_checkpoint_and_counts_them(tmp_path):
@@ -152,9 +152,9 @@ def test_what_a_rollback_gives_up_moves_aside_and_its_events_stay(tmp_path):
             log.event("guard/skipped", step=step, time=1.0)
         before = (path / "metrics.jsonl").read_bytes()
         for _ in range(2):  # the second time, as after a kill, changes nothing
-            place = run.set_aside(4, attempt=0)
-            assert (path / "metrics.jsonl").read_bytes() + (place / "metrics.jsonl").read_bytes() == before
-        assert not (place / "eval.jsonl").exists()
+            folder = run.set_aside(4, attempt=0)
+            assert (path / "metrics.jsonl").read_bytes() + (folder / "metrics.jsonl").read_bytes() == before
+        assert not (folder / "eval.jsonl").exists()
         log.event("rollback", step=6, time=2.0)
         log.step(5, {"reward/mean": 0.55})
         log.event("checkpoint", step=5, time=3.0)

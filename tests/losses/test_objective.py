@@ -126,16 +126,16 @@ def test_a_penalty_in_reward_or_advantage_is_what_the_first_update_of_shaped_adv
     level = "sequence" if placement == "to go" else "token"
     if placement == "reward":
         taken = -0.3 * kl.sum(-1)
-        spec, own = KLOptions(estimator="k1", placement="reward"), replace(batch, kl_advantages=taken)
+        spec, penalized = KLOptions(estimator="k1", placement="reward"), replace(batch, kl_advantages=taken)
         taken = taken.unsqueeze(-1).expand_as(kl)
     else:
-        spec, own = KLOptions(estimator="k1", placement="advantage", level=level), batch
+        spec, penalized = KLOptions(estimator="k1", placement="advantage", level=level), batch
         taken = -0.3 * (kl if placement == "advantage" else kl.flip(-1).cumsum(-1).flip(-1))
     term = replace(batch, advantages=batch.advantages.unsqueeze(-1) + torch.where(batch.action_mask, taken, 0.0))
     reduction = LOSSES[loss].reduction
     token_loss = next(name for name in ("grpo", "bnpo", "dr_grpo", "dapo") if LOSSES[name].reduction == reduction)
     plain, shaped = run(scores, batch, token_loss, beta=0.0), run(scores, term, token_loss, beta=0.0)
-    alone, together = run(scores, batch, loss, beta=0.0), run(scores, own, loss, spec, beta=0.3)
+    alone, together = run(scores, batch, loss, beta=0.0), run(scores, penalized, loss, spec, beta=0.3)
     assert np.abs(shaped[1] - plain[1]).max() > 1e-3
     np.testing.assert_allclose(together[1] - alone[1], shaped[1] - plain[1], atol=1e-12)
     by = kl.sum() / (batch.action_mask.sum() if placement == "advantage" else len(kl))

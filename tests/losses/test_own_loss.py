@@ -71,8 +71,8 @@ def value(loss: LossOptions) -> float:
 def test_it_receives_what_it_declares():
     assert value(LossOptions(loss_type=f"{HERE}:sloped")) == pytest.approx(-RATIO * ADVANTAGE)
     assert value(LossOptions(loss_type=f"{HERE}:sloped", slope=0.5)) == pytest.approx(-0.5 * RATIO * ADVANTAGE)
-    given = LossOptions(loss_type=f"{HERE}:by_sequence", slope=0.5, delta=1.75)
-    assert value(given) == pytest.approx(-0.5 * RATIO * ADVANTAGE - 1.75)
+    options = LossOptions(loss_type=f"{HERE}:by_sequence", slope=0.5, delta=1.75)
+    assert value(options) == pytest.approx(-0.5 * RATIO * ADVANTAGE - 1.75)
     assert value(LossOptions(loss_type=f"{HERE}:plain")) == pytest.approx(-RATIO * ADVANTAGE)
 
 

@@ -21,7 +21,7 @@ from keel.models.pack import pack
 from keel.models.probe import probe_packing
 from keel.models.rope import reset_rope
 from keel.rollout import NativeEngine, Request, SamplingParams
-from keel.rollout.native.decode import RepeatedDecoder, SharedPrefixDecoder, SwitchingDecoder
+from keel.rollout.native.decode import SharedPrefixDecoder, SwitchingDecoder, UnsharedPrefixDecoder
 from rollout import shapes
 
 from .architectures import UNBUILT, VOCABULARY, Variant
@@ -103,8 +103,8 @@ def decoder_name(engine: NativeEngine) -> str:
     if isinstance(decoder, SwitchingDecoder):
         prefix, decoder = "switching, ", decoder.inner(engine.model)
     if isinstance(decoder, SharedPrefixDecoder):
-        return prefix + ("lean" if decoder.lean is not None else "shared prompts")
-    assert isinstance(decoder, RepeatedDecoder)
+        return prefix + ("llama step" if decoder.llama_step is not None else "shared prompts")
+    assert isinstance(decoder, UnsharedPrefixDecoder)
     if not decoder.cached:
         return prefix + "read again at every step"
     return prefix + ("own cache" if decoder.drop else "own cache, read again when rows end")
@@ -187,10 +187,10 @@ is loaded.
 
 - **scored** `packed`: the prompt once a group; `padded`: one row a completion, where the model computes shared rows
   wrongly or does not take positions.
-- **sampled** `lean`: steps past the model's own forward; `shared prompts`: the model's forward over one copy of each
-  prompt; `own cache`: the prompt once a row and transformers' own cache; `read again …`: that cache is wrong, or
-  cannot drop rows, so that contexts are read again; `switching`: rows on either side of a rotary switch apart, those
-  that cross it read again.
+- **sampled** `llama step`: Keel's own decode step for Llama-shaped models; `shared prompts`: the model's forward
+  over one copy of each prompt; `own cache`: the prompt once a row and transformers' own cache; `read again …`: that
+  cache is wrong, or cannot drop rows, so that contexts are read again; `switching`: rows on either side of a rotary
+  switch apart, those that cross it read again.
 
 A model that changes all of its rotary tables with the length of the sequence (LongRoPE beyond
 `original_max_position_embeddings`) has no single answer for a finished sequence: a token drawn before the switch was

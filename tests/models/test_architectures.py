@@ -11,7 +11,7 @@ from .sweep import TOLERANCE, judge, rows_of
 
 PAGE = rows_of((Path(__file__).resolve().parents[2] / "docs" / "architectures.md").read_text(encoding="utf-8"))
 TEN = {
-    Variant("llama"): ("packed", "lean"),
+    Variant("llama"): ("packed", "llama step"),
     Variant("gpt2"): ("packed", "shared prompts"),
     Variant("ministral3"): ("packed", "shared prompts"),  # scaled queries
     Variant("phi3", "longrope"): ("packed", "switching, shared prompts"),

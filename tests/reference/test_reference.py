@@ -463,8 +463,8 @@ def plain_logp(model: nn.Module, group: Group) -> Tensor:
     rows = []
     for completion in group.completions:
         with torch.no_grad():
-            found = model(input_ids=torch.tensor([[*group.prompt_tokens, *completion.tokens]])).logits[0]
-        rows.append(found[len(group.prompt_tokens) - 1 : -1].log_softmax(-1))
+            logits = model(input_ids=torch.tensor([[*group.prompt_tokens, *completion.tokens]])).logits[0]
+        rows.append(logits[len(group.prompt_tokens) - 1 : -1].log_softmax(-1))
     return torch.stack(rows)
 
 

@@ -29,8 +29,8 @@ def _configs() -> dict[str, Any]:
     }
 
 
-LEAN = ("llama", "qwen2", "qwen3")
-SHARED = (*LEAN, "gpt2", "gpt_neox", "gemma")
+LLAMA_STEP = ("llama", "qwen2", "qwen3")
+SHARED = (*LLAMA_STEP, "gpt2", "gpt_neox", "gemma")
 PLAIN = ("mistral", "gemma2", "mamba")
 
 

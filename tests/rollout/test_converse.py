@@ -14,10 +14,13 @@ import torch
 from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
 from keel.envs import Episode, Task
+from keel.envs.episode import EpisodeRunner
 from keel.rollout import NativeEngine, Request, SamplingParams, Turn
 from keel.rollout.collect import collect
 from keel.rollout.native.batch import DecodeBatch, DecodeRow
 from keel.rollout.native.cache import SharedPrefixCache
+from keel.rollout.native.decode import SharedPrefixDecoder
+from keel.rollout.native.scheduler import JOIN_STEPS
 
 from . import shapes
 
@@ -38,7 +41,7 @@ class Talk:
     """Conversations of three turns; the environment says one to five tokens after each."""
 
     def __init__(self) -> None:
-        self.said: dict[tuple[str, int], list[Turn]] = {}
+        self.turns: dict[tuple[str, int], list[Turn]] = {}
         self.answered: list[int] = []  # how many at a time
 
     def requests(self) -> list[Request]:
@@ -49,32 +52,32 @@ class Talk:
         return [request for turn in turns if (request := self._next(turn)) is not None]
 
     def _next(self, turn: Turn) -> Request | None:
-        turns = self.said.setdefault((turn.request.key, turn.sample), [])
+        turns = self.turns.setdefault((turn.request.key, turn.sample), [])
         turns.append(turn)
         if len(turns) > LAST_TURN:
             return None
-        told = tuple(range(40, 41 + (turn.sample + len(turns)) % 5))
+        reply = tuple(range(40, 41 + (turn.sample + len(turns)) % 5))
         request, tokens = turn.request, turn.completion.tokens
         return Request(
             request.key,
-            (*request.tokens, *tokens, *told),
+            (*request.tokens, *tokens, *reply),
             samples=(turn.sample,),
-            start=request.start + len(tokens) + len(told),
+            start=request.start + len(tokens) + len(reply),
             max_new=8 - len(turns),
         )
 
     def turn_by_turn(self, engine: NativeEngine, sampling: SamplingParams) -> None:
         requests: Sequence[Request] = self.requests()
         while requests:
-            found = engine.generate(requests, sampling, seed=3)
-            pairs = [(r, s, c) for r, group in zip(requests, found, strict=True) for s, c in enumerate(group)]
+            groups = engine.generate(requests, sampling, seed=3)
+            pairs = [(r, s, c) for r, group in zip(requests, groups, strict=True) for s, c in enumerate(group)]
             requests = self.answer([Turn(r, s if r.samples is None else r.samples[s], c) for r, s, c in pairs])
 
 
 def assert_same(one: Talk, other: Talk) -> None:
-    assert one.said.keys() == other.said.keys()
-    for key, turns in one.said.items():
-        for mine, theirs in zip(turns, other.said[key], strict=True):
+    assert one.turns.keys() == other.turns.keys()
+    for key, turns in one.turns.items():
+        for mine, theirs in zip(turns, other.turns[key], strict=True):
             assert mine.request == theirs.request
             assert mine.completion.tokens == theirs.completion.tokens
             assert mine.completion.stop_reason == theirs.completion.stop_reason
@@ -108,15 +111,15 @@ def cheap_joins(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """For how many rows each step drew a token."""
-    found: list[int] = []
+    rows: list[int] = []
     step = DecodeBatch.step
 
     def noted(self: DecodeBatch) -> list[DecodeRow]:
-        found.append(len(self.rows))
+        rows.append(len(self.rows))
         return step(self)
 
     monkeypatch.setattr(DecodeBatch, "step", noted)
-    return found
+    return rows
 
 
 @pytest.mark.parametrize("kept_bytes", [0, ROOM])
@@ -125,7 +128,7 @@ def test_the_same_is_said_as_turn_by_turn(name: str, kept_bytes: int) -> None:
     model = shapes.model(name)
     talk = talked(engine_of(model, kept_bytes))
     assert_same(talk, in_step(engine_of(model, 0)))
-    lengths = {len(turn.completion.tokens) for turns in talk.said.values() for turn in turns}
+    lengths = {len(turn.completion.tokens) for turns in talk.turns.values() for turn in turns}
     assert len(lengths) > 4
     # some went on while others were still in an earlier turn, except where each would be read by a forward of its own
     assert (len(talk.answered) > LAST_TURN + 1) == (name in shapes.SHARED)
@@ -134,7 +137,7 @@ def test_the_same_is_said_as_turn_by_turn(name: str, kept_bytes: int) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
 def test_log_probabilities_are_those_of_a_plain_forward(name: str) -> None:
     model = shapes.model(name)
-    for turns in talked(engine_of(model)).said.values():
+    for turns in talked(engine_of(model)).turns.values():
         for turn in turns:
             expected = shapes.full_logp(model, turn.request.tokens, turn.completion.tokens, 1.0)
             torch.testing.assert_close(torch.tensor(turn.completion.sample_logp), expected, atol=1e-4, rtol=0)
@@ -147,19 +150,19 @@ def test_at_any_batch_size(max_batch: int) -> None:
 
 
 @pytest.mark.parametrize("cost", [0.5, 3.0])
-def test_no_place_stands_empty_for_long_while_anything_waits(
+def test_no_slot_stays_empty_for_long_while_anything_waits(
     cost: float, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six groups of two and four places: between two joins the empty places cost at most a step more than a join."""
-    begun, fill = [], DecodeBatch.fill
+    """Six groups of two and four slots: between two joins the empty slots cost at most a step more than a join."""
+    begun, admit = [], DecodeBatch.admit
 
     def noted(self: DecodeBatch, waiting: list[DecodeRow]) -> list[DecodeRow]:
-        left = fill(self, waiting)
+        left = admit(self, waiting)
         if len(left) < len(waiting):
             begun.append(len(sizes))
         return left
 
-    monkeypatch.setattr(DecodeBatch, "fill", noted)
+    monkeypatch.setattr(DecodeBatch, "admit", noted)
     monkeypatch.setattr("keel.rollout.native.scheduler.JOIN_STEPS", cost)
     requests = [Request(f"p{i}", tokens) for i, tokens in enumerate(shapes.prompts(6))]
     sampling = SamplingParams(num_generations=2, max_completion_length=40, max_batch=4)
@@ -167,7 +170,7 @@ def test_no_place_stands_empty_for_long_while_anything_waits(
     assert len(begun) > 3  # three waves of four would be three
     assert max(sizes) == 4
     for first, last in pairwise(begun):
-        # one place that is free is not enough for a group of two
+        # one free slot is not enough for a group of two
         waited = [1 - size / 4 for size in sizes[first:last] if size < 3]
         assert sum(waited) <= cost + 1
 
@@ -234,19 +237,19 @@ def groups(engine: Any, task: Any, **options: Any) -> Any:
     )
 
 
-def tokens_of(found: Any) -> list[list[tuple[int, ...]]]:
-    return [[completion.tokens for completion in group.completions] for group in found]
+def tokens_of(groups: Any) -> list[list[tuple[int, ...]]]:
+    return [[completion.tokens for completion in group.completions] for group in groups]
 
 
 def test_episodes_are_those_of_an_engine_asked_turn_by_turn() -> None:
     model = shapes.model("llama")
-    flowing, own = engine_of(model), Asked(model, shapes.tokenizer())
-    own.eos_ids = flowing.eos_ids
+    flowing, by_turns = engine_of(model), Asked(model, shapes.tokenizer())
+    by_turns.eos_ids = flowing.eos_ids
     expected = groups(flowing, Guess())
     assert Asked.times == 0
-    found = groups(own, Guess())
+    collected = groups(by_turns, Guess())
     assert Asked.times == 3, "an engine with a generate of its own is asked by it, once a turn"
-    assert tokens_of(found) == tokens_of(expected)
+    assert tokens_of(collected) == tokens_of(expected)
     assert len({len(completion.tokens) for group in expected for completion in group.completions}) > 3
 
 
@@ -254,6 +257,47 @@ def test_episodes_are_the_same_where_sampling_goes_on_beside_tools() -> None:
     model = shapes.model("llama")
     expected = groups(engine_of(model), Guess())
     assert tokens_of(groups(engine_of(model), Guess(), overlap_tools=True)) == tokens_of(expected)
+
+
+class LateTools(EpisodeRunner):
+    """Tools that answer once all episodes wait for them: one first, and while that goes on, the others."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.began, self.others = False, dict[Any, Any]()
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self.others) or super().waiting
+
+    def ready(self, *, wait: str = "no") -> dict[Any, Any]:
+        if wait == "no":
+            replies = {**self.others, **super().ready(wait="all")} if self.began else {}
+            self.others = {}
+            return replies
+        self.began = True
+        (first, reply), *others = super().ready(wait="all").items()
+        self.others = dict(others)
+        return {first: reply}
+
+
+def test_sampling_beside_tools_fills_the_places_of_those_that_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all have waited, the first that is answered goes on with places for the others beside it."""
+    sizes: list[int] = []
+    step = SharedPrefixDecoder.step
+    monkeypatch.setattr(SharedPrefixDecoder, "step", lambda self, t: [sizes.append(len(t)), step(self, t)][1])
+    steps: dict[bool, list[int]] = {}
+    for overlap in (False, True):
+        engine = NativeEngine(shapes.model("llama"), shapes.tokenizer())
+        engine.eos_ids = frozenset()
+        sizes.clear()
+        monkeypatch.setattr("keel.rollout.collect.EpisodeRunner", LateTools if overlap else EpisodeRunner)
+        groups(engine, Guess(), overlap_tools=overlap)
+        steps[overlap] = list(sizes)
+    assert set(steps[False]) == {12}
+    assert sum(steps[True]) == sum(steps[False]), "as many tokens"
+    assert steps[True].count(1) <= JOIN_STEPS + 1, "alone for as long as a join costs, not for a whole turn"
+    assert len(steps[True]) <= len(steps[False]) + 2 * (JOIN_STEPS + 1)
 
 
 def test_an_engine_that_returns_too_few_is_named() -> None:
@@ -273,8 +317,8 @@ def test_without_joining_all_are_answered_together() -> None:
     model = shapes.model("llama")
     engine = NeverJoins(model, shapes.tokenizer())
     engine.eos_ids = frozenset(range(200, 257))
-    found = groups(engine, Guess(), join_turns=False)
-    assert tokens_of(found) == tokens_of(groups(engine_of(model), Guess()))
+    collected = groups(engine, Guess(), join_turns=False)
+    assert tokens_of(collected) == tokens_of(groups(engine_of(model), Guess()))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -287,8 +331,8 @@ def test_rows_of_one_key_each_go_on_from_their_own_past(temperature: float, orde
     ((first,),) = engine.generate([Request("p", (1, 2, 3))], sampling)
     goes_on = Request("p", (1, 2, 3, *first.tokens, 9), samples=(0,), start=7)
     unrelated = Request("p", tuple(range(50, 62)), samples=(0,), start=50)
-    asked = [goes_on, unrelated][::order]
-    for request, (completion,) in zip(asked, engine.generate(asked, sampling), strict=True):
+    requests = [goes_on, unrelated][::order]
+    for request, (completion,) in zip(requests, engine.generate(requests, sampling), strict=True):
         expected = shapes.full_logp(model, request.tokens, completion.tokens, temperature or 1.0)
         torch.testing.assert_close(torch.tensor(completion.sample_logp), expected, atol=1e-4, rtol=0)
 
@@ -299,19 +343,19 @@ def test_buffers_of_rows_that_join_are_not_twice_as_long(monkeypatch: pytest.Mon
 
     def noted(self: SharedPrefixCache, *args: Any, **options: Any) -> None:
         made(self, *args, **options)
-        columns.append(self.own.shape[4])
+        columns.append(self.suffix_kv.shape[4])
 
     monkeypatch.setattr(SharedPrefixCache, "__init__", noted)
-    monkeypatch.setattr("keel.rollout.native.cache._ROOM", 4)
+    monkeypatch.setattr("keel.rollout.native.cache._GROWTH", 4)
     model = shapes.model("llama")
     requests = [Request(f"p{i}", (5, 6, i), max_new=10 + 5 * (i % 8)) for i in range(24)]
     sampling = SamplingParams(num_generations=1, max_completion_length=45, ignore_eos=True, max_batch=4)
-    found = engine_of(model).generate(requests, sampling)
+    completions = engine_of(model).generate(requests, sampling)
     assert len(columns) > 12
     assert max(columns) <= 45 + 2 * 4
     monkeypatch.undo()
     expected = engine_of(model).generate(requests, replace(sampling, max_batch=None))
-    assert [c.tokens for (c,) in found] == [c.tokens for (c,) in expected]
+    assert [c.tokens for (c,) in completions] == [c.tokens for (c,) in expected]
 
 
 def test_what_answers_sees_the_model_as_it_was_and_may_be_lazy() -> None:
@@ -324,7 +368,7 @@ def test_what_answers_sees_the_model_as_it_was_and_may_be_lazy() -> None:
 
     engine.converse(talk.requests(), SAMPLING, lazily, seed=3)
     assert set(seen) == {(True, True)}
-    assert {len(turns) for turns in talk.said.values()} == {LAST_TURN + 1}
+    assert {len(turns) for turns in talk.turns.values()} == {LAST_TURN + 1}
 
 
 def test_noise_that_was_drawn_in_an_earlier_turn_is_refused() -> None:

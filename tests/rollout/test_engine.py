@@ -126,6 +126,47 @@ def test_a_wrapper_with_a_generate_of_its_own_is_asked_by_it_for_every_turn() ->
     assert engine.heard == 2
 
 
+class Heard:
+    """A mixin: counts how often it is asked."""
+
+    heard = 0
+
+    def generate(self, *args: Any, **options: Any) -> Any:
+        self.heard += 1
+        return super().generate(*args, **options)  # type: ignore[misc]
+
+
+class FromMixin(Heard, NativeEngine):
+    pass
+
+
+class Derived(FromMixin):
+    pass
+
+
+class Joining(Derived):
+    converse = NativeEngine.converse
+
+
+@pytest.mark.parametrize(("engine_class", "times"), [(FromMixin, 2), (Derived, 2), (Joining, 0)])
+def test_a_mixin_with_a_generate_is_asked_by_it_for_every_turn(engine_class: Any, times: int) -> None:
+    engine = engine_class(shapes.model("llama"), shapes.tokenizer())
+    sampling = SamplingParams(num_generations=1, max_completion_length=2, ignore_eos=True)
+    turns = [Request("p", (3, 4, 5, 6), samples=(0,), start=2)]
+    engine.converse([Request("p", (3, 4))], sampling, lambda ended: [turns.pop() for _ in ended if turns])
+    assert not turns
+    assert engine.heard == times
+
+
+def test_what_a_wrapper_sets_for_itself_is_not_the_inner_engines() -> None:
+    inner = NativeEngine(shapes.model("llama"), shapes.tokenizer())
+    context = inner.context
+    wrapper = EngineWrapper(inner)
+    wrapper.context, wrapper.version = 64, 7
+    assert (wrapper.context, wrapper.version) == (64, 7)
+    assert (inner.context, inner.version) == (context, None)
+
+
 @pytest.mark.parametrize("name", ["ByShape", "by_shape"])
 def test_an_engine_by_shape_is_refused_in_one_line_that_names_the_change(name: str) -> None:
     refused = rf"^rollout.engine={HERE}:{name} does not derive from keel.rollout.Engine, .*class ByShape\(keel.rollout."

@@ -39,11 +39,11 @@ def replayed(work: Callable[[], Tensor], device: torch.device) -> tuple[Callable
 def graphed(monkeypatch: pytest.MonkeyPatch) -> None:
     MADE.clear()
     monkeypatch.setattr("keel.rollout.native.choose.can_be_graphed", lambda model: True)
-    monkeypatch.setattr(graph, "record", replayed)
+    monkeypatch.setattr(graph, "capture", replayed)
     monkeypatch.setattr(graph, "_warm", {torch.device("cpu")})
     monkeypatch.setattr("keel.rollout.native.scheduler.JOIN_STEPS_GRAPHED", 0.5)
     monkeypatch.setattr(graph, "_WINDOW", 8)
-    monkeypatch.setattr(graph, "_WORTH", 2)
+    monkeypatch.setattr(graph, "_MIN_STEPS", 2)
 
 
 def plain(name: str, kept_bytes: int = 2**24) -> NativeEngine:
@@ -54,18 +54,18 @@ def plain(name: str, kept_bytes: int = 2**24) -> NativeEngine:
 
 
 @pytest.mark.usefixtures("graphed")
-@pytest.mark.parametrize("name", shapes.LEAN)
+@pytest.mark.parametrize("name", shapes.LLAMA_STEP)
 @pytest.mark.parametrize("max_batch", [None, 5])
 def test_a_window_draws_what_plain_steps_draw(name: str, max_batch: int | None) -> None:
     sampling = SamplingParams(num_generations=6, max_completion_length=40, max_batch=max_batch)
     requests = [Request(f"p{i}", tokens) for i, tokens in enumerate(shapes.prompts(5))]
-    found = engine_of(shapes.model(name)).generate(requests, sampling, seed=4)
+    sampled = engine_of(shapes.model(name)).generate(requests, sampling, seed=4)
     assert len(MADE) > 3
     assert set(MADE) >= {8, 16}
     made = len(MADE)
     expected = plain(name).generate(requests, sampling, seed=4)
     assert len(MADE) == made
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(sampled, expected, strict=True):
         assert [c.tokens for c in mine] == [c.tokens for c in theirs]
         assert [c.stop_reason for c in mine] == [c.stop_reason for c in theirs]
         for one, other in zip(mine, theirs, strict=True):
@@ -78,9 +78,9 @@ def test_a_window_draws_what_plain_steps_draw(name: str, max_batch: int | None) 
 @pytest.mark.parametrize("max_batch", [None, 4])
 def test_conversations_are_the_same(max_batch: int | None) -> None:
     sampling = SamplingParams(num_generations=3, max_completion_length=12, max_batch=max_batch)
-    found = talked(engine_of(shapes.model("qwen3")), sampling)
+    sampled = talked(engine_of(shapes.model("qwen3")), sampling)
     assert len(MADE) > 3
-    assert_same(found, in_step(plain("qwen3", 0), sampling))
+    assert_same(sampled, in_step(plain("qwen3", 0), sampling))
 
 
 @pytest.mark.usefixtures("graphed")
@@ -102,7 +102,7 @@ def test_rows_that_have_ended_are_carried_up_to_a_fourth(monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("graphed")
 def test_short_completions_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph, "_WORTH", 16)
+    monkeypatch.setattr(graph, "_MIN_STEPS", 16)
     engine = engine_of(shapes.model("llama"))
     MADE.clear()
     sampling = SamplingParams(num_generations=4, max_completion_length=12)
@@ -118,7 +118,7 @@ def test_the_option_reaches_the_engine() -> None:
         config = load_config({}, ["model.name=tiny", *overrides])
         loaded = load_model("tiny")
         engine: Any = build_engine(config.rollout, loaded.model, loaded.tokenizer)
-        return float(engine._new_decoder().traits.carried)
+        return float(engine._new_decoder().traits.max_finished)
 
     assert carries() > 0.0
     assert carries("rollout.cuda_graphs=false") == 0.0
@@ -147,11 +147,11 @@ def test_a_graph_that_cannot_be_made_is_done_without(monkeypatch: pytest.MonkeyP
         work()  # as far as it comes
         raise RuntimeError("CUDA out of memory\nand more")
 
-    monkeypatch.setattr(graph, "record", fails)
+    monkeypatch.setattr(graph, "capture", fails)
     with pytest.warns(RuntimeWarning, match="without CUDA graphs: CUDA out of memory$"):
-        found = engine.generate(requests, sampling, seed=4)
+        sampled = engine.generate(requests, sampling, seed=4)
     expected = plain("llama").generate(requests, sampling, seed=4)
-    assert [[c.tokens for c in group] for group in found] == [[c.tokens for c in group] for group in expected]
+    assert [[c.tokens for c in group] for group in sampled] == [[c.tokens for c in group] for group in expected]
 
 
 @pytest.mark.usefixtures("graphed")
@@ -159,7 +159,7 @@ def test_a_model_that_fails_in_the_probe_is_never_graphed(monkeypatch: pytest.Mo
     def fails(work: Callable[[], Tensor], device: torch.device) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(graph, "record", fails)
+    monkeypatch.setattr(graph, "capture", fails)
     engine = engine_of(shapes.model("llama"))
-    assert engine._new_decoder().traits.carried == 0.0
+    assert engine._new_decoder().traits.max_finished == 0.0
     assert engine.fallback_reason is None

@@ -16,7 +16,7 @@ from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
 from keel.models.probe import local_windows, probe_packing
 from keel.rollout import NativeEngine, Request, SamplingParams
-from keel.rollout.native.choose import _cases, _vouched, choose_decoder
+from keel.rollout.native.choose import _cases, _verified_length, choose_decoder
 from models.architectures import VOCABULARY, Variant, build, small_config
 from models.sweep import own_logp
 
@@ -139,7 +139,7 @@ def small_mistral(**settings: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("window", "context", "reached", "vouched"),
+    ("window", "context", "reached", "verified_length"),
     [
         (80, 1000, 100, None),  # well past it
         (95, 1000, 100, None),  # as far past it as a probe may
@@ -149,12 +149,12 @@ def small_mistral(**settings: Any) -> Any:
     ],
 )
 def test_a_window_is_crossed_or_is_the_limit(
-    window: int, context: int, reached: int, vouched: int | None, monkeypatch: pytest.MonkeyPatch
+    window: int, context: int, reached: int, verified_length: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("keel.rollout.native.choose.longest_probe", lambda _: 100)
     model = small_mistral(sliding_window=window, max_position_embeddings=context)
-    assert _vouched(model) == vouched
-    assert max(_cases(model, shared=False, lean=False)[-1].prompts) == reached
+    assert _verified_length(model) == verified_length
+    assert max(_cases(model, shared=False, llama_step=False)[-1].prompts) == reached
 
 
 def test_a_window_as_long_as_the_context_is_no_window() -> None:

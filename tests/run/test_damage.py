@@ -64,20 +64,20 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(whole: Path, tmp_path: Path) -> Path:
     """A copy of the run; the reference stays one file for all checkpoints, as it was."""
-    place = tmp_path / whole.name
-    shutil.copytree(whole, place)
-    links = [path / "trainer" / "reference.pt" for path in sorted((place / "checkpoints").glob("step-*"))]
+    folder = tmp_path / whole.name
+    shutil.copytree(whole, folder)
+    links = [path / "trainer" / "reference.pt" for path in sorted((folder / "checkpoints").glob("step-*"))]
     for path in links[1:]:
         path.unlink()
         os.link(links[0], path)
-    return place
+    return folder
 
 
 def resume(run: Path, *more: str) -> Any:
     return keel.train(BASE, overrides=[*OPTIONS, f"run.dir={run.parent}", *more], resume=True)
 
 
-def told(run: Path) -> list[str]:
+def damage_messages(run: Path) -> list[str]:
     return [event["message"] for event in lines(run, "events.jsonl") if event["kind"] == "checkpoint/damaged"]
 
 
@@ -100,11 +100,11 @@ def test_no_byte_of_the_record_can_change(run: Path) -> None:
     folder = run / "checkpoints" / "step-6"
     path = folder / "trainer" / "state.json"
     data = path.read_bytes()
-    for place in range(len(data)):
-        changed = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+    for position in range(len(data)):
+        changed = data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
         path.write_bytes(changed)
-        found = [damage.file for damage in damages(folder)]
-        assert found == ["trainer/state.json"] or json.loads(changed) == json.loads(data), place
+        damaged = [damage.file for damage in damages(folder)]
+        assert damaged == ["trainer/state.json"] or json.loads(changed) == json.loads(data), position
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -114,7 +114,7 @@ def test_a_flipped_byte_is_resumed_past_exactly(whole: Path, run: Path, file: st
     result = resume(run)
     for name in ("metrics.jsonl", "eval.jsonl", "rollouts.jsonl"):
         assert lines(run, name) == lines(whole, name), name
-    (message,) = told(run)
+    (message,) = damage_messages(run)
     assert message.startswith(f"the checkpoint step-6 is damaged: {file} ")
     if file == "trainer/reference.pt":
         assert message.endswith("it was made again from the run's start")
@@ -133,7 +133,7 @@ def test_other_damage_is_resumed_past_too(whole: Path, run: Path, file: str, kin
     DAMAGE[kind](run / "checkpoints" / "step-4" / file)
     resume(run)
     assert lines(run, "metrics.jsonl") == lines(whole, "metrics.jsonl")
-    assert [message.split(";")[0].split()[2] for message in told(run)] == ["step-6", "step-4"]
+    assert [message.split(";")[0].split()[2] for message in damage_messages(run)] == ["step-6", "step-4"]
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", "null", '{"files": null}', '{"files": {}, "state": 3}', "{", ""])
@@ -177,7 +177,7 @@ def test_an_earlier_versions_damage_is_named_and_passed_over(whole: Path, run: P
     DAMAGE[kind](run / "checkpoints" / "step-6" / file)
     resume(run)
     assert lines(run, "metrics.jsonl") == lines(whole, "metrics.jsonl")
-    (message,) = told(run)
+    (message,) = damage_messages(run)
     assert message.startswith(f"the checkpoint step-6 is damaged: {file} ")
 
 
@@ -210,11 +210,11 @@ def test_a_model_that_is_not_the_saved_one_is_not_read(
 ) -> None:
     """Nor is an older one read in its place: the command ends with the file's name and the way to name another."""
     DAMAGE[kind](run / "checkpoints" / "step-6" / file)
-    given = [word.replace("RUN", str(run)).replace("OUT", str(tmp_path / "out")) for word in words]
-    assert main(given) == 2
-    said = capsys.readouterr().err
-    assert f"step-6 is damaged: {file} " in said
-    assert f"{run}@STEP (there are: 3, 4)" in said
+    arguments = [word.replace("RUN", str(run)).replace("OUT", str(tmp_path / "out")) for word in words]
+    assert main(arguments) == 2
+    stderr = capsys.readouterr().err
+    assert f"step-6 is damaged: {file} " in stderr
+    assert f"{run}@STEP (there are: 3, 4)" in stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -270,7 +270,7 @@ def test_a_file_that_was_not_saved_is_damage(whole: Path, run: Path, file: str) 
     assert [str(damage) for damage in damages(folder)] == [f"{file} was not saved here"]
     assert len(damages(folder, model_only=True)) == (not file.startswith("trainer/"))
     resume(run)
-    assert told(run)[0].startswith(f"the checkpoint step-6 is damaged: {file} was not saved here")
+    assert damage_messages(run)[0].startswith(f"the checkpoint step-6 is damaged: {file} was not saved here")
     assert lines(run, "metrics.jsonl") == lines(whole, "metrics.jsonl")
 
 
@@ -309,8 +309,8 @@ def test_what_was_logged_between_is_kept(run: Path) -> None:
     resume(run)
     for name in names:
         past = [line for line in before[name] if json.loads(line)["step"] > 4]
-        kept = run / "abandoned" / "attempt-0" / name
-        assert (kept.read_bytes().splitlines() if kept.exists() else []) == past, name
+        abandoned = run / "abandoned" / "attempt-0" / name
+        assert (abandoned.read_bytes().splitlines() if abandoned.exists() else []) == past, name
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_bytes().splitlines()] == [*range(1, 7)]
     assert any(
         event.get("message") == "what was logged after step 4 is kept in abandoned/attempt-0"
@@ -322,9 +322,9 @@ def test_every_damaged_checkpoint_is_kept_under_its_own_name(run: Path) -> None:
     for _ in range(3):
         flip(run / "checkpoints" / "step-6" / "model.safetensors")
         resume(run)
-    kept = ["damaged-step-6", "damaged-step-6-2", "damaged-step-6-3"]
-    assert sorted(path.name for path in (run / "checkpoints").glob("damaged-*")) == kept
-    assert told(run)[-1].endswith("is kept as checkpoints/damaged-step-6-3")
+    quarantined = ["damaged-step-6", "damaged-step-6-2", "damaged-step-6-3"]
+    assert sorted(path.name for path in (run / "checkpoints").glob("damaged-*")) == quarantined
+    assert damage_messages(run)[-1].endswith("is kept as checkpoints/damaged-step-6-3")
     assert sorted(path.name for path in (run / "abandoned").iterdir()) == ["attempt-0", "attempt-1", "attempt-2"]
 
 
@@ -347,16 +347,16 @@ def test_a_damaged_optimizer_does_not_keep_a_model_from_being_exported(run: Path
 def test_a_damaged_warm_start_is_made_again(tmp_path: Path) -> None:
     start = ["warmstart.steps=3", "warmstart.batch_size=4", "run.max_steps=2", f"run.dir={tmp_path}"]
     first = keel.train(BASE, overrides=start)
-    (place,) = (first.directory / "warmstart").iterdir()
+    (warmstart,) = (first.directory / "warmstart").iterdir()
     before = lines(first.directory, "metrics.jsonl")
-    flip(place / "model.safetensors")
+    flip(warmstart / "model.safetensors")
     shutil.rmtree(first.directory / "checkpoints")
     for name in ("metrics.jsonl", "summary.json"):
         (first.directory / name).unlink()
     again = keel.train(BASE, overrides=start, resume=True)
     assert lines(again.directory, "metrics.jsonl") == before
-    assert "is made again" in told(again.directory)[0]
-    assert damages(place) == []
+    assert "is made again" in damage_messages(again.directory)[0]
+    assert damages(warmstart) == []
 
 
 def test_what_keel_sft_leaves_is_checked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -372,12 +372,12 @@ def test_what_keel_sft_leaves_is_checked_too(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_unreadable_lines_are_said_and_a_broken_configuration_is_named(whole: Path, run: Path) -> None:
-    kept = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_bytes(b"".join([kept[0], b"\0" * 20 + b"\n", *kept[2:]]))
+    metrics = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(b"".join([metrics[0], b"\0" * 20 + b"\n", *metrics[2:]]))
     (run / "events.jsonl").write_bytes(b"{\n" + (run / "events.jsonl").read_bytes())
     resume(run)
-    said = [event["message"] for event in lines(run, "events.jsonl") if event["kind"] == "lines/damaged"]
-    assert said == [
+    messages = [event["message"] for event in lines(run, "events.jsonl") if event["kind"] == "lines/damaged"]
+    assert messages == [
         "line 2 of metrics.jsonl cannot be read and is left out",
         "line 1 of events.jsonl cannot be read and is left out",
     ]
@@ -400,6 +400,6 @@ def test_a_rollback_passes_over_a_damaged_checkpoint(tmp_path: Path) -> None:
     result = keel.train(BASE, overrides=settings, callbacks=[damage])
     events = lines(result.directory, "events.jsonl")
     assert [event["to"] for event in events if event["kind"] == "rollback"] == [0]
-    (message,) = told(result.directory)
+    (message,) = damage_messages(result.directory)
     assert message.startswith("the checkpoint step-3 is damaged: model.safetensors ")
     assert [line["step"] for line in lines(result.directory, "metrics.jsonl")] == list(range(1, 15))

@@ -53,8 +53,8 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def dropouts(config: Path) -> list[float]:
-    found = json.loads(config.read_text())
-    return [found[name] for name in NAMES]
+    settings = json.loads(config.read_text())
+    return [settings[name] for name in NAMES]
 
 
 def is_noisy(model: Any) -> bool:
@@ -87,8 +87,8 @@ def test_saving_a_second_time_keeps_it_and_the_live_model_stays_quiet(checkpoint
 def test_the_kl_starts_at_0_without_dropout_and_above_with_it(checkpoint: Path, tmp_path: Path) -> None:
     first: dict[str, float] = {}
     for flag in ("false", "true"):
-        words = [f"model.name={checkpoint}", f"model.dropout={flag}", f"run.dir={tmp_path / flag}"]
-        run = train(load_config(settings(tmp_path), words)).directory
+        overrides = [f"model.name={checkpoint}", f"model.dropout={flag}", f"run.dir={tmp_path / flag}"]
+        run = train(load_config(settings(tmp_path), overrides)).directory
         first[flag] = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["kl/policy_ref/k3/max"]
     assert first["false"] == 0.0
     assert first["true"] > 0.0
@@ -100,10 +100,10 @@ def test_supervised_training_keeps_it(tmp_path: Path) -> None:
 
 
 def test_an_adapter_merged_for_export_or_for_a_hub_keeps_it(adapter_run: Path, tmp_path: Path) -> None:
-    place = export(str(adapter_run), tmp_path / "whole", merged=True)
+    exported = export(str(adapter_run), tmp_path / "whole", merged=True)
     hub = FakeHub()
     push(str(adapter_run), "me/whole", merged=True, api=hub)
-    for folder in (place, hub.write(tmp_path / "pulled")):
+    for folder in (exported, hub.write(tmp_path / "pulled")):
         assert dropouts(folder / "config.json") == [GPT2_DROPOUT] * 3
         assert is_noisy(load_model(str(folder), device="cpu", dropout=True).model)
 

@@ -25,7 +25,7 @@ def rates(run: Path) -> list[float]:
     return [line["optim/learning_rate"] for line in lines(run, "metrics.jsonl")]
 
 
-def told(run: Path) -> list[dict[str, Any]]:
+def schedule_events(run: Path) -> list[dict[str, Any]]:
     return [event for event in lines(run, "events.jsonl") if event["kind"] == "schedule"]
 
 
@@ -42,7 +42,7 @@ def test_an_extended_run_keeps_its_course(tmp_path: Path, name: str, warmup: int
     first = [RATE * (step + 1) / warmup for step in range(warmup)]
     down = [RATE * (low + (1 - low) * course(name, step / (6 - warmup))) for step in range(6 - warmup)]
     assert rates(run) == pytest.approx([*first, *down, *[RATE * low] * 4])
-    (event,) = told(run)
+    (event,) = schedule_events(run)
     assert event["step"] == 6
     assert "still ends at step 6" in event["message"]
     assert "optim.decay_steps=10" in event["message"]
@@ -57,7 +57,7 @@ def test_the_kept_course_stays_kept(tmp_path: Path) -> None:
     keel.train(run, overrides=["run.max_steps=8"], resume=True)
     assert rates(run) == pytest.approx([RATE * (1 - 0.5 * step / 4) for step in range(4)] + [RATE / 2] * 4)
     assert yaml.safe_load((run / "config.yaml").read_text())["optim"]["decay_steps"] == 4
-    assert len(told(run)) == 1
+    assert len(schedule_events(run)) == 1
 
 
 def test_another_end_is_taken_and_the_jump_is_said(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_another_end_is_taken_and_the_jump_is_said(tmp_path: Path) -> None:
     assert rates(run) == pytest.approx(
         [RATE * (1 - s / 6) for s in range(6)] + [RATE * (1 - s / 12) for s in range(6, 12)]
     )
-    (event,) = told(run)
+    (event,) = schedule_events(run)
     assert event["message"] == (
         "optim.decay_steps was 6 and is 12: the learning rate goes from 0.001667 at step 6 to 0.005 at step 7, where "
         "it would have been 0"
@@ -79,7 +79,7 @@ def test_a_decay_that_was_given_an_end_is_the_run_that_never_ended(tmp_path: Pat
     train(tmp_path, *how, "run.max_steps=4")
     run = train(tmp_path, *how, "run.max_steps=8", resume=True)
     assert lines(run, "metrics.jsonl") == lines(whole, "metrics.jsonl")
-    assert told(run) == []
+    assert schedule_events(run) == []
 
 
 def test_a_shorter_run_keeps_its_course_too(tmp_path: Path) -> None:
@@ -96,6 +96,6 @@ def test_a_constant_rate_says_nothing_and_other_options_are_still_refused(tmp_pa
     train(tmp_path, "run.max_steps=2")
     run = train(tmp_path, "run.max_steps=3", resume=True)
     assert rates(run) == [RATE] * 3
-    assert told(run) == []
+    assert schedule_events(run) == []
     with pytest.raises(KeelError, match=r"optim\.schedule was 'constant'"):
         train(tmp_path, "run.max_steps=4", "optim.schedule=linear", resume=True)

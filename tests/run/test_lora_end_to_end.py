@@ -277,11 +277,11 @@ def test_export_from_the_command_line(
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     capsys.readouterr()
-    for arguments, said in (
+    for arguments, message in (
         ([str(runs["plain"]), str(tmp_path / "out")], "not empty"),
         ([str(tmp_path / "out"), str(tmp_path / "again"), "--merged"], "holds whole weights"),
         ([str(tmp_path / "nowhere"), str(tmp_path / "again")], "there is no folder"),
     ):
         assert main(["export", *arguments]) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert not (tmp_path / "again").exists()

@@ -13,7 +13,7 @@ import keel
 from keel.base.errors import KeelError
 from keel.cli import main
 from keel.envs import build_task
-from keel.envs.dataset import Answers
+from keel.envs.dataset import AnswerGrader
 from keel.envs.judge import Judge
 from keel.envs.rewards import wrap
 from keel.run.evaluate import run_evaluation
@@ -55,7 +55,7 @@ def records(result: Any, name: str) -> list[dict[str, Any]]:
 
 
 def test_the_reward_under_drop_is_the_share_of_right_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Answers, "_judge", lambda self, answer, text: True)
+    monkeypatch.setattr(AnswerGrader, "_judge", lambda self, answer, text: True)
     rows = [*sums(), *({"question": "9" * 40, "answer": i} for i in range(4))]
     path = write(tmp_path / "mine.jsonl", rows)
     result = trained(tmp_path, **{"data.path": path, "data.max_prompt_length": 12, "data.truncation": "drop"})
@@ -67,9 +67,9 @@ def test_the_reward_under_drop_is_the_share_of_right_answers(tmp_path: Path, mon
 
 def test_a_reward_that_is_called_task_does_not_hide_the_tasks_own(tmp_path: Path) -> None:
     task = build_task("dataset", data={"path": write(tmp_path / "mine.jsonl", sums())})
-    judge = Judge([wrap(lambda problem, text: 0.25, "task")]).beside(task)
+    judge = Judge([wrap(lambda problem, text: 0.25, "task")]).with_task_reward(task)
     assert [part.name for part in judge.parts] == ["task", "task#2"]
-    assert judge.called(task) == "task#2"
+    assert judge.task_part(task) == "task#2"
     problem = task.held_out(1)[0]
     [reward] = judge.judge(problem, [[str(problem.answer)]]) or ()
     assert (reward.total, reward.parts["task"], reward.parts["task#2/correct"]) == (0.25, 0.25, 1.0)
@@ -179,14 +179,14 @@ def test_rollouts_hold_the_prompt_that_the_model_was_given(tmp_path: Path, capsy
     changes = {"data.path": path, "data.system_prompt": "Add.", "data.max_prompt_length": 9, "data.truncation": "left"}
     result = trained(tmp_path, **changes)
     for record in records(result, "rollouts.jsonl"):
-        asked = record["messages"][-1]["content"]
+        question = record["messages"][-1]["content"]
         whole = [
             "<bos>",
             "<|system|>",
             *"Add.",
             "<eos>",
             "<|user|>",
-            *asked,
+            *question,
             "<eos>",
             "<|assistant|>",
         ]  # one token a character

@@ -120,8 +120,8 @@ def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(
     result = keel.train(BASE, overrides=options(tmp_path), callbacks=[stop])
     assert result.exit_status == 143
     assert (result.directory / "checkpoints" / "step-7").is_dir()
-    said = lines(result.directory, "events.jsonl")[-1]
-    assert f"keel train --resume {result.directory}" in said["message"]
+    last_event = lines(result.directory, "events.jsonl")[-1]
+    assert f"keel train --resume {result.directory}" in last_event["message"]
     keel.train(BASE, overrides=options(tmp_path), resume=True)
     assert_same(result.directory, whole)
 

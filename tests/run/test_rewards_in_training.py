@@ -46,10 +46,10 @@ def test_failures_are_counted_in_the_summary(tmp_path: Path) -> None:
     entry = f"{{name: '{__name__}:half_fail', label: mine}}"
     summary, _ = run(tmp_path, f"rewards=[{entry}]", "reward.on_error=zero")
     events = [json.loads(line) for line in (tmp_path / "small" / "events.jsonl").read_text().splitlines()]
-    told = [event for event in events if event["kind"] == "reward/failed"]
-    assert summary["reward_failures"] == {"mine": len(told)}
-    assert told
-    assert "raised RuntimeError: odd" in told[0]["message"]
+    failed = [event for event in events if event["kind"] == "reward/failed"]
+    assert summary["reward_failures"] == {"mine": len(failed)}
+    assert failed
+    assert "raised RuntimeError: odd" in failed[0]["message"]
 
 
 def test_a_judge_that_is_down_stops_the_run_before_it_begins(tmp_path: Path) -> None:

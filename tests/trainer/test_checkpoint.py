@@ -85,8 +85,8 @@ def test_an_adapter_is_saved_in_pefts_format(tmp_path: Path) -> None:
     base = build_policy(small_config()).model
     with torch.no_grad():
         expected = run.policy.model(torch.arange(5)[None]).logits
-        found = PeftModel.from_pretrained(base, str(folder)).eval()(torch.arange(5)[None]).logits
-    assert torch.allclose(found, expected, atol=1e-6)
+        logits = PeftModel.from_pretrained(base, str(folder)).eval()(torch.arange(5)[None]).logits
+    assert torch.allclose(logits, expected, atol=1e-6)
 
 
 def test_keep_never_removes_the_last_good_one_nor_the_best(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_weights_that_cannot_be_written_are_one_line(tmp_path: Path, monkeypatch
     from safetensors import SafetensorError
 
     from keel.models import load_model
-    from keel.trainer.checkpoint import save_weights, writing
+    from keel.trainer.checkpoint import atomic_folder, save_weights
 
     loaded = load_model("tiny")
 
@@ -167,7 +167,7 @@ def test_weights_that_cannot_be_written_are_one_line(tmp_path: Path, monkeypatch
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(type(loaded.model), "save_pretrained", full)
-    with pytest.raises(KeelError, match="No space left") as caught, writing(tmp_path / "place") as temporary:
+    with pytest.raises(KeelError, match="No space left") as caught, atomic_folder(tmp_path / "place") as temporary:
         save_weights(temporary, loaded.model, loaded.tokenizer)
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []

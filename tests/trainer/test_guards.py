@@ -33,8 +33,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def train(folder: Path, *overrides: str, **more: Any) -> Any:
-    given = {**QUICK, **dict(word.split("=", 1) for word in overrides), "run.dir": str(folder)}
-    return keel.train(BASE, overrides=[f"{name}={value}" for name, value in given.items()], **more)
+    settings = {**QUICK, **dict(override.split("=", 1) for override in overrides), "run.dir": str(folder)}
+    return keel.train(BASE, overrides=[f"{name}={value}" for name, value in settings.items()], **more)
 
 
 def kinds(run: Path) -> list[str]:
@@ -63,8 +63,8 @@ def at(**changes: Any) -> State:
 def test_the_budget_is_a_mean_and_twice_that_for_the_95th_percentile(
     unit: Any, metrics: dict[str, float], broken: str | None
 ) -> None:
-    said = over_budget(metrics, KLBudget(max=0.1, unit=unit))
-    assert said is None if broken is None else broken in str(said)
+    message = over_budget(metrics, KLBudget(max=0.1, unit=unit))
+    assert message is None if broken is None else broken in str(message)
     assert over_budget(metrics, None) is None
 
 
@@ -89,12 +89,12 @@ def test_a_run_of_skipped_spikes_is_not_called_non_finite() -> None:
     assert (spikes.code, mixed.code) == ("optim/spike", "optim/non-finite")
 
 
-def test_a_trouble_that_only_warns_does_not_hide_a_graver_one() -> None:
+def test_a_violation_that_only_warns_does_not_hide_a_graver_one() -> None:
     bad = {"kl/policy_ref/k3/mean": 0.5}
     options = GuardOptions(max_consecutive_nans=3, on_nans="warn")
-    found = find_violation(at(consecutive_skips=3), bad, options, KLBudget(max=0.1))
-    assert found is not None
-    assert (found.code, found.action) == ("kl/over-budget", "stop")
+    violation = find_violation(at(consecutive_skips=3), bad, options, KLBudget(max=0.1))
+    assert violation is not None
+    assert (violation.code, violation.action) == ("kl/over-budget", "stop")
 
 
 def test_a_spike_is_measured_against_the_median_of_enough_norms() -> None:
@@ -124,9 +124,9 @@ def test_a_spike_is_said_and_only_skipped_on_request(tmp_path: Path, answer: str
     lines = {line["step"]: line for line in read(run / "metrics.jsonl")}
     assert [step for step, line in lines.items() if line["guard/spike"]] == [12]
     assert [step for step, line in lines.items() if line["guard/skipped"]] == ([12] if answer == "skip" else [])
-    said = next(event for event in read(run / "events.jsonl") if event["kind"] == "guard/spike")
-    assert said["step"] == 12
-    assert "running median" in said["message"]
+    event = next(event for event in read(run / "events.jsonl") if event["kind"] == "guard/spike")
+    assert event["step"] == 12
+    assert "running median" in event["message"]
     if answer == "skip":
         assert "spike" in next(e for e in read(run / "events.jsonl") if e["kind"] == "guard/skipped")["message"]
 
@@ -155,9 +155,9 @@ def test_a_run_of_skipped_spikes_ends_under_its_own_code(tmp_path: Path) -> None
     assert result.exit_status == 1
     assert "as gradient spikes up to step 14" in result.stopped
     assert [e["code"] for e in read(result.directory / "events.jsonl") if e["kind"] == "stop"] == ["optim/spike"]
-    found = {f["code"]: f["severity"] for f in json.loads((result.directory / "findings.json").read_text())}
-    assert found["optim/spike"] == "error"
-    assert "optim/non-finite" not in found
+    severities = {f["code"]: f["severity"] for f in json.loads((result.directory / "findings.json").read_text())}
+    assert severities["optim/spike"] == "error"
+    assert "optim/non-finite" not in severities
 
 
 def test_a_step_with_one_bad_update_of_two_is_a_bad_step(tmp_path: Path) -> None:
@@ -238,13 +238,13 @@ def test_a_non_finite_loss_at_the_first_step_still_writes_a_complete_line(tmp_pa
     assert line["loss/policy"] is None
     assert "loss/policy" in line["nonfinite"]
     assert line["kl/policy_ref/k3/mean"] is not None
-    said = next(event for event in read(result.directory / "events.jsonl") if event["kind"] == "guard/skipped")
-    assert said["nonfinite"] == "loss/policy"
-    kept = json.loads((result.directory / said["batch"]).read_text())
-    assert said["batch"] == "skipped/step-1.json"
-    assert kept["first_nonfinite"] == "loss/policy"
-    assert len(kept["completions"]) == 3 * 4
-    for record in kept["completions"]:
+    skipped = next(event for event in read(result.directory / "events.jsonl") if event["kind"] == "guard/skipped")
+    assert skipped["nonfinite"] == "loss/policy"
+    batch = json.loads((result.directory / skipped["batch"]).read_text())
+    assert skipped["batch"] == "skipped/step-1.json"
+    assert batch["first_nonfinite"] == "loss/policy"
+    assert len(batch["completions"]) == 3 * 4
+    for record in batch["completions"]:
         names = ("tokens", "old_logp", "ref_logp", "sample_logp")
         assert len({len(record[name]) for name in names}) == 1
         assert record["text"]
@@ -264,8 +264,8 @@ def test_a_skipped_update_leaves_weights_moments_and_schedule_alone() -> None:
 def test_rewards_that_overflow_are_named_as_advantages(tmp_path: Path) -> None:
     task = ["task.name=trainer.faults:poisoned", "task.first=2", "task.last=2"]
     run = train(tmp_path, *task).directory
-    said = [event for event in read(run / "events.jsonl") if event["kind"] == "guard/skipped"]
-    assert [(event["step"], event["nonfinite"]) for event in said] == [(2, "advantage")]
+    skipped = [event for event in read(run / "events.jsonl") if event["kind"] == "guard/skipped"]
+    assert [(event["step"], event["nonfinite"]) for event in skipped] == [(2, "advantage")]
     assert [line["guard/skipped"] for line in read(run / "metrics.jsonl")] == [0.0, 1.0, 0.0, 0.0]
 
 
@@ -293,8 +293,10 @@ def test_kept_batches_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_stretch_without_signal_is_said_once(tmp_path: Path, by_group: bool, kind: str) -> None:
     more = ["task.name=trainer.faults:constant", f"task.by_group={str(by_group).lower()}", "guards.constant_steps=2"]
     run = train(tmp_path, *more).directory
-    said = [event for event in read(run / "events.jsonl") if event["kind"] in ("reward/constant", "advantage/zero")]
-    assert [(event["kind"], event["step"]) for event in said] == [(kind, 2)]
+    no_signal = [
+        event for event in read(run / "events.jsonl") if event["kind"] in ("reward/constant", "advantage/zero")
+    ]
+    assert [(event["kind"], event["step"]) for event in no_signal] == [(kind, 2)]
 
 
 def test_updates_that_keep_failing_end_the_run_cleanly_where_it_was_good(tmp_path: Path) -> None:
@@ -302,8 +304,8 @@ def test_updates_that_keep_failing_end_the_run_cleanly_where_it_was_good(tmp_pat
     result = train(tmp_path, *more, "run.max_steps=9")
     assert (result.exit_status, result.steps) == (1, 3)
     assert "3 updates in a row" in result.stopped
-    found = {f["code"]: f["severity"] for f in json.loads((result.directory / "findings.json").read_text())}
-    assert found["optim/non-finite"] == "error"
+    severities = {f["code"]: f["severity"] for f in json.loads((result.directory / "findings.json").read_text())}
+    assert severities["optim/non-finite"] == "error"
     assert "optim/non-finite" in result.summary["findings"]
     assert "stop" in kinds(result.directory)
 

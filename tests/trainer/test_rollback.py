@@ -40,7 +40,7 @@ keel.train(BASE, overrides=sys.argv[2:], resume=sys.argv[1] == "resume")
 """
 
 
-def words(folder: Path, settings: dict[str, str], **more: str) -> list[str]:
+def command_line(folder: Path, settings: dict[str, str], **more: str) -> list[str]:
     return [f"{name}={value}" for name, value in {**settings, "run.dir": str(folder), **more}.items()]
 
 
@@ -54,7 +54,7 @@ def findings(run: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def recovered(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return keel.train(BASE, overrides=words(tmp_path_factory.mktemp("nans"), NANS))
+    return keel.train(BASE, overrides=command_line(tmp_path_factory.mktemp("nans"), NANS))
 
 
 def test_a_run_of_nans_is_survived(recovered: Any) -> None:
@@ -67,8 +67,8 @@ def test_a_run_of_nans_is_survived(recovered: Any) -> None:
     assert [line["guard/rollbacks"] for line in metrics] == [0.0] * 3 + [1.0] * 17
     rates = [line["optim/learning_rate"] for line in metrics]
     assert rates == [pytest.approx(0.01)] * 3 + [pytest.approx(0.005)] * 17
-    said = events(run, "rollback")
-    assert [(event["step"], event["to"], event["attempt"]) for event in said] == [(11, 3, 1)]
+    guard_events = events(run, "rollback")
+    assert [(event["step"], event["to"], event["attempt"]) for event in guard_events] == [(11, 3, 1)]
     assert [event["step"] for event in events(run, "guard/skipped")] == [7, 8, 9, 10, 11]
     assert not (run / "rollback.json").exists()
 
@@ -85,10 +85,10 @@ def test_the_model_at_the_end_is_good(recovered: Any) -> None:
 
 
 def test_what_was_given_up_is_kept(recovered: Any) -> None:
-    place = recovered.directory / "abandoned" / "attempt-0"
-    assert [line["step"] for line in lines(place, "metrics.jsonl")] == list(range(4, 12))
-    assert {line["step"] for line in lines(place, "rollouts.jsonl")} == set(range(4, 12))
-    assert [line["step"] for line in lines(place, "eval.jsonl")] == [5, 10]
+    abandoned = recovered.directory / "abandoned" / "attempt-0"
+    assert [line["step"] for line in lines(abandoned, "metrics.jsonl")] == list(range(4, 12))
+    assert {line["step"] for line in lines(abandoned, "rollouts.jsonl")} == set(range(4, 12))
+    assert [line["step"] for line in lines(abandoned, "eval.jsonl")] == [5, 10]
     assert [line["step"] for line in lines(recovered.directory, "eval.jsonl")] == [0, 5, 10, 15, 20]
 
 
@@ -119,13 +119,13 @@ def killed_then_resumed(folder: Path, settings: dict[str, str]) -> Path:
     paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     extra = {"log.extra": "[{name: trainer.faults:KilledAt, kind: rollback}]"}
-    command = [sys.executable, "-c", PROGRAM, "new", *words(folder, {**settings, **extra})]
+    command = [sys.executable, "-c", PROGRAM, "new", *command_line(folder, {**settings, **extra})]
     process = subprocess.run(command, env=environment, timeout=120, check=False)
     assert process.returncode == -signal.SIGKILL
     run = folder / "small"
     assert (run / "rollback.json").exists()
     assert lines(run, "metrics.jsonl")[-1]["step"] == 11
-    keel.train(BASE, overrides=words(folder, settings), resume=True)
+    keel.train(BASE, overrides=command_line(folder, settings), resume=True)
     return run
 
 
@@ -133,8 +133,8 @@ def test_kill_9_in_the_middle_of_a_rollback_changes_nothing(tmp_path: Path, reco
     run = killed_then_resumed(tmp_path, NANS)
     assert_same(run, recovered.directory)
     for name in ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl"):
-        place = Path("abandoned") / "attempt-0" / name
-        assert lines(run, str(place)) == lines(recovered.directory, str(place))
+        abandoned = Path("abandoned") / "attempt-0" / name
+        assert lines(run, str(abandoned)) == lines(recovered.directory, str(abandoned))
     assert len(events(run, "rollback")) == 1
     assert [event["step"] for event in events(run, "guard/skipped")] == [7, 8, 9, 10, 11]
 
@@ -144,7 +144,7 @@ def test_kill_9_with_adapters_a_moving_reference_and_a_controller(tmp_path: Path
     reference = {"reference.kind": "ema", "reference.every": "2", "reference.alpha": "0.3"}
     controller = {"kl.controller.name": "pid", "kl.controller.target": "0.001", "optim.schedule": "cosine"}
     settings = {**NANS, "model.lora.r": "2", **reference, **controller, "run.max_steps": "14"}
-    whole = keel.train(BASE, overrides=words(tmp_path / "whole", settings))
+    whole = keel.train(BASE, overrides=command_line(tmp_path / "whole", settings))
     run = killed_then_resumed(tmp_path / "killed", settings)
     assert_same(run, whole.directory)
     assert len(events(run, "rollback")) == 1
@@ -173,16 +173,16 @@ def test_every_moment_of_a_rollback_can_be_the_last(
 ) -> None:
     inner = getattr(module, name)
 
-    def die(*given: Any, **named: Any) -> None:
+    def die(*args: Any, **kwargs: Any) -> None:
         if when == "after":
-            inner(*given, **named)
+            inner(*args, **kwargs)
         raise Killed
 
     with monkeypatch.context() as patch:
         patch.setattr(module, name, die)
         with pytest.raises(Killed):
-            keel.train(BASE, overrides=words(tmp_path, NANS))
-    run = keel.train(BASE, overrides=words(tmp_path, NANS), resume=True).directory
+            keel.train(BASE, overrides=command_line(tmp_path, NANS))
+    run = keel.train(BASE, overrides=command_line(tmp_path, NANS), resume=True).directory
     assert_same(run, recovered.directory)
     assert len(events(run, "rollback")) == 1
 
@@ -194,9 +194,9 @@ def test_a_resume_after_a_rollback_keeps_the_whole_story(tmp_path: Path, recover
         if state.attempt == 1 and state.step == 8:
             os.kill(os.getpid(), signal.SIGINT)
 
-    result = keel.train(BASE, overrides=words(tmp_path, NANS), callbacks=[stop])
+    result = keel.train(BASE, overrides=command_line(tmp_path, NANS), callbacks=[stop])
     assert result.exit_status == 130
-    keel.train(BASE, overrides=words(tmp_path, NANS), resume=True)
+    keel.train(BASE, overrides=command_line(tmp_path, NANS), resume=True)
     assert_same(result.directory, recovered.directory)
     assert [event["step"] for event in events(result.directory, "guard/skipped")] == [7, 8, 9, 10, 11]
 
@@ -219,10 +219,10 @@ EXPLOSION = {
 
 def test_a_kl_explosion_is_survived(tmp_path: Path) -> None:
     """The update of step 8 explodes and step 9 sees it; step-8 is saved, but step 9 does not vouch for it."""
-    result = keel.train(BASE, overrides=words(tmp_path, EXPLOSION))
+    result = keel.train(BASE, overrides=command_line(tmp_path, EXPLOSION))
     run = result.directory
-    said = events(run, "rollback")
-    assert [(event["step"], event["to"], event["code"]) for event in said] == [(9, 7, "kl/over-budget")]
+    guard_events = events(run, "rollback")
+    assert [(event["step"], event["to"], event["code"]) for event in guard_events] == [(9, 7, "kl/over-budget")]
     abandoned = lines(run / "abandoned" / "attempt-0", "metrics.jsonl")
     assert [line["step"] for line in abandoned] == [8, 9]
     assert abandoned[-1]["kl/policy_ref/k3/mean"] > 0.5
@@ -244,17 +244,17 @@ def final_kl(result: Any) -> float:
 
 def test_an_explosion_in_the_last_update_is_rolled_back(tmp_path: Path) -> None:
     """No step comes after the 8th: the policy is measured before it is saved."""
-    result = keel.train(BASE, overrides=words(tmp_path, LAST))
-    said = events(result.directory, "rollback")
-    assert [(event["step"], event["to"], event["code"]) for event in said] == [(8, 7, "kl/over-budget")]
-    assert "after the last update, that of step 8" in said[0]["message"]
+    result = keel.train(BASE, overrides=command_line(tmp_path, LAST))
+    guard_events = events(result.directory, "rollback")
+    assert [(event["step"], event["to"], event["code"]) for event in guard_events] == [(8, 7, "kl/over-budget")]
+    assert "after the last update, that of step 8" in guard_events[0]["message"]
     assert (result.exit_status, result.steps) == (0, 8)
     assert final_kl(result) < 0.5
     assert [line["step"] for line in lines(result.directory, "metrics.jsonl")] == list(range(1, 9))
 
 
 def test_an_explosion_in_the_last_update_ends_at_the_model_before_it(tmp_path: Path) -> None:
-    result = keel.train(BASE, overrides=words(tmp_path, {**LAST, "kl.budget.action": "stop"}))
+    result = keel.train(BASE, overrides=command_line(tmp_path, {**LAST, "kl.budget.action": "stop"}))
     assert (result.exit_status, result.steps) == (1, 7)
     assert max(int(path.name[5:]) for path in (result.directory / "checkpoints").iterdir()) == 7
     assert final_kl(result) < 0.5
@@ -264,7 +264,7 @@ def test_an_explosion_in_the_last_update_ends_at_the_model_before_it(tmp_path: P
 @pytest.mark.parametrize("budget", ["{max: 0.5, action: warn}", "null"])
 def test_an_explosion_in_the_last_update_that_is_kept_is_said(tmp_path: Path, budget: str) -> None:
     settings = {name: value for name, value in LAST.items() if not name.startswith("kl.budget")}
-    result = keel.train(BASE, overrides=words(tmp_path, {**settings, "kl.budget": budget}))
+    result = keel.train(BASE, overrides=command_line(tmp_path, {**settings, "kl.budget": budget}))
     assert (result.exit_status, result.steps) == (0, 8)
     assert final_kl(result) > 0.5
     metrics = lines(result.directory, "metrics.jsonl")
@@ -276,7 +276,7 @@ def test_an_explosion_in_the_last_update_that_is_kept_is_said(tmp_path: Path, bu
 def test_a_learning_rate_that_explodes_at_once_goes_back_to_the_start(tmp_path: Path) -> None:
     more = {"kl.budget.max": "0.5", "kl.budget.action": "rollback", "guards.recovery_lr_factor": "0.001"}
     settings = {"run.max_steps": "8", "checkpoint.every": "3", "optim.learning_rate": "1.0", **more}
-    result = keel.train(BASE, overrides=words(tmp_path, settings))
+    result = keel.train(BASE, overrides=command_line(tmp_path, settings))
     assert [(event["step"], event["to"]) for event in events(result.directory, "rollback")] == [(2, 0)]
     metrics = lines(result.directory, "metrics.jsonl")
     assert (result.exit_status, len(metrics)) == (0, 8)
@@ -286,13 +286,13 @@ def test_a_learning_rate_that_explodes_at_once_goes_back_to_the_start(tmp_path: 
 
 def test_a_run_that_cannot_be_helped_stops_at_its_last_good_model(tmp_path: Path) -> None:
     settings = {**NANS, "task.every_attempt": "true", "guards.max_rollbacks": "2", "guards.max_consecutive_nans": "2"}
-    result = keel.train(BASE, overrides=words(tmp_path, settings))
+    result = keel.train(BASE, overrides=command_line(tmp_path, settings))
     run = result.directory
     assert (result.exit_status, result.steps) == (1, 3)
     assert [event["lr_factor"] for event in events(run, "rollback")] == [0.5, 0.25]
-    said = events(run, "stop")
-    assert len(said) == 1
-    assert "the run stops after 2 rollbacks" in said[0]["message"]
+    guard_events = events(run, "stop")
+    assert len(guard_events) == 1
+    assert "the run stops after 2 rollbacks" in guard_events[0]["message"]
     assert [line["step"] for line in lines(run, "metrics.jsonl")] == [1, 2, 3]
     assert sorted(path.name for path in (run / "abandoned").iterdir()) == ["attempt-0", "attempt-1", "attempt-2"]
     assert max(int(path.name[5:]) for path in (run / "checkpoints").iterdir()) == 3
@@ -306,18 +306,18 @@ def test_a_run_that_cannot_be_helped_stops_at_its_last_good_model(tmp_path: Path
 
 def test_a_stopped_run_goes_on_under_other_limits(tmp_path: Path) -> None:
     budget = {**NANS, "task.first": "99", "kl.budget.max": "0.001", "kl.beta": "0"}
-    stopped = keel.train(BASE, overrides=words(tmp_path, budget))
+    stopped = keel.train(BASE, overrides=command_line(tmp_path, budget))
     assert stopped.exit_status == 1
     first = (stopped.directory / "abandoned" / "attempt-0" / "metrics.jsonl").read_text()
-    again = keel.train(BASE, overrides=words(tmp_path, budget), resume=True)
+    again = keel.train(BASE, overrides=command_line(tmp_path, budget), resume=True)
     assert (again.exit_status, again.steps) == (1, stopped.steps)
-    kept = {path.name: path / "metrics.jsonl" for path in (stopped.directory / "abandoned").iterdir()}
-    assert sorted(kept) == ["attempt-0", "attempt-1"]
-    assert kept["attempt-0"].read_text() == first
+    abandoned = {path.name: path / "metrics.jsonl" for path in (stopped.directory / "abandoned").iterdir()}
+    assert sorted(abandoned) == ["attempt-0", "attempt-1"]
+    assert abandoned["attempt-0"].read_text() == first
     longer = {**budget, "kl.budget.max": "100"}
-    result = keel.train(BASE, overrides=words(tmp_path, longer), resume=True)
+    result = keel.train(BASE, overrides=command_line(tmp_path, longer), resume=True)
     assert (result.exit_status, result.steps) == (0, 20)
-    whole = keel.train(BASE, overrides=words(tmp_path / "whole", longer))
+    whole = keel.train(BASE, overrides=command_line(tmp_path / "whole", longer))
     assert lines(result.directory, "metrics.jsonl") == lines(whole.directory, "metrics.jsonl")
 
 

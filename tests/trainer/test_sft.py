@@ -67,10 +67,10 @@ def test_an_entropy_bonus_leaves_the_share_of_other_tokens_that_its_optimum_has(
         OptimOptions(),
     )
     ids = torch.tensor([[*example.prompt_tokens, *example.completions[0].tokens]])
-    found = loaded.model(ids).logits[0, -2].softmax(-1)
+    probabilities = loaded.model(ids).logits[0, -2].softmax(-1)
     assert low < 0.97  # the bonus takes something
-    assert found[example.completions[0].tokens[-1]].item() == pytest.approx(low, abs=0.01)
-    others = found[[i for i in range(size) if i != example.completions[0].tokens[-1]]]
+    assert probabilities[example.completions[0].tokens[-1]].item() == pytest.approx(low, abs=0.01)
+    others = probabilities[[i for i in range(size) if i != example.completions[0].tokens[-1]]]
     assert others.max().item() < 1.5 * others.min().item()
 
 
@@ -109,12 +109,12 @@ def test_a_warm_start_is_another_one_when_its_file_has_changed(tmp_path: Path) -
     examples = tmp_path / "examples.jsonl"
     examples.write_text('{"prompt": "a", "completion": "b"}\n')
     config = small_config(f"warmstart.path={examples}", "warmstart.steps=1")
-    place = warmstart_folder(tmp_path, config)
-    assert warmstart_folder(tmp_path, config) == place
+    folder = warmstart_folder(tmp_path, config)
+    assert warmstart_folder(tmp_path, config) == folder
     examples.write_text('{"prompt": "a", "completion": "bc"}\n')
-    assert warmstart_folder(tmp_path, config) != place
+    assert warmstart_folder(tmp_path, config) != folder
     other = small_config(f"warmstart.path={examples}", "warmstart.steps=2")
-    assert warmstart_folder(tmp_path, other) != place
+    assert warmstart_folder(tmp_path, other) != folder
 
 
 def test_keel_sft_leaves_a_run_with_a_model(tmp_path: Path) -> None:

@@ -160,9 +160,9 @@ def test_rejected_completions_leave_the_policy_term_and_stay_in_the_kl_term() ->
     state = train_step(run, state).state
     state, metrics, batch = train_step(run, state)
     assert metrics["kl/rejected_fraction"] > 0
-    kept = batch.rows.policy_mask
-    assert kept is not None
-    assert not kept[batch.rejected].any()
+    policy_mask = batch.rows.policy_mask
+    assert policy_mask is not None
+    assert not policy_mask[batch.rejected].any()
     assert metrics["loss/kl"] > 0
 
 

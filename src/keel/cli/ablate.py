@@ -52,12 +52,12 @@ def ablate(
 ) -> int:
     from keel.config import arguments
     from keel.lab.studies import read_study
-    from keel.lab.studies.run import check_place, run_study
+    from keel.lab.studies.run import check_backend, run_study
 
     paths, overrides = arguments.split(args)
     if len(paths) != 1:
         raise KeelError(f"keel ablate takes one configuration or study, not {len(paths)}: {' '.join(paths)}")
-    check_place(on)
+    check_backend(on)
     study = read_study(paths[0], overrides, grid=grid or (), seeds=seeds, baseline=baseline, metric=metric)
     if list_only:
         for point in study.points:

@@ -85,7 +85,7 @@ def chess(
     settings: dict[str, Any] = {"data": "chess", **asdict(options), "games": list(options.games)}
     start = time.monotonic()
     with bar() as watch:
-        made = make_shards(out, settings, partial(shard, options), rows=rows, jobs=jobs, told=watch("rows", rows))
+        made = make_shards(out, settings, partial(shard, options), rows=rows, jobs=jobs, on_rows=watch("rows", rows))
     seconds = time.monotonic() - start
     fresh = made.train + made.held_out - made.found
     rate = round(60 * fresh / max(seconds, 1e-9))

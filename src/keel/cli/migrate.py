@@ -11,7 +11,7 @@ import typer
 from keel.cli.app import app, print_json
 
 if TYPE_CHECKING:
-    from keel.lab.migrate.migrate import Became, Migration
+    from keel.lab.migrate.migrate import MigratedOption, Migration
 
 MIGRATE_HELP = """Turn a configuration of TRL or verl into one of Keel's.
 
@@ -70,8 +70,8 @@ def _show(result: Migration, out: str | None) -> None:
     for row in result.rows:
         table.add_row(*_cells(row), style="dim" if row.silent else None)
     console.print(table)
-    by_hand = [row.name for row in result.without if row.by_hand]
-    dropped = sum(not row.silent and not row.by_hand for row in result.without)
+    by_hand = [row.name for row in result.unmapped if row.by_hand]
+    dropped = sum(not row.silent and not row.by_hand for row in result.unmapped)
     mapped = sum(not row.silent and not row.reason for row in result.rows)
     counts = f"{mapped} options mapped, {dropped} without a counterpart, {len(by_hand)} to set by hand"
     console.print(counts + (f"; wrote {out}" if out else ""))
@@ -83,7 +83,7 @@ def _show(result: Migration, out: str | None) -> None:
         console.print(f"Keel refuses the result as it is: {result.refused}", style="bold red", markup=False)
 
 
-def _cells(row: Became) -> tuple[str, str, str, str]:
+def _cells(row: MigratedOption) -> tuple[str, str, str, str]:
     from rich.markup import escape
 
     from keel.base.redact import masked

@@ -61,7 +61,7 @@ def play_chess(
         from keel.envs.chess import matches
     except ImportError as error:
         raise KeelError(f"keel play-chess needs {error.name}: pip install 'keel-rl[chess]'") from error
-    opponent_player, opponent_name = _opponent(opponent, nodes or 1000, seed)
+    opponent_player, opponent_name, at_once = _opponent(opponent, nodes or 1000, seed)
     player, name = _model(paths[0], overrides, checkpoint, padding, temperature, max_tokens, seed)
     with bar() as watch:
         played = matches.play_games(
@@ -71,7 +71,8 @@ def play_chess(
             opening_plies=opening_plies,
             max_plies=max_plies,
             seed=seed,
-            told=watch(f"{name} against {opponent_name}", games),
+            at_once=at_once,
+            on_finished=watch(f"{name} against {opponent_name}", games),
         )
     data = _figures(played, name, opponent_name)
     if pgn is not None:
@@ -89,15 +90,16 @@ def play_chess(
     return 0
 
 
-def _opponent(opponent: str, nodes: int, seed: int) -> tuple[Any, str]:
+def _opponent(opponent: str, nodes: int, seed: int) -> tuple[Any, str, int]:
+    """The player, its name, and how many games it answers at the same time."""
     from keel.envs.chess import matches
 
     if opponent == "random":
-        return matches.random_mover(seed), "a random mover"
+        return matches.random_mover(seed), "a random mover", 1
     from keel.envs.chess.engine import engine_options, pool_of
 
     pool = pool_of(engine_options({"nodes": nodes}))
-    return matches.engine_mover(pool), f"{pool.name} ({nodes} nodes)"
+    return matches.engine_mover(pool), f"{pool.name} ({nodes} nodes)", pool.workers
 
 
 def _model(

@@ -21,8 +21,8 @@ def last_number(text: str) -> str | None:
 
     A minus between two numbers is a sign of subtraction, not of the second number.
     """
-    found = [match.group() for match in _NUMBER.finditer(text.replace("−", "-"))]
-    return plain_number(found[-1]) if found else None
+    numbers = [match.group() for match in _NUMBER.finditer(text.replace("−", "-"))]
+    return plain_number(numbers[-1]) if numbers else None
 
 
 def plain_number(text: str) -> str | None:
@@ -31,7 +31,7 @@ def plain_number(text: str) -> str | None:
     if len(text) > _LONGEST_NUMBER or not re.fullmatch(r"[-+]?\d+(\.\d+)?", text, re.ASCII):
         return None
     sign = "-" if text.startswith("-") else ""
-    whole, _, decimals = text.lstrip("+-").partition(".")
-    whole, decimals = whole.lstrip("0") or "0", decimals.rstrip("0")
-    number = f"{whole}.{decimals}" if decimals else whole
+    digits, _, decimals = text.lstrip("+-").partition(".")
+    digits, decimals = digits.lstrip("0") or "0", decimals.rstrip("0")
+    number = f"{digits}.{decimals}" if decimals else digits
     return number if number == "0" else sign + number

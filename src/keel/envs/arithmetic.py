@@ -20,7 +20,7 @@ FORM_REWARD = 0.1  # what `format: answer_tag` pays for the tag alone
 
 
 @dataclass(frozen=True)
-class Skill:
+class ArithmeticSkill:
     """One operation: its answer, how it is asked in signs and in words, and whether its operands may change places."""
 
     answer: Callable[..., str]
@@ -31,22 +31,28 @@ class Skill:
     on_digits: bool = False  # the operand is a string of digits, where a leading zero counts
 
 
-SKILLS: Mapping[str, Skill] = {
-    "add": Skill(lambda a, b: str(int(a) + int(b)), "{}+{}=", "What is {} + {}?", commutes=True),
-    "subtract": Skill(lambda a, b: str(int(a) - int(b)), "{}-{}=", "What is {} - {}?"),
-    "multiply": Skill(lambda a, b: str(int(a) * int(b)), "{}*{}=", "What is {} × {}?", commutes=True),
-    "largest": Skill(
+SKILLS: Mapping[str, ArithmeticSkill] = {
+    "add": ArithmeticSkill(lambda a, b: str(int(a) + int(b)), "{}+{}=", "What is {} + {}?", commutes=True),
+    "subtract": ArithmeticSkill(lambda a, b: str(int(a) - int(b)), "{}-{}=", "What is {} - {}?"),
+    "multiply": ArithmeticSkill(lambda a, b: str(int(a) * int(b)), "{}*{}=", "What is {} × {}?", commutes=True),
+    "largest": ArithmeticSkill(
         lambda *numbers: str(max(map(int, numbers))),
         "largest {} {} {}=",
         "Which is the largest of {}, {} and {}?",
         operands=3,
         commutes=True,
     ),
-    "max": Skill(lambda a, b: str(max(int(a), int(b))), "max {} {}=", "Which is larger, {} or {}?", commutes=True),
-    "min": Skill(lambda a, b: str(min(int(a), int(b))), "min {} {}=", "Which is smaller, {} or {}?", commutes=True),
-    "copy": Skill(lambda s: s, "copy {}=", "Repeat these digits: {}.", operands=1, on_digits=True),
-    "reverse": Skill(lambda s: s[::-1], "rev {}=", "Write these digits backwards: {}.", operands=1, on_digits=True),
-    "sort": Skill(
+    "max": ArithmeticSkill(
+        lambda a, b: str(max(int(a), int(b))), "max {} {}=", "Which is larger, {} or {}?", commutes=True
+    ),
+    "min": ArithmeticSkill(
+        lambda a, b: str(min(int(a), int(b))), "min {} {}=", "Which is smaller, {} or {}?", commutes=True
+    ),
+    "copy": ArithmeticSkill(lambda s: s, "copy {}=", "Repeat these digits: {}.", operands=1, on_digits=True),
+    "reverse": ArithmeticSkill(
+        lambda s: s[::-1], "rev {}=", "Write these digits backwards: {}.", operands=1, on_digits=True
+    ),
+    "sort": ArithmeticSkill(
         lambda s: "".join(sorted(s)),
         "sort {}=",
         "Write these digits in ascending order: {}.",
@@ -72,11 +78,11 @@ class Arithmetic(Task):
     digits: int
     format: str
     style: str
-    kept: frozenset[str] | None = None  # identities held out by number rather than by the usual share
+    held_out_identities: frozenset[str] | None = None  # identities held out by number rather than by the usual share
 
     @property
     def name(self) -> str:
-        """The skill, and its size where that is not the usual one: results are told apart by it."""
+        """The skill, and its size where that is not the usual one: it tells results apart."""
         if SKILLS[self.skill].on_digits:
             return f"arithmetic/{self.skill}" + (f"-{self.digits}" if self.digits != DIGITS else "")
         return f"arithmetic/{self.skill}" + (f"-{self.low}..{self.high}" if (self.low, self.high) != RANGE else "")
@@ -99,12 +105,12 @@ class Arithmetic(Task):
         """1 for the right answer; with `format: answer_tag`, 0.1 for the tag around a wrong one."""
         text = turns[-1] if turns else ""
         tagged = last_tag(text) if self.format == "answer_tag" else text
-        given = None if tagged is None else self._read(tagged)
-        correct = float(given == problem.answer)
+        answer = None if tagged is None else self._read(tagged)
+        correct = float(answer == problem.answer)
         if self.format == "plain":
-            return Reward(correct, {"correct": correct}, parsed=given is not None)
+            return Reward(correct, {"correct": correct}, parsed=answer is not None)
         form = float(tagged is not None)
-        return Reward(max(correct, FORM_REWARD * form), {"correct": correct, "format": form}, parsed=given is not None)
+        return Reward(max(correct, FORM_REWARD * form), {"correct": correct, "format": form}, parsed=answer is not None)
 
     def _read(self, text: str) -> str | None:
         """The answer in a text; in signs nothing may stand around it, so that there is one way to be right."""
@@ -118,9 +124,9 @@ class Arithmetic(Task):
         return last_number(text)
 
     def _is_held_out(self, identity: str) -> bool:
-        return is_held_out(identity) if self.kept is None else identity in self.kept
+        return is_held_out(identity) if self.held_out_identities is None else identity in self.held_out_identities
 
-    def keeping(self, count: int) -> Arithmetic:
+    def holding_out(self, count: int) -> Arithmetic:
         """The same task with exactly `count` problems of its range held out."""
         skill, span = SKILLS[self.skill], self.high - self.low + 1
         if (10**self.digits if skill.on_digits else span**skill.operands) > MOST_COUNTED:
@@ -132,7 +138,8 @@ class Arithmetic(Task):
         for operands in every:
             identity, problem = self._problem(operands)
             keys.setdefault(identity, set()).add(problem.key)
-        return replace(self, kept=choose_held_out({identity: len(found) for identity, found in keys.items()}, count))
+        sizes = {identity: len(problem_keys) for identity, problem_keys in keys.items()}
+        return replace(self, held_out_identities=choose_held_out(sizes, count))
 
     def _draw(self, rng: random.Random) -> tuple[str, Problem]:
         skill = SKILLS[self.skill]
@@ -156,7 +163,7 @@ class Arithmetic(Task):
             info={"skill": self.skill},
         )
 
-    def _ask(self, skill: Skill, operands: Sequence[str]) -> str | list[dict[str, str]]:
+    def _ask(self, skill: ArithmeticSkill, operands: Sequence[str]) -> str | list[dict[str, str]]:
         if self.style == "signs":
             return skill.signs.format(*operands)
         how = "between <answer> and </answer>" if self.format == "answer_tag" else "with a number"
@@ -202,4 +209,4 @@ def arithmetic(
         return task
     if isinstance(held_out, bool) or not isinstance(held_out, int):
         raise KeelError(f"arithmetic held_out is {held_out!r}: give a whole number of problems")
-    return task.keeping(held_out)
+    return task.holding_out(held_out)

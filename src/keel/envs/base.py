@@ -19,7 +19,7 @@ class Task:
     """Everything that training, evaluation and reports may ask of a task, with its default.
 
     A user's own (`task.name: module:attr`) derives from it, gives it a `name`, and writes `sample`, `held_out`, `gold`
-    and `reward`, or, where the environment answers the model, `start` in the place of `reward`. The other methods are
+    and `reward`, or, where the environment answers the model, `start` instead of `reward`. The other methods are
     there to be overridden where a task has more to say.
     """
 
@@ -31,7 +31,7 @@ class Task:
 
         @property
         def notes(self) -> tuple[str, ...]:
-            """Sentences on how the data were read, told once when a run begins."""
+            """Sentences on how the data were read, printed once when a run begins."""
 
         @property
         def unanswered(self) -> bool:
@@ -143,42 +143,48 @@ class TaskWrapper(Task):
 
     @property
     def several_turns(self) -> bool:
-        return self._starts or self.inner.several_turns
+        return self._starts_episodes or self.inner.several_turns
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
         """The inner task's; the episode's, where the wrapper starts those itself."""
-        return super().reward(problem, turns) if self._starts else self.inner.reward(problem, turns)
+        return super().reward(problem, turns) if self._starts_episodes else self.inner.reward(problem, turns)
 
     @property
-    def _starts(self) -> bool:
+    def _starts_episodes(self) -> bool:
         return type(self).start is not TaskWrapper.start
 
     def gold_turns(self, problem: Problem) -> list[str]:
         """The inner task's, which end with this task's own gold answer."""
         return [*self.inner.gold_turns(problem)[:-1], self.gold(problem)]
 
+    def start(self, problem: Problem) -> Episode:
+        """The inner task's; of a task of one turn, an episode that is judged by this wrapper."""
+        return self.inner.start(problem) if self.inner.several_turns else super().start(problem)
+
     def keep(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
-        """This wrapper around what the inner task keeps."""
-        kept = self.inner.keep(fits)
-        return None if kept is None else (self.around(kept[0]), kept[1])
+        """This wrapper around what the inner task keeps, which is asked about the inner problems."""
+        filtered = self.inner.keep(fits)
+        return None if filtered is None else (self.around(filtered[0]), filtered[1])
 
     def around(self, inner: Task) -> Self:
         """This wrapper around another task."""
-        made = copy(self)
-        object.__setattr__(made, "inner", inner)  # a wrapper may be a frozen dataclass
-        return made
+        wrapper = copy(self)
+        object.__setattr__(wrapper, "inner", inner)  # a wrapper may be a frozen dataclass
+        return wrapper
 
 
-def check_is_task(made: Any, what: str) -> Task:
+def check_is_task(candidate: Any, what: str) -> Task:
     """The object, where it is a task; `what` says whose it is in the line that refuses another."""
-    kind = type(made).__name__
-    if hasattr(made, "respond"):  # of 0.1; in silence, its episodes would end after the first turn
+    kind = type(candidate).__name__
+    if hasattr(candidate, "respond"):  # of 0.1; in silence, its episodes would end after the first turn
         raise KeelError(f"{what} a {kind} with respond: write start(problem) -> Episode, see docs/upgrading.md")
-    if not isinstance(made, Task):
+    if not isinstance(candidate, Task):
         raise KeelError(f"{what} a {kind}, which does not derive from keel.envs.Task: see docs/upgrading.md")
-    missing = [name for name in REQUIRED if getattr(type(made), name) is getattr(Task, name)]
-    if made.several_turns and "reward" in missing:
+    if isinstance(candidate, TaskWrapper):
+        check_is_task(getattr(candidate, "inner", None), f"{what} a {kind} around")
+    missing = [name for name in REQUIRED if getattr(type(candidate), name) is getattr(Task, name)]
+    if candidate.several_turns and "reward" in missing:
         missing.remove("reward")  # its episodes have it
-    if lacks := ", ".join(missing) or ("" if isinstance(getattr(made, "name", None), str) else "name"):
+    if lacks := ", ".join(missing) or ("" if isinstance(getattr(candidate, "name", None), str) else "name"):
         raise KeelError(f"{what} a {kind} without {lacks}: see keel.envs.Task")
-    return made
+    return candidate

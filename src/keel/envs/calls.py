@@ -30,33 +30,33 @@ class CallFailed(Exception):
         self.kind, self.cause = kind, cause
 
 
-class TooManyHang(KeelError):
+class TooManyHungCalls(KeelError):
     """So many calls hang that the run must stop, whatever was configured for failures."""
 
 
-class _Running(Protocol):
+class _Alive(Protocol):
     def is_alive(self) -> bool: ...
 
 
-class Hung:
+class HungCalls:
     """Calls that were given up, as long as they run: Python can end neither a thread nor a coroutine that refuses."""
 
     def __init__(self) -> None:
-        self._running: list[_Running] = []
+        self._running: list[_Alive] = []
         self._lock = threading.Lock()
 
-    def add(self, running: _Running) -> None:
+    def add(self, running: _Alive) -> None:
         with self._lock:
             self._running.append(running)
 
     @property
     def alive(self) -> int:
         with self._lock:
-            self._running = [one for one in self._running if one.is_alive()]
+            self._running = [call for call in self._running if call.is_alive()]
             return len(self._running)
 
 
-def _late(timeout_s: float | None) -> str:
+def _timeout_message(timeout_s: float | None) -> str:
     return f"did not return within {timeout_s:g} s (reward.timeout_s)"
 
 
@@ -74,14 +74,14 @@ def call_here(function: Callable[..., Any], *args: Any) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return _settled(None, error)
+        return _value_or_raise(None, error)
 
 
-async def call(function: Callable[..., Any], *args: Any, timeout_s: float | None, hung: Hung) -> Any:
+async def call(function: Callable[..., Any], *args: Any, timeout_s: float | None, hung: HungCalls) -> Any:
     """The function's value, or CallFailed; a coroutine function is awaited here, another is called in a thread.
 
     A call that is not over in time is given up: a coroutine is cancelled, a thread is left behind, and what still runs
-    then is counted in `hung`. Time spent inside `aside` does not count.
+    then is counted in `hung`. Time spent inside `suspended_deadline` does not count.
     """
     limit = asyncio.timeout(timeout_s)
     token = _deadline.set(limit)
@@ -95,24 +95,24 @@ async def call(function: Callable[..., Any], *args: Any, timeout_s: float | None
         # Half as long again is for those that clean up after themselves when their time is over.
         await asyncio.wait({work}, timeout=0.5 + (timeout_s or 0.0) / 2)
         if not work.done():
-            hung.add(_StubbornTask(work))
-        raise CallFailed("timeout", _late(timeout_s)) from None
+            hung.add(_UncancelledTask(work))
+        raise CallFailed("timeout", _timeout_message(timeout_s)) from None
     except asyncio.CancelledError:
         work.cancel()
         raise
-    return _settled(*work.result())
+    return _value_or_raise(*work.result())
 
 
 @asynccontextmanager
-async def aside() -> AsyncIterator[None]:
-    """What is done inside has limits of its own: its time does not count for the call that does it."""
+async def suspended_deadline() -> AsyncIterator[None]:
+    """Stop the clock of the call that runs here: what is done inside has limits of its own."""
     limit = _deadline.get()
     until = None if limit is None else limit.when()
     if limit is None or until is None:
         yield
         return
     loop = asyncio.get_running_loop()
-    left = until - loop.time()
+    remaining = until - loop.time()
     limit.reschedule(None)
     token = _deadline.set(None)
     try:
@@ -120,10 +120,10 @@ async def aside() -> AsyncIterator[None]:
     finally:
         _deadline.reset(token)
         with suppress(RuntimeError):  # the call was given up meanwhile
-            limit.reschedule(loop.time() + left)
+            limit.reschedule(loop.time() + remaining)
 
 
-async def _outcome(function: Callable[..., Any], args: tuple[Any, ...], hung: Hung) -> Outcome:
+async def _outcome(function: Callable[..., Any], args: tuple[Any, ...], hung: HungCalls) -> Outcome:
     try:
         value, error = (function(*args), None) if is_async(function) else await _in_thread(function, args, hung)
         return (await value if error is None and inspect.isawaitable(value) else value), error
@@ -134,7 +134,7 @@ async def _outcome(function: Callable[..., Any], args: tuple[Any, ...], hung: Hu
 
 
 @dataclass(frozen=True)
-class _StubbornTask:
+class _UncancelledTask:
     """A coroutine that goes on although it was cancelled."""
 
     task: asyncio.Future[Any]
@@ -152,14 +152,14 @@ class _Worker(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        while (made := self.calls.get()) is not None:
-            made()
+        while (job := self.calls.get()) is not None:
+            job()
 
 
 _idle: list[_Worker] = []
 
 
-async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...], hung: Hung) -> Outcome:
+async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...], hung: HungCalls) -> Outcome:
     """What a plain function returns or raises, in a thread that is left behind where nobody waits any more."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Outcome] = loop.create_future()
@@ -188,11 +188,11 @@ async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...], hung: 
     return outcome
 
 
-def _settled(value: Any, error: BaseException | None) -> Any:
+def _value_or_raise(value: Any, error: BaseException | None) -> Any:
     """The value, or CallFailed with the first line of what was raised."""
     if error is None:
         return value
-    if isinstance(error, TooManyHang | CallFailed):
+    if isinstance(error, TooManyHungCalls | CallFailed):
         raise error
     try:
         text = str(error)  # what was raised is a user's too
@@ -202,7 +202,7 @@ def _settled(value: Any, error: BaseException | None) -> Any:
     raise CallFailed("raised", f"raised {type(error).__name__}" + (f": {first}" if first else "")) from error
 
 
-class _Serving(threading.Thread):
+class _LoopThread(threading.Thread):
     """An event loop in a thread of its own."""
 
     def __init__(self) -> None:
@@ -212,14 +212,14 @@ class _Serving(threading.Thread):
 
     def run(self) -> None:
         self.loop.run_forever()
-        if left := asyncio.all_tasks(self.loop):
-            for task in left:
+        if unfinished := asyncio.all_tasks(self.loop):
+            for task in unfinished:
                 task.cancel()
-            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self.loop.run_until_complete(asyncio.gather(*unfinished, return_exceptions=True))
         self.loop.close()
 
-    def moves(self, within_s: float) -> bool:
-        """Whether the loop comes to what it is given; one that a coroutine blocks does not."""
+    def responds(self, within_s: float) -> bool:
+        """Whether the loop still runs what it is given; one that a coroutine blocks does not."""
         beat = threading.Event()
         self.loop.call_soon_threadsafe(beat.set)
         return beat.wait(within_s)
@@ -230,14 +230,14 @@ class Pending:
     """Work that was handed to the loop."""
 
     future: concurrent.futures.Future[Any]
-    serving: _Serving
+    thread: _LoopThread
 
     def result(self, timeout_s: float | None) -> Any:
         """What came of work that is over; CallFailed where the loop, blocked by some coroutine, was left behind."""
         try:
             return self.future.result()
         except concurrent.futures.CancelledError:
-            raise CallFailed("timeout", _late(timeout_s)) from None
+            raise CallFailed("timeout", _timeout_message(timeout_s)) from None
 
 
 class Loop:
@@ -248,61 +248,63 @@ class Loop:
     """
 
     def __init__(self) -> None:
-        self._serving: _Serving | None = None
+        self._thread: _LoopThread | None = None
         self._lock = threading.Lock()
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Pending:
         """Begin some work."""
         with self._lock:
-            serving = self._serving = self._serving or _Serving()
-            return Pending(asyncio.run_coroutine_threadsafe(work, serving.loop), serving)
+            thread = self._thread = self._thread or _LoopThread()
+            return Pending(asyncio.run_coroutine_threadsafe(work, thread.loop), thread)
 
-    def wait(self, pending: Sequence[Pending], timeout_s: float | None, hung: Hung, *, first: bool = False) -> None:
+    def wait(
+        self, pending: Sequence[Pending], timeout_s: float | None, hung: HungCalls, *, first: bool = False
+    ) -> None:
         """Wait until all is over, or the first; a loop that does not move for `timeout_s` is counted in `hung`."""
-        if any(one.serving is threading.current_thread() for one in pending):
+        if any(item.thread is threading.current_thread() for item in pending):
             raise RuntimeError("a coroutine cannot wait for the event loop that it runs on: make it a plain function")
         when = concurrent.futures.FIRST_COMPLETED if first else concurrent.futures.ALL_COMPLETED
         patience = None if timeout_s is None else 0.5 + 1.5 * timeout_s
         try:
             while True:
-                done, left = concurrent.futures.wait([one.future for one in pending], patience, when)
-                if not left or (first and done):
+                done, unfinished = concurrent.futures.wait([item.future for item in pending], patience, when)
+                if not unfinished or (first and done):
                     return
-                serving = next(one.serving for one in pending if one.future in left)
-                if patience is not None and not serving.moves(patience):
-                    self._leave(serving, hung)
-                    for one in pending:
-                        one.future.cancel()
+                thread = next(item.thread for item in pending if item.future in unfinished)
+                if patience is not None and not thread.responds(patience):
+                    self._abandon(thread, hung)
+                    for item in pending:
+                        item.future.cancel()
                     return
         except BaseException:  # Ctrl-C
-            for one in pending:
-                one.future.cancel()
+            for item in pending:
+                item.future.cancel()
             raise
 
-    def run(self, work: Sequence[Coroutine[Any, Any, Any]], timeout_s: float | None, hung: Hung) -> list[Outcome]:
+    def run(self, work: Sequence[Coroutine[Any, Any, Any]], timeout_s: float | None, hung: HungCalls) -> list[Outcome]:
         """All work together; what each returned or raised, in order."""
-        pending = [self.submit(one) for one in work]
+        pending = [self.submit(item) for item in work]
         self.wait(pending, timeout_s, hung)
-        found: list[Outcome] = []
-        for one in pending:
+        outcomes: list[Outcome] = []
+        for item in pending:
             try:
-                found.append((one.result(timeout_s), None))
+                outcomes.append((item.result(timeout_s), None))
             except Exception as error:
-                found.append((None, error))
-        return found
+                outcomes.append((None, error))
+        return outcomes
 
-    def _leave(self, serving: _Serving, hung: Hung) -> None:
+    def _abandon(self, thread: _LoopThread, hung: HungCalls) -> None:
         with self._lock:
-            if self._serving is serving:
-                self._serving = None
-        hung.add(serving)
-        serving.loop.call_soon_threadsafe(serving.loop.stop)
+            if self._thread is thread:
+                self._thread = None
+        hung.add(thread)
+        thread.loop.call_soon_threadsafe(thread.loop.stop)
 
 
 LOOP = Loop()
 
 
-def call_now(function: Callable[..., Any], *args: Any, timeout_s: float | None, hung: Hung) -> Any:
+def call_now(function: Callable[..., Any], *args: Any, timeout_s: float | None, hung: HungCalls) -> Any:
     """`call` from plain code: waits for it."""
     ((value, error),) = LOOP.run([call(function, *args, timeout_s=timeout_s, hung=hung)], timeout_s, hung)
     if error is not None:

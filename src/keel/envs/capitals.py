@@ -40,18 +40,18 @@ def _plain(text: str) -> str:
 
 @dataclass(frozen=True)
 class Capitals(Task):
-    """One question a country; `kept` are those never trained on. An answer counts if it names the capital.
+    """One question a country; `held_out_countries` are never trained on. An answer counts if it names the capital.
 
     Naming other capitals beside it is wrong, so that listing cities is no answer.
     """
 
-    kept: frozenset[str]
+    held_out_countries: frozenset[str]
     name: str = "capitals"
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """Training problems of one step; a country that has to come again gets another key."""
         rng = stream("capitals", "train", seed, step)
-        names = sorted(CAPITALS.keys() - self.kept)
+        names = sorted(CAPITALS.keys() - self.held_out_countries)
         drawn: list[Problem] = []
         while len(drawn) < count:
             turn = len(drawn) // len(names)
@@ -60,7 +60,7 @@ class Capitals(Task):
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
         """A fixed set that training never draws from."""
-        names = sorted(self.kept)
+        names = sorted(self.held_out_countries)
         stream("capitals", "held-out", seed).shuffle(names)
         return [_problem(name) for name in names[:count]]
 
@@ -70,10 +70,10 @@ class Capitals(Task):
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
         """1 if the text names the capital and no other one of the list."""
-        said = f" {_plain(turns[-1] if turns else '')} "
-        named = {capital for capital in CAPITALS.values() if f" {_plain(capital)} " in said}
-        correct = float(named == {str(problem.answer)})
-        return Reward(correct, {"correct": correct}, parsed=bool(named))
+        text = f" {_plain(turns[-1] if turns else '')} "
+        mentioned = {capital for capital in CAPITALS.values() if f" {_plain(capital)} " in text}
+        correct = float(mentioned == {str(problem.answer)})
+        return Reward(correct, {"correct": correct}, parsed=bool(mentioned))
 
 
 def _problem(country: str, again: str = "") -> Problem:

@@ -102,12 +102,14 @@ class Countdown(Task):
         The form is the answer tag, or with `format: plain` an expression that can be read.
         """
         text = turns[-1] if turns else ""
-        given = last_tag(text) if self.format == "tags" else text
-        found = None if given is None else value_of(given)
-        form = float(given is not None if self.format == "tags" else found is not None)
-        hit = found is not None and found[0] == problem.info["target"]
-        correct = float(hit and found is not None and Counter(found[1]) == Counter(problem.info["numbers"]))
-        return Reward(max(correct, FORM_REWARD * form), {"correct": correct, "format": form}, parsed=found is not None)
+        expression = last_tag(text) if self.format == "tags" else text
+        evaluated = None if expression is None else value_of(expression)
+        form = float(expression is not None if self.format == "tags" else evaluated is not None)
+        hit = evaluated is not None and evaluated[0] == problem.info["target"]
+        correct = float(hit and evaluated is not None and Counter(evaluated[1]) == Counter(problem.info["numbers"]))
+        return Reward(
+            max(correct, FORM_REWARD * form), {"correct": correct, "format": form}, parsed=evaluated is not None
+        )
 
     def _draw(self, rng: random.Random) -> tuple[str, Problem]:
         numbers, target, solution = self._solved(rng)

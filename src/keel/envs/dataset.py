@@ -17,35 +17,35 @@ from keel.base.types import Problem, Reward
 from keel.base.validation import read_options
 from keel.envs.answers import last_number, last_tag, plain_number
 from keel.envs.base import Task
-from keel.envs.layouts import Loaded, load_problems, source_of
+from keel.envs.layouts import LoadedProblems, load_problems, source_of
 from keel.envs.maths import math_equal, need_math_verify
 from keel.envs.options import SourceOptions
-from keel.envs.problems import HELD_OUT_FRACTION, held_out_rank, is_held_out, stream
+from keel.envs.problems import HELD_OUT_FRACTION, split_held_out, stream
 
 COMPARISONS = ("exact", "numeric", "math")
 
 
-class Marking(Protocol):
-    """How completions are marked: a gold one, and the reward of a text."""
+class Grader(Protocol):
+    """Grades completions: the gold one, and the reward of a text."""
 
     def gold(self, problem: Problem) -> str: ...
 
     def reward(self, problem: Problem, text: str) -> Reward: ...
 
 
-class Unmarked:
-    """The marking of problems whose task marks them itself and takes only their order and their cut from here."""
+class NoGrader:
+    """For problems whose own task grades them: only their order and their split are taken from the data set."""
 
     def gold(self, problem: Problem) -> str:
-        raise TypeError("these problems are marked by their own task")
+        raise TypeError("these problems are graded by their own task")
 
     def reward(self, problem: Problem, text: str) -> Reward:
-        raise TypeError("these problems are marked by their own task")
+        raise TypeError("these problems are graded by their own task")
 
 
 @dataclass(frozen=True)
 class Dataset(Task):
-    """Problems that were read once, cut into a training and a held-out part.
+    """Problems that were read once, split into training and held-out ones.
 
     Training walks them in an order of its own each epoch, without replacement. `notes` says how they were read.
     """
@@ -53,35 +53,35 @@ class Dataset(Task):
     name: str
     train: tuple[Problem, ...]
     held: tuple[Problem, ...]
-    marking: Marking
+    grader: Grader
     notes: tuple[str, ...] = ()
 
     @property
     def unanswered(self) -> bool:
         """Whether there are prompts alone, so that nothing is right or wrong and rewards have to say what is good."""
-        return isinstance(self.marking, Unanswered)
+        return isinstance(self.grader, NoAnswers)
 
     def fingerprint(self) -> str:
         """A digest of all problems and of which of them are held out: a run must not go on with others."""
         rows = [[p.key, p.prompt, p.answer] for side in (self.train, self.held) for p in side]
-        told = json.dumps([len(self.train), rows], ensure_ascii=False, sort_keys=True, default=str)
-        return hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+        text = json.dumps([len(self.train), rows], ensure_ascii=False, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """Training problems of one step: the next `count` of the epoch's order.
 
         One that comes twice in a batch, where the next epoch begins, gets another key, because noise is keyed by it.
         """
-        found: dict[str, Problem] = {}
+        batch: dict[str, Problem] = {}
         for position in range(step * count, (step + 1) * count):
             epoch, index = divmod(position, len(self.train))
             problem = self.train[_order(len(self.train), self.name, seed, epoch)[index]]
             copies = 0
-            while problem.key in found:
+            while problem.key in batch:
                 copies += 1
                 problem = replace(problem, key=f"{problem.key.partition('#')[0]}#{copies}")
-            found[problem.key] = problem
-        return list(found.values())
+            batch[problem.key] = problem
+        return list(batch.values())
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
         """`count` problems that are never trained on, or all there are."""
@@ -89,11 +89,11 @@ class Dataset(Task):
 
     def gold(self, problem: Problem) -> str:
         """The answer in the form that is read."""
-        return self.marking.gold(problem)
+        return self.grader.gold(problem)
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
         """1 for the right answer, else 0."""
-        return self.marking.reward(problem, turns[-1] if turns else "")
+        return self.grader.reward(problem, turns[-1] if turns else "")
 
     def keep(self, fits: Callable[[Problem], bool]) -> tuple[Self, int]:
         """The task with only the problems that `fits` accepts, and how many were left out."""
@@ -106,8 +106,8 @@ class Dataset(Task):
 
 
 @dataclass(frozen=True)
-class Answers:
-    """Answers compared with the data's: `exact` as text, `numeric` by the last number, `math` by math-verify.
+class AnswerGrader:
+    """Compares answers with the data's: `exact` as text, `numeric` by the last number, `math` by math-verify.
 
     Where the data give a list, each of its entries is right. With `tag` the last `<tag>…</tag>` is read.
     """
@@ -131,12 +131,12 @@ class Answers:
             return text.strip() == answer.strip() if text.strip() else None
         if self.compare == "math":
             return math_equal(answer, text)
-        given = last_number(text)
-        return None if given is None else given == last_number(answer)
+        number = last_number(text)
+        return None if number is None else number == last_number(answer)
 
 
 @dataclass(frozen=True)
-class Unanswered:
+class NoAnswers:
     """Prompts without answers: there is nothing to compare a completion with."""
 
     source: str
@@ -186,14 +186,16 @@ def dataset(
     if all(p.answer is None for p in (*train, *held)):
         for option, value in (("answer", answer), ("tag", tag)):
             if value is not None:
-                raise KeelError(f"task.{option}={value} is about answers, and {stem(source)} has none: leave it out")
-        return Dataset(f"dataset/{stem(source)}", train, held, Unanswered(stem(source)), notes)
+                raise KeelError(
+                    f"task.{option}={value} is about answers, and {data_name(source)} has none: leave it out"
+                )
+        return Dataset(f"dataset/{data_name(source)}", train, held, NoAnswers(data_name(source)), notes)
     bare = next((p for p in (*train, *held) if p.answer is None), None)
     if bare is not None:
         raise KeelError(f"{bare.key}: no answer here, while other problems have one: give all of them answers, or none")
-    compare, said = _comparison(stem(source), answer, (*train, *held))
-    marking = Answers(compare, tag)
-    return Dataset(f"dataset/{stem(source)}", train, held, marking, (*notes, *said))
+    compare, comparison_notes = _comparison(data_name(source), answer, (*train, *held))
+    grader = AnswerGrader(compare, tag)
+    return Dataset(f"dataset/{data_name(source)}", train, held, grader, (*notes, *comparison_notes))
 
 
 def split(
@@ -201,7 +203,7 @@ def split(
     held_out: int | float,
     eval_path: str | Sequence[str] | None,
     eval_split: str | None,
-    read: Callable[[SourceOptions], Loaded] = load_problems,
+    read: Callable[[SourceOptions], LoadedProblems] = load_problems,
 ) -> tuple[tuple[Problem, ...], tuple[Problem, ...], tuple[str, ...]]:
     """Training problems, held-out problems and notes; what is evaluated on is never trained on."""
     is_number = isinstance(held_out, int | float) and not isinstance(held_out, bool)
@@ -221,7 +223,8 @@ def split(
         if len(train) < len(loaded.problems):
             notes.append(f"{len(loaded.problems) - len(train)} training problems are in the evaluation set: left out")
     else:
-        chosen = _chosen(loaded.problems, held_out)
+        # By a hash of the prompt alone, so that a problem stays on its side when the file grows.
+        chosen = split_held_out(map(_identity, loaded.problems), held_out)
         train = tuple(p for p in loaded.problems if _identity(p) not in chosen)
         held = tuple(p for p in loaded.problems if _identity(p) in chosen)
         notes = [*loaded.notes]
@@ -234,26 +237,12 @@ def split(
     return train, held, (*notes, f"{loaded.source}: {len(train)} problems to train on, {len(held)} held out")
 
 
-def _chosen(problems: Sequence[Problem], held_out: int | float) -> set[str]:
-    """The prompts to hold out: by their hash alone, so that a problem stays on its side when the file grows.
-
-    A share too small to meet any prompt of a small file holds the first one by hash.
-    """
-    prompts = {_identity(p) for p in problems}
-    if held_out == 0:
-        return set()
-    by_hash = sorted(prompts, key=held_out_rank)
-    if held_out >= 1 and isinstance(held_out, int):
-        return set(by_hash[:held_out])
-    return {p for p in prompts if is_held_out(p, float(held_out))} or set(by_hash[:1])
-
-
 def _identity(problem: Problem) -> str:
     """What makes two rows the same problem: the words of the question, whatever the system message."""
     if isinstance(problem.prompt, str):
         return " ".join(problem.prompt.split())
-    asked = [m["content"] for m in problem.prompt if m["role"] != "system"] or [m["content"] for m in problem.prompt]
-    return " ".join(" ".join(asked).split())
+    contents = [m["content"] for m in problem.prompt if m["role"] != "system"] or [m["content"] for m in problem.prompt]
+    return " ".join(" ".join(contents).split())
 
 
 def _comparison(name: str, answer: str | None, problems: Sequence[Problem]) -> tuple[str, list[str]]:
@@ -276,8 +265,8 @@ def _comparison(name: str, answer: str | None, problems: Sequence[Problem]) -> t
     return compare, [f"{name}: answers are compared as task.answer={compare}, {why}"]
 
 
-def stem(source: SourceOptions) -> str:
-    """A short name of the data, by which results are told apart."""
+def data_name(source: SourceOptions) -> str:
+    """A short name of the data, for results and messages."""
     first = source.path if isinstance(source.path, str) else (source.path or ("data",))[0]
     return Path(first.partition(",")[0]).expanduser().stem or "data"
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from keel.base.types import Message, Problem, Reward
-from keel.envs.calls import LOOP, CallFailed, Hung, Pending, call, is_async
+from keel.envs.calls import LOOP, CallFailed, HungCalls, Pending, call, is_async
 
 Reply = str | Sequence[Message]
 Key = tuple[int, int]  # which problem of a rollout, and which of its completions
@@ -17,7 +17,7 @@ ASYNC_AT_ONCE = 16  # steps of coroutines that run together
 class Episode:
     """The environment of one completion: a game, a sandbox, a shelf of documents of its own.
 
-    `step` is given each turn of the model, once and in order; then `reward` and `counts` are asked, and `close` is
+    `step` is given each turn of the model, once and in order; then `reward` and `counts` are read, and `close` is
     called, also where something failed. `step` and `close` may be coroutine functions. `at_once` is how many episodes
     may take a step at the same time (None: 1, or 16 where `step` is a coroutine function).
     """
@@ -62,9 +62,9 @@ class Transcript(tuple[str, ...]):
 
     @classmethod
     def of(cls, turns: Iterable[str], episode: Episode | None) -> Transcript:
-        made = cls(turns)
-        made.episode = episode
-        return made
+        transcript = cls(turns)
+        transcript.episode = episode
+        return transcript
 
 
 class EpisodeRunner:
@@ -73,7 +73,7 @@ class EpisodeRunner:
     Episodes are known by a key. What fails is handed back as a CallFailed that says whose fault it is (`at`).
     """
 
-    def __init__(self, start: Callable[[Problem], Episode], timeout_s: float | None, hung: Hung) -> None:
+    def __init__(self, start: Callable[[Problem], Episode], timeout_s: float | None, hung: HungCalls) -> None:
         self.start, self.timeout_s, self.hung = start, timeout_s, hung
         self.episodes: dict[Key, Episode] = {}
         self._pending: dict[Key, Pending] = {}
@@ -88,8 +88,8 @@ class EpisodeRunner:
         """Replies that are there, in the order of the turns; first wait for `all`, for `one`, or do not (`no`)."""
         if wait != "no" and self._pending:
             LOOP.wait(list(self._pending.values()), self.timeout_s, self.hung, first=wait == "one")
-        over = [key for key, pending in self._pending.items() if pending.future.done()]
-        return {key: self._result(self._pending.pop(key)) for key in over}
+        finished = [key for key, pending in self._pending.items() if pending.future.done()]
+        return {key: self._result(self._pending.pop(key)) for key in finished}
 
     @property
     def waiting(self) -> bool:
@@ -101,10 +101,10 @@ class EpisodeRunner:
         for pending in self._pending.values():
             pending.future.cancel()
         self._pending.clear()
-        held = {key: one for key, one in self.episodes.items() if type(one).close is not Episode.close}
+        closable = {key: episode for key, episode in self.episodes.items() if type(episode).close is not Episode.close}
         self.episodes.clear()
-        outcomes = LOOP.run([self._close(one) for one in held.values()], self.timeout_s, self.hung)
-        return [(key, e) for key, (_, e) in zip(held, outcomes, strict=True) if isinstance(e, CallFailed)]
+        outcomes = LOOP.run([self._close(episode) for episode in closable.values()], self.timeout_s, self.hung)
+        return [(key, e) for key, (_, e) in zip(closable, outcomes, strict=True) if isinstance(e, CallFailed)]
 
     def _result(self, pending: Pending) -> Reply | CallFailed | None:
         try:
@@ -150,7 +150,7 @@ def close_now(episode: Episode) -> None:
 def _now(function: Callable[..., Any], *args: Any) -> Any:
     if not is_async(function):
         return function(*args)
-    ((value, error),) = LOOP.run([function(*args)], None, Hung())
+    ((value, error),) = LOOP.run([function(*args)], None, HungCalls())
     if error is not None:
         raise error
     return value
@@ -171,6 +171,6 @@ def _checked(reply: Any) -> Reply | None:
 
 
 def _failure(at: str, cause: str) -> CallFailed:
-    made = CallFailed("invalid", cause)
-    made.at = at
-    return made
+    failure = CallFailed("invalid", cause)
+    failure.at = at
+    return failure

@@ -11,11 +11,11 @@ from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
 from keel.envs.answers import last_number, plain_number
 from keel.envs.dataset import Dataset, split
-from keel.envs.layouts import Loaded, load_problems, source_of
+from keel.envs.layouts import LoadedProblems, load_problems, source_of
 from keel.envs.maths import has_math_verify, math_equal
 from keel.envs.options import SourceOptions
 from keel.envs.problems import HELD_OUT_FRACTION
-from keel.envs.rows import Broken, settle
+from keel.envs.rows import BrokenRow, handle_broken_rows
 
 HUB = "openai/gsm8k,main"
 MARK = "####"
@@ -24,8 +24,8 @@ _CALCULATOR = re.compile(r"<<[^<>]*>>")  # the data's annotations for a calculat
 
 
 @dataclass(frozen=True)
-class Worked:
-    """Marks what stands behind the last `####`, or the whole text where there is none, by its mathematics."""
+class Gsm8kGrader:
+    """Grades what stands behind the last `####`, or the whole text where there is none, by its mathematics."""
 
     math_verify: bool
 
@@ -33,11 +33,11 @@ class Worked:
         return f"{problem.info['solution']}\n{MARK} {problem.answer}"
 
     def reward(self, problem: Problem, text: str) -> Reward:
-        given = text.rpartition(MARK)[2].strip()
-        number = last_number(given)
+        final = text.rpartition(MARK)[2].strip()
+        number = last_number(final)
         right: bool | None = None if number is None else number == problem.answer
         if not right and self.math_verify:
-            right = math_equal(str(problem.answer), given) or right
+            right = math_equal(str(problem.answer), final) or right
         correct = float(bool(right))
         return Reward(correct, {"correct": correct}, parsed=right is not None)
 
@@ -59,12 +59,14 @@ def gsm8k(
         source = source.model_copy(update={"path": HUB})
         eval_split = eval_split or (None if eval_path else "test")
     sides = split(source, held_out, eval_path, eval_split, read=_solutions)
-    train, held = (tuple(_asked(p, instruction) for p in side) for side in sides[:2])
+    train, held = (tuple(_with_instruction(p, instruction) for p in side) for side in sides[:2])
     how = "by math-verify" if has_math_verify() else "as numbers (math-verify is not installed)"
-    return Dataset("gsm8k", train, held, Worked(has_math_verify()), (*sides[2], f"gsm8k: answers are compared {how}"))
+    return Dataset(
+        "gsm8k", train, held, Gsm8kGrader(has_math_verify()), (*sides[2], f"gsm8k: answers are compared {how}")
+    )
 
 
-def _solutions(source: SourceOptions) -> Loaded:
+def _solutions(source: SourceOptions) -> LoadedProblems:
     """The rows with the number behind `####` as the answer and what stands before it as the solution."""
     loaded = load_problems(source)
     problems, broken = [], []
@@ -72,19 +74,19 @@ def _solutions(source: SourceOptions) -> Loaded:
         solution, mark, final = str(problem.answer).rpartition(MARK)
         number = plain_number(final.strip().lstrip("$"))
         if not mark or number is None:
-            broken.append(Broken(problem.key, f"the answer does not end with {MARK} and a number"))
+            broken.append(BrokenRow(problem.key, f"the answer does not end with {MARK} and a number"))
             continue
         info = {**problem.info, "solution": _CALCULATOR.sub("", solution).strip()}
         problems.append(replace(problem, answer=number, info=info))
-    note = settle(loaded.source, broken, source.on_broken)
+    note = handle_broken_rows(loaded.source, broken, source.on_broken)
     if not problems:
         raise KeelError(f"{loaded.source} has no answer that ends with {MARK} and a number: use the task dataset")
-    return Loaded(loaded.source, tuple(problems), (*loaded.notes, *([note] if note else [])))
+    return LoadedProblems(loaded.source, tuple(problems), (*loaded.notes, *([note] if note else [])))
 
 
-def _asked(problem: Problem, instruction: str | None) -> Problem:
+def _with_instruction(problem: Problem, instruction: str | None) -> Problem:
     """The question as a chat message."""
     if not isinstance(problem.prompt, str):
         raise KeelError(f"{problem.key}: the task gsm8k reads questions as text: use the task dataset for messages")
-    words = f"{problem.prompt}\n{instruction}" if instruction else problem.prompt
-    return replace(problem, prompt=[{"role": "user", "content": words}])
+    question = f"{problem.prompt}\n{instruction}" if instruction else problem.prompt
+    return replace(problem, prompt=[{"role": "user", "content": question}])

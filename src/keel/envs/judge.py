@@ -14,7 +14,7 @@ from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
 from keel.base.validation import read_options
 from keel.envs.base import Task
-from keel.envs.calls import LOOP, CallFailed, Hung, Outcome, TooManyHang, call, call_here, call_now
+from keel.envs.calls import LOOP, CallFailed, HungCalls, Outcome, TooManyHungCalls, call, call_here, call_now
 from keel.envs.options import RewardOptions
 from keel.envs.problems import stream
 from keel.envs.rewards import TASK, RewardPart, as_reward, build_reward, build_rewards, combine
@@ -50,15 +50,15 @@ class Judge:
         options: RewardOptions | None = None,
         *,
         max_hung: int = 8,
-        **given: Any,
+        **changes: Any,
     ) -> None:
         if not parts:
             raise KeelError("a judge needs at least one reward")
         twice = next((name for name, count in Counter(part.name for part in parts).items() if count > 1), None)
         if twice is not None:
             raise KeelError(f"two rewards are called {twice!r}: give one of them another label")
-        self.parts, self.options = tuple(parts), options or read_options(RewardOptions, given, "reward")
-        self.max_hung, self.hung = max_hung, Hung()
+        self.parts, self.options = tuple(parts), options or read_options(RewardOptions, changes, "reward")
+        self.max_hung, self.hung = max_hung, HungCalls()
         self.failures: list[Failure] = []
         self.counts: Counter[str] = Counter()  # by function, over the whole run
 
@@ -68,10 +68,10 @@ class Judge:
         task: Task,
         entries: Sequence[Mapping[str, Any]] = (),
         options: RewardOptions | None = None,
-        **given: Any,
+        **changes: Any,
     ) -> Judge:
         """The judge of `rewards:` (default: the task's own reward)."""
-        return cls(build_rewards(entries, task), options, **given)
+        return cls(build_rewards(entries, task), options, **changes)
 
     def judge(
         self, problem: Problem, episodes: Sequence[Sequence[str]], failed: Collection[int] = ()
@@ -82,9 +82,9 @@ class Judge:
         """
         episodes = [turns if isinstance(turns, tuple) else tuple(turns) for turns in episodes]
         table: list[list[Reward]] = []
-        called = {i: self._together(part, problem, episodes, failed) for i, part in enumerate(self.parts)}
+        outcomes = {i: self._together(part, problem, episodes, failed) for i, part in enumerate(self.parts)}
         for sample, turns in enumerate(episodes):
-            row = None if sample in failed else self._row(problem, sample, turns, called)
+            row = None if sample in failed else self._row(problem, sample, turns, outcomes)
             if row is None and self.options.on_error == "skip_group":
                 return None
             table.append(row or [Reward(0.0, parsed=False)] * len(self.parts))
@@ -100,23 +100,23 @@ class Judge:
 
     def drain(self) -> list[Failure]:
         """The failures since the last call."""
-        found = list(self.failures)
+        drained = list(self.failures)
         self.failures.clear()
-        return found
+        return drained
 
-    def beside(self, task: Task) -> Judge:
+    def with_task_reward(self, task: Task) -> Judge:
         """This judge with the task's own reward beside its parts at weight 0: whether an answer is right stays known
         whatever is paid for it. Failures are written down in the same record.
         """
-        if self.called(task) is not None:
+        if self.task_part(task) is not None:
             return self
-        taken = {part.name for part in self.parts}
-        label = next(name for name in (TASK, *(f"{TASK}#{n}" for n in range(2, len(taken) + 3))) if name not in taken)
+        names = {part.name for part in self.parts}
+        label = next(name for name in (TASK, *(f"{TASK}#{n}" for n in range(2, len(names) + 3))) if name not in names)
         other = copy(self)
         other.parts = (*self.parts, replace(build_reward(TASK, task, label=label), weight=0.0))
         return other
 
-    def called(self, task: Task) -> str | None:
+    def task_part(self, task: Task) -> str | None:
         """The name of the part that is the task's own reward, None where there is none."""
         return next((part.name for part in self.parts if part.function == task.reward), None)
 
@@ -137,13 +137,13 @@ class Judge:
         return dict(zip(waiting, LOOP.run([judged(episodes[i]) for i in waiting], limit, self.hung), strict=True))
 
     def _row(
-        self, problem: Problem, sample: int, turns: Sequence[str], called: Mapping[int, Mapping[int, Outcome]]
+        self, problem: Problem, sample: int, turns: Sequence[str], outcomes: Mapping[int, Mapping[int, Outcome]]
     ) -> list[Reward] | None:
         """The parts of one completion; None, with the failures written down, if any of them failed."""
         row = []
         for index, part in enumerate(self.parts):
             try:
-                row.append(self._call(part, problem, turns, called[index].get(sample)))
+                row.append(self._call(part, problem, turns, outcomes[index].get(sample)))
             except CallFailed as failure:
                 self.record(part.name, problem, sample, failure)
                 return None
@@ -162,22 +162,22 @@ class Judge:
         except ValueError as error:
             raise CallFailed("invalid", str(error)) from error
 
-    def record(self, called: str, problem: Problem, sample: int, failed: CallFailed) -> None:
+    def record(self, function: str, problem: Problem, sample: int, failed: CallFailed) -> None:
         """Write a failure down; raises where failures, or so many calls that hang, stop the run."""
-        failure = Failure(called, problem.key, sample, failed.kind, failed.cause)
+        failure = Failure(function, problem.key, sample, failed.kind, failed.cause)
         self.failures.append(failure)
-        self.counts[called] += 1
+        self.counts[function] += 1
         if self.options.on_error == "stop":
             raise KeelError(f"reward {failure}; mend it, or set reward.on_error to zero or skip_group") from failed
         if (hung := self.hung.alive) > self.max_hung:
-            raise TooManyHang(
+            raise TooManyHungCalls(
                 f"reward {failure}; {hung} calls hang in threads that cannot be ended: mend the function"
             ) from failed
 
     def _named(self, row: Sequence[Reward]) -> dict[str, float]:
         """The values that are logged: each part by its name, and what it is made of below that."""
-        named: dict[str, float] = {}
+        values: dict[str, float] = {}
         for part, reward in zip(self.parts, row, strict=True):
             inner = {(k if part.name == TASK else f"{part.name}/{k}"): v for k, v in reward.parts.items()}
-            named |= inner if part.name == TASK and inner else {part.name: reward.total, **inner}
-        return named
+            values |= inner if part.name == TASK and inner else {part.name: reward.total, **inner}
+        return values

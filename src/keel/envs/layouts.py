@@ -12,7 +12,7 @@ from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.base.validation import read_options
 from keel.envs.options import ColumnOptions, SourceOptions
-from keel.envs.rows import Broken, DataRow, Rows, read_rows, settle
+from keel.envs.rows import BrokenRow, DataRow, DataRows, handle_broken_rows, read_rows, row_order
 
 PROMPT, ANSWER = ColumnOptions().prompt, ColumnOptions().answer
 # Where a default column is missing: the first of these that is there is taken, and a note says so.
@@ -29,8 +29,8 @@ def source_of(data: Mapping[str, Any] | None) -> SourceOptions:
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """Problems in the data's order, and what is worth saying about how they were read."""
+class LoadedProblems:
+    """Problems in the data's order, and notes on how they were read."""
 
     source: str
     problems: tuple[Problem, ...]
@@ -39,7 +39,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Columns:
-    """Where each thing is; `messages` says that the prompt column holds whole conversations.
+    """Which column holds what; `messages` says that the prompt column holds whole conversations.
 
     Without an answer column, conversations end with the answer (`last_turn`), or there are prompts alone.
     """
@@ -51,114 +51,114 @@ class Columns:
     last_turn: bool = False
 
 
-def load_problems(source: SourceOptions) -> Loaded:
+def load_problems(source: SourceOptions) -> LoadedProblems:
     """Every usable row as a problem: prompt and answer from their columns, all other columns in `info`.
 
-    The key of a problem is its row's place, such as `mine.jsonl:3`. Rows without a prompt or an answer are broken.
+    The key of a problem is its row's location, such as `mine.jsonl:3`. Rows without a prompt or an answer are broken.
     """
     if source.path is None:
         raise KeelError("this task reads data: give data.path, a file, a folder or a hub name")
     rows = read_rows(source.path, source.split)
     if not rows.rows:
-        settle(rows.source, rows.broken, "error")
+        handle_broken_rows(rows.source, rows.broken, "error")
     columns, notes = choose_columns(rows, source.columns)
     problems: list[Problem] = []
     broken = list(rows.broken)
     for row in rows.rows:
-        made = problem_of(row, columns)
-        if isinstance(made, Broken):
-            broken.append(made)
+        problem = problem_of(row, columns)
+        if isinstance(problem, BrokenRow):
+            broken.append(problem)
         else:
-            problems.append(made)
-    broken.sort(key=lambda item: _order(item.place))
-    skipped = settle(rows.source, broken, source.on_broken)
+            problems.append(problem)
+    broken.sort(key=row_order)
+    skipped = handle_broken_rows(rows.source, broken, source.on_broken)
     if not problems:
         raise KeelError(
-            f"{rows.source} has no usable row: all {len(broken)} are broken, the first at {broken[0].place}"
+            f"{rows.source} has no usable row: all {len(broken)} are broken, the first at {broken[0].location}"
         )
     if columns.answer is not None:
         _check_types(rows.source, columns.answer, problems)
-    return Loaded(rows.source, tuple(problems), (*notes, *([skipped] if skipped else [])))
+    return LoadedProblems(rows.source, tuple(problems), (*notes, *([skipped] if skipped else [])))
 
 
-def choose_columns(rows: Rows, given: ColumnOptions) -> tuple[Columns, list[str]]:
+def choose_columns(rows: DataRows, options: ColumnOptions) -> tuple[Columns, list[str]]:
     """The columns to read and a note where they were recognised; a column that is named must be there."""
     names, chosen = rows.columns, []
-    messages, system = given.messages, given.system
+    messages, system = options.messages, options.system
     for option, name in (("messages", messages), ("system", system)):
         if name is not None and not _has(rows, name):
             raise _missing(rows, option, name)
-    prompt = messages or given.prompt
-    whole = messages is not None
+    prompt = messages or options.prompt
+    is_conversation = messages is not None
     if not _has(rows, prompt):
-        found = next((name for name in PROMPTS if name in names), None) if prompt == PROMPT else None
-        if found is None:
+        recognised = next((name for name in PROMPTS if name in names), None) if prompt == PROMPT else None
+        if recognised is None:
             raise _missing(rows, "prompt", prompt)
-        prompt, whole = found, found == "messages"
-        chosen.append(f"prompts from {found!r}")
-    answer, last_turn = given.answer, False
+        prompt, is_conversation = recognised, recognised == "messages"
+        chosen.append(f"prompts from {recognised!r}")
+    answer, last_turn = options.answer, False
     if answer is not None and not _has(rows, answer):
         candidates = [name for name in ANSWERS if name != prompt and _has(rows, name)] if answer == ANSWER else []
         alone = answer == ANSWER and names == ("prompt",)  # TRL's prompts, which rewards judge by themselves
-        if not candidates and not whole and not alone:
+        if not candidates and not is_conversation and not alone:
             raise _missing(rows, "answer", answer, ", or data.columns.answer=null for prompts alone")
         answer, last_turn = (candidates[0], False) if candidates else (None, not alone)
-        said = "answers from the conversations' last turns" if last_turn else "no answers"
-        chosen.append(f"answers from {answer!r}" if answer else said)
+        source_of_answers = "answers from the conversations' last turns" if last_turn else "no answers"
+        chosen.append(f"answers from {answer!r}" if answer else source_of_answers)
     notes = []
     if chosen:
         layout = "verl's layout" if {"data_source", "reward_model"} <= set(names) else "recognised columns"
         notes.append(f"{rows.source}: {layout}, {' and '.join(chosen)}; data.columns names others")
-    return Columns(prompt, answer, system, whole, last_turn), notes
+    return Columns(prompt, answer, system, is_conversation, last_turn), notes
 
 
-def problem_of(row: DataRow, columns: Columns) -> Problem | Broken:
+def problem_of(row: DataRow, columns: Columns) -> Problem | BrokenRow:
     """A row as a problem, or why it is none."""
     prompt = _prompt(_get(row.values, columns.prompt))
-    if isinstance(prompt, _Why):
-        return Broken(row.place, f"column {columns.prompt!r} {prompt}")
+    if isinstance(prompt, _Fault):
+        return BrokenRow(row.location, f"column {columns.prompt!r} {prompt}")
     answer = None if columns.answer is None else _get(row.values, columns.answer)
     if columns.messages and not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
         answer = prompt[-1]["content"] if columns.last_turn else answer
         prompt = prompt[:-1]
         if not prompt:
-            return Broken(row.place, f"column {columns.prompt!r} holds an answer and no question")
+            return BrokenRow(row.location, f"column {columns.prompt!r} holds an answer and no question")
     elif columns.last_turn:
-        return Broken(row.place, f"column {columns.prompt!r} does not end with the assistant's turn")
+        return BrokenRow(row.location, f"column {columns.prompt!r} does not end with the assistant's turn")
     if columns.answer is not None:
         if answer is _MISSING:
-            return Broken(row.place, f"no column {columns.answer!r}")
+            return BrokenRow(row.location, f"no column {columns.answer!r}")
         turns = _messages(answer)
         answer = turns[-1]["content"] if turns else answer
         if answer is None or answer == [] or (isinstance(answer, str) and not answer.strip()):
-            return Broken(row.place, f"column {columns.answer!r} is empty")
+            return BrokenRow(row.location, f"column {columns.answer!r} is empty")
     if columns.system is not None:
         system = _get(row.values, columns.system)
         if not isinstance(system, str):
-            return Broken(row.place, f"column {columns.system!r} holds no text")
-        said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        prompt = [{"role": "system", "content": system}, *said]
+            return BrokenRow(row.location, f"column {columns.system!r} holds no text")
+        conversation = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        prompt = [{"role": "system", "content": system}, *conversation]
     used = {columns.prompt, columns.answer, columns.system}
-    return Problem(row.place, prompt, answer, {name: v for name, v in row.values.items() if name not in used})
+    return Problem(row.location, prompt, answer, {name: v for name, v in row.values.items() if name not in used})
 
 
-class _Why(str):
+class _Fault(str):
     """The reason why a value is no prompt."""
 
 
-def _prompt(value: Any) -> str | list[dict[str, str]] | _Why:
+def _prompt(value: Any) -> str | list[dict[str, str]] | _Fault:
     if value is _MISSING:
-        return _Why("is missing")
+        return _Fault("is missing")
     if value is None or value == [] or (isinstance(value, str) and not value.strip()):
-        return _Why("is empty")
+        return _Fault("is empty")
     turns = _messages(value)
     if turns is not None:
-        return turns if any(turn["content"].strip() for turn in turns) else _Why("is empty")
+        return turns if any(turn["content"].strip() for turn in turns) else _Fault("is empty")
     if isinstance(value, str):
         return value
     if isinstance(value, list):
-        return _Why("holds messages that do not each have a role and a content text")
-    return _Why(f"holds a {type(value).__name__}, not a text or messages")
+        return _Fault("holds messages that do not each have a role and a content text")
+    return _Fault(f"holds a {type(value).__name__}, not a text or messages")
 
 
 def _messages(value: Any) -> list[dict[str, str]] | None:
@@ -203,19 +203,19 @@ def _get(values: Mapping[str, Any], name: str) -> Any:
     return _get(inner, rest) if isinstance(inner, Mapping) else _MISSING
 
 
-def _has(rows: Rows, name: str) -> bool:
+def _has(rows: DataRows, name: str) -> bool:
     return any(_get(row.values, name) is not _MISSING for row in rows.rows)
 
 
-def _missing(rows: Rows, option: str, name: str, instead: str = "") -> KeelError:
-    there = list(rows.columns)
-    fields = [f"{c}.{k}" for c in there for k in _fields(rows, c)]
-    near = difflib.get_close_matches(name, [*there, *fields], n=1, cutoff=0.5)
+def _missing(rows: DataRows, option: str, name: str, instead: str = "") -> KeelError:
+    columns = list(rows.columns)
+    fields = [f"{c}.{k}" for c in columns for k in _fields(rows, c)]
+    near = difflib.get_close_matches(name, [*columns, *fields], n=1, cutoff=0.5)
     hint = f"did you mean data.columns.{option}={near[0]}? " if near else f"set data.columns.{option}{instead}; "
-    return KeelError(f"{rows.source} has no column {name!r} for the {option}: {hint}it has {', '.join(there)}")
+    return KeelError(f"{rows.source} has no column {name!r} for the {option}: {hint}it has {', '.join(columns)}")
 
 
-def _fields(rows: Rows, column: str) -> Sequence[str]:
+def _fields(rows: DataRows, column: str) -> Sequence[str]:
     structs = (row.values[column] for row in rows.rows if isinstance(row.values.get(column), Mapping))
     return list(next(structs, ()))
 
@@ -235,12 +235,12 @@ def _check_types(source: str, column: str, problems: Sequence[Problem]) -> None:
     for problem in problems:
         first.setdefault(_kind(problem.answer), problem.key)
     if len(first) > 1:
-        seen = ", ".join(f"{kind} at {place}" for kind, place in first.items())
-        raise KeelError(f"{source}: the answer column {column!r} mixes types, {seen}: write them all alike")
-    kind, place = next(iter(first.items()))
+        kinds = ", ".join(f"{kind} at {location}" for kind, location in first.items())
+        raise KeelError(f"{source}: the answer column {column!r} mixes types, {kinds}: write them all alike")
+    kind, location = next(iter(first.items()))
     if kind == "an object":
         raise KeelError(
-            f"{source}: the answer column {column!r} holds objects ({place}): name the field, such as "
+            f"{source}: the answer column {column!r} holds objects ({location}): name the field, such as "
             f"data.columns.answer={column}.value"
         )
     mixed = next(
@@ -252,8 +252,3 @@ def _check_types(source: str, column: str, problems: Sequence[Problem]) -> None:
 
 def _kind(value: Any) -> str:
     return next((name for name, types in _KINDS if isinstance(value, types)), f"a {type(value).__name__}")
-
-
-def _order(place: str) -> tuple[str, int]:
-    name, _, number = place.rpartition(":")
-    return name, int(number) if number.isdigit() else 0

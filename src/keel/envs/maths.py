@@ -32,15 +32,15 @@ def need_math_verify(what: str) -> None:
 
 def math_equal(answer: str, text: str) -> bool | None:
     """Whether the last mathematics of `text` equals `answer` (½ and 0.5, 2x and x+x); None where none can be read."""
-    given = plain_number(text)
-    if given is not None and given == plain_number(answer):
+    number = plain_number(text)
+    if number is not None and number == plain_number(answer):
         return True  # the usual case, without a parser
     from math_verify import verify
 
-    found = [] if _GIANT.search(text) else _parsed(text)
-    if not found:
+    parsed = [] if _GIANT.search(text) else _parsed(text)
+    if not parsed:
         return None
-    return bool(verify(list(_gold(answer)), found, timeout_seconds=_limit()))
+    return bool(verify(list(_gold(answer)), parsed, timeout_seconds=_limit()))
 
 
 @lru_cache(maxsize=4096)
@@ -58,7 +58,7 @@ def _parsed(text: str) -> list[Any]:
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # a text without mathematics is no warning here
     forms = (f"${text.strip()}$", text) if _is_formula(text) else (text,)
-    return next((found for form in forms if (found := list(parse(form, parsing_timeout=_limit())))), [])
+    return next((parsed for form in forms if (parsed := list(parse(form, parsing_timeout=_limit())))), [])
 
 
 def _is_formula(text: str) -> bool:

@@ -27,17 +27,17 @@ _TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "null
 
 
 class ToolError(Exception):
-    """What a server said went wrong with a call, or that it cannot be asked; the model is told the first line."""
+    """A call that failed at the server, or a server that cannot be reached; the model is sent the first line."""
 
 
 def mcp_tools(entry: Mapping[str, Any]) -> list[Tool]:
     """The tools of one entry; the server is started here, or found running where an equal entry started it."""
-    address, only, given, limits = _checked(entry)
+    address, only, variables, limits = _checked(entry)
     try:
         from mcp import Client  # noqa: F401
     except ImportError as error:
         raise KeelError("task.tools: an mcp entry needs mcp, 2.0 or newer: pip install 'keel-rl[mcp]'") from error
-    server = _server(address, given)
+    server = _server(address, variables)
     listed = {tool.name: tool for tool in server.listed()}
     for name in only:
         if name not in listed:
@@ -54,8 +54,8 @@ class Server:
     after it has answered a call is there another attempt, so that a server which dies at every call is left alone.
     """
 
-    def __init__(self, address: str, given: Mapping[str, str]) -> None:
-        self.address, self.given, self.is_url = address, dict(given), _is_url(address)
+    def __init__(self, address: str, variables: Mapping[str, str]) -> None:
+        self.address, self.variables, self.is_url = address, dict(variables), _is_url(address)
         self.loop = asyncio.new_event_loop()
         self._opened: asyncio.Future[tuple[Any, list[Any]]] | None = None  # the client and the tools it listed
         self._holder: asyncio.Task[None] | None = None
@@ -135,26 +135,28 @@ class Server:
             if self._opened is opened:
                 self._opened = None
             if not opened.done():
-                late, failed = limit.expired(), "cannot be reached" if self.is_url else "did not start"
-                said = f"did not answer within {START_S:g} s" if late else f"{failed}: {self._why(error)}"
-                opened.set_exception(ToolError(said))
+                timed_out, failed = limit.expired(), "cannot be reached" if self.is_url else "did not start"
+                reason = f"did not answer within {START_S:g} s" if timed_out else f"{failed}: {self._why(error)}"
+                opened.set_exception(ToolError(reason))
                 opened.exception()  # nobody may be left to ask
 
     def _client(self) -> Any:
         from mcp import Client, StdioServerParameters, stdio_client
 
-        given = {name: _filled(value) for name, value in self.given.items()}
+        variables = {name: _filled(value) for name, value in self.variables.items()}
         if self.is_url:
-            return Client(_over_http(_filled(self.address), given))
-        command, *arguments = [_filled(word) for word in shlex.split(self.address)]
-        parameters = StdioServerParameters(command=command, args=arguments, env=given)
+            return Client(_over_http(_filled(self.address), variables))
+        command, *arguments = [_filled(argument) for argument in shlex.split(self.address)]
+        parameters = StdioServerParameters(command=command, args=arguments, env=variables)
         return Client(stdio_client(parameters, errlog=self._errors))
 
     def _why(self, error: BaseException) -> str:
         """The first line of an error, and the last that the server wrote to its standard error."""
         size = os.fstat(self._errors.fileno()).st_size
-        said = os.pread(self._errors.fileno(), 4096, max(0, size - 4096)).decode(errors="replace").strip().splitlines()
-        last = said[-1].strip() if said else ""
+        stderr = (
+            os.pread(self._errors.fileno(), 4096, max(0, size - 4096)).decode(errors="replace").strip().splitlines()
+        )
+        last = stderr[-1].strip() if stderr else ""
         return hide(_first_line(_cause(error)) + (f" (it said: {last[:200]})" if last else ""))
 
 
@@ -162,12 +164,12 @@ _servers: dict[tuple[str, tuple[tuple[str, str], ...]], Server] = {}
 _lock = threading.Lock()
 
 
-def _server(address: str, given: Mapping[str, str]) -> Server:
+def _server(address: str, variables: Mapping[str, str]) -> Server:
     """The server of an address and its environment or headers: one for all tasks of this process."""
-    key = address, tuple(sorted(given.items()))
+    key = address, tuple(sorted(variables.items()))
     with _lock:
         if key not in _servers:
-            _servers[key] = Server(address, given)
+            _servers[key] = Server(address, variables)
         return _servers[key]
 
 
@@ -208,8 +210,8 @@ def _checked(entry: Mapping[str, Any]) -> tuple[str, list[str], dict[str, str], 
         is_number = isinstance(value, number) and not isinstance(value, bool) and value > 0
         if not is_number and not (option == "timeout_s" and value is None):
             raise KeelError(f"task.tools: {option} of {address!r} is {value!r}: it must be a number above 0")
-    given = {str(name): str(value) for name, value in (env or headers).items()}
-    return address, list(only or ()), given, limits
+    variables = {str(name): str(value) for name, value in (env or headers).items()}
+    return address, list(only or ()), variables, limits
 
 
 @asynccontextmanager
@@ -234,18 +236,18 @@ def _filled(text: str) -> str:
 
 def _tool(server: Server, listed: Any, limits: Mapping[str, Any]) -> Tool:
     """A tool as the server describes it; characters that calls cannot be written with become `_` in its name."""
-    given = listed.input_schema
-    properties, required = given.get("properties") or {}, tuple(given.get("required") or ())
+    schema = listed.input_schema
+    properties, required = schema.get("properties") or {}, tuple(schema.get("required") or ())
     hints = {name: hint_of(properties.get(name)) for name in dict.fromkeys((*properties, *required))}
-    schema = {"type": "object", **given, "properties": properties}
-    called = re.sub(r"^(?=[\d-])|[^\w-]", "_", listed.name, flags=re.ASCII)
+    parameters = {"type": "object", **schema, "properties": properties}
+    name = re.sub(r"^(?=[\d-])|[^\w-]", "_", listed.name, flags=re.ASCII)
 
     async def call(**arguments: Any) -> str:
-        asked = asyncio.run_coroutine_threadsafe(server.call(listed.name, arguments), server.loop)
-        return await asyncio.wrap_future(asked)
+        future = asyncio.run_coroutine_threadsafe(server.call(listed.name, arguments), server.loop)
+        return await asyncio.wrap_future(future)
 
     about = (listed.description or listed.title or listed.name).strip()
-    return Tool(called, about, call, hints, required, {}, tag=called, parameters=schema, **limits)
+    return Tool(name, about, call, hints, required, {}, tag=name, parameters=parameters, **limits)
 
 
 def hint_of(schema: Any) -> Any:
@@ -257,22 +259,22 @@ def hint_of(schema: Any) -> Any:
         return Literal.__getitem__(tuple(choices)) if plain else Any
     kind, several = schema.get("type"), schema.get("anyOf") or schema.get("oneOf")
     if isinstance(kind, list):
-        several = [{**schema, "type": one} for one in kind]
+        several = [{**schema, "type": member} for member in kind]
     if isinstance(several, list) and several:
-        members = [hint_of(one) for one in several]
+        members = [hint_of(member) for member in several]
         return Any if Any in members else reduce(or_, members)
-    found = list[hint_of(schema.get("items"))] if kind == "array" else _TYPES.get(str(kind), Any)  # type: ignore[misc]
-    return found | None if schema.get("nullable") and found is not Any else found
+    hint = list[hint_of(schema.get("items"))] if kind == "array" else _TYPES.get(str(kind), Any)  # type: ignore[misc]
+    return hint | None if schema.get("nullable") and hint is not Any else hint
 
 
 async def _all_tools(client: Any) -> list[Any]:
     """Every page of the list of tools."""
     page = await client.list_tools()
-    found = list(page.tools)
+    tools = list(page.tools)
     while page.next_cursor is not None:
         page = await client.list_tools(cursor=page.next_cursor)
-        found += page.tools
-    return found
+        tools += page.tools
+    return tools
 
 
 async def _answers(client: Any) -> bool:
@@ -286,7 +288,7 @@ async def _answers(client: Any) -> bool:
 
 
 def _text(result: Any) -> str:
-    """The text of a result; content of other kinds is named in its place."""
+    """The text of a result; other kinds of content are replaced by their name."""
     if not result.content and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     parts = (getattr(part, "resource", part) for part in result.content)

@@ -44,11 +44,11 @@ class Mixture(Task):
 
     def keep(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
         """The mixture with only those problems of its tasks' data that `fits` accepts."""
-        kept = [task.keep(fits) for task in self.tasks]
-        if not any(kept):
+        filtered = [task.keep(fits) for task in self.tasks]
+        if not any(filtered):
             return None
-        tasks = tuple(task if found is None else found[0] for task, found in zip(self.tasks, kept, strict=True))
-        return replace(self, tasks=tasks), sum(found[1] for found in kept if found is not None)
+        tasks = tuple(task if result is None else result[0] for task, result in zip(self.tasks, filtered, strict=True))
+        return replace(self, tasks=tasks), sum(result[1] for result in filtered if result is not None)
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """Training problems, each task's share drawn by weight."""
@@ -98,15 +98,17 @@ class Mixture(Task):
 
     def extra_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """What each task adds over the groups of its own problems, under its name."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for index, task in enumerate(self.tasks):
-            own = [group for group in groups if group.problem.info["mixture"] == index]
-            if own:
-                found |= {f"{self._label(index)}/{name}": value for name, value in task.extra_metrics(own).items()}
-        return found
+            task_groups = [group for group in groups if group.problem.info["mixture"] == index]
+            if task_groups:
+                metrics |= {
+                    f"{self._label(index)}/{name}": value for name, value in task.extra_metrics(task_groups).items()
+                }
+        return metrics
 
     def _label(self, index: int) -> str:
-        """A task's name, with its place before it where another is called the same."""
+        """A task's name, with its index before it where another is called the same."""
         name = self.tasks[index].name
         return f"{index}/{name}" if sum(task.name == name for task in self.tasks) > 1 else name
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from keel.base.errors import KeelError
@@ -21,7 +21,7 @@ def stream(*parts: object) -> random.Random:
 
 
 def is_held_out(identity: str, fraction: float = HELD_OUT_FRACTION) -> bool:
-    """Whether the problem called `identity` is kept for evaluation.
+    """Whether the problem called `identity` is held out for evaluation.
 
     A hash of the problem decides, not a seed or a range: whatever other run, warm start or mixture draws it, it is on
     the same side. `identity` should be equal for problems that give each other away, such as 3+4 and 4+3.
@@ -34,19 +34,27 @@ def held_out_rank(identity: str) -> int:
     return int.from_bytes(hashlib.blake2b(b"held-out\x1f" + identity.encode(), digest_size=8).digest(), "little")
 
 
+def split_held_out(identities: Iterable[str], held_out: int | float) -> set[str]:
+    """Those held out: that many, or that share of them but at least one; always by the same hash."""
+    by_hash = sorted(set(identities), key=held_out_rank)
+    if held_out == 0 or (held_out >= 1 and isinstance(held_out, int)):
+        return set(by_hash[: int(held_out)])
+    return {identity for identity in by_hash if is_held_out(identity, float(held_out))} or set(by_hash[:1])
+
+
 def choose_held_out(sizes: Mapping[str, int], count: int) -> frozenset[str]:
     """Identities with exactly `count` problems behind them (`sizes`: how many each stands for), by the same hash.
 
     For ranges so small that a share of the hash says little. Identities stay whole, so that 3+4 never gives away 4+3.
     """
     chosen: list[str] = []
-    left = count
+    remaining = count
     for identity in sorted(sizes, key=held_out_rank):
-        if sizes[identity] <= left:
+        if sizes[identity] <= remaining:
             chosen.append(identity)
-            left -= sizes[identity]
+            remaining -= sizes[identity]
     total = sum(sizes.values())
-    if count < 1 or left or count >= total:
+    if count < 1 or remaining or count >= total:
         raise KeelError(f"held_out is {count}, but the range has {total} problems: give a number from 1 to {total - 1}")
     return frozenset(chosen)
 
@@ -61,39 +69,39 @@ def training_problems(draw: Draw, count: int, rng: random.Random, held_out: Held
     A problem that has to come again gets another key, because noise is keyed by it: two groups with one key would be
     the same completions twice.
     """
-    found: dict[str, Problem] = {}
+    problems: dict[str, Problem] = {}
     repeating = False
-    while len(found) < count:
-        seen = () if repeating else found
+    while len(problems) < count:
+        seen = () if repeating else problems
         problem = _next(draw, rng, lambda identity, p, seen=seen: not held_out(identity) and p.key not in seen)
         if problem is None and repeating:
             raise KeelError("the task's range holds no training problem: widen low/high or digits")
         if problem is None:
             repeating = True
             continue
-        if problem.key in found:
-            copies = sum(key.partition("#")[0] == problem.key for key in found)
+        if problem.key in problems:
+            copies = sum(key.partition("#")[0] == problem.key for key in problems)
             problem = replace(problem, key=f"{problem.key}#{copies}")
-        found[problem.key] = problem
-    return list(found.values())
+        problems[problem.key] = problem
+    return list(problems.values())
 
 
 def held_out_problems(draw: Draw, count: int, rng: random.Random, held_out: HeldOut = is_held_out) -> list[Problem]:
     """`count` distinct held-out problems, or all there are where the range has fewer."""
-    found: dict[str, Problem] = {}
-    while len(found) < count:
-        problem = _next(draw, rng, lambda identity, problem: held_out(identity) and problem.key not in found)
+    problems: dict[str, Problem] = {}
+    while len(problems) < count:
+        problem = _next(draw, rng, lambda identity, problem: held_out(identity) and problem.key not in problems)
         if problem is None:
             break
-        found[problem.key] = problem
-    if count and not found:
+        problems[problem.key] = problem
+    if count and not problems:
         raise KeelError("the task's range holds no held-out problem: widen low/high or digits")
-    return list(found.values())
+    return list(problems.values())
 
 
-def _next(draw: Draw, rng: random.Random, wanted: Callable[..., bool]) -> Problem | None:
+def _next(draw: Draw, rng: random.Random, accept: Callable[..., bool]) -> Problem | None:
     for _ in range(_PATIENCE):
         identity, problem = draw(rng)
-        if wanted(identity, problem):
+        if accept(identity, problem):
             return problem
     return None

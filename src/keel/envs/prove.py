@@ -51,7 +51,7 @@ def examples(task: Task, judge: Judge | None = None, count: int = 3, seed: int =
     """A few problems with what the gold answer and a wrong one earn, part by part."""
     problems = task.sample(max(count, 2), seed=seed, step=0)
     judge = judge or Judge.of(task)
-    found = []
+    worked = []
     for number, problem in enumerate(problems[:count]):
         gold, wrong = task.gold_turns(problem), wrong_answer(task, problem, problems[number - 1])
         judged = judge.judge(problem, [gold, wrong])
@@ -61,8 +61,8 @@ def examples(task: Task, judge: Judge | None = None, count: int = 3, seed: int =
             {"text": "\n".join(turns), "total": r.total, "parts": dict(r.parts)}
             for turns, r in zip((gold, wrong), judged, strict=True)
         ]
-        found.append({"key": problem.key, "prompt": problem.prompt, "gold": paid[0], "wrong": paid[1]})
-    return found
+        worked.append({"key": problem.key, "prompt": problem.prompt, "gold": paid[0], "wrong": paid[1]})
+    return worked
 
 
 def wrong_answer(task: Task, problem: Problem, other: Problem) -> list[str]:
@@ -83,7 +83,7 @@ def _prompts(problems: Callable[[], Sequence[Problem]], renderer: Renderer, stri
             left_out += 1
             continue
         expect(not lost, f"the prompt of {problem.key!r} does not come back from its tokens: {_difference(lost, back)}")
-    return _said(len(problems()), left_out, "prompts come back from their tokens")
+    return _summary(len(problems()), left_out, "prompts come back from their tokens")
 
 
 def _answers(problems: Callable[[], Sequence[Problem]], task: Task, tokenizer: Any, strict: bool) -> str:
@@ -98,7 +98,7 @@ def _answers(problems: Callable[[], Sequence[Problem]], task: Task, tokenizer: A
             continue
         what = f"the gold answer of {problem.key!r} comes back from its tokens as {back[-1][:60]!r}"
         expect(earned >= full, f"{what} and earns {earned:g} instead of {full:g}")
-    return _said(len(problems()), left_out, "gold answers earn the full reward after encoding and decoding")
+    return _summary(len(problems()), left_out, "gold answers earn the full reward after encoding and decoding")
 
 
 def _rewards(problems: Callable[[], Sequence[Problem]], task: Task, judge: Judge) -> str:
@@ -128,7 +128,7 @@ def _covers(tokenizer: Any, text: str) -> bool:
     return unknown is None or unknown not in tokenizer.encode(text, add_special_tokens=False)
 
 
-def _said(count: int, left_out: int, what: str) -> str:
+def _summary(count: int, left_out: int, what: str) -> str:
     rest = f"; {left_out} have characters that this tokenizer does not know" if left_out else ""
     return f"{count - left_out} {what}{rest}"
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
-from keel.base.errors import KeelError, unknown
+from keel.base.errors import KeelError, first_line, unknown
 from keel.base.types import Problem, Reward
 from keel.envs.answers import last_tag
 from keel.envs.base import Task
@@ -71,9 +71,9 @@ class ReasoningGym(Task):
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
         """The library's score of the answer; the part `correct` is 1 where that is full."""
-        given = self._read(turns[-1] if turns else "")
-        value = 0.0 if given is None else self.score(given, self.entry(problem.info["index"]))
-        return Reward(value, {"correct": float(value >= FULL)}, parsed=given is not None)
+        answer = self._read(turns[-1] if turns else "")
+        value = 0.0 if answer is None else self.score(answer, self.entry(problem.info["index"]))
+        return Reward(value, {"correct": float(value >= FULL)}, parsed=answer is not None)
 
     def _read(self, text: str) -> str | None:
         """What stands in the last `<answer>`; without one, the last line that is not empty, or all of the text."""
@@ -87,11 +87,11 @@ class ReasoningGym(Task):
         index = rng.randrange(self.size)
         entry = self.entry(index)
         question = str(entry["question"])
-        asked = f"{question.rstrip()}\n{self.instruction}" if self.instruction else question
+        content = f"{question.rstrip()}\n{self.instruction}" if self.instruction else question
         digest = hashlib.blake2b(question.encode(), digest_size=8).hexdigest()
         return question, Problem(
             key=f"{self.dataset}:{digest}",
-            prompt=[{"role": "user", "content": asked}],
+            prompt=[{"role": "user", "content": content}],
             answer=_answer(entry),
             info={"index": index},
         )
@@ -106,21 +106,21 @@ def reasoning_gym(dataset: str, fallback: str = "line", instruction: str = INSTR
     """
     check_reasoning_gym({"dataset": dataset, "fallback": fallback, "instruction": instruction, **params})
     chosen = {"seed": 0, "size": SIZE, **params}
-    made = _library().create_dataset(dataset, **chosen)
+    data = _library().create_dataset(dataset, **chosen)
     return ReasoningGym(
         dataset=dataset,
         params=tuple(sorted(params.items())),
         fallback=fallback,
         instruction=instruction,
-        entry=lru_cache(maxsize=4096)(made.__getitem__),
-        score=_scorer(made),
+        entry=lru_cache(maxsize=4096)(data.__getitem__),
+        score=_scorer(data),
         size=chosen["size"],
     )
 
 
 def check_reasoning_gym(params: Mapping[str, Any]) -> None:
     """Refuse an unknown dataset or parameter with the nearest that there is, and values that the dataset refuses."""
-    own = {name: value for name, value in params.items() if name not in ("dataset", "fallback", "instruction")}
+    options = {name: value for name, value in params.items() if name not in ("dataset", "fallback", "instruction")}
     known = {name: config for name, (_, config) in _library().factory.DATASETS.items()}
     dataset = params["dataset"]
     if dataset not in known:
@@ -129,16 +129,15 @@ def check_reasoning_gym(params: Mapping[str, Any]) -> None:
         raise unknown("reasoning_gym fallback", params["fallback"], FALLBACKS)
     config = known[dataset]
     names = [f.name for f in fields(config)]
-    for name in own:
+    for name in options:
         if name not in names:
             raise unknown(f"reasoning_gym {dataset} parameter", name, names)
     try:
-        made = config(**{"seed": 0, "size": SIZE, **own})
-        if hasattr(made, "validate"):
-            made.validate()
+        settings = config(**{"seed": 0, "size": SIZE, **options})
+        if hasattr(settings, "validate"):
+            settings.validate()
     except Exception as error:  # the library asserts; a wrong type may raise anything
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise KeelError(f"reasoning_gym {dataset} refuses its parameters {own}: {first}") from error
+        raise KeelError(f"reasoning_gym {dataset} refuses its parameters {options}: {first_line(error)}") from error
 
 
 def _library() -> Any:
@@ -157,8 +156,8 @@ def _held_out(identity: str) -> bool:
 def _answer(entry: Mapping[str, Any]) -> str | None:
     if entry["answer"] is not None:
         return str(entry["answer"])
-    found = next((entry["metadata"][key] for key in _EXAMPLES if key in entry["metadata"]), None)
-    return found if found is None or isinstance(found, str) else json.dumps(found)
+    example = next((entry["metadata"][key] for key in _EXAMPLES if key in entry["metadata"]), None)
+    return example if example is None or isinstance(example, str) else json.dumps(example)
 
 
 def _scorer(dataset: Any) -> Callable[[str, Mapping[str, Any]], float]:

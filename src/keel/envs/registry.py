@@ -38,7 +38,7 @@ def tools_around(task: Mapping[str, Any], tools: Sequence[Any], format: str = "j
     return with_tools(build_task(**task), tools_of(tools), format)
 
 
-class Lazy:
+class LazyTask:
     """A task of an extra: its module is imported when the task is first looked at, and lacks of it are one line."""
 
     def __init__(self, spec: str, extra: str) -> None:
@@ -55,19 +55,19 @@ class Lazy:
         """The task's own factory."""
         module, _, attr = self.spec.partition(":")
         try:
-            found: Callable[..., Any] = getattr(importlib.import_module(module), attr)
+            factory: Callable[..., Any] = getattr(importlib.import_module(module), attr)
         except ImportError as error:
             raise KeelError(f"the task {attr} needs {error.name}: pip install 'keel-rl[{self.extra}]'") from error
-        return found
+        return factory
 
 
 TASKS: dict[str, Callable[..., Task]] = {
     "arithmetic": arithmetic,
     "capitals": capitals,
-    "chess": Lazy("keel.envs.chess.mix:chess", "chess"),
-    "chess_env": Lazy("keel.envs.chess.env:chess_env", "chess"),
-    "chess_policy": Lazy("keel.envs.chess.policy:chess_policy", "chess"),
-    "chess_puzzles": Lazy("keel.envs.chess.puzzles:chess_puzzles", "chess"),
+    "chess": LazyTask("keel.envs.chess.mix:chess", "chess"),
+    "chess_env": LazyTask("keel.envs.chess.env:chess_env", "chess"),
+    "chess_policy": LazyTask("keel.envs.chess.policy:chess_policy", "chess"),
+    "chess_puzzles": LazyTask("keel.envs.chess.puzzles:chess_puzzles", "chess"),
     "countdown": countdown,
     "dataset": dataset,
     "gsm8k": gsm8k,
@@ -84,8 +84,8 @@ def build_task(name: str, **params: Any) -> Task:
     """The task called `name`, or made by the user's `module:attr`, with its own parameters."""
     check_task(name, params)
     factory = get_task(name)
-    made = factory(**part_arguments(f"task {name}", factory, params))
-    return check_is_task(made, f"task {name!r} made")
+    task = factory(**part_arguments(f"task {name}", factory, params))
+    return check_is_task(task, f"task {name!r} made")
 
 
 def check_task(name: str, params: Mapping[str, Any]) -> None:
@@ -103,16 +103,16 @@ def reads_data(name: str) -> bool:
 def check_data(task: TaskOptions, data: DataOptions) -> None:
     """Refuse data that the task would not read, or lacks."""
     untouched = SourceOptions()
-    given = [name for name in SourceOptions.model_fields if getattr(data, name) != getattr(untouched, name)]
-    if given and not reads_data(task.name):
+    changed = [name for name in SourceOptions.model_fields if getattr(data, name) != getattr(untouched, name)]
+    if changed and not reads_data(task.name):
         raise KeelError(
-            f"data.{given[0]} is given, but task {task.name} makes its own problems: leave it out, or set "
+            f"data.{changed[0]} is given, but task {task.name} makes its own problems: leave it out, or set "
             "task.name=dataset"
         )
     if task.name == "dataset" and data.path is None and "data" not in task.params:
         raise KeelError("task dataset needs data.path: a file, a folder or a hub name")
-    if given and "data" in task.params:
-        raise KeelError(f"data.{given[0]} and task.data both name data: keep one")
+    if changed and "data" in task.params:
+        raise KeelError(f"data.{changed[0]} and task.data both name data: keep one")
     if data.truncation != "error" and data.max_prompt_length is None:
         raise KeelError(f"data.truncation={data.truncation} needs data.max_prompt_length: give the limit in tokens")
 
@@ -120,8 +120,8 @@ def check_data(task: TaskOptions, data: DataOptions) -> None:
 def get_task(name: str) -> Callable[..., Any]:
     """What makes the task of that name, or a user's own `module:attr`."""
     if name in TASKS:
-        found = TASKS[name]
-        return found.load() if isinstance(found, Lazy) else found
+        factory = TASKS[name]
+        return factory.load() if isinstance(factory, LazyTask) else factory
     if isinstance(name, str) and is_import_path(name):
         return import_object(name, "task")
     raise unknown("task", name, TASKS)

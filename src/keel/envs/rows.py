@@ -1,4 +1,4 @@
-"""Rows of a user's data: JSONL, JSON, parquet, CSV, a folder of them or a hub dataset, each row with its place."""
+"""Rows of a user's data: JSONL, JSON, parquet, CSV, a folder of them or a hub dataset, each row with its location."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import difflib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.base.errors import KeelError, unknown
+from keel.base.errors import KeelError, first_line, unknown
 from keel.base.files import json_kind, json_lines, no_constant
 
 SPLITS = ("train", "validation", "valid", "val", "dev", "test", "eval")
@@ -22,34 +22,34 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(,[\w.-]+){0,2}")
 
 @dataclass(frozen=True)
 class DataRow:
-    """One record and where it stands, such as `mine.jsonl:3`."""
+    """One record and its location, such as `mine.jsonl:3`."""
 
-    place: str
+    location: str
     values: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Broken:
+class BrokenRow:
     """A record that cannot be used, and why."""
 
-    place: str
+    location: str
     why: str
 
 
 @dataclass(frozen=True)
-class Rows:
-    """What was read: `columns` are all that occur, `source` is for messages."""
+class DataRows:
+    """The rows of a source, which is named in messages; `columns` are all that occur."""
 
     source: str
     rows: tuple[DataRow, ...]
-    broken: tuple[Broken, ...] = ()
+    broken: tuple[BrokenRow, ...] = ()
 
     @property
     def columns(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for row in self.rows for name in row.values))
 
 
-def read_rows(path: str | Sequence[str], split: str = "train") -> Rows:
+def read_rows(path: str | Sequence[str], split: str = "train") -> DataRows:
     """All rows behind `data.path`: a file, a folder, a hub name (`path`, `path,name` or `path,name,split`), or several.
 
     Lines that are no records are listed as broken, for the caller to refuse or count.
@@ -57,72 +57,82 @@ def read_rows(path: str | Sequence[str], split: str = "train") -> Rows:
     paths = [path] if isinstance(path, str) else list(path)
     if not paths:
         raise KeelError("data.path is an empty list: give a file, a folder or a hub name")
-    several = [_read(one, split) for one in paths]
+    several = [_read(name, split) for name in paths]
     if len(several) == 1:
-        found = several[0]
+        result = several[0]
     else:
         rows = tuple(row for part in several for row in part.rows)
-        places = {row.place for row in rows}
-        if len(places) < len(rows):  # files of one name in several folders: then the whole path tells them apart
+        locations = {row.location for row in rows}
+        if len(locations) < len(rows):  # files of one name in several folders: then the whole path tells them apart
             rows = tuple(
-                DataRow(f"{one}:{row.place.rpartition(':')[2]}", row.values)
-                for one, part in zip(paths, several, strict=True)
+                DataRow(f"{name}:{row.location.rpartition(':')[2]}", row.values)
+                for name, part in zip(paths, several, strict=True)
                 for row in part.rows
             )
-        found = Rows(f"{paths[0]} and {len(paths) - 1} more", rows, tuple(b for part in several for b in part.broken))
-    if not found.rows and not found.broken:
-        raise KeelError(f"{found.source} is empty: it holds no row")
-    return found
+        result = DataRows(
+            f"{paths[0]} and {len(paths) - 1} more", rows, tuple(b for part in several for b in part.broken)
+        )
+    if not result.rows and not result.broken:
+        raise KeelError(f"{result.source} is empty: it holds no row")
+    return result
 
 
-def settle(source: str, broken: Sequence[Broken], on_broken: str) -> str | None:
-    """Refuse broken rows by their places, or with `data.on_broken: skip` return the note that counts them."""
+def row_order(row: DataRow | BrokenRow) -> tuple[str, int]:
+    """A row's location as file and line, to sort by."""
+    file, _, line = row.location.rpartition(":")
+    return file, int(line)
+
+
+def handle_broken_rows(source: str, broken: Sequence[BrokenRow], on_broken: str) -> str | None:
+    """Refuse broken rows by their locations, or with `data.on_broken: skip` return the note that counts them."""
     if not broken:
         return None
-    shown = ", ".join(item.place for item in broken[1:4]) + (", …" if len(broken) > 4 else "")
+    shown = ", ".join(item.location for item in broken[1:4]) + (", …" if len(broken) > 4 else "")
     more = f" ({len(broken) - 1} more: {shown})" if len(broken) > 1 else ""
     if on_broken == "error":
         first = broken[0]
-        raise KeelError(f"{first.place}: {first.why}{more}; mend it, or leave such rows out with data.on_broken=skip")
-    return f"{source}: {len(broken)} broken rows left out (data.on_broken=skip), the first at {broken[0].place}"
+        raise KeelError(
+            f"{first.location}: {first.why}{more}; mend it, or leave such rows out with data.on_broken=skip"
+        )
+    return f"{source}: {len(broken)} broken rows left out (data.on_broken=skip), the first at {broken[0].location}"
 
 
-def _read(path: str, split: str) -> Rows:
-    place = Path(path).expanduser()
-    if place.is_dir():
-        return _folder(place, split)
-    if place.is_file():
-        if split != "train" and split.lower() not in _words(place.name):
+def _read(path: str, split: str) -> DataRows:
+    file = Path(path).expanduser()
+    if file.is_dir():
+        return _folder(file, split)
+    if file.is_file():
+        if split != "train" and split.lower() not in _words(file.name):
             raise KeelError(
                 f"data.split={split} has no meaning for {path}: a file has no splits; leave it out, or give a folder "
                 "or a hub name"
             )
-        return _file(place)
-    looks_like_a_file = place.suffix.lower() in READERS or path.startswith(("/", ".", "~")) or path.count("/") > 1
+        return _file(file)
+    looks_like_a_file = file.suffix.lower() in READERS or path.startswith(("/", ".", "~")) or path.count("/") > 1
     if looks_like_a_file or not _HUB_NAME.fullmatch(path):
-        there = [p.name for p in place.parent.iterdir()] if place.parent.is_dir() else []
-        near = difflib.get_close_matches(place.name, there, n=1)
-        hint = f"did you mean {place.parent / near[0]}?" if near else "give a file, a folder or a hub name"
+        siblings = [p.name for p in file.parent.iterdir()] if file.parent.is_dir() else []
+        near = difflib.get_close_matches(file.name, siblings, n=1)
+        hint = f"did you mean {file.parent / near[0]}?" if near else "give a file, a folder or a hub name"
         raise KeelError(f"data.path: there is no file {path}: {hint}")
     return _hub(path, split)
 
 
-def _file(path: Path) -> Rows:
+def _file(path: Path) -> DataRows:
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise KeelError(f"cannot read {path}: its ending is {path.suffix!r}, known are {', '.join(READERS)}")
     rows: list[DataRow] = []
-    broken: list[Broken] = []
+    broken: list[BrokenRow] = []
     try:
         for number, record in reader(path):
-            place = f"{path.name}:{number}"
+            location = f"{path.name}:{number}"
             if isinstance(record, str):
-                broken.append(Broken(place, record))
+                broken.append(BrokenRow(location, record))
             else:
-                rows.append(DataRow(place, record))
+                rows.append(DataRow(location, record))
     except OSError as error:
         raise KeelError(f"cannot read {path}: {error.strerror or error}") from error
-    return Rows(str(path), tuple(rows), tuple(broken))
+    return DataRows(str(path), tuple(rows), tuple(broken))
 
 
 # ------------------------------------------------------- readers: (number, record), or (number, why it is none)
@@ -138,20 +148,20 @@ def _jsonl(path: Path) -> Records:
 def _json(path: Path) -> Records:
     """A list of objects; a file of this ending that is JSONL all the same is read as that."""
     try:
-        whole = json.loads(path.read_text(encoding="utf-8-sig"), parse_constant=no_constant)
+        content = json.loads(path.read_text(encoding="utf-8-sig"), parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
         if str(error).startswith("Extra data"):
             yield from _jsonl(path)
             return
         raise KeelError(f"cannot read {path}: not JSON ({error})") from error
-    if isinstance(whole, dict):
-        lists = [name for name, value in whole.items() if isinstance(value, list)]
+    if isinstance(content, dict):
+        lists = [name for name, value in content.items() if isinstance(value, list)]
         if len(lists) != 1:
             raise KeelError(f"{path} holds one object: give a list of objects, or one object a line as .jsonl")
-        whole = whole[lists[0]]
-    if not isinstance(whole, list):
-        raise KeelError(f"{path} holds a JSON {json_kind(whole)}: give a list of objects")
-    for number, record in enumerate(whole, start=1):
+        content = content[lists[0]]
+    if not isinstance(content, list):
+        raise KeelError(f"{path} holds a JSON {json_kind(content)}: give a list of objects")
+    for number, record in enumerate(content, start=1):
         yield number, record if isinstance(record, dict) else f"a JSON {json_kind(record)}, not an object"
 
 
@@ -206,39 +216,39 @@ READERS: dict[str, Callable[[Path], Records]] = {
 # --------------------------------------------------------------------------------------------- folders and hubs
 
 
-def _folder(folder: Path, split: str) -> Rows:
+def _folder(folder: Path, split: str) -> DataRows:
     """A `save_to_disk` folder, or files that have the split in their name or their folder's."""
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         return _loaded(str(folder), split, lambda datasets: datasets.load_from_disk(str(folder)))
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix.lower() in READERS)
     if not files:
         raise KeelError(f"the folder {folder} holds no data: known endings are {', '.join(READERS)}")
-    words = {file: _words(str(file.relative_to(folder))) for file in files}
-    chosen = [file for file in files if split.lower() in words[file]]
+    name_parts = {file: _words(str(file.relative_to(folder))) for file in files}
+    chosen = [file for file in files if split.lower() in name_parts[file]]
     if not chosen and split == "train":  # files that name no split are for training
-        chosen = [file for file in files if not words[file] & set(SPLITS)]
+        chosen = [file for file in files if not name_parts[file] & set(SPLITS)]
     if not chosen:
         names = ", ".join(str(file.relative_to(folder)) for file in files[:8])
         raise KeelError(f"the folder {folder} has no file of the split {split!r}: it holds {names}; set data.split")
     parts = [_file(file) for file in chosen]
     source = str(chosen[0]) if len(chosen) == 1 else f"{folder} ({split})"
     prefix = {part.source: str(Path(part.source).relative_to(folder)) for part in parts}
-    rows = (DataRow(f"{prefix[p.source]}:{r.place.rpartition(':')[2]}", r.values) for p in parts for r in p.rows)
-    broken = (Broken(f"{prefix[p.source]}:{b.place.rpartition(':')[2]}", b.why) for p in parts for b in p.broken)
-    return Rows(source, tuple(rows), tuple(broken))
+    rows = (DataRow(f"{prefix[p.source]}:{r.location.rpartition(':')[2]}", r.values) for p in parts for r in p.rows)
+    broken = (BrokenRow(f"{prefix[p.source]}:{b.location.rpartition(':')[2]}", b.why) for p in parts for b in p.broken)
+    return DataRows(source, tuple(rows), tuple(broken))
 
 
 def _words(name: str) -> set[str]:
     return set(re.split(r"[^a-z0-9]+", name.lower()))
 
 
-def _hub(name: str, split: str) -> Rows:
+def _hub(name: str, split: str) -> DataRows:
     path, *rest = name.split(",")
-    wanted = rest[1] if len(rest) > 1 else split
-    return _loaded(name, wanted, lambda datasets: datasets.load_dataset(path, *rest[:1], split=wanted))
+    hub_split = rest[1] if len(rest) > 1 else split
+    return _loaded(name, hub_split, lambda datasets: datasets.load_dataset(path, *rest[:1], split=hub_split))
 
 
-def _loaded(source: str, split: str, load: Callable[[Any], Any]) -> Rows:
+def _loaded(source: str, split: str, load: Callable[[Any], Any]) -> DataRows:
     try:
         import datasets
     except ImportError as error:
@@ -247,21 +257,21 @@ def _loaded(source: str, split: str, load: Callable[[Any], Any]) -> Rows:
         ) from error
     try:
         with _quiet("huggingface_hub", "datasets"):
-            found = load(datasets)
+            data = load(datasets)
     except Exception as error:  # a hub fails in many ways; each is one line to the user
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise KeelError(f"cannot load data.path={source}, split {split!r}: {first}") from error
-    if isinstance(found, Mapping):
-        if split not in found:
-            raise unknown(f"split of {source}", split, found)
-        found = found[split]
+        raise KeelError(f"cannot load data.path={source}, split {split!r}: {first_line(error)}") from error
+    if isinstance(data, Mapping):
+        if split not in data:
+            raise unknown(f"split of {source}", split, data)
+        data = data[split]
     stem = Path(source.partition(",")[0]).name
-    return Rows(f"{source} ({split})", tuple(_numbered(f"{stem}/{split}", found)))
+    rows = (DataRow(f"{stem}/{split}:{number}", dict(record)) for number, record in enumerate(data, start=1))
+    return DataRows(f"{source} ({split})", tuple(rows))
 
 
 @contextmanager
 def _quiet(*libraries: str) -> Iterator[None]:
-    """Without the libraries' lines about each retry: what became of it is one line, at the end."""
+    """Silence the libraries' lines about each retry: the outcome is one line, at the end."""
     loggers = [logging.getLogger(name) for name in libraries]
     levels = [logger.level for logger in loggers]
     try:
@@ -271,8 +281,3 @@ def _quiet(*libraries: str) -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def _numbered(name: str, records: Iterable[Mapping[str, Any]]) -> Iterator[DataRow]:
-    for number, record in enumerate(records, start=1):
-        yield DataRow(f"{name}:{number}", dict(record))

@@ -29,11 +29,11 @@ _PATIENCE = 20  # shards in a row that may bring nothing new before the games co
 # What is never repeated, its rows as JSON ("" for one that could not be made), whether they are held out.
 Item = tuple[str, tuple[str, ...], bool]
 Work = Callable[[int], list[Item]]  # a shard's items by its number; sent to other processes
-Told = Callable[[int], None]
+OnRows = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Made:
+class ShardCounts:
     """What lies in the folder: rows on each side, duplicates left out, shards, rows that were there already, and those
     that could not be made (`unavailable`)."""
 
@@ -46,65 +46,67 @@ class Made:
 
 
 def make_shards(
-    out: Path, settings: Mapping[str, Any], work: Work, *, rows: int, jobs: int = 1, told: Told | None = None
-) -> Made:
+    out: Path, settings: Mapping[str, Any], work: Work, *, rows: int, jobs: int = 1, on_rows: OnRows | None = None
+) -> ShardCounts:
     """Write `rows` rows to `out/train.jsonl` and `out/held_out.jsonl`, no item in two places.
 
     `settings` are kept in the folder: another start with others is refused, because the result would be neither.
-    `told` is called with the number of rows that came to be, those found on disk included.
+    `on_rows` is called with the number of new rows, those found on disk included.
     """
-    wanted = {**settings, "rows": rows}
-    finished = _begin(out, wanted)
+    full_settings = {**settings, "rows": rows}
+    finished = _begin(out, full_settings)
     if finished is not None:
         return finished
-    parts, ledger = out / PARTS, _Ledger(rows, told)
+    parts, ledger = out / PARTS, _Ledger(rows, on_rows)
     number = 0
     while (part := _part(parts, number)).exists():
         ledger.take_back(part.read_text(encoding="utf-8"))
         number += 1
-    found, barren = ledger.kept, 0
+    reused, barren = ledger.count, 0
     with _workers(jobs) as submit:
         waiting: dict[int, Callable[[], list[Item]]] = {}
-        while ledger.left > 0:
+        while ledger.remaining > 0:
             for ahead in range(number, number + (2 * jobs if jobs > 1 else 1)):
                 if ahead not in waiting:
                     waiting[ahead] = submit(work, ahead)
-            before = ledger.kept
+            before = ledger.count
             write_atomic(_part(parts, number), ledger.take(waiting.pop(number)()))
-            number, barren = number + 1, 0 if ledger.kept > before else barren + 1
+            number, barren = number + 1, 0 if ledger.count > before else barren + 1
             if barren >= _PATIENCE:
                 raise KeelError(
-                    f"no more than {ledger.kept} different rows can be made so: ask for fewer, in a new folder"
+                    f"no more than {ledger.count} different rows can be made so: ask for fewer, in a new folder"
                 )
     return _finish(
-        out, wanted, Made(ledger.train, ledger.held_out, ledger.duplicates, number, found, ledger.unavailable)
+        out,
+        full_settings,
+        ShardCounts(ledger.train, ledger.held_out, ledger.duplicates, number, reused, ledger.unavailable),
     )
 
 
 class _Ledger:
-    """What has been kept so far. A part's text is a line of counts, then `t` or `h`, the item and the row, by tabs."""
+    """Counts of the rows so far. A part's text is a line of counts, then `t` or `h`, the item and the row, by tabs."""
 
-    def __init__(self, rows: int, told: Told | None) -> None:
-        self.rows, self.told = rows, told
+    def __init__(self, rows: int, on_rows: OnRows | None) -> None:
+        self.rows, self.on_rows = rows, on_rows
         self.train = self.held_out = self.duplicates = self.unavailable = 0
         self.seen: set[bytes] = set()
 
     @property
-    def kept(self) -> int:
+    def count(self) -> int:
         return self.train + self.held_out
 
     @property
-    def left(self) -> int:
-        return self.rows - self.kept
+    def remaining(self) -> int:
+        return self.rows - self.count
 
     def take(self, items: Sequence[Item]) -> str:
         """Keep what is new, as far as there is room; returns the part's text."""
         lines: list[str] = []
         duplicates = unavailable = 0
-        for name, given, held in items:
-            texts = [text for text in given if text]
-            room = self.left - len(lines)
-            unavailable += len(given) - len(texts) if room else 0
+        for name, rows, held in items:
+            texts = [text for text in rows if text]
+            room = self.remaining - len(lines)
+            unavailable += len(rows) - len(texts) if room else 0
             if texts and self._is_new(name):
                 lines += [f"{'h' if held else 't'}\t{name}\t{text}" for text in texts[:room]]
             else:
@@ -132,54 +134,56 @@ class _Ledger:
         self.train += len(lines) - held
         self.duplicates += duplicates
         self.unavailable += unavailable
-        if self.told is not None:
-            self.told(len(lines))
+        if self.on_rows is not None:
+            self.on_rows(len(lines))
 
 
 def _part(parts: Path, number: int) -> Path:
     return parts / f"{number:06d}"
 
 
-def _begin(out: Path, wanted: Mapping[str, Any]) -> Made | None:
+def _begin(out: Path, full_settings: Mapping[str, Any]) -> ShardCounts | None:
     """Claim the folder for these settings; what was made where they are finished."""
     settings = out / SETTINGS
     if settings.exists():
         try:
-            there = json.loads(settings.read_text(encoding="utf-8"))
+            written = json.loads(settings.read_text(encoding="utf-8"))
         except ValueError:
             raise KeelError(f"{settings} cannot be read: give another --out, or delete that folder") from None
-        made = there.pop("made", None)
-        odd = sorted(name for name in {*there, *wanted} if there.get(name) != wanted.get(name))
-        if odd:
-            raise KeelError(f"{out} was begun with another {', '.join(odd)}: give another --out, or delete that folder")
-        return None if made is None else Made(**{**made, "found": made["train"] + made["held_out"]})
+        counts = written.pop("made", None)
+        differing = sorted(name for name in {*written, *full_settings} if written.get(name) != full_settings.get(name))
+        if differing:
+            raise KeelError(
+                f"{out} was begun with another {', '.join(differing)}: give another --out, or delete that folder"
+            )
+        return None if counts is None else ShardCounts(**{**counts, "found": counts["train"] + counts["held_out"]})
     if any((out / name).exists() for name in FILES.values()):
         raise KeelError(f"{out} holds data that was not made here: give another --out")
     try:
         (out / PARTS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise KeelError(f"cannot make the folder {out}: {error.strerror}") from error
-    write_atomic(settings, json.dumps(wanted, indent=2) + "\n")
+    write_atomic(settings, json.dumps(full_settings, indent=2) + "\n")
     return None
 
 
-def _finish(out: Path, wanted: Mapping[str, Any], made: Made) -> Made:
+def _finish(out: Path, full_settings: Mapping[str, Any], counts: ShardCounts) -> ShardCounts:
     """Join the parts into two files, say that they are whole, and let the parts go."""
     for held, name in FILES.items():
         temporary = out / f"{name}.tmp"
         with temporary.open("w", encoding="utf-8") as file:
-            for number in range(made.shards):
+            for number in range(counts.shards):
                 lines = _part(out / PARTS, number).read_text(encoding="utf-8").splitlines()[1:]
                 file.writelines(line.split("\t", 2)[2] + "\n" for line in lines if line.startswith("h") == held)
         os.replace(temporary, out / name)
-    write_atomic(out / SETTINGS, json.dumps({**wanted, "made": {**asdict(made), "found": 0}}, indent=2) + "\n")
+    write_atomic(out / SETTINGS, json.dumps({**full_settings, "made": {**asdict(counts), "found": 0}}, indent=2) + "\n")
     shutil.rmtree(out / PARTS)
-    return made
+    return counts
 
 
 @contextmanager
 def _workers(jobs: int) -> Iterator[Callable[[Work, int], Callable[[], list[Item]]]]:
-    """How a shard is asked for: here, or in `jobs` processes, which end with this one however it ends."""
+    """Submits a shard: to this process, or to `jobs` processes, which end with this one however it ends."""
     if jobs <= 1:
         yield lambda work, number: lambda: work(number)
         return

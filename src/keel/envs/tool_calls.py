@@ -14,12 +14,12 @@ from keel.envs.tools import Tool
 FORMATS = ("json", "tags")
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _THOUGHT = re.compile(r"(?:<think>|\A)(?:(?!<think>).)*?</think>", re.DOTALL)
-_LISTED = "[TOOL_CALLS]"
+_MISTRAL_MARK = "[TOOL_CALLS]"
 _BARE = re.compile(r"\s*(?:<\|python_tag\|>)?\s*(?=[\[{])")
 _LOOKS_LIKE_A_CALL = re.compile(r"\[?\s*\{\s*\"(?:name|type|function)\"")
 _LATER_CALL = re.compile(r"\[?\s*\{\s*\"(?:name|type|function)\"\s*:")
 _ARGUMENTS = re.compile(r"\"(?:arguments|parameters)\"\s*:")
-_WRITTEN = re.compile(r"\s*([A-Za-z_][\w-]*)\s*\((.*)\)\s*", re.DOTALL)
+_PYTHON_CALL = re.compile(r"\s*([A-Za-z_][\w-]*)\s*\((.*)\)\s*", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ def _json_calls(text: str) -> list[ToolCall]:
     text = _THOUGHT.sub("", text)
     if _OPEN in text:
         return [call for block in _blocks(text) for call in _read_json(block, sure=True)]
-    if _LISTED in text:
-        return _read_json(text.partition(_LISTED)[2], sure=True)
+    if _MISTRAL_MARK in text:
+        return _read_json(text.partition(_MISTRAL_MARK)[2], sure=True)
     start = _BARE.match(text)
     if start:
         return _read_json(text[start.end() :], sure=False)
@@ -73,21 +73,21 @@ def _json_calls(text: str) -> list[ToolCall]:
 
 def _blocks(text: str) -> list[str]:
     """What stands between the marks of a call; a mark that only mentions it, with another before its end, is none."""
-    found: list[str] = []
-    place = text.find(_OPEN)
-    while place >= 0:
-        start = place + len(_OPEN)
+    bodies: list[str] = []
+    position = text.find(_OPEN)
+    while position >= 0:
+        start = position + len(_OPEN)
         end = text.find(_CLOSE, start)
         body = text[start:] if end < 0 else text[start:end]
         again = body.find(_OPEN)
         if again >= 0 and _values(body)[1] is not None:  # the mark may also stand inside an argument
             body, end = body[:again], start + again
             if not body.lstrip().startswith(("{", "[")):
-                place = end
+                position = end
                 continue
-        found.append(body)
-        place = text.find(_OPEN, end) if end >= 0 else -1
-    return found
+        bodies.append(body)
+        position = text.find(_OPEN, end) if end >= 0 else -1
+    return bodies
 
 
 def _read_json(text: str, *, sure: bool) -> list[ToolCall]:
@@ -105,18 +105,18 @@ def _read_json(text: str, *, sure: bool) -> list[ToolCall]:
 
 def _values(text: str) -> tuple[list[Any], str | None]:
     """JSON values with spaces, commas or semicolons between them, and what is wrong with the first that is none."""
-    decoder, text, place = json.JSONDecoder(), text.strip(), 0
-    found: list[Any] = []
-    while place < len(text):
+    decoder, text, position = json.JSONDecoder(), text.strip(), 0
+    values: list[Any] = []
+    while position < len(text):
         try:
-            value, place = decoder.raw_decode(text, place)
+            value, position = decoder.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
             where = f" ({error.msg} at character {error.pos + 1})" if isinstance(error, json.JSONDecodeError) else ""
-            return found, f"the call is not valid JSON{where}"
-        found.append(value)
-        while place < len(text) and text[place] in " \t\r\n,;":
-            place += 1
-    return found, None
+            return values, f"the call is not valid JSON{where}"
+        values.append(value)
+        while position < len(text) and text[position] in " \t\r\n,;":
+            position += 1
+    return values, None
 
 
 def _call(value: Any) -> ToolCall:
@@ -127,30 +127,30 @@ def _call(value: Any) -> ToolCall:
         return ToolCall(fault="a call is an object with a name and arguments")
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
-        found, fault = _values(arguments)
-        arguments = found[0] if fault is None and len(found) == 1 else arguments
+        values, fault = _values(arguments)
+        arguments = values[0] if fault is None and len(values) == 1 else arguments
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, Mapping):
         return ToolCall(fault="the arguments of a call are an object")
-    given = value.get("id")
-    return ToolCall(value["name"], dict(arguments), given if isinstance(given, str) else None)
+    call_id = value.get("id")
+    return ToolCall(value["name"], dict(arguments), call_id if isinstance(call_id, str) else None)
 
 
 def _tag_calls(text: str, tools: Sequence[Tool]) -> list[ToolCall]:
     """`<name>argument</name>` with a tool's tag, or `<tool>name(a, b=…)</tool>`, in the order of their openings."""
     tags = {tool.tag: tool for tool in tools}
     opening = re.compile("<(" + "|".join(map(re.escape, [*tags, "tool"])) + ")>")
-    found: list[ToolCall] = []
-    place = 0
-    while match := opening.search(text, place):
+    calls: list[ToolCall] = []
+    position = 0
+    while match := opening.search(text, position):
         tag = match[1]
         end = text.find(f"</{tag}>", match.end())
         if end < 0:
-            return [*found, ToolCall(fault=f"<{tag}> is not closed: write <{tag}>…</{tag}>")]
-        body, place = text[match.end() : end], end + len(tag) + 3
-        found.append(_written(body, tools) if tag == "tool" and "tool" not in tags else _tagged(tags[tag], body))
-    return found
+            return [*calls, ToolCall(fault=f"<{tag}> is not closed: write <{tag}>…</{tag}>")]
+        body, position = text[match.end() : end], end + len(tag) + 3
+        calls.append(_python_call(body, tools) if tag == "tool" and "tool" not in tags else _tagged(tags[tag], body))
+    return calls
 
 
 def _tagged(tool: Tool, body: str) -> ToolCall:
@@ -165,9 +165,9 @@ def _tagged(tool: Tool, body: str) -> ToolCall:
     return ToolCall(tool.name, {first: body} if first is not None else {})
 
 
-def _written(body: str, tools: Sequence[Tool]) -> ToolCall:
+def _python_call(body: str, tools: Sequence[Tool]) -> ToolCall:
     """`name(1, key="two")` with plain values, read and never run."""
-    match = _WRITTEN.fullmatch(body)
+    match = _PYTHON_CALL.fullmatch(body)
     if match is None:
         return ToolCall(fault="a call is written name(argument, …)")
     name, inside = match.groups()
@@ -175,11 +175,11 @@ def _written(body: str, tools: Sequence[Tool]) -> ToolCall:
     try:
         parsed = ast.parse(f"_({inside})", mode="eval").body
         assert isinstance(parsed, ast.Call)
-        placed = [ast.literal_eval(value) for value in parsed.args]
-        named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in parsed.keywords}
+        positional = [ast.literal_eval(value) for value in parsed.args]
+        keywords = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in parsed.keywords}
     except (ValueError, SyntaxError, AssertionError, RecursionError, MemoryError, TypeError):
         return ToolCall(fault="the arguments of a call are plain values: texts in quotes, numbers, lists")
-    if len(placed) > len(hints) and hints:
-        return ToolCall(fault=f"{name} takes {len(hints)} arguments, not {len(placed)}")
-    keys = hints or [f"argument{i}" for i in range(len(placed))]
-    return ToolCall(name, {**dict(zip(keys, placed, strict=False)), **named})
+    if len(positional) > len(hints) and hints:
+        return ToolCall(fault=f"{name} takes {len(hints)} arguments, not {len(positional)}")
+    keys = hints or [f"argument{i}" for i in range(len(positional))]
+    return ToolCall(name, {**dict(zip(keys, positional, strict=False)), **keywords})

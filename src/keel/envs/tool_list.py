@@ -7,7 +7,7 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.base.imports import import_object, is_import_path
-from keel.envs.tools import Tool, distinct, tool
+from keel.envs.tools import Tool, check_distinct, tool
 
 
 def tools_of(entries: Sequence[Any]) -> tuple[Tool, ...]:
@@ -16,15 +16,15 @@ def tools_of(entries: Sequence[Any]) -> tuple[Tool, ...]:
     """
     if isinstance(entries, str) or not isinstance(entries, Sequence):
         raise KeelError(f"task.tools is {entries!r}: give a list of module:attr or {{mcp: …}}")
-    found: list[Tool] = []
+    tools: list[Tool] = []
     for entry in entries:
         if isinstance(entry, Mapping):
             from keel.envs.mcp import mcp_tools
 
-            found += mcp_tools(entry)
+            tools += mcp_tools(entry)
             continue
         if isinstance(entry, str) and not is_import_path(entry):
             raise KeelError(f"task.tools: {entry!r} is no tool: write it as module:attr, such as mytools:search")
-        found.append(tool(import_object(entry, "tool") if isinstance(entry, str) else entry))
-    distinct([made.name for made in found])
-    return tuple(found)
+        tools.append(tool(import_object(entry, "tool") if isinstance(entry, str) else entry))
+    check_distinct([each.name for each in tools])
+    return tuple(tools)

@@ -1,4 +1,4 @@
-"""Episodes with tools: which calls a turn makes, what the model is told about each, and how that is counted."""
+"""Episodes with tools: parses the calls of a turn, runs them, replies with their results and counts the errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from keel.base.errors import unknown
 from keel.base.types import Message, Problem
-from keel.envs.calls import CallFailed, Hung, TooManyHang, aside, call
+from keel.envs.calls import CallFailed, HungCalls, TooManyHungCalls, call, suspended_deadline
 from keel.envs.episode import Episode
 from keel.envs.tool_calls import FORMATS, ToolCall, parse_calls
 from keel.envs.tools import Tool
@@ -27,8 +27,8 @@ MOST_HUNG = 8  # of one tool at a time, for each call that it may run at once
 
 
 @dataclass(frozen=True)
-class Result:
-    """What came of one call: the text for the model, the function's own value, and the kind of what went wrong."""
+class ToolResult:
+    """The result of one call: the text for the model, the function's own value, and the kind of error."""
 
     call: ToolCall
     content: str
@@ -46,24 +46,24 @@ class Toolbox:
     needs no answer.
 
     The time that tools take is limited by each tool's `timeout_s` and by `turn_s` for all calls of a turn (None: no
-    limit), never by `reward.timeout_s`: what takes longer is told to the model, and the run goes on. As many episodes
-    call a tool at a time as its `at_once` says.
+    limit), never by `reward.timeout_s`: a call that takes longer is answered with an error, and the run goes on. As
+    many episodes call a tool at a time as its `at_once` says.
     """
 
     tools: Callable[[Problem], Sequence[Tool]]
     format: str = "json"
     is_final: Callable[[str], bool] = lambda text: False
     turn_s: float | None = TURN_S
-    _hung: dict[str, Hung] = field(default_factory=dict, repr=False, compare=False)
+    _hung: dict[str, HungCalls] = field(default_factory=dict, repr=False, compare=False)
     _gates: Any = field(default_factory=weakref.WeakKeyDictionary, repr=False, compare=False)  # by event loop
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
             raise unknown("tool format", self.format, FORMATS)
 
-    def hung(self, tool: Tool) -> Hung:
+    def hung(self, tool: Tool) -> HungCalls:
         """The calls of a tool that did not return."""
-        return self._hung.setdefault(tool.name, Hung())
+        return self._hung.setdefault(tool.name, HungCalls())
 
     def gate(self, tool: Tool | None) -> AbstractAsyncContextManager[Any]:
         """Lets as many calls of a tool through as may run at a time."""
@@ -78,7 +78,7 @@ class ToolEpisode(Episode):
     """An episode in which the model calls tools: a turn without a call ends it, as does a tool that `ends`.
 
     A task with tools returns one of these from `start`, with a `reward` of its own. `turns` are the model's, `results`
-    what came of the calls of each, and `is_over` says whether the last of them ended the episode.
+    those of the calls of each, and `is_over` says whether the last of them ended the episode.
     """
 
     def __init__(self, toolbox: Toolbox, problem: Problem) -> None:
@@ -86,11 +86,11 @@ class ToolEpisode(Episode):
         self.offered = {tool.name: tool for tool in toolbox.tools(problem)}
         self.at_once = max((tool.at_once for tool in self.offered.values()), default=1)
         self.turns: list[str] = []
-        self.results: list[tuple[Result, ...]] = []
+        self.results: list[tuple[ToolResult, ...]] = []
         self.is_over = False
 
     @property
-    def every_result(self) -> tuple[Result, ...]:
+    def every_result(self) -> tuple[ToolResult, ...]:
         """The results of all turns."""
         return tuple(result for turn in self.results for result in turn)
 
@@ -109,13 +109,13 @@ class ToolEpisode(Episode):
         results = self.every_result
         kinds = [result.kind for result in results]
         wrong = sum(result.is_error for result in results)
-        made = {"tool/calls": float(len(results)), "tool/errors": float(wrong)}
-        return {**made, **{f"tool/{kind}": float(kinds.count(kind)) for kind in KINDS}}
+        totals = {"tool/calls": float(len(results)), "tool/errors": float(wrong)}
+        return {**totals, **{f"tool/{kind}": float(kinds.count(kind)) for kind in KINDS}}
 
     def _calls(self, text: str) -> list[ToolCall]:
         return parse_calls(text, self.toolbox.format, tuple(self.offered.values()))
 
-    def _reply(self, results: Sequence[Result]) -> str | list[Message]:
+    def _reply(self, results: Sequence[ToolResult]) -> str | list[Message]:
         if self.toolbox.format == "tags":
             return "\n" + "".join(f"<result>\n{result.content}\n</result>\n" for result in results)
         return [
@@ -128,61 +128,63 @@ class ToolEpisode(Episode):
             for number, result in enumerate(results)
         ]
 
-    async def _run_all(self, calls: Sequence[ToolCall]) -> tuple[Result, ...]:
+    async def _run_all(self, calls: Sequence[ToolCall]) -> tuple[ToolResult, ...]:
         """The results of a turn's calls, one after the other, up to one that ends the episode."""
-        results: list[Result] = []
+        results: list[ToolResult] = []
         limit, spent = _turn_limit(self.toolbox.turn_s, self.offered.values()), 0.0
-        for number, made in enumerate(calls):
+        for number, tool_call in enumerate(calls):
             if number >= MOST_CALLS:
-                results.append(_error(made, "too_many", f"only {MOST_CALLS} calls a turn are answered"))
+                results.append(_error(tool_call, "too_many", f"only {MOST_CALLS} calls a turn are answered"))
                 break
-            tool = self.offered.get(made.name)
-            async with aside(), self.toolbox.gate(tool):
+            tool = self.offered.get(tool_call.name)
+            async with suspended_deadline(), self.toolbox.gate(tool):
                 began = time.monotonic()
-                result = await self._run(made, tool, None if limit is None else limit - spent)
+                result = await self._run(tool_call, tool, None if limit is None else limit - spent)
                 spent += time.monotonic() - began
             results.append(result)
             if not result.is_error and tool is not None and tool.ends:
                 break
         return tuple(results)
 
-    async def _run(self, made: ToolCall, tool: Tool | None, left_s: float | None) -> Result:
-        if made.fault is not None:
-            return _error(made, "malformed", made.fault)
+    async def _run(self, tool_call: ToolCall, tool: Tool | None, left_s: float | None) -> ToolResult:
+        if tool_call.fault is not None:
+            return _error(tool_call, "malformed", tool_call.fault)
         if tool is None:
             names = ", ".join(self.offered)
-            return _error(made, "unknown_tool", f"there is no tool {made.name[:40]!r}; use {names}")
+            return _error(tool_call, "unknown_tool", f"there is no tool {tool_call.name[:40]!r}; use {names}")
         try:
-            arguments = tool.arguments(made.arguments or {})
+            arguments = tool.arguments(tool_call.arguments or {})
         except ValueError as error:
-            return _error(made, "bad_arguments", f"{tool.name}: {error}")
+            return _error(tool_call, "bad_arguments", f"{tool.name}: {error}")
         if left_s is not None and left_s <= 0:
-            return _error(made, "timeout", f"{tool.name} was not called: this turn's calls took too long together")
+            return _error(tool_call, "timeout", f"{tool.name} was not called: this turn's calls took too long together")
         hung = self.toolbox.hung(tool)
         limit = min((limit for limit in (tool.timeout_s, left_s) if limit is not None), default=None)
         try:
             value, content = await _value(tool, arguments, limit, hung)
         except CallFailed as failure:
             if (count := hung.alive) > MOST_HUNG * tool.at_once:
-                raise TooManyHang(
+                raise TooManyHungCalls(
                     f"tool {tool.name!r} hangs: {count} calls did not return and cannot be ended; mend it"
                 ) from failure
             kind = "timeout" if failure.kind == "timeout" else "failed"
-            return _error(made, kind, f"{tool.name} took too long" if kind == "timeout" else f"{tool.name} {failure}")
+            return _error(
+                tool_call, kind, f"{tool.name} took too long" if kind == "timeout" else f"{tool.name} {failure}"
+            )
         if len(content) <= tool.max_characters:
-            return Result(made, content, value)
+            return ToolResult(tool_call, content, value)
         cut = f"{content[: tool.max_characters]}\n[cut: {len(content) - tool.max_characters} characters more]"
-        return Result(made, cut, value, "too_long")
+        return ToolResult(tool_call, cut, value, "too_long")
 
 
-async def _value(tool: Tool, arguments: dict[str, Any], limit: float | None, hung: Hung) -> tuple[Any, str]:
+async def _value(tool: Tool, arguments: dict[str, Any], limit: float | None, hung: HungCalls) -> tuple[Any, str]:
     """What a tool returned, and the same as text, which is the user's code too, within one limit."""
     began = time.monotonic()
     value = await call(partial(tool.function, **arguments), timeout_s=limit, hung=hung)
     if value is None or type(value) is str:
         return value, value or ""
-    left = None if limit is None else max(0.0, limit - (time.monotonic() - began))
-    return value, await call(str, value, timeout_s=left, hung=hung)
+    remaining = None if limit is None else max(0.0, limit - (time.monotonic() - began))
+    return value, await call(str, value, timeout_s=remaining, hung=hung)
 
 
 def _turn_limit(turn_s: float | None, offered: Iterable[Tool]) -> float | None:
@@ -191,8 +193,8 @@ def _turn_limit(turn_s: float | None, offered: Iterable[Tool]) -> float | None:
     return None if None in limits else max(limit for limit in limits if limit is not None)
 
 
-def _error(call: ToolCall, kind: str, said: str) -> Result:
-    return Result(call, f"error: {said[:200]}", kind=kind)
+def _error(call: ToolCall, kind: str, reason: str) -> ToolResult:
+    return ToolResult(call, f"error: {reason[:200]}", kind=kind)
 
 
 def _call_id(*parts: object) -> str:

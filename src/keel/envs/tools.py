@@ -21,7 +21,7 @@ _NAME = re.compile(r"[A-Za-z_][\w-]*")
 
 @dataclass(frozen=True)
 class Tool:
-    """A function the model may call: what it is told about it, and the limits it is called under.
+    """A function the model may call: its description for the model, and the limits it is called under.
 
     `hints` are the parameters' types by name, `required` those without a default. A call that takes longer than
     `timeout_s` has failed; a result longer than `max_characters` is cut. `tag` is its name in the format `tags`, and a
@@ -53,26 +53,26 @@ class Tool:
             name: {**json_type(hint), **({"description": self.about[name]} if name in self.about else {})}
             for name, hint in self.hints.items()
         }
-        made = {"type": "object", "properties": properties, "required": list(self.required)}
-        parameters = made if self.parameters is None else dict(self.parameters)
+        built = {"type": "object", "properties": properties, "required": list(self.required)}
+        parameters = built if self.parameters is None else dict(self.parameters)
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
 
-    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a call in the types of the signature; a ValueError says what is wrong with them."""
-        for name in given:
+        for name in values:
             if name not in self.hints:
                 raise ValueError(f"there is no parameter {name!r}; there are {', '.join(self.hints) or 'none'}")
-        missing = [name for name in self.required if name not in given]
+        missing = [name for name in self.required if name not in values]
         if missing:
             raise ValueError(f"the parameter {missing[0]!r} is missing")
-        made = {}
-        for name, value in given.items():
+        coerced = {}
+        for name, value in values.items():
             try:
-                made[name] = coerce(value, self.hints[name])
+                coerced[name] = coerce(value, self.hints[name])
             except (TypeError, ValueError, OverflowError):
-                raise ValueError(f"{name!r} must be {_said(self.hints[name])}, not {_short(value)}") from None
-        return made
+                raise ValueError(f"{name!r} must be {_type_name(self.hints[name])}, not {_short(value)}") from None
+        return coerced
 
 
 def tool(
@@ -96,27 +96,27 @@ def tool(
         return lambda f: tool(f, name=name, at_once=at_once, **options)
     if isinstance(function, Tool):
         return function
-    called = str(name or getattr(function, "__name__", type(function).__name__))
-    if not _NAME.fullmatch(called):
-        raise KeelError(f"a tool cannot be called {called!r}: give tool(…, name=…) a name of letters, digits and _")
+    tool_name = str(name or getattr(function, "__name__", type(function).__name__))
+    if not _NAME.fullmatch(tool_name):
+        raise KeelError(f"a tool cannot be called {tool_name!r}: give tool(…, name=…) a name of letters, digits and _")
     if timeout_s is not None and not timeout_s > 0:
-        raise KeelError(f"tool {called!r}: timeout_s is {timeout_s}, it must be above 0, or None for no limit")
+        raise KeelError(f"tool {tool_name!r}: timeout_s is {timeout_s}, it must be above 0, or None for no limit")
     if not max_characters > 0:
-        raise KeelError(f"tool {called!r}: max_characters is {max_characters}, it must be above 0")
-    together = at_once if at_once is not None else ASYNC_AT_ONCE if is_async(function) else 1
-    if not together > 0:
-        raise KeelError(f"tool {called!r}: at_once is {at_once}, it must be above 0")
+        raise KeelError(f"tool {tool_name!r}: max_characters is {max_characters}, it must be above 0")
+    concurrent = at_once if at_once is not None else ASYNC_AT_ONCE if is_async(function) else 1
+    if not concurrent > 0:
+        raise KeelError(f"tool {tool_name!r}: at_once is {at_once}, it must be above 0")
     doc = inspect.getdoc(function) or ""
     description = " ".join(doc.partition("\n\n")[0].split()) if doc else ""
     if not description:
-        raise KeelError(f"tool {called!r} has no docstring: its first sentence tells the model what it does")
-    hints, required = _parameters(called, function)
+        raise KeelError(f"tool {tool_name!r} has no docstring: its first sentence tells the model what it does")
+    hints, required = _parameters(tool_name, function)
     about = _described(doc, hints)
-    limits: dict[str, Any] = {"timeout_s": timeout_s, "max_characters": max_characters, "at_once": together}
-    return Tool(called, description, function, hints, required, about, tag=tag or called, ends=ends, **limits)
+    limits: dict[str, Any] = {"timeout_s": timeout_s, "max_characters": max_characters, "at_once": concurrent}
+    return Tool(tool_name, description, function, hints, required, about, tag=tag or tool_name, ends=ends, **limits)
 
 
-def distinct(names: Sequence[str]) -> None:
+def check_distinct(names: Sequence[str]) -> None:
     """Refuse two tools of one name."""
     twice = next((name for name in names if list(names).count(name) > 1), None)
     if twice is not None:
@@ -171,8 +171,8 @@ def coerce(value: Any, hint: Any) -> Any:
         return {key: coerce(item, args[1]) if args else item for key, item in value.items()}
     _expect(isinstance(value, list | tuple), value)
     inner = [arg for arg in args if arg is not Ellipsis]
-    made = [coerce(item, inner[0]) if inner else item for item in value]
-    return made if base in (list, Sequence) else base(made)
+    items = [coerce(item, inner[0]) if inner else item for item in value]
+    return items if base in (list, Sequence) else base(items)
 
 
 def _coerce_union(value: Any, args: Sequence[Any]) -> Any:
@@ -215,26 +215,26 @@ def _expect(fine: bool, value: Any) -> Any:
     return value
 
 
-def _parameters(called: str, function: Callable[..., Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _parameters(tool_name: str, function: Callable[..., Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Types by parameter, and which of them have no default."""
     try:
         types_by_name = get_type_hints(function if inspect.isroutine(function) else type(function).__call__)
         signature = inspect.signature(function)
     except (TypeError, ValueError, NameError) as error:
-        raise KeelError(f"tool {called!r}: its signature cannot be read ({error})") from error
+        raise KeelError(f"tool {tool_name!r}: its signature cannot be read ({error})") from error
     hints: dict[str, Any] = {}
     for parameter in signature.parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise KeelError(f"tool {called!r}: *args, **kwargs and positional-only parameters cannot be offered")
+            raise KeelError(f"tool {tool_name!r}: *args, **kwargs and positional-only parameters cannot be offered")
         if parameter.name not in types_by_name:
-            raise KeelError(f"tool {called!r}: the parameter {parameter.name!r} needs a type hint, such as str")
+            raise KeelError(f"tool {tool_name!r}: the parameter {parameter.name!r} needs a type hint, such as str")
         hint = types_by_name[parameter.name]
         try:
             json_type(hint)
         except TypeError:
             raise KeelError(
-                f"tool {called!r}: {parameter.name!r} is a {_said(hint)}, which JSON cannot write: use str, int, "
-                "float, bool, list, dict or Literal"
+                f"tool {tool_name!r}: {parameter.name!r} is a {_type_name(hint)}, which JSON cannot write: use str, "
+                "int, float, bool, list, dict or Literal"
             ) from None
         hints[parameter.name] = hint
     required = [p.name for p in signature.parameters.values() if p.default is p.empty]
@@ -243,21 +243,21 @@ def _parameters(called: str, function: Callable[..., Any]) -> tuple[dict[str, An
 
 def _described(doc: str, names: Mapping[str, Any]) -> dict[str, str]:
     """What a docstring says of each parameter, in Google's form (`Args:`) or Sphinx's (`:param name:`)."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     last: str | None = None
     for line in doc.splitlines():
         match = re.match(r"\s*(?:\:param\s+(?:\w+\s+)?)?(\w+)\s*(?:\([^)]*\))?\s*:\s*(\S.*)$", line)
         if match and match[1] in names:
             last = match[1]
-            found[last] = match[2].strip()
+            descriptions[last] = match[2].strip()
         elif last is not None and re.match(r"\s{6,}\S", line):
-            found[last] += " " + line.strip()
+            descriptions[last] += " " + line.strip()
         else:
             last = None
-    return found
+    return descriptions
 
 
-def _said(hint: Any) -> str:
+def _type_name(hint: Any) -> str:
     return getattr(hint, "__name__", str(hint)) if get_origin(hint) is None else str(hint).replace("typing.", "")
 
 

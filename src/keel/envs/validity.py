@@ -19,7 +19,7 @@ NONSENSE = ("", "no", "<answer>", "\x00\n∞" * 3, "I do not know. " * 40)
 
 @dataclass(frozen=True)
 class Check:
-    """One property, whether it holds, and what was seen: how much was looked at, or the first thing that is wrong."""
+    """One property, whether it holds, and the detail: how much was checked, or the first fault."""
 
     name: str
     ok: bool
@@ -28,9 +28,9 @@ class Check:
 
 def check(task: Task, count: int = 32, seed: int = 0) -> None:
     """Raise a KeelError on the first thing that is wrong with a task; see `checks`."""
-    for found in checks(task, count, seed):
-        if not found.ok:
-            raise KeelError(f"task {task.name!r}: {found.detail}")
+    for result in checks(task, count, seed):
+        if not result.ok:
+            raise KeelError(f"task {task.name!r}: {result.detail}")
 
 
 def checks(task: Task, count: int = 32, seed: int = 0) -> Iterator[Check]:
@@ -41,36 +41,34 @@ def checks(task: Task, count: int = 32, seed: int = 0) -> Iterator[Check]:
     correct and earn more than an empty answer and no less than any other; the answer to another problem earns less
     somewhere.
     """
-    drawn = _Drawn(task, count, seed)
+    drawn = _DrawnProblems(task, count, seed)
     for name, property_of in PROPERTIES.items():
         yield outcome(name, partial(property_of, drawn))
 
 
-def outcome(name: str, look: Callable[[], str]) -> Check:
-    """What a look gives: its sentence, or the first thing wrong as it was raised."""
+def outcome(name: str, run: Callable[[], str]) -> Check:
+    """Run one check: its sentence, or the first fault that it raised."""
     try:
-        return Check(name, True, look())
-    except Wrong as wrong:
-        return Check(name, False, str(wrong))
-    except KeelError as error:
+        return Check(name, True, run())
+    except (CheckFailed, KeelError) as error:
         return Check(name, False, str(error))
     except Exception as error:  # a user's task may raise anything
         first = next(iter(str(error).strip().splitlines()), "")
         return Check(name, False, f"raised {type(error).__name__}" + (f": {first}" if first else ""))
 
 
-class Wrong(Exception):
+class CheckFailed(Exception):
     """A property that does not hold."""
 
 
 def expect(fine: bool, what: str) -> None:
-    """Raise `Wrong` unless it is fine."""
+    """Raise `CheckFailed` unless it is fine."""
     if not fine:
-        raise Wrong(what)
+        raise CheckFailed(what)
 
 
-class _Drawn:
-    """A task with the problems that it was asked for, drawn when they are first looked at."""
+class _DrawnProblems:
+    """The problems of a task that are checked, drawn at first use."""
 
     def __init__(self, task: Task, count: int, seed: int) -> None:
         self.task, self.count, self.seed = task, count, seed
@@ -92,7 +90,7 @@ class _Drawn:
         try:
             first, again = (as_reward(self.task.reward(problem, turns)) for _ in range(2))
         except ValueError as error:  # not finite, or no reward at all
-            raise Wrong(f"the reward of {problem.key!r} for {turns[-1][:40]!r}: {error}") from error
+            raise CheckFailed(f"the reward of {problem.key!r} for {turns[-1][:40]!r}: {error}") from error
         expect(first == again, f"the reward of {problem.key!r} changes from call to call")
         return first
 
@@ -100,14 +98,14 @@ class _Drawn:
         return self.reward(problem, *self.task.gold_turns(problem)).total
 
 
-def _sizes(drawn: _Drawn) -> str:
+def _sizes(drawn: _DrawnProblems) -> str:
     count = drawn.count
     expect(all(len(batch) == count for batch in drawn.steps), f"sample({count}) must return {count} problems")
     expect(0 < len(drawn.held) <= count, f"held_out({count}) must return 1 to {count} problems")
     return f"{STEPS} steps of {count} problems, {len(drawn.held)} held out"
 
 
-def _deterministic(drawn: _Drawn) -> str:
+def _deterministic(drawn: _DrawnProblems) -> str:
     task, count, seed = drawn.task, drawn.count, drawn.seed
     same = task.sample(count, seed=seed, step=0) == drawn.steps[0]
     expect(same, "sample must return the same problems for the same seed and step")
@@ -116,21 +114,21 @@ def _deterministic(drawn: _Drawn) -> str:
     return f"asked twice under seed {seed}, the problems are the same"
 
 
-def _keys(drawn: _Drawn) -> str:
+def _keys(drawn: _DrawnProblems) -> str:
     for batch in (*drawn.steps, drawn.held):
         keys = {p.key for p in batch}
         expect(len(keys) == len(batch), "two problems of one batch have the same key: noise is keyed by it")
     return "each problem of a batch has a key of its own"
 
 
-def _disjoint(drawn: _Drawn) -> str:
+def _disjoint(drawn: _DrawnProblems) -> str:
     trained = {str(p.prompt) for batch in drawn.steps for p in batch}
     shared = [p.key for p in drawn.held if str(p.prompt) in trained]
     expect(not shared, f"a held-out problem turns up in training: {shared[:1]}")
     return f"none of {len(drawn.held)} held-out prompts is among {len(trained)} in training"
 
 
-def _finite(drawn: _Drawn) -> str:
+def _finite(drawn: _DrawnProblems) -> str:
     for problem in drawn.problems[:8]:
         for text in NONSENSE:
             drawn.reward(problem, text)
@@ -140,7 +138,7 @@ def _finite(drawn: _Drawn) -> str:
     return f"rewards of {len(drawn.problems)} gold answers and of nonsense are finite and repeat"
 
 
-def _gold(drawn: _Drawn) -> str:
+def _gold(drawn: _DrawnProblems) -> str:
     for problem in drawn.problems:
         correct = drawn.reward(problem, *drawn.task.gold_turns(problem)).parts.get("correct", 1.0) >= 1.0
         expect(correct, f"the gold answer of {problem.key!r} is not judged correct")
@@ -148,14 +146,14 @@ def _gold(drawn: _Drawn) -> str:
     return f"{len(totals)} gold answers are judged correct and earn {_span(totals)}"
 
 
-def _empty(drawn: _Drawn) -> str:
+def _empty(drawn: _DrawnProblems) -> str:
     totals = [drawn.reward(problem, "").total for problem in drawn.problems]
     for problem, total in zip(drawn.problems, totals, strict=True):
         expect(total < drawn.gold(problem), f"an empty answer to {problem.key!r} earns as much as the gold one")
     return f"an empty answer earns {_span(totals)}"
 
 
-def _beaten(drawn: _Drawn) -> str:
+def _beaten(drawn: _DrawnProblems) -> str:
     problems = drawn.problems
     for index, problem in enumerate(problems):
         full = drawn.gold(problem)
@@ -166,7 +164,7 @@ def _beaten(drawn: _Drawn) -> str:
     return "neither another problem's answer nor nonsense, short or long, earns more"
 
 
-def _wrong(drawn: _Drawn) -> str:
+def _wrong(drawn: _DrawnProblems) -> str:
     gold = drawn.task.gold_turns
     pairs = [(p, q) for p, q in pairwise(drawn.problems) if gold(p) != gold(q)]
     less = [drawn.reward(p, *gold(q)).total < drawn.gold(p) for p, q in pairs]
@@ -179,7 +177,7 @@ def _span(values: Sequence[float]) -> str:
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
-PROPERTIES: dict[str, Callable[[_Drawn], str]] = {
+PROPERTIES: dict[str, Callable[[_DrawnProblems], str]] = {
     "problems as asked": _sizes,
     "deterministic": _deterministic,
     "distinct keys": _keys,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 from keel.base.errors import KeelError, unknown
 from keel.base.types import Problem, Reward
@@ -40,7 +41,11 @@ class WithTools(TaskWrapper):
         return [self._offered(problem) for problem in self.inner.held_out(count, seed=seed)]
 
     def start(self, problem: Problem) -> Episode:
-        return AnsweredWithTools(self, problem)
+        return WithToolsEpisode(self, problem)
+
+    def keep(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
+        """What fits with the tools offered."""
+        return super().keep(lambda problem: fits(self._offered(problem)))
 
     def _offered(self, problem: Problem) -> Problem:
         if self.format == "json":
@@ -48,13 +53,13 @@ class WithTools(TaskWrapper):
         usage = "\n".join(
             f"<{tool.tag}> {', '.join(tool.hints)} </{tool.tag}> {tool.description}" for tool in self.tools
         )
-        said = f"You may call these tools, and are told the result:\n{usage}"
+        instructions = f"You may call these tools, and are told the result:\n{usage}"
         if isinstance(problem.prompt, str):
-            return replace(problem, prompt=f"{said}\n{problem.prompt}")
-        return replace(problem, prompt=[{"role": "system", "content": said}, *problem.prompt])
+            return replace(problem, prompt=f"{instructions}\n{problem.prompt}")
+        return replace(problem, prompt=[{"role": "system", "content": instructions}, *problem.prompt])
 
 
-class AnsweredWithTools(ToolEpisode):
+class WithToolsEpisode(ToolEpisode):
     """What the task pays for the turn that ended the episode; one that still calls tools earns nothing."""
 
     def __init__(self, task: WithTools, problem: Problem) -> None:

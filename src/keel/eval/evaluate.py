@@ -104,9 +104,9 @@ def evaluate(
         raise KeelError(f"eval.k is {list(k)} with {count} samples a problem: each k must be from 1 to {count}")
     base = sampling or SamplingParams(max_completion_length=max_completion_length)
     params = SamplingParams(**{**vars(base), "temperature": temperature, "num_generations": count})
-    judge = Judge.of(task) if judge is None else judge if task.unanswered else judge.beside(task)
+    judge = Judge.of(task) if judge is None else judge if task.unanswered else judge.with_task_reward(task)
     groups = collect(engine, task, problems, tokenizer, params, seed=seed, judge=judge, **collecting)
-    return summarise(task, groups, ks, greedy=greedy, task_reward=judge.called(task) or TASK)
+    return summarise(task, groups, ks, greedy=greedy, task_reward=judge.task_part(task) or TASK)
 
 
 def summarise(

@@ -1,8 +1,8 @@
 """What is true of each KL pairing, as data: `keel verify` proves the rows, option validation reads them.
 
 A row says, for an estimator, a placement, a way of sampling and a gradient form: what its value estimates and what
-its expected gradient is where every token weighs alike. `under` says what a loss's reduction makes of it. Derivations:
-kl.md in the docs; every row is checked by exact enumeration, and under every loss.
+its expected gradient is where every token weighs alike. `under_reduction` says what a loss's reduction makes of it.
+Derivations: kl.md in the docs; every row is checked by exact enumeration, and under every loss.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def term_reduction(placement: str, kl_reduction: str, loss_reduction: str) -> st
     return loss_reduction if placement != "loss" or kl_reduction == "loss" else "token_mean"
 
 
-def under(verdict: str, reduction: str, *, with_score: bool = False) -> str:
+def under_reduction(verdict: str, reduction: str, *, with_score: bool = False) -> str:
     """What a row's expected gradient becomes where the loss averages it by `reduction`.
 
     A mean over each completion weighs its tokens by 1/length, and the length depends on the tokens drawn: a penalty
@@ -265,7 +265,7 @@ def check_pairing(
     per_sequence = placement == "loss" and level == "sequence"  # averaged over sequences under every loss
     scored = form.weight == "rho" and (form.carrier or estimator) == "k1"
     averaged = "token_mean" if per_sequence else reduction
-    verdict = under(fact.expected_gradient, averaged, with_score=scored) if fact else "wrong"
+    verdict = under_reduction(fact.expected_gradient, averaged, with_score=scored) if fact else "wrong"
     meaning = MEANINGS[verdict] if fact else "unproven"
     policy = "off-policy" if off_policy else "on-policy"
     how = f"gradient={form}, level={level}" if key == str(form) else f"level={level}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.base.thresholds import Thresholds
-from keel.lab.runs import interval, number, option_of
+from keel.lab.runs import RunRecord, interval, number, option_of
 
 Interval = tuple[float, float]
 
@@ -22,9 +22,9 @@ class KLLimit:
 
 def kl_limit(config: Mapping[str, Any], thresholds: Thresholds) -> KLLimit:
     """The run's own budget where it has one per token, otherwise the threshold."""
-    own = number(option_of(config, "kl.budget.max"))
-    if own is not None and option_of(config, "kl.budget.unit") != "per_sequence":
-        return KLLimit(own, "kl.budget.max of the configuration")
+    budget = number(option_of(config, "kl.budget.max"))
+    if budget is not None and option_of(config, "kl.budget.unit") != "per_sequence":
+        return KLLimit(budget, "kl.budget.max of the configuration")
     return KLLimit(thresholds["kl_over_budget"], "the threshold kl_over_budget")
 
 
@@ -86,3 +86,30 @@ def _accuracy(task: str, lines: list[Mapping[str, Any]]) -> Accuracy:
         interval(last.get("ci95")),
         (first.get("step"), last.get("step")),
     )
+
+
+def state(run: RunRecord) -> tuple[str, str]:
+    """(kind, text): completed, stopped, aborted, running or interrupted."""
+    done = f"{run.steps} of {run.max_steps} steps" if run.max_steps else f"{run.steps} steps"
+    kinds = [str(event.get("kind", "")) for event in run.events]
+    status = str((run.summary or {}).get("status", ""))
+    if "abort" in status or (kinds and any("abort" in kind for kind in kinds[-3:])):
+        return "aborted", f"aborted after {done}"
+    if run.summary is not None:
+        if run.max_steps and run.steps < run.max_steps:
+            return "stopped", f"stopped after {done}"
+        return "completed", f"completed, {done}"
+    if run.running:
+        return "running", f"still running, {done}"
+    return "interrupted", f"not finished: {done}, no summary, and no process is at work on it"
+
+
+def guard_stop(run: RunRecord) -> str | None:
+    """Why a guard ended the run, from its last events; None where it ended by itself or failed otherwise."""
+    ending = [event for event in run.events if event.get("kind") in ("stop", "kl/over-budget", "resume")]
+    if not ending or ending[-1].get("kind") == "resume" or run.steps >= (run.max_steps or 0):
+        return None
+    last = ending[-1]
+    if last.get("kind") == "kl/over-budget" and int(last.get("step") or 0) < run.steps:
+        return None  # a budget that only warned, and the run went on
+    return " ".join(str(last.get("message", "")).split())

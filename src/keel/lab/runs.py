@@ -13,7 +13,7 @@ from keel.base.errors import KeelError
 from keel.base.files import json_lines
 from keel.base.lock import in_use
 from keel.base.redact import hidden, hide, masked, remember
-from keel.base.thresholds import Thresholds, thresholds_of
+from keel.base.thresholds import Thresholds, load_thresholds, thresholds_of
 from keel.loggers import rundir
 
 Record = dict[str, Any]
@@ -66,7 +66,7 @@ class RunRecord:
     @property
     def thresholds(self) -> Thresholds:
         """What this run is judged by."""
-        return thresholds_of(self.config)
+        return _thresholds(self.config, [])
 
     @property
     def max_steps(self) -> int | None:
@@ -125,6 +125,7 @@ def read_run(path: Path) -> RunRecord:
     summary = _current(_json(path / rundir.SUMMARY, notes), metrics, notes)
     config = _yaml(config_text, notes)
     remember(config)
+    _thresholds(config, notes)
     return RunRecord(
         path=path,
         name=path.resolve().name,
@@ -145,9 +146,9 @@ def read_run(path: Path) -> RunRecord:
 
 def _abandoned(folder: Path) -> tuple[tuple[str, tuple[Record, ...]], ...]:
     """(`attempt 0`, its metrics) of every attempt that a rollback gave up, in order."""
-    found = [place for place in folder.glob("attempt-*") if place.name.removeprefix("attempt-").isdigit()]
-    found.sort(key=lambda place: int(place.name.removeprefix("attempt-")))
-    return tuple((place.name.replace("-", " "), read_lines(place / rundir.METRICS, [])) for place in found)
+    attempts = [attempt for attempt in folder.glob("attempt-*") if attempt.name.removeprefix("attempt-").isdigit()]
+    attempts.sort(key=lambda attempt: int(attempt.name.removeprefix("attempt-")))
+    return tuple((attempt.name.replace("-", " "), read_lines(attempt / rundir.METRICS, [])) for attempt in attempts)
 
 
 def _text(path: Path, notes: list[str]) -> str | None:
@@ -183,6 +184,15 @@ def _yaml(text: str | None, notes: list[str]) -> Record:
         return {}
 
 
+def _thresholds(config: Record, notes: list[str]) -> Thresholds:
+    """The run's own, or the shipped ones where the configuration has a damaged or unknown one."""
+    try:
+        return thresholds_of(config)
+    except KeelError as error:
+        notes.append(f"{rundir.CONFIG}: {error}; the run is judged by the shipped thresholds")
+        return load_thresholds()
+
+
 def _shown(text: str | None, config: Record) -> str | None:
     """The configuration as it was written, where it holds no secrets."""
     if text is None or masked(config) == config:
@@ -200,9 +210,9 @@ def _current(summary: Any, metrics: tuple[Record, ...], notes: list[str]) -> Rec
     """The summary, unless the run has gone on from it since: then it speaks of another state than the curves."""
     if not isinstance(summary, dict):
         return None
-    said, done = number(summary.get("steps")), number(metrics[-1].get("step")) if metrics else None
-    if said is not None and done is not None and said != done:
-        notes.append(f"{rundir.SUMMARY} speaks of step {said:.0f}, the run stands at {done:.0f}: it was left out")
+    summarized, done = number(summary.get("steps")), number(metrics[-1].get("step")) if metrics else None
+    if summarized is not None and done is not None and summarized != done:
+        notes.append(f"{rundir.SUMMARY} speaks of step {summarized:.0f}, the run stands at {done:.0f}: it was left out")
         return None
     return summary
 

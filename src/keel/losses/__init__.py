@@ -12,7 +12,7 @@ from keel.losses.objective import (
     global_denominators,
     kl_term,
     objective,
-    summed_kl,
+    vocabulary_kl,
     with_policy_mask,
 )
 from keel.losses.options import LossOptions, MismatchOptions
@@ -36,6 +36,7 @@ if not TYPE_CHECKING:  # type checkers see the names that are there
             "LossSpec": "keel.losses.LossOptions",
             "KLSpec": "keel.kl.KLOptions",
             "MismatchSpec": "keel.losses.MismatchOptions",
+            "summed_kl": "keel.losses.vocabulary_kl",
         },
     )
 
@@ -67,7 +68,7 @@ __all__ = [
     "policy_term",
     "resolve_limits",
     "scale_rewards",
-    "summed_kl",
+    "vocabulary_kl",
     "with_policy_mask",
     "zero_variance",
 ]

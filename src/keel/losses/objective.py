@@ -61,7 +61,7 @@ def kl_term(
         batch.ref_logp,
         batch.action_mask,
         old_logp=batch.old_logp,
-        exact_kl=summed_kl(kl, scores) if pairing.estimator.startswith("exact") else None,
+        exact_kl=vocabulary_kl(kl, scores) if pairing.estimator.startswith("exact") else None,
         clamp=kl.log_ratio_clamp,
         ratio_cap=kl.ratio_cap,
     )
@@ -73,7 +73,7 @@ def kl_term(
 def kl_values(kl: KLOptions, scores: Scores, batch: Batch) -> Tensor:
     """The estimator's KL `[B, T]` of the policy as it is at this update, detached."""
     if kl.estimator.startswith("exact"):
-        return summed_kl(kl, scores).detach()
+        return vocabulary_kl(kl, scores).detach()
     if batch.ref_logp is None:
         raise KeelError(f"kl.estimator={kl.estimator} needs ref_logp: score the batch with the reference first")
     logp, clamp = scores.logp.detach(), kl.log_ratio_clamp
@@ -89,7 +89,7 @@ def mean_penalty(kl: KLOptions, scores: Scores, batch: Batch, by: Denominators) 
     return (values / max(by.sequences if per_sequence else by.tokens, 1.0)).item()
 
 
-def summed_kl(kl: KLOptions, scores: Scores) -> Tensor:
+def vocabulary_kl(kl: KLOptions, scores: Scores) -> Tensor:
     """The KL over the vocabulary `[B, T]`, in the direction that the estimator names."""
     values = scores.ref_policy_kl if kl.estimator == "exact_reverse" else scores.exact_kl
     if values is None:

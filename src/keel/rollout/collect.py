@@ -31,25 +31,25 @@ class _Trajectory:
     sample_logp: list[float] = field(default_factory=list)
     filtered_logp: list[float] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)  # turns and replies, in order
+    transcript: list[str] = field(default_factory=list)  # turns and replies, in order
     stop_reason: str = ""
-    broken: bool = False
+    failed: bool = False  # its environment raised or hung
 
-    def act(self, turn: Completion) -> None:
+    def append_turn(self, turn: Completion) -> None:
         self.tokens += turn.tokens
         self.action += turn.action
         self.sample_logp += turn.sample_logp
         self.filtered_logp += turn.filtered_logp
         self.turns.append(turn.text)
-        self.said.append(turn.text)
+        self.transcript.append(turn.text)
         self.stop_reason = turn.stop_reason
 
-    def hear(self, message: Reply, tokens: Sequence[int]) -> None:
+    def append_reply(self, reply: Reply, tokens: Sequence[int]) -> None:
         self.tokens += tokens
         self.action += [False] * len(tokens)
         self.sample_logp += [0.0] * len(tokens)
         self.filtered_logp += [0.0] * len(tokens)
-        self.said += [message] if isinstance(message, str) else [one["content"] for one in message]
+        self.transcript += [reply] if isinstance(reply, str) else [message["content"] for message in reply]
 
     def completion(self, counts: Mapping[str, float]) -> Completion:
         return Completion(
@@ -57,7 +57,7 @@ class _Trajectory:
             action=tuple(self.action),
             sample_logp=tuple(self.sample_logp),
             filtered_logp=tuple(self.filtered_logp),
-            text="\n".join(self.said),
+            text="\n".join(self.transcript),
             stop_reason=self.stop_reason,
             counts=counts,
         )
@@ -85,7 +85,7 @@ def collect(
 ) -> list[Group]:
     """One judged group a problem, in order, except groups that the judge skips (its `failures` name them).
 
-    Several turns: each completion has an `Episode` of the task's, which is given the model's turns; the tokens of its
+    Several turns: each completion has an `Episode` of the task's, which takes the model's turns; the tokens of its
     replies are appended with action False. `max_completion_length` is the budget of a whole episode, replies included;
     one that a reply would overrun ends there with stop_reason `length`. `max_turn_length` is the budget of one turn: a
     turn that it cuts off is answered like any other. An episode that would go on after `max_turns` has the stop_reason
@@ -102,12 +102,12 @@ def collect(
     _check_keys(problems)
     judge = judge or Judge.of(task)
     renderer = Renderer(tokenizer, chat_template=chat_template, system_prompt=system_prompt)
-    whole = [renderer.prompt(problem) for problem in problems]
-    prompts = [fit(t, max_prompt_length, truncation, p.key) for t, p in zip(whole, problems, strict=True)]
+    full_prompts = [renderer.prompt(problem) for problem in problems]
+    prompts = [fit(t, max_prompt_length, truncation, p.key) for t, p in zip(full_prompts, problems, strict=True)]
     noise = {"seed": seed, "attempt": attempt, "step": step}
     limit = None if max_turn_length is None else min(max_turn_length, sampling.max_completion_length)
-    _check_room(engine, problems, prompts, sampling)
-    asked = [Request(p.key, tokens, max_new=limit) for p, tokens in zip(problems, prompts, strict=True)]
+    _check_context(engine, problems, prompts, sampling)
+    requests = [Request(p.key, tokens, max_new=limit) for p, tokens in zip(problems, prompts, strict=True)]
     group_of = {problem.key: group for group, problem in enumerate(problems)}
     trajectories: dict[tuple[int, int], _Trajectory] = {}
     runner = EpisodeRunner(task.start, judge.options.timeout_s, judge.hung)
@@ -115,33 +115,37 @@ def collect(
     def answer(turns: Sequence[Turn]) -> list[Request]:
         for turn in turns:
             key = group_of[turn.request.key], turn.sample
-            trajectories.setdefault(key, _Trajectory(*key)).act(turn.completion)
+            trajectories.setdefault(key, _Trajectory(*key)).append_turn(turn.completion)
             if task.several_turns:
                 runner.submit([(key, problems[key[0]], turn.completion.text)])
-        return go_on("no" if overlap_tools else "all")
+        return next_requests("no" if overlap_tools else "all")
 
-    def go_on(wait: str) -> list[Request]:
-        """The next turns of those episodes whose reply is there."""
-        requests = []
+    def next_requests(wait: str) -> list[Request]:
+        """The next turns of the episodes that have their reply."""
+        continued = []
         for key, reply in runner.ready(wait=wait).items():
             trajectory, problem = trajectories[key], problems[key[0]]
             if isinstance(reply, CallFailed):
-                trajectory.broken = True
+                trajectory.failed = True
                 judge.record(f"{task.name}.{reply.at}", problem, trajectory.sample, reply)
-            elif _hear(trajectory, problem, reply, renderer, sampling, max_turns):
-                requests.append(_request(trajectory, problem, prompts[key[0]], sampling, limit))
-        return requests
+            elif _append_reply(trajectory, problem, reply, renderer, sampling, max_turns):
+                continued.append(_request(trajectory, problem, prompts[key[0]], sampling, limit))
+        return continued
 
     converse = engine.converse if join_turns and max_turns > 1 else partial(turn_by_turn, engine)
+    # Where all wait for tools, sampling begins anew with the first reply: with slots for the others too.
+    capacity = sampling.max_batch or len(problems) * sampling.num_generations
+    batched = replace(sampling, max_batch=capacity) if overlap_tools else sampling
     try:
-        while asked:
-            converse(asked, sampling, answer, **noise)
-            asked = []
-            while runner.waiting and not asked:
-                asked = go_on("one")
-        marked = [_marked(p, len(t) - len(kept)) for p, t, kept in zip(problems, whole, prompts, strict=True)]
+        while requests:
+            converse(requests, batched, answer, **noise)
+            requests = []
+            while runner.waiting and not requests:
+                requests = next_requests("one")
+        cut = [len(full) - len(prompt) for full, prompt in zip(full_prompts, prompts, strict=True)]
+        noted = [_with_cut_noted(problem, count) for problem, count in zip(problems, cut, strict=True)]
         finished = [trajectories[key] for key in sorted(trajectories)]
-        groups = _judged(task, marked, prompts, finished, runner.episodes, judge, step)
+        groups = _judged(task, noted, prompts, finished, runner.episodes, judge, step)
     finally:
         failures = runner.close()
     for key, failure in failures:
@@ -149,7 +153,7 @@ def collect(
     return groups
 
 
-def _hear(
+def _append_reply(
     trajectory: _Trajectory,
     problem: Problem,
     reply: Reply | None,
@@ -167,7 +171,7 @@ def _hear(
     if len(trajectory.tokens) + len(tokens) >= sampling.max_completion_length:
         trajectory.stop_reason = "length"
         return False
-    trajectory.hear(reply, tokens)
+    trajectory.append_reply(reply, tokens)
     return True
 
 
@@ -195,14 +199,14 @@ def _judged(
     step: int,
 ) -> list[Group]:
     groups = []
-    of_group: list[list[_Trajectory]] = [[] for _ in problems]
+    by_group: list[list[_Trajectory]] = [[] for _ in problems]
     for trajectory in trajectories:
-        of_group[trajectory.group].append(trajectory)
-    for problem, prompt, members in zip(problems, prompts, of_group, strict=True):
-        heard = [Transcript.of(t.turns, episodes.get((t.group, t.sample))) for t in members]
-        rewards = judge.judge(problem, heard, {t.sample for t in members if t.broken})
+        by_group[trajectory.group].append(trajectory)
+    for problem, prompt, members in zip(problems, prompts, by_group, strict=True):
+        transcripts = [Transcript.of(t.turns, episodes.get((t.group, t.sample))) for t in members]
+        rewards = judge.judge(problem, transcripts, {t.sample for t in members if t.failed})
         if rewards is not None:
-            counts = [_counts(task, t, heard[i].episode) for i, t in enumerate(members)]
+            counts = [_counts(task, t, transcripts[i].episode) for i, t in enumerate(members)]
             completions = tuple(t.completion(c) for t, c in zip(members, counts, strict=True))
             groups.append(Group(problem, prompt, completions, rewards))
     if problems and not groups:
@@ -216,7 +220,7 @@ def _counts(task: Task, trajectory: _Trajectory, episode: Episode | None) -> dic
     if not task.several_turns:
         return {}
     turns = {"turn/count": float(len(trajectory.turns))}
-    if trajectory.broken or episode is None:
+    if trajectory.failed or episode is None:
         return turns
     try:
         counted = {str(name): float(count) for name, count in episode.counts().items()}
@@ -229,7 +233,7 @@ def _counts(task: Task, trajectory: _Trajectory, episode: Episode | None) -> dic
     return turns | counted
 
 
-def _marked(problem: Problem, cut: int) -> Problem:
+def _with_cut_noted(problem: Problem, cut: int) -> Problem:
     """The problem, with the number of prompt tokens that were cut off noted in its info."""
     if not cut:
         return problem
@@ -237,7 +241,7 @@ def _marked(problem: Problem, cut: int) -> Problem:
     return replace(problem, info=info)
 
 
-def _check_room(
+def _check_context(
     engine: Engine, problems: Sequence[Problem], prompts: Sequence[tuple[int, ...]], sampling: SamplingParams
 ) -> None:
     """Refuse an episode that could outgrow the model's context in a later turn, before the first is sampled."""

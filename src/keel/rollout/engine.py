@@ -13,24 +13,26 @@ from keel.rollout.request import Request, Turn
 from keel.rollout.sampling import SamplingParams
 
 Answer = Callable[[list[Turn]], Iterable[Request]]
+_BY_TURN = ("generate", "converse")
 
 
 class Engine:
     """Samples completions from the policy. Derive from it, write `generate`, and declare what else holds.
 
-    An engine that has weights of its own writes `sync` too. A class that writes `generate` and not `converse` is asked
-    by its own `generate` for every turn, whatever it inherits.
+    An engine that has weights of its own writes `sync` too. Where `generate` is written nearer to a class than
+    `converse`, by itself or by a mixin, each turn is asked of that `generate`, whatever `converse` it inherits.
     """
 
     shares_weights: bool = False  # samples with the policy's own tensors, so that there is nothing to sync
     logp_after_filters: bool = False  # `sample_logp` is of the distribution that top-p, top-k and min-p leave
     context: int | None = None  # tokens that prompt and completion may have together; None where nothing limits them
     version: int | None = None  # the policy version of the last `sync`; None where weights are shared
-    on_finished: Callable[[int], None] | None = None  # may be told how many completions have just ended
+    on_finished: Callable[[int], None] | None = None  # called with the number of completions that have just ended
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "generate" in vars(cls) and "converse" not in vars(cls):
+        generate, converse = (next(base for base in cls.__mro__ if name in vars(base)) for name in _BY_TURN)
+        if cls.__mro__.index(generate) < cls.__mro__.index(converse):
             cls.converse = Engine.converse  # type: ignore[method-assign]
 
     def generate(
@@ -49,9 +51,10 @@ class Engine:
         attempt: int = 0,
         step: int = 0,
     ) -> None:
-        """Sample until no request is left: `answer` is told of turns that have ended and returns requests that go on.
+        """Sample until no request is left: `answer` takes the turns that have ended and returns those that continue.
 
-        By default all episodes say their turn, then all are answered.
+        By default all episodes finish their turn, then all are answered. `answer` may be called without a turn, for
+        requests that have become ready.
         """
         turn_by_turn(self, requests, sampling, answer, seed=seed, attempt=attempt, step=step)
 
@@ -74,25 +77,40 @@ class EngineWrapper(Engine):
         self.inner = inner
 
 
-def _forwarded(name: str) -> property:
-    return property(lambda self: getattr(self.inner, name), lambda self, value: setattr(self.inner, name, value))
+class _Forwarded:
+    """An attribute of the inner engine; one that a wrapper, or an object of it, has itself comes first."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, wrapper: Any, owner: type) -> Any:
+        return self if wrapper is None else getattr(wrapper.inner, self.name)
+
+
+class _ForwardedWrite(_Forwarded):
+    """One that others set, and the inner engine reads."""
+
+    def __set__(self, wrapper: Any, value: Any) -> None:
+        setattr(wrapper.inner, self.name, value)
 
 
 for _name in [name for name in vars(Engine) if not name.startswith("_")]:  # what is added to Engine is forwarded too
-    setattr(EngineWrapper, _name, _forwarded(_name))
+    setattr(EngineWrapper, _name, (_ForwardedWrite if _name == "on_finished" else _Forwarded)(_name))
 
 
 def turn_by_turn(
     engine: Engine, requests: Sequence[Request], sampling: SamplingParams, answer: Answer, **noise: int
 ) -> None:
-    """Several turns by `generate` alone: all episodes say their turn, then all are answered."""
+    """Several turns by `generate` alone: all episodes finish their turn, then all are answered."""
     while requests:
         groups = engine.generate(requests, sampling, **noise)
-        asked, given = [len(request.drawn(sampling)) for request in requests], [len(group) for group in groups]
-        if asked != given:
+        requested = [len(request.drawn(sampling)) for request in requests]
+        returned = [len(group) for group in groups]
+        if requested != returned:
             raise KeelError(
-                f"the engine {type(engine).__name__} was asked for {sum(asked)} completions of {len(asked)} requests "
-                f"and returned {sum(given)} of {len(given)}: its generate must return as many as each request draws"
+                f"the engine {type(engine).__name__} was asked for {sum(requested)} completions of {len(requested)} "
+                f"requests and returned {sum(returned)} of {len(returned)}: its generate must return as many as each "
+                "request draws"
             )
         turns = [
             Turn(request, sample, completion)

@@ -14,13 +14,13 @@ from keel.rollout.engine import Engine, check_engine
 from keel.rollout.native.engine import NativeEngine
 from keel.rollout.options import EngineOptions, RolloutOptions
 
-NATIVE = ("kept_gib", "cuda_graphs")  # options of `rollout` that only the native engine reads
+NATIVE_OPTIONS = ("kept_gib", "cuda_graphs")  # options of `rollout` that only the native engine reads
 
 
 def native(model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions) -> NativeEngine:
-    """Keel's own engine; what is kept between turns has no use where there is one."""
-    kept = int(rollout.kept_gib * 2**30) if rollout.max_turns > 1 else 0
-    return NativeEngine(model, tokenizer, kept_bytes=kept, graphs=rollout.cuda_graphs)
+    """Keel's own engine; with one turn there is no KV cache to keep between turns."""
+    kept_bytes = int(rollout.kept_gib * 2**30) if rollout.max_turns > 1 else 0
+    return NativeEngine(model, tokenizer, kept_bytes=kept_bytes, graphs=rollout.cuda_graphs)
 
 
 ENGINES: dict[str, Callable[..., Engine]] = {"native": native}
@@ -43,7 +43,7 @@ def find_engine(name: str, option: str = "rollout.engine") -> Callable[..., Engi
 def build_engine(rollout: RolloutOptions, model: nn.Module, tokenizer: Any) -> Engine:
     """The engine that `rollout.engine` names, on a model and its tokenizer, with its own parameters.
 
-    One that has a parameter `rollout` is given the whole section.
+    One with a parameter `rollout` receives the whole section.
     """
     chosen = rollout.named_engine
     make = find_engine(chosen.name)
@@ -61,7 +61,7 @@ def check_rollout(rollout: RolloutOptions) -> None:
         )
     chosen = rollout.named_engine
     if is_import_path(chosen.name):
-        for name in NATIVE:
+        for name in NATIVE_OPTIONS:
             if getattr(rollout, name) != type(rollout).model_fields[name].default:
                 raise KeelError(
                     f"rollout.{name} is for the native engine: leave it out with rollout.engine={chosen.name}"

@@ -23,7 +23,7 @@ TEMPLATES = {
 }
 _CONTENT = "\u2042content\u2042"  # stands for a turn's text while a template is taken apart
 _PROBE = {"role": "tool", "name": "probe", "tool_call_id": "000000000", "content": "keel-probe"}
-# What a model is told of its tools where the template has no place for them.
+# The system message's text about tools where the template does not render them.
 _TOOLS = (
     "You may call these tools:\n{schemas}\n"
     'To call one, write <tool_call>{{"name": …, "arguments": {{…}}}}</tool_call> and end your turn.'
@@ -44,7 +44,7 @@ class Renderer:
         self.system_prompt = system_prompt
         self.named = chat_template not in ("auto", "none")
         self.template = _template(tokenizer, chat_template)
-        self._bos = _own_bos(tokenizer)
+        self._bos = _added_bos(tokenizer)
 
     def prompt(self, problem: Problem) -> tuple[int, ...]:
         """The tokens of a problem's prompt, BOS at most once: if the template writes it or the tokenizer adds it."""
@@ -55,11 +55,11 @@ class Renderer:
             raise KeelError(f"problem {problem.key!r} has an empty prompt: a model needs something to continue")
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        written = problem.tools and self._in_template(is_text) and self._writes_tools
-        if problem.tools and not written:
+        in_template = problem.tools and self._in_template(is_text) and self._renders_schemas
+        if problem.tools and not in_template:
             messages = _with_tools(messages, problem.tools)
         if self._in_template(is_text):
-            tools = problem.tools if written else ()
+            tools = problem.tools if in_template else ()
             return self._with_bos(self._encode(self._fill(messages, problem.key, tools=tools)))
         return self._with_bos(self._encode("\n\n".join(message["content"] for message in messages)))
 
@@ -71,39 +71,39 @@ class Renderer:
         """
         if not self._in_template(isinstance(problem.prompt, str)):
             return self._encode(message if isinstance(message, str) else "\n".join(("", *_contents(message), "")))
-        tokens = self._encode(self._after_turn(self._spoken(message), problem.key))
+        tokens = self._encode(self._after_turn(self._reply_messages(message), problem.key))
         return tokens[1:] if tokens and tokens[0] == ended_by else tokens
 
-    def _spoken(self, message: Reply) -> Messages:
-        """The environment's messages in roles that the template knows: without a tool's, the user says it all."""
+    def _reply_messages(self, message: Reply) -> Messages:
+        """The environment's messages in roles that the template renders: the user's, where it has no role `tool`."""
         if isinstance(message, str):
             return [{"role": "user", "content": message}]
-        if self._knows_tools or all(one["role"] != "tool" for one in message):
-            return [dict(one) for one in message]
+        if self._renders_tool_role or all(part["role"] != "tool" for part in message):
+            return [dict(part) for part in message]
         return [{"role": "user", "content": "\n".join(_contents(message))}]
 
     def _after_turn(self, messages: Messages, key: str) -> str:
         base = [{"role": "user", "content": "."}, {"role": "assistant", "content": _CONTENT}]
-        _, found, after = self._fill([*base, *messages], key).partition(_CONTENT)
-        if not found:
+        _, content, after = self._fill([*base, *messages], key).partition(_CONTENT)
+        if not content:
             raise KeelError("the chat template drops the assistant's turns: several turns need one that keeps them")
         return after
 
     @cached_property
-    def _knows_tools(self) -> bool:
-        """Whether the template writes what a message with the role `tool` says; some refuse it, some leave it out."""
+    def _renders_tool_role(self) -> bool:
+        """Whether the template renders messages of the role `tool`; some refuse them, some leave them out."""
         try:
             return _PROBE["content"] in self._after_turn([dict(_PROBE)], "")
         except KeelError:
             return False
 
     @cached_property
-    def _writes_tools(self) -> bool:
-        """Whether the template has a place for the tools' schemas."""
+    def _renders_schemas(self) -> bool:
+        """Whether the template renders the tools' schemas."""
         function = {"name": "keel_probe", "description": "", "parameters": {"type": "object", "properties": {}}}
         try:
-            asked: Messages = [{"role": "user", "content": "."}]
-            return "keel_probe" in self._fill(asked, "", tools=[{"type": "function", "function": function}])
+            question: Messages = [{"role": "user", "content": "."}]
+            return "keel_probe" in self._fill(question, "", tools=[{"type": "function", "function": function}])
         except KeelError:
             return False
 
@@ -157,8 +157,8 @@ def _messages(prompt: Sequence[Mapping[str, str]], key: str) -> Messages:
     if not isinstance(prompt, Sequence) or not prompt:
         raise KeelError(f"problem {key!r} has an empty prompt: a model needs something to continue")
     for message in prompt:
-        fine = isinstance(message, Mapping) and all(isinstance(message.get(k), str) for k in ("role", "content"))
-        if not fine:
+        valid = isinstance(message, Mapping) and all(isinstance(message.get(k), str) for k in ("role", "content"))
+        if not valid:
             raise KeelError(f"problem {key!r}: a prompt is a text, or messages that each have a role and a content")
     return [dict(message) for message in prompt]
 
@@ -169,26 +169,26 @@ def _contents(messages: Sequence[Message]) -> list[str]:
 
 def _with_tools(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> Messages:
     """The tools written into the system message, as text."""
-    said = _TOOLS.format(schemas="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    text = _TOOLS.format(schemas="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     if messages[0]["role"] != "system":
-        return [{"role": "system", "content": said}, *messages]
-    return [{**messages[0], "content": f"{messages[0]['content']}\n\n{said}"}, *messages[1:]]
+        return [{"role": "system", "content": text}, *messages]
+    return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
 
 
 def _template(tokenizer: Any, name: str) -> str | None:
-    own = getattr(tokenizer, "chat_template", None)
-    several = own if isinstance(own, Mapping) else {"default": own} if own else {}
+    template = getattr(tokenizer, "chat_template", None)
+    templates = template if isinstance(template, Mapping) else {"default": template} if template else {}
     if name == "none":
         return None
     if name == "auto":
-        return several.get("default", next(iter(several.values()), None))
-    known = {**TEMPLATES, **several}
+        return templates.get("default", next(iter(templates.values()), None))
+    known = {**TEMPLATES, **templates}
     if name not in known:
         raise unknown("data.chat_template", name, [*known, "auto", "none"])
     return known[name]
 
 
-def _own_bos(tokenizer: Any) -> int | None:
+def _added_bos(tokenizer: Any) -> int | None:
     """The BOS token if the tokenizer puts it before a text by itself; a token it merely knows is not ours to add."""
     bos = getattr(tokenizer, "bos_token_id", None)
     if bos is None:

@@ -1,4 +1,4 @@
-"""What an engine is asked, and what comes back of it."""
+"""What an engine takes, and what it returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keel.rollout.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Request:
-    """One context to continue: the problem's key, and every token so far, exactly as they were sampled or given.
+    """One context to continue: the problem's key, and every token so far, exactly as they were sampled or rendered.
 
     `samples` are the indices of the completions to draw (default: 0 to num_generations - 1). To continue a
     conversation, ask for the one sample with its context's tokens (prompt, completion and tool output, never
@@ -61,7 +61,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Turn:
-    """One completion of a request: which of its samples, and what was said."""
+    """One completion of a request, and which of its samples it is."""
 
     request: Request
     sample: int
@@ -72,10 +72,10 @@ def check_noise(requests: Sequence[Request], sampling: SamplingParams, seen: set
     """Refuse two completions of the same noise, `seen` before or here: they would look like two samples and be one."""
     for request in requests:
         for sample in request.drawn(sampling):
-            place = (request.key, sample, request.start)
-            if place in seen:
+            noise_key = (request.key, sample, request.start)
+            if noise_key in seen:
                 raise KeelError(
                     f"problem {request.key!r} asks twice for sample {sample} at start {request.start}, which draws the "
                     f"same noise again: give each request its own key, or other samples"
                 )
-            seen.add(place)
+            seen.add(noise_key)

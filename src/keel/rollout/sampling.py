@@ -50,15 +50,15 @@ class SamplingParams:
             "stop": (all(self.stop), "must hold non-empty strings"),
             "max_batch": (self.max_batch is None or self.max_batch >= 1, "must be at least 1, or null for no limit"),
         }
-        for name, (fine, rule) in rules.items():
-            if not fine:
+        for name, (valid, rule) in rules.items():
+            if not valid:
                 raise KeelError(f"rollout.{name} is {getattr(self, name)!r}: it {rule}")
 
     @classmethod
     def of(cls, rollout: RolloutOptions, **changes: Any) -> SamplingParams:
-        """What `rollout` says of sampling, which has the same names, with changes."""
-        named = {field.name: getattr(rollout, field.name) for field in fields(cls) if hasattr(rollout, field.name)}
-        return cls(**{**named, **changes})
+        """The options of `rollout` that have the same names, with changes."""
+        shared = {field.name for field in fields(cls)} - {"ignore_eos"}  # which no configuration asks for
+        return cls(**{**{name: getattr(rollout, name) for name in shared}, **changes})
 
     @property
     def greedy(self) -> bool:
@@ -167,14 +167,14 @@ def draw(logits: Tensor, params: SamplingParams, noise: Tensor | None) -> tuple[
     peak = logits.amax(-1, keepdim=True)
     weights = (logits - peak).exp_()
     mass = weights.view(-1, blocks, size).sum(-1)
-    normaliser = kept = mass.sum(-1).log() + peak.squeeze(-1)
+    normaliser = filtered_normaliser = mass.sum(-1).log() + peak.squeeze(-1)
     if threshold is not None:
         mass = weights.masked_fill_(logits < threshold, 0).view(-1, blocks, size).sum(-1)
-        kept = mass.sum(-1).log() + peak.squeeze(-1)
+        filtered_normaliser = mass.sum(-1).log() + peak.squeeze(-1)
     block = (mass.double().log() + noise[:, :blocks]).argmax(-1)
     inside = logits.view(-1, blocks, size).gather(1, block.view(-1, 1, 1).expand(-1, 1, size)).squeeze(1)
     if threshold is not None:
         inside = inside.masked_fill(inside < threshold, -torch.inf)
     offset = (inside.double() + noise[:, blocks:]).argmax(-1)
     logit = inside.gather(-1, offset.unsqueeze(-1)).squeeze(-1)
-    return block * size + offset, logit - normaliser, logit - kept
+    return block * size + offset, logit - normaliser, logit - filtered_normaliser

@@ -38,10 +38,10 @@ class StopStrings:
             if not any(string in tail for string in stop):
                 return None
         text = self.decode(tokens, special=special)
-        places = [text.find(string) for string in stop if string in text]
-        if not places:
+        starts = [text.find(string) for string in stop if string in text]
+        if not starts:
             return None
-        return self._without_special(tokens, text[: min(places)]) if special else text[: min(places)]
+        return self._without_special(tokens, text[: min(starts)]) if special else text[: min(starts)]
 
     def _has_special(self, string: str) -> bool:
         return any(token in string for token in self._special)

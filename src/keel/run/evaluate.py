@@ -116,7 +116,8 @@ def evaluate_entry(
         seed=config.run.seed + 1 if seed is None else seed,
         sampling=sampling or SamplingParams.of(config.rollout),
         judge=entry.judge,
-        **{**config.rollout.turns, "max_turns": config.rollout.max_turns if entry.task.several_turns else 1},
+        **config.rollout.turns
+        | {"max_turns": config.rollout.max_turns if entry.task.several_turns else 1, "overlap_tools": False},
         **config.data.prompts,
     )
 

@@ -15,7 +15,7 @@ from keel.run.environment import environment
 from keel.run.hooks import NO_HOOKS, EndHooks
 from keel.run.resume import write_config
 from keel.run.train import ConfigSource, TrainResult, evaluator, open_loggers, open_run, write_report_of
-from keel.trainer.checkpoint import save_manifest, save_weights, writing
+from keel.trainer.checkpoint import atomic_folder, save_manifest, save_weights
 from keel.trainer.sft import sft
 from keel.trainer.state import State
 from keel.trainer.summary import summarise
@@ -74,7 +74,7 @@ def _supervise(config: Config, directory: RunDirectory, at_end: EndHooks) -> Tra
 
 def _save(target: Path, config: Config, loaded: Any) -> Path:
     card = f"# {config.run.name}\n\n`{config.model.name}` after supervised fine-tuning with Keel (`keel sft`).\n"
-    with writing(target) as temporary:
+    with atomic_folder(target) as temporary:
         save_weights(temporary, loaded.model, loaded.tokenizer)
         (temporary / "README.md").write_text(card, encoding="utf-8")
         save_manifest(temporary)

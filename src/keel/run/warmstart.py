@@ -11,8 +11,8 @@ from typing import Any
 from keel.models.load import LoadedModel
 from keel.run.build import Supervised
 from keel.run.paths import absolute_paths
-from keel.trainer.checkpoint import save_weights, writing
-from keel.trainer.integrity import WARMSTART, checksums, sealed
+from keel.trainer.checkpoint import atomic_folder, save_weights
+from keel.trainer.integrity import WARMSTART, checksums, with_checksums
 from keel.trainer.sft import Report, sft
 
 FOLDER = "warmstart"
@@ -58,8 +58,8 @@ def warmstart(
     """Train the loaded model in place and keep its weights; returns the last loss."""
     start = recipe(loaded)
     loss = sft(loaded, *start, report)
-    with writing(folder) as temporary:
+    with atomic_folder(folder) as temporary:
         save_weights(temporary, loaded.model, loaded.tokenizer)
-        record = sealed({"loss": loss, "steps": start.options.steps}, checksums(temporary))
+        record = with_checksums({"loss": loss, "steps": start.options.steps}, checksums(temporary))
         (temporary / WARMSTART).write_text(record, encoding="utf-8")
     return loss

@@ -29,7 +29,7 @@ from keel.models.lora import is_lora
 from keel.reference import Reference
 from keel.reference.weights import unwrap
 from keel.trainer.card import model_card
-from keel.trainer.integrity import MANIFEST, TRAINER, Damage, checksum, checksums, damages, saved_sums, sealed
+from keel.trainer.integrity import MANIFEST, TRAINER, Damage, checksum, checksums, damages, saved_sums, with_checksums
 from keel.trainer.integrity import STATE as RECORD
 from keel.trainer.state import State, TrainingRun
 
@@ -93,7 +93,7 @@ def no_progress_bars() -> Iterator[None]:
 
 
 @contextmanager
-def writing(target: Path) -> Iterator[Path]:
+def atomic_folder(target: Path) -> Iterator[Path]:
     """A folder that becomes `target` once all is written; a failed write is one line and leaves nothing behind."""
     temporary = target.parent / f"{_TEMPORARY}{target.name}"
     try:
@@ -109,7 +109,7 @@ def writing(target: Path) -> Iterator[Path]:
 
 def save_manifest(folder: Path) -> None:
     """The checksums of a folder that has no record of its own."""
-    (folder / MANIFEST).write_text(sealed({"keel": keel.__version__}, checksums(folder)), encoding="utf-8")
+    (folder / MANIFEST).write_text(with_checksums({"keel": keel.__version__}, checksums(folder)), encoding="utf-8")
 
 
 def _save_trainer(folder: Path, run: TrainingRun, state: State, previous: Path | None) -> None:
@@ -126,7 +126,7 @@ def _save_trainer(folder: Path, run: TrainingRun, state: State, previous: Path |
         for path in sorted(folder.parent.rglob("*"))
         if path.is_file()
     }
-    (folder / STATE).write_text(sealed(record, checksums(folder.parent)), encoding="utf-8")
+    (folder / STATE).write_text(with_checksums(record, checksums(folder.parent)), encoding="utf-8")
 
 
 def _reference_state(reference: Reference) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def rewrite_state(folder: Path, state: State) -> None:
     """Replace the state of a checkpoint, atomically, and leave the rest as it is."""
     record = {**_record_of(folder), "state": state.to_dict()}
     sums = saved_sums(folder)
-    write_atomic(folder / RECORD, json.dumps(record, indent=1) if sums is None else sealed(record, sums))
+    write_atomic(folder / RECORD, json.dumps(record, indent=1) if sums is None else with_checksums(record, sums))
 
 
 def replace_reference(folder: Path, reference: Reference) -> None:
@@ -221,7 +221,7 @@ def replace_reference(folder: Path, reference: Reference) -> None:
     torch.save(dict(reference_state), fresh)
     sums = saved_sums(folder)
     record["files"][name] = fresh.stat().st_size
-    text = json.dumps(record, indent=1) if sums is None else sealed(record, {**sums, name: checksum(fresh)})
+    text = json.dumps(record, indent=1) if sums is None else with_checksums(record, {**sums, name: checksum(fresh)})
     fresh.replace(folder / name)  # a kill here leaves a damaged checkpoint, which is what it was
     write_atomic(folder / RECORD, text)
 

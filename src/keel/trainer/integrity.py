@@ -19,7 +19,7 @@ TRAINER = "trainer"
 STATE = f"{TRAINER}/state.json"
 WARMSTART, MANIFEST = "warmstart.json", "checksums.json"
 _RECORDS = (STATE, WARMSTART, MANIFEST)
-_CHECKSUMS, _SEAL = "checksums", "sha256"
+_CHECKSUMS, _RECORD_CHECKSUM = "checksums", "sha256"
 # What transformers, peft or a resume would read if it lay beside the saved files: weights, settings, templates, code.
 _LOADED = (".bin", ".safetensors", ".json", ".pt", ".pth", ".jinja", ".model", ".py")
 _TEMPLATES = "additional_chat_templates"
@@ -48,16 +48,16 @@ def checksums(folder: Path) -> dict[str, str]:
     return {str(p.relative_to(folder)): checksum(p) for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def sealed(record: Mapping[str, Any], sums: Mapping[str, str]) -> str:
+def with_checksums(record: Mapping[str, Any], sums: Mapping[str, str]) -> str:
     """The text of a record with the checksums of its folder's files and, last, its own."""
     plain = json.loads(json.dumps({**record, _CHECKSUMS: dict(sums)}))
-    plain.pop(_SEAL, None)
-    return json.dumps({**plain, _SEAL: _digest(plain)}, indent=1)
+    plain.pop(_RECORD_CHECKSUM, None)
+    return json.dumps({**plain, _RECORD_CHECKSUM: _digest(plain)}, indent=1)
 
 
 def _digest(record: Mapping[str, Any]) -> str:
-    unsealed = {name: value for name, value in record.items() if name != _SEAL}
-    return hashlib.sha256(json.dumps(unsealed, sort_keys=True).encode()).hexdigest()
+    contents = {name: value for name, value in record.items() if name != _RECORD_CHECKSUM}
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
 
 def saved_sums(folder: Path) -> dict[str, str] | None:
@@ -138,9 +138,9 @@ def _cannot_read(path: Path, error: OSError) -> KeelError:
 
 def _wrong_record(record: Mapping[str, Any]) -> str | None:
     """What is wrong with a record that carries checksums; None where nothing is, or it is an earlier version's."""
-    if _CHECKSUMS not in record and _SEAL not in record:
+    if _CHECKSUMS not in record and _RECORD_CHECKSUM not in record:
         return None
-    fine = isinstance(record.get(_CHECKSUMS), dict) and record.get(_SEAL) == _digest(record)
+    fine = isinstance(record.get(_CHECKSUMS), dict) and record.get(_RECORD_CHECKSUM) == _digest(record)
     return None if fine else "is not as it was saved (its own sha256 differs)"
 
 

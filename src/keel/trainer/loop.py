@@ -134,7 +134,7 @@ def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
             if violation.action == "rollback" and state.rollbacks < guards.max_rollbacks and not any(stop):
                 went_back = roll_back(job.directory, job.loggers, job.run, state, violation)
                 if went_back is not None:
-                    state = job_at(job, went_back)
+                    state = _at_checkpoint(job, went_back)
                     continue
             return _stop(job, state, violation)
         try:
@@ -155,7 +155,7 @@ def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
     return state
 
 
-def job_at(job: Job, state: State) -> State:
+def _at_checkpoint(job: Job, state: State) -> State:
     """The job after the run was taken back to a checkpoint."""
     job.saved_at = state.step
     return state
@@ -186,7 +186,7 @@ def _stop(job: Job, state: State, violation: GuardViolation) -> State:
     wall = state.wall_s
     went_back = stop_at_last_good(job.directory, job.loggers, job.run, state, violation)
     job.stopped = violation.message
-    state = replace(state if went_back is None else job_at(job, went_back), wall_s=wall)
+    state = replace(state if went_back is None else _at_checkpoint(job, went_back), wall_s=wall)
     if state.evaluated_at != state.step:
         state = _evaluate(job, state)
         _track(job, state.step)

@@ -18,7 +18,7 @@ from keel.losses import (
     global_denominators,
     objective,
     scale_rewards,
-    summed_kl,
+    vocabulary_kl,
     with_policy_mask,
     zero_variance,
 )
@@ -149,7 +149,7 @@ def sampled_kl(batch: StepBatch, run: TrainingRun) -> Tensor:
     """The KL `[B, T]` of a penalty in the reward, under the rollout weights: the vocabulary's sum, or the estimate."""
     rows, kl = batch.rows, run.kl
     if kl.estimator.startswith("exact"):
-        return stitch((summed_kl(kl, scores) for scores in batch.scores), batch.width)
+        return stitch((vocabulary_kl(kl, scores) for scores in batch.scores), batch.width)
     assert rows.old_logp is not None
     assert rows.ref_logp is not None
     return estimate(kl.estimator, rows.old_logp, rows.ref_logp, rows.action_mask, clamp=kl.log_ratio_clamp)

@@ -15,7 +15,7 @@ import pytest
 
 from keel.base.errors import KeelError
 from keel.envs.chess import engine as engine_module
-from keel.envs.chess.engine import EngineOptions, Pool, Query, engine_options, find_engine, pawns_of
+from keel.envs.chess.engine import EngineOptions, EnginePool, Query, engine_options, find_engine, pawns_of
 from keel.envs.chess.policy import chess_policy
 
 from .fake_engine import fake_engine
@@ -25,8 +25,8 @@ from .stockfish import needs_stockfish
 NODES = 4000
 
 
-def pool(folder: Path, cache: str = "cache.sqlite", **options: object) -> Pool:
-    return Pool(EngineOptions(**{"nodes": NODES, "workers": 2, "cache": str(folder / cache), **options}))  # type: ignore[arg-type]
+def pool(folder: Path, cache: str = "cache.sqlite", **options: object) -> EnginePool:
+    return EnginePool(EngineOptions(**{"nodes": NODES, "workers": 2, "cache": str(folder / cache), **options}))  # type: ignore[arg-type]
 
 
 def some_positions(count: int) -> list[str]:
@@ -285,7 +285,7 @@ def test_one_position_that_breaks_the_engine_does_not_stop_a_batch(tmp_path: Pat
     assert all(task.reward(p, [task.gold(p)]).total == 1.0 for p in problems)
     held = task.held_out(6)
     assert 0 < len(held) < 6
-    pool_used = engine_module.pool_of(task.marking.engine)  # type: ignore[attr-defined]
+    pool_used = engine_module.pool_of(task.grader.engine)  # type: ignore[attr-defined]
     assert pool_used.counts["unavailable"] >= 2
     never = chess_policy(pieces=4, engine={**options, "path": path, "cache": str(tmp_path / "other")})
     Path(path).write_text(Path(path).read_text().replace(crash, "sys.exit(1)"))
@@ -332,7 +332,7 @@ def test_programs_that_are_no_engines_are_one_line(tmp_path: Path, monkeypatch: 
 
 def test_where_the_engine_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = fake_engine(tmp_path)
-    monkeypatch.setattr(engine_module, "PLACES", ())
+    monkeypatch.setattr(engine_module, "USUAL_PATHS", ())
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("KEEL_STOCKFISH", raising=False)
     with pytest.raises(KeelError, match=r"chess_policy needs Stockfish.*apt-get install stockfish"):
@@ -342,7 +342,7 @@ def test_where_the_engine_is_looked_for(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("KEEL_STOCKFISH", path)
     assert find_engine() == path
     monkeypatch.delenv("KEEL_STOCKFISH")
-    monkeypatch.setattr(engine_module, "PLACES", (path,))
+    monkeypatch.setattr(engine_module, "USUAL_PATHS", (path,))
     assert find_engine() == path
     os.symlink(path, tmp_path / "stockfish")
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import chess
 import pytest
@@ -14,13 +15,12 @@ from keel.base.errors import KeelError
 from keel.envs.chess.format import (
     PADDINGS,
     Analysis,
+    Padding,
     Verdict,
     env_completion,
     env_prompt,
-    env_row,
     policy_completion,
     policy_prompt,
-    policy_row,
     read_env,
     read_env_row,
     read_policy,
@@ -32,6 +32,14 @@ from .positions import random_game
 
 START = chess.STARTING_FEN
 FIVE = Analysis(("e2e4", "d2d4", "g1f3", "c2c4", "b1c3"), (0.33, 0.3, 0.25, -0.1, 0.0), "e2e4")
+
+
+def policy_row(fen: str, analysis: Analysis, padding: Padding = PADDINGS["source"]) -> str:
+    return policy_prompt(fen, padding) + policy_completion(analysis, padding)
+
+
+def env_row(fen: str, move: str, history: Sequence[str], verdict: Verdict) -> str:
+    return env_prompt(fen, move, history) + env_completion(verdict)
 
 
 def test_a_policy_row_to_the_letter() -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import chess
 import chess.pgn
 import pytest
 
+from keel.base.errors import KeelError
 from keel.cli import main
 from keel.envs.chess.engine import EngineOptions, pool_of
 from keel.envs.chess.matches import Game, engine_mover, play_games, random_mover, tally
@@ -78,6 +81,35 @@ def test_stockfish_beats_a_random_mover() -> None:
     games = play_games(engine_mover(pool), random_mover(0), 2, max_plies=120)
     assert tally(games)["wins"] == 2
     assert {game.reason for game in games} == {"checkmate"}
+
+
+def test_the_opponent_answers_games_at_the_same_time_from_the_first_move_on() -> None:
+    """Each of its moves waits until all four games ask for one."""
+    together = threading.Barrier(4, timeout=30)
+
+    def opponent(games: Sequence[Game]) -> list[str | None]:
+        together.wait()
+        return random_mover(0)(games)
+
+    games = [g for g in play_games(random_mover(1), opponent, 8, max_plies=1, opening_plies=0) if not g.model_is_white]
+    assert [len(game.board.move_stack) for game in games] == [1] * 4
+    alone = play_games(random_mover(1), random_mover(0), 8, max_plies=1, opening_plies=0, at_once=1)
+    assert [g.board.fen() for g in games] == [g.board.fen() for g in alone if not g.model_is_white]
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_episodes_are_closed_however_the_games_end(breaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    monkeypatch.setattr(Game, "close", lambda self: closed.append(self.number))
+
+    def model(games: Sequence[Game]) -> list[str | None]:
+        if breaks:
+            raise KeelError("no model")
+        return random_mover(1)(games)
+
+    with pytest.raises(KeelError, match="no model") if breaks else nullcontext():
+        play_games(model, random_mover(0), 4, max_plies=4, opening_plies=0)
+    assert sorted(closed) == ([1, 3] if breaks else [0, 1, 2, 3])
 
 
 def test_pgn_reads_back() -> None:

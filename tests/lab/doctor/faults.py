@@ -24,8 +24,8 @@ from lab.doctor.schooled import TASK, fresh_model, nearness, schooled_model, tau
 
 def scored(model: nn.Module, rows: ScoreRows, temperature: float, **inputs: Any) -> Tensor:
     """The right pass, but for what `inputs` say otherwise."""
-    told = {"attention_mask": rows.attention_mask, "position_ids": rows.position_ids, **inputs}
-    logits = model(input_ids=rows.tokens, **told).logits[:, :-1].float() / temperature
+    kwargs = {"attention_mask": rows.attention_mask, "position_ids": rows.position_ids, **inputs}
+    logits = model(input_ids=rows.tokens, **kwargs).logits[:, :-1].float() / temperature
     picked = logits.log_softmax(-1).gather(-1, rows.tokens[:, 1:, None]).squeeze(-1)
     return rows.completion(picked)
 
@@ -263,8 +263,8 @@ class Wrapped(Engine):
         return completion
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams, **noise: int) -> list[list[Completion]]:
-        made = self.native.generate(requests, self.ask(sampling), **self.noise(noise))
-        pairs = zip(requests, made, strict=True)
+        generated = self.native.generate(requests, self.ask(sampling), **self.noise(noise))
+        pairs = zip(requests, generated, strict=True)
         return [[self.change(request, c, sampling) for c in group] for request, group in pairs]
 
     def rescored(self, model: nn.Module, request: Request, tokens: Sequence[int], temperature: float) -> list[float]:
@@ -317,7 +317,7 @@ class NeverSynced(Wrapped):
         super().__init__(copy.deepcopy(model), tokenizer)
 
     def sync(self, policy: nn.Module, version: int | None = None) -> None:
-        self.told = version
+        pass
 
 
 class SyncedOnce(NeverSynced):
@@ -389,12 +389,12 @@ class Copies(Wrapped):
 class TrainsTools(Wrapped):
     """Writes a tool's answer into the completion and marks it as sampled."""
 
-    said = " (tool: 5)"
+    tool_output = " (tool: 5)"
     scored = False
 
     def __init__(self, model: nn.Module, tokenizer: Any) -> None:
         super().__init__(model, tokenizer)
-        self.extra = tuple(tokenizer.encode(self.said))
+        self.extra = tuple(tokenizer.encode(self.tool_output))
 
     def ask(self, sampling):
         return replace(sampling, max_completion_length=sampling.max_completion_length - len(self.extra))
@@ -414,8 +414,8 @@ class TrainsTools(Wrapped):
 
     def generate(self, requests, sampling, **noise):
         longer = [replace(request, tokens=(*request.tokens, *self.extra)) for request in requests]
-        made = self.native.generate(longer, self.ask(sampling), **noise)
-        pairs = zip(requests, made, strict=True)
+        generated = self.native.generate(longer, self.ask(sampling), **noise)
+        pairs = zip(requests, generated, strict=True)
         return [[self.change(request, c, sampling) for c in group] for request, group in pairs]
 
 
@@ -447,8 +447,8 @@ def steep(problem: Problem, text: str) -> Reward:
 
 
 def reversed_sign(problem: Problem, text: str) -> Reward:
-    given = nearness(problem, text)
-    return replace(given, total=-given.total)
+    reward = nearness(problem, text)
+    return replace(reward, total=-reward.total)
 
 
 def always_the_same(problem: Problem, text: str) -> Reward:
@@ -485,8 +485,8 @@ class Odd(Task):
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         problems = self.inner.sample(count, seed=seed, step=step)
         if self.kind == "leak":
-            held = [replace(p, key=f"{p.key}/{step}") for p in self.inner.held_out(2)]
-            problems = [*held, *problems[2:]]
+            held_out = [replace(p, key=f"{p.key}/{step}") for p in self.inner.held_out(2)]
+            problems = [*held_out, *problems[2:]]
         if self.kind == "bos":
             problems = [replace(p, prompt=f"<bos><bos>{p.prompt}") for p in problems]
         return problems

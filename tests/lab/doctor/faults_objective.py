@@ -283,8 +283,8 @@ def not_loaded(loaded: LoadedModel) -> Held:
 
 
 def abyss(problem: Problem, text: str) -> Reward:
-    given = nearness(problem, text)
-    return given if given.total == 1.0 else replace(given, total=-1e30)
+    reward = nearness(problem, text)
+    return reward if reward.total == 1.0 else replace(reward, total=-1e30)
 
 
 @dataclass(frozen=True)
@@ -293,8 +293,8 @@ class Stuck(Odd):
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         if self.kind == "one":
-            one = self.inner.sample(1, seed=0, step=0)[0]
-            return [replace(one, key=f"{i}/{step}") for i in range(count)]
+            problem = self.inner.sample(1, seed=0, step=0)[0]
+            return [replace(problem, key=f"{i}/{step}") for i in range(count)]
         if self.kind == "step":
             return self.inner.sample(count, seed=seed, step=0)
         return [replace(p, prompt=f"{p.prompt}  ") for p in self.inner.sample(count, seed=seed, step=step)]

@@ -8,8 +8,10 @@ from typing import Any
 
 from keel.config import Config, load_config
 from keel.config.text import parse
-from keel.lab.doctor.advice import option_of
 from keel.lab.doctor.diagnosis import Diagnosis
+from keel.lab.doctor.preflight import preflight
+from keel.lab.runs import option_of
+from lab.doctor.schooled import schooled_config
 
 SECTIONS = "|".join(Config.model_fields)
 PROPOSED = re.compile(rf"(?<![\w./])((?:{SECTIONS})(?:\.\w+)+)=(?=\S)")
@@ -18,30 +20,43 @@ NAMED = re.compile(rf"(?<![\w./:])((?:{SECTIONS})(?:\.[a-z]\w*)+)(?![\w./(:])")
 
 def follow(config: Config, options: Iterable[str]) -> Config:
     """The configuration under a proposal: it loads, it is another one, and nothing in it was so already."""
-    words, tree = list(options), config.to_dict()
-    changed = load_config(tree, words)
-    for word in words:
-        name, _, value = word.partition("=")
-        assert option_of(tree, name) != parse(value, name), f"{word} is set already"
+    overrides, tree = list(options), config.to_dict()
+    changed = load_config(tree, overrides)
+    for override in overrides:
+        name, _, value = override.partition("=")
+        assert option_of(tree, name) != parse(value, name), f"{override} is set already"
     assert changed.to_dict() != tree
     return changed
 
 
 def check_advice(config: Config, diagnosis: Diagnosis) -> None:
     """All that a diagnosis proposes can be followed, and its sentences propose nothing that is not data."""
-    for said, options in (
+    for advice, options in (
         *((finding.advice, finding.options) for finding in diagnosis.findings),
         *((hypothesis.action, hypothesis.options) for hypothesis in diagnosis.hypotheses),
     ):
         for proposal in options:
             follow(config, proposal)
-        offered = {word.partition("=")[0] for proposal in options for word in proposal}
-        assert set(PROPOSED.findall(said)) <= offered, said
-        for name in NAMED.findall(said):
-            assert known(name), f"{name} in {said!r} is no option"
+        offered = {override.partition("=")[0] for proposal in options for override in proposal}
+        assert set(PROPOSED.findall(advice)) <= offered, advice
+        for name in NAMED.findall(advice):
+            assert is_option(name), f"{name} in {advice!r} is no option"
 
 
-def known(dotted: str) -> bool:
+def check_named_first(code: str, overrides: Iterable[str]) -> Diagnosis:
+    """A planted fault is the first finding, an alarm with evidence, and all that is proposed can be followed."""
+    config = schooled_config(*overrides)
+    diagnosis = preflight(config)
+    check_advice(config, diagnosis)
+    assert [finding.code for finding in diagnosis.findings][:1] == [code], diagnosis.findings
+    first = diagnosis.findings[0]
+    assert first.severity in ("error", "warning")
+    assert first.evidence
+    assert first.advice
+    return diagnosis
+
+
+def is_option(dotted: str) -> bool:
     """Whether the schema has that option; sections with parameters of their own take any name."""
     model: Any = Config
     for part in dotted.split("."):

@@ -69,8 +69,15 @@ def healthy(seed: int = 0, steps: int = 60, **changes: Any) -> History:
 
 
 def evaluation(task: str, split: str, step: int, share: float, n: int = 128) -> dict[str, Any]:
-    half = 1.96 * math.sqrt(share * (1 - share) / n)
-    return {"task": task, "split": split, "step": step, "pass@1": share, "ci95": [share - half, share + half], "n": n}
+    margin = 1.96 * math.sqrt(share * (1 - share) / n)
+    return {
+        "task": task,
+        "split": split,
+        "step": step,
+        "pass@1": share,
+        "ci95": [share - margin, share + margin],
+        "n": n,
+    }
 
 
 def altered(name: str, value: Callable[[int, float], float], base: History | None = None, **changes: Any) -> History:

@@ -77,10 +77,10 @@ def schooled_model() -> tuple[Any, Any]:
 
 def nearness(problem: Problem, text: str) -> Reward:
     """1 for the answer, up to a half for a number near it, 0 for what is no number: rewards differ in most groups."""
-    given = text.strip()
-    if not given.isdecimal():
+    answer = text.strip()
+    if not answer.isdecimal():
         return Reward(0.0, parsed=False)
-    return Reward(1.0 if given == problem.answer else 0.5 * max(0.0, 1 - abs(int(given) - int(problem.answer)) / 9))
+    return Reward(1.0 if answer == problem.answer else 0.5 * max(0.0, 1 - abs(int(answer) - int(problem.answer)) / 9))
 
 
 BASE: dict[str, Any] = {

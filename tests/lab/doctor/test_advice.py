@@ -16,7 +16,6 @@ from keel.config.aliases_trl import TRL
 from keel.config.checks import advice as surprises
 from keel.kl import build_controller, controller_of
 from keel.lab.doctor.advice import either, option_of, setting, steered, times
-from keel.lab.doctor.bench import build_bench
 from keel.lab.doctor.checks import check_history
 from keel.lab.doctor.diagnosis import Diagnosis
 from keel.lab.doctor.examine import examine
@@ -24,6 +23,7 @@ from keel.lab.doctor.findings import propose
 from keel.lab.doctor.history import History
 from keel.lab.doctor.names import TRL_OPTIONS
 from keel.lab.doctor.probes import PROBES
+from keel.lab.doctor.setup import build_setup
 from lab.doctor.followed import check_advice, follow
 from lab.doctor.schooled import BASE, schooled_config
 from lab.doctor.test_checks import FAULTS
@@ -33,7 +33,7 @@ from lab.doctor.test_faults_scoring import HERE as PARTS
 OVER = FAULTS["kl/over-budget"]
 
 
-def whole(history: History, *overrides: str) -> tuple[Config, History]:
+def with_config(history: History, *overrides: str) -> tuple[Config, History]:
     """The history under a whole configuration, as a run of Keel's leaves it."""
     tree: dict[str, Any] = {**BASE}
     for section, values in history.config.items():
@@ -52,7 +52,7 @@ def proposals(diagnosis: Diagnosis, code: str) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("code", FAULTS)
 def test_what_is_proposed_for_a_run_can_be_followed(code: str) -> None:
-    config, history = whole(FAULTS[code])
+    config, history = with_config(FAULTS[code])
     diagnosis = check_history(history)
     assert code in [finding.code for finding in diagnosis.findings]
     check_advice(config, diagnosis)
@@ -86,7 +86,7 @@ def test_and_under_other_options_too(name: str) -> None:
         "optim/spike",
         "retention/dropping",
     ):
-        config, history = whole(FAULTS[code], *OTHERWISE[name])
+        config, history = with_config(FAULTS[code], *OTHERWISE[name])
         check_advice(config, check_history(history))
 
 
@@ -127,7 +127,7 @@ def tried(config: Config, code: str) -> Diagnosis:
     names = {"scoring": "scoring", "sampler": "sampler", "reference": "reference", "kl": "kl_term"}
     names |= {"advantage": "advantage", "optim": "update", "output": "collection"}
     probe = dict(PROBES)[names[code.partition("/")[0]]]
-    return Diagnosis(probe(build_bench(config), load_thresholds()).findings)
+    return Diagnosis(probe(build_setup(config), load_thresholds()).findings)
 
 
 def test_a_limit_that_cuts_is_proposed_wider() -> None:
@@ -142,11 +142,11 @@ def test_a_limit_that_cuts_is_proposed_wider() -> None:
 @pytest.mark.parametrize("name", ["as it is", *OTHERWISE])
 def test_a_controller_that_is_proposed_acts_within_the_steps_that_remain(name: str) -> None:
     """At 4 × the target β at least doubles in 20 steps; once the KL is far below it goes down again."""
-    config, history = whole(OVER, *OTHERWISE.get(name, []))
+    config, history = with_config(OVER, *OTHERWISE.get(name, []))
     offered = proposals(check_history(history), "kl/over-budget")
     assert offered or config.kl.budget is not None
     for proposal in offered:
-        if not any(word.startswith("kl.controller") for word in proposal):
+        if not any(override.startswith("kl.controller") for override in proposal):
             continue
         followed = follow(config, proposal)
         controller = controller_of(followed.kl, followed.episodes_per_step)
@@ -187,8 +187,8 @@ def test_a_real_run_follows_its_own_advice_and_beta_moves(tmp_path: Path) -> Non
     loosened = ["kl_over_budget=0.0005", "kl_explosion=100", "kl_explosion_floor=100"]
     diagnosis = examine(run("before"), overrides=loosened)
     offered = proposals(diagnosis, "kl/over-budget")
-    (steers,) = [words for words in offered if any(word.startswith("kl.controller") for word in words)]
-    (stronger,) = [words for words in offered if words[0].startswith("kl.beta=")]
+    (steers,) = [options for options in offered if any(override.startswith("kl.controller") for override in options)]
+    (stronger,) = [options for options in offered if options[0].startswith("kl.beta=")]
     betas = betas_of(run("steered", *steers))
     assert betas[-1] >= 2 * betas[0]
     assert betas_of(run("stronger", *stronger))[0] == pytest.approx(0.01)
@@ -212,10 +212,10 @@ def test_what_is_proposed_to_a_user_of_trl_is_trls(code: str) -> None:
         "rollout": {"num_generations": 8, "max_completion_length": 64, "top_p": 1.0, "temperature": 1.0},
     }
     diagnosis = check_history(replace(FAULTS[code], source="TRL", config=options))
-    known = {alias.name for alias in TRL} | set(TRL_OPTIONS)
+    names = {alias.name for alias in TRL} | set(TRL_OPTIONS)
     for part in (*diagnosis.findings, *diagnosis.hypotheses):
-        for word in (word for proposal in part.options for word in proposal):
-            assert word.partition("=")[0] in known, word
+        for override in (override for proposal in part.options for override in proposal):
+            assert override.partition("=")[0] in names, override
 
 
 def test_a_log_without_options_gets_words() -> None:
@@ -228,9 +228,9 @@ def test_what_loading_calls_surprising_goes_away_as_it_says() -> None:
     config = schooled_config(
         "kl.placement=reward", "kl.estimator=k1", "loss.scale_rewards=group", "loss.loss_type=dapo"
     )
-    (said,) = surprises(config)
+    (surprise,) = surprises(config)
     for proposal in ("loss.scale_rewards=none", "kl.placement=advantage"):
-        assert proposal in said
+        assert proposal in surprise
         assert surprises(follow(config, [proposal])) == []
 
 

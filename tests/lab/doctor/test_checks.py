@@ -124,16 +124,16 @@ def test_an_explosion_that_came_back_is_a_warning():
     assert (finding.code, finding.severity) == ("kl/explosion", "warning")
 
 
-def told(message: str, steps: range) -> History:
+def reward_failures(message: str, steps: range) -> History:
     return healthy(events=tuple({"kind": "reward/failed", "step": step, "message": message} for step in steps))
 
 
 def test_rewards_that_fail_are_named_by_what_they_gave():
-    nan = check_history(told("exact on problem p1, sample 0: returned nan", range(3, 5))).findings
+    nan = check_history(reward_failures("exact on problem p1, sample 0: returned nan", range(3, 5))).findings
     assert [(f.code, f.severity) for f in nan] == [("reward/non-finite", "error")]
-    once = check_history(told("exact on p1 sample 0: raised KeyError: 'nan'", range(3, 4))).findings
+    once = check_history(reward_failures("exact on p1 sample 0: raised KeyError: 'nan'", range(3, 4))).findings
     assert [(f.code, f.severity) for f in once] == [("reward/failed", "warning")]
-    often = check_history(told("exact on p1 sample 0: raised KeyError: 'a'", range(3, 40))).findings
+    often = check_history(reward_failures("exact on p1 sample 0: raised KeyError: 'a'", range(3, 40))).findings
     assert [(f.code, f.severity) for f in often] == [("reward/failed", "error")]
     assert "KeyError" in often[0].evidence
 
@@ -215,22 +215,22 @@ def spiking(*, skipped: bool) -> History:
 
 
 def test_skipped_spikes_are_spikes_and_never_become_the_usual():
-    (taken,) = check_history(spiking(skipped=False)).findings
+    (not_skipped,) = check_history(spiking(skipped=False)).findings
     (finding,) = check_history(spiking(skipped=True)).findings
-    assert finding.code == taken.code == "optim/spike"
+    assert finding.code == not_skipped.code == "optim/spike"
     assert finding.evidence.startswith("40 of 60 steps spike")
     assert "40 of them were skipped" in finding.evidence
-    assert "skipped" not in taken.evidence
-    assert int(taken.evidence.split()[0]) < 40  # updates that were made move the median, and it calls them usual
+    assert "skipped" not in not_skipped.evidence
+    assert int(not_skipped.evidence.split()[0]) < 40  # updates that were made move the median, and it calls them usual
 
 
 def test_a_skip_is_judged_by_its_cause():
-    def said(cause: str) -> list[str]:
+    def codes_of_skip(cause: str) -> list[str]:
         event = {"kind": "guard/skipped", "step": 5, "cause": cause, "message": "an update was skipped"}
         return codes(healthy(events=(event,)))
 
-    assert said("spike") == []
-    assert said("non-finite") == ["optim/non-finite"]
+    assert codes_of_skip("spike") == []
+    assert codes_of_skip("non-finite") == ["optim/non-finite"]
 
 
 def test_an_explosion_in_the_last_update_is_seen_although_no_step_shows_it():
@@ -277,9 +277,9 @@ def with_tools(history: History | None = None, **values: float) -> History:
     """The healthy run with tools: two calls an episode, and figures `tool__failed=2.0` for tool/failed."""
     base = healthy() if history is None else history
     steps = base.series["reward/mean"].steps
-    given = {"tool/calls_mean": 2.0, "tool/error_fraction": 0.05, "answer/missing": 0.1}
-    given |= {name.replace("__", "/"): value for name, value in values.items()}
-    more = {name: Series.of((step, value) for step in steps) for name, value in given.items()}
+    figures = {"tool/calls_mean": 2.0, "tool/error_fraction": 0.05, "answer/missing": 0.1}
+    figures |= {name.replace("__", "/"): value for name, value in values.items()}
+    more = {name: Series.of((step, value) for step in steps) for name, value in figures.items()}
     return replace(base, series={**base.series, **more})
 
 

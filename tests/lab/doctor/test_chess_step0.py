@@ -43,8 +43,8 @@ def test_dropout_is_named_first_and_explains_the_kl(schooled: Path) -> None:
 
 def test_the_finished_run_says_the_same(schooled: Path, tmp_path: Path) -> None:
     """Before its symptoms: a KL at the start, and a sampler that seems to compute otherwise."""
-    words = (f"model.name={schooled}", f"run.dir={tmp_path}", "run.max_steps=1", *QUIET)
-    run = train(load_config(CONFIGS / "chess_step0_kl.yaml", words)).directory
+    overrides = (f"model.name={schooled}", f"run.dir={tmp_path}", "run.max_steps=1", *QUIET)
+    run = train(load_config(CONFIGS / "chess_step0_kl.yaml", overrides)).directory
     first, *others = examine(run).findings
     assert (first.code, first.advice) == ("scoring/dropout", "set model.dropout=false")
     assert "kl/at-start" in [finding.code for finding in others]

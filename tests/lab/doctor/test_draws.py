@@ -47,16 +47,18 @@ def test_the_policys_own_draws_pass_at_every_entropy(sharpness: float) -> None:
     ],
 )
 def test_other_ways_of_drawing_do_not(params: SamplingParams) -> None:
-    found = drawn(2.0, params)
-    assert uniform_p_value(tail_masses(found, PLAIN)) < 1e-6
-    assert uniform_p_value(tail_masses(found, params)) > 1e-3
+    sample = drawn(2.0, params)
+    assert uniform_p_value(tail_masses(sample, PLAIN)) < 1e-6
+    assert uniform_p_value(tail_masses(sample, params)) > 1e-3
 
 
 def test_the_temperature_is_found_again() -> None:
-    found = drawn(2.0, replace(PLAIN, temperature=0.6), n=4000)
-    assert best_temperature(PLAIN, lambda p: -float(found.logp(p).sum())) == pytest.approx(0.6, rel=0.05)
-    told = found.logp(replace(PLAIN, temperature=1.3))
-    assert best_temperature(PLAIN, lambda p: float((told - found.logp(p)).abs().mean())) == pytest.approx(1.3, rel=1e-3)
+    sample = drawn(2.0, replace(PLAIN, temperature=0.6), n=4000)
+    assert best_temperature(PLAIN, lambda p: -float(sample.logp(p).sum())) == pytest.approx(0.6, rel=0.05)
+    reported = sample.logp(replace(PLAIN, temperature=1.3))
+    assert best_temperature(PLAIN, lambda p: float((reported - sample.logp(p)).abs().mean())) == pytest.approx(
+        1.3, rel=1e-3
+    )
 
 
 def test_filters_begin_with_the_configured_one_and_keep_the_temperature() -> None:
@@ -68,11 +70,11 @@ def test_filters_begin_with_the_configured_one_and_keep_the_temperature() -> Non
 
 
 def test_given_text_in_the_midst_of_draws_is_marked_and_nothing_else() -> None:
-    found = drawn(3.0, n=60)
-    least = found.logits.argmin(-1)
-    tokens = found.tokens.clone()
+    sample = drawn(3.0, n=60)
+    least = sample.logits.argmin(-1)
+    tokens = sample.tokens.clone()
     tokens[23:28] = least[23:28]
-    marked = improbable_runs(replace(found, tokens=tokens), PLAIN).nonzero().squeeze(-1).tolist()
+    marked = improbable_runs(replace(sample, tokens=tokens), PLAIN).nonzero().squeeze(-1).tolist()
     assert set(range(23, 28)) <= set(marked)
     assert len(marked) <= 6
 

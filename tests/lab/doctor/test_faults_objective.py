@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from keel.base.thresholds import load_thresholds
-from keel.lab.doctor.bench import build_bench
 from keel.lab.doctor.preflight import preflight
 from keel.lab.doctor.probes.objective import probe_objective
 from keel.lab.doctor.probes.sampler import probe_sampler
-from lab.doctor.followed import check_advice
+from keel.lab.doctor.setup import build_setup
+from lab.doctor.followed import check_named_first
 from lab.doctor.schooled import schooled_config
 from lab.doctor.test_faults_scoring import LORA, TALK
 
@@ -72,24 +72,17 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_fault_is_named_first(fault: str) -> None:
-    code, overrides = FAULTS[fault]
-    config = schooled_config(*overrides)
-    diagnosis = preflight(config)
-    found = diagnosis.findings
-    check_advice(config, diagnosis)
-    assert [finding.code for finding in found][:1] == [code], found
-    assert found[0].severity in ("error", "warning")
+    diagnosis = check_named_first(*FAULTS[fault])
     assert not [line for line in diagnosis.unchecked if "Error" in line], diagnosis.unchecked
 
 
 def test_the_explanation_is_the_fault_itself() -> None:
-    said = {name: preflight(schooled_config(*FAULTS[name][1])).findings[0] for name in WORDS}
-    assert {name: word in f"{said[name].evidence} {said[name].cause}" for name, word in WORDS.items()} == dict.fromkeys(
-        WORDS, True
-    ), said
+    findings = {name: preflight(schooled_config(*FAULTS[name][1])).findings[0] for name in PHRASES}
+    for name, phrase in PHRASES.items():
+        assert phrase in f"{findings[name].evidence} {findings[name].cause}", name
 
 
-WORDS = {
+PHRASES = {
     "a prompt without its first token": "loses its first token",
     "a scorer that ignores the last token": "the last token of each completion",
     "a repetition penalty": "repetition penalty of 1.5",
@@ -102,7 +95,7 @@ WORDS = {
     ["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo", "policy_gradient", f"{HERE}:right_loss"],
 )
 def test_every_loss_is_minus_advantage_times_its_weight_at_ratio_one(name: str) -> None:
-    outcome = probe_objective(build_bench(schooled_config(f"loss.loss_type={name}", "kl.beta=0")), load_thresholds())
+    outcome = probe_objective(build_setup(schooled_config(f"loss.loss_type={name}", "kl.beta=0")), load_thresholds())
     assert not outcome.findings
     assert outcome.figures["factor"] == pytest.approx(1.0, abs=1e-5)
     assert outcome.figures["pushed"] == 1.0
@@ -115,7 +108,7 @@ def test_weights_of_ones_own_are_noted_and_not_judged() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "controller",
     [
         "{name: fixed, warmup_steps: 5}",
         "{name: warmup, steps: 10}",
@@ -127,10 +120,10 @@ def test_weights_of_ones_own_are_noted_and_not_judged() -> None:
         "{name: pid, target: 0.05}",
     ],
 )
-def test_keels_own_controllers_stay_within_bounds(given: str) -> None:
-    assert not probe_objective(build_bench(schooled_config(f"kl.controller={given}")), load_thresholds()).findings
+def test_keels_own_controllers_stay_within_bounds(controller: str) -> None:
+    assert not probe_objective(build_setup(schooled_config(f"kl.controller={controller}")), load_thresholds()).findings
 
 
 def test_a_filter_that_cuts_off_next_to_nothing_is_a_note() -> None:
-    outcome = probe_sampler(build_bench(schooled_config("rollout.top_k=100")), load_thresholds())
+    outcome = probe_sampler(build_setup(schooled_config("rollout.top_k=100")), load_thresholds())
     assert [(finding.code, finding.severity) for finding in outcome.findings] == [("sampler/filter", "note")]

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keel.lab.doctor.findings import Finding
-from keel.lab.doctor.preflight import preflight
-from lab.doctor.followed import check_advice
-from lab.doctor.schooled import schooled_config
+from lab.doctor.followed import check_named_first
 
 HERE = "lab.doctor.faults_reference"
 LORA = "model.lora={r: 4}"
@@ -39,19 +36,7 @@ FAULTS = {
 }
 
 
-def findings(*overrides: str) -> list[Finding]:
-    config = schooled_config(*overrides)
-    diagnosis = preflight(config)
-    assert not [line for line in diagnosis.unchecked if "Error" in line]
-    check_advice(config, diagnosis)
-    return list(diagnosis.findings)
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_fault_is_named_first(fault: str) -> None:
-    code, overrides = FAULTS[fault]
-    found = findings(*overrides)
-    assert [finding.code for finding in found][:1] == [code], found
-    assert found[0].severity in ("error", "warning")
-    assert found[0].evidence
-    assert found[0].advice
+    diagnosis = check_named_first(*FAULTS[fault])
+    assert not [line for line in diagnosis.unchecked if "Error" in line]

@@ -6,7 +6,7 @@ import pytest
 
 from keel.lab.doctor.diagnosis import Diagnosis
 from keel.lab.doctor.preflight import preflight
-from lab.doctor.followed import check_advice
+from lab.doctor.followed import check_named_first
 from lab.doctor.schooled import schooled_config
 
 HERE = "lab.doctor.faults"
@@ -106,15 +106,7 @@ def diagnosed(*overrides: str) -> Diagnosis:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_fault_is_named_first(fault: str) -> None:
-    code, overrides = FAULTS[fault]
-    config = schooled_config(*overrides)
-    diagnosis = preflight(config)
-    found = diagnosis.findings
-    check_advice(config, diagnosis)
-    assert [finding.code for finding in found][:1] == [code], found
-    assert found[0].severity in ("error", "warning")
-    assert found[0].evidence
-    assert found[0].advice
+    check_named_first(*FAULTS[fault])
 
 
 HEALTHY = {

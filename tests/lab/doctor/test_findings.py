@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from keel.base.errors import KeelError
-from keel.lab.doctor import CODES, Diagnosis, Finding, found, ranked
+from keel.lab.doctor import CODES, Diagnosis, Finding, finding, ranked
 from keel.lab.doctor.show import doctor_page
 
 CONTRACT = [
@@ -59,24 +59,27 @@ def test_every_code_of_the_contract_is_there_and_explained():
 
 def test_worst_first_and_causes_before_symptoms():
     expected = ["scoring/dropout", "kl/at-start", "kl/explosion", "kl/over-budget", "kl/unneeded"]
-    findings = [found(code, "e", "c", "a") for code in expected]
+    findings = [finding(code, "e", "c", "a") for code in expected]
     for seed in range(10):
         mixed = random.Random(seed).sample(findings, len(findings))
         assert [finding.code for finding in ranked(mixed)] == expected
 
 
 def test_severity_beats_rank():
-    low, high = found("scoring/dropout", "", "", "", severity="warning"), found("kl/not-learning", "", "", "", "error")
+    low, high = (
+        finding("scoring/dropout", "", "", "", severity="warning"),
+        finding("kl/not-learning", "", "", "", "error"),
+    )
     assert ranked([low, high]) == [high, low]
 
 
 def test_an_unknown_code_is_refused_with_the_nearest():
     with pytest.raises(KeelError, match="kl/explosion"):
-        found("kl/explosions", "", "", "")
+        finding("kl/explosions", "", "", "")
 
 
 def test_a_diagnosis_is_healthy_with_notes_only():
-    note, warning = found("kl/unneeded", "e", "c", "a"), found("kl/over-budget", "e", "c", "a")
+    note, warning = finding("kl/unneeded", "e", "c", "a"), finding("kl/over-budget", "e", "c", "a")
     assert Diagnosis((note,)).exit_status == 0
     assert Diagnosis((note, warning)).exit_status == 1
     data = Diagnosis((note, warning), notes=("\x1b[32mgreen\x1b[0m",)).as_dict()

@@ -12,14 +12,14 @@ from keel.base.thresholds import load_thresholds
 from keel.config import Config, load_config
 from keel.kl.facts import FACTS, NEAR, POLICY_REF, Fact, check_pairing
 from keel.kl.nearest import nearest_right
-from keel.lab.doctor.bench import Bench, build_bench
 from keel.lab.doctor.checks import check_history
 from keel.lab.doctor.diagnosis import Hypothesis
 from keel.lab.doctor.formula import formula_of
-from keel.lab.doctor.hypotheses import preflight_figures, weigh
+from keel.lab.doctor.hypotheses import judge_hypotheses, preflight_figures
 from keel.lab.doctor.preflight import preflight
 from keel.lab.doctor.probes.kl_term import probe_kl_term
 from keel.lab.doctor.probes.result import ProbeResult
+from keel.lab.doctor.setup import ProbeSetup, build_setup
 from lab.doctor.histories import configured, healthy
 from lab.doctor.schooled import schooled_config
 
@@ -48,15 +48,15 @@ def overrides_of(fact: Fact) -> list[str]:
 
 
 @cache
-def _bench() -> Bench:
-    return build_bench(schooled_config("rollout.prompts_per_step=2", "rollout.num_generations=2"))
+def _bench() -> ProbeSetup:
+    return build_setup(schooled_config("rollout.prompts_per_step=2", "rollout.num_generations=2"))
 
 
-def on_the_bench(config: Config) -> Bench:
-    """The schooled bench under another KL term: model, batch and reference are the same for all of them."""
-    bench = _bench()
-    run = replace(bench.run, kl=config.kl, pairing=config.kl.pairing(off_policy=config.off_policy))
-    return replace(bench, config=config, built=replace(bench.built, run=run))
+def on_the_bench(config: Config) -> ProbeSetup:
+    """The schooled setup under another KL term: model, batch and reference are the same for all of them."""
+    setup = _bench()
+    run = replace(setup.run, kl=config.kl, pairing=config.kl.pairing(off_policy=config.off_policy))
+    return replace(setup, config=config, built=replace(setup.built, run=run))
 
 
 def before(config: Config) -> Hypothesis:
@@ -64,7 +64,7 @@ def before(config: Config) -> Hypothesis:
     kl = config.kl
     outcome = _probed(kl.estimator, kl.placement, kl.gradient, kl.level)
     figures = {**preflight_figures([outcome]), "reference/kl_at_start": 0.0}
-    return h03(weigh(outcome.findings, figures, LIMITS, outcome.unchecked, formula_of(config.to_dict())))
+    return h03(judge_hypotheses(outcome.findings, figures, LIMITS, outcome.unchecked, formula_of(config.to_dict())))
 
 
 @cache
@@ -96,9 +96,9 @@ def test_every_formula_is_decided_alike_before_and_after_and_its_advice_makes_it
         assert hypothesis.options, hypothesis
         for proposal in hypothesis.options:
             mended = load_config(config.to_dict(), proposal)
-            for word in proposal:
-                name, _, value = word.partition("=")
-                assert str(option(config, name)) != value, f"{word} is set already"
+            for override in proposal:
+                name, _, value = override.partition("=")
+                assert str(option(config, name)) != value, f"{override} is set already"
             assert after(mended).verdict == before(mended).verdict == "ruled out"
 
 
@@ -112,9 +112,9 @@ def option(config: Config, dotted: str) -> Any:
 def test_plain_k3_is_the_forward_kl_and_its_code_is_measured_against_that() -> None:
     """The commonest formula of all: its cosine to ∇KL(policy‖ref) is 0.9, and to its own gradient 1."""
     config = schooled_config("kl.gradient=plain")
-    found = preflight(config)
-    row = h03(found.hypotheses)
-    assert found.findings == ()
+    diagnosis = preflight(config)
+    row = h03(diagnosis.hypotheses)
+    assert diagnosis.findings == ()
     assert row.verdict == "confirmed"
     assert "∇KL(ref‖policy)" in row.figure
     assert "measured on this batch: cosine 1.000 to it" in row.figure
@@ -128,10 +128,10 @@ def test_plain_k3_is_the_forward_kl_and_its_code_is_measured_against_that() -> N
 def test_code_that_does_not_do_what_the_formula_says_is_found() -> None:
     """Both directions are allowed, but not one in the place of the other."""
     plain = check_pairing("k3", gradient="plain")
-    bench = on_the_bench(schooled_config())
-    broken = replace(bench.run, pairing=replace(bench.run.pairing, form=plain.form))
-    bench = replace(bench, built=replace(bench.built, run=broken))
-    (finding,) = probe_kl_term(bench, LIMITS).findings
+    setup = on_the_bench(schooled_config())
+    broken = replace(setup.run, pairing=replace(setup.run.pairing, form=plain.form))
+    setup = replace(setup, built=replace(setup.built, run=broken))
+    (finding,) = probe_kl_term(setup, LIMITS).findings
     assert finding.code == "kl/reversed"
     assert "where the configured formula has ∇KL(policy‖ref)" in finding.cause
     assert finding.options == ()

@@ -59,9 +59,9 @@ def test_no_alarm_on_a_healthy_configuration(name: str) -> None:
 def test_a_policy_whose_warm_start_was_cut_is_not_blamed_for_what_it_does_not_know_yet():
     """A slow machine must not turn the shipped default into a sick one: its skill is noted and decides nothing."""
     config = load_config({}, ["warmstart.steps=400", "task.skill=add", "rollout.max_completion_length=6"])
-    found = preflight(config, warmstart_s=0.0)
-    assert not [finding for finding in found.findings if finding.severity != "note"]
-    assert any("of 400 steps" in finding.evidence for finding in found.findings)
-    verdicts = {row.name: row.verdict for row in found.hypotheses}
+    diagnosis = preflight(config, warmstart_s=0.0)
+    assert not [finding for finding in diagnosis.findings if finding.severity != "note"]
+    assert any("of 400 steps" in finding.evidence for finding in diagnosis.findings)
+    verdicts = {row.name: row.verdict for row in diagnosis.hypotheses}
     assert {verdicts[name] for name in ("H05", "E01", "E05")} == {"not testable here"}
     assert verdicts["H06"] == "ruled out"

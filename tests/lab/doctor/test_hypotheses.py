@@ -11,11 +11,11 @@ import pytest
 from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.checks import check_history
 from keel.lab.doctor.diagnosis import Hypothesis
-from keel.lab.doctor.findings import CODES, found
+from keel.lab.doctor.findings import CODES, finding
 from keel.lab.doctor.history import History, Series
-from keel.lab.doctor.hypotheses import history_figures, preflight_figures, weigh
+from keel.lab.doctor.hypotheses import history_figures, judge_hypotheses, preflight_figures
 from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.doctor.suspects import SUSPECTS, Clear, Suspect
+from keel.lab.doctor.suspects import SUSPECTS, RuleOut, Suspect
 from lab.doctor.histories import altered, healthy
 
 LIMITS = load_thresholds()
@@ -25,9 +25,9 @@ NAMES = [*(f"H0{i}" for i in range(1, 9)), *(f"E0{i}" for i in range(1, 7))]
 def weighed(
     *codes: str, severity: str | None = None, unchecked: tuple[str, ...] = (), **figures: float
 ) -> dict[str, Hypothesis]:
-    findings = [found(code, "evidence 7", "cause", "advice", severity=severity) for code in codes]  # type: ignore[arg-type]
+    findings = [finding(code, "evidence 7", "cause", "advice", severity=severity) for code in codes]  # type: ignore[arg-type]
     named = {name.replace("__", "/").replace("_S_", " "): value for name, value in figures.items()}
-    return {hypothesis.name: hypothesis for hypothesis in weigh(findings, named, LIMITS, unchecked)}
+    return {hypothesis.name: hypothesis for hypothesis in judge_hypotheses(findings, named, LIMITS, unchecked)}
 
 
 def test_without_figures_nothing_can_be_said() -> None:
@@ -57,17 +57,19 @@ def test_a_figure_on_the_safe_side_rules_out() -> None:
     assert table["H02"].verdict == "not testable here"
 
 
-WAYS = [(row, way) for row in SUSPECTS for way in row.clears]
+RULE_OUTS = [(row, rule_out) for row in SUSPECTS for rule_out in row.ruled_out_by]
 
 
-@pytest.mark.parametrize(("row", "way"), WAYS, ids=[f"{row.name} {way.figures[0][0]}" for row, way in WAYS])
-def test_only_the_safe_side_of_every_threshold_rules_out(row: Suspect, way: Clear) -> None:
+@pytest.mark.parametrize(
+    ("row", "rule_out"), RULE_OUTS, ids=[f"{row.name} {rule_out.figures[0][0]}" for row, rule_out in RULE_OUTS]
+)
+def test_only_the_safe_side_of_every_threshold_rules_out(row: Suspect, rule_out: RuleOut) -> None:
     def verdict(figures: dict[str, float]) -> str:
-        return {hypothesis.name: hypothesis.verdict for hypothesis in weigh((), figures, LIMITS)}[row.name]
+        return {hypothesis.name: hypothesis.verdict for hypothesis in judge_hypotheses((), figures, LIMITS)}[row.name]
 
-    edges = {name: LIMITS[limit] if isinstance(limit, str) else limit for name, _, limit in way.figures}
+    edges = {name: LIMITS[limit] if isinstance(limit, str) else limit for name, _, limit in rule_out.figures}
     assert verdict(edges) == "ruled out"
-    for name, side, _ in way.figures:
+    for name, side, _ in rule_out.figures:
         beyond = edges[name] - 1e-3 if side == "at least" else edges[name] + 1e-3
         assert verdict({**edges, name: beyond}) != "ruled out", name
         without = {other: value for other, value in edges.items() if other != name}
@@ -109,7 +111,7 @@ def masks(trained: float, total: float, left_out: float) -> ProbeResult:
 def test_sampled_tokens_that_are_not_trained_keep_masking_a_suspect() -> None:
     def verdicts(outcome: ProbeResult, several_turns: bool) -> tuple[str, str]:
         figures = preflight_figures([outcome], several_turns=several_turns)
-        table = {hypothesis.name: hypothesis.verdict for hypothesis in weigh((), figures, LIMITS)}
+        table = {hypothesis.name: hypothesis.verdict for hypothesis in judge_hypotheses((), figures, LIMITS)}
         return table["H02"], table["H07"]
 
     assert verdicts(masks(40, 40, 0), several_turns=False) == ("ruled out", "not testable here")

@@ -10,10 +10,10 @@ import torch
 from keel.base.thresholds import load_thresholds
 from keel.kl import KLOptions, Pairing
 from keel.kl.facts import FACTS, POLICY_REF, Fact
-from keel.lab.doctor.bench import build_bench
 from keel.lab.doctor.expected import REVERSED, TARGET_KL, cosine, measure_term, sampled_values, term_gradient
 from keel.lab.doctor.probes.kl_term import probe_kl_term
-from keel.lab.doctor.probes.share import Norms
+from keel.lab.doctor.probes.share import GradientNorms
+from keel.lab.doctor.setup import build_setup
 from lab.doctor.schooled import schooled_config
 
 
@@ -30,7 +30,7 @@ def options(fact: Fact) -> tuple[KLOptions, Pairing]:
     return kl, kl.pairing()
 
 
-# With exact KL in the reward or the advantage the loop takes k3 of the sampled token: those rows speak of another term.
+# With exact KL in reward or advantage the loop takes k3 of the sampled token: those rows speak of another term.
 ON_POLICY = [
     fact
     for fact in FACTS
@@ -91,12 +91,12 @@ def test_cosine_of_opposites() -> None:
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
 def test_the_beta_for_a_share_gives_that_share(share: float) -> None:
-    norms = Norms(policy=3.0, kl=0.2)
+    norms = GradientNorms(policy=3.0, kl=0.2)
     beta = norms.beta_for(share)
     assert beta is not None
     assert norms.share(beta) == pytest.approx(share)
-    assert Norms(0.0, 0.2).beta_for(share) is None
-    assert "do not differ" in Norms(0.0, 0.2).line(0.01, (share,), 0.1)
+    assert GradientNorms(0.0, 0.2).beta_for(share) is None
+    assert "do not differ" in GradientNorms(0.0, 0.2).line(0.01, (share,), 0.1)
 
 
 @pytest.mark.parametrize("override", ["kl.estimator=exact", "kl.placement=advantage"])
@@ -104,11 +104,11 @@ def test_the_probe_leaves_policy_and_gradients_as_they_were(override: str) -> No
     from keel.models.fingerprint import fingerprint
 
     estimator = ["kl.estimator=k1"] if "advantage" in override else []
-    bench = build_bench(schooled_config(override, *estimator))
-    before = fingerprint(bench.policy.model)
-    outcome = probe_kl_term(bench, load_thresholds())
-    assert fingerprint(bench.policy.model) == before
-    assert all(parameter.grad is None for parameter in bench.policy.model.parameters())
+    setup = build_setup(schooled_config(override, *estimator))
+    before = fingerprint(setup.policy.model)
+    outcome = probe_kl_term(setup, load_thresholds())
+    assert fingerprint(setup.policy.model) == before
+    assert all(parameter.grad is None for parameter in setup.policy.model.parameters())
     assert outcome.figures["cosine"] == pytest.approx(1.0, abs=1e-6)
     assert 0 < outcome.figures["gradient_share"] < 1
     assert outcome.figures["beta_for_1%"] < outcome.figures["beta_for_10%"] < outcome.figures["beta_for_50%"]
@@ -116,14 +116,14 @@ def test_the_probe_leaves_policy_and_gradients_as_they_were(override: str) -> No
 
 
 def test_a_penalty_that_is_not_needed_is_a_note() -> None:
-    bench = build_bench(schooled_config("loss.loss_type=dr_grpo", "kl.beta=0.05"))
-    found = probe_kl_term(bench, load_thresholds()).findings
-    assert [(finding.code, finding.severity) for finding in found] == [("kl/unneeded", "note")]
+    setup = build_setup(schooled_config("loss.loss_type=dr_grpo", "kl.beta=0.05"))
+    findings = probe_kl_term(setup, load_thresholds()).findings
+    assert [(finding.code, finding.severity) for finding in findings] == [("kl/unneeded", "note")]
 
 
 def test_a_penalty_in_the_reward_is_divided_by_the_spread() -> None:
-    bench = build_bench(schooled_config("kl.placement=reward", "kl.estimator=k1", "loss.scale_rewards=batch"))
-    outcome = probe_kl_term(bench, load_thresholds())
-    rewards = torch.tensor([reward.total for group in bench.groups for reward in group.rewards])
+    setup = build_setup(schooled_config("kl.placement=reward", "kl.estimator=k1", "loss.scale_rewards=batch"))
+    outcome = probe_kl_term(setup, load_thresholds())
+    rewards = torch.tensor([reward.total for group in setup.groups for reward in group.rewards])
     assert outcome.figures["effective_beta"] == pytest.approx(0.01 / rewards.std().item(), rel=1e-5)
     assert [(finding.code, finding.severity) for finding in outcome.findings] == [("kl/scale", "note")]

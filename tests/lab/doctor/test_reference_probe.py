@@ -10,10 +10,10 @@ from torch import nn
 
 from keel.base.errors import KeelError
 from keel.base.thresholds import load_thresholds
-from keel.lab.doctor.bench import build_bench
-from keel.lab.doctor.probes.reference import devices, held_fingerprint, probe_reference
+from keel.lab.doctor.probes.reference import devices, probe_reference, reference_fingerprint
 from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.doctor.probes.start import Difference, compare_weights, explain_start, sums_against_means
+from keel.lab.doctor.probes.start import WeightDifference, compare_weights, explain_start, sums_against_means
+from keel.lab.doctor.setup import build_setup
 from keel.models.fingerprint import fingerprint
 from keel.models.lora import add_lora
 from keel.models.options import LoraOptions
@@ -24,7 +24,7 @@ LORA = "model.lora={r: 4}"
 
 
 def probed(*overrides: str) -> ProbeResult:
-    return probe_reference(build_bench(schooled_config(*overrides)), LIMITS)
+    return probe_reference(build_setup(schooled_config(*overrides)), LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -41,12 +41,12 @@ def probed(*overrides: str) -> ProbeResult:
     ids=" ".join,
 )
 def test_policy_and_reference_are_afterwards_what_they_were(overrides: list[str]) -> None:
-    bench = build_bench(schooled_config(*overrides))
-    policy, reference, logp = fingerprint(bench.policy.model), held_fingerprint(bench), bench.ref_logp()
-    probe_reference(bench, LIMITS)
-    assert fingerprint(bench.policy.model) == policy
-    assert held_fingerprint(bench) == reference
-    torch.testing.assert_close(bench.ref_logp(), logp, rtol=0, atol=0)
+    setup = build_setup(schooled_config(*overrides))
+    policy, reference, logp = fingerprint(setup.policy.model), reference_fingerprint(setup), setup.ref_logp()
+    probe_reference(setup, LIMITS)
+    assert fingerprint(setup.policy.model) == policy
+    assert reference_fingerprint(setup) == reference
+    torch.testing.assert_close(setup.ref_logp(), logp, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["{kind: ema, every: 3}", "{kind: snapshot, every: 3}"])
@@ -90,12 +90,12 @@ def test_dropout_in_the_policys_pass_explains_a_kl_at_the_start() -> None:
     assert outcome.figures["kl_at_start_evaluation_mode"] == 0.0
 
 
-def difference(dtypes: tuple[str, str] = ("float32", "float32")) -> Difference:
-    return Difference(1, 1, 1, (), 0.0, dtypes)
+def difference(dtypes: tuple[str, str] = ("float32", "float32")) -> WeightDifference:
+    return WeightDifference(1, 1, 1, (), 0.0, dtypes)
 
 
 @pytest.mark.parametrize(
-    ("figures", "dtypes", "scale", "said"),
+    ("figures", "dtypes", "scale", "phrase"),
     [
         ((0.0, 0.0, 0.0), ("float32", "float32"), 1.0, "dropout"),
         ((1.0, 0.3, 0.0), ("float32", "float32"), 1.0, "training mode"),
@@ -106,12 +106,12 @@ def difference(dtypes: tuple[str, str] = ("float32", "float32")) -> Difference:
     ],
 )
 def test_the_explanation_is_the_first_hypothesis_that_fits(
-    figures: tuple[float, float, float], dtypes: tuple[str, str], scale: float, said: str
+    figures: tuple[float, float, float], dtypes: tuple[str, str], scale: float, phrase: str
 ) -> None:
     names = ("kl_at_start_evaluation_mode", "reference_repeats_to", "sums_against_means")
     measured = dict(zip(names, figures, strict=True))
     cause, advice = explain_start(measured, 1e-3, difference(dtypes), False, scale, schooled_config())
-    assert said in cause
+    assert phrase in cause
     assert advice
 
 

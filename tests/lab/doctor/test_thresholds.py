@@ -38,10 +38,10 @@ def test_codes_speak_of_thresholds_that_exist():
 
 def test_raising_an_alarm_is_said_and_tightening_it_is_not():
     assert load_thresholds({"kl_over_budget": 0.1, "kl_not_learning": 0.02}).raised == ()
-    (said,) = load_thresholds({"kl_over_budget": 0.5}).raised
-    assert "threshold kl_over_budget raised from 0.2 to 0.5" in said
-    (said,) = load_thresholds(["kl_not_learning=0.001"]).raised
-    assert "threshold kl_not_learning lowered from 0.01 to 0.001" in said
+    (note,) = load_thresholds({"kl_over_budget": 0.5}).raised
+    assert "threshold kl_over_budget raised from 0.2 to 0.5" in note
+    (note,) = load_thresholds(["kl_not_learning=0.001"]).raised
+    assert "threshold kl_not_learning lowered from 0.01 to 0.001" in note
 
 
 def test_a_silenced_finding_leaves_its_trace():
@@ -55,11 +55,11 @@ def test_a_silenced_finding_leaves_its_trace():
 
 
 @pytest.mark.parametrize(
-    "given", [{"kl_over_budgt": 1}, {"kl_over_budget": "much"}, ["kl_over_budget"], {"kl_explosion": True}]
+    "overrides", [{"kl_over_budgt": 1}, {"kl_over_budget": "much"}, ["kl_over_budget"], {"kl_explosion": True}]
 )
-def test_mistakes_are_one_line(given):
+def test_mistakes_are_one_line(overrides):
     with pytest.raises(KeelError, match="threshold"):
-        load_thresholds(given)
+        load_thresholds(overrides)
 
 
 def test_a_configuration_carries_them():

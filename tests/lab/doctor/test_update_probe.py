@@ -10,10 +10,10 @@ import torch
 
 from keel.base.thresholds import load_thresholds
 from keel.base.types import Reward
-from keel.lab.doctor.bench import Bench, build_bench
 from keel.lab.doctor.probes.advantage import amplification, group_spreads, probe_advantage, token_weights
 from keel.lab.doctor.probes.truncation import probe_truncation
 from keel.lab.doctor.probes.update import probe_update, undone
+from keel.lab.doctor.setup import ProbeSetup, build_setup
 from keel.losses.reductions import get_reduction
 from keel.models.fingerprint import fingerprint
 from lab.doctor.schooled import schooled_config
@@ -22,14 +22,14 @@ LIMITS = load_thresholds()
 
 
 @pytest.fixture(scope="module")
-def bench() -> Bench:
-    return build_bench(schooled_config())
+def setup() -> ProbeSetup:
+    return build_setup(schooled_config())
 
 
-def rewarded(bench: Bench, *totals: float) -> Bench:
+def rewarded(setup: ProbeSetup, *totals: float) -> ProbeSetup:
     """The same batch with other rewards, the same in every group."""
-    groups = tuple(replace(group, rewards=tuple(Reward(total) for total in totals)) for group in bench.groups)
-    return replace(bench, batch=bench.pack(groups))
+    groups = tuple(replace(group, rewards=tuple(Reward(total) for total in totals)) for group in setup.groups)
+    return replace(setup, batch=setup.pack(groups))
 
 
 def test_spreads_and_amplification_by_hand() -> None:
@@ -42,16 +42,16 @@ def test_spreads_and_amplification_by_hand() -> None:
     assert amplification(spread, rewards, "none")["amplification_max"] == 1.0
 
 
-def test_a_tiny_spread_is_an_error_only_where_it_is_divided_by(bench: Bench) -> None:
-    tight = rewarded(bench, 0.5, 0.5, 0.5, 0.51)
+def test_a_tiny_spread_is_an_error_only_where_it_is_divided_by(setup: ProbeSetup) -> None:
+    tight = rewarded(setup, 0.5, 0.5, 0.5, 0.51)
     assert [f.code for f in probe_advantage(tight, LIMITS).findings] == ["advantage/amplified"]
     plain = replace(tight, built=replace(tight.built, run=replace(tight.run)))
     plain.run.loss = tight.run.loss.model_copy(update={"scale_rewards": "none"})
     assert not probe_advantage(plain, LIMITS).findings
 
 
-def test_equal_rewards_have_nothing_to_divide_by(bench: Bench) -> None:
-    outcome = probe_advantage(rewarded(bench, 1.0, 1.0, 1.0, 1.0), LIMITS)
+def test_equal_rewards_have_nothing_to_divide_by(setup: ProbeSetup) -> None:
+    outcome = probe_advantage(rewarded(setup, 1.0, 1.0, 1.0, 1.0), LIMITS)
     assert not outcome.findings
     assert outcome.figures["groups_with_spread"] == 0
 
@@ -64,13 +64,13 @@ def test_the_weight_of_a_token_in_short_and_long_completions(reduction: str, bia
     assert weights[0, 5].item() == 0.0
 
 
-def test_an_update_is_measured_and_undone_bit_for_bit(bench: Bench) -> None:
-    before = fingerprint(bench.policy.model)
-    outcome = probe_update(bench, LIMITS)
-    assert fingerprint(bench.policy.model) == before
-    assert bench.run.optimizer.updates == 0
-    assert not bench.run.optimizer.inner.state
-    assert all(parameter.grad is None for parameter in bench.policy.model.parameters())
+def test_an_update_is_measured_and_undone_bit_for_bit(setup: ProbeSetup) -> None:
+    before = fingerprint(setup.policy.model)
+    outcome = probe_update(setup, LIMITS)
+    assert fingerprint(setup.policy.model) == before
+    assert setup.run.optimizer.updates == 0
+    assert not setup.run.optimizer.inner.state
+    assert all(parameter.grad is None for parameter in setup.policy.model.parameters())
     figures = outcome.figures
     # a small step: KL grows with its square
     assert figures["kl_after_double"] / figures["kl_after"] == pytest.approx(4.0, rel=0.05)
@@ -78,9 +78,9 @@ def test_an_update_is_measured_and_undone_bit_for_bit(bench: Bench) -> None:
     assert not outcome.findings
 
 
-def test_undone_brings_moments_and_schedule_back(bench: Bench) -> None:
-    optimizer = bench.run.optimizer
-    schedule, before = optimizer.schedule, fingerprint(bench.policy.model)
+def test_undone_brings_moments_and_schedule_back(setup: ProbeSetup) -> None:
+    optimizer = setup.run.optimizer
+    schedule, before = optimizer.schedule, fingerprint(setup.policy.model)
 
     def move_and_fail() -> None:
         with undone(optimizer):
@@ -88,43 +88,43 @@ def test_undone_brings_moments_and_schedule_back(bench: Bench) -> None:
                 parameter.grad = torch.ones_like(parameter)
             optimizer.schedule = lambda update: 9.0
             optimizer.step(0.0)
-            assert fingerprint(bench.policy.model) != before
+            assert fingerprint(setup.policy.model) != before
             raise RuntimeError("on the way")
 
     with pytest.raises(RuntimeError, match="on the way"):
         move_and_fail()
-    assert fingerprint(bench.policy.model) == before
+    assert fingerprint(setup.policy.model) == before
     assert optimizer.schedule is schedule
     assert optimizer.updates == 0
 
 
-def test_rewards_that_do_not_differ_still_show_the_learning_rate(bench: Bench) -> None:
-    outcome = probe_update(rewarded(bench, 1.0, 1.0, 1.0, 1.0), LIMITS)
+def test_rewards_that_do_not_differ_still_show_the_learning_rate(setup: ProbeSetup) -> None:
+    outcome = probe_update(rewarded(setup, 1.0, 1.0, 1.0, 1.0), LIMITS)
     assert outcome.figures["real_rewards"] == 0.0
     assert outcome.figures["kl_after"] > 0
 
 
 def test_the_advised_learning_rate_passes() -> None:
-    found = probe_update(build_bench(schooled_config("optim.learning_rate=0.02")), LIMITS).findings
-    assert [finding.code for finding in found] == ["optim/lr-too-high"]
-    advised = found[0].advice.split(",")[0].removeprefix("set ")
-    assert not probe_update(build_bench(schooled_config(advised)), LIMITS).findings
+    findings = probe_update(build_setup(schooled_config("optim.learning_rate=0.02")), LIMITS).findings
+    assert [finding.code for finding in findings] == ["optim/lr-too-high"]
+    advised = findings[0].advice.split(",")[0].removeprefix("set ")
+    assert not probe_update(build_setup(schooled_config(advised)), LIMITS).findings
 
 
-def test_a_reward_that_is_not_a_number_makes_the_update_non_finite(bench: Bench) -> None:
-    outcome = probe_update(rewarded(bench, math.nan, 1.0, 0.0, 0.5), LIMITS)
+def test_a_reward_that_is_not_a_number_makes_the_update_non_finite(setup: ProbeSetup) -> None:
+    outcome = probe_update(rewarded(setup, math.nan, 1.0, 0.0, 0.5), LIMITS)
     assert [finding.code for finding in outcome.findings] == ["optim/non-finite"]
 
 
 def test_prompts_at_the_limit_are_counted() -> None:
-    cut = build_bench(schooled_config("data={max_prompt_length: 6, truncation: left}"))
+    cut = build_setup(schooled_config("data={max_prompt_length: 6, truncation: left}"))
     outcome = probe_truncation(cut, LIMITS)
     assert outcome.figures["prompts_cut"] == 1.0
     assert [finding.code for finding in outcome.findings] == ["prompt/truncated"]
 
 
-def test_lengths_of_an_ordinary_batch(bench: Bench) -> None:
-    outcome = probe_truncation(bench, LIMITS)
-    lengths = [len(c.tokens) for g in bench.groups for c in g.completions]
+def test_lengths_of_an_ordinary_batch(setup: ProbeSetup) -> None:
+    outcome = probe_truncation(setup, LIMITS)
+    lengths = [len(c.tokens) for g in setup.groups for c in g.completions]
     assert outcome.figures["longest_completion"] == max(lengths)
     assert not outcome.findings

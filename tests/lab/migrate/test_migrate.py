@@ -97,7 +97,7 @@ def test_every_option_is_mapped_or_listed_with_a_reason(tmp_path, name, content)
     data = yaml.safe_load(content)
     assert asked == set(flat(data))
     assert len(asked) >= 30 or name == "verl.yaml"
-    for row in result.without:
+    for row in result.unmapped:
         assert len(row.reason) > 10, row
     assert result.refused is None
     config = load_config(yaml.safe_load(result.yaml()))
@@ -179,7 +179,7 @@ trainer = GRPOTrainer(model="Qwen/Qwen2.5-0.5B", args=config, reward_funcs=[accu
     result = migrate(written(tmp_path, "train.py", script))
     config = load_config(dict(result.tree))
     assert (config.kl.beta, config.model.name, config.model.lora.r) == (0.02, "Qwen/Qwen2.5-0.5B", 8)
-    reasons = {row.name: row.reason for row in result.without}
+    reasons = {row.name: row.reason for row in result.unmapped}
     assert "computed in Python" in reasons["learning_rate"]
     assert "rewards:" in reasons["reward_funcs"]
 

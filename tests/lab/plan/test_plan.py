@@ -14,10 +14,10 @@ from keel.base.errors import KeelError
 from keel.base.types import Completion
 from keel.cli import main
 from keel.config import load_config
+from keel.lab.plan.counters import CudaAutocast, FlopCounter, LiveBytes
+from keel.lab.plan.dry_run import decoding_traits, rollout_passes
 from keel.lab.plan.hardware import KNOWN, find_hardware
-from keel.lab.plan.live import CudaAutocast, LiveBytes, Operations
 from keel.lab.plan.plan import make_it_fit, plan
-from keel.lab.plan.rehearse import decoding_traits, rollout_passes
 from keel.rollout import Engine, Request, SamplingParams
 from keel.rollout.native.decode import SharedPrefixDecoder
 from keel.rollout.native.scheduler import Passes, Scheduler
@@ -118,7 +118,7 @@ def test_operations_of_a_recomputed_layer_by_hand_and_nothing_of_it_is_held():
     """Two products of 2·8·16·16 forward, one again to recompute a layer, twice as many backward as forward."""
     layers = [nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh()) for _ in range(2)]
     x = torch.ones(8, 16, requires_grad=True)
-    live, operations = LiveBytes(), Operations()
+    live, operations = LiveBytes(), FlopCounter()
     before = live.hold((x, *(layer[0].weight for layer in layers)))
     with live, operations:
         hidden = checkpoint(layers[1], layers[0](x), use_reentrant=False)
@@ -131,7 +131,7 @@ def test_operations_of_a_recomputed_layer_by_hand_and_nothing_of_it_is_held():
 
 def test_attention_is_counted_by_hand():
     q, k = torch.ones(1, 2, 4, 8), torch.ones(1, 2, 6, 8)
-    operations = Operations()
+    operations = FlopCounter()
     with operations:
         torch.nn.functional.scaled_dot_product_attention(q, k, k)
     assert operations.total == 2 * (2 * 2 * 4 * 6 * 8)
@@ -201,7 +201,7 @@ def test_half_precision_passes_hold_more_on_cuda():
 
 
 def test_contexts_kept_between_turns_are_counted_up_to_their_limit():
-    native = [given for given in job("rollout.join_turns=false") if not given.startswith("rollout.engine=")]
+    native = [override for override in job("rollout.join_turns=false") if not override.startswith("rollout.engine=")]
     one, several = (load_config({}, [*native, f"rollout.max_turns={turns}"]) for turns in (1, 3))
     small = load_config({}, [*native, "rollout.max_turns=3", "rollout.kept_gib=0.0001"])
     cache, both, limited = (plan(config, find_hardware("cpu")).parts["cache"] for config in (one, several, small))
@@ -212,19 +212,19 @@ def test_contexts_kept_between_turns_are_counted_up_to_their_limit():
 
 
 def waves(max_batch: int | None) -> Any:
-    given = [given for given in job() if not given.startswith("rollout.engine=")]
-    return load_config({}, given if max_batch is None else [*given, f"rollout.max_batch={max_batch}"])
+    overrides = [override for override in job() if not override.startswith("rollout.engine=")]
+    return load_config({}, overrides if max_batch is None else [*overrides, f"rollout.max_batch={max_batch}"])
 
 
 @pytest.mark.parametrize("max_batch", [None, 4, 7, 8, 3])
 def test_the_planned_passes_are_those_that_a_step_makes(max_batch, monkeypatch):
-    """Groups of 4 are sampled whole: 7 places hold one, and 3 places cut each in two."""
+    """Groups of 4 are sampled whole: 7 slots hold one, and 3 slots cut each in two."""
     prefills, steps = [], []
-    start, step = SharedPrefixDecoder.start, SharedPrefixDecoder.step
+    prefill, step = SharedPrefixDecoder.prefill, SharedPrefixDecoder.step
 
-    def starts(self, prompts, prompt_of, length):
+    def prefilled(self, prompts, prompt_of, length):
         prefills.append((len(prompts), len(prompt_of)))
-        return start(self, prompts, prompt_of, length)
+        return prefill(self, prompts, prompt_of, length)
 
     def stepped(self, tokens):
         steps.append(len(tokens))
@@ -233,7 +233,7 @@ def test_the_planned_passes_are_those_that_a_step_makes(max_batch, monkeypatch):
     config = waves(max_batch)
     loaded = build_policy(config)
     run = build_run(config, loaded).run
-    monkeypatch.setattr(SharedPrefixDecoder, "start", starts)
+    monkeypatch.setattr(SharedPrefixDecoder, "prefill", prefilled)
     monkeypatch.setattr(SharedPrefixDecoder, "step", stepped)
     requests = [Request(f"p{i}", (5, 6, i)) for i in range(config.rollout.prompts_per_step)]
     run.engine.generate(requests, SamplingParams.of(config.rollout, ignore_eos=True))

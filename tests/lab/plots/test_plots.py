@@ -31,12 +31,12 @@ def drawn(tmp_path_factory):
     """The figures by name, as they were when they were written."""
     import matplotlib.pyplot as plt
 
-    folder, found = tmp_path_factory.mktemp("pictures"), {}
+    folder, figures = tmp_path_factory.mktemp("pictures"), {}
     with pytest.MonkeyPatch.context() as patch:
         names = iter(("axis", "frontier", "curves", "forgetting"))
-        patch.setattr(plt, "close", lambda: found.update({next(names): plt.gcf()}))
+        patch.setattr(plt, "close", lambda: figures.update({next(names): plt.gcf()}))
         write_pictures(many(), folder, "many")
-    yield found
+    yield figures
     plt.close("all")
 
 
@@ -59,8 +59,8 @@ def test_a_picture_draws_what_the_page_draws(drawn):
     container = drawn["axis"].axes[0].containers[0]
     assert list(container.lines[0].get_xdata()) == pytest.approx(accuracy)
     chart = next(chart for chart in page if chart["title"].startswith("Reward against"))
-    line = next(one for one in chart["series"] if one["label"] == "frontier of the means")
-    dashed = [one for one in drawn["frontier"].axes[0].lines if one.get_linestyle() == "--"]
+    line = next(line for line in chart["series"] if line["label"] == "frontier of the means")
+    dashed = [line for line in drawn["frontier"].axes[0].lines if line.get_linestyle() == "--"]
     assert list(dashed[0].get_ydata()) == pytest.approx(line["y"])
     assert [axis.get_title() for axis in drawn["forgetting"].axes] == [
         chart["title"] for chart in page if chart["title"].startswith("Forgetting")
@@ -88,9 +88,9 @@ def test_no_legend_covers_a_chart(drawn):
 def test_no_two_points_of_a_chart_share_a_colour():
     summaries = many()
     parts, colours = facets(summaries), colouring(summaries)
-    assert [one for _, members in parts for one in members] == summaries
+    assert [point for _, members in parts for point in members] == summaries
     for _, members in parts:
-        assert len({colours.of[one.label] for one in members}) == len(members) <= COLOURS
+        assert len({colours.by_label[point.label] for point in members}) == len(members) <= COLOURS
     assert [title for title, _ in parts][:2] == ["k1 in loss, plain", "k1 in loss"]
     assert colours.names == ["beta=0.01", "beta=0.1", "beta=1", "beta=0"]
     assert facets(summarise(beta_study(), "beta=0"))[0][0] == ""
@@ -117,7 +117,7 @@ def test_the_pages_frontier_has_its_line_both_intervals_and_both_units():
     summaries = summarise(beta_study(), "beta=0")
     page = study_page("t", "c", summaries, "beta=0", [])
     chart = next(chart for chart in charts(page) if chart["title"].startswith("Reward against"))
-    series = {one["label"]: one for one in chart["series"]}
+    series = {curve["label"]: curve for curve in chart["series"]}
     assert series["frontier of the means"]["y"] == pytest.approx([0.353333, 0.61, 0.911667])
     kl = summaries[0].means["kl_policy_ref"]
     arms = series["95 % intervals of √KL"]
@@ -127,9 +127,11 @@ def test_the_pages_frontier_has_its_line_both_intervals_and_both_units():
 
 def test_the_pages_charts_of_many_points_name_each_once():
     summaries = many()
-    found = [c for c in charts(study_page("t", "c", summaries, "no penalty", [])) if c["title"].startswith("Accuracy")]
-    assert [name for chart in found for name in chart["names"]] == [str(n) for n in range(1, 47)]
-    assert max(len(chart["names"]) for chart in found) <= 23
+    accuracy_charts = [
+        c for c in charts(study_page("t", "c", summaries, "no penalty", [])) if c["title"].startswith("Accuracy")
+    ]
+    assert [name for chart in accuracy_charts for name in chart["names"]] == [str(n) for n in range(1, 47)]
+    assert max(len(chart["names"]) for chart in accuracy_charts) <= 23
 
 
 def test_kl_curves_beside_each_other_are_by_one_estimate():

@@ -55,8 +55,8 @@ def wilson(share: float, n: int) -> list[float]:
     """The 95 % interval of a share."""
     z = 1.96
     middle = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return [middle - half, middle + half]
+    margin = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return [middle - margin, middle + margin]
 
 
 def metrics_at(step: int, total: int, beta: float, noise: random.Random) -> dict[str, float]:
@@ -182,9 +182,9 @@ def make_run(
 def evaluate(log: MultiLogger, step: int, share: float, noise: random.Random) -> dict[str, tuple[float, list[float]]]:
     """Write the evaluation lines of one step; (accuracy, interval) by task."""
     results: dict[str, tuple[float, list[float]]] = {}
-    kept = {"add": (share, "trained"), "subtract": (0.62 - step / 3000, "retention"), "copy": (0.97, "retention"),
+    accuracies = {"add": (share, "trained"), "subtract": (0.62 - step / 3000, "retention"), "copy": (0.97, "retention"),
             "reverse": (0.8 - 0.6 * (share - 0.36), "retention")}  # fmt: skip
-    for task, (value, split) in kept.items():
+    for task, (value, split) in accuracies.items():
         n = 200
         value = round(n * min(1.0, max(0.0, value + noise.gauss(0, 0.01)))) / n
         results[task] = (value, wilson(value, n))

@@ -12,7 +12,7 @@ import pytest
 from keel.base.thresholds import load_thresholds
 from keel.envs.toolbox import KINDS
 from keel.lab import runs as reading
-from keel.lab.judge import Accuracy
+from keel.lab.judge import Accuracy, state
 from keel.lab.plots.charts import (
     BOTTOM,
     HEIGHT,
@@ -29,10 +29,10 @@ from keel.lab.plots.charts import (
 )
 from keel.lab.report import html
 from keel.lab.report.panels import PANELS, panels
-from keel.lab.report.rollouts import facts, readable, scale
-from keel.lab.report.samples import pages, pick, section, span, tokens
+from keel.lab.report.rollouts import colour_scale, facts, readable
+from keel.lab.report.samples import all_completions, pick, section, span, tokens
 from keel.lab.report.sections import flatten, retention_table, seconds, since
-from keel.lab.report.verdict import accuracy, kl_figures, sentences, state
+from keel.lab.report.verdict import accuracy, kl_figures, sentences
 from keel.lab.runs import RunRecord, read_run
 from keel.loggers import RunDirectory
 from keel.loggers.jsonl import JsonlLogger
@@ -114,9 +114,9 @@ def test_accuracy_falls_back_on_the_evaluations():
         )
     ]
     run = replace(RUN, evaluations=tuple(lines))
-    found = accuracy(run)
-    assert found is not None
-    assert (found.before, found.after, found.overlap) == (0.3, 0.7, False)
+    trained = accuracy(run)
+    assert trained is not None
+    assert (trained.before, trained.after, trained.overlap) == (0.3, 0.7, False)
     run = replace(RUN, evaluations=tuple(lines[:2]))
     assert ("plain", "add: 30.0 % before training (95 % interval 20–40 %); not measured since.") in sentences(run)
 
@@ -139,17 +139,17 @@ def test_state(run, kind):
 def test_kl_over_budget_is_said():
     run = replace(RUN, summary={"kl": {"k3": {"mean": 0.25, "se": 0.01}}})
     assert kl_figures(run) == {"k3": (0.25, 0.01)}
-    tone, words = next((tone, words) for tone, words in sentences(run) if words.startswith("KL"))
+    tone, text = next((tone, text) for tone, text in sentences(run) if text.startswith("KL"))
     assert tone == "warn"
-    assert "0.25 ± 0.01 nats per token (k3)" in words
-    assert "more than 0.2 nats per token" in words
+    assert "0.25 ± 0.01 nats per token (k3)" in text
+    assert "more than 0.2 nats per token" in text
 
 
 def test_no_change_and_no_kl_are_said_plainly():
     summary = {"task": "t", "accuracy": {"before": 0.5, "after": 0.5}, "kl": {"k3": {"mean": -0.0, "se": 0.0}}}
-    said = [words for _, words in sentences(replace(RUN, summary=summary))]
-    assert "t: 50.0 % on held-out problems, as before training." in said
-    assert "KL(policy‖reference) at the end: 0 ± 0 nats per token (k3)." in said
+    texts = [text for _, text in sentences(replace(RUN, summary=summary))]
+    assert "t: 50.0 % on held-out problems, as before training." in texts
+    assert "KL(policy‖reference) at the end: 0 ± 0 nats per token (k3)." in texts
 
 
 def test_overlapping_intervals_are_not_called_a_gain():
@@ -157,7 +157,7 @@ def test_overlapping_intervals_are_not_called_a_gain():
         "task": "t",
         "accuracy": {"before": 0.5, "after": 0.55, "ci95_before": [0.4, 0.6], "ci95_after": [0.45, 0.65]},
     }
-    assert any("the change may be chance" in words for _, words in sentences(replace(RUN, summary=summary)))
+    assert any("the change may be chance" in text for _, text in sentences(replace(RUN, summary=summary)))
 
 
 def test_samples_prefer_problems_seen_twice():
@@ -178,8 +178,8 @@ def test_token_spans():
     assert span("tool", None, True, 1.0) == "<span class='t x'>tool</span>"
     assert readable("Ġthe", "in the") == " the"
     assert readable("Ġ", "a Ġ of its own") == "Ġ"
-    assert scale([{"kl": [0.001, None]}, {}]) == 0.05
-    assert scale([{"kl": [2.0] * 200}]) == 2.0
+    assert colour_scale([{"kl": [0.001, None]}, {}]) == 0.05
+    assert colour_scale([{"kl": [2.0] * 200}]) == 2.0
 
 
 def test_small_things():
@@ -204,34 +204,34 @@ def test_of_a_large_rollout_file_only_the_ends_are_read(tmp_path, monkeypatch):
 
 def test_guards_rollbacks_and_abandoned_attempts_are_told(tmp_path):
     """A run that went back from step 6 to step 3: what it gave up is dashed, checkpoints are ticks, words say why."""
-    with RunDirectory.create(tmp_path / "run") as run:
-        log = JsonlLogger(run)
+    with RunDirectory.create(tmp_path / "run") as directory:
+        log = JsonlLogger(directory)
         for step in range(1, 7):
             log.step(step, {"reward/mean": 0.1 * step, "grad/norm": 1.0, "kl/policy_ref/k3/mean": 0.01 * step})
         log.event("checkpoint", step=3, time=1.0)
         log.event("guard/skipped", step=6, time=2.0, message="an update was skipped: the loss/policy is not finite")
-        run.set_aside(3, 0)
+        directory.set_aside(3, 0)
         message = "1 updates in a row were skipped up to step 6: back to checkpoint step-3"
         log.event("rollback", step=6, time=3.0, to=3, message=message)
         for step in range(4, 9):
             log.step(step, {"reward/mean": 0.2 * step, "grad/norm": 1.0, "kl/policy_ref/k3/mean": 0.02})
-    found = read_run(tmp_path / "run")
-    assert [(name, [line["step"] for line in lines]) for name, lines in found.abandoned] == [("attempt 0", [4, 5, 6])]
-    drawn = {panel.title: panel for panel in panels([found])}
+    run = read_run(tmp_path / "run")
+    assert [(name, [line["step"] for line in lines]) for name, lines in run.abandoned] == [("attempt 0", [4, 5, 6])]
+    drawn = {panel.title: panel for panel in panels([run])}
     for title in ("Reward", "Gradient norm", "KL(policy‖reference)"):
         last = drawn[title].series[-1]
         assert (last.label, last.dashed, [x for x, _ in last.points]) == ("abandoned attempt 0", True, [4, 5, 6])
-        assert drawn[title].saves == [3]
-        assert drawn[title].marks == [6]
+        assert drawn[title].checkpoints == [3]
+        assert drawn[title].events == [6]
     assert 'class="save"' in svg(drawn["Reward"])
-    words = [text for _, text in sentences(found)]
-    assert "Guards: 1 step with a skipped update, 1 rollback." in words
-    assert f"At step 6: {message}." in words
-    page = html.page([found])
+    texts = [text for _, text in sentences(run)]
+    assert "Guards: 1 step with a skipped update, 1 rollback." in texts
+    assert f"At step 6: {message}." in texts
+    page = html.page([run])
     for text in ("Dashed: attempts that a rollback gave up.", "Ticks at the bottom: checkpoints.", "rollback"):
         assert text in page
-    assert [panel.title for panel in panels([found, found])]  # several runs: no attempts, no ticks
-    assert not any(panel.saves for panel in panels([found, found]))
+    assert [panel.title for panel in panels([run, run])]  # several runs: no attempts, no ticks
+    assert not any(panel.checkpoints for panel in panels([run, run]))
 
 
 def test_a_stop_is_said_where_it_ended_the_run():
@@ -316,20 +316,20 @@ def test_all_recorded_completions_are_there_a_step_at_a_time():
     assert "Step 4: 12 completions, mean reward 1.5" in shown
     assert all(record["completion"] in shown for record in records)
     assert shown.index("Step 3: ") < shown.index("Step 4: ")
-    each = len(pages(replace(RUN, rollouts=records[:12])))
-    few = pages(replace(RUN, rollouts=records), limit=int(3.5 * each))
-    assert [int(found) for found in re.findall(r"Step (\d+): ", few)] == [1, 5, 9]  # spread over the run
+    each = len(all_completions(replace(RUN, rollouts=records[:12])))
+    few = all_completions(replace(RUN, rollouts=records), limit=int(3.5 * each))
+    assert [int(step) for step in re.findall(r"Step (\d+): ", few)] == [1, 5, 9]  # spread over the run
     assert "3 steps of 9 recorded; keel show RUN --step N has the others" in few
-    assert pages(replace(RUN, rollouts=records), limit=1).count("<details>") == 1
+    assert all_completions(replace(RUN, rollouts=records), limit=1).count("<details>") == 1
 
 
 def test_counts_of_an_end_stand_with_a_completion():
     counts = {"turn/count": 2.0, "tool/calls": 3.0, "tool/errors": 1.0, "tool/too_many": 1.0, "answer/missing": 1.0}
-    said = facts(episode(counts={**counts, "answer/list": 0.0, "answer/unknown_document": 2.0}))
-    assert "3 tool calls (1 too many)" in said
-    assert "answer: missing" in said
-    assert "answer: unknown document (2)" in said
-    assert not any("list" in fact for fact in said)
+    lines = facts(episode(counts={**counts, "answer/list": 0.0, "answer/unknown_document": 2.0}))
+    assert "3 tool calls (1 too many)" in lines
+    assert "answer: missing" in lines
+    assert "answer: unknown document (2)" in lines
+    assert not any("list" in fact for fact in lines)
 
 
 def test_every_kind_of_a_wrong_call_is_drawn():

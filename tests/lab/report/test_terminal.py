@@ -86,10 +86,10 @@ def test_messages_and_calls_of_tools() -> None:
 def test_without_colour_everything_can_still_be_told() -> None:
     text = shown([record()], no_color=True)
     assert "\x1b" not in text
-    words = ["runs/x, step 5", "system: Search.", "user: Who [b]wrote[/b] it?", "call<end>", "found 1921", "answer"]
+    lines = ["runs/x, step 5", "system: Search.", "user: Who [b]wrote[/b] it?", "call<end>", "found 1921", "answer"]
     facts = ["reward 1.5 (exact 1, format 0.5)", "advantage -0.25", "stopped: length", "KL 0 nats over 3 tokens"]
-    for word in (*words, *facts, "call +1.000", "answer -1.000", "context, not trained on"):
-        assert word in text, word
+    for part in (*lines, *facts, "call +1.000", "answer -1.000", "context, not trained on"):
+        assert part in text, part
     speakers = [line.split()[0] for line in text.splitlines() if line.strip().startswith(("policy", "context"))]
     assert speakers == ["policy", "context", "policy"]
 
@@ -144,9 +144,9 @@ def test_the_step_that_is_asked_for(tmp_path: Path) -> None:
     step, records = read_step(run)
     assert (step, len(records)) == (20, 10)
     assert {r["step"] for r in read_step(run, 10)[1]} == {10}
-    for asked, near in ((4, "1 and 10"), (25, "20"), (0, "1")):
+    for step, near in ((4, "1 and 10"), (25, "20"), (0, "1")):
         with pytest.raises(KeelError, match=f"nearest that have are {near}$"):
-            read_step(run, asked)
+            read_step(run, step)
     with (run / "rollouts.jsonl").open("a") as file:
         file.write('{"step": 21, "problem": "torn')
     assert read_step(run)[0] == 20

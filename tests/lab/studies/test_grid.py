@@ -20,14 +20,14 @@ def test_values_are_yaml():
 
 
 def test_a_section_is_one_axis_of_several_options():
-    found = read_study(BASE, grid=["kl={estimator: k1, placement: reward},{estimator: k3}", "kl.level=token,sequence"])
-    assert len(found.points) == 4
-    assert [p.config.kl.placement for p in found.points] == ["reward", "reward", "loss", "loss"]
-    assert found.points[0].label == "estimator=k1,placement=reward level=token"
+    parsed = read_study(BASE, grid=["kl={estimator: k1, placement: reward},{estimator: k3}", "kl.level=token,sequence"])
+    assert len(parsed.points) == 4
+    assert [p.config.kl.placement for p in parsed.points] == ["reward", "reward", "loss", "loss"]
+    assert parsed.points[0].label == "estimator=k1,placement=reward level=token"
 
 
 def test_the_product_then_the_listed_points():
-    found = read_study(
+    parsed = read_study(
         study(
             grid={
                 "penalty": {
@@ -40,23 +40,23 @@ def test_the_product_then_the_listed_points():
             baseline="none",
         )
     )
-    assert [point.label for point in found.points] == [
+    assert [point.label for point in parsed.points] == [
         "k1 in reward beta=0.1",
         "k1 in reward beta=0.2",
         "k2 beta=0.1",
         "k2 beta=0.2",
         "none",
     ]
-    assert found.baseline == "none"
-    assert found.points[-1].values == {"penalty": "", "kl.beta": "0"}
-    assert found.points[2].values == {"penalty": "k2", "kl.beta": "0.1"}
+    assert parsed.baseline == "none"
+    assert parsed.points[-1].values == {"penalty": "", "kl.beta": "0"}
+    assert parsed.points[2].values == {"penalty": "k2", "kl.beta": "0.1"}
 
 
 def test_a_value_that_sets_more_is_not_the_one_that_sets_less():
     """`k1` sets a part of what `k1 in reward` sets; every point of the product has its own value's label."""
     penalty = {"k1": {"kl.estimator": "k1"}, "k1 in reward": {"kl.estimator": "k1", "kl.placement": "reward"}}
-    found = read_study(study(grid={"penalty": penalty, "kl.beta": [0.1, 0.2]}))
-    assert [point.values["penalty"] for point in found.points] == ["k1", "k1", "k1 in reward", "k1 in reward"]
+    parsed = read_study(study(grid={"penalty": penalty, "kl.beta": [0.1, 0.2]}))
+    assert [point.values["penalty"] for point in parsed.points] == ["k1", "k1", "k1 in reward", "k1 in reward"]
     shipped = read_study("estimators")
     assert len({tuple(point.values.values()) for point in shipped.points}) == len(shipped.points)
 
@@ -81,7 +81,7 @@ def test_a_wrong_pairing_needs_leave():
 
 
 @pytest.mark.parametrize(
-    ("changes", "overrides", "words"),
+    ("changes", "overrides", "message"),
     [
         ({"grid": {"kl.betta": [0, 1]}}, [], "unknown option kl.betta in the grid: did you mean kl.beta"),
         ({"grid": {"kl.beta": [0, "high"]}}, [], "the point beta=high: kl.beta is the text high"),
@@ -119,15 +119,15 @@ def test_a_wrong_pairing_needs_leave():
         ({"config": "nosuch"}, [], "no configuration at nosuch"),
     ],
 )
-def test_refused(changes, overrides, words):
+def test_refused(changes, overrides, message):
     with pytest.raises(KeelError) as error:
         read_study(study(**changes), overrides)
-    assert words in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("grid", "overrides", "words"),
+    ("grid", "overrides", "message"),
     [
         ("task.digits=4,abc", [], "the point digits=abc: "),
         ("task.skill=sort,nonsense", [], "the point skill=nonsense: "),
@@ -146,15 +146,15 @@ def test_refused(changes, overrides, words):
         ("kl.beta=0,1", ["beta=0.5"], "kl.beta is in the grid and among the options for all points"),
     ],
 )
-def test_refused_before_anything_runs(grid, overrides, words):
+def test_refused_before_anything_runs(grid, overrides, message):
     with pytest.raises(KeelError) as error:
         read_study("default", overrides, grid=[grid])
-    assert words in str(error.value)
+    assert message in str(error.value)
 
 
 def test_an_option_by_another_trainers_name_is_an_axis():
-    found = read_study("default", grid=["kl_beta=0,0.25"])
-    assert [point.config.kl.beta for point in found.points] == [0, 0.25]
+    parsed = read_study("default", grid=["kl_beta=0,0.25"])
+    assert [point.config.kl.beta for point in parsed.points] == [0, 0.25]
     with pytest.raises(KeelError, match="is in the grid twice"):
         read_study("default", grid=["kl_beta=0,1", "kl.beta=0,1"])
 
@@ -177,9 +177,9 @@ def test_refused_on_the_command_line_before_anything_is_written(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(BASE))
     assert main(["ablate", "c.yaml", "--grid", "kl.betta=0,1"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("keel: error: unknown option kl.betta")
-    assert said.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("keel: error: unknown option kl.betta")
+    assert stderr.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
 
 
@@ -196,10 +196,10 @@ SHIPPED = ["beta", "estimators", "estimators_exact", "controllers", "references"
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_studies_that_come_with_keel_are_whole(name):
-    found = read_study(name)
-    assert found.name == name
-    assert len(found.points) >= 4
-    assert len(found.seeds) >= 2
+    parsed = read_study(name)
+    assert parsed.name == name
+    assert len(parsed.points) >= 4
+    assert len(parsed.seeds) >= 2
 
 
 def test_the_two_studies_of_estimators_can_be_read_side_by_side():

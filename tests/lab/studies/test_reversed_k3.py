@@ -34,8 +34,8 @@ def test_its_gradient_is_half_that_of_chi_square(pair):
     pi = logits.detach().softmax(0)
     expected = torch.autograd.grad(0.5 * (logits.softmax(0).square() / ref.exp()).sum(), logits)[0]
     values = reversed_k3(ref - logits.log_softmax(0))
-    found = sum(pi[i] * torch.autograd.grad(values[i], logits, retain_graph=True)[0] for i in range(6))
-    assert torch.allclose(found, expected, atol=1e-12)
+    gradient = sum(pi[i] * torch.autograd.grad(values[i], logits, retain_graph=True)[0] for i in range(6))
+    assert torch.allclose(gradient, expected, atol=1e-12)
 
 
 def test_it_is_refused_by_the_audit_and_keeps_its_own_gradient():

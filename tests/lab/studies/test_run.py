@@ -22,7 +22,7 @@ from keel.lab.studies import read_study
 from keel.lab.studies.folder import jobs, open_folder
 from keel.lab.studies.report import write_study
 from keel.lab.studies.results import read_result
-from keel.lab.studies.run import Local, Process, run_study
+from keel.lab.studies.run import LocalPool, Process, run_study
 from keel.lab.studies.table import points_csv
 from lab.studies.small_study import STUDY
 
@@ -49,15 +49,15 @@ def children_find_the_tests():
 
 
 def finish(study, folder):
-    ended = run_study(study, folder, parallel=2, say=lambda line: None)
-    write_study(study, folder, ended)
-    return ended
+    outcomes = run_study(study, folder, parallel=2, say=lambda line: None)
+    write_study(study, folder, outcomes)
+    return outcomes
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def finished_study(tmp_path_factory):
     """A study left alone: two points, one seed (every process costs the seconds of its imports)."""
-    folder = tmp_path_factory.mktemp("whole") / "study"
+    folder = tmp_path_factory.mktemp("finished") / "study"
     study = read_study(STUDY)
     return study, folder, finish(study, folder)
 
@@ -67,12 +67,12 @@ def rows(folder):
         return list(csv.DictReader(file))
 
 
-def test_every_run_is_in_the_table(whole):
-    _, folder, ended = whole
-    assert {how.state for how in ended.values()} == {"done"}
-    found = rows(folder)
-    assert [(row["point"], row["seed"]) for row in found] == [("beta=0", "0"), ("beta=0.5", "0")]
-    for row in found:
+def test_every_run_is_in_the_table(finished_study):
+    _, folder, outcomes = finished_study
+    assert {outcome.state for outcome in outcomes.values()} == {"done"}
+    table = rows(folder)
+    assert [(row["point"], row["seed"]) for row in table] == [("beta=0", "0"), ("beta=0.5", "0")]
+    for row in table:
         assert float(row["kl_policy_ref"]) > 0
         assert float(row["kl_ref_policy"]) > 0
         assert float(row["digits:kl_policy_ref"]) > 0
@@ -82,8 +82,8 @@ def test_every_run_is_in_the_table(whole):
     assert "http" not in (folder / "report.html").read_text().replace("http-equiv", "")
 
 
-def test_the_figures_are_those_of_the_run_and_of_its_drift(whole):
-    _, folder, _ = whole
+def test_the_figures_are_those_of_the_run_and_of_its_drift(finished_study):
+    _, folder, _ = finished_study
     row = rows(folder)[1]
     run = folder / "points" / "01-beta=0.5-seed0"
     rewards = [json.loads(line)["reward/mean"] for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -94,14 +94,14 @@ def test_the_figures_are_those_of_the_run_and_of_its_drift(whole):
     assert float(row["wall_s"]) == json.loads((run / "summary.json").read_text())["wall_s"]
 
 
-def test_what_the_band_was_held_against_is_named(whole):
+def test_what_the_band_was_held_against_is_named(finished_study):
     """The tiny study measures k3 only; the band is around its own figures, so they are inside."""
-    study, folder, ended = whole
+    study, folder, outcomes = finished_study
     job = jobs(folder, study)[1]
     line = json.loads((job.folder / "metrics.jsonl").read_text().splitlines()[-1])
     for unit, name in (("per_token", "k3"), ("per_sequence", "sequence")):
         measure = replace(study.measure, target=line[f"kl/policy_ref/{name}/mean"], target_unit=unit)
-        row = read_result(job, ended[job.label], measure)
+        row = read_result(job, outcomes[job.label], measure)
         assert row.band_by == name
         assert row.figures["share_in_band"] > 0
         assert f",{name},{row.wall_s:.10g}" in points_csv([row])
@@ -109,15 +109,15 @@ def test_what_the_band_was_held_against_is_named(whole):
     assert row.figures["kl_reference_exact"] is None
 
 
-def test_a_point_is_the_run_that_keel_train_makes(whole, tmp_path):
+def test_a_point_is_the_run_that_keel_train_makes(finished_study, tmp_path):
     """The shared warm start changes nothing: every figure of every step is the same without it."""
-    _, folder, _ = whole
+    _, folder, _ = finished_study
     run = folder / "points" / "01-beta=0.5-seed0"
     alone = keel.train(load_config(run / "config.yaml"), overrides=[f"run.dir={tmp_path}"]).directory
 
     def lines(path):
-        found = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-        return [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in found]
+        recorded = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        return [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in recorded]
 
     assert lines(alone) == lines(run)
     starts = list((folder / "starts").rglob("model.safetensors"))
@@ -127,20 +127,20 @@ def test_a_point_is_the_run_that_keel_train_makes(whole, tmp_path):
     }
 
 
-def test_finished_runs_are_not_run_again(whole):
-    study, folder, _ = whole
+def test_finished_runs_are_not_run_again(finished_study):
+    study, folder, _ = finished_study
     before = {path: path.stat().st_mtime_ns for path in (folder / "points").rglob("*") if path.is_file()}
     table = (folder / "table.csv").read_bytes()
-    said = []
-    run_study(study, folder, parallel=2, say=said.append)
-    assert said == ["2 of 2 runs are finished already"]
+    messages = []
+    run_study(study, folder, parallel=2, say=messages.append)
+    assert messages == ["2 of 2 runs are finished already"]
     assert {path: path.stat().st_mtime_ns for path in (folder / "points").rglob("*") if path.is_file()} == before
     assert (folder / "table.csv").read_bytes() == table
 
 
-def test_killed_half_way_and_started_again(whole, tmp_path):
+def test_killed_half_way_and_started_again(finished_study, tmp_path):
     """SIGKILL while the runs train, then the same study one run at a time: the same bytes."""
-    _, folder, _ = whole
+    _, folder, _ = finished_study
     (tmp_path / "s.yaml").write_text(yaml.safe_dump(STUDY))
     command = [sys.executable, "-m", "keel.cli", "ablate", "s.yaml", "--out", "out", "--jobs"]
     process = subprocess.Popen([*command, "2"], cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
@@ -160,14 +160,14 @@ def test_killed_half_way_and_started_again(whole, tmp_path):
 
 def processes_of(folder):
     """Ids of processes whose command line names the folder."""
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if str(folder).encode() in entry.read_bytes():
-                found.append(int(entry.parent.name))
+                pids.append(int(entry.parent.name))
         except OSError:  # it has just ended
             pass
-    return found
+    return pids
 
 
 def test_terminated_in_the_background_it_leaves_no_run_behind(tmp_path):
@@ -187,9 +187,9 @@ def test_terminated_in_the_background_it_leaves_no_run_behind(tmp_path):
         running = processes_of(tmp_path)
         assert len(running) == 1
         process.terminate()
-        _, said = process.communicate(timeout=25)  # less than it takes to be killed
+        _, stderr = process.communicate(timeout=25)  # less than it takes to be killed
         assert process.returncode == 130
-        assert "keel: stopped; go on with the same command" in said
+        assert "keel: stopped; go on with the same command" in stderr
         assert processes_of(tmp_path) == []
     finally:
         process.kill()
@@ -218,7 +218,7 @@ def test_a_run_that_starts_while_its_study_ends_is_killed_too(names, tmp_path, m
 
     monkeypatch.setattr("keel.lab.studies.run.run_process", starts)
     monkeypatch.setattr("keel.lab.studies.run.GRACE_S", 0.3)
-    pool = Local(len(names))
+    pool = LocalPool(len(names))
     futures = [pool.submit(Process((), tmp_path / name, 1)) for name in names]
     ready.wait(20)
     stopping.set()
@@ -226,8 +226,8 @@ def test_a_run_that_starts_while_its_study_ends_is_killed_too(names, tmp_path, m
     assert [future.result(0) for future in futures] == [-signal.SIGKILL] * len(names)
 
 
-def test_a_folder_that_holds_something_else_is_refused(whole, tmp_path):
-    _, folder, _ = whole
+def test_a_folder_that_holds_something_else_is_refused(finished_study, tmp_path):
+    _, folder, _ = finished_study
     other = read_study({**STUDY, "grid": {"kl.beta": [0, 0.25]}})
     with pytest.raises(KeelError, match=r"holds another study \(its points are beta=0, beta=0.5\)"):
         run_study(other, folder)
@@ -255,17 +255,17 @@ def test_a_guard_stops_one_point_and_another_fails(tmp_path):
         }
     }
     study = read_study({**STUDY, "grid": grid, "seeds": 1})
-    ended = finish(study, tmp_path / "study")
-    assert ended["fine seed=0"].state == "done"
-    assert ended["over budget seed=0"].state == "stopped"
-    assert "over kl.budget.max" in ended["over budget seed=0"].reason
-    assert ended["broken seed=0"].state == "failed"
-    assert "it broke" in ended["broken seed=0"].reason
-    found = {row["point"]: row for row in rows(tmp_path / "study")}
-    assert found["over budget"]["state"] == "stopped"
-    assert float(found["over budget"]["steps"]) < 6
-    assert float(found["over budget"]["kl_policy_ref"]) == 0  # the guard went back to the last good policy, the start
-    assert found["over budget"]["accuracy_after"] == found["over budget"]["accuracy_before"] != ""
+    outcomes = finish(study, tmp_path / "study")
+    assert outcomes["fine seed=0"].state == "done"
+    assert outcomes["over budget seed=0"].state == "stopped"
+    assert "over kl.budget.max" in outcomes["over budget seed=0"].reason
+    assert outcomes["broken seed=0"].state == "failed"
+    assert "it broke" in outcomes["broken seed=0"].reason
+    by_point = {row["point"]: row for row in rows(tmp_path / "study")}
+    assert by_point["over budget"]["state"] == "stopped"
+    assert float(by_point["over budget"]["steps"]) < 6
+    assert float(by_point["over budget"]["kl_policy_ref"]) == 0  # the guard went back to the start
+    assert by_point["over budget"]["accuracy_after"] == by_point["over budget"]["accuracy_before"] != ""
     assert "1 of 3 runs failed: broken." in (tmp_path / "study" / "table.md").read_text()
     assert "1 of 3 runs stopped by a guard: over budget." in (tmp_path / "study" / "table.md").read_text()
     shutil.rmtree(tmp_path / "study")

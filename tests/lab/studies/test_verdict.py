@@ -7,7 +7,7 @@ from keel.eval.statistics import estimate
 from keel.lab.studies.grid import Axis, Value
 from keel.lab.studies.page import study_page
 from keel.lab.studies.results import FIGURES, RunResult, SkillResult
-from keel.lab.studies.table import points_csv, shown, summarise, table_csv, table_md
+from keel.lab.studies.table import format_figure, points_csv, summarise, table_csv, table_md
 from keel.lab.studies.verdict import verdict
 
 
@@ -30,7 +30,7 @@ def row(point, seed, accuracy, forgotten=0.0, kl=0.1, reward=0.5, state="done", 
 
 def beta_study(**accuracies):
     """Five β: little KL and little learning at the top, forgetting at the bottom."""
-    found = []
+    rows = []
     table = {
         "0": ((0.90, 0.91, 0.92), (0.30, 0.31, 0.33), 0.9),
         "0.01": ((0.905, 0.90, 0.93), (0.20, 0.22, 0.21), 0.5),
@@ -39,50 +39,50 @@ def beta_study(**accuracies):
     }
     for beta, (right, forgotten, kl) in table.items():
         for seed in range(3):
-            found.append(row(f"beta={beta}", seed, right[seed], forgotten[seed], kl * (1 + 0.1 * seed), right[seed]))
-    return found
+            rows.append(row(f"beta={beta}", seed, right[seed], forgotten[seed], kl * (1 + 0.1 * seed), right[seed]))
+    return rows
 
 
-def said(rows, baseline, metric="accuracy_after", axes=()):
+def texts_of(rows, baseline, metric="accuracy_after", axes=()):
     return [text for _, text in verdict(summarise(rows, baseline), baseline, metric, axes)]
 
 
 def test_no_winner_where_two_overlap():
-    words = said(beta_study(), "beta=0")
-    assert words[0].startswith("No winner in accuracy: beta=0.01 has the highest mean, 91.2 %")
-    assert "not told apart from beta=0 (" in words[0]
-    assert "beta=0.1" not in words[0].partition("from")[2]
+    texts = texts_of(beta_study(), "beta=0")
+    assert texts[0].startswith("No winner in accuracy: beta=0.01 has the highest mean, 91.2 %")
+    assert "not told apart from beta=0 (" in texts[0]
+    assert "beta=0.1" not in texts[0].partition("from")[2]
 
 
 def test_a_winner_is_named_with_its_evidence():
     rows = [r for r in beta_study() if r.point != "beta=0.01"]
-    assert said(rows, "beta=0")[0].startswith("beta=0 has the best accuracy, 91.0 % ± 2.5, and that is significant")
+    assert texts_of(rows, "beta=0")[0].startswith("beta=0 has the best accuracy, 91.0 % ± 2.5, and that is significant")
 
 
 def test_differences_from_the_baseline():
-    words = said(beta_study(), "beta=0")[1]
-    assert words.startswith("Against beta=0 in accuracy (paired over seeds, Holm): beta=0.1 -30.0 %")
-    assert "beta=1" in words
-    assert "beta=0.01 " not in words
+    texts = texts_of(beta_study(), "beta=0")[1]
+    assert texts.startswith("Against beta=0 in accuracy (paired over seeds, Holm): beta=0.1 -30.0 %")
+    assert "beta=1" in texts
+    assert "beta=0.01 " not in texts
 
 
 def test_where_forgetting_starts():
-    words = next(text for text in said(beta_study(), "beta=0") if text.startswith("Forgetting is significant"))
-    assert words.startswith("Forgetting is significant at kl.beta ≤ 0.01 and not above: beta=0 (31.3 %")
+    texts = next(text for text in texts_of(beta_study(), "beta=0") if text.startswith("Forgetting is significant"))
+    assert texts.startswith("Forgetting is significant at kl.beta ≤ 0.01 and not above: beta=0 (31.3 %")
 
 
 def test_forgetting_that_is_no_scale():
     rows = [r for r in beta_study() if r.point in ("beta=0", "beta=1")]
     rows += [row("beta=2", seed, 0.3, forgotten) for seed, forgotten in enumerate((0.4, 0.41, 0.42))]
-    words = next(text for text in said(rows, "beta=0") if text.startswith("Forgetting is significant"))
-    assert words.startswith("Forgetting is significant (Holm) at beta=0 (")
-    assert "beta=2" in words
+    texts = next(text for text in texts_of(rows, "beta=0") if text.startswith("Forgetting is significant"))
+    assert texts.startswith("Forgetting is significant (Holm) at beta=0 (")
+    assert "beta=2" in texts
 
 
 def test_forgetting_goes_with_kl():
-    words = [text for text in said(beta_study(), "beta=0") if "Spearman" in text]
-    assert len(words) == 2
-    assert all(text.startswith("Forgetting grows with KL(") for text in words)
+    texts = [text for text in texts_of(beta_study(), "beta=0") if "Spearman" in text]
+    assert len(texts) == 2
+    assert all(text.startswith("Forgetting grows with KL(") for text in texts)
 
 
 def test_nothing_is_claimed_of_noise():
@@ -93,19 +93,19 @@ def test_nothing_is_claimed_of_noise():
         for point, right in noise.items()
         for seed, value in enumerate(right)
     ]
-    words = said(rows, "a=1")
-    assert words[0].startswith("No winner in accuracy")
-    assert words[1] == "Against a=1, none of 2 points differs significantly in accuracy (paired over seeds, Holm)."
-    assert words[2].startswith("No point forgets the old skills significantly")
-    assert all("is not shown to be tied to" in text for text in words if "Spearman" in text)
+    texts = texts_of(rows, "a=1")
+    assert texts[0].startswith("No winner in accuracy")
+    assert texts[1] == "Against a=1, none of 2 points differs significantly in accuracy (paired over seeds, Holm)."
+    assert texts[2].startswith("No point forgets the old skills significantly")
+    assert all("is not shown to be tied to" in text for text in texts if "Spearman" in text)
 
 
 def test_a_perfect_rank_correlation_is_a_tie():
     rows = [row("a=1", seed, 0.5, forgotten=0.1 * seed**2, kl=0.1 * (seed + 1), axis="a") for seed in range(5)]
-    words = next(text for text in said(rows, "a=1") if "Spearman" in text)
-    assert words.startswith("Forgetting grows with KL(policy‖start) over 5 runs: Spearman 1.00 (exact p 0.017)")
-    words = next(text for text in said(rows[:3], "a=1") if "Spearman" in text)
-    assert words.startswith(
+    texts = next(text for text in texts_of(rows, "a=1") if "Spearman" in text)
+    assert texts.startswith("Forgetting grows with KL(policy‖start) over 5 runs: Spearman 1.00 (exact p 0.017)")
+    texts = next(text for text in texts_of(rows[:3], "a=1") if "Spearman" in text)
+    assert texts.startswith(
         "Forgetting is not shown to be tied to KL(policy‖start) over 3 runs: Spearman 1.00 (exact p"
     )
 
@@ -113,12 +113,12 @@ def test_a_perfect_rank_correlation_is_a_tie():
 def test_too_few_seeds_and_failures_are_said_first():
     rows = [row("a=1", 0, 0.1, axis="a"), row("a=2", 0, 0.9, axis="a", state="stopped")]
     rows.append(row("a=3", 0, 0.99, axis="a", state="failed"))
-    words = said(rows, "a=1")
-    assert words[0] == "1 of 3 runs failed: a=3."
-    assert words[1] == "1 of 3 runs stopped by a guard: a=2."
-    assert words[2].startswith("1 seed a point: no point can be told from another beyond chance")
-    assert words[3] == "Without a figure for accuracy: a=3."
-    assert words[4] == "The highest mean in accuracy is that of a=2, 90.0 %."
+    texts = texts_of(rows, "a=1")
+    assert texts[0] == "1 of 3 runs failed: a=3."
+    assert texts[1] == "1 of 3 runs stopped by a guard: a=2."
+    assert texts[2].startswith("1 seed a point: no point can be told from another beyond chance")
+    assert texts[3] == "Without a figure for accuracy: a=3."
+    assert texts[4] == "The highest mean in accuracy is that of a=2, 90.0 %."
 
 
 def test_after_too_few_seeds_nothing_is_tested():
@@ -126,41 +126,41 @@ def test_after_too_few_seeds_nothing_is_tested():
     for second in ((0.5, 0.5002), (0.5, 0.5)):
         rows = [row("a=1", seed, 0.1, forgotten=0.3 + 0.0001 * seed, axis="a") for seed in range(2)]
         rows += [row("a=2", seed, second[seed], forgotten=0.3, axis="a") for seed in range(2)]
-        words = said(rows, "a=1")
-        assert words[0].startswith("2 seeds a point: no point can be told")
-        assert not any("significant" in text or "(p " in text or "Holm" in text for text in words)
+        texts = texts_of(rows, "a=1")
+        assert texts[0].startswith("2 seeds a point: no point can be told")
+        assert not any("significant" in text or "(p " in text or "Holm" in text for text in texts)
 
 
 def test_a_difference_without_spread_is_told_without_a_test():
     rows = [row(point, seed, right, axis="a") for point, right in (("a=1", 0.5), ("a=2", 0.51)) for seed in range(3)]
-    words = said(rows, "a=1")
-    assert words[0].startswith("No winner in accuracy: a=2 has the highest mean, 51.0 %, not told apart from a=1 (")
-    assert words[1].endswith("a=2 +1.0 % at every seed (no spread, so no test).")
+    texts = texts_of(rows, "a=1")
+    assert texts[0].startswith("No winner in accuracy: a=2 has the highest mean, 51.0 %, not told apart from a=1 (")
+    assert texts[1].endswith("a=2 +1.0 % at every seed (no spread, so no test).")
 
 
 def test_failed_runs_are_no_seeds():
     rows = [row("a=1", seed, 0.1 + 0.01 * seed, axis="a") for seed in range(3)]
     rows += [row("a=2", seed, 0.9, axis="a", state="done" if seed < 2 else "failed") for seed in range(3)]
-    assert "Not tested, for want of 3 seeds with a result: a=2 (2)." in said(rows, "a=1")
+    assert "Not tested, for want of 3 seeds with a result: a=2 (2)." in texts_of(rows, "a=1")
     rows[0] = row("a=1", 0, 0.1, axis="a", state="failed")
-    assert any(text.startswith("2 seeds a point: ") for text in said(rows, "a=1"))
+    assert any(text.startswith("2 seeds a point: ") for text in texts_of(rows, "a=1"))
 
 
 def test_one_point_with_figures_is_compared_with_nothing():
     rows = [row("a=1", seed, 0.5 + 0.1 * seed, axis="a") for seed in range(3)]
     rows += [row("a=2", seed, 0.9, axis="a", state="failed") for seed in range(3)]
-    words = said(rows, "a=2")
-    assert "Without a figure for accuracy: a=2." in words
-    assert any(text.startswith("a=1: accuracy 60.0 % ± ") and "nothing to compare" in text for text in words)
-    assert "The baseline a=2 has no figure for accuracy: nothing is compared with it." in words
+    texts = texts_of(rows, "a=2")
+    assert "Without a figure for accuracy: a=2." in texts
+    assert any(text.startswith("a=1: accuracy 60.0 % ± ") and "nothing to compare" in text for text in texts)
+    assert "The baseline a=2 has no figure for accuracy: nothing is compared with it." in texts
 
 
 def test_equal_means_are_no_lead():
     same = {"a=1": (0.4, 0.5, 0.6), "a=2": (0.6, 0.5, 0.4), "a=3": (0.5, 0.4, 0.6)}
     rows = [row(point, seed, value, axis="a") for point, right in same.items() for seed, value in enumerate(right)]
-    assert said(rows, "a=1")[0] == "No winner in accuracy: all 3 points have the same mean, 50.0 %."
+    assert texts_of(rows, "a=1")[0] == "No winner in accuracy: all 3 points have the same mean, 50.0 %."
     rows += [row("a=4", seed, 0.1 + 0.05 * seed, axis="a") for seed in range(3)]
-    assert said(rows, "a=1")[0].startswith("No winner in accuracy: a=1, a=2, a=3 share the highest mean, 50.0 %")
+    assert texts_of(rows, "a=1")[0].startswith("No winner in accuracy: a=1, a=2, a=3 share the highest mean, 50.0 %")
 
 
 def test_a_cell_without_results_is_named():
@@ -173,9 +173,9 @@ def test_a_cell_without_results_is_named():
         for beta in (0.1, 1)
         for seed in range(3)
     ]  # fmt: skip
-    words = next(text for text in said(rows, "k1 0.1", axes=axes) if text.startswith("penalty,"))
-    assert "k3 +21.0 %" in words
-    assert words.endswith("Left out for want of a result on either side: k3 1.")
+    texts = next(text for text in texts_of(rows, "k1 0.1", axes=axes) if text.startswith("penalty,"))
+    assert "k3 +21.0 %" in texts
+    assert texts.endswith("Left out for want of a result on either side: k3 1.")
 
 
 def test_an_axis_among_several():
@@ -190,11 +190,11 @@ def test_an_axis_among_several():
         for beta in (0.1, 1)
         for seed in range(3)
     ]  # fmt: skip
-    words = said(rows, "k1 beta=0.1", axes=axes)
+    texts = texts_of(rows, "k1 beta=0.1", axes=axes)
     assert any(
-        text.startswith("penalty, averaged over the other axes and paired with k1: k3 +20.0 %") for text in words
+        text.startswith("penalty, averaged over the other axes and paired with k1: k3 +20.0 %") for text in texts
     )
-    assert any(text.startswith("kl.beta, averaged over the other axes and paired with 0.1: no sig") for text in words)
+    assert any(text.startswith("kl.beta, averaged over the other axes and paired with 0.1: no sig") for text in texts)
 
 
 def test_a_failed_runs_figures_do_not_count():
@@ -222,8 +222,8 @@ def test_the_table_to_paste():
     assert lines[0].startswith("| point | accuracy | reward | KL(policy‖start) | KL(start‖policy) | old skills |")
     assert lines[2].startswith("| beta=0 (baseline) | 91.0 % ± 2.5 |")
     assert len({line.count("|") for line in lines}) == 1
-    assert shown("reward", estimate([0.5])) == "0.5"
-    assert shown("reward", None) == "–"
+    assert format_figure("reward", estimate([0.5])) == "0.5"
+    assert format_figure("reward", None) == "–"
 
 
 def test_the_page_stands_alone():

@@ -1,4 +1,4 @@
-"""What an engine said, on disk: an SQLite file that several processes may read and write at once."""
+"""An engine's analyses on disk: an SQLite file that several processes may read and write at once."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ CREATE TABLE IF NOT EXISTS engines (file TEXT PRIMARY KEY, name TEXT NOT NULL);
 _LINES, _ENGINE = "SELECT lines FROM lines WHERE key = ?", "SELECT name FROM engines WHERE file = ?"
 
 
-class Cache:
+class AnalysisCache:
     """Lines by key and engines' names by file. Each entry is written whole or not at all.
 
-    A file that is damaged later stops nothing: what cannot be read is not known, and is asked for again.
+    A file that is damaged later stops nothing: an entry that cannot be read is analysed again.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -42,21 +42,21 @@ class Cache:
 
     def lines(self, keys: Iterable[str]) -> dict[str, Lines]:
         """Those of `keys` that are known."""
-        found: dict[str, Lines] = {}
+        known: dict[str, Lines] = {}
         for key in keys:
             with suppress(ValueError, TypeError):  # an entry that is no longer what was written
                 lines = tuple((str(move), float(value)) for move, value in json.loads(self._value(_LINES, key) or "[]"))
                 if lines:
-                    found[key] = lines
-        return found
+                    known[key] = lines
+        return known
 
     def put_lines(self, key: str, lines: Lines) -> None:
-        """Remember what was said of a position; the last to say it stays, in the place of an entry that was damaged."""
+        """Store the lines of a position; the latest replaces what was there, a damaged entry too."""
         with self._lock:
             self._db.execute("INSERT OR REPLACE INTO lines VALUES (?, ?)", (key, json.dumps(lines)))
 
     def engine(self, file: str) -> str | None:
-        """The name of the engine in a file, if it was asked before."""
+        """The name of the engine in a file, if it is known."""
         return self._value(_ENGINE, file)
 
     def put_engine(self, file: str, name: str) -> None:

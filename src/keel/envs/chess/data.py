@@ -10,21 +10,21 @@ from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.envs.chess.notation import need_uci
 from keel.envs.chess.rules import identity
-from keel.envs.dataset import Dataset, Unmarked, stem
+from keel.envs.dataset import Dataset, NoGrader, data_name
 from keel.envs.layouts import source_of
 from keel.envs.options import SourceOptions
-from keel.envs.problems import held_out_rank, is_held_out
-from keel.envs.rows import Broken, DataRow, read_rows, settle
+from keel.envs.problems import split_held_out
+from keel.envs.rows import BrokenRow, DataRow, handle_broken_rows, read_rows
 
 TEXT = "text"
-Ask = Callable[["Record"], Problem]
+Ask = Callable[["ChessRow"], Problem]
 
 
 @dataclass(frozen=True)
-class Record:
-    """One row: its place, its text where it is one, or else its columns, and the game it belongs to."""
+class ChessRow:
+    """One row: its location, its text where it is one, or else its columns, and the game it belongs to."""
 
-    place: str
+    location: str
     text: str | None
     fen: str
     move: str
@@ -35,36 +35,36 @@ class Record:
 def load(data: Mapping[str, Any], mark: str, ask: Ask, held_out: int | float, name: str) -> Dataset:
     """The problems that `ask` makes of the rows that concern it: those whose text begins with `mark`, or with columns.
 
-    What `ask` refuses is a broken row, named by its place. Rows are split by game where there is a column `game`,
+    What `ask` refuses is a broken row, named by its location. Rows are split by game where there is a column `game`,
     else by position; a position that is held out is not trained on, whatever game it comes from.
     """
     source = source_of(data)
     if source.path is None:
         raise KeelError(f"{name} reads data: give data.path")
     rows = read_rows(source.path, source.split)
-    broken, found = list(rows.broken), []
+    broken, records = list(rows.broken), []
     for row in rows.rows:
         try:
             record = _record(row, source)
             if record.text is None or record.text.startswith(mark):
-                found.append((record, ask(record)))
+                records.append((record, ask(record)))
         except KeelError as error:
-            broken.append(Broken(row.place, str(error)))
-    note = settle(rows.source, broken, source.on_broken)
-    if not found:
+            broken.append(BrokenRow(row.location, str(error)))
+    note = handle_broken_rows(rows.source, broken, source.on_broken)
+    if not records:
         raise KeelError(f"{rows.source} has no row for {name}: give texts that begin with {mark!r}, or a column fen")
-    train, held = _split(found, held_out)
+    train, held = _split(records, held_out)
     if not train or not held:
         lacks = "train on" if not train else "evaluate on"
-        raise KeelError(f"{rows.source} has {len(found)} rows for {name}, which leaves none to {lacks}: give more")
-    left_out = len(found) - len(train) - len(held)
-    said = f"{rows.source}: {len(train)} problems of {name} to train on, {len(held)} held out"
+        raise KeelError(f"{rows.source} has {len(records)} rows for {name}, which leaves none to {lacks}: give more")
+    left_out = len(records) - len(train) - len(held)
+    summary = f"{rows.source}: {len(train)} problems of {name} to train on, {len(held)} held out"
     again = f", {left_out} left out because their positions are held out" if left_out else ""
-    notes = (*([note] if note else []), said + again)
-    return Dataset(f"{name}/{stem(source)}", train, held, Unmarked(), notes)
+    notes = (*([note] if note else []), summary + again)
+    return Dataset(f"{name}/{data_name(source)}", train, held, NoGrader(), notes)
 
 
-def _record(row: DataRow, source: SourceOptions) -> Record:
+def _record(row: DataRow, source: SourceOptions) -> ChessRow:
     values = row.values
     for other in ("messages", "system"):
         if getattr(source.columns, other) is not None:
@@ -75,7 +75,7 @@ def _record(row: DataRow, source: SourceOptions) -> Record:
         text = values["prompt"] + values["completion"]  # the rows that `keel data chess` makes
     if isinstance(text, str) and text[:3] in ("P: ", "A: "):
         fen = text[3:].partition("M:" if text.startswith("P") else "+")[0].strip()
-        return Record(row.place, text, fen, "", (), str(values.get("game") or ""))
+        return ChessRow(row.location, text, fen, "", (), str(values.get("game") or ""))
     if text is not None:
         raise KeelError(f"column {column!r} begins with neither 'P: ' nor 'A: '")
     fen = values.get("fen", values.get("FEN"))
@@ -87,18 +87,14 @@ def _record(row: DataRow, source: SourceOptions) -> Record:
     history = tuple(moves.split() if isinstance(moves, str) else map(str, moves))
     for move in history:
         need_uci(move)
-    return Record(row.place, None, fen, str(values.get("move") or ""), history, str(values.get("game") or ""))
+    return ChessRow(row.location, None, fen, str(values.get("move") or ""), history, str(values.get("game") or ""))
 
 
 def _split(
-    found: Sequence[tuple[Record, Problem]], held_out: int | float
+    records: Sequence[tuple[ChessRow, Problem]], held_out: int | float
 ) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
-    groups = {record.game or identity(record.fen) for record, _ in found}
-    if isinstance(held_out, int) and not isinstance(held_out, bool) and held_out >= 1:
-        chosen = set(sorted(groups, key=held_out_rank)[:held_out])
-    else:
-        chosen = {g for g in groups if is_held_out(g, float(held_out))} or {min(groups, key=held_out_rank)}
-    held = [(r, p) for r, p in found if (r.game or identity(r.fen)) in chosen]
+    chosen = split_held_out((record.game or identity(record.fen) for record, _ in records), held_out)
+    held = [(r, p) for r, p in records if (r.game or identity(r.fen)) in chosen]
     positions = {identity(record.fen) for record, _ in held}
-    rest = [p for r, p in found if (r.game or identity(r.fen)) not in chosen and identity(r.fen) not in positions]
+    rest = [p for r, p in records if (r.game or identity(r.fen)) not in chosen and identity(r.fen) not in positions]
     return tuple(rest), tuple(p for _, p in held)

@@ -1,4 +1,4 @@
-"""Stockfish, or another UCI engine, as a pool of processes whose answers repeat and are kept on disk."""
+"""Stockfish, or another UCI engine, as a pool of processes whose answers repeat and are cached on disk."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ import chess
 import chess.engine
 
 from keel.base.errors import KeelError, unknown
-from keel.envs.chess.cache import Cache, Lines, default_path
+from keel.envs.chess.cache import AnalysisCache, Lines, default_path
 from keel.envs.chess.format import LINES
 from keel.envs.chess.notation import is_real
 from keel.envs.chess.rules import board_of, legal_moves
 
-PLACES = ("/usr/games/stockfish", "/usr/local/bin/stockfish", "/opt/homebrew/bin/stockfish")
+USUAL_PATHS = ("/usr/games/stockfish", "/usr/local/bin/stockfish", "/opt/homebrew/bin/stockfish")
 INSTALL = "apt-get install stockfish"
 ATTEMPTS = 3  # at a position, each after a failure with a new process
 START_S = 10.0  # in which a program must have answered 'uci'
@@ -37,9 +37,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """`task.engine`: which engine, how long it thinks and how its answers are kept.
+    """`task.engine`: which engine, how long it thinks and where its answers are cached.
 
-    `path` (default: `KEEL_STOCKFISH`, `stockfish` on PATH, or the usual places), `nodes` a position, `hash_mb` a
+    `path` (default: `KEEL_STOCKFISH`, `stockfish` on PATH, or the usual paths), `nodes` a position, `hash_mb` a
     process, `workers` processes (default: one a core), `timeout_s` a position, `cache` a file.
     """
 
@@ -59,44 +59,48 @@ class Query:
     moves: tuple[str, ...] = ()
 
 
-def engine_options(given: Mapping[str, Any] | EngineOptions | None) -> EngineOptions:
+def engine_options(options: Mapping[str, Any] | EngineOptions | None) -> EngineOptions:
     """`task.engine`, checked."""
-    if isinstance(given, EngineOptions):
-        return given
-    if given is not None and not isinstance(given, Mapping):
-        raise KeelError(f"task.engine is {given!r}: give a section such as {{nodes: 20000}}")
+    if isinstance(options, EngineOptions):
+        return options
+    if options is not None and not isinstance(options, Mapping):
+        raise KeelError(f"task.engine is {options!r}: give a section such as {{nodes: 20000}}")
     names = [f.name for f in fields(EngineOptions)]
-    for name in given or {}:
+    for name in options or {}:
         if name not in names:
             raise unknown("task.engine option", name, names)
-    made = EngineOptions(**(given or {}))
+    parsed = EngineOptions(**(options or {}))
     for name, low in (("nodes", 100), ("hash_mb", 1), ("workers", 1)):
-        value = getattr(made, name)
+        value = getattr(parsed, name)
         if value is not None and (type(value) is not int or value < low):
             raise KeelError(f"task.engine.{name} is {value!r}: it must be a whole number of at least {low}")
-    if not (is_real(made.timeout_s) and made.timeout_s > 0):
-        raise KeelError(f"task.engine.timeout_s is {made.timeout_s!r}: it must be a number of seconds above 0")
+    if not (is_real(parsed.timeout_s) and parsed.timeout_s > 0):
+        raise KeelError(f"task.engine.timeout_s is {parsed.timeout_s!r}: it must be a number of seconds above 0")
     for name in ("path", "cache"):
-        if not isinstance(getattr(made, name), str | Path | None):
-            raise KeelError(f"task.engine.{name} is {getattr(made, name)!r}: it must be a file's name")
-    return made
+        if not isinstance(getattr(parsed, name), str | Path | None):
+            raise KeelError(f"task.engine.{name} is {getattr(parsed, name)!r}: it must be a file's name")
+    return parsed
 
 
 def find_engine(path: str | None = None) -> str:
-    """The engine's program: the one given, `KEEL_STOCKFISH`, `stockfish` on PATH, or a usual place."""
-    named = path or os.environ.get("KEEL_STOCKFISH")
-    if named:
-        found = shutil.which(os.path.expanduser(named))
-        if found is None:
+    """The engine's program: the one given, `KEEL_STOCKFISH`, `stockfish` on PATH, or a usual path."""
+    configured = path or os.environ.get("KEEL_STOCKFISH")
+    if configured:
+        program = shutil.which(os.path.expanduser(configured))
+        if program is None:
             where = "task.engine.path" if path else "KEEL_STOCKFISH"
-            raise KeelError(f"{where} is {named}, which is no program here: install it with {INSTALL}, or name another")
-        return found
-    found = shutil.which("stockfish") or next((place for place in PLACES if shutil.which(place)), None)
-    if found is None:
+            raise KeelError(
+                f"{where} is {configured}, which is no program here: install it with {INSTALL}, or name another"
+            )
+        return program
+    program = shutil.which("stockfish") or next(
+        (candidate for candidate in USUAL_PATHS if shutil.which(candidate)), None
+    )
+    if program is None:
         raise KeelError(
             f"the task chess_policy needs Stockfish, which is not on PATH: {INSTALL}, or name it in task.engine.path"
         )
-    return found
+    return program
 
 
 def pawns_of(score: chess.engine.Score) -> float:
@@ -111,7 +115,7 @@ def pawns_of(score: chess.engine.Score) -> float:
     return distance if mate > 0 or isinstance(score, chess.engine.MateGivenType) else -distance
 
 
-class Pool:
+class EnginePool:
     """Engines that are started when they are needed, one position at a time each, over one cache.
 
     Every search starts from nothing (one thread, a new game before each position) and is limited by nodes, so that an
@@ -123,7 +127,7 @@ class Pool:
     def __init__(self, options: EngineOptions = EngineOptions()) -> None:  # noqa: B008 (frozen)
         self.options = options
         self.path = find_engine(options.path)
-        self.cache = Cache(options.cache or default_path())
+        self.cache = AnalysisCache(options.cache or default_path())
         self.counts: Counter[str] = Counter()
         self.workers = options.workers or os.cpu_count() or 1
         self._lock = threading.Lock()
@@ -145,7 +149,7 @@ class Pool:
             self.counts["cached"] += sum(key in known for key in keys)
         missing = {key: query for key, query in zip(keys, queries, strict=True) if key not in known}
         if missing:
-            answers = self._run(self._all(list(missing.items())))
+            answers = self._run(self._analyse_all(list(missing.items())))
             known |= {key: lines for key, lines in answers.items() if lines is not None}
         return [known.get(key) for key in keys]
 
@@ -162,15 +166,15 @@ class Pool:
 
     # ------------------------------------------------------------------------------------ inside the event loop
 
-    async def _all(self, missing: Sequence[tuple[str, Query]]) -> dict[str, Lines | None]:
+    async def _analyse_all(self, missing: Sequence[tuple[str, Query]]) -> dict[str, Lines | None]:
         if self._free is None:
             self._free = asyncio.Queue()
             for _ in range(self.workers):
                 self._free.put_nowait(None)
-        answers = await asyncio.gather(*(self._one(key, query) for key, query in missing))
+        answers = await asyncio.gather(*(self._analyse_one(key, query) for key, query in missing))
         return dict(zip((key for key, _ in missing), answers, strict=True))
 
-    async def _one(self, key: str, query: Query) -> Lines | None:
+    async def _analyse_one(self, key: str, query: Query) -> Lines | None:
         assert self._free is not None
         for _ in range(ATTEMPTS):
             engine = await self._free.get()
@@ -181,8 +185,8 @@ class Pool:
             except KeelError:  # what the user asked of it: no new process would do it
                 raise
             except Exception as error:  # an engine that breaks may break anything between it and here
-                late = isinstance(error, TimeoutError)
-                self.counts["timed_out" if late else "crashed"] += 1
+                timed_out = isinstance(error, TimeoutError)
+                self.counts["timed_out" if timed_out else "crashed"] += 1
                 self._drop(engine)
                 engine = None
                 continue
@@ -202,8 +206,8 @@ class Pool:
         engine = await asyncio.wait_for(command, START_S)
         self._engines.add(engine)
         self.counts["started"] += 1
-        wanted = {"Threads": 1, "Hash": self.options.hash_mb}
-        known = {name: value for name, value in wanted.items() if name in engine[1].options}
+        settings = {"Threads": 1, "Hash": self.options.hash_mb}
+        known = {name: value for name, value in settings.items() if name in engine[1].options}
         most = engine[1].options["Hash"].max if "Hash" in known else None
         if most is not None and self.options.hash_mb > most:
             self._drop(engine)
@@ -241,11 +245,11 @@ class Pool:
         """
         board = board_of(query.fen)
         roots = [chess.Move.from_uci(move) for move in query.moves] or None
-        wanted = min(LINES, len(roots) if roots else len(legal_moves(query.fen)))
+        line_count = min(LINES, len(roots) if roots else len(legal_moves(query.fen)))
         iterations: dict[int, dict[str, float]] = {}
         limit = chess.engine.Limit(nodes=self.options.nodes)
         kind = chess.engine.INFO_SCORE | chess.engine.INFO_PV | chess.engine.INFO_BASIC
-        search = await protocol.analysis(board, limit, multipv=wanted, game=object(), info=kind, root_moves=roots)
+        search = await protocol.analysis(board, limit, multipv=line_count, game=object(), info=kind, root_moves=roots)
         with search:
             async for info in search:
                 if info.get("pv") and "score" in info and not (info.get("lowerbound") or info.get("upperbound")):
@@ -253,8 +257,8 @@ class Pool:
                     at_depth[info["pv"][0].uci()] = pawns_of(info["score"].relative)
         if not iterations:
             raise chess.engine.EngineError(f"no line within {self.options.nodes} nodes")
-        found = iterations[max(iterations, key=lambda depth: (min(len(iterations[depth]), wanted), depth))]
-        return tuple(sorted(found.items(), key=lambda line: -line[1])[:wanted])
+        deepest = iterations[max(iterations, key=lambda depth: (min(len(iterations[depth]), line_count), depth))]
+        return tuple(sorted(deepest.items(), key=lambda line: -line[1])[:line_count])
 
     # --------------------------------------------------------------------------------------------------- outside
 
@@ -307,6 +311,6 @@ class Pool:
 
 
 @lru_cache(maxsize=8)
-def pool_of(options: EngineOptions) -> Pool:
+def pool_of(options: EngineOptions) -> EnginePool:
     """The pool of these options, shared by all tasks of this process."""
-    return Pool(options)
+    return EnginePool(options)

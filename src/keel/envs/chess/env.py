@@ -10,21 +10,21 @@ from typing import Any
 
 from keel.base.errors import KeelError, unknown
 from keel.base.types import Group, Problem, Reward
-from keel.envs.chess.data import Record
+from keel.envs.chess.data import ChessRow
 from keel.envs.chess.format import HISTORY, Verdict, env_completion, env_prompt, read_env, read_env_row
 from keel.envs.chess.notation import is_real, need_uci
 from keel.envs.chess.positions import Position, any_move, games_of
 from keel.envs.chess.rewards import env_reward
 from keel.envs.chess.rules import DRAWS, board_of, legal_moves, next_positions, step
-from keel.envs.chess.task import ChessTask, Marking, check_marking, part_means, problems_of
+from keel.envs.chess.task import ChessGrader, ChessTask, check_grading, part_means, problems_of
 from keel.envs.problems import HELD_OUT_FRACTION
 
 PARTS = ("parsed", "structure", "fen_exact", "fen_similarity", "reward_value", "flags")
 
 
 @dataclass(frozen=True)
-class EnvMarking(Marking):
-    """Marks A: answers by the rules; `answer` of a problem is the true verdict's four fields."""
+class EnvGrader(ChessGrader):
+    """Grades A: answers by the rules; `answer` of a problem is the true verdict's four fields."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -45,13 +45,13 @@ class EnvMarking(Marking):
 
 def env_problem(fen: str, move: str, before: Sequence[str], draws: str, key: str | None = None) -> Problem:
     """The A: problem of a move after the moves `before` it."""
-    found = step(fen, move, before, draws)
-    verdict = found.verdict
+    outcome = step(fen, move, before, draws)
+    verdict = outcome.verdict
     return Problem(
         key=key or f"{fen}+{move}",
         prompt=env_prompt(fen, move, (*before, move)),
         answer=(verdict.fen, verdict.reward, verdict.terminated, verdict.truncated),
-        info={"fen": fen, "move": move, "reason": found.reason},
+        info={"fen": fen, "move": move, "reason": outcome.reason},
     )
 
 
@@ -80,7 +80,7 @@ def chess_env(
         raise KeelError(f"chess illegal is {illegal!r}: it must be a share from 0 to below 1")
     if draws not in DRAWS:
         raise unknown("chess draws", draws, DRAWS)
-    marking = EnvMarking(check_marking(system, parse, malformed))
+    grader = EnvGrader(check_grading(system, parse, malformed))
 
     def shown(moves: Sequence[str]) -> tuple[str, ...]:
         return tuple(moves[-(history - 1) :]) if history > 1 else ()
@@ -89,23 +89,23 @@ def chess_env(
         move = any_move(rng, legal_moves(position.fen), illegal)
         return env_problem(position.fen, move, shown(position.history), draws)
 
-    def ask_of(record: Record) -> Problem:
+    def ask_of(record: ChessRow) -> Problem:
         return _of_record(record, shown, draws)
 
     problems = problems_of("chess_env", "A: ", data, games_of(plies, pieces), ask, ask_of, held_out)
-    return ChessTask(problems, marking, "chess_env")
+    return ChessTask(problems, grader, "chess_env")
 
 
-def _of_record(record: Record, shown: Callable[[Sequence[str]], Sequence[str]], draws: str) -> Problem:
+def _of_record(record: ChessRow, shown: Callable[[Sequence[str]], Sequence[str]], draws: str) -> Problem:
     """A row's problem. The verdict of a text must be the rules' own, or the row would teach what is wrong."""
     if record.text is None:
         board_of(record.fen)
         if not record.move:
             raise KeelError("it has no column 'move': an environment answers to a move")
-        return env_problem(record.fen, need_uci(record.move), shown(record.history), draws, record.place)
-    fen, move, moves, said = read_env_row(record.text)
+        return env_problem(record.fen, need_uci(record.move), shown(record.history), draws, record.location)
+    fen, move, moves, stated = read_env_row(record.text)
     board_of(fen)
-    problem = env_problem(fen, move, moves[:-1], draws, record.place)
-    if Verdict(*problem.answer) != said:
-        raise KeelError(f"the rules say {env_completion(Verdict(*problem.answer))!r}, not {env_completion(said)!r}")
-    return env_problem(fen, move, shown(moves[:-1]), draws, record.place)
+    problem = env_problem(fen, move, moves[:-1], draws, record.location)
+    if Verdict(*problem.answer) != stated:
+        raise KeelError(f"the rules say {env_completion(Verdict(*problem.answer))!r}, not {env_completion(stated)!r}")
+    return env_problem(fen, move, shown(moves[:-1]), draws, record.location)

@@ -89,11 +89,6 @@ def policy_completion(analysis: Analysis, padding: Padding = PADDINGS["source"])
     return f" {moves}E: {evaluations}B: {analysis.best}"
 
 
-def policy_row(fen: str, analysis: Analysis, padding: Padding = PADDINGS["source"]) -> str:
-    """A whole training row."""
-    return policy_prompt(fen, padding) + policy_completion(analysis, padding)
-
-
 def pawns(value: float) -> str:
     """An evaluation as it is written: two decimals, and no negative zero."""
     return f"{value + 0.0:.2f}".replace("-0.00", "0.00")
@@ -134,7 +129,7 @@ def read_policy(text: str, padding: Padding = PADDINGS["source"]) -> PolicyAnswe
     return PolicyAnswer(tuple(moves), tuple(numbers), best, tuple(faults), exact)
 
 
-def read_policy_row(row: str, padding: Padding | None = None) -> tuple[str, Analysis]:
+def read_policy_row(row: str) -> tuple[str, Analysis]:
     """The FEN and the analysis of a whole P: row; a KeelError says what is wrong with it. Any padding is read."""
     fen, mark, rest = row.removeprefix("P: ").partition("M:")
     if not row.startswith("P: ") or not mark:
@@ -200,11 +195,6 @@ def env_completion(verdict: Verdict) -> str:
     return f"{verdict.fen}+{reward_text(verdict.reward)}+{flags}"
 
 
-def env_row(fen: str, move: str, history: Sequence[str], verdict: Verdict) -> str:
-    """A whole training row."""
-    return env_prompt(fen, move, history) + env_completion(verdict)
-
-
 def reward_text(value: float) -> str:
     """A reward as it is written: 0.001, 1.0, 0.5 or -1.0."""
     return REWARDS.get(value, repr(value))
@@ -240,26 +230,23 @@ def read_env_row(row: str) -> tuple[str, str, tuple[str, ...], Verdict]:
     if fault:
         raise KeelError(f"the FEN {fen!r} is broken: {fault}")
     history = tuple(moves.split())
-    for one in (move, *history):
-        need_uci(one)
+    for uci in (move, *history):
+        need_uci(uci)
     env_prompt(fen, move, history)
     answer = read_env(rest)
     if answer.faults:
         raise KeelError(f"the environment row is broken: {answer.faults[0]}")
-    return fen, move, history, Verdict(rest.split("+")[0], float(answer.reward or 0), *_flags(answer))
-
-
-def _flags(answer: EnvAnswer) -> tuple[bool, bool]:
-    return bool(answer.terminated), bool(answer.truncated)
+    flags = bool(answer.terminated), bool(answer.truncated)
+    return fen, move, history, Verdict(rest.split("+")[0], float(answer.reward or 0), *flags)
 
 
 def _padded(text: str, width: int) -> str:
     return text.ljust(max(width, len(text) + 1))
 
 
-def _entries(words: Sequence[str], is_one: Callable[[str], bool], faults: list[str], kind: str) -> list[str]:
-    good = [word for word in words if is_one(word)]
-    wrong = next((word for word in words if not is_one(word)), None)
+def _entries(entries: Sequence[str], is_valid: Callable[[str], bool], faults: list[str], kind: str) -> list[str]:
+    good = [entry for entry in entries if is_valid(entry)]
+    wrong = next((entry for entry in entries if not is_valid(entry)), None)
     if wrong is not None:
         faults.append(f"{wrong[:20]!r} is no {kind}" + (" in UCI notation" if looks_like_san(wrong) else ""))
     return good

@@ -12,21 +12,20 @@ import chess
 
 from keel.base.errors import KeelError, unknown
 from keel.base.types import Problem
-from keel.envs.chess.engine import EngineOptions, Pool, Query, pool_of
-from keel.envs.chess.env import EnvMarking, env_problem
+from keel.envs.chess.engine import EngineOptions, EnginePool, Query, pool_of
+from keel.envs.chess.env import EnvGrader, env_problem
 from keel.envs.chess.format import HISTORY, padding_of, read_env_row, read_policy_row
-from keel.envs.chess.policy import PolicyMarking, policy_problem
+from keel.envs.chess.policy import PolicyGrader, policy_problem
 from keel.envs.chess.positions import PLIES, PLIES_FEW, any_move, few_pieces
 from keel.envs.chess.rewards import FULL_ENV, RUNG, Lines
 from keel.envs.chess.rules import identity, legal_moves
 from keel.envs.chess.selfplay import Ply, along, at_random, by_engine, play, read_openings
 from keel.envs.problems import HELD_OUT_FRACTION, is_held_out, stream
+from keel.envs.shards import Item
 
 KINDS = ("a", "p", "both")
 GAMES = ("random", "engine", "openings")
 FULL = {"a": FULL_ENV, "p": 5 * RUNG}
-# A position, its rows as JSON ("" for P: where no engine answered), whether its game is held out.
-Item = tuple[str, tuple[str, ...], bool]
 
 
 @dataclass(frozen=True)
@@ -91,17 +90,17 @@ def shard(options: MakeOptions, number: int) -> list[Item]:
     pool = _pool(options)
     before = pool.counts.copy()
     items = [item for game in games for item in game_items(options, game)]
-    told = pool.counts - before
-    if told["unavailable"] and not told["analysed"] + told["cached"]:
+    counts = pool.counts - before
+    if counts["unavailable"] and not counts["analysed"] + counts["cached"]:
         raise KeelError(
-            f"the engine {pool.path} answered for none of {told['unavailable']} positions: "
+            f"the engine {pool.path} answered for none of {counts['unavailable']} positions: "
             "run it by hand, or name another in KEEL_STOCKFISH"
         )
     return items
 
 
 def game_items(options: MakeOptions, number: int) -> Iterator[Item]:
-    """The positions of one game with their rows; all of them are on one side of the split."""
+    """The positions of one game with their rows ("" for P: where no engine answered), all on one side of the split."""
     source = options.games[number % len(options.games)]
     name = f"{source}-{options.seed}-{number}"
     rng = stream("chess data", name)
@@ -146,19 +145,19 @@ def _policy(options: MakeOptions, ply: Ply, lines: Lines) -> Problem:
 
 
 def checked(options: MakeOptions, kind: str, problem: Problem) -> dict[str, str]:
-    """Prompt and completion of a problem, read back from the whole row and marked: a row that does not earn the full
+    """Prompt and completion of a problem, read back from the whole row and graded: a row that does not earn the full
     reward is an error here, not a lesson."""
     padding = padding_of(options.padding)
-    marking: Any = EnvMarking({"parse": "strict"}) if kind == "a" else PolicyMarking(padding, None, {"parse": "strict"})
-    prompt, completion = str(problem.prompt), marking.gold(problem)
+    grader: Any = EnvGrader({"parse": "strict"}) if kind == "a" else PolicyGrader(padding, None, {"parse": "strict"})
+    prompt, completion = str(problem.prompt), grader.gold(problem)
     row = prompt + completion
     fen = read_env_row(row)[0] if kind == "a" else read_policy_row(row)[0]
-    earned = marking.reward(problem, completion).total
+    earned = grader.reward(problem, completion).total
     if fen != problem.info["fen"] or abs(earned - FULL[kind]) > 1e-9:
         raise KeelError(f"the row {row!r} earns {earned}, not {FULL[kind]}: please report this fault of Keel's")
     return {"prompt": prompt, "completion": completion}
 
 
-def _pool(options: MakeOptions) -> Pool:
+def _pool(options: MakeOptions) -> EnginePool:
     """One engine a process: processes are what `--jobs` counts."""
     return pool_of(EngineOptions(nodes=options.nodes, workers=1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import chess
@@ -10,8 +10,8 @@ import chess.pgn
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem
-from keel.envs.calls import CallFailed, Hung
-from keel.envs.chess.engine import Pool, Query
+from keel.envs.calls import CallFailed, HungCalls
+from keel.envs.chess.engine import EnginePool, Query
 from keel.envs.chess.rules import fen_of
 from keel.envs.chess.selfplay import is_over
 from keel.envs.episode import Episode, EpisodeRunner
@@ -19,7 +19,7 @@ from keel.envs.problems import stream
 
 # The moves of several games at once, in UCI notation; None where there is none to give.
 Player = Callable[[Sequence["Game"]], list[str | None]]
-Watch = Callable[[int], None]
+OnFinished = Callable[[int], None]
 SCORES = {True: {"1-0": 1.0, "0-1": 0.0}, False: {"1-0": 0.0, "0-1": 1.0}}
 UNFINISHED = "*"
 
@@ -36,7 +36,7 @@ class Game(Episode):
     result: str | None = None
     reason: str = ""
 
-    at_once = 16  # opponents keep nothing of a game
+    at_once: int | None = 16  # opponents keep nothing of a game
 
     @property
     def models_turn(self) -> bool:
@@ -50,9 +50,10 @@ class Game(Episode):
     def step(self, text: str) -> str | None:
         """The opponent's answer to the model's move, both in UCI notation; None where the game is over.
 
-        A move that is not legal, or empty because it could not be read, loses at once.
+        A move that is not legal, or empty because it could not be read, loses at once. Where the opponent is to move,
+        there is nothing to take.
         """
-        if not self._push(text):
+        if self.models_turn and not self._push(text):
             self.end("0-1" if self.model_is_white else "1-0", f"illegal move {text}" if text else "no readable move")
         return self.answer()
 
@@ -84,7 +85,7 @@ class Game(Episode):
 
     def _push(self, move: str) -> bool:
         """Make a move, if it is legal."""
-        legal = next((one for one in self.board.legal_moves if one.uci() == move), None)
+        legal = next((candidate for candidate in self.board.legal_moves if candidate.uci() == move), None)
         if legal is not None:
             self.board.push(legal)
         return legal is not None
@@ -104,12 +105,12 @@ def random_mover(seed: int) -> Player:
     return lambda games: [_random_move(g, "mover", seed) for g in games]
 
 
-def engine_mover(pool: Pool) -> Player:
+def engine_mover(pool: EnginePool) -> Player:
     """The engine's best move; None where no engine answered."""
 
     def moves(games: Sequence[Game]) -> list[str | None]:
-        found = pool.analyse([Query(fen_of(game.board)) for game in games])
-        return [lines[0][0] if lines else None for lines in found]
+        analyses = pool.analyse([Query(fen_of(game.board)) for game in games])
+        return [lines[0][0] if lines else None for lines in analyses]
 
     return moves
 
@@ -122,28 +123,37 @@ def play_games(
     opening_plies: int = 4,
     max_plies: int = 200,
     seed: int = 0,
-    told: Watch | None = None,
+    at_once: int = 16,
+    on_finished: OnFinished | None = None,
 ) -> list[Game]:
     """`count` games, the model white in every other one; two in a row begin with the same random moves.
 
-    After `max_plies` a game is a draw by length; one whose opponent gave no move stays unfinished, for nobody.
+    The opponent answers `at_once` games at the same time. After `max_plies` a game is a draw by length; one whose
+    opponent gave no move stays unfinished, for nobody.
     """
-    games = [Game(number, number % 2 == 0, opponent, max_plies) for number in range(count)]
+    games = [Game(number, number % 2 == 0, opponent, max_plies, at_once=at_once) for number in range(count)]
     for game in games:
         rng = stream("chess opening", seed, game.number // 2)
         while len(game.board.move_stack) < opening_plies and not game.board.is_game_over():
             game.board.push(rng.choice(list(game.board.legal_moves)))
-        game.answer()
-    runner = EpisodeRunner(lambda problem: games[problem.answer], None, Hung())
-    while live := [game for game in games if not game.is_over]:
-        moves = zip(live, model(live), strict=True)
-        runner.submit(((g.number, 0), Problem(f"game {g.number}", "", g.number), move or "") for g, move in moves)
-        for reply in runner.ready(wait="all").values():
-            if isinstance(reply, CallFailed):
-                raise reply.__cause__ if isinstance(reply.__cause__, KeelError) else reply
-        if told is not None:
-            told(sum(game.is_over for game in live))
+    runner = EpisodeRunner(lambda problem: games[problem.answer], None, HungCalls())
+    try:
+        _answer(runner, [(game, None) for game in games if not game.models_turn])
+        while live := [game for game in games if not game.is_over]:
+            _answer(runner, zip(live, model(live), strict=True))
+            if on_finished is not None:
+                on_finished(sum(game.is_over for game in live))
+    finally:
+        runner.close()
     return games
+
+
+def _answer(runner: EpisodeRunner, moves: Iterable[tuple[Game, str | None]]) -> None:
+    """The opponent's answers to the model's moves; what it raises is raised."""
+    runner.submit(((g.number, 0), Problem(f"game {g.number}", "", g.number), move or "") for g, move in moves)
+    for reply in runner.ready(wait="all").values():
+        if isinstance(reply, CallFailed):
+            raise reply.__cause__ if isinstance(reply.__cause__, KeelError) else reply
 
 
 def _random_move(game: Game, name: str, seed: int) -> str | None:

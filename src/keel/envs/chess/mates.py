@@ -13,13 +13,13 @@ from keel.envs.chess.rules import board_of, legal_moves
 def mating_moves(fen: str) -> tuple[str, ...]:
     """The moves that mate at once, by the rules."""
     board = board_of(fen)
-    found = []
+    mates = []
     for move in legal_moves(fen):
         board.push_uci(move)
         if board.is_checkmate():
-            found.append(move)
+            mates.append(move)
         board.pop()
-    return tuple(found)
+    return tuple(mates)
 
 
 def mate_in_one(groups: Sequence[Group], padding: Padding) -> dict[str, float]:

@@ -43,8 +43,8 @@ def chess_tokenizer() -> Any:
         f"(?<=\\+)(?:{'|'.join(map(re.escape, REWARDS))})(?=\\+)",
         r"[\s\S]",
     )
-    words = (*RANKS, *(f"/{rank}" for rank in (EMPTY, *RANKS)), *SIDES, *SQUARES, *REWARDS)
-    return character_tokenizer((*CHARACTERS, *words), "|".join(patterns))
+    longer = (*RANKS, *(f"/{rank}" for rank in (EMPTY, *RANKS)), *SIDES, *SQUARES, *REWARDS)
+    return character_tokenizer((*CHARACTERS, *longer), "|".join(patterns))
 
 
 def chess_tiny(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:

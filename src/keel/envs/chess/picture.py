@@ -31,8 +31,8 @@ def board_picture(board: chess.Board) -> str:
 
 
 def _environment(problem: Problem, text: str) -> str:
-    said, truth = read_env(text).fen, chess.Board(problem.answer[0])
-    shown = chess.Board(said) if said is not None else chess.Board(None)
+    fen, truth = read_env(text).fen, chess.Board(problem.answer[0])
+    shown = chess.Board(fen) if fen is not None else chess.Board(None)
     wrong = {s: WRONG for s in chess.SQUARES if shown.piece_at(s) != truth.piece_at(s)}
     move = chess.Move(*_squares(problem.info["move"]))
     return str(chess.svg.board(shown, size=SIZE, fill=wrong, lastmove=move))
@@ -41,12 +41,12 @@ def _environment(problem: Problem, text: str) -> str:
 def _policy(problem: Problem, board: chess.Board, text: str) -> str:
     best = read_policy(text).best
     lines = problem.info.get("lines") or ()
-    wanted = lines[0][0] if lines else problem.answer[0] if problem.answer else None
+    right_move = lines[0][0] if lines else problem.answer[0] if problem.answer else None
     arrows = []
-    if wanted is not None and wanted != best:
-        arrows.append(_arrow(wanted, ENGINE))
+    if right_move is not None and right_move != best:
+        arrows.append(_arrow(right_move, ENGINE))
     if best is not None and is_uci(best):
-        arrows.append(_arrow(best, RIGHT if best == wanted else WRONG))
+        arrows.append(_arrow(best, RIGHT if best == right_move else WRONG))
     return str(chess.svg.board(board, size=SIZE, arrows=arrows))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.base.types import Group, Problem, Reward
 from keel.envs.base import Task, TaskWrapper
-from keel.envs.chess.data import Record
+from keel.envs.chess.data import ChessRow
 from keel.envs.chess.engine import EngineOptions, Query, engine_options, pool_of
 from keel.envs.chess.format import (
     PADDINGS,
@@ -27,7 +27,7 @@ from keel.envs.chess.mates import mate_in_one
 from keel.envs.chess.positions import Position, games_of
 from keel.envs.chess.rewards import policy_reward
 from keel.envs.chess.rules import legal_moves
-from keel.envs.chess.task import ChessTask, Marking, check_marking, part_means, problems_of
+from keel.envs.chess.task import ChessGrader, ChessTask, check_grading, part_means, problems_of
 from keel.envs.dataset import Dataset
 from keel.envs.problems import HELD_OUT_FRACTION, stream
 
@@ -38,8 +38,8 @@ MOST_LOSS = 10.0  # pawns: a mate that was missed counts like this
 
 
 @dataclass(frozen=True)
-class PolicyMarking(Marking):
-    """Marks P: answers by the engine's lines, which are in a problem's info; None there is `unavailable`."""
+class PolicyGrader(ChessGrader):
+    """Grades P: answers by the engine's lines, which are in a problem's info; None there is `unavailable`."""
 
     padding: Padding = PADDINGS["source"]
     engine: EngineOptions | None = None
@@ -62,12 +62,12 @@ class PolicyMarking(Marking):
     def metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """Means of the parts, and the mean centipawn loss of the best moves that are legal."""
         means = part_means(groups, PARTS, self.reward)
-        found = {_RENAMED.get(name, name): value for name, value in means.items()}
+        metrics = {_RENAMED.get(name, name): value for name, value in means.items()}
         losses = self._losses(groups)
         if losses:
-            found["centipawn_loss"] = 100 * fmean(losses)
-        found |= mate_in_one(groups, self.padding)
-        return {**found, **self.totals()}
+            metrics["centipawn_loss"] = 100 * fmean(losses)
+        metrics |= mate_in_one(groups, self.padding)
+        return {**metrics, **self.totals()}
 
     def totals(self) -> Mapping[str, float]:
         """How often the engine failed since this process began."""
@@ -83,16 +83,16 @@ class PolicyMarking(Marking):
         ]
         chosen = [(p, m) for p, m in played if m is not None and m in legal_moves(p.info["fen"]) and self._lines(p)]
         unknown = [(p, m) for p, m in chosen if m not in dict(self._lines(p) or ())]
-        asked: dict[tuple[str, str], float] = {}
+        scores: dict[tuple[str, str], float] = {}
         if unknown and self.engine is not None:
             queries = [Query(p.info["fen"], (m,)) for p, m in unknown]
             for query, lines in zip(queries, pool_of(self.engine).analyse(queries), strict=True):
                 if lines:
-                    asked[query.fen, query.moves[0]] = lines[0][1]
+                    scores[query.fen, query.moves[0]] = lines[0][1]
         losses = []
         for problem, move in chosen:
             labels = self._lines(problem) or ()
-            value = dict(labels).get(move, asked.get((problem.info["fen"], move)))
+            value = dict(labels).get(move, scores.get((problem.info["fen"], move)))
             if value is not None:
                 losses.append(min(MOST_LOSS, max(0.0, labels[0][1] - value)))
         return losses
@@ -103,14 +103,14 @@ class PolicyMarking(Marking):
 
 
 @dataclass(frozen=True)
-class Labelled(TaskWrapper):
+class EngineLabelled(TaskWrapper):
     """Problems with the engine's lines in their info; those that bring labels of their own keep them."""
 
     inner: Task
     engine: EngineOptions
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
-        """As many as asked for: one that no engine could label gives its place to another of the batch, once more."""
+        """As many as asked for: one that no engine could label is replaced by another of the batch, used twice."""
         # the seed's offset is no other draw's: other positions, and the same ones each time
         draws = (self.inner.sample(count, seed=seed + 32_452_843 * draw, step=step) for draw in range(DRAWS))
         labelled = self._first_labelled(draws) if count else []
@@ -124,25 +124,25 @@ class Labelled(TaskWrapper):
     def _first_labelled(self, draws: Iterable[list[Problem]]) -> list[Problem]:
         """What could be labelled of the first draw that has any: a position may break an engine, several draws in a
         row are an engine that is broken."""
-        asked = 0
+        tried = 0
         for problems in draws:
             labelled = self._label(problems)
             if labelled:
                 return labelled
-            asked += len(problems)
+            tried += len(problems)
         engine = pool_of(self.engine).path
         raise KeelError(
-            f"the engine {engine} answered for none of {asked} positions in {DRAWS} draws: "
+            f"the engine {engine} answered for none of {tried} positions in {DRAWS} draws: "
             "run it by hand, raise task.engine.timeout_s, or name another in task.engine.path"
         )
 
     def _label(self, problems: list[Problem]) -> list[Problem]:
         """The problems with their lines, without those that are unavailable; the pool counts these."""
-        asked = [p for p in problems if "lines" not in p.info]
-        answers = pool_of(self.engine).analyse([Query(p.info["fen"]) for p in asked])
-        lines = {p.key: found for p, found in zip(asked, answers, strict=True)}
-        made = [replace(p, info={**p.info, "lines": lines[p.key]}) if p.key in lines else p for p in problems]
-        return [p for p in made if p.info["lines"]]
+        unlabelled = [p for p in problems if "lines" not in p.info]
+        answers = pool_of(self.engine).analyse([Query(p.info["fen"]) for p in unlabelled])
+        lines = {p.key: line for p, line in zip(unlabelled, answers, strict=True)}
+        labelled = [replace(p, info={**p.info, "lines": lines[p.key]}) if p.key in lines else p for p in problems]
+        return [p for p in labelled if p.info["lines"]]
 
 
 def _again(problem: Problem, number: int) -> Problem:
@@ -171,23 +171,23 @@ def chess_policy(
     Labels are those of the data's P: rows, or else the engine's (`engine`: see `EngineOptions`), which is looked for at
     once. `padding` is source (90, 30 and 40 characters) or none; the other parameters are those of `chess_env`.
     """
-    options = check_marking(system, parse, malformed)
+    options = check_grading(system, parse, malformed)
     widths, chosen = padding_of(padding), engine_options(engine)
 
     def ask(rng: random.Random, position: Position) -> Problem:
         return policy_problem(position.fen, widths)
 
-    def ask_of(record: Record) -> Problem:
+    def ask_of(record: ChessRow) -> Problem:
         return _of_record(record, widths)
 
     problems = problems_of("chess_policy", "P: ", data, games_of(plies, pieces), ask, ask_of, held_out)
     if isinstance(problems, Dataset) and all("lines" in p.info for p in (*problems.train, *problems.held)):
-        return ChessTask(problems, PolicyMarking(widths, None, options), "chess_policy")
+        return ChessTask(problems, PolicyGrader(widths, None, options), "chess_policy")
     pool_of(chosen)
-    return ChessTask(Labelled(problems, chosen), PolicyMarking(widths, chosen, options), "chess_policy")
+    return ChessTask(EngineLabelled(problems, chosen), PolicyGrader(widths, chosen, options), "chess_policy")
 
 
-def _of_record(record: Record, padding: Padding) -> Problem:
+def _of_record(record: ChessRow, padding: Padding) -> Problem:
     """A row's problem, with the labels of its text; a label that is no legal move, or a best move that has not the
     highest evaluation, is refused."""
     fen, lines = record.fen, None
@@ -203,5 +203,5 @@ def _of_record(record: Record, padding: Padding) -> Problem:
         raise KeelError(f"the move {wrong} is not legal in {fen!r}")
     if lines and lines[0][1] < max(value for _, value in lines):
         raise KeelError(f"the best move {lines[0][0]} has not the highest evaluation: they are for the side to move")
-    problem = policy_problem(fen, padding, record.place)
+    problem = policy_problem(fen, padding, record.location)
     return replace(problem, info={**problem.info, "lines": tuple(lines)}) if lines else problem

@@ -34,7 +34,7 @@ class Games:
     plies: tuple[int, int] = PLIES
     pieces: int | None = None
 
-    def draw(self, rng: random.Random, wanted: Callable[[str], bool] = lambda identity: True) -> Position:
+    def draw(self, rng: random.Random, accept: Callable[[str], bool] = lambda identity: True) -> Position:
         """A position that can be played on and is wanted: if the game's is not, the game goes on, or another begins."""
         for _ in range(_PATIENCE):
             board = self._start(rng)
@@ -42,7 +42,7 @@ class Games:
             while True:
                 if not any(board.generate_legal_moves()) or board.is_insufficient_material():
                     break
-                if len(board.move_stack) >= plies and wanted(identity(fen_of(board))):
+                if len(board.move_stack) >= plies and accept(identity(fen_of(board))):
                     history = tuple(move.uci() for move in board.move_stack[-(HISTORY - 1) :])
                     return Position(fen_of(board), history)
                 if len(board.move_stack) >= self.plies[1]:

@@ -24,12 +24,12 @@ from keel.envs.chess.mates import mate_in_one, mating_moves
 from keel.envs.chess.notation import need_uci
 from keel.envs.chess.rewards import malformed_value
 from keel.envs.chess.rules import board_of, fen_of, identity, legal_moves
-from keel.envs.chess.task import ChessTask, Marking, part_means
-from keel.envs.dataset import Dataset, Unmarked, stem
+from keel.envs.chess.task import ChessGrader, ChessTask, part_means
+from keel.envs.dataset import Dataset, NoGrader, data_name
 from keel.envs.layouts import source_of
 from keel.envs.options import SourceOptions
 from keel.envs.problems import is_held_out
-from keel.envs.rows import Broken, DataRow, read_rows, settle
+from keel.envs.rows import BrokenRow, DataRow, handle_broken_rows, read_rows
 
 COLUMNS = ("FEN", "Moves")
 PARTS = ("parsed", "structure", "best_legal", "correct")
@@ -37,7 +37,7 @@ _RENAMED = {"best_legal": "legal_move_rate", "correct": "puzzle_accuracy"}
 
 
 @dataclass(frozen=True)
-class PuzzleMarking(Marking):
+class PuzzleGrader(ChessGrader):
     """1 for the solution, or for any other mate where it mates; 0 for another move; `malformed` for none."""
 
     padding: Padding = PADDINGS["source"]
@@ -83,9 +83,9 @@ def chess_puzzles(
     if not isinstance(held_out, int | float) or isinstance(held_out, bool) or not 0 < held_out <= 1:
         raise KeelError(f"chess_puzzles held_out is {held_out!r}: it must be a share above 0, 1 for all")
     widths = padding_of(padding)
-    marking = PuzzleMarking(widths, malformed_value("graduated", malformed))
+    grader = PuzzleGrader(widths, malformed_value("graduated", malformed))
     problems = _read(source.model_copy(update={"path": path or source.path}), widths, float(held_out))
-    return ChessTask(problems if problems.train else OnlyHeldOut(problems), marking, "chess_puzzles")
+    return ChessTask(problems if problems.train else OnlyHeldOut(problems), grader, "chess_puzzles")
 
 
 def _read(source: SourceOptions, padding: Padding, share: float) -> Dataset:
@@ -93,26 +93,26 @@ def _read(source: SourceOptions, padding: Padding, share: float) -> Dataset:
     rows = read_rows(source.path, source.split)
     missing = [name for name in COLUMNS if name not in rows.columns]
     if rows.rows and missing:
-        there = ", ".join(rows.columns)
-        raise KeelError(f"{rows.source} has no column {' and '.join(missing)}, which a puzzle needs: it has {there}")
-    broken, found = list(rows.broken), []
+        columns = ", ".join(rows.columns)
+        raise KeelError(f"{rows.source} has no column {' and '.join(missing)}, which a puzzle needs: it has {columns}")
+    broken, puzzles = list(rows.broken), []
     for row in rows.rows:
         try:
-            found.append(_problem(row, padding))
+            puzzles.append(_problem(row, padding))
         except KeelError as error:
-            broken.append(Broken(row.place, str(error)))
-    note = settle(rows.source, broken, source.on_broken)
-    if not found:
+            broken.append(BrokenRow(row.location, str(error)))
+    note = handle_broken_rows(rows.source, broken, source.on_broken)
+    if not puzzles:
         raise KeelError(f"{rows.source} holds no puzzle: give rows with FEN and Moves")
-    held = tuple(p for p in found if share >= 1 or is_held_out(identity(p.info["fen"]), share))
-    kept = set(map(id, held))
-    train = tuple(p for p in found if id(p) not in kept)
+    held = tuple(p for p in puzzles if share >= 1 or is_held_out(identity(p.info["fen"]), share))
+    held_ids = set(map(id, held))
+    train = tuple(p for p in puzzles if id(p) not in held_ids)
     if not held or (share < 1 and not train):
         raise KeelError(
-            f"{rows.source} has {len(found)} puzzles, too few to hold out {share:g} of them: set held_out=1"
+            f"{rows.source} has {len(puzzles)} puzzles, too few to hold out {share:g} of them: set held_out=1"
         )
-    said = f"{rows.source}: {len(held)} puzzles held out, {len(train)} to train on"
-    return Dataset(f"chess_puzzles/{stem(source)}", train, held, Unmarked(), (*([note] if note else []), said))
+    summary = f"{rows.source}: {len(held)} puzzles held out, {len(train)} to train on"
+    return Dataset(f"chess_puzzles/{data_name(source)}", train, held, NoGrader(), (*([note] if note else []), summary))
 
 
 @dataclass(frozen=True)
@@ -141,4 +141,4 @@ def _problem(row: DataRow, padding: Padding) -> Problem:
     board.pop()
     position = fen_of(board)
     right = tuple(dict.fromkeys((line[1], *(mating_moves(position) if mates else ()))))
-    return Problem(row.place, policy_prompt(position, padding), answer=right, info={"fen": position})
+    return Problem(row.location, policy_prompt(position, padding), answer=right, info={"fen": position})

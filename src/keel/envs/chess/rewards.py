@@ -40,13 +40,13 @@ def malformed_value(system: str, malformed: float | None = None) -> float:
     return float(malformed)
 
 
-def fen_similarity(one: str, other: str) -> float:
+def fen_similarity(fen: str, other: str) -> float:
     """How alike two FENs are, in [0, 1], symmetric, 1 only for equal ones.
 
     0.75 × the share of squares with the same piece, among squares that are occupied in either, + 0.05 for each of
     the other five fields that is equal.
     """
-    first, second = one.split(" "), other.split(" ")
+    first, second = fen.split(" "), other.split(" ")
     boards = [_squares(first[0]), _squares(second[0])]
     pairs = [(a, b) for a, b in zip(*boards, strict=True) if a != "." or b != "."]
     placement = fmean(a == b for a, b in pairs) if pairs else 1.0
@@ -105,9 +105,9 @@ def content_parts(answer: PolicyAnswer, lines: Lines) -> dict[str, float]:
     whose evaluation stands beside them within one pawn.
     """
     scores = dict(lines)
-    given = list(dict.fromkeys(answer.moves))[:LINES]
+    moves = list(dict.fromkeys(answer.moves))[:LINES]
     stated = dict(reversed(list(zip(answer.moves, answer.evaluations, strict=False))))
-    top = sum(move in scores for move in given) / len(scores)
+    top = sum(move in scores for move in moves) / len(scores)
     best = float(answer.best in scores and scores[answer.best] >= max(scores.values()) - _CLOSE)
     near = sum(m in stated and abs(stated[m] - v) <= EVALUATION_TOLERANCE + _CLOSE for m, v in scores.items())
     close = near / len(scores)

@@ -18,7 +18,7 @@ _HOMES = {chess.E1, chess.A1, chess.H1, chess.E8, chess.A8, chess.H8}
 
 
 @dataclass(frozen=True)
-class Step:
+class MoveOutcome:
     """A verdict and why: legal, checkmate, stalemate, insufficient material, fifty moves, repetition or illegal."""
 
     verdict: Verdict
@@ -56,12 +56,12 @@ def legal_moves(fen: str) -> tuple[str, ...]:
 def next_positions(fen: str) -> frozenset[str]:
     """The FENs that a legal move leads to."""
     board = board_of(fen)
-    found: set[str] = set()
+    fens: set[str] = set()
     for move in list(board.legal_moves):
         board.push(move)
-        found.add(fen_of(board))
+        fens.add(fen_of(board))
         board.pop()
-    return frozenset(found)
+    return frozenset(fens)
 
 
 def identity(fen: str) -> str:
@@ -69,7 +69,7 @@ def identity(fen: str) -> str:
     return " ".join(fen.split(" ")[:4])
 
 
-def step(fen: str, move: str, history: Sequence[str] = (), draws: str = "claimed") -> Step:
+def step(fen: str, move: str, history: Sequence[str] = (), draws: str = "claimed") -> MoveOutcome:
     """The environment's answer to `move` in `fen`; `history` are the moves before it, the latest last.
 
     The mover earns 1.0 for checkmate, 0.5 for a draw that ends the game, 0.001 for any other legal move. An illegal
@@ -82,7 +82,7 @@ def step(fen: str, move: str, history: Sequence[str] = (), draws: str = "claimed
         raise unknown("chess draws", draws, DRAWS)
     board = board_of(fen)
     if move not in legal_moves(fen):
-        return Step(Verdict(fen, ILLEGAL, False, True), "illegal")
+        return MoveOutcome(Verdict(fen, ILLEGAL, False, True), "illegal")
     before = board.copy()
     board.push_uci(move)
     after = fen_of(board)
@@ -90,7 +90,7 @@ def step(fen: str, move: str, history: Sequence[str] = (), draws: str = "claimed
     if reason == "legal" and draws == "claimed" and occurrences(before, move, history) >= 3:
         reason = "repetition"
     reward = {"legal": LEGAL, "checkmate": WIN}.get(reason, DRAW)
-    return Step(Verdict(after, reward, reason != "legal", False), reason)
+    return MoveOutcome(Verdict(after, reward, reason != "legal", False), reason)
 
 
 def _end(board: chess.Board, draws: str) -> str:
@@ -121,17 +121,17 @@ def occurrences(before: chess.Board, move: str, history: Sequence[str] = ()) -> 
     after.push_uci(move)
     if after.halfmove_clock == 0:
         return count
-    wanted, board = _key(after), before.copy(stack=False)
-    for taken in range(1, min(clock, len(moves)) + 1):
+    position, board = _key(after), before.copy(stack=False)
+    for undone in range(1, min(clock, len(moves)) + 1):
         if not _take_back(board, chess.Move.from_uci(moves.pop()), moves):
             break
-        if taken == clock and moves:
+        if undone == clock and moves:
             last = chess.Move.from_uci(moves[-1])
             if board.piece_type_at(last.to_square) == chess.PAWN and abs(last.to_square - last.from_square) == 16:
                 board.ep_square = (last.from_square + last.to_square) // 2
-        elif taken == clock and clock < before.ply():
+        elif undone == clock and clock < before.ply():
             break
-        count += _key(board) == wanted
+        count += _key(board) == position
     return count
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import chess
 
 from keel.base.errors import KeelError
-from keel.envs.chess.engine import Pool, Query
+from keel.envs.chess.engine import EnginePool, Query
 from keel.envs.chess.format import HISTORY
 from keel.envs.chess.notation import need_uci
 from keel.envs.chess.positions import Position
@@ -57,7 +57,7 @@ def at_random(rng: random.Random) -> Choose:
     return lambda board: rng.choice(list(board.legal_moves))
 
 
-def by_engine(rng: random.Random, pool: Pool) -> Choose:
+def by_engine(rng: random.Random, pool: EnginePool) -> Choose:
     """A few random moves, then one of the engine's that are near its best; None where no engine answers."""
     anything = at_random(rng)
 
@@ -97,8 +97,8 @@ def read_openings(path: str) -> tuple[tuple[str, ...], ...]:
     columns = [name or "" for name in reader.fieldnames or ()]
     column = next((name for name in LINES_COLUMNS if name in columns), None)
     if column is None:
-        there = ", ".join(columns) or "none"
-        raise KeelError(f"{path} has no column uci or pgn, which hold an opening's moves: its columns are {there}")
+        listed = ", ".join(columns) or "none"
+        raise KeelError(f"{path} has no column uci or pgn, which hold an opening's moves: its columns are {listed}")
     lines = []
     for row in reader:
         try:
@@ -116,11 +116,11 @@ def _line(text: str, column: str) -> tuple[str, ...]:
         for move in text.split():
             board.push_uci(need_uci(move))
     else:
-        for word in _san_moves(text):
+        for san in _san_moves(text):
             try:
-                board.push_san(word)
+                board.push_san(san)
             except ValueError as error:
-                raise KeelError(f"the move {word!r} of {text[:40]!r} cannot be played: it is no legal move") from error
+                raise KeelError(f"the move {san!r} of {text[:40]!r} cannot be played: it is no legal move") from error
     moves = tuple(move.uci() for move in board.move_stack)
     if not moves:
         raise KeelError(f"{text[:40]!r} has no moves")

@@ -11,7 +11,7 @@ from typing import Any
 from keel.base.errors import KeelError, unknown
 from keel.base.types import Group, Problem, Reward
 from keel.envs.base import Task, TaskWrapper
-from keel.envs.chess.data import Record, load
+from keel.envs.chess.data import ChessRow, load
 from keel.envs.chess.format import PARSES
 from keel.envs.chess.positions import Games, Position
 from keel.envs.chess.rewards import malformed_value
@@ -20,8 +20,8 @@ from keel.envs.layouts import source_of
 from keel.envs.problems import Draw, held_out_problems, is_held_out, stream, training_problems
 
 
-class Marking:
-    """How answers are marked: a gold one, the reward of a text, figures over judged groups, and running counts."""
+class ChessGrader:
+    """Grades answers: the gold one, the reward of a text, metrics over judged groups, and running counts."""
 
     def gold(self, problem: Problem) -> str:
         raise NotImplementedError
@@ -37,8 +37,8 @@ class Marking:
 
 
 @dataclass(frozen=True)
-class Generated(Task):
-    """Unmarked problems out of a stream of random positions; a hash of the position says which are held out."""
+class RandomPositions(Task):
+    """Problems out of a stream of random positions; a hash of the position says which are held out."""
 
     name: str
     games: Games
@@ -55,9 +55,9 @@ class Generated(Task):
     def _held(self, position: str) -> bool:
         return is_held_out(position, self.share)
 
-    def _draw(self, wanted: Callable[[str], bool]) -> Draw:
+    def _draw(self, accept: Callable[[str], bool]) -> Draw:
         def draw(rng: random.Random) -> tuple[str, Problem]:
-            position = self.games.draw(rng, wanted)
+            position = self.games.draw(rng, accept)
             return identity(position.fen), self.ask(rng, position)
 
         return draw
@@ -65,30 +65,30 @@ class Generated(Task):
 
 @dataclass(frozen=True)
 class ChessTask(TaskWrapper):
-    """One of the chess tasks: `inner` has the problems, of data (`Dataset`) or made (`Generated`), unmarked."""
+    """One of the chess tasks: `inner` has the problems, of data (`Dataset`) or made (`RandomPositions`)."""
 
     inner: Task
-    marking: Marking
+    grader: ChessGrader
     name: str = "chess"
 
     def gold(self, problem: Problem) -> str:
         """The true continuation of the prompt."""
-        return self.marking.gold(problem)
+        return self.grader.gold(problem)
 
     def gold_turns(self, problem: Problem) -> list[str]:
         return [self.gold(problem)]
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
         """What the model's text earns, part by part."""
-        return self.marking.reward(problem, turns[-1] if turns else "")
+        return self.grader.reward(problem, turns[-1] if turns else "")
 
     def extra_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """Rates over all completions of an evaluation."""
-        return self.marking.metrics(groups)
+        return self.grader.metrics(groups)
 
     def totals(self) -> Mapping[str, float]:
         """What went wrong with the engine so far, where there is one."""
-        return self.marking.totals()
+        return self.grader.totals()
 
     def picture(self, problem: Problem, text: str) -> str | None:
         """The board of an answer, as SVG, for the report."""
@@ -97,7 +97,7 @@ class ChessTask(TaskWrapper):
         return answer_picture(problem, text)
 
 
-def check_marking(system: str, parse: str, malformed: float | None) -> dict[str, Any]:
+def check_grading(system: str, parse: str, malformed: float | None) -> dict[str, Any]:
     """The options of a reward, checked, as its keyword arguments."""
     if parse not in PARSES:
         raise unknown("chess parse", parse, PARSES)
@@ -129,7 +129,7 @@ def problems_of(
     data: Mapping[str, Any] | None,
     games: Games,
     ask: Callable[[random.Random, Position], Problem],
-    ask_of: Callable[[Record], Problem],
+    ask_of: Callable[[ChessRow], Problem],
     held_out: int | float,
 ) -> Task:
     """A task's problems: of its data where there are any, else out of random games."""
@@ -146,4 +146,4 @@ def problems_of(
         return load(data, mark, ask_of, held_out, name)
     if held_out >= 1:
         raise KeelError(f"chess held_out is {held_out}: without data it must be a share below 1")
-    return Generated(name, games, ask, float(held_out))
+    return RandomPositions(name, games, ask, float(held_out))

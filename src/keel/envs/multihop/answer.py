@@ -50,10 +50,12 @@ def read_answer(text: Any, cited: Any) -> Answer:
     Ids may stand as the retrieval prints them or as one cites: `Document ID: 3`, `(3)`, `#3` and `3.` are all `3`.
     """
     several = _as_list(text)
-    said = str(text).strip() if several is None else ", ".join(map(str, several))
+    answer = str(text).strip() if several is None else ", ".join(map(str, several))
     ids = cited if isinstance(cited, list | tuple) else [cited]
-    parts = [_LABEL.sub("", part).strip(_AROUND) for one in ids for part in re.split(r"[\s,;\[\]\"']+", str(one))]
-    return Answer(said or None, tuple(dict.fromkeys(filter(None, parts))), several is not None)
+    parts = [
+        _LABEL.sub("", part).strip(_AROUND) for cited_id in ids for part in re.split(r"[\s,;\[\]\"']+", str(cited_id))
+    ]
+    return Answer(answer or None, tuple(dict.fromkeys(filter(None, parts))), several is not None)
 
 
 def _as_list(text: Any) -> list[Any] | None:

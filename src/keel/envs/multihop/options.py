@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
-from keel.envs.dataset import stem
+from keel.envs.dataset import data_name
 from keel.envs.layouts import source_of
 from keel.envs.multihop.retrieve import build_retriever
 from keel.envs.multihop.score import checked_weights
@@ -16,7 +16,7 @@ from keel.envs.multihop.world import check_size
 from keel.envs.problems import HELD_OUT_FRACTION
 from keel.envs.tool_calls import FORMATS
 from keel.envs.tool_list import tools_of
-from keel.envs.tools import MAX_CHARACTERS, distinct
+from keel.envs.tools import MAX_CHARACTERS, check_distinct
 
 ANSWER_STYLES = ("tags", "complete")
 INSTRUCTIONS = {
@@ -74,8 +74,8 @@ def multihop(
             raise unknown(f"multihop {option}", value, choices)
     _check_numbers(top_n, max_characters, noise_rate, curriculum_steps)
     lengths = _hops(hops)
-    own = tools_of(tools)
-    distinct(["retrieve_documents", "complete", *(made.name for made in own)])
+    extra = tools_of(tools)
+    check_distinct(["retrieve_documents", "complete", *(extra_tool.name for extra_tool in extra)])
     source, where = source_of(data), "worlds"
     questions: QuestionSource
     if source.path is None:
@@ -89,9 +89,9 @@ def multihop(
         raise KeelError("multihop documents is the size of built-in worlds: leave it out where data.path is given")
     else:
         rows = rows_of(source, noise_rate, lengths, held_out)
-        questions, lengths, where = rows, rows.lengths, stem(source)
+        questions, lengths, where = rows, rows.lengths, data_name(source)
     think_mark = _THINK[tool_format] if think else ""
-    asked = INSTRUCTIONS[tool_format, answer_style].format(think=think_mark) if instruction == "auto" else instruction
+    text = INSTRUCTIONS[tool_format, answer_style].format(think=think_mark) if instruction == "auto" else instruction
     return Multihop(
         name=f"multihop/{where}",
         source=questions,
@@ -105,10 +105,10 @@ def multihop(
         hop_factor=hop_factor,
         hops=lengths,
         curriculum_steps=curriculum_steps,
-        instruction=asked,
-        own_tools=own,
+        instruction=text,
+        extra_tools=extra,
         notes=questions.notes,
-        foreign=bool(own) or embedding is not None,
+        runs_user_code=bool(extra) or embedding is not None,
     )
 
 

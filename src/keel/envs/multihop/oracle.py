@@ -23,8 +23,8 @@ MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
-class Played:
-    """What the oracle's episodes earned in one form: how many rows there are, and what keeps some from the maximum."""
+class OracleResult:
+    """What the oracle's episodes earned in one form: the number of rows, and why some fall short of the maximum."""
 
     tool_format: str
     answer_style: str
@@ -32,16 +32,16 @@ class Played:
     short: tuple[str, ...]
 
     def __str__(self) -> str:
-        named = "; ".join(self.short[:MOST_NAMED])
+        shortfalls = "; ".join(self.short[:MOST_NAMED])
         return (
             f"{self.tool_format}, {self.answer_style}: {self.rows - len(self.short)} of {self.rows} oracle episodes "
-            f"earn the maximum{f' ({named})' if named else ''}"
+            f"earn the maximum{f' ({shortfalls})' if shortfalls else ''}"
         )
 
 
-def play_oracle(path: str, **options: Any) -> list[Played]:
+def play_oracle(path: str, **options: Any) -> list[OracleResult]:
     """The oracle on every row, once for each form; the golden retriever, since others return distractors too."""
-    found = []
+    results = []
     questions = read_questions(source_of({"path": path}), 1.0).questions
     for tool_format, answer_style in product(FORMATS, ANSWER_STYLES):
         form = {"tool_format": tool_format, "answer_style": answer_style}
@@ -49,33 +49,33 @@ def play_oracle(path: str, **options: Any) -> list[Played]:
         short = []
         for question in questions:
             problem = task.problem(question)
-            earned, most = task.reward(problem, task.gold_turns(problem)), task.most(problem)
-            if abs(earned.total - most) > 1e-9:
+            earned, maximum = task.reward(problem, task.gold_turns(problem)), task.max_reward(problem)
+            if abs(earned.total - maximum) > 1e-9:
                 lacking = ", ".join(name for name in task.weights if earned.parts[name] < 1.0)
-                short.append(f"{question.key} earns {earned.total:.4g} of {most:.4g}: {lacking}")
-        found.append(Played(tool_format, answer_style, len(questions), tuple(short)))
-    return found
+                short.append(f"{question.key} earns {earned.total:.4g} of {maximum:.4g}: {lacking}")
+        results.append(OracleResult(tool_format, answer_style, len(questions), tuple(short)))
+    return results
 
 
-def main(words: Sequence[str]) -> int:
-    """Print what was found; the exit status."""
-    if not words:
+def main(arguments: Sequence[str]) -> int:
+    """Print the results; the exit status."""
+    if not arguments:
         print(f"usage: {(__doc__ or '').splitlines()[0].partition('`')[2].partition('`')[0]}", file=sys.stderr)
         return 2
     try:
-        played = play_oracle(words[0], **dict(_option(word) for word in words[1:]))
+        results = play_oracle(arguments[0], **dict(_option(argument) for argument in arguments[1:]))
     except KeelError as error:
         print(f"keel: error: {error}", file=sys.stderr)
         return 2
-    print(f"{played[0].rows} rows load")
-    print("\n".join(map(str, played)))
-    return int(any(one.short for one in played))
+    print(f"{results[0].rows} rows load")
+    print("\n".join(map(str, results)))
+    return int(any(result.short for result in results))
 
 
-def _option(word: str) -> tuple[str, Any]:
-    name, equals, value = word.partition("=")
+def _option(argument: str) -> tuple[str, Any]:
+    name, equals, value = argument.partition("=")
     if not equals:
-        raise KeelError(f"{word!r} is not OPTION=VALUE, such as top_n=1")
+        raise KeelError(f"{argument!r} is not OPTION=VALUE, such as top_n=1")
     try:
         return name, json.loads(value)
     except ValueError:

@@ -10,7 +10,7 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.envs.options import SourceOptions
 from keel.envs.problems import stream
-from keel.envs.rows import Broken, DataRow, read_rows, settle
+from keel.envs.rows import BrokenRow, DataRow, handle_broken_rows, read_rows, row_order
 
 _SLICE = re.compile(r"(?P<path>.*?)(?:\[(?P<low>\d*):(?P<high>\d*)\]|:(?P<first>\d+))?")
 
@@ -43,12 +43,12 @@ class Question:
         return len(self.chain)
 
     def document(self, id: str) -> Document | None:
-        return next((one for one in self.documents if one.id == id), None)
+        return next((document for document in self.documents if document.id == id), None)
 
 
 @dataclass(frozen=True)
 class Questions:
-    """What was read, in the data's order, and what is worth saying about it."""
+    """Questions in the data's order, and notes on how they were read."""
 
     source: str
     questions: tuple[Question, ...]
@@ -58,7 +58,7 @@ class Questions:
 def read_questions(source: SourceOptions, noise_rate: float) -> Questions:
     """The rows of files or hub datasets, `path,name,split[:n]` and several joined by semicolons.
 
-    Rows without supporting paragraphs, or that cannot be read, are broken: refused by their place, or with
+    Rows without supporting paragraphs, or that cannot be read, are broken: refused by their location, or with
     `data.on_broken: skip` left out and counted.
     """
     paths = [source.path] if isinstance(source.path, str) else list(source.path or ())
@@ -66,52 +66,48 @@ def read_questions(source: SourceOptions, noise_rate: float) -> Questions:
     if not specs:
         raise KeelError("data.path names no data: give a JSONL file, or a hub name such as path,name,train[:100]")
     parts = [_records(spec, source.split) for spec in specs]
-    found: list[Question] = []
-    broken: list[Broken] = []
+    questions: list[Question] = []
+    broken: list[BrokenRow] = []
     for record in (record for _, records in parts for record in records):
-        made = record.why if isinstance(record, Broken) else _question(record)
-        if isinstance(made, str):
-            broken.append(Broken(record.place, made))
+        question = record.why if isinstance(record, BrokenRow) else _question(record)
+        if isinstance(question, str):
+            broken.append(BrokenRow(record.location, question))
         else:
-            found.append(with_noise(made, noise_rate))
+            questions.append(with_noise(question, noise_rate))
     name = parts[0][0] if len(parts) == 1 else f"{parts[0][0]} and {len(parts) - 1} more"
-    note = settle(name, broken, source.on_broken)
-    if not found:
+    note = handle_broken_rows(name, broken, source.on_broken)
+    if not questions:
         raise KeelError(f"{name} has no usable row: each needs a question, an answer and supporting paragraphs")
-    return Questions(name, _own_keys(found), (note,) if note else ())
+    return Questions(name, _distinct_keys(questions), (note,) if note else ())
 
 
 def with_noise(question: Question, noise_rate: float) -> Question:
     """The question with each distractor kept with that probability, always the same ones."""
     if noise_rate >= 1.0:
         return question
-    kept = tuple(
-        one
-        for one in question.documents
-        if one.supporting or stream("noise", question.key, one.id).random() < noise_rate
+    documents = tuple(
+        document
+        for document in question.documents
+        if document.supporting or stream("noise", question.key, document.id).random() < noise_rate
     )
-    return replace(question, documents=kept)
+    return replace(question, documents=documents)
 
 
-def _records(spec: str, split: str) -> tuple[str, list[DataRow | Broken]]:
+def _records(spec: str, split: str) -> tuple[str, list[DataRow | BrokenRow]]:
     """(source, records in the data's order): a part such as `[:100]` counts every record, those that are none too."""
     match = _SLICE.fullmatch(spec)
     assert match is not None
     rows = read_rows(match["path"], split)
-    records: list[DataRow | Broken] = sorted((*rows.rows, *rows.broken), key=_order) if rows.broken else list(rows.rows)
+    records: list[DataRow | BrokenRow] = (
+        sorted((*rows.rows, *rows.broken), key=row_order) if rows.broken else list(rows.rows)
+    )
     if match["first"] is None and match["low"] is None:
         return rows.source, records
     low, high = int(match["low"] or 0), match["high"] or match["first"]
-    kept = records[low : int(high) if high else None]
-    if not kept:
+    selected = records[low : int(high) if high else None]
+    if not selected:
         raise KeelError(f"{spec} names no row: {rows.source} has {len(records)}")
-    return rows.source, kept
-
-
-def _order(record: DataRow | Broken) -> tuple[str, int]:
-    """A place such as `mine.jsonl:3` by file and line."""
-    file, _, line = record.place.rpartition(":")
-    return file, int(line)
+    return rows.source, selected
 
 
 def _question(row: DataRow) -> Question | str:
@@ -125,10 +121,10 @@ def _question(row: DataRow) -> Question | str:
     documents = _documents(values.get("paragraphs"))
     if isinstance(documents, str):
         return documents
-    supporting = [one.id for one in documents if one.supporting]
+    supporting = [document.id for document in documents if document.supporting]
     if not supporting:
         return "no paragraph is supporting, so that nothing can be retrieved for it"
-    return Question(str(values.get("id") or row.place), text.strip(), answers, documents, _chain(values, supporting))
+    return Question(str(values.get("id") or row.location), text.strip(), answers, documents, _chain(values, supporting))
 
 
 def _answers(values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -136,39 +132,39 @@ def _answers(values: Mapping[str, Any]) -> tuple[str, ...]:
     answer, aliases = values.get("answer"), values.get("answer_aliases")
     several = [*(answer if isinstance(answer, list | tuple) else [answer])]
     several += list(aliases) if isinstance(aliases, list | tuple) else [aliases]
-    texts = [str(one).strip() for one in several if isinstance(one, str | int | float)]
+    texts = [str(text).strip() for text in several if isinstance(text, str | int | float)]
     return tuple(dict.fromkeys(filter(None, texts)))
 
 
 def _documents(paragraphs: Any) -> tuple[Document, ...] | str:
     if not isinstance(paragraphs, Sequence) or isinstance(paragraphs, str) or not paragraphs:
         return "column 'paragraphs' holds no paragraphs"
-    found = []
+    documents = []
     for number, paragraph in enumerate(paragraphs):
         if not isinstance(paragraph, Mapping) or not isinstance(paragraph.get("paragraph_text"), str):
             return f"paragraph {number} has no paragraph_text"
         id = str(paragraph.get("idx", number))
         supporting = bool(paragraph.get("is_supporting", False))
-        found.append(Document(id, str(paragraph.get("title") or ""), paragraph["paragraph_text"], supporting))
-    if len({one.id for one in found}) < len(found):
+        documents.append(Document(id, str(paragraph.get("title") or ""), paragraph["paragraph_text"], supporting))
+    if len({document.id for document in documents}) < len(documents):
         return "two paragraphs have the same idx"
-    return tuple(found)
+    return tuple(documents)
 
 
 def _chain(values: Mapping[str, Any], supporting: Sequence[str]) -> tuple[str, ...]:
     """The supporting ids in the order of the question's decomposition, where there is one."""
     steps = values.get("question_decomposition")
     steps = steps if isinstance(steps, Sequence) and not isinstance(steps, str) else ()
-    named = [str(step.get("paragraph_support_idx")) for step in steps if isinstance(step, Mapping)]
-    return tuple(dict.fromkeys([*(id for id in named if id in supporting), *supporting]))
+    ids = [str(step.get("paragraph_support_idx")) for step in steps if isinstance(step, Mapping)]
+    return tuple(dict.fromkeys([*(id for id in ids if id in supporting), *supporting]))
 
 
-def _own_keys(questions: Sequence[Question]) -> tuple[Question, ...]:
+def _distinct_keys(questions: Sequence[Question]) -> tuple[Question, ...]:
     """Each question under a key of its own: noise is keyed by it."""
-    seen: dict[str, int] = {}
-    found = []
+    counts: dict[str, int] = {}
+    distinct = []
     for question in questions:
-        copies = seen.get(question.key, 0)
-        seen[question.key] = copies + 1
-        found.append(replace(question, key=f"{question.key}~{copies}") if copies else question)
-    return tuple(found)
+        copies = counts.get(question.key, 0)
+        counts[question.key] = copies + 1
+        distinct.append(replace(question, key=f"{question.key}~{copies}") if copies else question)
+    return tuple(distinct)

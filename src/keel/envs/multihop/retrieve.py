@@ -23,7 +23,7 @@ class Retriever(Protocol):
 
 
 @dataclass(frozen=True)
-class Found:
+class Retrieved:
     """What a retrieval returned: written as text for the model, read by id for the reward."""
 
     documents: tuple[Document, ...]
@@ -37,13 +37,13 @@ def golden(question: Question, query: str) -> list[Document]:
 
     First come those that share most words with the query in their title, then in their text, then in the chain's order.
     """
-    wanted = set(normalise(query).split())
+    query_words = set(normalise(query).split())
 
     def shared(document: Document) -> tuple[int, int]:
-        title, text = (len(wanted & set(normalise(words).split())) for words in (document.title, document.text))
+        title, text = (len(query_words & set(normalise(part).split())) for part in (document.title, document.text))
         return -title, -text
 
-    return sorted((one for id in question.chain if (one := question.document(id)) is not None), key=shared)
+    return sorted((document for id in question.chain if (document := question.document(id)) is not None), key=shared)
 
 
 def lexical(question: Question, query: str) -> list[Document]:
@@ -58,25 +58,29 @@ class Hybrid:
     """BM25 and the cosine of embeddings, fused by their ranks: Σ 1 / (60 + rank)."""
 
     embed: Callable[[list[str]], Any]
-    _kept: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    _vectors: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self, question: Question, query: str) -> list[Document]:
-        by_words = [one.id for one in lexical(question, query)]
+        by_words = [document.id for document in lexical(question, query)]
         similar = self._similarities(question, query)
         by_meaning = [question.documents[i].id for i in sorted(range(len(similar)), key=lambda i: -similar[i])]
         scores = {
-            one.id: sum(1.0 / (RRF + ranks.index(one.id) + 1) for ranks in (by_words, by_meaning) if one.id in ranks)
-            for one in question.documents
+            document.id: sum(
+                1.0 / (RRF + ranks.index(document.id) + 1) for ranks in (by_words, by_meaning) if document.id in ranks
+            )
+            for document in question.documents
         }
-        return sorted(question.documents, key=lambda one: -scores[one.id])
+        return sorted(question.documents, key=lambda document: -scores[document.id])
 
     def _similarities(self, question: Question, query: str) -> list[float]:
-        if question.key not in self._kept:
-            if len(self._kept) >= 1024:
-                self._kept.pop(next(iter(self._kept)))
-            self._kept[question.key] = self._unit([f"{one.title}\n{one.text}" for one in question.documents])
-        documents, (asked,) = self._kept[question.key], self._unit([query])
-        return [float(sum(a * b for a, b in zip(asked, one, strict=True))) for one in documents]
+        if question.key not in self._vectors:
+            if len(self._vectors) >= 1024:
+                self._vectors.pop(next(iter(self._vectors)))
+            self._vectors[question.key] = self._unit(
+                [f"{document.title}\n{document.text}" for document in question.documents]
+            )
+        documents, (query_vector,) = self._vectors[question.key], self._unit([query])
+        return [float(sum(a * b for a, b in zip(query_vector, document, strict=True))) for document in documents]
 
     def _unit(self, texts: list[str]) -> list[list[float]]:
         rows = [[float(x) for x in row] for row in self.embed(texts)]
@@ -116,12 +120,12 @@ def _bm25(question: Question) -> Callable[[str], list[float]]:
     """Scores of a question's documents by query; the index is made once."""
     bm25s = need_bm25()
     index = bm25s.BM25()
-    texts = [normalise(f"{one.title} {one.text}").split() or [""] for one in question.documents]
+    texts = [normalise(f"{document.title} {document.text}").split() or [""] for document in question.documents]
     index.index(texts, show_progress=False)
-    known = {word for text in texts for word in text}
+    known = {term for text in texts for term in text}
 
     def scores(query: str) -> list[float]:
-        words = [word for word in normalise(query).split() if word in known]
-        return [float(x) for x in index.get_scores(words)] if words else [0.0] * len(texts)
+        terms = [term for term in normalise(query).split() if term in known]
+        return [float(x) for x in index.get_scores(terms)] if terms else [0.0] * len(texts)
 
     return scores

@@ -6,7 +6,7 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from keel.base.errors import KeelError, unknown
 
@@ -27,34 +27,33 @@ def normalise(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def exact_match(given: str, answer: str) -> float:
+def exact_match(prediction: str, answer: str) -> float:
     """1 if the normal forms are equal."""
-    return float(normalise(given) == normalise(answer))
+    return float(normalise(prediction) == normalise(answer))
 
 
-def f1(given: str, answer: str) -> float:
+def f1(prediction: str, answer: str) -> float:
     """The harmonic mean of precision and recall over words, counted with repetition; of two empty texts 1."""
-    said, wanted = normalise(given).split(), normalise(answer).split()
-    if not said or not wanted:
-        return float(said == wanted)
-    common = sum((Counter(said) & Counter(wanted)).values())
-    return 2.0 * common / (len(said) + len(wanted))
+    predicted, gold = normalise(prediction).split(), normalise(answer).split()
+    if not predicted or not gold:
+        return float(predicted == gold)
+    common = sum((Counter(predicted) & Counter(gold)).values())
+    return 2.0 * common / (len(predicted) + len(gold))
 
 
-def best(measure: object, given: str | None, answers: Sequence[str]) -> float:
+def best(measure: Callable[[str, str], float], prediction: str | None, answers: Sequence[str]) -> float:
     """The best score over an answer and its aliases; 0 where none was given."""
-    assert callable(measure)
-    return 0.0 if given is None else max(float(measure(given, answer)) for answer in answers)
+    return 0.0 if prediction is None else max(measure(prediction, answer) for answer in answers)
 
 
-def recall(found: Collection[str], wanted: Collection[str]) -> float:
-    """The share of what is wanted that was found."""
-    return len(set(found) & set(wanted)) / len(set(wanted)) if wanted else 0.0
+def recall(retrieved: Collection[str], relevant: Collection[str]) -> float:
+    """The share of the relevant ones that were retrieved."""
+    return len(set(retrieved) & set(relevant)) / len(set(relevant)) if relevant else 0.0
 
 
-def precision(found: Collection[str], wanted: Collection[str]) -> float:
-    """The share of what was found that is wanted; 0 where nothing was found."""
-    return len(set(found) & set(wanted)) / len(set(found)) if found else 0.0
+def precision(retrieved: Collection[str], relevant: Collection[str]) -> float:
+    """The share of the retrieved ones that are relevant; 0 where nothing was retrieved."""
+    return len(set(retrieved) & set(relevant)) / len(set(retrieved)) if retrieved else 0.0
 
 
 def total(parts: Mapping[str, float], weights: Mapping[str, float], hops: int, hop_factor: bool) -> float:
@@ -63,9 +62,9 @@ def total(parts: Mapping[str, float], weights: Mapping[str, float], hops: int, h
     return mean * (hops / 2 if hop_factor else 1.0)
 
 
-def checked_weights(given: Mapping[str, float] | None) -> dict[str, float]:
-    """The weights of the parts, those of `given` in place of the usual ones."""
-    weights = {**WEIGHTS, **(given or {})}
+def checked_weights(changes: Mapping[str, float] | None) -> dict[str, float]:
+    """The weights of the parts, the defaults with these `changes`."""
+    weights = {**WEIGHTS, **(changes or {})}
     for name, weight in weights.items():
         if name not in WEIGHTS:
             raise unknown("multihop weight", name, WEIGHTS)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem
-from keel.envs.dataset import Dataset, Unmarked, split
-from keel.envs.layouts import Loaded
+from keel.envs.dataset import Dataset, NoGrader, split
+from keel.envs.layouts import LoadedProblems
 from keel.envs.multihop.question import Question, read_questions, with_noise
 from keel.envs.multihop.world import draw_question
 from keel.envs.options import SourceOptions
@@ -64,7 +64,7 @@ class Worlds:
 
 
 @dataclass(frozen=True)
-class Rows:
+class QuestionRows:
     """Rows in an order of their own each epoch; under a curriculum, those short enough so far."""
 
     data: Dataset
@@ -90,30 +90,30 @@ class Rows:
 
     def _stage(self, hops: tuple[int, ...]) -> Dataset:
         if hops not in self._stages:
-            kept = tuple(p for p in self.data.train if p.info["question"].hops in hops)
-            self._stages[hops] = replace(self.data, train=kept or self.data.train)
+            train = tuple(p for p in self.data.train if p.info["question"].hops in hops)
+            self._stages[hops] = replace(self.data, train=train or self.data.train)
         return self._stages[hops]
 
 
-def rows_of(source: SourceOptions, noise_rate: float, hops: tuple[int, ...], held_out: int | float) -> Rows:
+def rows_of(source: SourceOptions, noise_rate: float, hops: tuple[int, ...], held_out: int | float) -> QuestionRows:
     """The rows with those numbers of hops, cut into a training and a held-out part by a hash of the question."""
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
 
-    def read(wanted: SourceOptions) -> Loaded:
-        loaded = read_questions(wanted, noise_rate)
-        kept = [one for one in loaded.questions if not hops or one.hops in hops]
-        if not kept:
-            there = sorted({one.hops for one in loaded.questions})
-            raise KeelError(f"{loaded.source} has no question of {list(hops)} hops: it has {there}")
-        for one in kept:
-            found[one.hops] = found.get(one.hops, 0) + 1
-        problems = tuple(Problem(one.key, one.text, one.answers[0], _info(one)) for one in kept)
-        return Loaded(loaded.source, problems, loaded.notes)
+    def read(options: SourceOptions) -> LoadedProblems:
+        loaded = read_questions(options, noise_rate)
+        questions = [question for question in loaded.questions if not hops or question.hops in hops]
+        if not questions:
+            hops_present = sorted({question.hops for question in loaded.questions})
+            raise KeelError(f"{loaded.source} has no question of {list(hops)} hops: it has {hops_present}")
+        for question in questions:
+            counts[question.hops] = counts.get(question.hops, 0) + 1
+        problems = tuple(
+            Problem(question.key, question.text, question.answers[0], {"question": question}) for question in questions
+        )
+        return LoadedProblems(loaded.source, problems, loaded.notes)
 
     train, held, notes = split(source, held_out, None, None, read=read)
-    said = ", ".join(f"{count} of {n} hops" for n, count in sorted(found.items()))
-    return Rows(Dataset("multihop", train, held, Unmarked()), tuple(sorted(found)), (*notes, f"multihop: {said}"))
-
-
-def _info(question: Question) -> Mapping[str, Any]:
-    return {"question": question}
+    summary = ", ".join(f"{count} of {n} hops" for n, count in sorted(counts.items()))
+    return QuestionRows(
+        Dataset("multihop", train, held, NoGrader()), tuple(sorted(counts)), (*notes, f"multihop: {summary}")
+    )

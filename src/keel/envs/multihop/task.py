@@ -17,9 +17,9 @@ from keel.envs.episode import Episode
 from keel.envs.multihop import score
 from keel.envs.multihop.answer import Answer, complete, read_answer, retrieve_documents
 from keel.envs.multihop.question import Document, Question
-from keel.envs.multihop.retrieve import Found, Retriever
+from keel.envs.multihop.retrieve import Retrieved, Retriever
 from keel.envs.multihop.source import QuestionSource, Worlds
-from keel.envs.multihop.world import words
+from keel.envs.multihop.world import world_words
 from keel.envs.tool_calls import write_call
 from keel.envs.toolbox import MOST_CALLS, Toolbox, ToolEpisode
 from keel.envs.tools import MAX_CHARACTERS, Tool, tool
@@ -45,14 +45,14 @@ class Multihop(Task):
     curriculum_steps: int = 0
     max_characters: int = MAX_CHARACTERS
     instruction: str | None = None
-    own_tools: tuple[Tool, ...] = ()
+    extra_tools: tuple[Tool, ...] = ()
     notes: tuple[str, ...] = ()
-    foreign: bool = False  # whether a user's tools or embeddings run in it
+    runs_user_code: bool = False  # whether a user's tools or embeddings run in it
     _base: Tool = field(default=tool(retrieve_documents, tag="retrieve"), repr=False, compare=False)
 
     @property
     def trusted(self) -> bool:
-        return super().trusted and not self.foreign
+        return super().trusted and not self.runs_user_code
 
     def fingerprint(self) -> str | None:
         """A digest of the rows with their documents, None of worlds that are made."""
@@ -60,11 +60,11 @@ class Multihop(Task):
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """Training problems of one step, with as many hops as the curriculum allows by then."""
-        return self._asked(self.source.sample(count, seed, step, self.hops_at(step)))
+        return self._problems(self.source.sample(count, seed, step, self.hops_at(step)))
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
         """Problems of all hops that are never trained on."""
-        return self._asked(self.source.held_out(count, seed, self.hops))
+        return self._problems(self.source.held_out(count, seed, self.hops))
 
     def keep(self, fits: Callable[[Problem], bool]) -> tuple[Self, int]:
         """The task with only the questions whose prompts `fits` accepts, and how many were left out."""
@@ -80,16 +80,16 @@ class Multihop(Task):
     def gold_turns(self, problem: Problem) -> list[str]:
         """Retrieve every supporting document that is not there yet, by its title; then answer and cite them."""
         question = _question(problem)
-        tools, found, turns = self.tools(problem), set(), []
+        tools, retrieved, turns = self.tools(problem), set(), []
         for id in question.chain:
             document = question.document(id)
-            if document is None or id in found:
+            if document is None or id in retrieved:
                 continue
             for query in (document.title, f"{document.title} {document.text}"):
-                seen = self._seen(question, query)
-                if id in {one.id for one in seen}:
+                shown = self._shown_documents(question, query)
+                if id in {other.id for other in shown}:
                     break
-            found |= {one.id for one in seen}
+            retrieved |= {other.id for other in shown}
             turns.append(write_call("retrieve_documents", {"query": query}, self.tool_format, tools))
         return [*turns, self.gold(problem)]
 
@@ -99,17 +99,17 @@ class Multihop(Task):
         titles = [document.title for id in question.chain if (document := question.document(id)) is not None]
         answer, reasoning = question.answers[0], " , ".join([*titles, question.answers[0]])
         if self.answer_style == "complete":
-            given = {"reasoning": reasoning, "final_answer": answer, "cited_doc_ids": list(question.chain)}
-            return write_call("complete", given, self.tool_format, self.tools(problem))
+            arguments = {"reasoning": reasoning, "final_answer": answer, "cited_doc_ids": list(question.chain)}
+            return write_call("complete", arguments, self.tool_format, self.tools(problem))
         think = f"<think> {reasoning} </think> " if self.think else ""
         return f"{think}<cite> {' '.join(question.chain)} </cite> <answer> {answer} </answer>"
 
     def problem(self, question: Question) -> Problem:
         """A question as it is asked."""
-        told = f"{self.instruction}\n{question.text}\n" if self.instruction else f"{question.text}\n"
+        content = f"{self.instruction}\n{question.text}\n" if self.instruction else f"{question.text}\n"
         problem = Problem(
             key=question.key,
-            prompt=[{"role": "user", "content": told}],
+            prompt=[{"role": "user", "content": content}],
             answer=question.answers[0],
             info={"question": question, "hops": question.hops},
         )
@@ -117,7 +117,7 @@ class Multihop(Task):
             return problem
         return replace(problem, tools=[offered.schema for offered in self.tools(problem)])
 
-    def most(self, problem: Problem) -> float:
+    def max_reward(self, problem: Problem) -> float:
         """What an episode earns whose parts are all 1."""
         return score.total(dict.fromkeys(self.weights, 1.0), self.weights, _question(problem).hops, self.hop_factor)
 
@@ -141,7 +141,7 @@ class Multihop(Task):
         """The tools of a problem, the retrieval bound to its documents."""
         function = partial(self._retrieve, _question(problem))
         bound = replace(self._base, function=function, max_characters=self.max_characters)
-        return (bound, *((complete,) if self.answer_style == "complete" else ()), *self.own_tools)
+        return (bound, *((complete,) if self.answer_style == "complete" else ()), *self.extra_tools)
 
     @cached_property
     def toolbox(self) -> Toolbox:
@@ -158,10 +158,10 @@ class Multihop(Task):
         if self.tool_format != "tags":
             raise KeelError("multihop has a closed vocabulary only for calls in tags: set tool_format: tags")
         marks = [f"<{end}{tag}>" for tag in ("retrieve", "result", "think", "cite", "answer") for end in ("", "/")]
-        told = (self.instruction or "").split()
+        instruction = (self.instruction or "").split()
         replies = ("No document matches.", "[cut: characters more]", *self._errors())
-        heard = [word for reply in replies for word in reply.split()]
-        return tuple(dict.fromkeys([*words(self.source.documents), *marks, ",", *told, *heard]))
+        reply_words = [word for reply in replies for word in reply.split()]
+        return tuple(dict.fromkeys([*world_words(self.source.documents), *marks, ",", *instruction, *reply_words]))
 
     def _errors(self) -> list[str]:
         """What the tools say to a call that is not closed, and to one too many: all that these words can do wrong."""
@@ -175,19 +175,19 @@ class Multihop(Task):
                 replies.append(episode.every_result[-1].content)
         return replies
 
-    def _retrieve(self, question: Question, query: str) -> Found:
-        return Found(tuple(self.retriever(question, query)[: self.top_n]))
+    def _retrieve(self, question: Question, query: str) -> Retrieved:
+        return Retrieved(tuple(self.retriever(question, query)[: self.top_n]))
 
-    def _seen(self, question: Question, query: str) -> list[Document]:
+    def _shown_documents(self, question: Question, query: str) -> list[Document]:
         """What the model is shown of a retrieval."""
-        found = self._retrieve(question, query)
-        return _shown(found, str(found)[: self.max_characters])
+        retrieved = self._retrieve(question, query)
+        return _shown(retrieved, str(retrieved)[: self.max_characters])
 
     def is_answer(self, text: str) -> bool:
         """Whether a turn holds an answer in tags, where that is how one answers."""
         return self.answer_style == "tags" and last_tag(text) is not None
 
-    def _asked(self, questions: Sequence[Question]) -> list[Problem]:
+    def _problems(self, questions: Sequence[Question]) -> list[Problem]:
         return [self.problem(question) for question in questions]
 
 
@@ -205,7 +205,7 @@ class MultihopEpisode(ToolEpisode):
         off a long result, it never saw.
         """
         question, answer, weights = self.question, self._answer(), self.task.weights
-        shown = [one.id for turn in self.results[:-1] for r in turn for one in _shown(r.value, r.content)]
+        shown = [document.id for turn in self.results[:-1] for r in turn for document in _shown(r.value, r.content)]
         exact = score.best(score.exact_match, answer.text, question.answers)
         parts = {
             "exact_match": exact,
@@ -237,9 +237,9 @@ class MultihopEpisode(ToolEpisode):
         }
 
     def _answer(self) -> Answer:
-        given = next((r.value for r in self.every_result if isinstance(r.value, Answer)), None)
-        if given is not None:
-            return given
+        answer = next((r.value for r in self.every_result if isinstance(r.value, Answer)), None)
+        if answer is not None:
+            return answer
         text = self.turns[-1] if self.turns else ""
         if not self.task.is_answer(text):
             return Answer(None)
@@ -258,8 +258,10 @@ class MultihopEpisode(ToolEpisode):
 
 
 def _shown(value: Any, content: str) -> list[Document]:
-    """The documents of a retrieval that stand whole in what the model was told."""
-    return [one for one in value.documents if str(one) in content] if isinstance(value, Found) else []
+    """The documents of a retrieval that the model was shown in full."""
+    return (
+        [document for document in value.documents if str(document) in content] if isinstance(value, Retrieved) else []
+    )
 
 
 def _question(problem: Problem) -> Question:

@@ -31,14 +31,14 @@ RELATIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {
 _FRAMES = ("What is {} ?", "Document ID: # and .", "the of")
 
 
-def words(documents: int) -> tuple[str, ...]:
+def world_words(documents: int) -> tuple[str, ...]:
     """Every word, by spaces, of questions, documents and answers of worlds with that many documents."""
-    named = [name for names in NAMES.values() for name in names]
+    names = [name for names in NAMES.values() for name in names]
     relations = [name for kinds in RELATIONS.values() for name in kinds]
-    said = [word for kinds in RELATIONS.values() for _, phrase in kinds.values() for word in phrase.split()]
+    phrases = [word for kinds in RELATIONS.values() for _, phrase in kinds.values() for word in phrase.split()]
     framed = [word for frame in _FRAMES for word in frame.replace("{}", "").split()]
     ids = [str(number) for number in range(1, documents + 1)]
-    return tuple(dict.fromkeys([*framed, *relations, *said, *ids, *named]))
+    return tuple(dict.fromkeys([*framed, *relations, *phrases, *ids, *names]))
 
 
 def draw_question(rng: random.Random, hops: Sequence[int], documents: int) -> Question:
@@ -53,18 +53,18 @@ def draw_question(rng: random.Random, hops: Sequence[int], documents: int) -> Qu
     mentioned = {kind: [name for name, k, _ in articles if k == kind] for kind in RELATIONS}
     order = list(range(documents))
     rng.shuffle(order)
-    made: list[Document] = []
-    for place, index in enumerate(order, start=1):
+    written: list[Document] = []
+    for number, index in enumerate(order, start=1):
         name, kind, known = articles[index]
-        made.append(Document(str(place), name, _article(rng, name, kind, known, mentioned), index < length))
-    asked = chain[0]
+        written.append(Document(str(number), name, _article(rng, name, kind, known, mentioned), index < length))
+    subject = chain[0]
     for relation in relations:
-        asked = f"the {relation} of {asked}"
-    ids = {one.title: one.id for one in made}
-    text = f"What is {asked} ?"
-    told = "\x1f".join([text, *(str(one) for one in made)])
-    key = f"{length}hop-{hashlib.blake2b(told.encode(), digest_size=8).hexdigest()}"
-    return Question(key, text, (chain[-1],), tuple(made), tuple(ids[name] for name in chain[:-1]))
+        subject = f"the {relation} of {subject}"
+    ids = {document.title: document.id for document in written}
+    text = f"What is {subject} ?"
+    identity = "\x1f".join([text, *(str(document) for document in written)])
+    key = f"{length}hop-{hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()}"
+    return Question(key, text, (chain[-1],), tuple(written), tuple(ids[name] for name in chain[:-1]))
 
 
 def check_size(hops: Sequence[int], documents: int) -> None:
@@ -95,8 +95,8 @@ def _article(
     rng: random.Random, name: str, kind: str, known: Mapping[str, str], mentioned: Mapping[str, Sequence[str]]
 ) -> str:
     """Both facts of an entity; one that the chain does not fix names an entity of this world, if it can."""
-    said = []
+    facts = []
     for relation, (target, phrase) in RELATIONS[kind].items():
         pool = [other for other in mentioned.get(target, ()) if other != name] or list(NAMES[target])
-        said.append(f"{phrase} {known.get(relation) or rng.choice(pool)}")
-    return f"{name} {' and '.join(said)} ."
+        facts.append(f"{phrase} {known.get(relation) or rng.choice(pool)}")
+    return f"{name} {' and '.join(facts)} ."

@@ -33,8 +33,8 @@ def check_types(name: str, function: Callable[..., Any], params: Mapping[str, An
         if not all(kind in _KINDS for kind in kinds):
             continue
         if not any(_KINDS[kind][1](value) for kind in kinds):
-            wanted = " or ".join(_KINDS[kind][0] for kind in kinds)
-            raise KeelError(f"reward {name}: {key} is {value!r}, it must be {wanted}")
+            expected = " or ".join(_KINDS[kind][0] for kind in kinds)
+            raise KeelError(f"reward {name}: {key} is {value!r}, it must be {expected}")
 
 
 def _format(params: Mapping[str, Any]) -> None:

@@ -85,21 +85,21 @@ def chat_judge(
     `high`: `(score − low) / (high − low)`. A reply without one, or with one outside, is a failure and not a 0.
     """
     filled = {"prompt": _plain(problem.prompt), "completion": text, "answer": str(problem.answer)}
-    asked = re.sub(r"\{(prompt|completion|answer)\}", lambda found: filled[found.group(1)], template)
+    question = re.sub(r"\{(prompt|completion|answer)\}", lambda match: filled[match.group(1)], template)
     body = {
         "model": model,
-        "messages": [{"role": "user", "content": asked}],
+        "messages": [{"role": "user", "content": question}],
         "temperature": 0,
         "max_tokens": max_tokens,
     }
-    place = _below(url, "/chat/completions")
-    reply = _at(_ask(place, body, headers, timeout_s, retries, backoff_s), "choices.0.message.content", place)
-    found = re.findall(pattern, str(reply))
-    if not found:
-        raise JudgeFailed(f"{shown(place)} replied without a score: {str(reply)[:80]!r}")
-    value = _number(found[-1], place, "the reply")
+    endpoint = _below(url, "/chat/completions")
+    reply = _at(_ask(endpoint, body, headers, timeout_s, retries, backoff_s), "choices.0.message.content", endpoint)
+    scores = re.findall(pattern, str(reply))
+    if not scores:
+        raise JudgeFailed(f"{shown(endpoint)} replied without a score: {str(reply)[:80]!r}")
+    value = _number(scores[-1], endpoint, "the reply")
     if not low <= value <= high:
-        raise JudgeFailed(f"{shown(place)} gave the score {value:g}, outside {low:g} to {high:g}")
+        raise JudgeFailed(f"{shown(endpoint)} gave the score {value:g}, outside {low:g} to {high:g}")
     return (value - low) / (high - low)
 
 
@@ -128,8 +128,8 @@ def shown(url: str) -> str:
 def _below(url: str, path: str) -> str:
     """The URL with the path at the end of its own, before its query."""
     parts = urlsplit(url)
-    own = parts.path if parts.path.endswith(path) else parts.path.rstrip("/") + path
-    return urlunsplit(parts._replace(path=own))
+    full_path = parts.path if parts.path.endswith(path) else parts.path.rstrip("/") + path
+    return urlunsplit(parts._replace(path=full_path))
 
 
 def _ask(

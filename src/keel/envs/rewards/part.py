@@ -43,7 +43,7 @@ def wrap(
 
     One with a parameter `turns` is given all turns as well.
     """
-    called = name or str(getattr(function, "__name__", type(function).__name__))
+    label = name or str(getattr(function, "__name__", type(function).__name__))
     try:
         wants_turns = "turns" in inspect.signature(function).parameters
     except (TypeError, ValueError):  # some built-in callables have no signature
@@ -57,7 +57,7 @@ def wrap(
         return await judged(problem, turns)
 
     asynchronous = is_async(function)
-    return RewardPart(called, awaited if asynchronous else judged, weight, trusted, at_once, asynchronous)
+    return RewardPart(label, awaited if asynchronous else judged, weight, trusted, at_once, asynchronous)
 
 
 def as_reward(value: Any) -> Reward:

@@ -42,18 +42,18 @@ def check_reward(name: str, params: Mapping[str, Any]) -> None:
         if params:
             raise KeelError(f"the reward 'task' takes no parameters, but was given {', '.join(params)}")
         return
-    given = {"of": TASK, **params} if name == "cosine" else params
-    _arguments(name, given)
+    arguments = {"of": TASK, **params} if name == "cosine" else params
+    _arguments(name, arguments)
     if name in REWARDS:
         check_types(name, REWARDS[name], params)
     if name in CHECKS:
-        CHECKS[name](given)
-    for spec in _inner(name, given):
+        CHECKS[name](arguments)
+    for spec in _inner(name, arguments):
         _check_inner(name, spec)
 
 
 def check_rewards(parts: Sequence[RewardPartOptions]) -> None:
-    """Refuse what is wrong in `rewards`, by the entry's place."""
+    """Refuse what is wrong in `rewards`, by the entry's index."""
     for index, part in enumerate(parts):
         try:
             check_reward(part.name, {key: value for key, value in part.params.items() if key != "label"})
@@ -75,10 +75,14 @@ def build_reward(name: str, task: Task, *, weight: float = 1.0, label: str | Non
         return RewardPart(label or TASK, task.reward, weight, task.trusted, asynchronous=is_async(task.reward))
     function = _function(name)
     trusted = name in REWARDS and all(_build_inner(spec, task).trusted for spec in _inner(name, params))
-    given = _arguments(name, _filled(name, params, task))
+    arguments = _arguments(name, _filled(name, params, task))
     at_once = int(params.get("concurrency", http.CONCURRENCY)) if name in REMOTE else 1
     return wrap(
-        partial(function, **given) if given else function, label or name, weight, trusted=trusted, at_once=at_once
+        partial(function, **arguments) if arguments else function,
+        label or name,
+        weight,
+        trusted=trusted,
+        at_once=at_once,
     )
 
 
@@ -87,8 +91,8 @@ def build_rewards(entries: Sequence[Mapping[str, Any]], task: Task) -> tuple[Rew
     parts: list[RewardPart] = []
     for entry in entries or [{"name": TASK}]:
         part = build_reward(task=task, **entry)
-        taken = sum(p.name.partition("#")[0] == part.name for p in parts)
-        parts.append(replace(part, name=f"{part.name}#{taken + 1}") if taken else part)
+        copies = sum(p.name.partition("#")[0] == part.name for p in parts)
+        parts.append(replace(part, name=f"{part.name}#{copies + 1}") if copies else part)
     return tuple(parts)
 
 

@@ -24,9 +24,9 @@ def exact(problem: Problem, text: str) -> float:
 def numeric(problem: Problem, text: str, tag: str | None = None) -> Reward:
     """1 if the last number of the text (or of its last `<tag>`) is the answer's."""
     within = last_tag(text, tag) if tag else text
-    given = None if within is None else last_number(within)
-    correct = float(given is not None and given == last_number(str(problem.answer)))
-    return Reward(correct, {}, parsed=given is not None)
+    number = None if within is None else last_number(within)
+    correct = float(number is not None and number == last_number(str(problem.answer)))
+    return Reward(correct, {}, parsed=number is not None)
 
 
 def format(problem: Problem, text: str, pattern: str | None = None, tags: Sequence[str] = ("answer",)) -> float:
@@ -51,12 +51,12 @@ def regex(
     Of several places the last counts. A group is the answer if the texts are equal, spaces around them aside, or the
     numbers are.
     """
-    places = [re.fullmatch(pattern, text, re.DOTALL)] if full else list(re.finditer(pattern, text, re.DOTALL))
-    found = places[-1] if places else None
+    matches = [re.fullmatch(pattern, text, re.DOTALL)] if full else list(re.finditer(pattern, text, re.DOTALL))
+    match = matches[-1] if matches else None
     if group is None:
-        return float(found is not None)
-    given = found.group(group) if found else None
-    return Reward(float(given is not None and _agree(given, str(problem.answer))), {}, parsed=given is not None)
+        return float(match is not None)
+    value = match.group(group) if match else None
+    return Reward(float(value is not None and _agree(value, str(problem.answer))), {}, parsed=value is not None)
 
 
 def ladder(problem: Problem, text: str, turns: Sequence[str], rungs: Sequence[Mapping[str, Any]]) -> Reward:
@@ -104,9 +104,9 @@ def cosine(
     return Reward(long + 0.5 * (short - long) * (1.0 + math.cos(math.pi * share)), {"correct": float(correct)})
 
 
-def _agree(given: str, answer: str) -> bool:
-    number = plain_number(given)
-    return given.strip() == answer.strip() or (number is not None and number == plain_number(answer))
+def _agree(text: str, answer: str) -> bool:
+    number = plain_number(text)
+    return text.strip() == answer.strip() or (number is not None and number == plain_number(answer))
 
 
 def _reached(rung: Mapping[str, Any], problem: Problem, text: str, turns: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Measure the drift between two models: sample, score under both, and say what was found with its standard errors."""
+"""Measure the drift between two models: sample, score under both, and estimate KL with its standard errors."""
 
 from __future__ import annotations
 
@@ -237,8 +237,8 @@ def _direction(sampler: Side, groups: Sequence[Group], scored: Scored) -> Direct
 def _estimate(values: Tensor, mask: Tensor, prompts: int) -> DriftEstimate:
     """The mean over the mask; completions `[B, T]` are group-major, so a row of the view is a prompt."""
     rows = prompts if prompts > 1 else len(values)
-    found = token_statistics(values.reshape(rows, -1), mask.reshape(rows, -1))
-    return DriftEstimate(found["mean"], found["se"] if int(mask.sum()) > 1 else None)
+    statistics = token_statistics(values.reshape(rows, -1), mask.reshape(rows, -1))
+    return DriftEstimate(statistics["mean"], statistics["se"] if int(mask.sum()) > 1 else None)
 
 
 def _of_sequences(values: Tensor, prompts: int) -> DriftEstimate:
@@ -248,8 +248,8 @@ def _of_sequences(values: Tensor, prompts: int) -> DriftEstimate:
 
 def _position(exact: Tensor, mask: Tensor, prompts: int, at: slice) -> PositionDrift:
     total, part = exact[mask].sum().item(), exact[:, at][mask[:, at]].sum().item()
-    found = _estimate(exact[:, at], mask[:, at], prompts)
-    return PositionDrift(at.start + 1, at.stop, int(mask[:, at].sum()), found, part / total if total else 0.0)
+    estimate = _estimate(exact[:, at], mask[:, at], prompts)
+    return PositionDrift(at.start + 1, at.stop, int(mask[:, at].sum()), estimate, part / total if total else 0.0)
 
 
 def _bands(width: int) -> list[slice]:
@@ -262,25 +262,25 @@ def _bands(width: int) -> list[slice]:
 
 def _by_token(tokens: Tensor, log_ratios: Tensor, k3: Tensor, tokenizer: Any) -> tuple[TokenDrift, ...]:
     """Every sampled token of the vocabulary, the largest share of Σ k3 first."""
-    ids, place, counts = tokens.unique(return_inverse=True, return_counts=True)
-    ratios = torch.bincount(place, log_ratios, minlength=len(ids))
-    parts = torch.bincount(place, k3, minlength=len(ids))
+    ids, inverse, counts = tokens.unique(return_inverse=True, return_counts=True)
+    ratios = torch.bincount(inverse, log_ratios, minlength=len(ids))
+    k3_sums = torch.bincount(inverse, k3, minlength=len(ids))
     total = k3.sum().item()
-    found = [
+    drifts = [
         TokenDrift(i, tokenizer.decode([i]), count, ratio / count, part / total if total else 0.0)
-        for i, count, ratio, part in zip(ids.tolist(), counts.tolist(), ratios.tolist(), parts.tolist(), strict=True)
+        for i, count, ratio, part in zip(ids.tolist(), counts.tolist(), ratios.tolist(), k3_sums.tolist(), strict=True)
     ]
-    return tuple(sorted(found, key=lambda token: (-token.share, -token.count, token.id)))
+    return tuple(sorted(drifts, key=lambda token: (-token.share, -token.count, token.id)))
 
 
 def _largest(groups: Sequence[Group], scored: Scored, log_ratios: Tensor, tokenizer: Any) -> Sample:
     """The completion with the largest sum of exact KL."""
     row = int(scored.exact.sum(-1).argmax())
-    there = scored.mask[row]
+    mask = scored.mask[row]
     group = groups[row * len(groups) // len(scored.mask)]
     return Sample(
         prompt=tokenizer.decode(list(group.prompt_tokens)),
-        tokens=tuple(tokenizer.decode([i]) for i in scored.tokens[row][there].tolist()),
-        log_ratio=tuple(log_ratios[row][there].tolist()),
-        exact=tuple(scored.exact[row][there].tolist()),
+        tokens=tuple(tokenizer.decode([i]) for i in scored.tokens[row][mask].tolist()),
+        log_ratio=tuple(log_ratios[row][mask].tolist()),
+        exact=tuple(scored.exact[row][mask].tolist()),
     )

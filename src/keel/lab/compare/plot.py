@@ -59,12 +59,12 @@ def _dots(reached: list[PositionDrift]) -> dict[str, Any]:
 
 def _estimators(axis: Any, drift: Drift) -> None:
     """Every estimator of KL(policy‖reference) per token, the exact value as a line across."""
-    found = drift.policy_ref.per_token
-    names = list(found)
+    estimates = drift.policy_ref.per_token
+    names = list(estimates)
     colours = [FORWARD if name == EXACT else GREY for name in names]
-    errors = [e.se or 0.0 for e in found.values()]
-    axis.bar(names, [e.mean for e in found.values()], yerr=errors, capsize=5, color=colours, width=0.6)
-    axis.axhline(found[EXACT].mean, color=FORWARD, linewidth=1, linestyle="--")
+    errors = [e.se or 0.0 for e in estimates.values()]
+    axis.bar(names, [e.mean for e in estimates.values()], yerr=errors, capsize=5, color=colours, width=0.6)
+    axis.axhline(estimates[EXACT].mean, color=FORWARD, linewidth=1, linestyle="--")
     axis.axhline(0, color="black", linewidth=0.8)
     axis.set(title="KL(policy‖reference) by estimator (abs is no KL)", ylabel="nats per token")
     axis.grid(axis="y", alpha=0.25)
@@ -74,9 +74,9 @@ def _estimators(axis: Any, drift: Drift) -> None:
 def _tokens(axis: Any, direction: Direction) -> None:
     """The tokens with the largest share of the KL."""
     top = direction.tokens[:TOKENS][::-1]
-    places = range(len(top))
-    axis.barh(places, [100 * token.share for token in top], color=_ways(top), height=0.65)
-    axis.set_yticks(places, [_label(token.text) for token in top], family="monospace")
+    rows = range(len(top))
+    axis.barh(rows, [100 * token.share for token in top], color=_ways(top), height=0.65)
+    axis.set_yticks(rows, [_label(token.text) for token in top], family="monospace")
     axis.set(title="Tokens that drifted most", xlabel="share of KL (k3), %")
     axis.grid(axis="x", alpha=0.25)
     axis.set_axisbelow(True)
@@ -85,10 +85,10 @@ def _tokens(axis: Any, direction: Direction) -> None:
 def _likely(axis: Any, direction: Direction) -> None:
     """For the same tokens, whether the policy likes them more or less than the reference."""
     top = direction.tokens[:TOKENS][::-1]
-    places = range(len(top))
-    axis.barh(places, [token.log_ratio for token in top], color=_ways(top), height=0.65)
+    rows = range(len(top))
+    axis.barh(rows, [token.log_ratio for token in top], color=_ways(top), height=0.65)
     axis.axvline(0, color="black", linewidth=0.8)
-    axis.set_yticks(places, [f"{_label(token.text)} ×{token.count}" for token in top], family="monospace")
+    axis.set_yticks(rows, [f"{_label(token.text)} ×{token.count}" for token in top], family="monospace")
     axis.set(title="… and which way: more (orange) or less likely", xlabel="mean log π − log p where sampled, nats")
     axis.grid(axis="x", alpha=0.25)
     axis.set_axisbelow(True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.envs.layouts import PROMPT, PROMPTS, Columns, problem_of
-from keel.envs.rows import READERS, Broken, read_rows
+from keel.envs.rows import READERS, BrokenRow, read_rows
 
 TEXT = ".txt"
 
@@ -23,10 +23,10 @@ def read_prompts(path: Path) -> list[Problem]:
         raise KeelError(f"cannot read --prompts {path}: its ending is {path.suffix!r}, known are {known}")
     if not path.is_file():
         raise KeelError(f"cannot read --prompts {path}: there is no such file")
-    found = _lines(path) if path.suffix.lower() == TEXT else _rows(path)
-    if not found:
+    problems = _lines(path) if path.suffix.lower() == TEXT else _rows(path)
+    if not problems:
         raise KeelError(f"--prompts {path} holds no prompt: write one a line")
-    return found
+    return problems
 
 
 def _lines(path: Path) -> list[Problem]:
@@ -48,9 +48,9 @@ def _rows(path: Path) -> list[Problem]:
             f"--prompts {path} has no column of prompts: it has {', '.join(rows.columns)}, and needs one called "
             f"{', '.join(columns[:-1])} or {columns[-1]}"
         )
-    where = Columns(column or PROMPT, None, messages=column == "messages")
-    made = [*rows.broken, *(problem_of(row, where) for row in rows.rows)]
-    broken = next((item for item in made if isinstance(item, Broken)), None)
+    layout = Columns(column or PROMPT, None, messages=column == "messages")
+    parsed = [*rows.broken, *(problem_of(row, layout) for row in rows.rows)]
+    broken = next((item for item in parsed if isinstance(item, BrokenRow)), None)
     if broken is not None:
-        raise KeelError(f"--prompts {path}, {broken.place}: {broken.why}")
-    return [item for item in made if isinstance(item, Problem)]
+        raise KeelError(f"--prompts {path}, {broken.location}: {broken.why}")
+    return [item for item in parsed if isinstance(item, Problem)]

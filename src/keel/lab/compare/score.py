@@ -42,8 +42,8 @@ def check_comparable(first: Side, second: Side) -> None:
         return
     names = f"{first.name!r} and {second.name!r}"
     if first.loaded.device != second.loaded.device:
-        places = f"{first.loaded.device} and {second.loaded.device}"
-        raise KeelError(f"{names} are on {places}: put both on one device with --device")
+        devices = f"{first.loaded.device} and {second.loaded.device}"
+        raise KeelError(f"{names} are on {devices}: put both on one device with --device")
     mine, theirs = (side.loaded.tokenizer.get_vocab() for side in (first, second))
     if mine != theirs:
         differ = min((t for t in {*mine, *theirs} if mine.get(t) != theirs.get(t)), key=str)
@@ -100,23 +100,25 @@ def score(sampler: Side, other: Side, groups: Sequence[Group], *, temperature: f
             heads.append(frozen_head(model))
     parts = []
     for part in microbatches(groups, microbatch_tokens, shared_prefix=shared):
-        here = pack(part, loaded.pad_id, shared_prefix=shared).to(loaded.device)
+        packed = pack(part, loaded.pad_id, shared_prefix=shared).to(loaded.device)
         with other.model() as model:
-            theirs = hidden_states(model, here)
+            ref_hidden = hidden_states(model, packed)
         with sampler.model() as model:
             scores = score_hidden(
-                hidden_states(model, here),
+                hidden_states(model, packed),
                 heads[0],
-                here,
+                packed,
                 temperature=temperature,
                 entropy=True,
                 exact_kl=True,
                 ref_policy=True,
-                ref_hidden=theirs,
+                ref_hidden=ref_hidden,
                 ref_head=heads[1],
             )
-        found = (scores.logp, scores.ref_logp, scores.exact_kl, scores.ref_policy_kl, scores.entropy)
-        assert all(x is not None for x in found)
-        parts.append([here.tokens.cpu(), here.action_mask.cpu(), *(x.cpu().double() for x in found if x is not None)])
+        columns = (scores.logp, scores.ref_logp, scores.exact_kl, scores.ref_policy_kl, scores.entropy)
+        assert all(x is not None for x in columns)
+        parts.append(
+            [packed.tokens.cpu(), packed.action_mask.cpu(), *(x.cpu().double() for x in columns if x is not None)]
+        )
     width = max(part[0].shape[1] for part in parts)
     return Scored(*(stitch(column, width) for column in zip(*parts, strict=True)))

@@ -1,4 +1,4 @@
-"""What a person reads of a drift: the estimates, the tokens and positions that moved, the completion that did most."""
+"""A drift as text: the estimates, the tokens and positions that moved, the completion with the largest KL."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def show_drift(drift: Drift, console: Console) -> None:
         f"{drift.temperature:g}, seed {drift.seed}; nats, ± one standard error over {UNITS[drift.clustered_by]}",
         highlight=False,
     )
-    there, back = "KL(policy‖reference)", "KL(reference‖policy)"
-    console.print(_estimates(f"{there}, samples from the policy", forward, back))
+    forward_kl, reverse_kl = "KL(policy‖reference)", "KL(reference‖policy)"
+    console.print(_estimates(f"{forward_kl}, samples from the policy", forward, reverse_kl))
     if reverse is not None:
-        console.print(_estimates(f"{back}, samples from the reference", reverse, there))
+        console.print(_estimates(f"{reverse_kl}, samples from the reference", reverse, forward_kl))
     if not forward.moved:
         console.print("Both models give every sampled token the same probability.")
         return
@@ -44,7 +44,7 @@ def show_drift(drift: Drift, console: Console) -> None:
     console.print(_largest(forward.largest))
 
 
-def _estimates(title: str, direction: Direction, back: str) -> Table:
+def _estimates(title: str, direction: Direction, reverse_kl: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", caption=_caption(direction))
     table.caption_justify = "left"
     table.add_column("")
@@ -54,7 +54,7 @@ def _estimates(title: str, direction: Direction, back: str) -> Table:
     for name, mean in direction.per_token.items():
         style = "bold" if name == EXACT else None
         table.add_row(name, _plus(mean), _plus(direction.per_sequence[name]), NOTES.get(name, ""), style=style)
-    table.add_row(back, _plus(direction.other_way), "", "exact, on the same states")
+    table.add_row(reverse_kl, _plus(direction.other_way), "", "exact, on the same states")
     return table
 
 
@@ -92,8 +92,8 @@ def _bands(direction: Direction) -> Table:
 
 def _peaks(direction: Direction) -> str:
     """The single positions with the largest KL."""
-    there = [p for p in direction.common_positions() if p.exact.mean > 0]
-    largest = sorted(there, key=lambda p: -p.exact.mean)[:3]
+    positive = [p for p in direction.common_positions() if p.exact.mean > 0]
+    largest = sorted(positive, key=lambda p: -p.exact.mean)[:3]
     return "largest at " + ", ".join(f"{p.first} ({p.exact.mean:.3g})" for p in largest) if largest else ""
 
 

@@ -21,17 +21,17 @@ Switch = Callable[[Any], AbstractContextManager[Any]]
 _FIRST, _SECOND = "default", "second"  # peft calls the first adapter so
 
 
-def _as_it_is(_: Any) -> AbstractContextManager[Any]:
+def _no_switch(_: Any) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two models: `switch` makes a model that both share compute as this one."""
+    """One of the two models: `switch` makes a shared model compute as this side."""
 
     name: str
     loaded: LoadedModel
-    switch: Switch = _as_it_is
+    switch: Switch = _no_switch
 
     @contextmanager
     def model(self) -> Iterator[nn.Module]:
@@ -48,7 +48,7 @@ def load_pair(policy: ModelSource, reference: ModelSource) -> tuple[Side, Side]:
     adapters = list(dict.fromkeys(a.resolve() for a in (policy.adapter, reference.adapter) if a is not None))
     loaded = policy.load(next(iter(adapters), None))
     if len(adapters) == 2:
-        _add_second(loaded.model, adapters[1])
+        _add_second_adapter(loaded.model, adapters[1])
     names = dict(zip(adapters, (_FIRST, _SECOND), strict=False))
 
     def side(source: ModelSource) -> Side:
@@ -60,15 +60,15 @@ def load_pair(policy: ModelSource, reference: ModelSource) -> tuple[Side, Side]:
     return side(policy), side(reference)
 
 
-def _add_second(model: Any, folder: Path) -> None:
+def _add_second_adapter(model: Any, folder: Path) -> None:
     from peft import LoraConfig, PeftConfig
 
     check_model(folder)
     try:
-        found = PeftConfig.from_pretrained(str(folder))
-        if not isinstance(found, LoraConfig):
-            raise KeelError(f"the adapter at {str(folder)!r} is {found.peft_type}, not LoRA: give a LoRA one")
-        check_bias(found, f"the adapter at {str(folder)!r}")
+        config = PeftConfig.from_pretrained(str(folder))
+        if not isinstance(config, LoraConfig):
+            raise KeelError(f"the adapter at {str(folder)!r} is {config.peft_type}, not LoRA: give a LoRA one")
+        check_bias(config, f"the adapter at {str(folder)!r}")
         model.load_adapter(str(folder), adapter_name=_SECOND)
     except KeelError:
         raise

@@ -66,15 +66,15 @@ def resolve(
     return _source(resolve_model(name, _overrides(name, base, dtype, device, trust_remote_code)))
 
 
-def default_reference(policy: ModelSource, **where: Any) -> ModelSource:
+def default_reference(policy: ModelSource, **options: Any) -> ModelSource:
     """What a policy is compared with when no reference is named: the start of its run, or its adapter's base.
 
-    `where` is what `resolve` takes beside a name.
+    `options` is what `resolve` takes beside a name.
     """
     path = Path(policy.name.rpartition("@")[0] or policy.name).expanduser()
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     if policy.run and (run / "config.yaml").is_file():
-        return resolve(f"{run}@start", **where)
+        return resolve(f"{run}@start", **options)
     if policy.adapter is not None:
         return ModelSource(policy.base, policy.base, None, policy.config)
     raise KeelError(
@@ -87,19 +87,19 @@ def _overrides(name: str, base: str | None, dtype: str, device: str | None, trus
     adapter = (path / "adapter_config.json").is_file()
     if adapter and base is None and path.parent.name != "checkpoints" and not adapter_base(path):
         raise KeelError(f"the adapter {name} does not name its base model: give it with --base")
-    chosen = {
+    overrides = {
         "model.name": base if adapter else None,
         "model.dtype": None if dtype == "auto" else dtype,
         "model.device": device,
         "model.trust_remote_code": trust_remote_code or None,
     }
-    return [f"{key}={text.dump(value)}" for key, value in chosen.items() if value is not None]
+    return [f"{key}={text.dump(value)}" for key, value in overrides.items() if value is not None]
 
 
 def _source(model_ref: ModelRef) -> ModelSource:
     model, weights = model_ref.config.model, model_ref.weights
     if model.lora is None:
         return ModelSource(model_ref.name, str(weights or model.name), None, model_ref.config, model_ref.has_tasks)
-    held = weights or (Path(model.lora.adapter) if model.lora.adapter else None)
-    adapter = None if held is None else held.expanduser()
+    folder = weights or (Path(model.lora.adapter) if model.lora.adapter else None)
+    adapter = None if folder is None else folder.expanduser()
     return ModelSource(model_ref.name, model.name, adapter, model_ref.config, model_ref.has_tasks)

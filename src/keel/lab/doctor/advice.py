@@ -16,8 +16,8 @@ from keel.lab.doctor.names import option_name
 from keel.lab.runs import option_of
 
 Tree = Mapping[str, Any]
-START = 0.01  # β where there was none
-REACTS = ("step", "dual", "pid")  # controllers that answer within some steps; ziegler counts thousands of episodes
+START_BETA = 0.01  # β where there was none
+FEEDBACK_CONTROLLERS = ("step", "dual", "pid")  # they answer within some steps; ziegler counts thousands of episodes
 
 
 def changes(tree: Tree, options: Options) -> Options:
@@ -26,26 +26,26 @@ def changes(tree: Tree, options: Options) -> Options:
 
 
 def either(*parts: Advice | str, joined: str = ", or ") -> Advice:
-    """Several ways in one sentence; empty ones are left out."""
-    kept = [part if isinstance(part, Advice) else Advice(part) for part in parts if str(part)]
-    words = (part.words if part.proposals else part.words.replace("{", "{{").replace("}", "}}") for part in kept)
-    proposals = tuple(proposal for part in kept for proposal in part.proposals)
-    said = joined.join(words)
-    return Advice(said if proposals else said.replace("{{", "{").replace("}}", "}"), proposals)
+    """Several proposals in one sentence; empty ones are left out."""
+    advices = [part if isinstance(part, Advice) else Advice(part) for part in parts if str(part)]
+    texts = (part.text if part.proposals else part.text.replace("{", "{{").replace("}", "}}") for part in advices)
+    proposals = tuple(proposal for part in advices for proposal in part.proposals)
+    text = joined.join(texts)
+    return Advice(text if proposals else text.replace("{{", "{").replace("}}", "}"), proposals)
 
 
-def setting(words: str, options: Options, otherwise: str = "") -> Advice:
-    """`words` with the options in place of its `{}`; `otherwise` where there is nothing to set."""
-    return propose(words, options) if options else Advice(otherwise)
+def setting(text: str, options: Options, otherwise: str = "") -> Advice:
+    """`text` with the options in place of its `{}`; `otherwise` where there is nothing to set."""
+    return propose(text, options) if options else Advice(otherwise)
 
 
 def times(tree: Tree, dotted: str, factor: float, how: str, source: str = "keel") -> Advice:
-    """An option at `factor` times what it is, to two digits, and `how` in words; these alone where it is unknown."""
+    """An option at `factor` times what it is, to two digits, and `how` as text; the text alone where it is unknown."""
     name, value = option_name(dotted, source), option_of(tree, dotted)
     if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
         return Advice(f"{how} {name}")
-    whole = isinstance(value, int)
-    scaled = max(1, round(factor * value)) if whole else _two_digits(factor * value)
+    integer = isinstance(value, int)
+    scaled = max(1, round(factor * value)) if integer else _two_digits(factor * value)
     return propose(f"{{}} ({how} what it is)", {name: scaled}) if scaled != value else Advice("")
 
 
@@ -57,7 +57,7 @@ def stronger(tree: Tree, source: str = "keel") -> Advice:
     """A larger β: ten times what it is, or one at all."""
     name, beta = option_name("kl.beta", source), option_of(tree, "kl.beta")
     if beta == 0:
-        return propose("{}", {name: START, **(_penalty(tree) if source == "keel" else {})})
+        return propose("{}", {name: START_BETA, **(_penalty(tree) if source == "keel" else {})})
     return times(tree, "kl.beta", 10, "ten times", source)
 
 
@@ -81,10 +81,10 @@ def steered(tree: Tree, limit: float) -> Options:
     now, target = option_of(tree, "kl.controller"), _two_digits(limit / 2)
     now = dict(now) if isinstance(now, Mapping) else {"name": "fixed"}
     per_token = now.get("unit", "per_token") == "per_token"
-    if now.get("name") in REACTS and per_token:
+    if now.get("name") in FEEDBACK_CONTROLLERS and per_token:
         aimed = now.get("target", 0.05)
         return {"kl.controller.target": target} if isinstance(aimed, int | float) and aimed > target else {}
-    start = {} if option_of(tree, "kl.beta") else {"kl.beta": START, **_penalty(tree)}
+    start = {} if option_of(tree, "kl.beta") else {"kl.beta": START_BETA, **_penalty(tree)}
     if set(now) - {"name", "target"}:  # parameters that the new one does not take
         return {"kl.controller": {"name": "dual", "target": target}, **start}
     return {"kl.controller.name": "dual", "kl.controller.target": target, **start}
@@ -93,7 +93,7 @@ def steered(tree: Tree, limit: float) -> Options:
 def _penalty(tree: Tree) -> Options:
     """What a pairing needs that nobody looked at while β was 0."""
     kl = option_of(tree, "kl")
-    formula = formula_of({**tree, "kl": {**kl, "beta": START}}) if isinstance(kl, Mapping) else None
+    formula = formula_of({**tree, "kl": {**kl, "beta": START_BETA}}) if isinstance(kl, Mapping) else None
     return {} if formula is None or formula.right else formula.change
 
 
@@ -135,6 +135,3 @@ def budget(tree: Tree, limit: float) -> Options:
         return {}
     action = "stop" if option_of(tree, "guards.max_rollbacks") == 0 else "rollback"
     return {"kl.budget.max": limit, "kl.budget.action": action}
-
-
-__all__ = ["Advice", "changes", "either", "option_of", "setting", "times"]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from keel.base.thresholds import Thresholds
-from keel.lab.doctor.findings import Finding, found, ranked
+from keel.lab.doctor.findings import Finding, finding, ranked
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")  # colours of a terminal
 
@@ -57,10 +57,10 @@ class Diagnosis:
         }
 
 
-def with_raised(diagnosis: Diagnosis, thresholds: Thresholds) -> Diagnosis:
+def with_threshold_notes(diagnosis: Diagnosis, thresholds: Thresholds) -> Diagnosis:
     """Ranked, and with a note for every alarm that was made less sensitive, so that no report can hide it."""
     notes = [
-        found(
+        finding(
             "doctor/threshold-raised",
             sentence,
             "a threshold was overridden",

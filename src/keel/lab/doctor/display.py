@@ -10,7 +10,7 @@ from rich.text import Text
 from keel.lab.doctor.diagnosis import Diagnosis
 from keel.lab.doctor.findings import ranked
 
-TONES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 VERDICTS = {"confirmed": "bold red", "ruled out": "green"}
 
 
@@ -38,7 +38,7 @@ def _findings(diagnosis: Diagnosis) -> Table:
     for finding in ranked(diagnosis.findings):
         what = Text.assemble(finding.evidence, "\n", (finding.cause, "dim"), "\n", (f"→ {finding.advice}", "bold"))
         table.add_row(
-            Text(f"{finding.code}\n{finding.severity}", style=TONES[finding.severity]), what, end_section=True
+            Text(f"{finding.code}\n{finding.severity}", style=STYLES[finding.severity]), what, end_section=True
         )
     return table
 
@@ -59,8 +59,8 @@ def _hypotheses(diagnosis: Diagnosis) -> Table:
 
 
 def _verdict(diagnosis: Diagnosis, name: str) -> Text:
-    counts = {kind: sum(f.severity == kind for f in diagnosis.findings) for kind in TONES}
-    said = ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items() if count)
+    counts = {kind: sum(f.severity == kind for f in diagnosis.findings) for kind in STYLES}
+    counted = ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items() if count)
     if diagnosis.healthy:
-        return Text(f"{name}: healthy" + (f" ({said})" if said else ""), style="green")
-    return Text(f"{name}: {said}; first: {ranked(diagnosis.findings)[0].code}", style="bold")
+        return Text(f"{name}: healthy" + (f" ({counted})" if counted else ""), style="green")
+    return Text(f"{name}: {counted}; first: {ranked(diagnosis.findings)[0].code}", style="bold")

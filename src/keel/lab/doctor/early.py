@@ -26,5 +26,5 @@ def _full_rate(history: History) -> float:
     rates = history.get("optim/learning_rate")
     if rates is None:
         return 1.0
-    half = rates.finite.head(max(1, len(rates) // 2))
-    return half.steps[half.values.index(max(half.values))]
+    first_half = rates.finite.head(max(1, len(rates) // 2))
+    return first_half.steps[first_half.values.index(max(first_half.values))]

@@ -29,7 +29,7 @@ def write_findings(path: Path, diagnosis: Diagnosis) -> Path:
     """findings.json of a Keel run, whole or not at all."""
     if not is_keel_run(path):
         raise KeelError(f"--write keeps findings in the folder of a Keel run, which {path} is not: leave it out")
-    place = path / FINDINGS
+    file = path / FINDINGS
     lines = ",\n".join("  " + encode(finding) for finding in diagnosis.as_dict()["findings"])
-    write_atomic(place, f"[\n{lines}\n]\n" if lines else "[]\n")
-    return place
+    write_atomic(file, f"[\n{lines}\n]\n" if lines else "[]\n")
+    return file

@@ -15,11 +15,11 @@ from keel.kl.placement import kl_loss, kl_score_loss
 TARGET_KL = 0.3  # nats per token: far enough apart that estimators which agree to first order part
 LAG = 0.8  # an older sampler has come this share of the way
 REVERSED = "reversed k3"
-WORDS = {**MEANINGS, REVERSED: "½∇χ²(policy‖ref), as k3 with its log-ratio turned round"}
+GRADIENT_MEANINGS = {**MEANINGS, REVERSED: "½∇χ²(policy‖ref), as k3 with its log-ratio turned round"}
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredGradient:
     """The term's expected gradient against ∇KL(policy‖ref): cosine and size ratio, and the target it points along, if
     any, with the factor by which it is that target's gradient.
     """
@@ -35,12 +35,12 @@ class Measured:
     cosines: Mapping[str, float] = field(default_factory=dict)  # to every target's gradient
 
     @property
-    def words(self) -> str:
-        return WORDS[self.name] if self.name else "no divergence's gradient"
+    def meaning(self) -> str:
+        return GRADIENT_MEANINGS[self.name] if self.name else "no divergence's gradient"
 
     def figures(self) -> dict[str, float]:
-        found = {"cosine": self.cosine, "size": self.size, "value": self.value, "exact_kl": self.kl}
-        return found if self.off_policy_cosine is None else {**found, "off_policy_cosine": self.off_policy_cosine}
+        figures = {"cosine": self.cosine, "size": self.size, "value": self.value, "exact_kl": self.kl}
+        return figures if self.off_policy_cosine is None else {**figures, "off_policy_cosine": self.off_policy_cosine}
 
 
 def measure_term(
@@ -51,7 +51,7 @@ def measure_term(
     *,
     off_policy: bool = False,
     named: float = 0.05,
-) -> Measured:
+) -> MeasuredGradient:
     """The configured term at states with these logits `[N, V]`, moved apart until their KL is about `TARGET_KL`.
 
     For each target the best factor is fitted; the gradient gets the name of the target that leaves least of it, if
@@ -68,9 +68,9 @@ def measure_term(
     factors = {
         name: (gradient * t).sum().item() / t.square().sum().clamp_min(1e-300).item() for name, t in targets.items()
     }
-    left = {name: (gradient - factors[name] * t).norm().item() for name, t in targets.items()}
-    nearest = min(left, key=left.__getitem__)
-    name = "zero" if size < named / 10 else nearest if left[nearest] < named * gradient.norm().item() else None
+    residuals = {name: (gradient - factors[name] * t).norm().item() for name, t in targets.items()}
+    nearest = min(residuals, key=residuals.__getitem__)
+    name = "zero" if size < named / 10 else nearest if residuals[nearest] < named * gradient.norm().item() else None
     older = None
     if off_policy:
         lagging = (reference + LAG * factor * direction).log_softmax(-1)
@@ -78,7 +78,7 @@ def measure_term(
     apart = exact_kl(logits.log_softmax(-1), ref_logp).mean().item()
     factor = factors[nearest] if name == nearest else 1.0
     cosines = {target: cosine(gradient, theirs) for target, theirs in targets.items()}
-    return Measured(name, cosine(gradient, exact), size, value, apart, len(logits), factor, older, cosines)
+    return MeasuredGradient(name, cosine(gradient, exact), size, value, apart, len(logits), factor, older, cosines)
 
 
 def spread_factor(reference: Tensor, direction: Tensor) -> float:
@@ -117,7 +117,7 @@ def term_gradient(
 
 
 def _enumerated(logp: Tensor, ref_logp: Tensor, old: Tensor, kl: KLOptions, pairing: Pairing) -> Tensor:
-    """The term of every token that could have been drawn, `[N, V]`, at the placement that is configured."""
+    """The term of every token that could have been drawn, `[N, V]`, at the configured placement."""
     mask = torch.ones_like(logp, dtype=torch.bool)
     if kl.placement != "loss":
         at = old if kl.placement == "reward" else logp.detach()  # a reward is given once, by the policy that sampled
@@ -126,15 +126,15 @@ def _enumerated(logp: Tensor, ref_logp: Tensor, old: Tensor, kl: KLOptions, pair
         else:
             penalty = estimate(kl.estimator, at, ref_logp, mask, clamp=kl.log_ratio_clamp)
         return -kl_score_loss(penalty, logp, mask, old_logp=old, ratio_cap=kl.ratio_cap)
-    whole = _summed(logp, ref_logp, pairing.estimator)
-    one = (-1, 1) if pairing.level == "sequence" else logp.shape  # a state is then a sequence of one token
+    exact = _summed(logp, ref_logp, pairing.estimator)
+    shape = (-1, 1) if pairing.level == "sequence" else logp.shape  # a state is then a sequence of one token
     values = kl_loss(
         pairing,
-        logp.reshape(one),
-        ref_logp.reshape(one),
-        mask.reshape(one),
-        old_logp=old.reshape(one),
-        exact_kl=whole.reshape(one),
+        logp.reshape(shape),
+        ref_logp.reshape(shape),
+        mask.reshape(shape),
+        old_logp=old.reshape(shape),
+        exact_kl=exact.reshape(shape),
         clamp=kl.log_ratio_clamp,
         ratio_cap=kl.ratio_cap,
     )
@@ -156,14 +156,14 @@ def sampled_values(policy: Tensor, reference: Tensor, kl: KLOptions, draws: int 
     generator = torch.Generator().manual_seed(0)
     tokens = torch.multinomial(logp.exp().cpu().float(), draws, replacement=True, generator=generator).to(logp.device)
     exact = exact_kl(logp, ref_logp)
-    found = {"exact": exact.mean().item()}
+    figures = {"exact": exact.mean().item()}
     names = {"k1", "k2", "k3", *(() if kl.estimator.startswith("exact") else (kl.estimator,))}
     for name in sorted(names):
         values = estimate(name, logp.gather(-1, tokens), ref_logp.gather(-1, tokens), clamp=kl.log_ratio_clamp)
         error = values.mean(-1) - exact
-        found[f"{name}_mean"] = values.mean().item()
-        found[f"{name}_se"] = (error.std(correction=min(1, len(error) - 1)) / len(error) ** 0.5).item()
-    return found
+        figures[f"{name}_mean"] = values.mean().item()
+        figures[f"{name}_se"] = (error.std(correction=min(1, len(error) - 1)) / len(error) ** 0.5).item()
+    return figures
 
 
 def target_gradients(logits: Tensor, ref_logp: Tensor) -> dict[str, Tensor]:

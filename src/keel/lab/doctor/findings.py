@@ -20,40 +20,40 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Advice:
-    """What to change: words with a `{}` for every proposal, each of which is options to set together.
+    """What to change: a text with a `{}` for every proposal, each of which is options to set together.
 
     Proposals are data, so that a test can follow them; any of them alone is worth trying.
     """
 
-    words: str
+    text: str
     proposals: tuple[Options, ...] = ()
 
     def __str__(self) -> str:
         if not self.proposals:
-            return self.words
-        return self.words.format(*(" ".join(map(_typed, overrides(options))) for options in self.proposals))
+            return self.text
+        return self.text.format(*(" ".join(map(_typed, overrides(options))) for options in self.proposals))
 
 
-def propose(words: str, *proposals: Options) -> Advice:
-    """An advice, written shortly."""
-    return Advice(words, proposals)
+def propose(text: str, *proposals: Options) -> Advice:
+    """Short for `Advice(text, proposals)`."""
+    return Advice(text, proposals)
 
 
-def _typed(word: str) -> str:
-    """As a shell takes it for one word."""
-    return f"'{word}'" if " " in word else word
+def _typed(override: str) -> str:
+    """Quoted where a shell would split it."""
+    return f"'{override}'" if " " in override else override
 
 
 def overrides(options: Options) -> tuple[str, ...]:
     """Options as one types them: `kl.beta=0.1` of Keel's, `beta=0.1` of a trainer that is configured in Python."""
     from keel.config.text import dump
 
-    def value(name: str, given: Any) -> str:
-        if isinstance(given, float):
-            return f"{given:g}"
-        return dump(given) if "." in name else repr(given)
+    def typed(name: str, value: Any) -> str:
+        if isinstance(value, float):
+            return f"{value:g}"
+        return dump(value) if "." in name else repr(value)
 
-    return tuple(f"{name}={value(name, given)}" for name, given in options.items())
+    return tuple(f"{name}={typed(name, value)}" for name, value in options.items())
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Code:
-    """What a code means, how it is decided, how bad it is unless the evidence says otherwise, its place among equals.
+    """What a code means, how it is decided, its usual severity, and its rank among equals.
 
     `rank` puts causes before their symptoms: of two errors the one with the lower rank is named first.
     """
@@ -93,7 +93,7 @@ def _codes() -> dict[str, Code]:
 CODES = _codes()
 
 
-def found(code: str, evidence: str, cause: str, advice: str | Advice, severity: Severity | None = None) -> Finding:
+def finding(code: str, evidence: str, cause: str, advice: str | Advice, severity: Severity | None = None) -> Finding:
     """A finding under a known code, as severe as its row says unless `severity` does."""
     if code not in CODES:
         raise unknown("finding code", code, CODES)

@@ -19,12 +19,12 @@ from keel.verify.own import estimator_facts
 
 @dataclass(frozen=True)
 class Formula:
-    """The pairing in words, its expected gradient (`keel.kl.facts.MEANINGS`), and the options that make it right."""
+    """The pairing as text, its expected gradient (`keel.kl.facts.MEANINGS`), and the options that make it right."""
 
     note: str
     expected: str
     change: Mapping[str, Any]
-    acts: bool = True
+    active: bool = True
 
     @property
     def advice(self) -> Advice:
@@ -44,28 +44,28 @@ def formula_of(config: Mapping[str, Any], source: str = "keel") -> Formula | Non
         return None
     beta, steered = kl["beta"], str(_inner(kl, "controller", "name", "fixed"))
     if not beta and steered == "fixed":
-        return Formula("kl.beta is 0: no KL term acts", "zero", {}, acts=False)
-    told: dict[str, Any] = {name: str(kl.get(name, default)) for name, default in _DEFAULTS.items()}
+        return Formula("kl.beta is 0: no KL term acts", "zero", {}, active=False)
+    options: dict[str, Any] = {name: str(kl.get(name, default)) for name, default in _DEFAULTS.items()}
     if source == "TRL":  # always k3 in the loss, with or without the ratio before it
-        told["gradient"] = "rho" if kl.get("bias_correction") else "plain"
+        options["gradient"] = "rho" if kl.get("bias_correction") else "plain"
     several = _inner(config, "loss", "num_iterations", 1) > 1 or _inner(config, "optim", "minibatches", 1) > 1
     loss = LOSSES.get(str(_inner(config, "loss", "loss_type", "grpo")))
     tied = "loss" if source == "TRL" else str(kl.get("reduction"))  # TRL averages its KL as it does its loss
-    averaged = term_reduction(told["placement"], tied, loss.reduction if loss else "token_mean")
+    averaged = term_reduction(options["placement"], tied, loss.reduction if loss else "token_mean")
     try:
-        context = {"off_policy": several, "reduction": averaged, "facts": estimator_facts(told["estimator"])}
-        pairing = check_pairing(**told, **context, allow_biased=True)
+        context = {"off_policy": several, "reduction": averaged, "facts": estimator_facts(options["estimator"])}
+        pairing = check_pairing(**options, **context, allow_biased=True)
     except KeelError:
         return None  # an estimator of one's own that is not here
     note, expected = pairing.note, pairing.expected_gradient
     if not pairing.proven:
-        expected = _measured(told, pairing)
+        expected = _measured(options, pairing)
         note = f"{note.partition(': expected')[0]}: expected gradient is {MEANINGS[expected]}"
     right = expected in RIGHT
-    change: Mapping[str, Any] = {} if right else nearest_right(**told, **context)
+    change: Mapping[str, Any] = {} if right else nearest_right(**options, **context)
     if source == "TRL":
         note = (
-            f"k3 in the loss {'with' if told['gradient'] == 'rho' else 'without'} its bias correction: "
+            f"k3 in the loss {'with' if options['gradient'] == 'rho' else 'without'} its bias correction: "
             + (note.partition(": ")[2])
         )
         change = {} if right else {"use_bias_correction_kl": True}
@@ -80,7 +80,7 @@ def _inner(tree: Mapping[str, Any], section: str, name: str, default: Any) -> An
     return (value.get(name) or default) if isinstance(value, Mapping) else default
 
 
-def _measured(told: Mapping[str, Any], pairing: Pairing) -> str:
+def _measured(options: Mapping[str, Any], pairing: Pairing) -> str:
     """Of a pairing without a row: summed over the vocabulary at made-up states, as the preflight does at real ones."""
     import torch
 
@@ -90,8 +90,8 @@ def _measured(told: Mapping[str, Any], pairing: Pairing) -> str:
     generator = torch.Generator().manual_seed(0)
     reference = torch.randn(8, 11, generator=generator, dtype=torch.float64)
     moved = reference + torch.randn(8, 11, generator=generator, dtype=torch.float64)
-    found = measure_term(moved, reference, KLOptions.model_validate({**told, "allow_biased": True}), pairing)
-    return found.name if found.name in MEANINGS and found.factor > 0 else "wrong"
+    measured = measure_term(moved, reference, KLOptions.model_validate({**options, "allow_biased": True}), pairing)
+    return measured.name if measured.name in MEANINGS and measured.factor > 0 else "wrong"
 
 
 __all__ = ["Formula", "formula_of"]

@@ -25,8 +25,8 @@ class Series:
     @classmethod
     def of(cls, pairs: Iterable[tuple[float, Any]]) -> Series:
         """From (step, value) pairs; anything that is no finite number becomes NaN."""
-        kept = [(float(step), _finite(value)) for step, value in pairs]
-        return cls(tuple(step for step, _ in kept), tuple(value for _, value in kept))
+        finite = [(float(step), _finite(value)) for step, value in pairs]
+        return cls(tuple(step for step, _ in finite), tuple(value for _, value in finite))
 
     @property
     def finite(self) -> Series:
@@ -49,8 +49,8 @@ class Series:
     @property
     def mean(self) -> float:
         """Of the finite values; NaN where there is none."""
-        kept = [value for value in self.values if math.isfinite(value)]
-        return statistics.fmean(kept) if kept else math.nan
+        finite = [value for value in self.values if math.isfinite(value)]
+        return statistics.fmean(finite) if finite else math.nan
 
     @property
     def span(self) -> str:
@@ -71,8 +71,8 @@ class Series:
 
 
 def _finite(value: Any) -> float:
-    known = number(value)
-    return math.nan if known is None else known
+    finite = number(value)
+    return math.nan if finite is None else finite
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,10 @@ class History:
     @property
     def final_kl(self) -> float | None:
         """KL(policy‖reference) per token that the last update has left, measured after it; None where it was not."""
-        told = [event for event in self.events if event.get("kind") == "kl/final"]
-        if not told or told[-1].get("step") != self.steps:
+        finals = [event for event in self.events if event.get("kind") == "kl/final"]
+        if not finals or finals[-1].get("step") != self.steps:
             return None  # the run went on from there
-        measured = told[-1].get("metrics") or {}
+        measured = finals[-1].get("metrics") or {}
         return next((_finite(measured[name]) for name in KL_NAMES if name in measured), None)
 
     @property
@@ -133,4 +133,4 @@ def series_of(lines: Iterable[Record], step: str = "step") -> dict[str, Series]:
         for name, value in line.items():
             if name != step and (value is None or (isinstance(value, int | float) and not isinstance(value, bool))):
                 pairs.setdefault(name, []).append((at, value))
-    return {name: Series.of(sorted(kept, key=lambda pair: pair[0])) for name, kept in pairs.items()}
+    return {name: Series.of(sorted(points, key=lambda pair: pair[0])) for name, points in pairs.items()}

@@ -16,7 +16,8 @@ from keel.lab.doctor.diagnosis import Hypothesis
 from keel.lab.doctor.early import early_moves
 from keel.lab.doctor.findings import CODES, Advice, Finding, overrides
 from keel.lab.doctor.formula import Formula
-from keel.lab.doctor.suspects import SUSPECTS, Clear, Suspect
+from keel.lab.doctor.suspects import SUSPECTS, RuleOut, Suspect
+from keel.lab.runs import number
 
 if TYPE_CHECKING:
     from keel.lab.doctor.history import History
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 CONFIRMED, RULED_OUT, UNTESTED = "confirmed", "ruled out", "not testable here"
 
 
-def weigh(
+def judge_hypotheses(
     findings: Iterable[Finding],
     figures: Mapping[str, float],
     thresholds: Thresholds,
@@ -39,11 +40,11 @@ def weigh(
     serious = [finding for finding in findings if finding.severity != "note"]
     lines = tuple(unchecked)
     return tuple(
-        _decided(row, serious, figures, thresholds, lines, formula if row.by_formula else None) for row in SUSPECTS
+        _decide(row, serious, figures, thresholds, lines, formula if row.by_formula else None) for row in SUSPECTS
     )
 
 
-def _decided(
+def _decide(
     row: Suspect,
     findings: Sequence[Finding],
     figures: Mapping[str, float],
@@ -53,47 +54,55 @@ def _decided(
 ) -> Hypothesis:
     beyond = [name for name, limit in row.over if figures.get(name, -math.inf) > thresholds[limit]]
     beyond += [name for name, limit in row.under if figures.get(name, math.inf) < thresholds[limit]]
-    there = [way for way in row.clears if all(math.isfinite(figures.get(name, math.nan)) for name, _, _ in way.figures)]
-    codes = (*row.codes, *(row.codes_if_measured if there else ()))
+    measured = [
+        rule_out
+        for rule_out in row.ruled_out_by
+        if all(math.isfinite(figures.get(name, math.nan)) for name, _, _ in rule_out.figures)
+    ]
+    codes = (*row.codes, *(row.codes_if_measured if measured else ()))
     against = [finding for finding in findings if finding.code in codes]
     if against:
         worst = min(against, key=lambda finding: CODES[finding.code].rank)
-        return _said(row, CONFIRMED, f"{worst.code}: {worst.evidence}", row.if_confirmed or worst.advice, worst.options)
+        return _hypothesis(
+            row, CONFIRMED, f"{worst.code}: {worst.evidence}", row.if_confirmed or worst.advice, worst.options
+        )
     if beyond:
         limits = dict((*row.over, *row.under))
         shown = "; ".join(f"{name} is {figures[name]:.3g} (limit {thresholds[limits[name]]:g})" for name in beyond)
-        return _said(row, CONFIRMED, shown, row.if_confirmed or row.to_test)
+        return _hypothesis(row, CONFIRMED, shown, row.if_confirmed or row.to_test)
     if formula is not None:
         return _by_formula(row, formula, figures)
     open_question = _not_checked(row, unchecked)
     if open_question is not None:
-        return _said(row, UNTESTED, open_question, row.to_test)
-    for way in there:
-        if _unsafe(way, figures, thresholds) is None:
-            return _said(row, RULED_OUT, way.words.format(figures[way.figures[0][0]]), row.if_ruled_out)
-    if there:
-        return _said(row, UNTESTED, str(_unsafe(there[0], figures, thresholds)), row.to_test)
-    return _said(row, UNTESTED, "no figure here decides it", row.to_test)
+        return _hypothesis(row, UNTESTED, open_question, row.to_test)
+    for rule_out in measured:
+        if _unsafe(rule_out, figures, thresholds) is None:
+            return _hypothesis(row, RULED_OUT, rule_out.text.format(figures[rule_out.figures[0][0]]), row.if_ruled_out)
+    if measured:
+        return _hypothesis(row, UNTESTED, str(_unsafe(measured[0], figures, thresholds)), row.to_test)
+    return _hypothesis(row, UNTESTED, "no figure here decides it", row.to_test)
 
 
 def _by_formula(row: Suspect, formula: Formula, figures: Mapping[str, float]) -> Hypothesis:
     """What the formula is decides; a measured cosine only says beside it that the code does that."""
     measured = figures.get("kl_term/cosine_expected", math.nan)
     seen = f"; measured on this batch: cosine {measured:.3f} to it" if math.isfinite(measured) else ""
-    if not formula.acts:
-        return _said(row, RULED_OUT, formula.note, row.if_ruled_out)
+    if not formula.active:
+        return _hypothesis(row, RULED_OUT, formula.note, row.if_ruled_out)
     if formula.right:
-        return _said(row, RULED_OUT, formula.note + seen, row.if_ruled_out)
+        return _hypothesis(row, RULED_OUT, formula.note + seen, row.if_ruled_out)
     is_meant = MEANINGS[formula.expected].partition(":")[0]
-    words = f"{formula.advice.words} for ∇KL(policy‖ref)" + (
+    text = f"{formula.advice.text} for ∇KL(policy‖ref)" + (
         f", or keep it if {is_meant} is meant" if "∇" in is_meant else ""
     )
-    return _said(row, CONFIRMED, f"{formula.note}, not ∇KL(policy‖ref){seen}", Advice(words, formula.advice.proposals))
+    return _hypothesis(
+        row, CONFIRMED, f"{formula.note}, not ∇KL(policy‖ref){seen}", Advice(text, formula.advice.proposals)
+    )
 
 
-def _unsafe(way: Clear, figures: Mapping[str, float], thresholds: Thresholds) -> str | None:
-    """Which figure keeps this way from clearing the row, in words; None if it does."""
-    for name, side, limit in way.figures:
+def _unsafe(rule_out: RuleOut, figures: Mapping[str, float], thresholds: Thresholds) -> str | None:
+    """The figure that does not rule the row out, as a sentence; None if all do."""
+    for name, side, limit in rule_out.figures:
         value, edge = figures[name], thresholds[limit] if isinstance(limit, str) else limit
         if not (value >= edge if side == "at least" else value <= edge):
             return f"{name} is {value:.3g}: {side} {edge:g} would rule it out"
@@ -117,7 +126,7 @@ def _line_of(code: str, unchecked: Sequence[str]) -> str | None:
     return None
 
 
-def _said(
+def _hypothesis(
     row: Suspect, verdict: str, figure: str, action: str | Advice, options: tuple[tuple[str, ...], ...] = ()
 ) -> Hypothesis:
     if isinstance(action, Advice):
@@ -157,11 +166,11 @@ def history_figures(history: History, recent: int = 10) -> dict[str, float]:
     entropy = history.get("entropy/mean")
     if entropy is not None and history.vocabulary:
         figures["entropy/share"] = entropy.finite.values[0] / math.log(history.vocabulary)
-    earned = [record.get("reward") for record in history.rollouts if not record.get("tracked")]
-    paid = [float(reward) for reward in earned if isinstance(reward, int | float) and math.isfinite(reward)]
-    if paid:
-        figures["reward/lowest"] = min(paid)
+    earned = [number(record.get("reward")) for record in history.rollouts if not record.get("tracked")]
+    rewards = [reward for reward in earned if reward is not None]
+    if rewards:
+        figures["reward/lowest"] = min(rewards)
     return figures
 
 
-__all__ = ["SUSPECTS", "history_figures", "preflight_figures", "weigh"]
+__all__ = ["SUSPECTS", "history_figures", "judge_hypotheses", "preflight_figures"]

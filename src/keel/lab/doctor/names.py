@@ -100,11 +100,11 @@ TRL_OPTIONS: dict[str, str] = {
     "use_bias_correction_kl": "kl.bias_correction",
 }
 
-_ROOMS = (
+_METRIC_PREFIXES = (
     *("kl", "reward", "loss", "logp", "entropy", "ratio", "grad", "optim", "guard", "length", "parse", "prompt"),
     *("turn", "tool", "answer"),
 )
-_KEEL = re.compile(rf"^({'|'.join(_ROOMS)})/")
+_KEEL = re.compile(rf"^({'|'.join(_METRIC_PREFIXES)})/")
 _REWARD_PART = re.compile(r"^rewards/(.+)/mean$")
 
 
@@ -136,15 +136,20 @@ def from_map(name: str) -> str:
     raise unknown("name in --map", name, SHORT)
 
 
-def renamed(series: Mapping[str, Series]) -> tuple[dict[str, Series], list[str]]:
-    """(series under Keel's names, names that no check reads); of two for one name the first in the table is kept."""
-    found: dict[str, Series] = {}
+def renamed(series: Mapping[str, Series], mapping: Mapping[str, str]) -> tuple[dict[str, Series], list[str]]:
+    """(series under Keel's names, names that no check reads); of two for one name the first in the table is kept.
+
+    `mapping` is that of `--map`, {name: column}; its columns are read under these names alone.
+    """
+    renamed_series: dict[str, Series] = {}
     unused = []
     order = {name: index for index, name in enumerate((*TRL, *VERL))}
-    for name in sorted(series, key=lambda given: order.get(given.removeprefix("train/"), len(order))):
-        known = canonical(name)
-        if known is None:
+    unmapped = [name for name in series if name not in mapping.values()]
+    for name in sorted(unmapped, key=lambda name: order.get(name.removeprefix("train/"), len(order))):
+        keel_name = canonical(name)
+        if keel_name is None:
             unused.append(name)
         else:
-            found.setdefault(known, series[name])
-    return found, unused
+            renamed_series.setdefault(keel_name, series[name])
+    mapped = {from_map(name): series[column] for name, column in mapping.items() if column in series}
+    return renamed_series | mapped, unused

@@ -11,12 +11,12 @@ from keel.base.errors import first_line
 from keel.base.thresholds import Thresholds, load_thresholds
 from keel.config import Config
 from keel.envs import Task
-from keel.lab.doctor.bench import WARMSTART_S, build_bench
-from keel.lab.doctor.diagnosis import Diagnosis, with_raised
-from keel.lab.doctor.findings import Finding, found, ranked
+from keel.lab.doctor.diagnosis import Diagnosis, with_threshold_notes
+from keel.lab.doctor.findings import Finding, finding, ranked
 from keel.lab.doctor.formula import formula_of
-from keel.lab.doctor.hypotheses import preflight_figures, weigh
+from keel.lab.doctor.hypotheses import judge_hypotheses, preflight_figures
 from keel.lab.doctor.probes import PROBES, ProbeResult
+from keel.lab.doctor.setup import WARMSTART_S, build_setup
 
 OnProbe = Callable[[ProbeResult, float], None]
 
@@ -36,25 +36,27 @@ def preflight(
     longer than `warmstart_s` is cut; what then depends on the policy's skill is a note and decides no hypothesis.
     """
     limits = load_thresholds() if thresholds is None else thresholds
-    bench = build_bench(config, task=task, reward=reward, warmstart_s=warmstart_s)
+    setup = build_setup(config, task=task, reward=reward, warmstart_s=warmstart_s)
     outcomes = []
     for name, probe in PROBES:
         began = time.monotonic()
         try:
-            outcome = probe(bench, limits)
+            outcome = probe(setup, limits)
         except Exception as error:  # a user's part may raise anything
             outcome = _failed(name, f"{type(error).__name__}: {first_line(error)}")
         outcomes.append(outcome)
         if on_probe is not None:
             on_probe(outcome, time.monotonic() - began)
     every = [finding for outcome in outcomes for finding in outcome.findings]
-    findings = tuple(ranked(every if bench.cut is None else [_softened(finding, bench.cut) for finding in every]))
-    decisive = [outcome for outcome in outcomes if bench.cut is None or outcome.name not in _ON_THE_POLICYS_SKILL]
-    several = config.rollout.max_turns > 1 and bench.run.task.several_turns
+    findings = tuple(
+        ranked(every if setup.warmstart_cut is None else [_softened(finding, setup.warmstart_cut) for finding in every])
+    )
+    decisive = [outcome for outcome in outcomes if setup.warmstart_cut is None or outcome.name not in _SKILL_PROBES]
+    several = config.rollout.max_turns > 1 and setup.run.task.several_turns
     unchecked = tuple(line for outcome in outcomes for line in outcome.unchecked)
     diagnosis = Diagnosis(
         findings=findings,
-        hypotheses=weigh(
+        hypotheses=judge_hypotheses(
             findings,
             preflight_figures(decisive, several_turns=several),
             limits,
@@ -62,24 +64,24 @@ def preflight(
             formula_of(config.to_dict()),
         ),
         unchecked=unchecked,
-        notes=(*bench.notes, *(line for outcome in outcomes for line in outcome.lines)),
+        notes=(*setup.notes, *(line for outcome in outcomes for line in outcome.lines)),
     )
-    return with_raised(diagnosis, limits)
+    return with_threshold_notes(diagnosis, limits)
 
 
 def _failed(name: str, reason: str) -> ProbeResult:
-    finding = found(
+    failure = finding(
         "doctor/probe-failed",
         f"the probe of {name} ended in {reason}",
         "a part that it tried raised an error; training would most likely meet the same one",
         "mend that part, and run the doctor again: what depends on this probe is not known",
     )
-    return ProbeResult(name, (finding,), unchecked=(f"{name}: {reason}",))
+    return ProbeResult(name, (failure,), unchecked=(f"{name}: {reason}",))
 
 
 # What a policy writes and how far an update takes it depend on how much it has learned.
-_ON_THE_POLICYS_SKILL = ("collection", "advantage", "update", "truncation")
-_OF_AN_UNFINISHED_POLICY = (
+_SKILL_PROBES = ("collection", "advantage", "update", "truncation")
+_SKILL_CODES = (
     "output/",
     "reward/constant",
     "reward/weak",
@@ -91,7 +93,7 @@ _OF_AN_UNFINISHED_POLICY = (
 
 def _softened(finding: Finding, cut: str) -> Finding:
     """A finding about a policy whose warm start was cut says so and is a note: the run's own policy knows more."""
-    if not finding.code.startswith(_OF_AN_UNFINISHED_POLICY):
+    if not finding.code.startswith(_SKILL_CODES):
         return finding
     return replace(finding, severity="note", evidence=f"after {cut}: {finding.evidence}")
 

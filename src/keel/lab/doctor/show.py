@@ -113,7 +113,9 @@ def doctor_page() -> str:
         (f"`{t.name}`", f"{t.alarm} {t.value:g}", t.unit, t.source, t.reason) for t in shipped_thresholds().values()
     )
     tried = ((name, (inspect.getdoc(probe) or "").splitlines()[0]) for name, probe in PROBES)
-    rows = ((f"{row.name} {row.title}", row.priority, _confirmed(row), _ways(row), row.interacts) for row in SUSPECTS)
+    rows = (
+        (f"{row.name} {row.title}", row.priority, _confirmed(row), _rule_outs(row), row.interacts) for row in SUSPECTS
+    )
     return PAGE.format(
         probes=_table(("experiment", "what it does"), tried),
         hypotheses=_table(("hypothesis", "priority", "confirmed by", "ruled out by", "interacts with"), rows),
@@ -132,14 +134,16 @@ def _confirmed(row: Suspect) -> str:
     return codes + "; or a formula whose gradient is another than ∇KL(policy‖ref)" * row.by_formula
 
 
-def _ways(row: Suspect) -> str:
-    """The ways to rule a row out, each a list of figures that all have to be safe."""
+def _rule_outs(row: Suspect) -> str:
+    """What rules a row out: alternatives, each a list of figures that all have to be safe."""
 
-    def said(name: str, side: str, limit: str | float) -> str:
+    def figure_text(name: str, side: str, limit: str | float) -> str:
         return f"`{name}` {side} {f'`{limit}`' if isinstance(limit, str) else f'{limit:g}'}"
 
     first = "the configured formula, before and after a run alike; where it is not known " if row.by_formula else ""
-    return first + "; or ".join(" and ".join(said(*figure) for figure in way.figures) for way in row.clears)
+    return first + "; or ".join(
+        " and ".join(figure_text(*figure) for figure in rule_out.figures) for rule_out in row.ruled_out_by
+    )
 
 
 def _names(whose: str, names: dict[str, str]) -> str:

@@ -12,10 +12,10 @@ Side = Literal["at least", "at most"]
 
 
 @dataclass(frozen=True)
-class Clear:
-    """A way out of suspicion: every figure is there, and on the safe side of its threshold (a name, or a number)."""
+class RuleOut:
+    """What rules a suspect out: every figure is there, and on the safe side of its threshold (a name, or a number)."""
 
-    words: str
+    text: str
     figures: tuple[tuple[str, Side, str | float], ...]
 
 
@@ -27,7 +27,7 @@ class Suspect:
     title: str
     priority: str
     codes: tuple[str, ...]
-    clears: tuple[Clear, ...]
+    ruled_out_by: tuple[RuleOut, ...]
     interacts: str
     if_ruled_out: str
     if_confirmed: str | None = None
@@ -45,8 +45,8 @@ def _suspects() -> tuple[Suspect, ...]:
 
 
 def _suspect(name: str, row: dict[str, Any]) -> Suspect:
-    clears = tuple(Clear(way["words"], _tuples(way["figures"])) for way in row["clears"])
-    return Suspect(name, **{**{key: _tuples(value) for key, value in row.items()}, "clears": clears})
+    ruled_out_by = tuple(RuleOut(entry["text"], _tuples(entry["figures"])) for entry in row["ruled_out_by"])
+    return Suspect(name, **{**{key: _tuples(value) for key, value in row.items()}, "ruled_out_by": ruled_out_by})
 
 
 def _tuples(value: Any) -> Any:

@@ -18,7 +18,7 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Mod: operator.mod,
 }
 _REFERENCE = re.compile(r"\$\{\s*(?:oc\.select:\s*)?(\.*[A-Za-z_][\w.]*)\s*(?:,\s*([^{}]*))?\}")
-_DEEPEST = 8
+_MAX_DEPTH = 8
 
 
 def arithmetic(node: ast.expr, lookup: Callable[[str], Any]) -> int:
@@ -46,19 +46,19 @@ def interpolated(name: str, value: Any, values: Mapping[str, Any], depth: int = 
     """The value of option `name` with `${other.option}` filled in from the same file; what is not there stays."""
     if isinstance(value, list):
         return [interpolated(name, item, values, depth) for item in value]
-    if not isinstance(value, str) or "${" not in value or depth > _DEEPEST:
+    if not isinstance(value, str) or "${" not in value or depth > _MAX_DEPTH:
         return value
 
-    def found(match: re.Match[str]) -> Any:
+    def resolve(match: re.Match[str]) -> Any:
         target = _absolute(name, match[1])
         if target in values:
             return interpolated(target, values[target], values, depth + 1)
         return match[0] if match[2] is None else text.parse(match[2], f"the value of {name}")
 
-    whole = _REFERENCE.fullmatch(value.strip())
-    if whole is not None:
-        return found(whole)
-    return _REFERENCE.sub(lambda match: _word(found(match)), value)
+    reference = _REFERENCE.fullmatch(value.strip())
+    if reference is not None:
+        return resolve(reference)
+    return _REFERENCE.sub(lambda match: _as_text(resolve(match)), value)
 
 
 def _absolute(name: str, target: str) -> str:
@@ -67,7 +67,7 @@ def _absolute(name: str, target: str) -> str:
     return ".".join([*name.split(".")[:-dots], target[dots:]]) if dots else target
 
 
-def _word(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else text.dump(value)
 
 

@@ -68,7 +68,7 @@ TRL_PENALTY: Mapping[str, Any] = {"kl.estimator": "k3", "kl.reduction": "loss"}
 
 
 @dataclass(frozen=True)
-class Became:
+class MigratedOption:
     """One option of the peer's file: what it became, or why nothing (`reason`); `note` says what differs."""
 
     name: str
@@ -86,16 +86,16 @@ class Became:
 
 @dataclass(frozen=True)
 class Migration:
-    """The whole result: `tree` is Keel's configuration, `rows` account for every option of the file."""
+    """The result: `tree` is Keel's configuration, `rows` account for every option of the file."""
 
     origin: str
     tree: Mapping[str, Any]
-    rows: tuple[Became, ...]
+    rows: tuple[MigratedOption, ...]
     refused: str | None = None  # why Keel does not take the result as it is
     missing: str | None = None  # the result is right, but this machine lacks a package that it needs
 
     @property
-    def without(self) -> list[Became]:
+    def unmapped(self) -> list[MigratedOption]:
         """The options that have no counterpart, or one that is set by hand."""
         return [row for row in self.rows if row.reason]
 
@@ -111,13 +111,18 @@ def migrate(path: Path) -> Migration:
     origin = "verl" if any(name.startswith(("actor_rollout_ref.", "algorithm.")) for name in names) else "TRL"
     known = {**aliases.table(), **{alias.name: alias for alias in dict(aliases.tables())[origin]}}
     values = {name: value for name, value in reading.values.items() if (name, value) != ("max_steps", -1)}
-    silent = _silent(origin, reading, values)
-    given = {**silent, **values, **{name: held for name, (held, _) in reading.by_hand.items()}}
-    rows = [_became(name, value, given, known, silent=name in silent) for name, value in {**silent, **values}.items()]
-    rows += [Became(name, held, {}, reason) for name, (held, reason) in reading.by_hand.items()]
-    rows += [Became(name, "an object", {}, note=f"read from {call}(…)") for name, call in reading.elsewhere.items()]
+    defaults = _peer_defaults(origin, reading, values)
+    peer_values = {**defaults, **values, **{name: held for name, (held, _) in reading.by_hand.items()}}
+    rows = [
+        _migrate_option(name, value, peer_values, known, silent=name in defaults)
+        for name, value in {**defaults, **values}.items()
+    ]
+    rows += [MigratedOption(name, held, {}, reason) for name, (held, reason) in reading.by_hand.items()]
+    rows += [
+        MigratedOption(name, "an object", {}, note=f"read from {call}(…)") for name, call in reading.elsewhere.items()
+    ]
     if len(values) < len(reading.values):
-        rows.append(Became("max_steps", -1, {}, note="leaves the length to num_train_epochs"))
+        rows.append(MigratedOption("max_steps", -1, {}, note="leaves the length to num_train_epochs"))
     tree: dict[str, Any] = {}
     for row in sorted(rows, key=lambda row: not row.silent):  # what the file says overrides what the peer would do
         for option, value in row.options.items():
@@ -127,14 +132,14 @@ def migrate(path: Path) -> Migration:
         added = {option: value for option, value in TRL_PENALTY.items() if option not in named}
         for option, value in added.items():
             put(tree, option, value)
-        rows.append(Became("beta", "its KL term", added, note=_KL_NOTE, silent=True))
+        rows.append(MigratedOption("beta", "its KL term", added, note=_KL_NOTE, silent=True))
     if tree.get("rollout", {}).get("engine") == "vllm":
         put(tree, "rollout.engine", "native")
-        rows.append(Became("vllm", "its engine", {"rollout.engine": "native"}, note=_ENGINE_NOTE, silent=True))
-    problems = [reading.twice, _disagreement(rows), _estimator(rows), *_penalty(rows, given, tree)]
+        rows.append(MigratedOption("vllm", "its engine", {"rollout.engine": "native"}, note=_ENGINE_NOTE, silent=True))
+    problems = [reading.conflict, _disagreement(rows), _estimator(rows), *_penalty(rows, peer_values, tree)]
     refused, missing = _refusal(tree)
-    said = [problem for problem in (*problems, refused) if problem]
-    return Migration(origin, tree, tuple(rows), "; ".join(said) or None, missing)
+    refusals = [problem for problem in (*problems, refused) if problem]
+    return Migration(origin, tree, tuple(rows), "; ".join(refusals) or None, missing)
 
 
 _ENGINE_NOTE = "Keel samples with its own engine, which shares the policy's weights"
@@ -144,22 +149,25 @@ _KL_NOTE = (
 )
 
 
-def _silent(origin: str, reading: Reading, values: Mapping[str, Any]) -> dict[str, Any]:
+def _peer_defaults(origin: str, reading: Reading, values: Mapping[str, Any]) -> dict[str, Any]:
     """The peer's defaults for what its file does not name."""
     if origin == "TRL":
         defaults = {**TRL_DEFAULTS, **(TRL_KL_DEFAULTS if _number(values.get("beta")) else {})}
         if values.get("loss_type", "dapo") not in ("grpo", "bnpo", "dr_grpo", "dapo"):
             del defaults["epsilon"]  # those that clip between 1 ± epsilon
-        also = {
+        replaced_by = {
             "per_device_train_batch_size": ("generation_batch_size",),
             "save_steps": ("save_strategy",),
             "eval_strategy": ("eval_steps", "evaluation_strategy"),
             "num_train_epochs": ("max_steps",),
         }
     else:
-        on = [switch for switch in VERL_SWITCHED if values.get(switch) is True]
-        defaults = {**VERL_DEFAULTS, **{name: value for switch in on for name, value in VERL_SWITCHED[switch].items()}}
-        also = {
+        enabled = [switch for switch in VERL_SWITCHED if values.get(switch) is True]
+        defaults = {
+            **VERL_DEFAULTS,
+            **{name: value for switch in enabled for name, value in VERL_SWITCHED[switch].items()},
+        }
+        replaced_by = {
             "data.max_response_length": (R + "response_length",),
             "trainer.total_epochs": ("trainer.total_training_steps",),
         }
@@ -167,39 +175,43 @@ def _silent(origin: str, reading: Reading, values: Mapping[str, Any]) -> dict[st
     return {
         name: value
         for name, value in defaults.items()
-        if name not in reading.values and name not in reading.by_hand and not named.intersection(also.get(name, ()))
+        if name not in reading.values
+        and name not in reading.by_hand
+        and not named.intersection(replaced_by.get(name, ()))
     }
 
 
-def _became(name: str, value: Any, given: Mapping[str, Any], known: Mapping[str, Alias], *, silent: bool) -> Became:
+def _migrate_option(
+    name: str, value: Any, peer_values: Mapping[str, Any], known: Mapping[str, Alias], *, silent: bool
+) -> MigratedOption:
     alias = known.get(name)
     if alias is None and is_option(name):
-        return Became(name, value, {name: value}, silent=silent)
+        return MigratedOption(name, value, {name: value}, silent=silent)
     if alias is None:
-        return Became(name, value, {}, "neither Keel nor its table of options knows it", silent=silent)
+        return MigratedOption(name, value, {}, "neither Keel nor its table of options knows it", silent=silent)
     try:
-        options = alias.apply(value, given)
+        options = alias.apply(value, peer_values)
     except KeelError as error:
         reason = re.sub(rf"^{re.escape(name)}(=\S+)? has no counterpart: ", "", str(error))
-        return Became(name, value, {}, reason, silent=silent)
-    return Became(name, value, options, note=alias.note, silent=silent)
+        return MigratedOption(name, value, {}, reason, silent=silent)
+    return MigratedOption(name, value, options, note=alias.note, silent=silent)
 
 
 # ------------------------------------------------------------------------------------------------- refusals
 
 
-def _disagreement(rows: Sequence[Became]) -> str | None:
+def _disagreement(rows: Sequence[MigratedOption]) -> str | None:
     """Two options of the file that give one of Keel's two values."""
-    said: dict[str, tuple[Any, str, str]] = {}
+    values: dict[str, tuple[Any, str, str]] = {}
     for row in rows:
         for target, value in row.options.items() if not row.silent else ():
-            if target in said and said[target][0] != value:
-                return str(aliases.disagree(target, said[target][1:], (row.name, text.dump(row.value))))
-            said[target] = (value, row.name, text.dump(row.value))
+            if target in values and values[target][0] != value:
+                return str(aliases.disagree(target, values[target][1:], (row.name, text.dump(row.value))))
+            values[target] = (value, row.name, text.dump(row.value))
     return None
 
 
-def _estimator(rows: Sequence[Became]) -> str | None:
+def _estimator(rows: Sequence[MigratedOption]) -> str | None:
     """A method that Keel does not have makes another training run of the whole file."""
     row = next((row for row in rows if row.name == "algorithm.adv_estimator" and row.reason), None)
     if row is None:
@@ -208,13 +220,13 @@ def _estimator(rows: Sequence[Became]) -> str | None:
     return f"algorithm.adv_estimator={text.dump(row.value)}{default}: {row.reason}"
 
 
-def _penalty(rows: Sequence[Became], given: Mapping[str, Any], tree: Mapping[str, Any]) -> Iterator[str]:
+def _penalty(rows: Sequence[MigratedOption], peer_values: Mapping[str, Any], tree: Mapping[str, Any]) -> Iterator[str]:
     """A KL term that the file has and the result would lose."""
-    on = [switch for switch in VERL_SWITCHED if given.get(switch) is True]
+    enabled = [switch for switch in VERL_SWITCHED if peer_values.get(switch) is True]
     beta = tree.get("kl", {}).get("beta")
-    if on and not _number(beta):
-        yield f"{on[0]} is on while β is {beta or 0}: set kl.beta above 0, or turn the switch off"
-    read_now = {"beta", *VERL_SWITCHED, *(name for switch in on for name in VERL_SWITCHED[switch])}
+    if enabled and not _number(beta):
+        yield f"{enabled[0]} is on while β is {beta or 0}: set kl.beta above 0, or turn the switch off"
+    read_now = {"beta", *VERL_SWITCHED, *(name for switch in enabled for name in VERL_SWITCHED[switch])}
     for row in rows:
         if row.name in read_now and row.reason:
             yield f"the KL term depends on {row.name}={text.dump(row.value)}: {row.reason}"
@@ -246,4 +258,4 @@ def _yaml(tree: Mapping[str, Any], indent: str) -> Iterator[str]:
             yield f"{indent}{key}: {text.dump(value)}"
 
 
-__all__ = ["Became", "Migration", "migrate"]
+__all__ = ["MigratedOption", "Migration", "migrate"]

@@ -44,12 +44,12 @@ _LORA = {"r": "r", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_mod
 
 @dataclass(frozen=True)
 class Reading:
-    """What a file says: options with values, options without one and why, arguments read elsewhere, repetitions."""
+    """What a file says: options with values, options without one and why, arguments read elsewhere, a conflict."""
 
     values: Mapping[str, Any]
     by_hand: Mapping[str, tuple[Any, str]] = field(default_factory=dict)  # name → (what the file holds, the reason)
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # argument → the call that it was read from
-    twice: str | None = None  # an option given twice with two values
+    conflict: str | None = None  # an option given twice with two values
 
     def __contains__(self, name: str) -> bool:
         return name in self.values or name in self.by_hand
@@ -66,31 +66,32 @@ def read(path: Path) -> Reading:
     if path.suffix == ".py":
         reading = _python(content, path)
     elif path.suffix in SHELLS:
-        reading = _settled(options_of_script(content, path), VARIABLE)
+        reading = _resolved(options_of_script(content, path), VARIABLE)
     else:
-        reading = _settled(_mapping(content, path), INTERPOLATED)
+        reading = _resolved(_mapping(content, path), INTERPOLATED)
     if not reading.values:
         raise KeelError(f"{path} names no option: expected a GRPOConfig, a YAML mapping or key=value words")
     return reading
 
 
-def _settled(pairs: Iterable[tuple[str, Any]], reason: str) -> Reading:
+def _resolved(pairs: Iterable[tuple[str, Any]], reason: str) -> Reading:
     """Interpolations of the file's own options are filled in; what still holds a `$` is left to the user."""
-    said = [(aliases.normal(name), value) for name, value in pairs]
-    values, twice = _once(said)
+    values, conflict = _unique((aliases.normal(name), value) for name, value in pairs)
     filled = {name: interpolated(name, value, values) for name, value in values.items()}
-    open_ones = {name: (value, reason) for name, value in filled.items() if undetermined(value)}
-    return Reading({name: value for name, value in filled.items() if name not in open_ones}, open_ones, twice=twice)
+    unresolved = {name: (value, reason) for name, value in filled.items() if undetermined(value)}
+    return Reading(
+        {name: value for name, value in filled.items() if name not in unresolved}, unresolved, conflict=conflict
+    )
 
 
-def _once(pairs: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], str | None]:
+def _unique(pairs: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], str | None]:
     values: dict[str, Any] = {}
-    twice = None
+    conflict = None
     for name, value in pairs:
         if name in values and values[name] != value:
-            twice = twice or str(aliases.disagree("", (name, text.dump(values[name])), (name, text.dump(value))))
+            conflict = conflict or str(aliases.disagree("", (name, text.dump(values[name])), (name, text.dump(value))))
         values[name] = value
-    return values, twice
+    return values, conflict
 
 
 def _mapping(content: str, path: Path) -> Iterator[tuple[str, Any]]:
@@ -120,8 +121,8 @@ def _python(content: str, path: Path) -> Reading:
         raise KeelError(f"{path} is not Python: line {error.lineno}: {error.msg}") from None
     constants = _constants(module)
     calls = [(_called(node), node) for node in ast.walk(module) if isinstance(node, ast.Call)]
-    found = {name for name, _ in calls}
-    said: list[tuple[str, Any]] = []
+    called_names = {name for name, _ in calls}
+    options: list[tuple[str, Any]] = []
     by_hand: dict[str, tuple[Any, str]] = {}
     elsewhere: dict[str, str] = {}
     for called, call in calls:
@@ -131,19 +132,19 @@ def _python(content: str, path: Path) -> Reading:
             try:
                 value = _literal(node, constants) if node is not None else _unknown()
             except ValueError:
-                if _READ_WITH.get(name) in found:
+                if _READ_WITH.get(name) in called_names:
                     elsewhere[name] = _READ_WITH[name]
                 else:
                     by_hand[name] = ("an object", _OBJECTS.get(name, COMPUTED))
                 continue
             if called == "LoraConfig" and name in _LORA:
-                said.append((f"model.lora.{_LORA[name]}", value))
+                options.append((f"model.lora.{_LORA[name]}", value))
             elif called != "LoraConfig" or name not in ("task_type", "bias"):  # what every causal model's adapter says
-                said.append(("model.name" if name == "model" else name, value))
-    if not said and not by_hand:
+                options.append(("model.name" if name == "model" else name, value))
+    if not options and not by_hand:
         raise KeelError(f"{path} calls no GRPOConfig, GRPOTrainer or LoraConfig: there is nothing to migrate")
-    values, twice = _once(said)
-    return Reading(values, {n: why for n, why in by_hand.items() if n not in values}, elsewhere, twice)
+    values, conflict = _unique(options)
+    return Reading(values, {name: why for name, why in by_hand.items() if name not in values}, elsewhere, conflict)
 
 
 def _called(call: ast.Call) -> str:

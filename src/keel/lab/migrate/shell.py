@@ -21,7 +21,7 @@ _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
 _SUM = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
 _BEFORE = ("export", "local", "declare", "readonly", "env", "then", "else", "do", "{")
 _NO_TRAINER = ("echo", "printf", "tee", "cat", "cd", "mkdir", "cp", "rm", "source", ".", "set", "unset", "pip", "sleep")
-_DEEPEST = 8
+_MAX_DEPTH = 8
 
 
 def options_of_script(content: str, path: Path) -> Iterator[tuple[str, Any]]:
@@ -35,7 +35,7 @@ def options_of_script(content: str, path: Path) -> Iterator[tuple[str, Any]]:
         raise KeelError(f"cannot read {path} as a shell script: {error}") from None
     plain = path.suffix == ".txt"  # a page of options rather than a script: it has no variables
     variables: dict[str, set[str]] = {}
-    words: list[list[str]] = []
+    trainer_commands: list[list[str]] = []
     for command in commands:
         position = 0
         while position < len(command) and not plain:
@@ -46,10 +46,10 @@ def options_of_script(content: str, path: Path) -> Iterator[tuple[str, Any]]:
                 break
             position += 1
         if command[position : position + 1] and command[position] not in _NO_TRAINER:
-            words.append(command[position:])
+            trainer_commands.append(command[position:])
     # a name with two values depends on the way through the script
     known = {name: next(iter(values)) for name, values in variables.items() if len(values) == 1}
-    for command in words:
+    for command in trainer_commands:
         for name, word in _options(command):
             yield name, _value(word, known, path)
 
@@ -122,15 +122,15 @@ def _value(word: str | list[str] | None, known: Mapping[str, str], path: Path) -
 
 
 def _filled(word: str, known: Mapping[str, str]) -> str:
-    for _ in range(_DEEPEST):
-        filled = _SUM.sub(lambda match: _computed(match, known), _VARIABLE.sub(lambda m: _looked_up(m, known), word))
+    for _ in range(_MAX_DEPTH):
+        filled = _SUM.sub(lambda match: _computed(match, known), _VARIABLE.sub(lambda m: _lookup(m, known), word))
         if filled == word:
             break
         word = filled
     return word
 
 
-def _looked_up(match: re.Match[str], known: Mapping[str, str]) -> str:
+def _lookup(match: re.Match[str], known: Mapping[str, str]) -> str:
     name = match[1] or match[3]
     otherwise = match[0] if match[2] is None else match[2].strip("\"'")
     return known.get(name, otherwise)

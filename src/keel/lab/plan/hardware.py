@@ -16,8 +16,8 @@ GIB = 2**30
 @dataclass(frozen=True)
 class Hardware:
     """Memory in bytes; operations a second that matrix products really reach, in half and single precision; bytes a
-    second from memory; `layer_s` is what it takes to launch one layer's operations; `workspace_bytes` are what the
-    library of matrix products keeps for itself, once for forward passes and once for backward ones.
+    second from memory; `layer_s` is the time to launch one layer's kernels; `workspace_bytes` are cuBLAS's workspaces,
+    once for forward passes and once for backward ones.
     """
 
     name: str
@@ -45,20 +45,20 @@ KNOWN: dict[str, Hardware] = {
 def find_hardware(name: str = "auto", memory_gib: float | None = None) -> Hardware:
     """By name, or this machine: its GPU where there is one, else its CPU, measured for a fraction of a second."""
     if name == "auto":
-        found = _gpu() if torch.cuda.is_available() else _cpu()
+        hardware = _gpu() if torch.cuda.is_available() else _cpu()
     elif name == "cpu":
-        found = _cpu()
+        hardware = _cpu()
     elif name in KNOWN:
-        found = KNOWN[name]
+        hardware = KNOWN[name]
     else:
         raise unknown("hardware", name, [*KNOWN, "cpu", "auto"])
-    return found if memory_gib is None else replace(found, memory_bytes=int(memory_gib * GIB))
+    return hardware if memory_gib is None else replace(hardware, memory_bytes=int(memory_gib * GIB))
 
 
 def _gpu() -> Hardware:
-    about = torch.cuda.get_device_properties(0)
-    near = next((hw for key, hw in KNOWN.items() if key in about.name.lower().replace(" ", "")), KNOWN["a100"])
-    return replace(near, name=about.name, memory_bytes=int(about.total_memory))
+    properties = torch.cuda.get_device_properties(0)
+    near = next((hw for key, hw in KNOWN.items() if key in properties.name.lower().replace(" ", "")), KNOWN["a100"])
+    return replace(near, name=properties.name, memory_bytes=int(properties.total_memory))
 
 
 def _cpu() -> Hardware:

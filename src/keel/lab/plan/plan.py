@@ -1,4 +1,4 @@
-"""`keel plan`: memory and time of a step before anything runs, by a rehearsal of the real passes on fake tensors."""
+"""`keel plan`: memory and time of a step before anything runs, by a dry run of the real passes on fake tensors."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from keel.config import Config, load_config
+from keel.lab.plan.dry_run import StepCost, decoding_traits, dry_run, full_microbatches, rollout_passes
 from keel.lab.plan.hardware import Hardware
-from keel.lab.plan.rehearse import Found, decoding_traits, full_micros, rehearse, rollout_passes
-from keel.lab.plan.shapes import longest_prompt, place, shaped_policy, shaped_reference, source_of
+from keel.lab.plan.shapes import longest_prompt, materialize, model_source, policy_shape, reference_shape
 from keel.models.head import causal_lm
 from keel.models.load import LoadedModel
 from keel.rollout.native.scheduler import Traits
 
 GIB = 2**30
-_GRAPHED = 0.25  # of a layer's launch where decoding steps are CUDA graphs: 2.1 ms for 9.5 ms were measured on an H200
-_SAMPLING_LAYERS = 6  # drawing and writing down a token is about as many small operations as this many layers
+_GRAPHED = 0.25  # of a layer's launch where decode steps are CUDA graphs: 2.1 ms for 9.5 ms were measured on an H200
+_SAMPLING_LAYERS = 6  # sampling a token is about as many small operations as this many layers
 
 
 @dataclass(frozen=True)
@@ -59,24 +59,24 @@ def plan(config: Config, hardware: Hardware, prompt_tokens: int | None = None) -
     The reference's pass and the update's are the real ones, run on tensors that have shapes and no memory, so that
     their peaks are counted rather than guessed; times are counted operations over the hardware's speed.
     """
-    tokenizer, build = source_of(config)
+    tokenizer, build = model_source(config)
     prompt = prompt_tokens or longest_prompt(config, tokenizer)
     with torch.device("meta"):  # shapes alone: nothing is allocated and nothing is read
-        loaded = shaped_policy(config, tokenizer, build, hardware)
-        reference = shaped_reference(config, loaded, build)
-    micros = full_micros(config, loaded, prompt)
+        loaded = policy_shape(config, tokenizer, build, hardware)
+        reference = reference_shape(config, loaded, build)
+    micros = full_microbatches(config, loaded, prompt)
     with FakeTensorMode(allow_non_fake_inputs=True):
         for model in {id(m): m for m in (loaded.model, reference) if m is not None}.values():
-            place(model)
-        found = rehearse(config, loaded, reference, micros, hardware, prompt)
+            materialize(model)
+        cost = dry_run(config, loaded, reference, micros, hardware, prompt)
     return Plan(
         parameters=sum(p.numel() for p in loaded.model.parameters()),
         trainable=sum(p.numel() for p in loaded.model.parameters() if p.requires_grad),
-        parts=found.parts,
-        phases=found.phases,
-        host=found.host,
-        seconds=_seconds(config, loaded, hardware, found),
-        flops=sum(found.flops.values()),
+        parts=cost.parts,
+        phases=cost.phases,
+        host=cost.host,
+        seconds=_seconds(config, loaded, hardware, cost),
+        flops=sum(cost.flops.values()),
         prompt_tokens=prompt,
         hardware=hardware,
     )
@@ -88,10 +88,10 @@ def make_it_fit(config: Config, hardware: Hardware, prompt_tokens: int | None = 
     The list ends with the first that fits, or with the last resort.
     """
     tried: list[tuple[list[str], Plan]] = []
-    given: dict[str, str] = {}
+    by_option: dict[str, str] = {}
     for override in _remedies(config):
-        given[override.partition("=")[0]] = override
-        overrides = list(given.values())
+        by_option[override.partition("=")[0]] = override
+        overrides = list(by_option.values())
         tried.append((overrides, plan(load_config(config, overrides), hardware, prompt_tokens)))
         if tried[-1][1].fits:
             return tried
@@ -99,15 +99,15 @@ def make_it_fit(config: Config, hardware: Hardware, prompt_tokens: int | None = 
 
 
 def _remedies(config: Config) -> Iterator[str]:
-    """From the cheapest in time to the dearest."""
+    """Overrides that save memory, from the cheapest in time to the dearest."""
     tokens = config.optim.microbatch_tokens
     for size in (tokens // 2, tokens // 4, tokens // 8):
         if size >= 256:
             yield f"optim.microbatch_tokens={size}"
     if not config.model.gradient_checkpointing:
         yield "model.gradient_checkpointing=true"
-    kept = config.reference.kind in ("auto", "frozen") and config.model.lora is None and config.needs_reference
-    if kept and not config.reference.params.get("offload"):
+    frozen_copy = config.reference.kind in ("auto", "frozen") and config.model.lora is None and config.needs_reference
+    if frozen_copy and not config.reference.params.get("offload"):
         yield "reference.offload=true"
     if not config.optim.offload:
         yield "optim.offload=true"
@@ -118,13 +118,13 @@ def _remedies(config: Config) -> Iterator[str]:
         yield "model.lora={r: 16}"
 
 
-def _seconds(config: Config, loaded: LoadedModel, hardware: Hardware, found: Found) -> dict[str, float]:
+def _seconds(config: Config, loaded: LoadedModel, hardware: Hardware, cost: StepCost) -> dict[str, float]:
     """Operations over speed, and `layer_s` for each layer that is launched.
 
     A decode step reads weights and cache once, or computes, whichever takes longer. A backward pass launches twice what
     a forward pass does.
     """
-    flops, parts = found.flops, found.parts
+    flops, parts = cost.flops, cost.parts
     single, half = hardware.flops_single, hardware.flops_half
     speed = single if loaded.dtype == torch.float32 else half
     scoring = speed if config.optim.precision in ("auto", "float32") else half
@@ -136,7 +136,7 @@ def _seconds(config: Config, loaded: LoadedModel, hardware: Hardware, found: Fou
     reading = (parts["weights"] + parts["cache"] / 2) / hardware.bytes_per_s
     launched = len(passes.steps) * layers + (len(passes.steps) + len(passes.prefills)) * _SAMPLING_LAYERS
     launching = launched * hardware.layer_s * (_GRAPHED if traits.graphed else 1.0)
-    micros = found.micros * config.optim.minibatches
+    micros = cost.micros * config.optim.minibatches
     seconds = {
         "rollout": sum(max(computing * rows, reading) for rows in passes.steps) + launching + flops["rollout"] / speed,
         "reference": 0.0,

@@ -1,4 +1,4 @@
-"""The models of a run as shapes: parameters that claim a size and a type and hold no memory; weights are never read."""
+"""The models of a run as shapes: parameters with a size and a dtype and no memory; weights are never read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 from keel.base.errors import KeelError, first_line
 from keel.base.imports import import_object, is_import_path
 from keel.config import Config
+from keel.lab.plan.counters import CudaAutocast
 from keel.lab.plan.hardware import Hardware
-from keel.lab.plan.live import CudaAutocast
 from keel.models.head import causal_lm
 from keel.models.load import DTYPES, LoadedModel, disable_dropout
 from keel.models.lora import add_lora, is_lora
@@ -23,18 +23,18 @@ from keel.models.tokenizer import load_tokenizer
 from keel.run.build import build_named_task, build_renderer
 
 Build = Callable[[], nn.Module]
-_SAMPLED = 16  # problems whose prompts tell how long prompts are
+_SAMPLED_PROBLEMS = 16  # problems whose prompts tell how long prompts are
 
 
-def source_of(config: Config) -> tuple[Any, Build]:
-    """The tokenizer, and what makes the model's shape."""
+def model_source(config: Config) -> tuple[Any, Build]:
+    """The tokenizer, and a function that builds the model."""
     name = config.model.name
     if name == "tiny":
         return tiny_model()[1], lambda: tiny_model(attn_implementation=config.model.attn_implementation)[0]
     if is_import_path(name):
-        made, tokenizer = import_object(name, "model loader")()
-        shape = causal_lm(made).config
-        del made
+        model, tokenizer = import_object(name, "model loader")()
+        shape = causal_lm(model).config
+        del model
         return tokenizer, lambda: _from_config(shape, config)
     tokenizer = load_tokenizer(name)
     return tokenizer, lambda: _from_config(_read_shape(name, config), config)
@@ -57,11 +57,11 @@ def _read_shape(name: str, config: Config) -> Any:
 def _from_config(shape: Any, config: Config) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    made: nn.Module = AutoModelForCausalLM.from_config(shape, attn_implementation=config.model.attn_implementation)
-    return made
+    model: nn.Module = AutoModelForCausalLM.from_config(shape, attn_implementation=config.model.attn_implementation)
+    return model
 
 
-def shaped_policy(config: Config, tokenizer: Any, build: Build, hardware: Hardware) -> LoadedModel:
+def policy_shape(config: Config, tokenizer: Any, build: Build, hardware: Hardware) -> LoadedModel:
     """The policy as loading leaves it: its type, dropout, adapters and mode."""
     model: Any = _shape(build, _dtype(config, build, hardware))
     if not config.model.dropout:
@@ -71,10 +71,10 @@ def shaped_policy(config: Config, tokenizer: Any, build: Build, hardware: Hardwa
     if lora is not None:
         model = add_lora(model, lora.model_copy(update={"adapter": None}), seed=0)
     if config.model.gradient_checkpointing:
-        again: dict[str, Any] = {"use_reentrant": False}
-        if hardware.kind == "cuda":  # the rehearsal's own does not reach into the backward pass
-            again["context_fn"] = lambda: (nullcontext(), CudaAutocast())
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=again)
+        checkpointing: dict[str, Any] = {"use_reentrant": False}
+        if hardware.kind == "cuda":  # the dry run's own does not reach into the backward pass
+            checkpointing["context_fn"] = lambda: (nullcontext(), CudaAutocast())
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
     adapters_drop = lora is not None and lora.dropout > 0
     model.train(config.model.gradient_checkpointing or config.model.dropout or adapters_drop)
     eos = int(tokenizer.eos_token_id)
@@ -83,7 +83,7 @@ def shaped_policy(config: Config, tokenizer: Any, build: Build, hardware: Hardwa
     )
 
 
-def shaped_reference(config: Config, loaded: LoadedModel, build: Build) -> nn.Module | None:
+def reference_shape(config: Config, loaded: LoadedModel, build: Build) -> nn.Module | None:
     """The model that scores as the reference: none, the policy itself under LoRA, or a second one."""
     if not (config.needs_reference or config.kl.collect_max is not None):
         return None
@@ -96,8 +96,8 @@ def _dtype(config: Config, build: Build, hardware: Hardware) -> torch.dtype:
     """As loading chooses it: fp32 on a CPU, the checkpoint's own elsewhere, unless one is named."""
     if config.model.dtype != "auto":
         return DTYPES[config.model.dtype]
-    own = getattr(causal_lm(build()).config, "dtype", None)
-    return own if hardware.kind != "cpu" and isinstance(own, torch.dtype) else torch.float32
+    checkpoint_dtype = getattr(causal_lm(build()).config, "dtype", None)
+    return checkpoint_dtype if hardware.kind != "cpu" and isinstance(checkpoint_dtype, torch.dtype) else torch.float32
 
 
 def _shape(build: Build, dtype: torch.dtype) -> nn.Module:
@@ -109,17 +109,17 @@ def _shape(build: Build, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def place(model: nn.Module) -> None:
-    """Tensors of the model's shapes that claim to be on a device; tied ones stay tied."""
-    made: dict[int, nn.Parameter] = {}
+def materialize(model: nn.Module) -> None:
+    """Replace meta tensors by fake ones on a device; tied ones stay tied."""
+    materialized: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            if id(parameter) not in made:
+            if id(parameter) not in materialized:
                 fresh = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-                made[id(parameter)] = nn.Parameter(fresh, requires_grad=parameter.requires_grad)
-            module._parameters[name] = made[id(parameter)]
+                materialized[id(parameter)] = nn.Parameter(fresh, requires_grad=parameter.requires_grad)
+            module._parameters[name] = materialized[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
@@ -128,6 +128,6 @@ def place(model: nn.Module) -> None:
 def longest_prompt(config: Config, tokenizer: Any) -> int:
     """The longest of a few prompts of the task, within data.max_prompt_length."""
     renderer, limit = build_renderer(config, tokenizer), config.data.max_prompt_length
-    problems = build_named_task(config.task, config).sample(_SAMPLED, seed=config.run.seed, step=0)
+    problems = build_named_task(config.task, config).sample(_SAMPLED_PROBLEMS, seed=config.run.seed, step=0)
     longest = max(len(renderer.prompt(problem)) for problem in problems)
     return min(longest, limit or longest)

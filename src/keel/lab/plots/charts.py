@@ -13,7 +13,7 @@ WIDTH, HEIGHT = 360, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 22
 MAX_POINTS = 400
 PALETTE = ("#1f6fd6", "#d9660f", "#16916f", "#a33ea1", "#b58900", "#d2385b", "#4a8fa8", "#6b6b6b")  # as page.css has it
-COLOURS, GREY = len(PALETTE), 7  # that a reader can tell apart; the last is of what belongs to no series
+COLOURS, GREY = len(PALETTE), 7  # that a reader can tell apart; grey is for what belongs to no series
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Panel:
     unit: str
     series: Sequence[Curve]
     hint: str = ""
-    marks: Sequence[float] = ()
+    events: Sequence[float] = ()
     from_zero: bool = False
-    saves: Sequence[float] = ()
-    across: str = "step"  # what the x axis counts; steps are whole numbers
+    checkpoints: Sequence[float] = ()
+    x_label: str = "step"  # what the x axis counts; steps are whole numbers
     names: Sequence[str] = ()  # of x = 0, 1, 2, … where it counts nothing
     x_range: tuple[float, float] | None = None
     y_range: tuple[float, float] | None = None
@@ -88,16 +88,16 @@ def svg(panel: Panel) -> str:
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(panel.title, quote=True)}"'
         f' data-x="{x.low:.10g},{x.high:.10g},{x.start},{x.end}"{" data-log" if log else ""}>'
     ]
-    parts += grid(x, y, whole=panel.across == "step", names=panel.names)
+    parts += grid(x, y, integers=panel.x_label == "step", names=panel.names)
     parts += [
         f'<line class="mark" x1="{x.at(step):.1f}" x2="{x.at(step):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-        for step in panel.marks
+        for step in panel.events
         if x.low <= step <= x.high
     ]
     parts += [
         f'<line class="save" x1="{x.at(step):.1f}" x2="{x.at(step):.1f}" y1="{HEIGHT - BOTTOM - 5}"'
         f' y2="{HEIGHT - BOTTOM}"/>'
-        for step in panel.saves
+        for step in panel.checkpoints
         if x.low <= step <= x.high
     ]
     drawn.reverse()  # the first series is the most important one: on top
@@ -113,13 +113,13 @@ def thin(series: Curve) -> Curve:
     if count <= MAX_POINTS:
         return series
     stretch = math.ceil(2 * count / MAX_POINTS)
-    kept: set[int] = {0, count - 1}
+    indices: set[int] = {0, count - 1}
     for start in range(0, count, stretch):
-        here = [(y, i) for i in range(start, min(count, start + stretch)) if (y := series.points[i][1]) is not None]
-        kept |= {min(here)[1], max(here)[1]} if here else {start}
-    chosen = sorted(kept)
-    error = [series.error[i] for i in chosen] if series.error else ()
-    points = [series.points[i] for i in chosen]
+        values = [(y, i) for i in range(start, min(count, start + stretch)) if (y := series.points[i][1]) is not None]
+        indices |= {min(values)[1], max(values)[1]} if values else {start}
+    ordered = sorted(indices)
+    error = [series.error[i] for i in ordered] if series.error else ()
+    points = [series.points[i] for i in ordered]
     return replace(series, points=points, error=error)
 
 
@@ -175,16 +175,16 @@ def tick_text(value: float) -> str:
     return f"{value:.6g}"
 
 
-def grid(x: Scale, y: Scale, whole: bool = True, names: Sequence[str] = ()) -> list[str]:
+def grid(x: Scale, y: Scale, integers: bool = True, names: Sequence[str] = ()) -> list[str]:
     """Horizontal lines with their numbers, and steps, or names, along the bottom."""
     parts = []
     for value in log_ticks(y.low, y.high) if y.log else ticks(y.low, y.high):
         at = y.at(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
         parts.append(f'<text x="{LEFT - 5}" y="{at + 3.5:.1f}" text-anchor="end">{tick_text(value)}</text>')
-    named = [(float(place), name) for place, name in enumerate(names)]
+    named = [(float(index), name) for index, name in enumerate(names)]
     for value, name in named or [(value, tick_text(value)) for value in ticks(x.low, x.high)]:
-        if value == int(value) or not whole:  # there is no half step
+        if value == int(value) or not integers:  # there is no half step
             at = x.at(value)
             anchor = "end" if at > WIDTH - RIGHT - 12 else "middle"
             parts.append(f'<text x="{at:.1f}" y="{HEIGHT - 7}" text-anchor="{anchor}">{escape(name)}</text>')

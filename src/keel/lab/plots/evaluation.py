@@ -25,13 +25,13 @@ def plot_evaluation(data: Mapping[str, Any], path: Path) -> None:
     colours = ["#b8c4d6", "#2b6cb0", "#ecd0b2", "#c05621"] if data["baseline"] is not None else ["#2b6cb0", "#c05621"]
     with picture(path) as plt:
         figure, axis = plt.subplots(figsize=(max(6.0, 1.2 + 1.1 * len(records) * max(1.5, len(bars) / 1.5)), 4.2))
-        for place, ((model, name, get), colour) in enumerate(zip(bars, colours, strict=False)):
-            found = [(i, *get(record)) for i, record in enumerate(records) if get(record)[0] is not None]
-            middles = [i + (place - (len(bars) - 1) / 2) * width for i, _, _ in found]
-            values = [100 * value for _, value, _ in found]
+        for index, ((model, name, get), colour) in enumerate(zip(bars, colours, strict=False)):
+            measured = [(i, *get(record)) for i, record in enumerate(records) if get(record)[0] is not None]
+            middles = [i + (index - (len(bars) - 1) / 2) * width for i, _, _ in measured]
+            values = [100 * value for _, value, _ in measured]
             errors = [
-                [max(0.0, 100 * (value - ci[0])) for _, value, ci in found],
-                [max(0.0, 100 * (ci[1] - value)) for _, value, ci in found],
+                [max(0.0, 100 * (value - ci[0])) for _, value, ci in measured],
+                [max(0.0, 100 * (ci[1] - value)) for _, value, ci in measured],
             ]
             axis.bar(middles, values, width * 0.92, yerr=errors, capsize=3, color=colour, label=f"{name}, {model}")
         axis.set_xticks(range(len(records)), [str(record["task"]) for record in records])

@@ -1,4 +1,4 @@
-"""A picture in a file by matplotlib: what every `--plot` shares, and charts that a page has as SVG."""
+"""A picture in a file by matplotlib: what every `--plot` shares, and panels that a page has as SVG."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_picture(path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Key:
+class LegendEntry:
     """An entry of a picture's legend."""
 
     label: str
@@ -58,61 +58,61 @@ def write_panels(
     title: str,
     *,
     rows: int = 1,
-    keys: Sequence[Key] = (),
-    aside: Sequence[str] = (),
+    legend: Sequence[LegendEntry] = (),
+    notes: Sequence[str] = (),
 ) -> None:
-    """Panels in a grid, filled column by column; a column has one scale. `aside` are lines beside the last chart.
+    """Panels in a grid, filled column by column; a column has one scale. `notes` are lines beside the last chart.
 
-    Panels with names stand on their side, a line a name, and share the names on the left.
+    Panels with names are drawn sideways, one line per name, and share the names on the left.
     """
     columns = max(1, math.ceil(len(panels) / rows))
-    named = max((len(panel.names) for panel in panels), default=0)
-    size = _size(rows, columns, named, len(aside))
+    names_count = max((len(panel.names) for panel in panels), default=0)
+    size = _size(rows, columns, names_count, len(notes))
     with picture(path) as plt:
-        shared = {"sharey": True} if named else {"sharex": rows > 1, "sharey": "col"}
+        shared = {"sharey": True} if names_count else {"sharex": rows > 1, "sharey": "col"}
         figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained", **shared)
         grid = [axes[index % rows, index // rows] for index in range(rows * columns)]
         for axis in grid[len(panels) :]:
             axis.set_visible(False)
         for axis, panel in zip(grid, panels, strict=False):
-            _on_its_side(axis, panel) if panel.names else _upright(axis, panel, small=rows > 2)
+            _horizontal(axis, panel) if panel.names else _vertical(axis, panel, small=rows > 2)
             axis.grid(alpha=0.25)
             axis.spines[["top", "right"]].set_visible(False)
-        if named:
-            axes[0, 0].set_yticks(range(named), panels[0].names, fontsize=8)
-            axes[0, 0].set_ylim(named - 0.5, -0.5)
+        if names_count:
+            axes[0, 0].set_yticks(range(names_count), panels[0].names, fontsize=8)
+            axes[0, 0].set_ylim(names_count - 0.5, -0.5)
             figure.supxlabel("95 % t-intervals over seeds; one that reaches the edge goes on beyond it", fontsize=8)
-        if keys:
-            lines = [_key(plt, key) for key in keys]
-            names = [key.label for key in keys]
+        if legend:
+            lines = [_legend_line(plt, entry) for entry in legend]
+            names = [entry.label for entry in legend]
             figure.legend(lines, names, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-        if aside:
-            axes[0, -1].text(1.02, 1, "\n".join(aside), transform=axes[0, -1].transAxes, va="top", fontsize=7)
+        if notes:
+            axes[0, -1].text(1.02, 1, "\n".join(notes), transform=axes[0, -1].transAxes, va="top", fontsize=7)
         figure.suptitle(title, fontsize=11)
 
 
-def _size(rows: int, columns: int, named: int, aside: int) -> tuple[float, float]:
+def _size(rows: int, columns: int, names_count: int, note_lines: int) -> tuple[float, float]:
     """In inches."""
-    if named:
-        return 2.5 + 3.1 * columns, 2.2 + 0.26 * named
+    if names_count:
+        return 2.5 + 3.1 * columns, 2.2 + 0.26 * names_count
     if rows > 1:
         return 4.6 * columns, 0.8 + 1.9 * rows
-    return (11.0 if columns == 1 else 5.8 * columns), max(5.5, 1.2 + 0.19 * aside)
+    return (11.0 if columns == 1 else 5.8 * columns), max(5.5, 1.2 + 0.19 * note_lines)
 
 
-def _key(plt: Any, key: Key) -> Any:
-    style: dict[str, Any] = {"ls": "--"} if key.dashed else {"marker": "o", "ls": ""}
-    return plt.Line2D([], [], color=PALETTE[key.colour], **style)
+def _legend_line(plt: Any, entry: LegendEntry) -> Any:
+    style: dict[str, Any] = {"ls": "--"} if entry.dashed else {"marker": "o", "ls": ""}
+    return plt.Line2D([], [], color=PALETTE[entry.colour], **style)
 
 
-def _on_its_side(axis: Any, panel: Panel) -> None:
-    """A line a name, however many there are: values go across."""
+def _horizontal(axis: Any, panel: Panel) -> None:
+    """One line per name, however many there are: values run along the x axis."""
     for index, series in enumerate(panel.series):
         shift = 0.16 * (index - (len(panel.series) - 1) / 2)
-        known = [(x + shift, y, error) for x, y, error in _known(series)]
-        low, high = _arms(known)
+        measured = [(x + shift, y, error) for x, y, error in _measured(series)]
+        low, high = _error_lengths(measured)
         axis.errorbar(
-            [y for _, y, _ in known], [x for x, _, _ in known], xerr=[low, high],
+            [y for _, y, _ in measured], [x for x, _, _ in measured], xerr=[low, high],
             fmt="o", ms=4, lw=1, capsize=2, color=PALETTE[series.colour], label=series.label,
         )  # fmt: skip
     axis.set(title=panel.title, xlabel=panel.unit, xlim=panel.y_range)
@@ -122,46 +122,46 @@ def _on_its_side(axis: Any, panel: Panel) -> None:
         axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.55 / inches))
 
 
-def _upright(axis: Any, panel: Panel, *, small: bool) -> None:
+def _vertical(axis: Any, panel: Panel, *, small: bool) -> None:
     """Curves with their bands, dots with their intervals."""
     for series in panel.series:
-        colour, known = PALETTE[series.colour], _known(series)
-        across, values = [x for x, _, _ in known], [y for _, y, _ in known]
+        colour, measured = PALETTE[series.colour], _measured(series)
+        xs, ys = [x for x, _, _ in measured], [y for _, y, _ in measured]
         if series.dots:
-            low, high = _arms(known)
-            axis.errorbar(across, values, yerr=[low, high], fmt="o", ms=5, lw=0.7, capsize=2, color=colour)
+            low, high = _error_lengths(measured)
+            axis.errorbar(xs, ys, yerr=[low, high], fmt="o", ms=5, lw=0.7, capsize=2, color=colour)
         else:
             with_gaps = [math.nan if y is None else y for _, y in series.points]
             style = "--" if series.dashed else "-"
             axis.plot([x for x, _ in series.points], with_gaps, style, color=colour, lw=1, zorder=1)
-            bands = [(x, *error) for x, _, error in known if error is not None]
+            bands = [(x, *error) for x, _, error in measured if error is not None]
             if bands:
                 axis.fill_between(*zip(*bands, strict=True), color=colour, alpha=0.15, lw=0)
-        for x, y, _ in known if series.tag else ():
+        for x, y, _ in measured if series.tag else ():
             axis.annotate(series.tag, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=8)
-    values = [y for series in panel.series for _, y, _ in _known(series)]
-    if panel.y_range is None and wants_log(values):
+    ys = [y for series in panel.series for _, y, _ in _measured(series)]
+    if panel.y_range is None and wants_log(ys):
         axis.set_yscale("log")
-    if values and min(values) < 0 < max(values):
+    if ys and min(ys) < 0 < max(ys):
         axis.axhline(0, color="#888", lw=0.8)
     axis.set_title(panel.title, fontsize=8 if small else 11)
-    unit, _, across_unit = panel.unit.partition("; across, ")
-    axis.set_xlabel(f"{panel.across}, {across_unit}" if across_unit else panel.across, fontsize=8)
+    unit, _, x_unit = panel.unit.partition("; across, ")
+    axis.set_xlabel(f"{panel.x_label}, {x_unit}" if x_unit else panel.x_label, fontsize=8)
     axis.set_ylabel(unit, fontsize=8)
     axis.set(xlim=panel.x_range, ylim=panel.y_range)
     axis.tick_params(labelsize=7 if small else 9)
 
 
-Known = list[tuple[float, float, tuple[float, float] | None]]
+MeasuredPoints = list[tuple[float, float, tuple[float, float] | None]]
 
 
-def _known(series: Curve) -> Known:
+def _measured(series: Curve) -> MeasuredPoints:
     """(x, y, interval) of the points that have a value."""
     errors = series.error or [None] * len(series.points)
     return [(x, y, error) for (x, y), error in zip(series.points, errors, strict=True) if y is not None]
 
 
-def _arms(known: Known) -> tuple[list[float], list[float]]:
-    """How far each interval reaches below and above its value."""
-    ends = [(y, error or (y, y)) for _, y, error in known]
+def _error_lengths(measured: MeasuredPoints) -> tuple[list[float], list[float]]:
+    """The length of each interval below and above its value."""
+    ends = [(y, error or (y, y)) for _, y, error in measured]
     return [max(0.0, y - low) for y, (low, _) in ends], [max(0.0, high - y) for y, (_, high) in ends]

@@ -15,23 +15,23 @@ def export(source: str, folder: str | Path, *, checkpoint: str | None = None, me
 
     `merged` adds a LoRA adapter's update to its base, W + (alpha / r) B A, and writes whole weights.
     """
-    found = model_folder(source, checkpoint)
-    place = Path(folder).expanduser()
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise KeelError(f"{place} is there already and not empty: name a folder that is not")
-    whole = wants_merging(found, merged)
+    model_dir = model_folder(source, checkpoint)
+    target = Path(folder).expanduser()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise KeelError(f"{target} is there already and not empty: name a folder that is not")
+    merging = wants_merging(model_dir, merged)
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        if whole:
-            merge_adapter(resolve_model(str(found)), found, place)
+        target.mkdir(parents=True, exist_ok=True)
+        if merging:
+            merge_adapter(resolve_model(str(model_dir)), model_dir, target)
         else:
-            for path in model_files(found):
-                target = place / path.relative_to(found)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, target)
-        card = place / CARD
+            for path in model_files(model_dir):
+                copy = target / path.relative_to(model_dir)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copy)
+        card = target / CARD
         if card.is_file():
-            card.write_text(public_card(card.read_text(encoding="utf-8"), str(place)), encoding="utf-8")
+            card.write_text(public_card(card.read_text(encoding="utf-8"), str(target)), encoding="utf-8")
     except OSError as error:
-        raise KeelError(f"cannot write {place}: {error.strerror or error}") from error
-    return place
+        raise KeelError(f"cannot write {target}: {error.strerror or error}") from error
+    return target

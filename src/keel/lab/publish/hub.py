@@ -22,8 +22,8 @@ CARD = "README.md"
 
 
 @dataclass(frozen=True)
-class Pushed:
-    """Where a model went and what went there; `notes` say what those who pull it must know."""
+class PushResult:
+    """The repository's URL and the files pushed; `notes` are for those who pull them."""
 
     url: str
     files: tuple[str, ...]
@@ -38,7 +38,7 @@ def push(
     private: bool = False,
     merged: bool = False,
     api: Any = None,
-) -> Pushed:
+) -> PushResult:
     """Upload the model of a run (its newest checkpoint, `best`, or a step) or of a folder, in one commit.
 
     `merged` puts a LoRA adapter into its base first and uploads whole weights. `trainer/` stays here: it is for
@@ -48,9 +48,9 @@ def push(
     folder = model_folder(source, checkpoint)
     if not wants_merging(folder, merged):
         return _upload(folder, repo, private, api, _adapter_notes(folder) if _is_adapter(folder) else ())
-    with tempfile.TemporaryDirectory(prefix="keel-merged-") as place:
-        merge_adapter(resolve_model(str(folder)), folder, Path(place))
-        return _upload(Path(place), repo, private, api, ())
+    with tempfile.TemporaryDirectory(prefix="keel-merged-") as merged_folder:
+        merge_adapter(resolve_model(str(folder)), folder, Path(merged_folder))
+        return _upload(Path(merged_folder), repo, private, api, ())
 
 
 def wants_merging(folder: Path, merged: bool) -> bool:
@@ -69,12 +69,12 @@ def pull(repo: str, folder: str | Path, *, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     _check_repo(repo)
-    place = Path(folder).expanduser()
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise KeelError(f"{place} is there already and not empty: name a folder that is not")
-    with one_line(f"pull {repo}"):
-        snapshot_download(repo_id=repo, revision=revision, local_dir=str(place))
-    return place
+    target = Path(folder).expanduser()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise KeelError(f"{target} is there already and not empty: name a folder that is not")
+    with hub_errors(f"pull {repo}"):
+        snapshot_download(repo_id=repo, revision=revision, local_dir=str(target))
+    return target
 
 
 def brings_code(folder: Path) -> bool:
@@ -88,19 +88,19 @@ def brings_code(folder: Path) -> bool:
     return False
 
 
-def merge_adapter(model_ref: ModelRef, folder: Path, place: Path) -> None:
+def merge_adapter(model_ref: ModelRef, folder: Path, target: Path) -> None:
     """The base with the adapter's update added to its weights, in the ordinary format, with the adapter's card."""
     model = model_ref.config.model.model_copy(update={"quantization": None})  # what is rounded cannot be added to
     loaded = replace(model_ref, config=model_ref.config.model_copy(update={"model": model})).load()
-    save_weights(place, merge(loaded.model), loaded.tokenizer)
+    save_weights(target, merge(loaded.model), loaded.tokenizer)
     card = folder / CARD
     if card.is_file():
-        (place / CARD).write_text(_card_of_whole(card.read_text(encoding="utf-8")), encoding="utf-8")
+        (target / CARD).write_text(_merged_card(card.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 @contextmanager
-def one_line(doing: str) -> Iterator[None]:
-    """What a hub can answer, or fail to, as one line with its remedy."""
+def hub_errors(doing: str) -> Iterator[None]:
+    """Turn a hub's errors into one line with its remedy."""
     import httpx2
     from huggingface_hub import errors
 
@@ -125,11 +125,11 @@ def one_line(doing: str) -> Iterator[None]:
         ) from None
 
 
-def _upload(folder: Path, repo: str, private: bool, api: Any, notes: tuple[str, ...]) -> Pushed:
+def _upload(folder: Path, repo: str, private: bool, api: Any, notes: tuple[str, ...]) -> PushResult:
     from huggingface_hub import CommitOperationAdd, HfApi
 
     hub = HfApi() if api is None else api
-    with one_line(f"push to {repo}"):
+    with hub_errors(f"push to {repo}"):
         url = hub.create_repo(repo_id=repo, private=private or None, exist_ok=True)
         repo = url.repo_id  # a name without an owner is the user's own
         # one that is there already keeps its visibility, whatever was asked for
@@ -140,21 +140,21 @@ def _upload(folder: Path, repo: str, private: bool, api: Any, notes: tuple[str, 
         name = path.relative_to(folder).as_posix()
         data: Any = public_card(path.read_text(encoding="utf-8"), repo).encode() if name == CARD else path
         operations.append(CommitOperationAdd(path_in_repo=name, path_or_fileobj=data))
-    with one_line(f"push to {repo}"):
+    with hub_errors(f"push to {repo}"):
         hub.create_commit(repo_id=repo, operations=operations, commit_message=f"{folder.name} by keel push")
     names = tuple(operation.path_in_repo for operation in operations)
     if CARD not in names:
         notes += ("the folder has no README.md, so the model has no card",)
-    return Pushed(str(url), names, notes)
+    return PushResult(str(url), names, notes)
 
 
 def model_files(folder: Path) -> list[Path]:
     """A model's files, without what resuming needs and what tools keep to themselves (a pulled folder has .cache)."""
 
-    def stays(parts: tuple[str, ...]) -> bool:
+    def is_private(parts: tuple[str, ...]) -> bool:
         return parts[0] in (TRAINER, MANIFEST, WARMSTART) or any(part.startswith(".") for part in parts)
 
-    return sorted(p for p in folder.rglob("*") if p.is_file() and not stays(p.relative_to(folder).parts))
+    return sorted(p for p in folder.rglob("*") if p.is_file() and not is_private(p.relative_to(folder).parts))
 
 
 def _check_repo(repo: str) -> None:
@@ -168,7 +168,7 @@ def _check_repo(repo: str) -> None:
 
 
 def _adapter_notes(folder: Path) -> tuple[str, ...]:
-    """An adapter is worth as much as its base can be found."""
+    """A note where the adapter's base cannot be found by others."""
     base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
     if base and is_hub_name(base):
         return ()
@@ -182,14 +182,14 @@ def public_card(card: str, repo: str) -> str:
     return re.sub(r"\n`trainer/` holds [^\n]*\n", "\n", card).rstrip() + "\n"
 
 
-def _card_of_whole(card: str) -> str:
+def _merged_card(card: str) -> str:
     """An adapter's card, once its update is part of the weights."""
     from huggingface_hub import ModelCard
 
-    whole = ModelCard(card, ignore_metadata_errors=True)
-    whole.data["library_name"] = "transformers"
-    whole.text = re.sub(r"```python\n.*?\n```", f"```python\n{MODEL_CODE}\n```", whole.text, count=1, flags=re.DOTALL)
-    return str(whole)
+    merged = ModelCard(card, ignore_metadata_errors=True)
+    merged.data["library_name"] = "transformers"
+    merged.text = re.sub(r"```python\n.*?\n```", f"```python\n{MODEL_CODE}\n```", merged.text, count=1, flags=re.DOTALL)
+    return str(merged)
 
 
 def _status(error: Any) -> int | None:

@@ -13,7 +13,7 @@ __all__ = ["write_report"]
 
 
 def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
-    """Read the runs and write their report; where it went.
+    """Read the runs and write their report; returns its path.
 
     One run's report goes into its own directory, that of several beside the first one as `comparison.html`, unless
     `out` says otherwise.
@@ -24,10 +24,10 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
     if not runs:
         raise KeelError("no run directory given; name at least one, such as runs/default")
     paths = [Path(run) for run in runs]
-    found = [read_run(path) for path in paths]
+    records = [read_run(path) for path in paths]
     if out is None:
         out = paths[0] / REPORT if len(paths) == 1 else paths[0].resolve().parent / "comparison.html"
     with one_line_errors(f"cannot create {Path(out).parent}"):
         Path(out).parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(Path(out), page(found))
+    write_atomic(Path(out), page(records))
     return Path(out)

@@ -63,15 +63,15 @@ def _show_extra(records: Sequence[Data], console: Console) -> None:
     rows = [(record, name, value) for record in records for name, value in record.get("extra", {}).items()]
     if not rows:
         return
-    beside = any("baseline" in record for record in records)
+    with_baseline = any("baseline" in record for record in records)
     table = _table("figures of the tasks' own", console)
     table.add_column("figure")
-    for name in ("before", "after") if beside else ("value",):
+    for name in ("before", "after") if with_baseline else ("value",):
         table.add_column(name, justify="right")
     for record, name, value in rows:
         before = record.get("baseline", {}).get("extra", {}).get(name)
-        shown = ("–" if before is None else f"{before:.4g}",) if beside else ()
-        table.add_row(_label(record), name, *shown, f"{value:.4g}")
+        before_cell = ("–" if before is None else f"{before:.4g}",) if with_baseline else ()
+        table.add_row(_label(record), name, *before_cell, f"{value:.4g}")
     console.print(table)
 
 
@@ -106,7 +106,7 @@ def _difference(difference: Data, figure: str, scale: float, form: str) -> str:
     mean, interval = difference[figure], difference["ci95"]
     if interval is None:
         return f"{scale * mean:+{form}}"
-    said = escape(f"{scale * mean:+{form}} [{scale * interval[0]:+{form}}, {scale * interval[1]:+{form}}]")
+    text = escape(f"{scale * mean:+{form}} [{scale * interval[0]:+{form}}, {scale * interval[1]:+{form}}]")
     if interval[0] > 0:
-        return f"[green]{said}[/]"
-    return f"[red]{said}[/]" if interval[1] < 0 else said
+        return f"[green]{text}[/]"
+    return f"[red]{text}[/]" if interval[1] < 0 else text

@@ -5,14 +5,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from importlib.resources import files
 
+from keel.lab.judge import state
 from keel.lab.plots.charts import COLOURS, HEIGHT, WIDTH, Panel, svg, thin
 from keel.lab.report import samples, sections
 from keel.lab.report.panels import panels
-from keel.lab.report.verdict import sentences, state
+from keel.lab.report.verdict import STATE_TONES, sentences
 from keel.lab.runs import RunRecord
 
 
@@ -71,7 +72,7 @@ def chart_data(drawn: Sequence[Panel]) -> str:
     """The numbers of every chart, for reading them off under the pointer."""
     charts = []
     for panel in drawn:
-        kept = [thin(series) for series in panel.series]
+        thinned = [thin(series) for series in panel.series]
         curves = [
             {
                 "label": series.label,
@@ -79,9 +80,9 @@ def chart_data(drawn: Sequence[Panel]) -> str:
                 "y": [None if y is None else float(f"{y:.6g}") for _, y in series.points],
                 "e": [None if b is None else float(f"{(b[1] - b[0]) / 2:.3g}") for b in series.error],
             }
-            for series in kept
+            for series in thinned
         ]
-        charts.append({"title": panel.title, "across": panel.across, "names": list(panel.names), "series": curves})
+        charts.append({"title": panel.title, "across": panel.x_label, "names": list(panel.names), "series": curves})
     return embed({"width": WIDTH, "height": HEIGHT, "charts": charts})
 
 
@@ -93,12 +94,11 @@ def block(heading: str, content: str) -> str:
 def verdict(run: RunRecord, index: int, count: int) -> str:
     """The answer first: what happened, in sentences, then the few figures, then what is missing."""
     kind, _ = state(run)
-    tone = {"completed": "good", "aborted": "bad", "running": "plain"}.get(kind, "warn")
     name = f"<i class='key k{index % 8}'></i> {escape(run.name)} " if count > 1 else "Verdict "
     lines = "".join(f"<li class='{tone}'>{escape(text)}</li>" for tone, text in sentences(run))
     cards = "".join(
-        f"<div class='card'><span>{escape(label)}</span><b>{escape(figure)}</b><small>{escape(small)}</small></div>"
-        for label, figure, small in sections.headline(run)
+        f"<div class='card'><span>{escape(label)}</span><b>{escape(figure)}</b><small>{escape(note)}</small></div>"
+        for label, figure, note in sections.headline(run)
     )
     absent = ""
     if run.missing:
@@ -107,12 +107,12 @@ def verdict(run: RunRecord, index: int, count: int) -> str:
         absent = f"<details class='missing'><summary>{heading}</summary><ul>{items}</ul></details>"
     figures = f"<div class='cards'>{cards}</div>" if count == 1 else ""
     return (
-        f"<section class='verdict'><h2>{name}<span class='pill {tone}'>{escape(kind)}</span></h2>"
+        f"<section class='verdict'><h2>{name}<span class='pill {STATE_TONES[kind]}'>{escape(kind)}</span></h2>"
         f"{figures}<ul class='words'>{lines}</ul>{absent}</section>"
     )
 
 
-def curves(drawn: Sequence[tuple[Panel, str]], several: bool = False) -> str:
+def curves(drawn: Sequence[tuple[Panel, str]], several_runs: bool = False) -> str:
     """All charts in a grid that is one column on a phone."""
     if not drawn:
         return "<p class='muted'>No steps have been recorded yet.</p>"
@@ -122,31 +122,30 @@ def curves(drawn: Sequence[tuple[Panel, str]], several: bool = False) -> str:
             f"<span><i class='key k{series.colour % COLOURS}{' dashed' * series.dashed}'></i>"
             f"{escape(series.label)}</span>"
             for series in panel.series
-            if several or len(panel.series) > 1
+            if several_runs or len(panel.series) > 1
         )
         scale = "log scale" if "data-log" in picture else ""
-        small = " · ".join(escape(text) for text in (panel.unit, panel.hint, scale) if text)
+        caption = " · ".join(escape(text) for text in (panel.unit, panel.hint, scale) if text)
+        heading = f"<b>{escape(panel.title)}</b> <small>{caption}</small>"
         parts.append(
-            f"<figure data-chart='{index}'><figcaption><b>{escape(panel.title)}</b> <small>{small}</small></figcaption>"
-            f"{picture}<div class='legend'>{keys}</div><output></output></figure>"
+            f"<figure data-chart='{index}'><figcaption>{heading}</figcaption>{picture}"
+            f"<div class='legend'>{keys}</div><output></output></figure>"
         )
-    marked = any(panel.marks for panel, _ in drawn)
-    told = ["Dotted lines: guards, rollbacks and resumes of the timeline."] if marked else []
-    told += ["Ticks at the bottom: checkpoints."] if any(panel.saves for panel, _ in drawn) else []
-    given_up = any(series.label.startswith("abandoned") for panel, _ in drawn for series in panel.series)
-    told += ["Dashed: attempts that a rollback gave up."] if given_up else []
-    note = f"<p class='muted'>{' '.join(told)}</p>" if told else ""
+    marked = any(panel.events for panel, _ in drawn)
+    notes = ["Dotted lines: guards, rollbacks and resumes of the timeline."] if marked else []
+    notes += ["Ticks at the bottom: checkpoints."] if any(panel.checkpoints for panel, _ in drawn) else []
+    has_abandoned = any(series.label.startswith("abandoned") for panel, _ in drawn for series in panel.series)
+    notes += ["Dashed: attempts that a rollback gave up."] if has_abandoned else []
+    note = f"<p class='muted'>{' '.join(notes)}</p>" if notes else ""
     return f"{note}<div class='charts'>{''.join(parts)}</div>"
 
 
-def per_run(runs: Sequence[RunRecord], make: object, opened: bool, folded: bool = False) -> str:
+def per_run(runs: Sequence[RunRecord], make: Callable[[RunRecord], str], opened: bool, folded: bool = False) -> str:
     """The same content for each run: as it is for one, folded under its name for several."""
-    assert callable(make)
-    made = [(run, make(run)) for run in runs]
-    made = [(run, content) for run, content in made if content]
+    contents = [(run, content) for run in runs if (content := make(run))]
     if len(runs) == 1 and not folded:
-        return made[0][1] if made else ""
+        return contents[0][1] if contents else ""
     return "".join(
         f"<details{' open' if opened and index == 0 else ''}><summary>{escape(run.name)}</summary>{content}</details>"
-        for index, (run, content) in enumerate(made)
+        for index, (run, content) in enumerate(contents)
     )

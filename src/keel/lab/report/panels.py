@@ -8,7 +8,8 @@ from keel.lab.plots.charts import Curve, Panel
 from keel.lab.runs import RunRecord, curve_of, interval, number
 
 # (title, unit, hint, [(metric, label)]): in this order on the page.
-PANELS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+PanelSpec = tuple[str, str, str, list[tuple[str, str]]]
+PANELS: list[PanelSpec] = [
     ("Reward", "mean of a step", "", [("reward/mean", "mean"), ("reward/penalized", "after the KL in the reward")]),
     ("KL penalty weight", "β", "", [("kl/beta", "β")]),
     ("KL(policy‖reference) a sequence", "nats per sequence", "", [("kl/policy_ref/sequence/mean", "sequence")]),
@@ -81,32 +82,35 @@ PANELS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("Learning rate", "", "", [("optim/learning_rate", "learning rate")]),
 ]
 
-PART = "reward/part/"
+# Several runs in place of the phases of one.
+TOTAL_TIME: PanelSpec = ("Time a step, all phases", "seconds", "", [("time/total_s", "total")])
+REWARD_PART = "reward/part/"
 KL_KINDS = ("k3", "k1", "exact")
 FROM_ZERO = {"Completion length", "Time a step", "Speed", "Gradient norm"}
 NOTABLE = ("guard", "rollback", "stop", "resume", "abort", "spike", "nan", "interrupt", "over-budget", "tool/errors")
-# Where an attempt that was given up is drawn beside what became of the run: dashed, the first metric of the chart only.
-TOLD_TWICE = {"Reward", "Gradient norm", "Learning rate", "KL(policy‖reference) a sequence"}
+# Charts that also show the attempts that a rollback gave up: dashed, and only the chart's first metric.
+WITH_ABANDONED = {"Reward", "Gradient norm", "Learning rate", "KL(policy‖reference) a sequence"}
 
 
 def panels(runs: Sequence[RunRecord]) -> list[Panel]:
-    """Every chart that has data, accuracy, reward, KL and β first; a colour a metric, or a run if there are several."""
-    drawn = [_from_metrics(runs, *spec) for spec in PANELS]
+    """Every chart that has data, the most important first; one colour per metric, or per run if there are several."""
+    specs = PANELS if len(runs) == 1 else [TOTAL_TIME if spec[0] == "Time a step" else spec for spec in PANELS]
+    drawn = [_from_metrics(runs, *spec) for spec in specs]
     order = (_accuracy(runs), drawn[0], *_parts(runs), *_kl(runs), *drawn[1:])
     return [panel for panel in order if panel is not None]
 
 
-def marks(runs: Sequence[RunRecord]) -> list[float]:
-    """The steps of events worth a line in every chart; of one run only, since several would be a thicket."""
+def event_steps(runs: Sequence[RunRecord]) -> list[float]:
+    """The steps of events that every chart marks; of one run only, since those of several would hide the curves."""
     if len(runs) != 1:
         return []
-    found = {
+    steps = {
         step
         for event in runs[0].events
-        if any(word in str(event.get("kind", "")) for word in NOTABLE)
+        if any(part in str(event.get("kind", "")) for part in NOTABLE)
         and (step := number(event.get("step"))) is not None
     }
-    return sorted(found)[:40]
+    return sorted(steps)[:40]
 
 
 def _from_metrics(
@@ -115,26 +119,23 @@ def _from_metrics(
     curves: list[Curve] = []
     for index, run in enumerate(runs):
         for order, (metric, label) in enumerate(names):
-            if len(runs) > 1 and order and title == "Time a step":
-                continue
             if metric == "reward/penalized" and run.series(metric) == run.series("reward/mean"):
                 continue
-            points = run.series("time/total_s" if len(runs) > 1 and title == "Time a step" else metric)
+            points = run.series(metric)
             if any(y is not None for _, y in points):
-                shown = label if (len(names) > 1 and title != "Time a step") or len(runs) == 1 else ""
+                shown = label if len(names) > 1 or len(runs) == 1 else ""
                 curves.append(_series(runs, index, order, shown, points))
     if not curves:
         return None
-    if title in TOLD_TWICE:
+    if title in WITH_ABANDONED:
         curves += _abandoned(runs, names[0][0])
-    title = "Time a step, all phases" if len(runs) > 1 and title == "Time a step" else title
-    return Panel(title, unit, curves, hint, marks(runs), title in FROM_ZERO, saves(runs))
+    return Panel(title, unit, curves, hint, event_steps(runs), title in FROM_ZERO, checkpoint_steps(runs))
 
 
 def _parts(runs: Sequence[RunRecord]) -> list[Panel | None]:
     """What the reward is made of, before weights: all parts together for one run, a chart each for several."""
-    names = sorted({name for run in runs for name in run.metric_names if name.startswith(PART)})
-    labelled = [(name, name.removeprefix(PART)) for name in names]
+    names = sorted({name for run in runs for name in run.metric_names if name.startswith(REWARD_PART)})
+    labelled = [(name, name.removeprefix(REWARD_PART)) for name in names]
     if len(runs) == 1:
         return [_from_metrics(runs, "Reward parts", "mean of a step, before weights", "", labelled)]
     return [_from_metrics(runs, f"Reward part: {label}", "mean of a step", "", [(n, label)]) for n, label in labelled]
@@ -142,8 +143,8 @@ def _parts(runs: Sequence[RunRecord]) -> list[Panel | None]:
 
 def _abandoned(runs: Sequence[RunRecord], metric: str) -> list[Curve]:
     """The attempts of a single run that a rollback gave up, from colours that the chart has not used."""
-    given_up = runs[0].abandoned if len(runs) == 1 else ()
-    curves = [(name, curve_of(lines, metric)) for name, lines in given_up]
+    attempts = runs[0].abandoned if len(runs) == 1 else ()
+    curves = [(name, curve_of(lines, metric)) for name, lines in attempts]
     return [
         Curve(f"abandoned {name}", points, 4 + order, dashed=True)
         for order, (name, points) in enumerate(curves)
@@ -151,11 +152,11 @@ def _abandoned(runs: Sequence[RunRecord], metric: str) -> list[Curve]:
     ]
 
 
-def saves(runs: Sequence[RunRecord]) -> list[float]:
+def checkpoint_steps(runs: Sequence[RunRecord]) -> list[float]:
     """The steps at which checkpoints were saved, of one run only."""
     events = runs[0].events if len(runs) == 1 else ()
-    kept = {number(event.get("step")) for event in events if event.get("kind") == "checkpoint"}
-    return sorted(step for step in kept if step is not None)
+    steps = {number(event.get("step")) for event in events if event.get("kind") == "checkpoint"}
+    return sorted(step for step in steps if step is not None)
 
 
 def _series(
@@ -167,7 +168,7 @@ def _series(
     error: Sequence[tuple[float, float] | None] = (),
     dots: bool = False,
 ) -> Curve:
-    """One run: a colour a metric. Several: a colour a run, and dashes for a second metric."""
+    """One run: one colour per metric. Several: one colour per run, and dashes for a second metric."""
     if len(runs) == 1:
         return Curve(label, points, order, error, dots)
     return Curve(
@@ -176,7 +177,7 @@ def _series(
 
 
 def _kl(runs: Sequence[RunRecord]) -> list[Panel]:
-    """KL a token with its standard error: all estimators together for one run, a chart each for several."""
+    """KL per token with its standard error: all estimators together for one run, a chart each for several."""
     title, unit = "KL(policy‖reference)", "nats per token"
     hint = "band: ± 1 standard error"
     by_kind = {
@@ -184,10 +185,12 @@ def _kl(runs: Sequence[RunRecord]) -> list[Panel]:
         for kind in KL_KINDS
     }
     if len(runs) == 1:
-        curves = [curve for found in by_kind.values() for curve in found]
+        curves = [curve for of_kind in by_kind.values() for curve in of_kind]
         kind = next((kind for kind in KL_KINDS if by_kind[kind]), "k3")
         curves += _abandoned(runs, f"kl/policy_ref/{kind}/mean")
-        return [Panel(title, unit, curves, hint, marks(runs), saves=saves(runs))] if curves else []
+        return (
+            [Panel(title, unit, curves, hint, event_steps(runs), checkpoints=checkpoint_steps(runs))] if curves else []
+        )
     return [Panel(f"{title}, {kind}", unit, curves, hint) for kind, curves in by_kind.items() if curves]
 
 
@@ -219,6 +222,5 @@ def _accuracy(runs: Sequence[RunRecord]) -> Panel | None:
             curves.append(_series(runs, index, order, label, points, bounds, dots=True))
     if not any(y is not None for curve in curves for _, y in curve.points):
         return None
-    return Panel(
-        "Accuracy on held-out problems", "pass@1", curves, "bars: 95 % interval", marks(runs), saves=saves(runs)
-    )
+    title, events, checkpoints = "Accuracy on held-out problems", event_steps(runs), checkpoint_steps(runs)
+    return Panel(title, "pass@1", curves, "bars: 95 % interval", events, checkpoints=checkpoints)

@@ -33,7 +33,7 @@ def show_checks(sections: Iterable[tuple[str, list[Check]]], console: Console) -
     return rows
 
 
-WORDS = {
+DIVERGENCES = {
     "policy||ref": "KL(policy‖ref)",
     "ref||policy": "KL(ref‖policy)",
     "none": "no KL",
@@ -50,7 +50,7 @@ def _number(value: float | None) -> str:
 def _gradient(entry: dict[str, Any]) -> str:
     name = entry["gradient"]
     if name in ("policy||ref", "ref||policy"):
-        return f"∇{WORDS[name]}"
+        return f"∇{DIVERGENCES[name]}"
     if name == "zero":
         return "zero: it regularises nothing"
     return f"no KL's gradient (off by {_number(entry['relative_error']).lstrip('+')} relative)"
@@ -64,8 +64,8 @@ def show_audit(report: dict[str, Any], console: Console) -> None:
     table.add_column(overflow="fold")
     if report["known_as"]:
         table.add_row("known as", report["known_as"])
-    table.add_row("its value estimates", WORDS[value["estimates"]])
-    nearest = WORDS[value["nearest"]]
+    table.add_row("its value estimates", DIVERGENCES[value["estimates"]])
+    nearest = DIVERGENCES[value["nearest"]]
     table.add_row("bias, spread", f"{_number(value['bias'])}, {_number(value['std'])} of {nearest}, worst case")
     table.add_row("sign", "never negative" if value["nonnegative"] else "can be negative")
     table.add_row("in the loss", _gradient(report["in_loss"]))

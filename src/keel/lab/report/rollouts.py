@@ -38,9 +38,9 @@ def tokens_of(record: Record) -> list[Token]:
     if len(action) != len(texts):
         action = [kl is not None for kl in kls] if kls else [True] * len(texts)
     kls = kls or [None] * len(texts)
-    whole = str(record.get("completion", ""))
+    completion = str(record.get("completion", ""))
     return [
-        Token(readable(str(text), whole), bool(sampled), number(kl) if sampled else None)
+        Token(readable(str(text), completion), bool(sampled), number(kl) if sampled else None)
         for text, kl, sampled in zip(texts, kls, action, strict=True)
     ]
 
@@ -63,25 +63,25 @@ def messages_of(record: Record) -> list[dict[str, Any]]:
     return [{"role": "", "content": text}] if plain else messages
 
 
-def cut_words(record: Record) -> str:
-    """What is said of a prompt whose left end was cut off; empty of a whole one."""
+def cut_note(record: Record) -> str:
+    """How much of a prompt's left end was cut off; empty where nothing was."""
     cut = number(record.get("prompt_tokens_cut"))
     return f"{cut:.0f} tokens cut off its left end" if cut else ""
 
 
 def message_text(message: Mapping[str, Any]) -> str:
-    """What a message says, the calls of tools among it."""
+    """The text of a message, tool calls included."""
     content = message.get("content")
-    said = content if isinstance(content, str) else "" if content is None else json.dumps(content, ensure_ascii=False)
+    text = content if isinstance(content, str) else "" if content is None else json.dumps(content, ensure_ascii=False)
     calls = [json.dumps(call.get("function", call), ensure_ascii=False) for call in _mappings(message, "tool_calls")]
-    return "\n".join(filter(None, (said, *(f"→ {call}" for call in calls))))
+    return "\n".join(filter(None, (text, *(f"→ {call}" for call in calls))))
 
 
 def _mappings(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     return [item for item in as_list(message.get(name)) if isinstance(item, dict)]
 
 
-def scale(records: Sequence[Record]) -> float:
+def colour_scale(records: Sequence[Record]) -> float:
     """The KL that gets the full colour: the 99th percentile of what is shown, at least 0.05 nats."""
     values = sorted(abs(v) for record in records for v in map(number, as_list(record.get("kl"))) if v is not None)
     return max(0.05, values[int(0.99 * (len(values) - 1))]) if values else 0.05
@@ -89,45 +89,45 @@ def scale(records: Sequence[Record]) -> float:
 
 def facts(record: Record) -> list[str]:
     """What is known of a completion besides its text: reward and its parts, advantage, why it stopped, its KL."""
-    found = [f"reward {brief(record.get('reward'))}"]
+    lines = [f"reward {brief(record.get('reward'))}"]
     parts = record.get("parts")
     if isinstance(parts, dict) and parts:
-        found[0] += f" ({', '.join(f'{name} {brief(value)}' for name, value in parts.items())})"
+        lines[0] += f" ({', '.join(f'{name} {brief(value)}' for name, value in parts.items())})"
     advantage = number(record.get("advantage"))
     if advantage is not None:
-        found.append(f"advantage {advantage:+.2f}")
-    found += _episode(record)
+        lines.append(f"advantage {advantage:+.2f}")
+    lines += _episode(record)
     if record.get("stop_reason"):
-        found.append(f"stopped: {record['stop_reason']}")
+        lines.append(f"stopped: {record['stop_reason']}")
     known = [token.kl for token in tokens_of(record) if token.kl is not None]
     if known:
-        found.append(f"KL {sum(known):.3g} nats over {len(known)} tokens")
-    return found
+        lines.append(f"KL {sum(known):.3g} nats over {len(known)} tokens")
+    return lines
 
 
 def _episode(record: Record) -> list[str]:
-    """How many turns an episode had, what its tools were asked, and what is wrong with its end, where counted."""
+    """Turns, tool calls and faulty answers of an episode, where counted."""
     counts = record.get("counts")
     if not isinstance(counts, dict):
         return []
     turns, calls = number(counts.get("turn/count")), number(counts.get("tool/calls"))
-    found = [] if turns is None else [_many(turns, "turn")]
+    lines = [] if turns is None else [_counted(turns, "turn")]
     if calls is not None:
-        wrong = [f"{value:.0f} {name}" for name, value in _odd(counts, "tool/")]
-        found.append(_many(calls, "tool call") + (f" ({', '.join(wrong)})" if wrong else ""))
-    ends = _odd(counts, "answer/")
-    found += [f"answer: {name}" + (f" ({value:.0f})" if value > 1 else "") for name, value in ends]
-    return found
+        errors = [f"{value:.0f} {name}" for name, value in _errors(counts, "tool/")]
+        lines.append(_counted(calls, "tool call") + (f" ({', '.join(errors)})" if errors else ""))
+    bad_answers = _errors(counts, "answer/")
+    lines += [f"answer: {name}" + (f" ({value:.0f})" if value > 1 else "") for name, value in bad_answers]
+    return lines
 
 
-def _odd(counts: Mapping[str, Any], room: str) -> list[tuple[str, float]]:
-    """What went wrong in calls or answers, in words."""
-    known = [(str(name), number(value)) for name, value in counts.items() if str(name).startswith(room)]
+def _errors(counts: Mapping[str, Any], prefix: str) -> list[tuple[str, float]]:
+    """(name, count) of what went wrong in calls or answers."""
+    known = [(str(name), number(value)) for name, value in counts.items() if str(name).startswith(prefix)]
     skipped = ("tool/calls", "tool/errors")
-    return [(n.removeprefix(room).replace("_", " "), value) for n, value in known if value and n not in skipped]
+    return [(n.removeprefix(prefix).replace("_", " "), value) for n, value in known if value and n not in skipped]
 
 
-def _many(count: float, thing: str) -> str:
+def _counted(count: float, thing: str) -> str:
     return f"{count:.0f} {thing}" if count == 1 else f"{count:.0f} {thing}s"
 
 
@@ -158,30 +158,30 @@ def readable(token: str, completion_text: str) -> str:
 
 
 def read_step(run: Path, step: int | None = None) -> tuple[int, list[Record]]:
-    """(step, its records): of the last step that has rollouts, or of the one asked for, however large the file is."""
+    """(step, its records) of `step`, or of the last step that has rollouts, however large the file is."""
     path = run / rundir.ROLLOUTS
     if not run.is_dir():
         raise KeelError(f"no run directory at {run}; a run is a folder such as runs/default")
     if not path.is_file():
         raise KeelError(f"{run} has no {rundir.ROLLOUTS}: nothing was recorded yet, or log.rollouts_every is 0")
     steps: dict[int, list[int]] = {}
-    for place, found in _places(path):
-        steps.setdefault(found, []).append(place)
+    for offset, line_step in _line_offsets(path):
+        steps.setdefault(line_step, []).append(offset)
     if not steps:
         raise KeelError(f"{path} has no complete line yet: wait for the first step")
-    wanted = max(steps) if step is None else step
-    if wanted not in steps:
-        raise KeelError(f"step {wanted} of {run} has no rollouts: the nearest that have are {_nearest(steps, wanted)}")
+    chosen = max(steps) if step is None else step
+    if chosen not in steps:
+        raise KeelError(f"step {chosen} of {run} has no rollouts: the nearest that have are {_nearest(steps, chosen)}")
     with path.open("rb") as file:
-        return wanted, [_at(file, place) for place in steps[wanted]]
+        return chosen, [_read_at(file, offset) for offset in steps[chosen]]
 
 
-def _places(path: Path) -> Iterator[tuple[int, int]]:
-    """(where a line begins, its step) of every whole line; only the step is read."""
+def _line_offsets(path: Path) -> Iterator[tuple[int, int]]:
+    """(offset, step) of every complete line; only the step is parsed."""
     with path.open("rb") as file:
-        place = 0
+        offset = 0
         for line in file:
-            begin, place = place, place + len(line)
+            begin, offset = offset, offset + len(line)
             match = _STEP.match(line)
             if match and line.endswith(b"}\n"):
                 yield begin, int(match.group(1))
@@ -189,8 +189,8 @@ def _places(path: Path) -> Iterator[tuple[int, int]]:
                 yield begin, int(step)
 
 
-def _at(file: Any, place: int) -> Record:
-    file.seek(place)
+def _read_at(file: Any, offset: int) -> Record:
+    file.seek(offset)
     return _object(file.readline())
 
 
@@ -199,7 +199,7 @@ def _object(line: bytes) -> Record:
     return {} if isinstance(record, str) else record
 
 
-def _nearest(steps: Mapping[int, Any], wanted: int) -> str:
-    below = max((step for step in steps if step < wanted), default=None)
-    above = min((step for step in steps if step > wanted), default=None)
+def _nearest(steps: Mapping[int, Any], target: int) -> str:
+    below = max((step for step in steps if step < target), default=None)
+    above = min((step for step in steps if step > target), default=None)
     return " and ".join(str(step) for step in (below, above) if step is not None)

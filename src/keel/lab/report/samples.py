@@ -12,11 +12,11 @@ from keel.lab.report.rollouts import (
     Token,
     as_list,
     brief,
-    cut_words,
+    colour_scale,
+    cut_note,
     facts,
     message_text,
     messages_of,
-    scale,
     speaker,
     tokens_of,
     turns_of,
@@ -24,8 +24,8 @@ from keel.lab.report.rollouts import (
 from keel.lab.runs import Record, RunRecord, number
 
 PROBLEMS = 4
-EACH = 2
-PAGES_BYTES = 3 * 2**20  # of all recorded completions in a report
+PER_PROBLEM = 2
+MAX_HTML_BYTES = 3 * 2**20  # of all recorded completions in a report
 
 
 def pick(rollouts: Sequence[Record]) -> list[tuple[list[Record], list[Record]]]:
@@ -41,7 +41,7 @@ def pick(rollouts: Sequence[Record]) -> list[tuple[list[Record], list[Record]]]:
     twice = [steps for steps in by_problem.values() if len(steps) > 1]
     twice.sort(key=lambda steps: min(steps) - max(steps))
     if twice:
-        return [(steps[min(steps)][:EACH], steps[max(steps)][:EACH]) for steps in twice[:PROBLEMS]]
+        return [(steps[min(steps)][:PER_PROBLEM], steps[max(steps)][:PER_PROBLEM]) for steps in twice[:PROBLEMS]]
     groups = [records for steps in by_problem.values() for records in steps.values()]
     groups.sort(key=lambda records: number(records[0].get("step")) or 0.0)
     if not groups:
@@ -49,13 +49,13 @@ def pick(rollouts: Sequence[Record]) -> list[tuple[list[Record], list[Record]]]:
     first = [records for records in groups if records[0]["step"] == groups[0][0]["step"]]
     last = [records for records in groups if records[0]["step"] == groups[-1][0]["step"]]
     if first == last:
-        return [(records[:EACH], []) for records in first[:PROBLEMS]]
-    return [(before[:EACH], after[:EACH]) for before, after in zip(first[:PROBLEMS], last, strict=False)]
+        return [(records[:PER_PROBLEM], []) for records in first[:PROBLEMS]]
+    return [(before[:PER_PROBLEM], after[:PER_PROBLEM]) for before, after in zip(first[:PROBLEMS], last, strict=False)]
 
 
 def section(run: RunRecord) -> str:
     """A few problems before and after, then all that was recorded."""
-    return before_and_after(run) + pages(run)
+    return before_and_after(run) + all_completions(run)
 
 
 def before_and_after(run: RunRecord) -> str:
@@ -64,8 +64,8 @@ def before_and_after(run: RunRecord) -> str:
     if not pairs:
         return "<p class='muted'>No completions were recorded.</p>"
     shown = [record for pair in pairs for side in pair for record in side]
-    top = scale(shown)
-    parts = [legend(top, any(as_list(record.get("kl")) for record in shown))]
+    kl_max = colour_scale(shown)
+    parts = [legend(kl_max, any(as_list(record.get("kl")) for record in shown))]
     for before, after in pairs:
         same = bool(after) and before[0].get("problem") == after[0].get("problem")
         if same or not after:
@@ -74,15 +74,15 @@ def before_and_after(run: RunRecord) -> str:
             parts.append("<div class='problem'><div class='pair'>")
         for side in (before, after):
             if side:
-                own_prompt = "" if same or not after else prompt(side[0])
-                cards = "".join(completion(record, top) for record in side)
-                parts.append(f"<div><h4>Step {escape(str(side[0].get('step')))}</h4>{own_prompt}{cards}</div>")
+                side_prompt = "" if same or not after else prompt(side[0])
+                cards = "".join(completion(record, kl_max) for record in side)
+                parts.append(f"<div><h4>Step {escape(str(side[0].get('step')))}</h4>{side_prompt}{cards}</div>")
         parts.append("</div></div>")
     return "".join(parts)
 
 
-def pages(run: RunRecord, limit: int = PAGES_BYTES) -> str:
-    """Every recorded completion, folded a step, in the order of training.
+def all_completions(run: RunRecord, limit: int = MAX_HTML_BYTES) -> str:
+    """Every recorded completion, folded step by step, in the order of training.
 
     Where all would be more than `limit` bytes, the first step, the last and those evenly between them are shown.
     """
@@ -91,20 +91,20 @@ def pages(run: RunRecord, limit: int = PAGES_BYTES) -> str:
         step = number(record.get("step"))
         if step is not None:
             by_step.setdefault(step, []).append(record)
-    top, size = scale(run.rollouts), 0
-    made: dict[float, str] = {}
+    kl_max, size = colour_scale(run.rollouts), 0
+    html: dict[float, str] = {}
     for step in _spread(sorted(by_step)):
-        page = _page(step, by_step[step], top)
+        page = _step_html(step, by_step[step], kl_max)
         size += len(page.encode("utf-8", "replace"))
-        if made and size > limit:
+        if html and size > limit:
             break
-        made[step] = page
-    if not made:
+        html[step] = page
+    if not html:
         return ""
-    left_out = len(by_step) - len(made)
-    rest = f" of {len(by_step)} recorded; keel show RUN --step N has the others" if left_out else ""
-    heading = f"All recorded completions, {len(made)} step{'s' * (len(made) > 1)}{rest}"
-    return f"<h3>{heading}</h3>{''.join(made[step] for step in sorted(made))}"
+    left_out = len(by_step) - len(html)
+    total = f" of {len(by_step)} recorded; keel show RUN --step N has the others" if left_out else ""
+    heading = f"All recorded completions, {len(html)} step{'s' * (len(html) > 1)}{total}"
+    return f"<h3>{heading}</h3>{''.join(html[step] for step in sorted(html))}"
 
 
 def _spread(steps: Sequence[float]) -> Iterator[float]:
@@ -119,21 +119,21 @@ def _spread(steps: Sequence[float]) -> Iterator[float]:
             spans += [(low, middle), (middle, high)]
 
 
-def _page(step: float, records: Sequence[Record], top: float) -> str:
+def _step_html(step: float, records: Sequence[Record], kl_max: float) -> str:
     """One step: each problem's prompt, and its completions under it."""
     rewards = [value for record in records if (value := number(record.get("reward"))) is not None]
-    paid = f", mean reward {brief(sum(rewards) / len(rewards))}" if rewards else ""
+    reward_note = f", mean reward {brief(sum(rewards) / len(rewards))}" if rewards else ""
     parts = []
     for _, group in groupby(records, key=lambda record: (str(record.get("problem")), bool(record.get("tracked")))):
-        several = list(group)
-        cards = "".join(completion(record, top) for record in several)
-        held_out = "<small>held out</small>" if several[0].get("tracked") else ""
-        parts.append(f"<div class='problem'>{held_out}{prompt(several[0])}<div class='pair'>{cards}</div></div>")
+        completions = list(group)
+        cards = "".join(completion(record, kl_max) for record in completions)
+        held_out = "<small>held out</small>" if completions[0].get("tracked") else ""
+        parts.append(f"<div class='problem'>{held_out}{prompt(completions[0])}<div class='pair'>{cards}</div></div>")
     count = f"{len(records)} completion{'s' * (len(records) > 1)}"
-    return f"<details><summary>Step {step:g}: {count}{paid}</summary><div>{''.join(parts)}</div></details>"
+    return f"<details><summary>Step {step:g}: {count}{reward_note}</summary><div>{''.join(parts)}</div></details>"
 
 
-def legend(top: float, measured: bool = True) -> str:
+def legend(kl_max: float, measured: bool = True) -> str:
     """What the colours mean."""
     if not measured:
         return (
@@ -142,24 +142,25 @@ def legend(top: float, measured: bool = True) -> str:
         )
     return (
         "<p class='legend kl'><span class='ramp'></span>"
-        f"<span class='muted'>blue −{top:.2g} · none 0 · orange +{top:.2g} nats per token, policy against reference; "
-        "grey: not sampled by the policy, not trained on. Hover or tap a token for its number.</span></p>"
+        f"<span class='muted'>blue −{kl_max:.2g} · none 0 · orange +{kl_max:.2g} nats per token, "
+        "policy against reference; grey: not sampled by the policy, not trained on. "
+        "Hover or tap a token for its number.</span></p>"
     )
 
 
 def prompt(record: Record) -> str:
     """The prompt that the model was given, and how much of it was cut off."""
     messages = messages_of(record)
-    said = [f"{m['role']}: {message_text(m)}" if m.get("role") else message_text(m) for m in messages]
-    cut = f"<p class='muted'>{escape(cut_words(record))}</p>" if cut_words(record) else ""
-    return f"<pre class='prompt'>{escape(chr(10).join(said))}</pre>{cut}"
+    lines = [f"{m['role']}: {message_text(m)}" if m.get("role") else message_text(m) for m in messages]
+    cut = f"<p class='muted'>{escape(cut_note(record))}</p>" if cut_note(record) else ""
+    return f"<pre class='prompt'>{escape(chr(10).join(lines))}</pre>{cut}"
 
 
-def completion(record: Record, top: float) -> str:
+def completion(record: Record, kl_max: float) -> str:
     """One completion with its reward, parts, advantage and why it stopped."""
-    said = escape(" · ".join(facts(record)))
-    shown = picture(record)
-    return f"<div class='completion'><pre>{tokens(record, top)}</pre>{shown}<p class='muted'>{said}</p></div>"
+    caption = escape(" · ".join(facts(record)))
+    drawing = picture(record)
+    return f"<div class='completion'><pre>{tokens(record, kl_max)}</pre>{drawing}<p class='muted'>{caption}</p></div>"
 
 
 def picture(record: Record) -> str:
@@ -170,36 +171,36 @@ def picture(record: Record) -> str:
     return f"<img class='picture' alt='' src='data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}'>"
 
 
-def tokens(record: Record, top: float) -> str:
-    """Spans a token, those of several turns under their speakers; plain text where tokens and KL do not fit.
+def tokens(record: Record, kl_max: float) -> str:
+    """One span per token, those of several turns under their speakers; plain text where tokens and KL do not match.
 
-    Neighbours without a KL are one span, so that turns and what was not trained on are told apart without any KL too.
+    Neighbours without a KL are one span, so that turns and context can be told apart where no KL was measured.
     """
-    found = tokens_of(record)
-    if not found:
+    recorded = tokens_of(record)
+    if not recorded:
         return escape(str(record.get("completion", "")))
-    turns = [(sampled, "".join(_spans(turn, top))) for sampled, turn in turns_of(found)]
+    turns = [(sampled, "".join(_spans(turn, kl_max))) for sampled, turn in turns_of(recorded)]
     if len(turns) == 1:
         return turns[0][1]
     return "".join(
-        f"<span class='turn{'' if sampled else ' heard'}'><b>{speaker(record, sampled)}</b>{words}</span>"
-        for sampled, words in turns
+        f"<span class='turn{'' if sampled else ' heard'}'><b>{speaker(record, sampled)}</b>{text}</span>"
+        for sampled, text in turns
     )
 
 
-def _spans(turn: Sequence[Token], top: float) -> Iterator[str]:
-    for measured, run in groupby(turn, key=lambda token: token.kl is not None):
+def _spans(turn: Sequence[Token], kl_max: float) -> Iterator[str]:
+    for measured, stretch in groupby(turn, key=lambda token: token.kl is not None):
         if measured:
-            yield from (span(token.text, token.kl, False, top) for token in run)
+            yield from (span(token.text, token.kl, False, kl_max) for token in stretch)
         else:
-            several = list(run)
-            yield span("".join(token.text for token in several), None, not several[0].sampled, top)
+            unmeasured = list(stretch)
+            yield span("".join(token.text for token in unmeasured), None, not unmeasured[0].sampled, kl_max)
 
 
-def span(token: str, kl: float | None, outside: bool, top: float) -> str:
+def span(token: str, kl: float | None, context: bool, kl_max: float) -> str:
     """One token: its colour is a strength from 0 to 1 that the style sheet turns into light or dark shades."""
     if kl is None:
-        return f"<span class='t x'>{escape(token)}</span>" if outside else f"<span class='t'>{escape(token)}</span>"
-    strength = min(1.0, abs(kl) / top)
+        return f"<span class='t x'>{escape(token)}</span>" if context else f"<span class='t'>{escape(token)}</span>"
+    strength = min(1.0, abs(kl) / kl_max)
     sign = "p" if kl > 0 else "n"
     return f"<span class='t {sign}' style='--a:{strength:.2f}' title='{kl:+.4f} nats'>{escape(token)}</span>"

@@ -7,21 +7,24 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
+from keel.lab.judge import Accuracy, state
 from keel.lab.report.rollouts import brief
 from keel.lab.report.verdict import (
     accuracy,
     ci,
     kl_figures,
-    measured,
+    last_beta,
+    mean_and_error,
     per_token_kl,
     percent,
     retention,
     span,
-    state,
 )
 from keel.lab.runs import Record, RunRecord, number
 
 EVENTS_SHOWN = 300
+# Parts of the kinds of events that are coloured as a warning.
+ALARMING = ("abort", "guard", "rollback", "stop", "over-budget", "dropped", "nan", "error", "damaged")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
@@ -68,15 +71,11 @@ def comparison(runs: Sequence[RunRecord]) -> str:
     """The runs side by side, a row each."""
     rows = []
     for index, run in enumerate(runs):
-        found, kl = accuracy(run), kl_figures(run)
+        trained, kl = accuracy(run), kl_figures(run)
         per_token = per_token_kl(kl)
-        kept = [row for row in retention(run) if row.before is not None and row.after is not None]
-        worst = min(kept, key=lambda row: (row.after or 0) - (row.before or 0), default=None)
-        beta = number((run.summary or {}).get("beta"))
-        beta = run.last("kl/beta") if beta is None else beta
-        change = "–"
-        if found and found.before is not None and found.after is not None:
-            change = f"{100 * (found.after - found.before):+.1f}"
+        skills = [row for row in retention(run) if row.before is not None and row.after is not None]
+        worst = min(skills, key=lambda row: (row.after or 0) - (row.before or 0), default=None)
+        beta = last_beta(run)
         wall = number((run.summary or {}).get("wall_s"))
         codes = [str(item.get("code", "?")) for item in run.findings or ()]
         rows.append(
@@ -84,21 +83,26 @@ def comparison(runs: Sequence[RunRecord]) -> str:
                 f"<i class='key k{index % 8}'></i> {escape(run.name)}",
                 escape(state(run)[0]),
                 str(run.steps),
-                percent(found.before) if found else "–",
-                f"{percent(found.after)}<br><small>{span(found.ci_after)}</small>" if found else "–",
-                change,
-                "–" if per_token is None else f"{measured(*per_token[1:])}<br><small>{per_token[0]}</small>",
-                measured(*kl["sequence"]) if "sequence" in kl else "–",
+                percent(trained.before) if trained else "–",
+                f"{percent(trained.after)}<br><small>{span(trained.ci_after)}</small>" if trained else "–",
+                points(trained),
+                "–" if per_token is None else f"{mean_and_error(*per_token[1:])}<br><small>{per_token[0]}</small>",
+                mean_and_error(*kl["sequence"]) if "sequence" in kl else "–",
                 "–" if beta is None else f"{beta:g}",
-                "–"
-                if worst is None
-                else f"{escape(worst.task)} {100 * ((worst.after or 0) - (worst.before or 0)):+.1f}",
+                "–" if worst is None else f"{escape(worst.task)} {points(worst)}",
                 "–" if wall is None else f"{wall / 60:.1f}",
                 escape(", ".join(codes)) or "–",
             ]
         )
     head = ["run", "state", "steps", "before", "after (95 %)", "points", "KL / token", "KL / sequence", "β"]
     return table([*head, "worst retention", "minutes", "findings"], rows, "numbers wide")
+
+
+def points(row: Accuracy | None) -> str:
+    """The change in percentage points, or a dash."""
+    if row is None or row.before is None or row.after is None:
+        return "–"
+    return f"{100 * (row.after - row.before):+.1f}"
 
 
 def differences(runs: Sequence[RunRecord]) -> str:
@@ -125,28 +129,25 @@ def flatten(mapping: Mapping[str, Any], prefix: str = "") -> Record:
 
 
 def retention_table(run: RunRecord) -> str:
-    """Before and after a skill, the trained one first."""
+    """Accuracy before and after of every skill, the trained one first."""
     trained = accuracy(run)
     rows = []
     for row in ([trained] if trained else []) + retention(run):
-        word = row.change(run.thresholds)
-        tone = {"dropped": "bad", "improved": "good"}.get(word, "plain")
-        change = "–"
-        if row.before is not None and row.after is not None:
-            change = f"{100 * (row.after - row.before):+.1f}"
+        verdict = row.change(run.thresholds)
+        tone = {"dropped": "bad", "improved": "good"}.get(verdict, "plain")
         name = escape(row.task) + (" <small>(trained)</small>" if row is trained else "")
         cells = [
             f"{percent(value)}<br><small>{span(bounds) if bounds else ''}</small>"
             for value, bounds in ((row.before, row.ci_before), (row.after, row.ci_after))
         ]
-        rows.append([name, *cells, change, f"<span class='pill {tone}'>{word}</span>"])
+        rows.append([name, *cells, points(row), f"<span class='pill {tone}'>{verdict}</span>"])
     if not rows:
         return "<p class='muted'>No evaluation was recorded.</p>"
-    return table(["skill", "before", "after", "points", "verdict"], rows, "numbers") + own_figures(run)
+    return table(["skill", "before", "after", "points", "verdict"], rows, "numbers") + task_figures(run)
 
 
-def own_figures(run: RunRecord) -> str:
-    """What tasks measure of their own at an evaluation, such as the parts of a reward or calls of tools."""
+def task_figures(run: RunRecord) -> str:
+    """What tasks themselves measure at an evaluation, such as the parts of a reward or tool calls."""
     rows = []
     for (split, task), lines in run.evaluated.items():
         first, last = (_extra(line) for line in (lines[0], lines[-1]))
@@ -177,19 +178,16 @@ def timeline(run: RunRecord) -> str:
     for event in shown:
         kind = str(event.get("kind", "?"))
         rest = {name: value for name, value in event.items() if name not in ("step", "kind", "time", "message")}
-        words = [str(event["message"])] if event.get("message") else []
-        words += [text_of(rest)] if rest else []
-        grave = any(
-            word in kind
-            for word in ("abort", "guard", "rollback", "stop", "over-budget", "dropped", "nan", "error", "damaged")
-        )
+        details = [str(event["message"])] if event.get("message") else []
+        details += [text_of(rest)] if rest else []
+        tone = "warn" if any(part in kind for part in ALARMING) else "plain"
         step = event.get("step")
         rows.append(
             [
                 escape("–" if step is None else str(step)),
                 escape(since(seconds(event.get("time")), start)),
-                f"<span class='pill {'warn' if grave else 'plain'}'>{escape(kind)}</span>",
-                escape(" · ".join(words)),
+                f"<span class='pill {tone}'>{escape(kind)}</span>",
+                escape(" · ".join(details)),
             ]
         )
     note = f"<p class='muted'>{left_out} events in the middle are left out.</p>" if left_out else ""
@@ -214,9 +212,9 @@ def since(moment: float | None, start: float | None) -> str:
     """`+3:05` after the start."""
     if moment is None or start is None:
         return ""
-    whole = int(max(0.0, moment - start))
-    hours, minutes = whole // 3600, whole % 3600 // 60
-    return f"+{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"+{minutes}:{whole % 60:02d}"
+    elapsed = int(max(0.0, moment - start))
+    hours, minutes = elapsed // 3600, elapsed % 3600 // 60
+    return f"+{hours}:{minutes:02d}:{elapsed % 60:02d}" if hours else f"+{minutes}:{elapsed % 60:02d}"
 
 
 def configuration(run: RunRecord) -> str:
@@ -235,16 +233,17 @@ def versions(run: RunRecord) -> str:
 def headline(run: RunRecord) -> list[tuple[str, str, str]]:
     """(label, figure, small print) for the cards under the verdict."""
     cards: list[tuple[str, str, str]] = []
-    found, kl = accuracy(run), kl_figures(run)
-    if found and found.before is not None and found.after is not None:
-        cards.append(("accuracy", f"{100 * found.before:.1f} → {100 * found.after:.1f} %", f"{found.task}, held out"))
-    elif found and found.before is not None:
-        cards.append(("accuracy before", percent(found.before), found.task + ci(found.ci_before)))
+    trained, kl = accuracy(run), kl_figures(run)
+    if trained and trained.before is not None and trained.after is not None:
+        change = f"{100 * trained.before:.1f} → {100 * trained.after:.1f} %"
+        cards.append(("accuracy", change, f"{trained.task}, held out"))
+    elif trained and trained.before is not None:
+        cards.append(("accuracy before", percent(trained.before), trained.task + ci(trained.ci_before)))
     per_token = per_token_kl(kl)
     if per_token is not None:
-        cards.append(("KL per token", measured(*per_token[1:]), f"nats, {per_token[0]} ± se"))
+        cards.append(("KL per token", mean_and_error(*per_token[1:]), f"nats, {per_token[0]} ± se"))
     if "sequence" in kl:
-        cards.append(("KL per sequence", measured(*kl["sequence"]), "nats"))
+        cards.append(("KL per sequence", mean_and_error(*kl["sequence"]), "nats"))
     reward = run.last("reward/mean")
     if reward is not None:
         cards.append(("reward", f"{reward:.3g}", "mean of the last step"))

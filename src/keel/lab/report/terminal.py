@@ -1,4 +1,4 @@
-"""Rollouts in the terminal: who said what, which tokens are trained on, where they left the reference, the pay."""
+"""Rollouts in the terminal: who said what, which tokens are trained on, where they left the reference, their reward."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rich.text import Text
 from keel.base.errors import KeelError
 from keel.lab.report.rollouts import (
     Token,
-    cut_words,
+    colour_scale,
+    cut_note,
     facts,
     message_text,
     messages_of,
-    scale,
     speaker,
     tokens_of,
     turns_of,
@@ -29,8 +29,8 @@ from keel.lab.runs import Record, number
 
 _ABOVE, _BELOW, _GROUND = (214, 96, 18), (37, 99, 195), (28, 30, 36)  # orange, blue, and what they fade into
 _CONTEXT = Style(dim=True, italic=True)
-_MOST = 5
-_NOTHING = 0.05  # of the full colour: below it a token has none, so that the text stays as the terminal has it
+_MOST_MOVED = 5
+_MIN_SHARE = 0.05  # of the full colour: below it a token has none, so that the text stays as the terminal has it
 
 
 def choose(
@@ -41,7 +41,7 @@ def choose(
     order: str | None = None,
     limit: int | None = None,
 ) -> list[Record]:
-    """The records asked for; `order` best or worst sorts them by reward, else they stand as they were written."""
+    """The records of a problem or group; `order` best or worst sorts them by reward, else they stay as written."""
     chosen = list(records)
     if problem is not None:
         keys = list(dict.fromkeys(str(record.get("problem")) for record in records))
@@ -49,7 +49,7 @@ def choose(
         if not chosen:
             raise KeelError(f"no problem {problem!r} was recorded at this step: there are {', '.join(keys[:8])}")
     if group is not None:
-        numbers = sorted({int(found) for r in chosen if (found := number(r.get("group"))) is not None})
+        numbers = sorted({int(value) for r in chosen if (value := number(r.get("group"))) is not None})
         chosen = [record for record in chosen if record.get("group") == group]
         if not chosen:
             raise KeelError(f"no group {group} was recorded at this step: there are {', '.join(map(str, numbers))}")
@@ -61,26 +61,27 @@ def choose(
 
 def show_rollouts(run: str, step: int, records: Sequence[Record], console: Console, *, recorded: int) -> None:
     """Print completions under their prompts; `recorded` is how many this step has."""
-    top = scale(records)
-    few = f"{len(records)} of {recorded} recorded" if len(records) < recorded else f"all {recorded}"
-    console.print(Rule(f"[bold]{escape(run)}[/], step {step}: {few} completion(s)", align="left"))
-    console.print(_legend(records, top))
+    kl_max = colour_scale(records)
+    count = f"{len(records)} of {recorded} recorded" if len(records) < recorded else f"all {recorded}"
+    console.print(Rule(f"[bold]{escape(run)}[/], step {step}: {count} completion(s)", align="left"))
+    console.print(_legend(records, kl_max))
     previous: Any = None
     for record in records:
-        place = (record.get("problem"), record.get("tracked"))
-        if place != previous:
+        key = (record.get("problem"), record.get("tracked"))
+        if key != previous:
             console.print(_prompt(record))
-            previous = place
-        console.print(_completion(record, top))
+            previous = key
+        console.print(_completion(record, kl_max))
 
 
-def _legend(records: Sequence[Record], top: float) -> Text:
+def _legend(records: Sequence[Record], kl_max: float) -> Text:
     """What colours and styles mean, only of what is shown."""
     text = Text(style="dim")
     if any(token.kl is not None for record in records for token in tokens_of(record)):
         text.append("KL to the reference, nats per token: ")
         for share in (-1.0, -0.5, 0.0, 0.5, 1.0):
-            text.append(f" {share * top:+.2g} ", Style(bgcolor=_colour(share * top, top), color="#f2f2f2", dim=False))
+            kl = share * kl_max
+            text.append(f" {kl:+.2g} ", Style(bgcolor=_colour(kl, kl_max), color="#f2f2f2", dim=False))
         text.append("   ")
     else:
         text.append("KL was not measured at this step.   ")
@@ -91,9 +92,9 @@ def _legend(records: Sequence[Record], top: float) -> Text:
 
 
 def _prompt(record: Record) -> Panel:
-    held = " · held out" if record.get("tracked") else ""
-    title = f"[bold]problem {escape(str(record.get('problem')))}[/] · group {record.get('group')}{held}"
-    cut = cut_words(record)
+    held_out = " · held out" if record.get("tracked") else ""
+    title = f"[bold]problem {escape(str(record.get('problem')))}[/] · group {record.get('group')}{held_out}"
+    cut = cut_note(record)
     title += f" · [yellow]{cut}[/]" if cut else ""
     body = Text("\n").join(
         Text.assemble((f"{message['role']}: ", "bold cyan"), message_text(message))
@@ -104,28 +105,28 @@ def _prompt(record: Record) -> Panel:
     return Panel(body, title=title, title_align="left", border_style="cyan", padding=(0, 1))
 
 
-def _completion(record: Record, top: float) -> Table:
-    """Speaker and words side by side, so that turns are told apart without colour too; then the figures."""
+def _completion(record: Record, kl_max: float) -> Table:
+    """Speaker and text side by side, so that turns can be told apart without colour; then the figures."""
     table = Table.grid(padding=(0, 1), pad_edge=False)
     table.add_column(justify="right", width=8, no_wrap=True)
     table.add_column(overflow="fold", ratio=1)
     tokens = tokens_of(record)
     if tokens:
         for sampled, turn in turns_of(tokens):
-            words = Text()
+            text = Text()
             for token in turn:
-                words.append(_shown(token), _style(token, top))
+                text.append(_shown(token), _style(token, kl_max))
             if not sampled:  # line ends around a message are the template's
-                words = words[len(words.plain) - len(words.plain.lstrip("\n")) :]
-                words.rstrip()
-            table.add_row(Text(speaker(record, sampled), "bold green" if sampled else "dim"), words)
+                text = text[len(text.plain) - len(text.plain.lstrip("\n")) :]
+                text.rstrip()
+            table.add_row(Text(speaker(record, sampled), "bold green" if sampled else "dim"), text)
     else:
         table.add_row(Text("policy", "bold green"), Text(str(record.get("completion", ""))))
     table.add_row("", _figures(record))
-    most = sorted((t for t in tokens if t.kl), key=lambda t: -abs(t.kl or 0.0))[:_MOST]
-    if most:
-        said = "  ".join(f"{_shown(token).strip() or repr(token.text)} {token.kl:+.3f}" for token in most)
-        table.add_row("", Text(f"moved most: {said}", style="dim"))
+    moved_most = sorted((t for t in tokens if t.kl), key=lambda t: -abs(t.kl or 0.0))[:_MOST_MOVED]
+    if moved_most:
+        listed = "  ".join(f"{_shown(token).strip() or repr(token.text)} {token.kl:+.3f}" for token in moved_most)
+        table.add_row("", Text(f"moved most: {listed}", style="dim"))
     table.add_row("", "")
     return table
 
@@ -145,12 +146,12 @@ def _figures(record: Record) -> Text:
     return text
 
 
-def _style(token: Token, top: float) -> Style:
+def _style(token: Token, kl_max: float) -> Style:
     if not token.sampled:
         return _CONTEXT
-    if token.kl is None or abs(token.kl) < _NOTHING * top:
+    if token.kl is None or abs(token.kl) < _MIN_SHARE * kl_max:
         return Style()
-    return Style(bgcolor=_colour(token.kl, top), color="#f2f2f2")
+    return Style(bgcolor=_colour(token.kl, kl_max), color="#f2f2f2")
 
 
 def _shown(token: Token) -> str:
@@ -158,8 +159,8 @@ def _shown(token: Token) -> str:
     return token.text.replace("\n", "↵\n") if token.sampled else token.text
 
 
-def _colour(kl: float, top: float) -> str:
-    """Orange above 0, blue below, stronger with size up to `top`."""
-    strength = min(1.0, abs(kl) / top) ** 0.7  # small moves should still be told from none
+def _colour(kl: float, kl_max: float) -> str:
+    """Orange above 0, blue below, stronger with size up to `kl_max`."""
+    strength = min(1.0, abs(kl) / kl_max) ** 0.7  # so that small moves can still be seen
     full = _ABOVE if kl > 0 else _BELOW
     return "#" + "".join(f"{round(g + strength * (f - g)):02x}" for g, f in zip(_GROUND, full, strict=True))

@@ -1,72 +1,57 @@
-"""What the figures say, in words: computed from the run's files alone, and no stronger than they allow."""
+"""The verdict of a run in sentences: from its files alone, and no stronger than its figures allow."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from keel.lab.judge import Accuracy, accuracies, kl_limit
+from keel.lab.judge import Accuracy, accuracies, guard_stop, kl_limit, state
 from keel.lab.report.rollouts import brief
 from keel.lab.runs import RunRecord, interval, number
 
-
-def state(run: RunRecord) -> tuple[str, str]:
-    """(kind, words): completed, stopped, aborted, running or interrupted."""
-    done = f"{run.steps} of {run.max_steps} steps" if run.max_steps else f"{run.steps} steps"
-    ended = [str(event.get("kind", "")) for event in run.events]
-    said = str((run.summary or {}).get("status", ""))
-    if "abort" in said or (ended and any("abort" in kind for kind in ended[-3:])):
-        return "aborted", f"aborted after {done}"
-    if run.summary is not None:
-        if run.max_steps and run.steps < run.max_steps:
-            return "stopped", f"stopped after {done}"
-        return "completed", f"completed, {done}"
-    if run.running:
-        return "running", f"still running, {done}"
-    return "interrupted", f"not finished: {done}, no summary, and no process is at work on it"
+Sentence = tuple[str, str]  # tone (good, warn, bad or plain), text
+STATE_TONES = {"completed": "good", "stopped": "warn", "aborted": "bad", "running": "plain", "interrupted": "warn"}
 
 
 def accuracy(run: RunRecord) -> Accuracy | None:
-    """Of the trained task: from the summary, or from the first and last evaluation of a run without one."""
+    """Accuracy on the trained task: from the summary, or from the first and last evaluation of a run without one."""
     summary = run.summary or {}
-    said = summary.get("accuracy")
-    if isinstance(said, Mapping) and number(said.get("after")) is not None:
+    stated = summary.get("accuracy")
+    if isinstance(stated, Mapping) and number(stated.get("after")) is not None:
         return Accuracy(
             str(summary.get("task", "task")),
-            number(said.get("before")),
-            number(said.get("after")),
-            interval(said.get("ci95_before")),
-            interval(said.get("ci95_after")),
+            number(stated.get("before")),
+            number(stated.get("after")),
+            interval(stated.get("ci95_before")),
+            interval(stated.get("ci95_after")),
         )
     return next(iter(accuracies(run.evaluations, retention=False).values()), None)
 
 
 def retention(run: RunRecord) -> list[Accuracy]:
-    """Of every other skill; intervals from eval.jsonl, which the summary does not carry."""
+    """Accuracy on every other skill; intervals from eval.jsonl, which the summary does not carry."""
     measured = accuracies(run.evaluations, retention=True)
-    said = (run.summary or {}).get("retention")
-    if not isinstance(said, Mapping) or not said:
+    stated = (run.summary or {}).get("retention")
+    if not isinstance(stated, Mapping) or not stated:
         return list(measured.values())
     rows = []
-    for skill, pair in said.items():
-        known = measured.get(str(skill))
+    for skill, pair in stated.items():
         pair = pair if isinstance(pair, Mapping) else {}
         before, after = number(pair.get("before")), number(pair.get("after"))
-        rows.append(
-            Accuracy(str(skill), before, after, known.ci_before if known else None, known.ci_after if known else None)
-        )
+        known = measured.get(str(skill), Accuracy(str(skill), None, None, None, None))
+        rows.append(Accuracy(str(skill), before, after, known.ci_before, known.ci_after))
     return rows
 
 
 def kl_figures(run: RunRecord) -> dict[str, tuple[float, float | None]]:
     """(mean, standard error) by estimator: the summary's, else the last measured step's."""
-    said = (run.summary or {}).get("kl")
+    stated = (run.summary or {}).get("kl")
     figures: dict[str, tuple[float, float | None]] = {}
     for kind in ("k3", "exact", "k1", "k2", "sequence"):
-        entry: Any = said.get(kind) if isinstance(said, Mapping) else None
+        entry: Any = stated.get(kind) if isinstance(stated, Mapping) else None
         mean = number(entry.get("mean")) if isinstance(entry, Mapping) else number(entry)
         error = number(entry.get("se")) if isinstance(entry, Mapping) else None
-        if mean is None and not isinstance(said, Mapping):
+        if mean is None and not isinstance(stated, Mapping):
             mean, error = run.last(f"kl/policy_ref/{kind}/mean"), run.last(f"kl/policy_ref/{kind}/se")
         if mean is not None:
             figures[kind] = (mean, error)
@@ -78,110 +63,105 @@ def per_token_kl(figures: Mapping[str, tuple[float, float | None]]) -> tuple[str
     return next(((kind, *figures[kind]) for kind in ("exact", "k3", "k1", "k2") if kind in figures), None)
 
 
-def sentences(run: RunRecord) -> list[tuple[str, str]]:
-    """The verdict, a (tone, sentence) at a time; tone is good, warn, bad or plain."""
+def last_beta(run: RunRecord) -> float | None:
+    """β at the end: the summary's, else the last step's."""
+    beta = number((run.summary or {}).get("beta"))
+    return run.last("kl/beta") if beta is None else beta
+
+
+def sentences(run: RunRecord) -> list[Sentence]:
+    """The verdict of a run."""
     return [
-        _progress(run),
-        *_guard_words(run),
-        *_accuracy_words(run),
-        *_kl_words(run),
-        *_retention_words(run),
-        _finding_words(run),
+        _progress_sentence(run),
+        *_guard_sentences(run),
+        _accuracy_sentence(run),
+        _kl_sentence(run),
+        _retention_sentence(run),
+        _finding_sentence(run),
     ]
 
 
-def _progress(run: RunRecord) -> tuple[str, str]:
-    kind, words = state(run)
-    tone = {"completed": "good", "aborted": "bad", "interrupted": "warn", "stopped": "warn"}.get(kind, "plain")
+def _progress_sentence(run: RunRecord) -> Sentence:
+    kind, ending = state(run)
     wall = number((run.summary or {}).get("wall_s"))
-    return tone, f"The run is {words}" + (f", in {wall / 60:.1f} minutes." if wall is not None else ".")
+    return STATE_TONES[kind], f"The run is {ending}" + (f", in {wall / 60:.1f} minutes." if wall is not None else ".")
 
 
-def _guard_words(run: RunRecord) -> list[tuple[str, str]]:
-    """What the guards did: skipped updates, rollbacks and, where it ended the run, the stop; nothing if nothing."""
-    counted = {kind: [e for e in run.events if e.get("kind") == kind] for kind in ("guard/skipped", "rollback", "stop")}
-    skipped, rollbacks, stops = counted.values()
-    words = []
+def _guard_sentences(run: RunRecord) -> list[Sentence]:
+    """What the guards did: skipped updates, rollbacks and, where it ended the run, the stop."""
+    skipped, rollbacks = ([e for e in run.events if e.get("kind") == kind] for kind in ("guard/skipped", "rollback"))
+    counts = []
     if skipped:
-        words.append(f"{len(skipped)} step{'s' * (len(skipped) > 1)} with a skipped update")
+        counts.append(f"{len(skipped)} step{'s' * (len(skipped) > 1)} with a skipped update")
     if rollbacks:
-        words.append(f"{len(rollbacks)} rollback{'s' * (len(rollbacks) > 1)}")
-    said = [("warn", f"Guards: {', '.join(words)}.")] if words else []
-    said += [("warn", f"At step {event.get('step')}: {event.get('message')}.") for event in rollbacks]
-    ended = stops and run.summary is not None and state(run)[0] == "stopped"
-    return said + ([("bad", f"Stopped by a guard: {stops[-1].get('message')}.")] if ended else [])
+        counts.append(f"{len(rollbacks)} rollback{'s' * (len(rollbacks) > 1)}")
+    sentences = [("warn", f"Guards: {', '.join(counts)}.")] if counts else []
+    sentences += [("warn", f"At step {event.get('step')}: {event.get('message')}.") for event in rollbacks]
+    reason = guard_stop(run) if state(run)[0] == "stopped" else None
+    return sentences + ([] if reason is None else [("bad", f"Stopped by a guard: {reason}.")])
 
 
-def _accuracy_words(run: RunRecord) -> list[tuple[str, str]]:
-    found = accuracy(run)
-    paid = (run.summary or {}).get("reward")
-    if (found is None or found.after is None) and isinstance(paid, Mapping) and number(paid.get("after")) is not None:
-        text = f"Held-out reward {brief(paid.get('before'))} → {brief(paid.get('after'))}"
-        return [("plain", f"{text}; the problems have no answers, so nothing is right or wrong.")]
-    if found is None or (found.before is None and found.after is None):
-        return [("plain", "Accuracy on held-out problems has not been measured yet.")]
-    if found.after is None:
-        return [
-            (
-                "plain",
-                f"{found.task}: {percent(found.before)} before training{ci(found.ci_before)}; not measured since.",
-            )
-        ]
-    if found.before is None:
-        return [
-            ("plain", f"{found.task}: {percent(found.after)} now{ci(found.ci_after)}; not measured before training.")
-        ]
-    change = 100 * (found.after - found.before)
+def _accuracy_sentence(run: RunRecord) -> Sentence:
+    trained, reward = accuracy(run), (run.summary or {}).get("reward")
+    unmeasured = trained is None or trained.after is None
+    if unmeasured and isinstance(reward, Mapping) and number(reward.get("after")) is not None:
+        text = f"Held-out reward {brief(reward.get('before'))} → {brief(reward.get('after'))}"
+        return "plain", f"{text}; the problems have no answers, so nothing is right or wrong."
+    if trained is None or (trained.before is None and trained.after is None):
+        return "plain", "Accuracy on held-out problems has not been measured yet."
+    task, before, after = trained.task, percent(trained.before), percent(trained.after)
+    if trained.after is None:
+        return "plain", f"{task}: {before} before training{ci(trained.ci_before)}; not measured since."
+    if trained.before is None:
+        return "plain", f"{task}: {after} now{ci(trained.ci_after)}; not measured before training."
+    change = 100 * (trained.after - trained.before)
     if change == 0:
-        words = f"{found.task}: {percent(found.after)} on held-out problems, as before training{ci(found.ci_after)}."
-        return [("warn", words)]
-    text = f"{found.task}: {percent(found.before)} → {percent(found.after)} on held-out problems ({change:+.1f} points"
-    if found.overlap is None:
-        return [("plain", text + "; no intervals, so it may be chance).")]
-    text += f"; 95 % intervals {span(found.ci_before)} → {span(found.ci_after)})"
-    if found.overlap:
-        return [("warn", text + ". The intervals overlap: the change may be chance.")]
-    words = "a gain" if change > 0 else "a loss"
-    return [("good" if change > 0 else "bad", text + f". The intervals do not overlap: {words} beyond chance.")]
+        return "warn", f"{task}: {after} on held-out problems, as before training{ci(trained.ci_after)}."
+    text = f"{task}: {before} → {after} on held-out problems ({change:+.1f} points"
+    if trained.overlap is None:
+        return "plain", f"{text}; no intervals, so it may be chance)."
+    text += f"; 95 % intervals {span(trained.ci_before)} → {span(trained.ci_after)})"
+    if trained.overlap:
+        return "warn", f"{text}. The intervals overlap: the change may be chance."
+    tone, direction = ("good", "a gain") if change > 0 else ("bad", "a loss")
+    return tone, f"{text}. The intervals do not overlap: {direction} beyond chance."
 
 
-def _kl_words(run: RunRecord) -> list[tuple[str, str]]:
+def _kl_sentence(run: RunRecord) -> Sentence:
     figures = kl_figures(run)
     per_token = per_token_kl(figures)
     if per_token is None:
-        return [("plain", "KL to the reference was not measured.")]
+        return "plain", "KL to the reference was not measured."
     kind, mean, error = per_token
     when = "at the end" if run.summary else "so far"
-    text = f"KL(policy‖reference) {when}: {measured(mean, error)} nats per token ({kind})"
+    text = f"KL(policy‖reference) {when}: {mean_and_error(mean, error)} nats per token ({kind})"
     if "sequence" in figures:
-        text += f", {measured(*figures['sequence'])} nats per sequence"
-    beta = number((run.summary or {}).get("beta"))
-    beta = run.last("kl/beta") if beta is None else beta
+        text += f", {mean_and_error(*figures['sequence'])} nats per sequence"
+    beta = last_beta(run)
     if beta is not None:
         text += f", under β = {beta:g}"
     limit = kl_limit(run.config, run.thresholds).value
     if mean > limit:
-        return [("warn", f"{text}. That is more than {limit:g} nats per token: the policy is far from its reference.")]
-    return [("plain", text + ".")]
+        return "warn", f"{text}. That is more than {limit:g} nats per token: the policy is far from its reference."
+    return "plain", f"{text}."
 
 
-def _retention_words(run: RunRecord) -> list[tuple[str, str]]:
+def _retention_sentence(run: RunRecord) -> Sentence:
     rows = [row for row in retention(run) if row.before is not None and row.after is not None]
     if not rows:
-        return [("plain", "Retention of other skills was not measured.")]
+        return "plain", "Retention of other skills was not measured."
     lost = [row for row in rows if row.change(run.thresholds) == "dropped"]
     if lost:
-        named = ", ".join(f"{row.task} {percent(row.before)} → {percent(row.after)}" for row in lost)
-        return [("warn", f"Retention: {len(lost)} of {len(rows)} other skills dropped: {named}.")]
-    words = "the other skill" if len(rows) == 1 else f"the {len(rows)} other skills"
+        listed = ", ".join(f"{row.task} {percent(row.before)} → {percent(row.after)}" for row in lost)
+        return "warn", f"Retention: {len(lost)} of {len(rows)} other skills dropped: {listed}."
+    skills = "the other skill" if len(rows) == 1 else f"the {len(rows)} other skills"
     if any(row.fell for row in rows):
-        return [
-            ("good", f"Retention: {words} lost at most {100 * run.thresholds['retention_drop']:g} % of what was there.")
-        ]
-    return [("good", f"Retention: {words} held within {'its' if len(rows) == 1 else 'their'} intervals.")]
+        drop = 100 * run.thresholds["retention_drop"]
+        return "good", f"Retention: {skills} lost at most {drop:g} % of what was there."
+    return "good", f"Retention: {skills} held within {'its' if len(rows) == 1 else 'their'} intervals."
 
 
-def _finding_words(run: RunRecord) -> tuple[str, str]:
+def _finding_sentence(run: RunRecord) -> Sentence:
     if run.findings is None:
         codes = (run.summary or {}).get("findings")
         if isinstance(codes, list):
@@ -193,10 +173,10 @@ def _finding_words(run: RunRecord) -> tuple[str, str]:
         kind: sum(1 for finding in run.findings if finding.get("severity") == kind)
         for kind in ("error", "warning", "note")
     }
-    said = [f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in counts.items() if count]
+    listed = [f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in counts.items() if count]
     tone = "bad" if counts["error"] else "warn" if counts["warning"] else "plain"
     codes = ", ".join(str(finding.get("code", "?")) for finding in run.findings)
-    return tone, f"Findings: {', '.join(said) or len(run.findings)} ({codes})."
+    return tone, f"Findings: {', '.join(listed) or len(run.findings)} ({codes})."
 
 
 def percent(value: float | None) -> str:
@@ -214,6 +194,6 @@ def ci(bounds: tuple[float, float] | None) -> str:
     return "" if bounds is None else f" (95 % interval {span(bounds)})"
 
 
-def measured(mean: float, error: float | None) -> str:
+def mean_and_error(mean: float, error: float | None) -> str:
     """`0.021 ± 0.002`."""
     return f"{mean + 0.0:.3g}" + ("" if error is None else f" ± {error:.2g}")

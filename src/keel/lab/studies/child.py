@@ -10,21 +10,21 @@ from typing import Any
 
 
 def end_with_parent() -> None:
-    """A run whose study was killed ends too: the study holds the other end of stdin."""
+    """End this process when the study is killed: the study holds the other end of stdin."""
     while os.read(0, 1):  # not sys.stdin, whose lock would keep the interpreter from ending
         pass
     os._exit(137)
 
 
 def stop(number: int, frame: Any) -> None:
-    """What the study asks for when it is stopped; training waits for its step and saves, the rest ends at once."""
+    """SIGTERM from the study: training finishes its step and saves, anything else ends at once."""
     raise KeyboardInterrupt
 
 
 def main() -> int:
     """Watch the study, then import what takes seconds.
 
-    The study asks by SIGTERM: what a shell starts in the background is deaf to SIGINT, and so are its children.
+    The study sends SIGTERM: what a shell starts in the background ignores SIGINT, and so do its children.
     """
     threading.Thread(target=end_with_parent, daemon=True).start()
     signal.signal(signal.SIGTERM, stop)

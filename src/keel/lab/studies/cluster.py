@@ -15,27 +15,27 @@ from keel.lab.studies.process import Process, run_process
 
 
 @contextmanager
-def ray_pool(address: str | None, cores: int) -> Iterator[Cluster]:
+def ray_pool(address: str | None, cores: int) -> Iterator[RayPool]:
     """A connection to the cluster at `address`, or the one that RAY_ADDRESS names, or one started here."""
     try:
         import ray
     except ImportError:
         raise KeelError("--on ray needs Ray: pip install 'keel-rl[ray]'") from None
-    given = address or os.environ.get("RAY_ADDRESS")
-    own: dict[str, Any] = {} if given else {"include_dashboard": False, "num_cpus": cores}
+    existing = address or os.environ.get("RAY_ADDRESS")
+    options: dict[str, Any] = {} if existing else {"include_dashboard": False, "num_cpus": cores}
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
     except (ConnectionError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise KeelError(f"cannot connect to the Ray cluster {address or 'started here'}: {reason}") from None
     try:
-        yield Cluster(ray)
+        yield RayPool(ray)
     finally:
         ray.shutdown()
 
 
-class Cluster:
-    """Tasks that each wait for one process; Ray decides where and when, by the threads a run needs."""
+class RayPool:
+    """Tasks that each wait for one process; Ray schedules them by the threads that a run needs."""
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
@@ -43,20 +43,20 @@ class Cluster:
         self._refs: list[Any] = []
 
     def submit(self, process: Process) -> Future[int]:
-        needs: dict[str, Any] = {"num_cpus": process.threads, "max_retries": 0}
+        resources: dict[str, Any] = {"num_cpus": process.threads, "max_retries": 0}
         if self._has_gpu:
-            needs["num_gpus"] = 1
-        ref = self._ray.remote(run_process).options(**needs).remote(process)
+            resources["num_gpus"] = 1
+        ref = self._ray.remote(run_process).options(**resources).remote(process)
         self._refs.append(ref)
-        found: Future[int] = Future()
-        threading.Thread(target=self._fetch, args=(ref, found), daemon=True).start()
-        return found
+        future: Future[int] = Future()
+        threading.Thread(target=self._fetch, args=(ref, future), daemon=True).start()
+        return future
 
-    def _fetch(self, ref: Any, found: Future[int]) -> None:
+    def _fetch(self, ref: Any, future: Future[int]) -> None:
         try:
-            found.set_result(int(self._ray.get(ref)))
+            future.set_result(int(self._ray.get(ref)))
         except Exception as error:  # a task that was cancelled, or a node that was lost
-            found.set_result(130 if "Cancel" in type(error).__name__ else 1)
+            future.set_result(130 if "Cancel" in type(error).__name__ else 1)
 
     def interrupt(self) -> None:
         for ref in self._refs:

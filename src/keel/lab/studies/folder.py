@@ -18,7 +18,8 @@ from keel.base.redact import masked
 from keel.config import Config, load_config
 from keel.lab.studies.grid import Point, Study, fingerprint
 
-STUDY, POINTS, STARTS, LOG, OUTCOME, DRIFT = "study.json", "points", "starts", "log.txt", "outcome.json", "drift.json"
+STUDY, POINTS, WARMSTARTS = "study.json", "points", "starts"
+LOG, OUTCOME, DRIFT = "log.txt", "outcome.json", "drift.json"
 DONE, STOPPED, FAILED, INTERRUPTED = "done", "stopped", "failed", "interrupted"
 
 
@@ -45,14 +46,14 @@ class Outcome:
 
 
 def digest(study: Study) -> str:
-    """Of all that decides the runs; the baseline and the metric only decide how they are read."""
-    decides = {
+    """A hash of all that decides the runs; the baseline and the metric only decide how they are read."""
+    inputs = {
         "config": fingerprint(study.config),
         "points": [[point.label, fingerprint(point.config)] for point in study.points],
         "seeds": study.seeds,
         "measure": asdict(study.measure),
     }
-    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @contextmanager
@@ -71,28 +72,28 @@ def open_folder(path: Path, study: Study, threads: int) -> Iterator[int]:
 
 
 def _claim(path: Path, study: Study, threads: int) -> int:
-    record, mine = path / STUDY, digest(study)
+    record, study_digest = path / STUDY, digest(study)
     if record.exists():
         try:
-            held = json.loads(record.read_text(encoding="utf-8"))
-            theirs, kept = held["digest"], int(held["threads"])
+            stored = json.loads(record.read_text(encoding="utf-8"))
+            stored_digest, stored_threads = stored["digest"], int(stored["threads"])
         except (ValueError, KeyError, TypeError):
             raise KeelError(f"{record} cannot be read: put it back, or choose another --out") from None
-        if theirs != mine:
+        if stored_digest != study_digest:
             raise KeelError(
-                f"{path} holds another study ({_difference(held, study)}): choose another --out, or delete the folder"
+                f"{path} holds another study ({_difference(stored, study)}): choose another --out, or delete the folder"
             )
-        return kept
+        return stored_threads
     others = [item.name for item in path.iterdir() if item.name != ".lock"]
     if others:
         raise KeelError(f"{path} is not empty and holds no study ({sorted(others)[0]}): choose another --out")
-    write_atomic(record, encode(_record(study, mine, threads), indent=2) + "\n")
+    write_atomic(record, encode(_record(study, study_digest, threads), indent=2) + "\n")
     return threads
 
 
-def _record(study: Study, mine: str, threads: int) -> dict[str, Any]:
+def _record(study: Study, study_digest: str, threads: int) -> dict[str, Any]:
     return {
-        "digest": mine,
+        "digest": study_digest,
         "name": study.name,
         "seeds": list(study.seeds),
         "points": [{"label": point.label, "settings": masked(dict(point.settings))} for point in study.points],
@@ -102,48 +103,48 @@ def _record(study: Study, mine: str, threads: int) -> dict[str, Any]:
     }
 
 
-def _difference(held: dict[str, Any], study: Study) -> str:
-    """What differs, as far as one word can say it."""
-    now = _record(study, "", 0)
-    if held.get("seeds") != now["seeds"]:
-        return f"its seeds are {', '.join(map(str, held.get('seeds', [])))}"
-    labels, mine = ([p.get("label") for p in record.get("points", [])] for record in (held, now))
-    if labels != mine:
+def _difference(stored: dict[str, Any], study: Study) -> str:
+    """The first difference: seeds, points or configuration."""
+    current = _record(study, "", 0)
+    if stored.get("seeds") != current["seeds"]:
+        return f"its seeds are {', '.join(map(str, stored.get('seeds', [])))}"
+    labels, current_labels = ([p.get("label") for p in record.get("points", [])] for record in (stored, current))
+    if labels != current_labels:
         return f"its points are {', '.join(map(str, labels))}"
     return "its configuration differs"
 
 
 def jobs(path: Path, study: Study) -> list[Job]:
     """Every run, seed by seed within a point, in the order of the grid."""
-    found = []
+    planned = []
     for number, point in enumerate(study.points):
         for seed in study.seeds:
-            words = re.sub(r"[^A-Za-z0-9.=_+-]+", "-", point.label)[:80].strip("-")
-            name = f"{number:02d}-{words}-seed{seed}"
-            own = [f"run.seed={seed}", f"run.dir={json.dumps(str(path / POINTS))}", f"run.name={json.dumps(name)}"]
-            settings = [*own, "run.if_exists=resume", "log.console=plain"]
-            found.append(Job(point, seed, path / POINTS / name, load_config(point.config, settings)))
-    return found
+            slug = re.sub(r"[^A-Za-z0-9.=_+-]+", "-", point.label)[:80].strip("-")
+            name = f"{number:02d}-{slug}-seed{seed}"
+            identity = [f"run.seed={seed}", f"run.dir={json.dumps(str(path / POINTS))}", f"run.name={json.dumps(name)}"]
+            settings = [*identity, "run.if_exists=resume", "log.console=plain"]
+            planned.append(Job(point, seed, path / POINTS / name, load_config(point.config, settings)))
+    return planned
 
 
-def outcome(job: Job) -> Outcome | None:
-    """How a run ended for good: None for one that is to be run, or to go on, or failed and may be tried again."""
-    ended = read_outcome(job.folder)
-    if ended is None or ended.state not in (DONE, STOPPED):
+def finished_outcome(job: Job) -> Outcome | None:
+    """The outcome of a finished run; None where it is to be run, resumed, or tried again after a failure."""
+    written = read_outcome(job.folder)
+    if written is None or written.state not in (DONE, STOPPED):
         return None
     try:
         same = fingerprint(load_config(job.folder / "config.yaml")) == fingerprint(job.config)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return ended if same else None
+    return written if same else None
 
 
 def read_outcome(folder: Path) -> Outcome | None:
-    """What a run has written of its end."""
+    """The outcome that a run has written, if any."""
     written = read_json(folder / OUTCOME)
     return Outcome(**written) if isinstance(written, dict) and set(written) == {"state", "reason"} else None
 
 
-def write_outcome(folder: Path, ended: Outcome) -> None:
+def write_outcome(folder: Path, outcome: Outcome) -> None:
     """Written last, after everything that a finished run leaves."""
-    write_atomic(folder / OUTCOME, encode(asdict(ended), indent=2) + "\n")
+    write_atomic(folder / OUTCOME, encode(asdict(outcome), indent=2) + "\n")

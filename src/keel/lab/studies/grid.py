@@ -17,7 +17,7 @@ from keel.lab.studies.parts import check_parts
 
 METRICS = ("accuracy_after", "reward", "retention_after")
 _KEYS = ("config", "set", "grid", "points", "seeds", "baseline", "metric", "drift", "text", "target")
-_OWN = {
+_SET_BY_STUDY = {
     "run.seed": "give the seeds with --seeds",
     "run.dir": "give the study's folder with --out",
     "run.name": "points are named by their options",
@@ -57,7 +57,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Measure:
-    """What is measured after a run: `prompts` × `samples` a task for the drift, held-out text, a target KL's band."""
+    """What is measured after a run: `prompts` × `samples` per task for the drift, held-out text, a target KL's band."""
 
     prompts: int = 32
     samples: int = 4
@@ -89,38 +89,38 @@ def read_study(
     baseline: str | None = None,
     metric: str | None = None,
 ) -> Study:
-    """The study of a study file, or of a configuration with `--grid`; what the command line says goes before the file.
+    """The study of a study file, or of a configuration with `--grid`; the command line overrides the file.
 
     A study file is a mapping with `config` (a path beside it, a name that comes with Keel, or a mapping), and `set`,
     `grid`, `points`, `seeds`, `baseline`, `metric`, `drift`, `text`, `target` as docs/studies.md has them.
     """
-    name, data, home = _read(source)
+    name, data, folder = _read_source(source)
     for key in data:
         if key not in _KEYS:
             raise unknown("key of a study", key, _KEYS)
     shared = [f"{key}={text.dump(value)}" for key, value in _mapping(data, "set").items()]
-    base = _source(data.get("config", "default"), home)
+    config_source = _config_source(data.get("config", "default"), folder)
     axes = [*(_axis(key, value) for key, value in _mapping(data, "grid").items()), *map(parse_axis, grid)]
     listed = data.get("points", [])
     if not isinstance(listed, list) or not all(isinstance(entry, Mapping) and entry for entry in listed):
         raise KeelError("points of a study is a list of mappings such as {kl.beta: 0}")
     if not axes and not listed:
         raise KeelError("there is nothing to vary: give --grid kl.beta=0,0.01, or a study file with a grid")
-    given = [*shared, *overrides]
-    _check_axes(axes, _names(given))
-    config = load_config(base, given)
+    all_overrides = [*shared, *overrides]
+    _check_axes(axes, _option_names(all_overrides))
+    config = load_config(config_source, all_overrides)
     combined = [_combined(values) for values in itertools.product(*(axis.values for axis in axes))] if axes else []
-    combined += [_listed(dict(entry)) for entry in listed]
+    combined += [_listed_point(dict(entry)) for entry in listed]
     points = tuple(_point(config, label, settings, axes) for label, settings in combined)
     _check_distinct(points)
-    chosen = baseline if baseline is not None else data.get("baseline")
+    requested_baseline = baseline if baseline is not None else data.get("baseline")
     return Study(
         name=name,
         config=config,
         axes=tuple(axes),
         points=points,
         seeds=_seeds(data.get("seeds", 3) if seeds is None else seeds, config.run.seed),
-        baseline=_baseline(points, chosen),
+        baseline=_baseline(points, requested_baseline),
         metric=_one_of("metric", metric or data.get("metric", METRICS[0]), METRICS),
         measure=_measure(data),
     )
@@ -137,8 +137,8 @@ def parse_axis(item: str) -> Axis:
 # ------------------------------------------------------------------------------------------------- parts
 
 
-def _read(source: Path | str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any], Path]:
-    """(name, study's mapping, folder that its paths are beside); a plain configuration is a study of itself."""
+def _read_source(source: Path | str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any], Path]:
+    """(name, study's mapping, folder that its paths are relative to); a plain configuration becomes a study."""
     if isinstance(source, Mapping):
         data: Mapping[str, Any] = source
         return "study", data if is_study(data) else {"config": data}, Path()
@@ -156,28 +156,28 @@ def is_study(data: Mapping[str, Any]) -> bool:
 
 def find_study(path: Path) -> Path:
     """The path itself, or the study or configuration of that name that comes with Keel."""
-    found = text.find(path.expanduser())
-    if found.exists() or path.suffix or len(path.parts) != 1:
-        return found
+    resolved = text.find(path.expanduser())
+    if resolved.exists() or path.suffix or len(path.parts) != 1:
+        return resolved
     default = text.find(Path("default"))
     shipped = default.parent / "studies" / f"{path.name}.yaml"
-    return shipped if shipped.is_file() else found
+    return shipped if shipped.is_file() else resolved
 
 
-def _source(config: Any, home: Path) -> Path | Mapping[str, Any]:
+def _config_source(config: Any, folder: Path) -> Path | Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
     if not isinstance(config, str):
         raise KeelError(f"config of a study is {config!r}: give a path, a name such as default, or a mapping")
-    beside = home / config
+    beside = folder / config
     return beside if beside.is_file() else Path(config)
 
 
 def _mapping(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = data.get(key) or {}
-    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+    mapping = data.get(key) or {}
+    if not isinstance(mapping, Mapping) or not all(isinstance(name, str) for name in mapping):
         raise KeelError(f"{key} of a study must be a mapping such as {{kl.beta: …}}")
-    return found
+    return mapping
 
 
 def _axis(name: str, values: Any) -> Axis:
@@ -188,8 +188,8 @@ def _axis(name: str, values: Any) -> Axis:
         return Axis(name, tuple(Value(str(label), dict(part)) for label, part in values.items()))
     if not is_option(native(name)):
         raise unknown_option(name, "the grid")
-    if native(name) in _OWN:
-        raise KeelError(f"{name} cannot be in the grid: {_OWN[native(name)]}")
+    if native(name) in _SET_BY_STUDY:
+        raise KeelError(f"{name} cannot be in the grid: {_SET_BY_STUDY[native(name)]}")
     if not isinstance(values, list) or not values:
         raise KeelError(f"the grid over {name} needs a list of values, such as {name}: [0, 0.01]")
     return Axis(name, tuple(Value(_label(name, value), {name: value}) for value in values))
@@ -216,33 +216,33 @@ def _overlap(first: str, second: str) -> bool:
     return first == second or first.startswith(f"{second}.") or second.startswith(f"{first}.")
 
 
-def _names(given: Sequence[str]) -> list[str]:
+def _option_names(overrides: Sequence[str]) -> list[str]:
     """The options that overrides set, those inside a section one by one."""
-    found: list[str] = []
-    for item in given:
+    names: list[str] = []
+    for item in overrides:
         name, _, value = item.partition("=")
-        found += [native(option) for option, _ in leaves("", {name.strip().lstrip("+"): text.parse(value, name)})]
-    return found
+        names += [native(option) for option, _ in leaves("", {name.strip().lstrip("+"): text.parse(value, name)})]
+    return names
 
 
 def _check_axes(axes: Sequence[Axis], fixed: Sequence[str]) -> None:
     """No option may be set twice: by two axes, or for all points and then by every value of an axis."""
     for name in fixed:
-        if name in _OWN and name != "run.seed":
-            raise KeelError(f"{name} cannot be set in a study: {_OWN[name]}")
+        if name in _SET_BY_STUDY and name != "run.seed":
+            raise KeelError(f"{name} cannot be set in a study: {_SET_BY_STUDY[name]}")
     seen: dict[str, str] = {}
     for axis in axes:
-        mine = set().union(*(_options(value.settings) for value in axis.values))
-        for option in sorted(mine):
-            if option in _OWN:
-                raise KeelError(f"{option} cannot be in the grid: {_OWN[option]}")
-            other = next((axis_ for name, axis_ in seen.items() if _overlap(option, name)), None)
+        options = set().union(*(_options(value.settings) for value in axis.values))
+        for option in sorted(options):
+            if option in _SET_BY_STUDY:
+                raise KeelError(f"{option} cannot be in the grid: {_SET_BY_STUDY[option]}")
+            other = next((axis_name for name, axis_name in seen.items() if _overlap(option, name)), None)
             if other is not None:
                 raise KeelError(f"{option} is in the grid twice, in {other} and in {axis.name}: keep one")
             clash = next((name for name in fixed if _overlap(option, name)), None)
             if clash is not None and all(option in _options(value.settings) for value in axis.values):
                 raise KeelError(f"{clash} is in the grid and among the options for all points: leave one out")
-        seen.update(dict.fromkeys(mine, axis.name))
+        seen.update(dict.fromkeys(options, axis.name))
 
 
 def _combined(values: Sequence[Value]) -> tuple[str, dict[str, Any]]:
@@ -252,11 +252,11 @@ def _combined(values: Sequence[Value]) -> tuple[str, dict[str, Any]]:
     return " ".join(value.label for value in values), settings
 
 
-def _listed(entry: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _listed_point(entry: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     label = entry.pop("name", None)
     for option in sorted(_options(entry)):
-        if option in _OWN:
-            raise KeelError(f"{option} cannot be in a point: {_OWN[option]}")
+        if option in _SET_BY_STUDY:
+            raise KeelError(f"{option} cannot be in a point: {_SET_BY_STUDY[option]}")
     return str(label) if label is not None else " ".join(_label(n, v) for n, v in entry.items()), entry
 
 
@@ -269,11 +269,11 @@ def _point(config: Config, label: str, settings: Mapping[str, Any], axes: Sequen
         raise KeelError(f"the point {label}: {error}") from None
     values = {}
     for axis in axes:
-        held = [value for value in axis.values if value.settings.items() <= settings.items()]
-        own = settings.get(axis.name, {})
-        closest = max(held, key=lambda value: len(value.settings), default=None)  # {k1, reward} is not {k1} alone
-        named = "" if closest is None else closest.label
-        values[axis.name] = named if isinstance(own, Mapping) else text.dump(masked(own, axis.name))
+        matching = [value for value in axis.values if value.settings.items() <= settings.items()]
+        setting = settings.get(axis.name, {})
+        closest = max(matching, key=lambda value: len(value.settings), default=None)  # {k1, reward} is not {k1} alone
+        axis_label = "" if closest is None else closest.label
+        values[axis.name] = axis_label if isinstance(setting, Mapping) else text.dump(masked(setting, axis.name))
     return Point(label, dict(settings), values, checked)
 
 
@@ -295,17 +295,17 @@ def fingerprint(config: Config) -> str:
     return json.dumps(settings, sort_keys=True, default=str)
 
 
-def _seeds(given: Any, first: int) -> tuple[int, ...]:
+def _seeds(value: Any, first: int) -> tuple[int, ...]:
     """A number of seeds, counted from run.seed; or the seeds themselves."""
-    found = text.parse(f"[{given}]", "the seeds") if isinstance(given, str) else given
-    if isinstance(found, list) and len(found) == 1 and isinstance(given, str):
-        found = found[0]
-    if isinstance(found, int) and not isinstance(found, bool) and found > 0:
-        return tuple(range(first, first + found))
-    whole = isinstance(found, list) and all(isinstance(s, int) and not isinstance(s, bool) for s in found)
-    if not whole or not found or len(set(found)) != len(found):
-        raise KeelError(f"seeds is {given!r}: give a number of seeds such as 3, or different seeds such as 1,2,5")
-    return tuple(found)
+    parsed = text.parse(f"[{value}]", "the seeds") if isinstance(value, str) else value
+    if isinstance(parsed, list) and len(parsed) == 1 and isinstance(value, str):
+        parsed = parsed[0]
+    if isinstance(parsed, int) and not isinstance(parsed, bool) and parsed > 0:
+        return tuple(range(first, first + parsed))
+    integers = isinstance(parsed, list) and all(isinstance(s, int) and not isinstance(s, bool) for s in parsed)
+    if not integers or not parsed or len(set(parsed)) != len(parsed):
+        raise KeelError(f"seeds is {value!r}: give a number of seeds such as 3, or different seeds such as 1,2,5")
+    return tuple(parsed)
 
 
 def _baseline(points: Sequence[Point], chosen: Any) -> str:
@@ -320,11 +320,11 @@ def _baseline(points: Sequence[Point], chosen: Any) -> str:
         chosen = {name: text.parse(value, "the baseline")}
     if not isinstance(chosen, Mapping):
         raise unknown("baseline", chosen, labels)
-    found = [point.label for point in points if dict(chosen).items() <= dict(point.settings).items()]
-    if len(found) != 1:
-        what = f"{len(found)} points ({', '.join(found)})" if found else "no point"
+    matching = [point.label for point in points if dict(chosen).items() <= dict(point.settings).items()]
+    if len(matching) != 1:
+        what = f"{len(matching)} points ({', '.join(matching)})" if matching else "no point"
         raise KeelError(f"the baseline {text.dump(dict(chosen))} is {what}: name one of {', '.join(labels)}")
-    return found[0]
+    return matching[0]
 
 
 def _one_of(kind: str, name: Any, known: Sequence[str]) -> str:
@@ -334,9 +334,9 @@ def _one_of(kind: str, name: Any, known: Sequence[str]) -> str:
 
 
 def _measure(data: Mapping[str, Any]) -> Measure:
-    drift, target, words = _mapping(data, "drift"), _mapping(data, "target"), data.get("text", False)
-    for key, known in ((drift, ("prompts", "samples")), (target, ("kl", "unit"))):
-        for name in key:
+    drift, target, text_flag = _mapping(data, "drift"), _mapping(data, "target"), data.get("text", False)
+    for section, known in ((drift, ("prompts", "samples")), (target, ("kl", "unit"))):
+        for name in section:
             _one_of("key", name, known)
     counts = {name: drift.get(name, getattr(Measure, name)) for name in ("prompts", "samples")}
     for name, count in counts.items():
@@ -345,7 +345,7 @@ def _measure(data: Mapping[str, Any]) -> Measure:
     kl = target.get("kl")
     if kl is not None and not (isinstance(kl, int | float) and kl > 0):
         raise KeelError(f"target.kl of a study is {kl!r}: give nats above 0")
-    if not isinstance(words, bool):
-        raise KeelError(f"text of a study is {words!r}: give true or false")
+    if not isinstance(text_flag, bool):
+        raise KeelError(f"text of a study is {text_flag!r}: give true or false")
     unit = _one_of("unit", target.get("unit", "per_token"), ("per_token", "per_sequence"))
-    return Measure(**counts, text=words, target=kl, target_unit=unit)
+    return Measure(**counts, text=text_flag, target=kl, target_unit=unit)

@@ -1,4 +1,4 @@
-"""What a finished run is asked besides its own evaluation: its drift from where it started, skill by skill."""
+"""What is measured of a finished run besides its own evaluation: its drift from the start, task by task."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def measure_run(folder: Path, options: Measure) -> dict[str, Any]:
             microbatch_tokens=config.optim.microbatch_tokens,
         )
         assert drift.ref_policy is not None
-        found = {"policy_ref": _figures(drift.policy_ref), "ref_policy": _figures(drift.ref_policy)}
-        tasks[task.name] = {"split": split, **found}
+        directions = {"policy_ref": _figures(drift.policy_ref), "ref_policy": _figures(drift.ref_policy)}
+        tasks[task.name] = {"split": split, **directions}
     likelihood = {"before": text_logprob(sides[1]), "after": text_logprob(sides[0])} if options.text else None
     return {"tasks": tasks, "text_logprob": likelihood}
 

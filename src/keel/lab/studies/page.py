@@ -8,67 +8,68 @@ from html import escape
 from keel.lab.plots.charts import svg
 from keel.lab.report.html import block, chart_data, curves, document
 from keel.lab.report.sections import table
+from keel.lab.report.verdict import Sentence
 from keel.lab.studies.plots import short_names, study_panels
-from keel.lab.studies.table import Summary, shown, shown_columns
-from keel.lab.studies.verdict import Sentence
+from keel.lab.studies.table import PointSummary, display_columns, format_figure
 
 
-def study_page(title: str, command: str, summaries: Sequence[Summary], baseline: str, said: Sequence[Sentence]) -> str:
-    """The whole page."""
+def study_page(
+    title: str, command: str, summaries: Sequence[PointSummary], baseline: str, verdict: Sequence[Sentence]
+) -> str:
+    """The page as HTML."""
     drawn = [(panel, picture) for panel in study_panels(summaries) if (picture := svg(panel))]
-    words = "".join(f"<li class='{tone}'>{escape(text)}</li>" for tone, text in said)
-    numbers = (
-        "" if short_names(summaries)[0] != "1" else "<p class='muted'>Charts number the points as the table does.</p>"
-    )
+    items = "".join(f"<li class='{tone}'>{escape(text)}</li>" for tone, text in verdict)
+    numbered = short_names(summaries)[0] == "1"
+    numbering = "<p class='muted'>Charts number the points as the table does.</p>" if numbered else ""
     body = [
         f"<header><p class='muted'>Keel study</p><h1>{escape(title)}</h1>",
         f"<p><code>{escape(command)}</code></p></header>",
-        f"<section class='verdict'><h2>Verdict</h2><ul class='words'>{words}</ul></section>",
+        f"<section class='verdict'><h2>Verdict</h2><ul class='words'>{items}</ul></section>",
         block("Points", f"{_table(summaries, baseline)}<p class='muted'>Mean ± half of the 95 % t-interval.</p>"),
         block("Differences from the baseline", _differences(summaries, baseline)),
-        block("Figures", numbers + curves(drawn)),
+        block("Figures", numbering + curves(drawn)),
         block("Runs", _runs(summaries)),
     ]
     return document(title, "".join(body), chart_data([panel for panel, _ in drawn]))
 
 
-def _table(summaries: Sequence[Summary], baseline: str) -> str:
-    columns = shown_columns(summaries)
+def _table(summaries: Sequence[PointSummary], baseline: str) -> str:
+    columns = display_columns(summaries)
     rows = [
-        [str(number), escape(one.label) + (" <small>baseline</small>" if one.label == baseline else "")]
-        + [escape(shown(name, one.means.get(name))) for name in columns]
-        + [escape(one.states)]
-        for number, one in enumerate(summaries, start=1)
+        [str(number), escape(point.label) + (" <small>baseline</small>" if point.label == baseline else "")]
+        + [escape(format_figure(name, point.means.get(name))) for name in columns]
+        + [escape(point.states)]
+        for number, point in enumerate(summaries, start=1)
     ]
     return table(["", "point", *columns.values(), "runs"], rows)
 
 
-def _differences(summaries: Sequence[Summary], baseline: str) -> str:
-    columns = shown_columns(summaries)
+def _differences(summaries: Sequence[PointSummary], baseline: str) -> str:
+    columns = display_columns(summaries)
     rows = []
-    for one in summaries:
-        if one.label == baseline:
+    for point in summaries:
+        if point.label == baseline:
             continue
-        cells = [one.differences.get(name) for name in columns]
+        cells = [point.differences.get(name) for name in columns]
         marked = [
-            f"<b>{shown(n, e)}</b>" if e and e.excludes_zero else shown(n, e)
+            f"<b>{format_figure(n, e)}</b>" if e and e.excludes_zero else format_figure(n, e)
             for n, e in zip(columns, cells, strict=True)
         ]
-        rows.append([escape(one.label), *marked])
+        rows.append([escape(point.label), *marked])
     note = "<p class='muted'>Paired over seeds; bold where the uncorrected 95 % interval excludes 0.</p>"
     return table(["point", *columns.values()], rows) + note if rows else ""
 
 
-def _runs(summaries: Sequence[Summary]) -> str:
+def _runs(summaries: Sequence[PointSummary]) -> str:
     rows = [
         [
-            escape(one.label),
+            escape(point.label),
             str(row.seed),
             escape(row.state),
             escape(row.reason),
             "" if row.wall_s is None else f"{row.wall_s:.0f} s",
         ]
-        for one in summaries
-        for row in one.rows
+        for point in summaries
+        for row in point.rows
     ]
     return table(["point", "seed", "state", "reason", "time"], rows)

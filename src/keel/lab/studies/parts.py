@@ -1,4 +1,4 @@
-"""The checks of a point that need its parts to be built, so that a study does not find out at its last point."""
+"""Checks of a point that need its tasks to be built, so that a bad one is refused before the first run."""
 
 from __future__ import annotations
 

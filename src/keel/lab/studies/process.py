@@ -1,4 +1,4 @@
-"""A run of a study as a process of its own: what it is started with, and how one is run to its end."""
+"""A run of a study as a process of its own."""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ Say = Callable[[str], None]
 class Progress:
     """Counts finished steps of all jobs; the estimate is by the steps of this session."""
 
-    def __init__(self, jobs: Sequence[Job], ended: Mapping[str, Outcome], say: Say | None = None) -> None:
+    def __init__(self, jobs: Sequence[Job], outcomes: Mapping[str, Outcome], say: Say | None = None) -> None:
         self._jobs = {job.label: job for job in jobs}
-        self._over = set(ended)
-        self._kept = len(ended)
+        self._finished = set(outcomes)
+        self._finished_before = len(outcomes)
         self._say = say
         self._began = time.monotonic()
         self._steps_before = self._steps()
@@ -32,13 +32,13 @@ class Progress:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn
 
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}"))
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[status]}"))
             self._bar = Progress(*columns, console=Console(stderr=True))
             self._bar.start()
-            self._task = self._bar.add_task("study", total=self._total(), words="")
-        if self._kept:
-            self.say(f"{self._kept} of {len(self._jobs)} runs are finished already")
-        self.look()
+            self._task = self._bar.add_task("study", total=self._total(), status="")
+        if self._finished_before:
+            self.say(f"{self._finished_before} of {len(self._jobs)} runs are finished already")
+        self.refresh()
         return self
 
     def __exit__(
@@ -55,34 +55,35 @@ class Progress:
         else:
             print(line, file=sys.stderr, flush=True)
 
-    def ended(self, label: str, how: Outcome) -> None:
-        self._over.add(label)
-        reason = f" ({how.reason})" if how.reason else ""
-        left = self.left()
-        self.say(f"{len(self._over)}/{len(self._jobs)} {label}: {how.state}{reason}{'; ' + left if left else ''}")
-        self.look()
+    def finish(self, label: str, outcome: Outcome) -> None:
+        self._finished.add(label)
+        reason = f" ({outcome.reason})" if outcome.reason else ""
+        left = self.time_left()
+        left = f"; {left}" if left else ""
+        self.say(f"{len(self._finished)}/{len(self._jobs)} {label}: {outcome.state}{reason}{left}")
+        self.refresh()
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         if self._bar is not None:
-            words = f"{len(self._over)}/{len(self._jobs)} runs; {self.left() or 'estimating'}"
-            self._bar.update(self._task, completed=self._steps(), words=words)
+            status = f"{len(self._finished)}/{len(self._jobs)} runs; {self.time_left() or 'estimating'}"
+            self._bar.update(self._task, completed=self._steps(), status=status)
 
-    def left(self) -> str:
+    def time_left(self) -> str:
         """`about 12 min left`, or nothing where nothing is known or left."""
-        now, spent = self._steps(), time.monotonic() - self._began
-        done, todo = now - self._steps_before, self._total() - now
-        if len(self._over) == len(self._jobs) or done <= 0 or todo <= 0:
+        steps, elapsed = self._steps(), time.monotonic() - self._began
+        steps_done, steps_left = steps - self._steps_before, self._total() - steps
+        if len(self._finished) == len(self._jobs) or steps_done <= 0 or steps_left <= 0:
             return ""
-        seconds = spent * todo / done
+        seconds = elapsed * steps_left / steps_done
         return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
 
     def _total(self) -> int:
         return sum(job.config.run.max_steps for job in self._jobs.values())
 
     def _steps(self) -> int:
-        """Finished steps; a run that is over counts whole, however early it ended."""
+        """Finished steps; a finished run counts all of them, however early it ended."""
         return sum(
-            job.config.run.max_steps if label in self._over else _lines(job) for label, job in self._jobs.items()
+            job.config.run.max_steps if label in self._finished else _lines(job) for label, job in self._jobs.items()
         )
 
 

@@ -20,26 +20,26 @@ NOT_RUN = Outcome(FAILED, "not run")
 
 
 @dataclass(frozen=True)
-class Written:
+class StudyReport:
     """The table and the verdict as text for a terminal, and the files that were written."""
 
     text: str
     files: tuple[str, ...]
 
 
-def write_study(study: Study, path: Path, ended: Mapping[str, Outcome], command: str = "") -> Written:
+def write_study(study: Study, path: Path, outcomes: Mapping[str, Outcome], command: str = "") -> StudyReport:
     """Read every run of the study and write its tables, pictures and page."""
     path = path.resolve()
-    rows = [read_result(job, ended.get(job.label, NOT_RUN), study.measure) for job in jobs(path, study)]
+    rows = [read_result(job, outcomes.get(job.label, NOT_RUN), study.measure) for job in jobs(path, study)]
     summaries = summarise(rows, study.baseline)
-    said = verdict(summaries, study.baseline, study.metric, study.axes)
-    words = "".join(f"- {text}\n" for _, text in said)
+    sentences = verdict(summaries, study.baseline, study.metric, study.axes)
+    verdict_text = "".join(f"- {text}\n" for _, text in sentences)
     table = table_md(summaries, study.baseline)
-    page = study_page(study.name, command, summaries, study.baseline, said)
+    page = study_page(study.name, command, summaries, study.baseline, sentences)
     files = {
         "points.csv": points_csv(rows),
         "table.csv": table_csv(summaries),
-        "table.md": f"{table}\n{words}",
+        "table.md": f"{table}\n{verdict_text}",
         "report.html": page,
     }
     for name, content in files.items():
@@ -48,4 +48,4 @@ def write_study(study: Study, path: Path, ended: Mapping[str, Outcome], command:
         pictures = write_pictures(summaries, path, study.name)
     except KeelError as error:
         pictures = [f"no pictures: {error}"]
-    return Written(f"{table}\n{words}", (*files, *pictures))
+    return StudyReport(f"{table}\n{verdict_text}", (*files, *pictures))

@@ -1,4 +1,4 @@
-"""One row a run: its options, accuracy, reward, KL in both directions, skills before and after, how it ended."""
+"""One row per run: its options, accuracy, reward, KL in both directions, skills before and after, how it ended."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RunResult:
     skills: Mapping[str, SkillResult] = field(default_factory=dict)
     wall_s: float | None = None
     curves: Mapping[str, Sequence[tuple[float, float | None]]] = field(default_factory=dict)
-    band_by: str = ""  # the estimate that the band was held against
+    band_by: str = ""  # the estimate that was compared with the band
 
 
 FIGURES = (
@@ -79,13 +79,13 @@ def kl_curve(rows: Sequence[RunResult]) -> str:
     return EXACT_CURVE if measured and all(EXACT_CURVE in curves for curves in measured) else K3_CURVE
 
 
-def read_result(job: Job, ended: Outcome, measure: Measure) -> RunResult:
-    """What a run left, however little that is."""
+def read_result(job: Job, outcome: Outcome, measure: Measure) -> RunResult:
+    """The figures of a run, as far as its files have them."""
     options = dict(job.point.values)
     try:
         run = read_run(job.folder)
     except KeelError:
-        return RunResult(job.point.label, job.seed, ended.state, ended.reason, options, dict.fromkeys(FIGURES))
+        return RunResult(job.point.label, job.seed, outcome.state, outcome.reason, options, dict.fromkeys(FIGURES))
     drift = _drift(job.folder)
     skills, trained = _skills(run, drift), _trained_drift(drift)
     first, last = _accuracy(run, "trained")
@@ -117,7 +117,7 @@ def read_result(job: Job, ended: Outcome, measure: Measure) -> RunResult:
     wall = number((run.summary or {}).get("wall_s"))
     curves = {name: run.series(name) for name in CURVES if run.series(name)}
     return RunResult(
-        job.point.label, job.seed, ended.state, ended.reason, options, figures, skills, wall, curves, band_by
+        job.point.label, job.seed, outcome.state, outcome.reason, options, figures, skills, wall, curves, band_by
     )
 
 
@@ -135,9 +135,9 @@ def _trained_drift(drift: Mapping[str, Any]) -> Mapping[str, Any]:
     return next(iter(_tasks(drift, "trained").values()), {})
 
 
-def _figure(task: Mapping[str, Any], way: str, estimator: str, unit: str = "per_token") -> float | None:
+def _figure(task: Mapping[str, Any], direction: str, estimator: str, unit: str = "per_token") -> float | None:
     try:
-        return number(task[way][unit][estimator]["mean"])
+        return number(task[direction][unit][estimator]["mean"])
     except (KeyError, TypeError):
         return None
 
@@ -173,10 +173,10 @@ def _skills(run: RunRecord, drift: Mapping[str, Any]) -> dict[str, SkillResult]:
     }
 
 
-def _mean(values: Any) -> float | None:
+def _mean(figures: Any) -> float | None:
     """The mean, None where one is missing: a mean over other skills is another figure."""
-    found = list(values)
-    return None if not found or None in found else fmean(found)
+    known = list(figures)
+    return None if not known or None in known else fmean(known)
 
 
 def _band(run: RunRecord, measure: Measure) -> tuple[str, dict[str, float | None]]:

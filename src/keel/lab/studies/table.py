@@ -1,4 +1,4 @@
-"""The tables of a study: a row a run, a row a point with intervals, and one in Markdown to paste."""
+"""The tables of a study: one row per run, one row per point with intervals, and one in Markdown to paste."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keel.lab.studies.folder import DONE, STOPPED
 from keel.lab.studies.results import FIGURES, RunResult
 
 PERCENT = ("accuracy_before", "accuracy_after", "retention_before", "retention_after", "forgetting", "share_in_band")
-_SHOWN = {
+_COLUMNS = {
     "accuracy_after": "accuracy",
     "reward": "reward",
     "kl_policy_ref": "KL(policy‖start)",
@@ -26,7 +26,7 @@ _SHOWN = {
 
 
 @dataclass(frozen=True)
-class Summary:
+class PointSummary:
     """A point over its seeds: the mean and interval of every figure, and the paired difference from the baseline."""
 
     label: str
@@ -49,9 +49,9 @@ class Summary:
 def values(rows: Sequence[RunResult], figure: str) -> dict[int, float]:
     """A figure by seed, of the runs that were done or stopped by a guard; a failed run's last state is no result."""
     return {
-        row.seed: found
+        row.seed: value
         for row in rows
-        if row.state in (DONE, STOPPED) and (found := figure_of(row, figure)) is not None
+        if row.state in (DONE, STOPPED) and (value := figure_of(row, figure)) is not None
     }
 
 
@@ -61,8 +61,7 @@ def figure_of(row: RunResult, figure: str) -> float | None:
         return row.figures[figure]
     name, _, part = figure.rpartition(":")
     skill = row.skills.get(name)
-    found: float | None = None if skill is None else getattr(skill, part)
-    return found
+    return None if skill is None else getattr(skill, part)
 
 
 def figure_names(rows: Sequence[RunResult]) -> list[str]:
@@ -73,20 +72,20 @@ def figure_names(rows: Sequence[RunResult]) -> list[str]:
     return [name for name in names if any(figure_of(row, name) is not None for row in rows)]
 
 
-def summarise(rows: Sequence[RunResult], baseline: str) -> list[Summary]:
-    """A summary a point, in the order of the rows."""
+def summarise(rows: Sequence[RunResult], baseline: str) -> list[PointSummary]:
+    """One summary per point, in the order of the rows."""
     labels = dict.fromkeys(row.point for row in rows)
-    of = {label: [row for row in rows if row.point == label] for label in labels}
+    by_point = {label: [row for row in rows if row.point == label] for label in labels}
     names = figure_names(rows)
-    found = []
-    for label, mine in of.items():
-        means = {name: estimate(list(values(mine, name).values())) for name in names}
-        against = {
-            name: None if label == baseline else paired(values(of[baseline], name), values(mine, name))
+    summaries = []
+    for label, own_rows in by_point.items():
+        means = {name: estimate(list(values(own_rows, name).values())) for name in names}
+        differences = {
+            name: None if label == baseline else paired(values(by_point[baseline], name), values(own_rows, name))
             for name in names
         }
-        found.append(Summary(label, mine[0].options, tuple(mine), means, against))
-    return found
+        summaries.append(PointSummary(label, own_rows[0].options, tuple(own_rows), means, differences))
+    return summaries
 
 
 def forgetting_pairs(rows: Sequence[RunResult], figure: str) -> list[tuple[float, float]]:
@@ -95,12 +94,12 @@ def forgetting_pairs(rows: Sequence[RunResult], figure: str) -> list[tuple[float
     return [(kl, lost) for kl, lost in both if kl is not None and lost is not None]
 
 
-def frontier_points(summaries: Sequence[Summary]) -> dict[str, tuple[Estimate, Estimate]]:
+def frontier_points(summaries: Sequence[PointSummary]) -> dict[str, tuple[Estimate, Estimate]]:
     """(KL(policy‖start) per token, reward) of every point that has both."""
     return {
-        one.label: (kl, reward)
-        for one in summaries
-        if (kl := one.means.get("kl_policy_ref")) is not None and (reward := one.means.get("reward")) is not None
+        point.label: (kl, reward)
+        for point in summaries
+        if (kl := point.means.get("kl_policy_ref")) and (reward := point.means.get("reward"))
     }
 
 
@@ -108,23 +107,23 @@ def frontier_points(summaries: Sequence[Summary]) -> dict[str, tuple[Estimate, E
 
 
 def points_csv(rows: Sequence[RunResult]) -> str:
-    """A row a run."""
+    """One row per run."""
     axes = list(rows[0].options)
     names = figure_names(rows)
     band = ["band_by"] * any(row.band_by for row in rows)
     head = ["point", "seed", *axes, "state", "reason", *names, *band, "wall_s"]
     lines = [
         [row.point, row.seed, *row.options.values(), row.state, row.reason]
-        + [_exact(figure_of(row, name)) for name in names]
+        + [_cell(figure_of(row, name)) for name in names]
         + [row.band_by for _ in band]
-        + [_exact(row.wall_s)]
+        + [_cell(row.wall_s)]
         for row in rows
     ]
     return _csv(head, lines)
 
 
-def table_csv(summaries: Sequence[Summary]) -> str:
-    """A row a point; no times, so that a study that was killed and started again has the same bytes."""
+def table_csv(summaries: Sequence[PointSummary]) -> str:
+    """One row per point; no times, so that a study that was killed and started again has the same bytes."""
     axes = list(summaries[0].options)
     names = list(summaries[0].means)
     parts = ("mean", "low", "high")
@@ -132,10 +131,10 @@ def table_csv(summaries: Sequence[Summary]) -> str:
     head += [f"{name}_{part}" for name in names for part in parts]
     head += [f"{name}_vs_baseline_{part}" for name in names for part in (*parts, "p")]
     lines = []
-    for one in summaries:
-        line: list[object] = [one.label, *one.options.values(), one.states, len(one.rows)]
-        line += [_exact(getattr(one.means[name], part, None)) for name in names for part in parts]
-        line += [_exact(getattr(one.differences[name], part, None)) for name in names for part in (*parts, "p")]
+    for point in summaries:
+        line: list[object] = [point.label, *point.options.values(), point.states, len(point.rows)]
+        line += [_cell(getattr(point.means[name], part, None)) for name in names for part in parts]
+        line += [_cell(getattr(point.differences[name], part, None)) for name in names for part in (*parts, "p")]
         lines.append(line)
     return _csv(head, lines)
 
@@ -148,33 +147,33 @@ def _csv(head: Sequence[object], lines: Sequence[Sequence[object]]) -> str:
     return out.getvalue()
 
 
-def _exact(value: float | None) -> str:
+def _cell(value: float | None) -> str:
     return "" if value is None else f"{value:.10g}"
 
 
-def table_md(summaries: Sequence[Summary], baseline: str) -> str:
+def table_md(summaries: Sequence[PointSummary], baseline: str) -> str:
     """The table to paste: mean ± half of the 95 % t-interval over seeds."""
-    names = shown_columns(summaries)
+    names = display_columns(summaries)
     head = ["point", *names.values(), "runs"]
     lines = [head, ["---"] * len(head)]
-    for one in summaries:
-        label = f"{one.label} (baseline)" if one.label == baseline else one.label
-        runs = str(len(one.rows)) if one.states == DONE else one.states
-        lines.append([label, *(shown(name, one.means.get(name)) for name in names), runs])
+    for point in summaries:
+        label = f"{point.label} (baseline)" if point.label == baseline else point.label
+        runs = str(len(point.rows)) if point.states == DONE else point.states
+        lines.append([label, *(format_figure(name, point.means.get(name)) for name in names), runs])
     return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
 
 
-def shown_columns(summaries: Sequence[Summary]) -> dict[str, str]:
+def display_columns(summaries: Sequence[PointSummary]) -> dict[str, str]:
     """The figures that a person reads first, as far as there are any, with their headings."""
-    return {name: title for name, title in _SHOWN.items() if any(one.means.get(name) for one in summaries)}
+    return {name: title for name, title in _COLUMNS.items() if any(point.means.get(name) for point in summaries)}
 
 
-def shown(name: str, found: Estimate | None) -> str:
+def format_figure(name: str, estimate: Estimate | None) -> str:
     """`81.2 % ± 3.4` or `0.0512 ± 0.0031`."""
-    if found is None:
+    if estimate is None:
         return "–"
     if name in PERCENT or name.endswith((":before", ":after")):
-        margin = "" if found.margin is None else f" ± {100 * found.margin:.1f}"
-        return f"{100 * found.mean:.1f} %{margin}"
-    margin = "" if found.margin is None else f" ± {found.margin:.2g}"
-    return f"{found.mean:.3g}{margin}"
+        margin = "" if estimate.margin is None else f" ± {100 * estimate.margin:.1f}"
+        return f"{100 * estimate.mean:.1f} %{margin}"
+    margin = "" if estimate.margin is None else f" ± {estimate.margin:.2g}"
+    return f"{estimate.mean:.3g}{margin}"

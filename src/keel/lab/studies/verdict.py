@@ -20,190 +20,192 @@ from keel.eval.statistics import (
     tested,
     winner,
 )
+from keel.lab.report.verdict import Sentence
 from keel.lab.studies.folder import DONE, FAILED, STOPPED
 from keel.lab.studies.grid import Axis
-from keel.lab.studies.table import Summary, forgetting_pairs, frontier_points, shown
+from keel.lab.studies.table import PointSummary, forgetting_pairs, format_figure, frontier_points
 
 NAMES = {"accuracy_after": "accuracy", "reward": "reward", "retention_after": "accuracy on the old skills"}
 SIGNIFICANT = 0.05
-Sentence = tuple[str, str]  # tone (good, warn, bad, plain), words
 
 
-def verdict(summaries: Sequence[Summary], baseline: str, metric: str, axes: Sequence[Axis] = ()) -> list[Sentence]:
+def verdict(summaries: Sequence[PointSummary], baseline: str, metric: str, axes: Sequence[Axis] = ()) -> list[Sentence]:
     """The study in a few sentences."""
-    found = [*_ended(summaries), *best(summaries, metric), *against_baseline(summaries, baseline, metric)]
-    found += forgetting(summaries)
-    found += [sentence for axis in axes if len(axes) > 1 for sentence in _axis_effect(summaries, axis, metric)]
-    found += correlation(summaries)
-    found += _frontier(summaries)
-    return found
+    sentences = [*_run_states(summaries), *best(summaries, metric), *against_baseline(summaries, baseline, metric)]
+    sentences += forgetting(summaries)
+    sentences += [sentence for axis in axes if len(axes) > 1 for sentence in _axis_effect(summaries, axis, metric)]
+    sentences += correlation(summaries)
+    sentences += _frontier(summaries)
+    return sentences
 
 
-def _ended(summaries: Sequence[Summary]) -> list[Sentence]:
-    rows = [row for one in summaries for row in one.rows]
-    found: list[Sentence] = []
-    for state, tone, words in ((FAILED, "bad", "failed"), (STOPPED, "warn", "stopped by a guard")):
+def _run_states(summaries: Sequence[PointSummary]) -> list[Sentence]:
+    rows = [row for point in summaries for row in point.rows]
+    sentences: list[Sentence] = []
+    for state, tone, ending in ((FAILED, "bad", "failed"), (STOPPED, "warn", "stopped by a guard")):
         labels = list(dict.fromkeys(row.point for row in rows if row.state == state))
         count = sum(row.state == state for row in rows)
         if count:
-            found.append((tone, f"{count} of {len(rows)} runs {words}: {', '.join(labels)}."))
-    counted = {one.label: sum(row.state in (DONE, STOPPED) for row in one.rows) for one in summaries}
-    few = [f"{label} ({count})" for label, count in counted.items() if count < MIN_SEEDS]
-    most = max(counted.values())
+            sentences.append((tone, f"{count} of {len(rows)} runs {ending}: {', '.join(labels)}."))
+    counts = {point.label: sum(row.state in (DONE, STOPPED) for row in point.rows) for point in summaries}
+    few = [f"{label} ({count})" for label, count in counts.items() if count < MIN_SEEDS]
+    most = max(counts.values())
     if most < MIN_SEEDS:
         seeds = f"{most} seed{'s' * (most != 1)} a point"
-        found.append(("warn", f"{seeds}: no point can be told from another beyond chance; run at least {MIN_SEEDS}."))
+        text = f"{seeds}: no point can be told from another beyond chance; run at least {MIN_SEEDS}."
+        sentences.append(("warn", text))
     elif few:
-        found.append(("warn", f"Not tested, for want of {MIN_SEEDS} seeds with a result: {', '.join(few)}."))
-    return found
+        sentences.append(("warn", f"Not tested, for want of {MIN_SEEDS} seeds with a result: {', '.join(few)}."))
+    return sentences
 
 
-def best(summaries: Sequence[Summary], metric: str) -> list[Sentence]:
+def best(summaries: Sequence[PointSummary], metric: str) -> list[Sentence]:
     """Which point is best, and whether that is more than chance."""
-    name, known = NAMES[metric], {one.label: values for one in summaries if (values := one.by_seed(metric))}
-    chosen = winner(known)
-    if chosen is None:
+    name, known = NAMES[metric], {point.label: values for point in summaries if (values := point.by_seed(metric))}
+    result = winner(known)
+    if result is None:
         return [("warn", f"No run has a figure for {name}.")]
-    missing = [one.label for one in summaries if one.label not in known]
-    found: list[Sentence] = [("warn", f"Without a figure for {name}: {_few(missing)}.")] if missing else []
-    means = {one.label: held for one in summaries if (held := one.means[metric]) is not None}
-    mean = shown(metric, means[chosen.best])
-    level = [label for label in known if math.isclose(means[label].mean, means[chosen.best].mean, abs_tol=1e-12)]
+    missing = [point.label for point in summaries if point.label not in known]
+    sentences: list[Sentence] = [("warn", f"Without a figure for {name}: {_shortened(missing)}.")] if missing else []
+    means = {point.label: estimate for point in summaries if (estimate := point.means[metric]) is not None}
+    mean = format_figure(metric, means[result.best])
+    tied = [label for label in known if math.isclose(means[label].mean, means[result.best].mean, abs_tol=1e-12)]
     if len(known) == 1:
-        only = "" if len(summaries) == 1 else ", with nothing to compare it with"
-        return [*found, ("plain", f"{chosen.best}: {name} {mean}{only}.")]
-    if len(level) == len(known):
-        share = shown(metric, replace(means[chosen.best], low=None, high=None))
-        return [*found, ("plain", f"No winner in {name}: all {len(known)} points have the same mean, {share}.")]
-    if chosen.name is not None:
-        others = [p for p in chosen.p.values() if p is not None]
+        remark = "" if len(summaries) == 1 else ", with nothing to compare it with"
+        return [*sentences, ("plain", f"{result.best}: {name} {mean}{remark}.")]
+    if len(tied) == len(known):
+        mean_only = format_figure(metric, replace(means[result.best], low=None, high=None))
+        return [*sentences, ("plain", f"No winner in {name}: all {len(known)} points have the same mean, {mean_only}.")]
+    if result.name is not None:
+        others = [p for p in result.p.values() if p is not None]
         why = f"its interval overlaps no other, and every paired difference has p ≤ {max(others):.2g} (Holm)"
-        return [*found, ("good", f"{chosen.name} has the best {name}, {mean}, and that is significant: {why}.")]
+        return [*sentences, ("good", f"{result.name} has the best {name}, {mean}, and that is significant: {why}.")]
     if max(len(values) for values in known.values()) < MIN_SEEDS:
-        return [*found, ("plain", f"The highest mean in {name} is that of {_few(level)}, {mean}.")]
-    first = f"{_few(level)} {'share' if len(level) > 1 else 'has'} the highest mean"
-    return [*found, ("plain", f"No winner in {name}: {first}, {mean}, {_rivals(chosen, level)}.")]
+        return [*sentences, ("plain", f"The highest mean in {name} is that of {_shortened(tied)}, {mean}.")]
+    first = f"{_shortened(tied)} {'share' if len(tied) > 1 else 'has'} the highest mean"
+    return [*sentences, ("plain", f"No winner in {name}: {first}, {mean}, {_rivals(result, tied)}.")]
 
 
-def _few(labels: Sequence[str]) -> str:
+def _shortened(labels: Sequence[str]) -> str:
     return ", ".join(labels[:4]) + (f" and {len(labels) - 4} more" if len(labels) > 4 else "")
 
 
-def _rivals(chosen: Winner, level: Sequence[str]) -> str:
-    rivals = [label for label in chosen.rivals if label not in level]
+def _rivals(result: Winner, tied: Sequence[str]) -> str:
+    rivals = [label for label in result.rivals if label not in tied]
     if not rivals:
         return "above all others"
     why = f"overlapping 95 % intervals, no spread to test, or Holm's p ≥ {SIGNIFICANT:g}"
-    return f"not told apart from {_few(rivals)} ({why})"
+    return f"not told apart from {_shortened(rivals)} ({why})"
 
 
-def against_baseline(summaries: Sequence[Summary], baseline: str, metric: str) -> list[Sentence]:
+def against_baseline(summaries: Sequence[PointSummary], baseline: str, metric: str) -> list[Sentence]:
     """Which points differ from the baseline, seed by seed, after Holm's correction."""
     name = NAMES[metric]
-    if len(summaries) > 1 and not any(one.label == baseline and one.by_seed(metric) for one in summaries):
+    if len(summaries) > 1 and not any(point.label == baseline and point.by_seed(metric) for point in summaries):
         return [("warn", f"The baseline {baseline} has no figure for {name}: nothing is compared with it.")]
-    found = {one.label: d for one in summaries if (d := one.differences.get(metric)) is not None and d.n >= MIN_SEEDS}
-    if not found:
+    differences = {
+        point.label: difference
+        for point in summaries
+        if (difference := point.differences.get(metric)) is not None and difference.n >= MIN_SEEDS
+    }
+    if not differences:
         return []
-    telling = _telling(metric, found)
-    if not telling:
-        count = f"none of {len(found)} points differs" if len(found) > 1 else f"{next(iter(found))} does not differ"
-        return [("plain", f"Against {baseline}, {count} significantly in {name} (paired over seeds, Holm).")]
-    return [("plain", f"Against {baseline} in {name} (paired over seeds, Holm): {'; '.join(telling)}.")]
+    significant = _significant(metric, differences)
+    if not significant:
+        none = f"none of {len(differences)} points differs"
+        text = none if len(differences) > 1 else f"{next(iter(differences))} does not differ"
+        return [("plain", f"Against {baseline}, {text} significantly in {name} (paired over seeds, Holm).")]
+    return [("plain", f"Against {baseline} in {name} (paired over seeds, Holm): {'; '.join(significant)}.")]
 
 
-def _telling(metric: str, differences: Mapping[str, Estimate]) -> list[str]:
+def _significant(metric: str, differences: Mapping[str, Estimate]) -> list[str]:
     """The differences beyond chance after Holm's correction, and those that are the same at every seed, untested."""
-    adjusted = holm({label: tested(found) for label, found in differences.items()})
-    telling = []
-    for label, found in differences.items():
+    adjusted = holm({label: tested(difference) for label, difference in differences.items()})
+    significant = []
+    for label, difference in differences.items():
         p = adjusted[label]
         if p is not None and p < SIGNIFICANT:
-            telling.append(f"{label} {_signed(metric, found)} (p {p:.2g})")
-        elif found.p is None and found.n >= MIN_SEEDS:
-            telling.append(f"{label} {_signed(metric, found)} at every seed (no spread, so no test)")
-    return telling
+            significant.append(f"{label} {_signed(metric, difference)} (p {p:.2g})")
+        elif difference.p is None and difference.n >= MIN_SEEDS:
+            significant.append(f"{label} {_signed(metric, difference)} at every seed (no spread, so no test)")
+    return significant
 
 
-def _signed(metric: str, found: Estimate) -> str:
-    text = shown(metric, found)
+def _signed(metric: str, difference: Estimate) -> str:
+    text = format_figure(metric, difference)
     return text if text.startswith("-") else f"+{text}"
 
 
-def forgetting(summaries: Sequence[Summary]) -> list[Sentence]:
+def forgetting(summaries: Sequence[PointSummary]) -> list[Sentence]:
     """Where the old skills suffer: points whose loss, over seeds, is beyond chance; on a scale, where it begins."""
-    known = {one.label: found for one in summaries if (found := one.means.get("forgetting")) is not None}
-    if not known:
+    known = {point.label: estimate for point in summaries if (estimate := point.means.get("forgetting")) is not None}
+    if max((estimate.n for estimate in known.values()), default=0) < MIN_SEEDS:
         return []
-    if max(found.n for found in known.values()) < MIN_SEEDS:
-        return []
-    adjusted = holm({label: tested(found) for label, found in known.items()})
+    adjusted = holm({label: tested(estimate) for label, estimate in known.items()})
     lost = [
         label
-        for label, found in known.items()
-        if found.mean > 0 and (p := adjusted[label]) is not None and p < SIGNIFICANT
+        for label, estimate in known.items()
+        if estimate.mean > 0 and (p := adjusted[label]) is not None and p < SIGNIFICANT
     ]
     worst = max(known, key=lambda label: known[label].mean)
     if not lost:
-        mean = shown("forgetting", known[worst])
-        largest = (
-            f"the largest mean loss is {mean}, at {worst}" if known[worst].mean > 0 else "no point lost on average"
-        )
-        return [("plain", f"No point forgets the old skills significantly; {largest}.")]
-    said = ", ".join(f"{label} ({shown('forgetting', known[label])})" for label in lost)
+        mean = format_figure("forgetting", known[worst])
+        largest = f"the largest mean loss is {mean}, at {worst}"
+        remark = largest if known[worst].mean > 0 else "no point lost on average"
+        return [("plain", f"No point forgets the old skills significantly; {remark}.")]
+    listed = ", ".join(f"{label} ({format_figure('forgetting', known[label])})" for label in lost)
     scale = _scale(summaries)
     if scale is not None and len(lost) < len(known):
-        option, at = scale
-        edge = max(at[label] for label in lost) if all(label in at for label in lost) else None
-        beyond = edge is not None and all(at.get(label, edge + 1) > edge or label in lost for label in known)
+        option, values = scale
+        edge = max(values[label] for label in lost) if all(label in values for label in lost) else None
+        beyond = edge is not None and all(values.get(label, edge + 1) > edge or label in lost for label in known)
         if beyond and edge is not None:
-            return [("warn", f"Forgetting is significant at {option} ≤ {edge:g} and not above: {said}.")]
-    return [("warn", f"Forgetting is significant (Holm) at {said}.")]
+            return [("warn", f"Forgetting is significant at {option} ≤ {edge:g} and not above: {listed}.")]
+    return [("warn", f"Forgetting is significant (Holm) at {listed}.")]
 
 
-def _scale(summaries: Sequence[Summary]) -> tuple[str, dict[str, float]] | None:
+def _scale(summaries: Sequence[PointSummary]) -> tuple[str, dict[str, float]] | None:
     """(option, value by label) where the study has one axis of numbers."""
     axes = list(summaries[0].options)
     if len(axes) != 1:
         return None
     try:
-        return axes[0], {one.label: float(one.options[axes[0]]) for one in summaries}
+        return axes[0], {point.label: float(point.options[axes[0]]) for point in summaries}
     except ValueError:
         return None
 
 
-def _axis_effect(summaries: Sequence[Summary], axis: Axis, metric: str) -> list[Sentence]:
+def _axis_effect(summaries: Sequence[PointSummary], axis: Axis, metric: str) -> list[Sentence]:
     """Which value of an axis differs from its first, over all points that differ in nothing else, paired."""
     others = [name for name in summaries[0].options if name != axis.name]
-    at: dict[str, dict[tuple[str, ...], dict[int, float]]] = {}
-    for one in summaries:
-        value = one.options.get(axis.name, "")
+    by_value: dict[str, dict[tuple[str, ...], dict[int, float]]] = {}
+    for point in summaries:
+        value = point.options.get(axis.name, "")
         if value:
-            at.setdefault(value, {})[tuple(one.options[name] for name in others)] = one.by_seed(metric)
-    if len(at) < 2:
+            by_value.setdefault(value, {})[tuple(point.options[name] for name in others)] = point.by_seed(metric)
+    if len(by_value) < 2:
         return []
-    first, *rest = at
+    first, *rest = by_value
     where = f"{axis.name}, averaged over the other axes and paired with {first}"
     differences: dict[str, Estimate] = {}
-    left: list[str] = []
+    left_out: list[str] = []
     for value in rest:
-        found, without = _over_cells(at[first], at[value])
-        if found is not None and found.n >= MIN_SEEDS:
-            differences[value] = found
-        left += [" ".join((value, *cell)) for cell in without]
-    apart = f" Left out for want of a result on either side: {_few(left)}." if left else ""
+        difference, missing = _over_cells(by_value[first], by_value[value])
+        if difference is not None and difference.n >= MIN_SEEDS:
+            differences[value] = difference
+        left_out += [" ".join((value, *cell)) for cell in missing]
+    note = f" Left out for want of a result on either side: {_shortened(left_out)}." if left_out else ""
     if not differences:
-        return [("warn", f"{where}: nothing to compare.{apart}")] if left else []
-    telling = "; ".join(_telling(metric, differences))
-    said = f"{telling} in {NAMES[metric]} (Holm)" if telling else f"no significant difference in {NAMES[metric]} (Holm)"
-    return [("plain", f"{where}: {said}.{apart}")]
+        return [("warn", f"{where}: nothing to compare.{note}")] if left_out else []
+    significant = "; ".join(_significant(metric, differences)) or "no significant difference"
+    return [("plain", f"{where}: {significant} in {NAMES[metric]} (Holm).{note}")]
 
 
 Cells = Mapping[tuple[str, ...], Mapping[int, float]]
 
 
 def _over_cells(first: Cells, second: Cells) -> tuple[Estimate | None, list[tuple[str, ...]]]:
-    """One difference a seed, the mean over the cells that both have figures in (seeds are what repeats); the others."""
+    """(paired difference over seeds of the means over cells that both sides measured, the cells that were not)."""
     shared = [cell for cell in first if cell in second]
     cells = [cell for cell in shared if first[cell] and second[cell]]
     seeds = set.intersection(*(set(first[c]) & set(second[c]) for c in cells)) if cells else set()
@@ -211,36 +213,37 @@ def _over_cells(first: Cells, second: Cells) -> tuple[Estimate | None, list[tupl
     return paired(*means), [cell for cell in shared if cell not in cells]
 
 
-def correlation(summaries: Sequence[Summary]) -> list[Sentence]:
+def correlation(summaries: Sequence[PointSummary]) -> list[Sentence]:
     """Forgetting against KL on the new task over all runs: the claim of RL's Razor (2509.04259)."""
-    rows = [row for one in summaries for row in one.rows if row.state in (DONE, STOPPED)]
-    found = []
+    rows = [row for point in summaries for row in point.rows if row.state in (DONE, STOPPED)]
+    sentences = []
     for figure, name in (("kl_policy_ref", "KL(policy‖start)"), ("kl_ref_policy", "KL(start‖policy)")):
         pairs = forgetting_pairs(rows, figure)
         rank, linear = spearman(*_columns(pairs)), pearson(*_columns(pairs))
         if rank is not None and linear is not None:
-            way = "grows" if rank.value > 0 else "falls"
-            says = f"{way} with {name}" if rank.excludes_zero else f"is not shown to be tied to {name}"
-            text = f"Forgetting {says} over {len(pairs)} runs: Spearman {_r(rank)}, Pearson {_r(linear)}"
-            found.append(("plain", f"{text} (Fisher's intervals; runs of one seed share their start)."))
-    return found
+            trend = "grows" if rank.value > 0 else "falls"
+            relation = f"{trend} with {name}" if rank.excludes_zero else f"is not shown to be tied to {name}"
+            text = f"Forgetting {relation} over {len(pairs)} runs"
+            figures = f"Spearman {_format_correlation(rank)}, Pearson {_format_correlation(linear)}"
+            sentences.append(("plain", f"{text}: {figures} (Fisher's intervals; runs of one seed share their start)."))
+    return sentences
 
 
 def _columns(pairs: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     return [x for x, _ in pairs], [y for _, y in pairs]
 
 
-def _r(found: Correlation) -> str:
-    if found.p is not None:
-        return f"{found.value:.2f} (exact p {found.p:.2g})"
-    ci = "" if found.low is None or found.high is None else f" [{found.low:.2f}, {found.high:.2f}]"
-    return f"{found.value:.2f}{ci}"
+def _format_correlation(r: Correlation) -> str:
+    if r.p is not None:
+        return f"{r.value:.2f} (exact p {r.p:.2g})"
+    ci = "" if r.low is None or r.high is None else f" [{r.low:.2f}, {r.high:.2f}]"
+    return f"{r.value:.2f}{ci}"
 
 
-def _frontier(summaries: Sequence[Summary]) -> list[Sentence]:
-    known = {label: (kl.mean, reward.mean) for label, (kl, reward) in frontier_points(summaries).items()}
+def _frontier(summaries: Sequence[PointSummary]) -> list[Sentence]:
+    known = {name: (kl.mean, reward.mean) for name, (kl, reward) in frontier_points(summaries).items()}
     if len(known) < 2:
         return []
-    kept = frontier(known)
-    words = ", ".join(f"{label} ({known[label][1]:.3g} at {known[label][0]:.3g})" for label in kept)
-    return [("plain", f"On the frontier of mean reward against KL (nats per token): {words}.")]
+    labels = frontier(known)
+    listed = ", ".join(f"{name} ({known[name][1]:.3g} at {known[name][0]:.3g})" for name in labels)
+    return [("plain", f"On the frontier of mean reward against KL (nats per token): {listed}.")]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keel.rollout.native.kept import KeptContexts, KeptPrompt, KeptRow
 from keel.rollout.native.scheduler import NOISE_AHEAD, Scheduler
+from keel.rollout.native.turn_cache import CachedPrompt, CachedRow, TurnCache
 from keel.rollout.request import Request
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
 
@@ -29,23 +29,23 @@ class DecodeRow:
     filtered_logp: list[float] = field(default_factory=list)
     text: str | None = None
     stop_reason: str = ""
-    prompt: KeptPrompt | None = None  # where its context begins, if it is to be kept itself
+    prompt: CachedPrompt | None = None  # set where the row goes into the turn cache
 
 
 class DecodeBatch:
-    """The rows that a scheduler lets run; `record` notes what each drew and sets the stop_reason of those done."""
+    """The rows that a scheduler lets run; `record` appends drawn tokens and sets the stop_reason of finished rows."""
 
     def __init__(
         self,
         decoder: Callable[[], Any],
-        kept: KeptContexts,
+        turn_cache: TurnCache,
         sampling: SamplingParams,
         scheduler: Scheduler,
         record: Callable[[list[DecodeRow], Tensor, Tensor, Tensor, SamplingParams], None],
     ) -> None:
         self.rows: list[DecodeRow] = []  # as the decoder has them; some may have ended
         self.scheduler = scheduler
-        self._new_decoder, self._kept, self._sampling, self._record = decoder, kept, sampling, record
+        self._new_decoder, self._turn_cache, self._sampling, self._record = decoder, turn_cache, sampling, record
         self._decoder: Any = None
         self._logits: Tensor
         self._noise: _Noise
@@ -54,8 +54,8 @@ class DecodeBatch:
     def live(self) -> int:
         return self.scheduler.live
 
-    def fill(self, waiting: list[DecodeRow]) -> list[DecodeRow]:
-        """Take the first rows that wait, as many as the scheduler admits; returns the others."""
+    def admit(self, waiting: list[DecodeRow]) -> list[DecodeRow]:
+        """Let in the first waiting rows, as many as the scheduler admits; returns the others."""
         groups = groupby(waiting, key=lambda row: id(row.request))
         count = self.scheduler.admit(len(list(members)) for _, members in groups)
         if count:
@@ -64,13 +64,13 @@ class DecodeBatch:
 
     def step(self) -> list[DecodeRow]:
         """Draw a token for each row; returns the rows that have ended with it."""
-        before = [row for row in self.rows if not row.stop_reason]
+        running = [row for row in self.rows if not row.stop_reason]
         token, sample_logp, filtered_logp = draw(self._logits, self._sampling, self._noise.next())
         self._record(self.rows, token, sample_logp, filtered_logp, self._sampling)
-        ended = [row for row in before if row.stop_reason]
-        drops = self.scheduler.end(len(ended))
+        ended = [row for row in running if row.stop_reason]
+        drops = self.scheduler.finish(len(ended))
         if ended:
-            self._keep_contexts(ended)
+            self._cache_contexts(ended)
         if not self.live:
             self.rows, self._decoder = [], None
             return ended
@@ -82,23 +82,24 @@ class DecodeBatch:
         return ended
 
     def _drop_ended(self) -> list[int]:
-        """Leave the rows that go on; returns where each stood before."""
-        order: list[int] = self._decoder.keep([i for i, row in enumerate(self.rows) if not row.stop_reason])
+        """Drop the rows that have ended; returns the old index of each row that is left."""
+        order: list[int] = self._decoder.keep_rows([i for i, row in enumerate(self.rows) if not row.stop_reason])
         self.rows = [self.rows[i] for i in order]
-        self._noise.keep(order)
+        self._noise.keep_rows(order)
         return order
 
     def _join(self, rows: Sequence[DecodeRow]) -> None:
         if any(row.stop_reason for row in self.rows):
             self._logits = self._logits[torch.tensor(self._drop_ended(), device=self._logits.device)]
-        found = [(row, self._kept.find(row.key, row.request.tokens)) for row in rows]
-        pasts = [past for _, past in found if past]
-        for part, known in (([row for row, past in found if past], pasts), ([r for r, past in found if not past], [])):
-            if not part:
+        cached = [self._turn_cache.lookup(row.key, row.request.tokens) for row in rows]
+        hits = [row for row, past in zip(rows, cached, strict=True) if past]
+        misses = [row for row, past in zip(rows, cached, strict=True) if not past]
+        for joining, pasts in ((hits, [past for past in cached if past]), (misses, [])):
+            if not joining:
                 continue
             decoder = self._new_decoder()
-            logits = self._read(part, known, decoder)
-            self.rows = [*self.rows, *part]
+            logits = self._prefill(joining, pasts, decoder)
+            self.rows = [*self.rows, *joining]
             if self._decoder is None:
                 self._decoder, self._logits = decoder, logits
             else:
@@ -106,10 +107,10 @@ class DecodeBatch:
                 self._logits = torch.cat((self._logits, logits))
         self._noise = _Noise(self.rows, self._logits, self._sampling)
 
-    def _read(self, rows: list[DecodeRow], pasts: list[KeptRow], decoder: Any) -> Tensor:
-        """Read the contexts of rows, all of them with a past that was kept or none; the logits of the first tokens."""
+    def _prefill(self, rows: list[DecodeRow], pasts: list[CachedRow], decoder: Any) -> Tensor:
+        """Prefill rows that all have a cached past, or none of them; returns the logits of their first tokens."""
         contexts = [row.request.tokens for row in rows]
-        # rows that join others get their room there
+        # rows that join others are given columns there
         length = max(row.limit for row in rows) if self._decoder is None else 1
         logits: Tensor
         if pasts:
@@ -117,22 +118,22 @@ class DecodeBatch:
                 row.prompt = past.prompt
             logits = decoder.resume(pasts, contexts, length)
             return logits
-        number: dict[tuple[int, ...], int] = {}
-        prompt_of = [number.setdefault(tokens, len(number)) for tokens in contexts]
-        logits = decoder.start(list(number), prompt_of, length)
-        if self._kept.limit and decoder.resumes:
-            prompts = decoder.kept_prompts(list(number))
+        prompt_index: dict[tuple[int, ...], int] = {}
+        prompt_of = [prompt_index.setdefault(tokens, len(prompt_index)) for tokens in contexts]
+        logits = decoder.prefill(list(prompt_index), prompt_of, length)
+        if self._turn_cache.limit and decoder.can_resume:
+            prompts = decoder.prompt_kv(list(prompt_index))
             for row, index in zip(rows, prompt_of, strict=True):
                 row.prompt = prompts[index]
         return logits
 
-    def _keep_contexts(self, ended: list[DecodeRow]) -> None:
-        """Keep the contexts of rows that have just ended, all but the last token, which was never read."""
-        now = set(map(id, ended))
+    def _cache_contexts(self, ended: list[DecodeRow]) -> None:
+        """Put rows that have just ended into the turn cache, all but their last token, which was never forwarded."""
+        ended_ids = set(map(id, ended))
         for index, row in enumerate(self.rows):
-            if id(row) in now and row.prompt is not None:
-                own = (*row.request.tokens[len(row.prompt.tokens) :], *row.tokens[:-1])
-                self._kept.keep(row.key, KeptRow(row.prompt, own, self._decoder.kept_row(index)))
+            if id(row) in ended_ids and row.prompt is not None:
+                suffix = (*row.request.tokens[len(row.prompt.tokens) :], *row.tokens[:-1])
+                self._turn_cache.put(row.key, CachedRow(row.prompt, suffix, self._decoder.row_kv(index)))
 
 
 class _Noise:
@@ -157,7 +158,7 @@ class _Noise:
         self.position += 1
         return self.ahead[offset]
 
-    def keep(self, order: list[int]) -> None:
+    def keep_rows(self, order: list[int]) -> None:
         index = torch.tensor(order, device=self.keys.device)
         self.keys, self.starts = self.keys[index], self.starts[index]
         if self.ahead is not None:

@@ -1,4 +1,4 @@
-"""Keys and values of a rollout: each prompt's once, each row's own after it, and attention over the two."""
+"""The KV cache of a rollout: each prompt once, each row's suffix after it, and attention over both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from keel.models.prefix_attention import refuse_variants
 
 ATTENTION = "keel_shared_prefix"
-_ROOM = 64  # columns by which the buffer of rows that have joined grows
+_GROWTH = 64  # columns by which the buffer of rows that have joined grows
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,18 @@ class Prefix:
         """These prompts alone, no wider than the longest of them."""
         tokens = tuple(self.tokens[group] for group in groups)
         width, index = max(map(len, tokens)), torch.tensor(groups, device=self.lengths.device)
-        keys, values = (tuple(one[index, :, :width] for one in all_) for all_ in (self.keys, self.values))
+        keys, values = (tuple(kv[index, :, :width] for kv in layers) for layers in (self.keys, self.values))
         return Prefix(tokens, keys, values)
 
     def __add__(self, other: Prefix) -> Prefix:
-        """Both one after the other."""
+        """These prompts, then the other's."""
         width = max(self.keys[0].shape[2], other.keys[0].shape[2])
 
-        def both(mine: Tensor, theirs: Tensor) -> Tensor:
-            return torch.cat([pad(one, (0, 0, 0, width - one.shape[2])) for one in (mine, theirs)])
+        def concatenate(*layers: Tensor) -> Tensor:
+            return torch.cat([pad(kv, (0, 0, 0, width - kv.shape[2])) for kv in layers])
 
         keys, values = (
-            tuple(both(*pair) for pair in zip(*layers, strict=True))
+            tuple(concatenate(*pair) for pair in zip(*layers, strict=True))
             for layers in ((self.keys, other.keys), (self.values, other.values))
         )
         return Prefix((*self.tokens, *other.tokens), keys, values)
@@ -68,15 +68,15 @@ class Layout:
 
     @staticmethod
     def of(group_of: list[int], groups: int, device: torch.device) -> Layout:
-        members: list[list[int]] = [[] for _ in range(groups)]
+        rows_of: list[list[int]] = [[] for _ in range(groups)]
         for row, group in enumerate(group_of):
-            members[group].append(row)
-        width = max(len(rows) for rows in members)
-        if [row for rows in members for row in rows] == list(range(groups * width)):
+            rows_of[group].append(row)
+        width = max(len(rows) for rows in rows_of)
+        if [row for rows in rows_of for row in rows] == list(range(groups * width)):
             return Layout(groups, width, None, None)
-        slots = [rows[i] if i < len(rows) else 0 for rows in members for i in range(width)]
+        slots = [rows[i] if i < len(rows) else 0 for rows in rows_of for i in range(width)]
         rows_to_slots = [0] * len(group_of)
-        for group, rows in enumerate(members):
+        for group, rows in enumerate(rows_of):
             for i, row in enumerate(rows):
                 rows_to_slots[row] = group * width + i
         return Layout(groups, width, torch.tensor(slots, device=device), torch.tensor(rows_to_slots, device=device))
@@ -100,11 +100,11 @@ class Layout:
 class SharedPrefixCache(Cache):
     """A transformers cache whose rows share their prompts; one new token a row and step, or a few to begin with.
 
-    The rows' own part is one preallocated buffer `[layers, 2, B, kv_heads, T, D]`: a step writes in place, and a row
-    that leaves is replaced by the last one, so that live rows are always a leading slice and nothing is reallocated.
-    Rows that come with a past of their own (`pasts`, tokens after the prompt) stand with its end in one column, so that
-    every row writes into the same one; the columns before a shorter past are masked. `length` tokens may follow; the
-    buffer has room for all of them, or for `room` and then grows. `origin` is the position of the first token.
+    `suffix_kv`, one preallocated buffer `[layers, 2, B, kv_heads, T, D]`, holds what follows the prompts: a step writes
+    in place, and a row that leaves is replaced by the last one, so that live rows are always a leading slice and
+    nothing is reallocated. Rows with a past (`past_lengths`, tokens after the prompt) are left-padded, so that all rows
+    write into the same column; pad columns are masked. `length` tokens may follow; the buffer has columns for all of
+    them, or for `reserve` and then grows. `origin` is the position of the first token.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class SharedPrefixCache(Cache):
         prefix: Prefix,
         group_of: list[int],
         length: int,
-        pasts: list[int] | None = None,
-        room: int | None = None,
+        past_lengths: list[int] | None = None,
+        reserve: int | None = None,
         origin: int = 0,
     ) -> None:
         super().__init__(layers=[])
@@ -123,28 +123,28 @@ class SharedPrefixCache(Cache):
         self.length = 0
         first = prefix.keys[0]
         _, heads, _, size = first.shape
-        pasts = pasts or [0] * len(group_of)
-        self.past = max(pasts)
-        self.unused = [self.past - past for past in pasts]  # columns before each row's past
-        self.end = self.past + length  # columns that may come to be used
-        columns = min(self.end, self.past + (length if room is None else room))
-        self.own = first.new_empty(len(prefix.keys), 2, len(group_of), heads, columns, size)
-        self.own[..., : self.past, :] = 0.0  # a masked column still enters a product, with weight 0
+        past_lengths = past_lengths or [0] * len(group_of)
+        self.past = max(past_lengths)
+        self.left_pad = [self.past - past_length for past_length in past_lengths]  # pad columns before each row's past
+        self.max_columns = self.past + length  # columns that may come to be used
+        columns = min(self.max_columns, self.past + (length if reserve is None else reserve))
+        self.suffix_kv = first.new_empty(len(prefix.keys), 2, len(group_of), heads, columns, size)
+        self.suffix_kv[..., : self.past, :] = 0.0  # a masked column still enters a product, with weight 0
         self.layer = 0
-        self._arrange()
+        self._update_layout()
 
-    def _arrange(self) -> None:
+    def _update_layout(self) -> None:
         lengths, device = self.prefix.lengths, self.prefix.lengths.device
         groups, width = len(lengths), self.prefix.keys[0].shape[2]
         self.layout = Layout.of(self.group_of, groups, device)
-        unused = torch.tensor(self.unused, device=device)
-        self.positions = lengths[torch.tensor(self.group_of, device=device)] - unused + self.origin
+        left_pad = torch.tensor(self.left_pad, device=device)
+        self.positions = lengths[torch.tensor(self.group_of, device=device)] - left_pad + self.origin
         padding = torch.arange(width, device=device) >= lengths[:, None]
-        bias = torch.zeros(groups, 1, 1, width, dtype=self.own.dtype, device=device)
+        prompt_bias = torch.zeros(groups, 1, 1, width, dtype=self.suffix_kv.dtype, device=device)
         # None where no prompt is padded: one pass over the scores less
-        self.bias = bias.masked_fill_(padding[:, None, None], -torch.inf) if bool(padding.any()) else None
-        hidden = torch.arange(self.past, device=device) < unused[:, None]
-        self.hidden = hidden[:, None, None] if any(self.unused) else None
+        self.prompt_bias = prompt_bias.masked_fill_(padding[:, None, None], -torch.inf) if bool(padding.any()) else None
+        pad_mask = torch.arange(self.past, device=device) < left_pad[:, None]
+        self.pad_mask = pad_mask[:, None, None] if any(self.left_pad) else None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -156,65 +156,67 @@ class SharedPrefixCache(Cache):
 
     def store(self, layer: int, pair: Tensor) -> None:
         """Write the newest tokens' keys and values `[2, B, kv_heads, N, D]`."""
-        self.own[layer, :, : pair.shape[1], :, self.length : self.length + pair.shape[3]] = pair
+        self.suffix_kv[layer, :, : pair.shape[1], :, self.length : self.length + pair.shape[3]] = pair
 
     def advance(self, count: int = 1) -> None:
-        """Count the tokens that every layer has just been given."""
+        """Count the tokens that every layer has just stored."""
         self.length += count
 
-    def of_row(self, row: int) -> Tensor:
-        """A copy of the row's own keys and values so far, `[layers, 2, kv_heads, T, D]`."""
-        return self.own[:, :, row, :, self.unused[row] : self.length].clone()
+    def row_kv(self, row: int) -> Tensor:
+        """A copy of the row's suffix KV so far, `[layers, 2, kv_heads, T, D]`."""
+        return self.suffix_kv[:, :, row, :, self.left_pad[row] : self.length].clone()
 
-    def keep(self, live: list[int]) -> list[int]:
+    def keep_rows(self, live: list[int]) -> list[int]:
         """Drop all rows but these; returns the old index of each row as they now stand."""
         count = len(live)
         order = list(range(count))
         holes = sorted(set(order) - set(live))
-        fill = [row for row in live if row >= count]
-        for hole, row in zip(holes, fill, strict=True):
+        moved = [row for row in live if row >= count]
+        for hole, row in zip(holes, moved, strict=True):
             order[hole] = row
         if holes:
-            device = self.own.device
-            target, source = torch.tensor(holes, device=device), torch.tensor(fill, device=device)
-            self.own[:, :, target, :, : self.length] = self.own[:, :, source, :, : self.length]
+            device = self.suffix_kv.device
+            target, source = torch.tensor(holes, device=device), torch.tensor(moved, device=device)
+            self.suffix_kv[:, :, target, :, : self.length] = self.suffix_kv[:, :, source, :, : self.length]
         self.group_of = [self.group_of[row] for row in order]
-        self.unused = [self.unused[row] for row in order]
-        self._drop_groups()
-        self._arrange()
+        self.left_pad = [self.left_pad[row] for row in order]
+        self._drop_unused_prompts()
+        self._update_layout()
         return order
 
     def joined(self, other: SharedPrefixCache, length: int) -> SharedPrefixCache:
         """These rows, then the other's, with room for `length` more tokens of each; a prompt of both is held once."""
-        prefix, places = self.prefix, {tokens: group for group, tokens in enumerate(self.prefix.tokens)}
-        new = sorted({group for group in other.group_of if other.prefix.tokens[group] not in places})
-        if new:
-            prefix = prefix + other.prefix.select(new)
-            places = {tokens: group for group, tokens in enumerate(prefix.tokens)}
-        theirs = [places[other.prefix.tokens[group]] for group in other.group_of]
-        pasts = [cache.length - unused for cache in (self, other) for unused in cache.unused]
+        prefix, group_index = self.prefix, {tokens: group for group, tokens in enumerate(self.prefix.tokens)}
+        new_groups = sorted({group for group in other.group_of if other.prefix.tokens[group] not in group_index})
+        if new_groups:
+            prefix = prefix + other.prefix.select(new_groups)
+            group_index = {tokens: group for group, tokens in enumerate(prefix.tokens)}
+        other_groups = [group_index[other.prefix.tokens[group]] for group in other.group_of]
+        past_lengths = [cache.length - padding for cache in (self, other) for padding in cache.left_pad]
         # not at full length: a row near its end beside one that begins would double the columns of both
-        room = _ROOM // 4 + -(max(pasts) + _ROOM // 4) % _ROOM
-        made = SharedPrefixCache(prefix, [*self.group_of, *theirs], length, pasts, room, self.origin)
+        reserve = _GROWTH // 4 + -(max(past_lengths) + _GROWTH // 4) % _GROWTH
+        joined = SharedPrefixCache(prefix, [*self.group_of, *other_groups], length, past_lengths, reserve, self.origin)
         first = 0
         for cache in (self, other):
-            rows, columns = len(cache.group_of), cache.length - min(cache.unused)
-            block = cache.own[:, :, :rows, :, cache.length - columns : cache.length]
-            made.own[:, :, first : first + rows, :, made.past - columns : made.past] = block
+            rows, columns = len(cache.group_of), cache.length - min(cache.left_pad)
+            block = cache.suffix_kv[:, :, :rows, :, cache.length - columns : cache.length]
+            joined.suffix_kv[:, :, first : first + rows, :, joined.past - columns : joined.past] = block
             first += rows
-        made.advance(made.past)
-        return made
+        joined.advance(joined.past)
+        return joined
 
-    def make_room(self) -> None:
-        """Let the buffer grow where the next token would find it full."""
-        if self.length == self.own.shape[4]:
-            rows, columns = len(self.group_of), min(self.end, self.length + _ROOM)
-            grown = self.own.new_empty(*self.own.shape[:2], rows, self.own.shape[3], columns, self.own.shape[5])
-            grown[..., : self.length, :] = self.own[:, :, :rows]
-            self.own = grown
+    def grow_if_full(self) -> None:
+        """Add columns to the buffer where the next token would find it full."""
+        if self.length == self.suffix_kv.shape[4]:
+            rows, columns = len(self.group_of), min(self.max_columns, self.length + _GROWTH)
+            grown = self.suffix_kv.new_empty(
+                *self.suffix_kv.shape[:2], rows, self.suffix_kv.shape[3], columns, self.suffix_kv.shape[5]
+            )
+            grown[..., : self.length, :] = self.suffix_kv[:, :, :rows]
+            self.suffix_kv = grown
 
-    def _drop_groups(self) -> None:
-        """Forget prompts without rows once they are half of all: copying at each would cost more than it saves."""
+    def _drop_unused_prompts(self) -> None:
+        """Drop prompts without rows once they are half of all: copying at each would cost more than it saves."""
         used = sorted(set(self.group_of))
         if 2 * len(used) <= len(self.prefix.lengths):
             self.prefix = self.prefix.select(used)
@@ -229,14 +231,14 @@ class SharedPrefixCache(Cache):
         return self.positions + self.length
 
     def attend(self, layer: int, query: Tensor, scaling: float, count: int = 1) -> Tensor:
-        """Attention of the newest `count` tokens of each row over its prompt and itself.
+        """Attention of the newest `count` tokens of each row over its prompt and its suffix.
 
         Queries are `[B, kv_heads, R, D]` for R query heads a KV head, or `[B, kv_heads, R·count, D]`, head-major.
         """
 
         def mask(scores: Tensor) -> None:
-            if self.hidden is not None:
-                scores[..., : self.past].masked_fill_(self.hidden[..., : scores.shape[-1]], -torch.inf)
+            if self.pad_mask is not None:
+                scores[..., : self.past].masked_fill_(self.pad_mask[..., : scores.shape[-1]], -torch.inf)
             if count > 1:
                 later = torch.ones(count, count, dtype=torch.bool, device=scores.device).triu(1)
                 scores[..., self.length :].masked_fill_(later.repeat(scores.shape[2] // count, 1), -torch.inf)
@@ -246,19 +248,19 @@ class SharedPrefixCache(Cache):
     def attend_over(
         self, layer: int, query: Tensor, scaling: float, columns: int, mask: Callable[[Tensor], None]
     ) -> Tensor:
-        """Attention over the prompts and the rows' first columns; `mask` hides some of those from their scores.
+        """Attention over the prompts and the first columns of the suffixes; `mask` masks the scores of the latter.
 
         Grouped matrix products: the query heads of a KV head, and for the prompt all rows of a group, are one matrix,
         so that neither heads nor prompts are ever repeated in memory. The softmax runs over both parts together.
         """
         rows, _, repeats, _ = query.shape
-        keys, values = self.own[layer, :, :rows, :, :columns]
+        keys, values = self.suffix_kv[layer, :, :rows, :, :columns]
         prompt_keys, prompt_values = self.prefix.keys[layer], self.prefix.values[layer]
         width = prompt_keys.shape[2]
         query = query * scaling
         prompt_scores = torch.matmul(self.layout.gather(query), prompt_keys.transpose(-1, -2))
-        if self.bias is not None:
-            prompt_scores = prompt_scores + self.bias
+        if self.prompt_bias is not None:
+            prompt_scores = prompt_scores + self.prompt_bias
         scores = torch.matmul(query, keys.transpose(-1, -2))
         mask(scores)
         weights = torch.cat((self.layout.scatter(prompt_scores, repeats), scores), dim=-1)
@@ -291,7 +293,7 @@ def _shared_prefix_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     cache = _active[-1]
     rows, heads, count, size = query.shape
-    grouped = query.reshape(rows, cache.own.shape[3], -1, size)
+    grouped = query.reshape(rows, cache.suffix_kv.shape[3], -1, size)
     out = cache.attend(cache.layer, grouped, scale, count).reshape(rows, heads, count, size)
     return out.transpose(1, 2), None
 

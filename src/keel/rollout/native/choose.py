@@ -1,4 +1,4 @@
-"""Which way to decode a model is right: every one is tried against the model's own forwards, fastest first."""
+"""Choose a model's decoder: candidates are probed against the model's own forwards, fastest first."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from keel.models.checks import context_length
 from keel.models.head import causal_lm
 from keel.models.probe import last_logits, length_past, local_windows, longest_probe, position_switches
 from keel.models.rope import length_regimes
-from keel.rollout.native.decode import Decoder, RepeatedDecoder, SharedPrefixDecoder, SwitchingDecoder
+from keel.rollout.native.decode import Decoder, SharedPrefixDecoder, SwitchingDecoder, UnsharedPrefixDecoder
 from keel.rollout.native.graph import GraphedStep, can_be_graphed
-from keel.rollout.native.kept import KeptRow
-from keel.rollout.native.lean import is_llama_shaped
+from keel.rollout.native.llama import is_llama_shaped
+from keel.rollout.native.turn_cache import CachedRow
 
 _PROBE_STEPS = 4  # tokens that a probe decodes after its prompts
 _PROBE_LENGTH = 32  # room for tokens in a probe: enough that steps run as graphs where they may
@@ -37,90 +37,92 @@ class _Case:
     steps: int = _PROBE_STEPS - 1  # one more is decoded when rows have left
 
 
-def _cases(model: nn.Module, *, shared: bool, lean: bool) -> list[_Case]:
+def _cases(model: nn.Module, *, shared: bool, llama_step: bool) -> list[_Case]:
     """Contexts that cross every length at which the model may change, as far as a probe reaches.
 
-    What depends on positions (scaled queries, rotary tables) shows with `shared` prompts in a few tokens that stand
-    there; what depends on how many tokens there are (windows, chunks) needs as many, and so does a cache of the model's
-    own, which may count tokens by itself. A `lean` step is no code of the model's: it is tried at the end of the
-    context too, where whatever no config names would show.
+    What depends on positions (scaled queries, rotary tables) shows with `shared` prompts in a few tokens at them; what
+    depends on how many tokens there are (windows, chunks) needs as many, and so does a cache of the model's own, which
+    may count tokens by itself. A `llama_step` is not the model's code: it is also probed at the end of the context,
+    where whatever no config names would show.
     """
-    limit, most = context_length(causal_lm(model)), longest_probe(model)
+    limit, longest_allowed = context_length(causal_lm(model)), longest_probe(model)
     switches = position_switches(model)
-    lengths = [window for window in local_windows(model) if _beyond(window, most, limit) is not None]
+    lengths = [window for window in local_windows(model) if _beyond(window, longest_allowed, limit) is not None]
     cases = [_Case()]
     if shared:
         origins = {point - 5 if limit is None else min(point - 5, limit - 16) for point in switches}
         cases += [_Case(origin=origin) for origin in sorted(origins) if origin > 0]
-        if lean and limit is not None and limit > 64:
+        if llama_step and limit is not None and limit > 64:
             cases.append(_Case((3, 4), limit - 16, steps=1))
     else:
-        lengths += [point for point in switches if _beyond(point, most, limit) is not None]
+        lengths += [point for point in switches if _beyond(point, longest_allowed, limit) is not None]
     for length in sorted(set(lengths)):
-        longest = _beyond(length, most, limit)
+        longest = _beyond(length, longest_allowed, limit)
         if longest is not None and longest > 1:
             cases.append(_Case((max(1, min(length - 1, longest - 1)), longest)))
     return cases
 
 
-def _beyond(length: int, most: int, limit: int | None) -> int | None:
+def _beyond(length: int, longest_allowed: int, limit: int | None) -> int | None:
     """A prompt whose probe crosses `length`, well past it where that fits; None where nothing that fits crosses it."""
-    room = most if limit is None else min(most, limit - _PROBE_STEPS)
+    room = longest_allowed if limit is None else min(longest_allowed, limit - _PROBE_STEPS)
     longest = min(length_past(length), room)
     return longest if longest + _PROBE_STEPS > length else None
 
 
-def _vouched(model: nn.Module) -> int | None:
+def _verified_length(model: nn.Module) -> int | None:
     """The longest context that is known to be decoded rightly: the shortest window that no probe could cross.
 
     Contexts up to a window never leave it. None where every window was crossed.
     """
-    most, limit = longest_probe(model), context_length(causal_lm(model))
-    return min((window for window in local_windows(model) if _beyond(window, most, limit) is None), default=None)
+    longest_allowed, limit = longest_probe(model), context_length(causal_lm(model))
+    return min(
+        (window for window in local_windows(model) if _beyond(window, longest_allowed, limit) is None), default=None
+    )
 
 
-def _probe(model: nn.Module, decoder: Callable[..., Decoder], case: _Case, seed: int = 0) -> Tensor:
+def _probe(model: nn.Module, make_decoder: Callable[..., Decoder], case: _Case, seed: int = 0) -> Tensor:
     """A decoder's largest difference from plain full forwards, by row and step, relative to the logits' own spread."""
     vocabulary = causal_lm(model).config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, vocabulary, (sum(case.prompts),), generator=generator).tolist()
     prompts, prompt_of = (tokens[: case.prompts[0]], tokens[case.prompts[0] :]), (0, 0, 1, 1)
     device = next(model.parameters()).device
-    made: Any = decoder(model, origin=case.origin) if case.origin else decoder(model)
-    if isinstance(made, SharedPrefixDecoder) and isinstance(made.lean, GraphedStep):
-        made.lean.must = True
-    logits = [made.start(prompts, prompt_of, _PROBE_LENGTH)]
-    fed = torch.randint(0, vocabulary, (case.steps, 4), generator=generator)
-    for column in fed.to(device):
-        logits.append(made.step(column))
-    contexts = [[*prompts[prompt], *fed[:, row].tolist()] for row, prompt in enumerate(prompt_of)]
-    found = {row: [step[row] for step in logits] for row in range(4)}
+    decoder: Any = make_decoder(model, origin=case.origin) if case.origin else make_decoder(model)
+    if isinstance(decoder, SharedPrefixDecoder) and isinstance(decoder.llama_step, GraphedStep):
+        decoder.llama_step.strict = True
+    logits = [decoder.prefill(prompts, prompt_of, _PROBE_LENGTH)]
+    sampled = torch.randint(0, vocabulary, (case.steps, 4), generator=generator)
+    for column in sampled.to(device):
+        logits.append(decoder.step(column))
+    contexts = [[*prompts[prompt], *sampled[:, row].tolist()] for row, prompt in enumerate(prompt_of)]
+    decoded = {row: [step[row] for step in logits] for row in range(4)}
     if case.steps == 1:
         pass
-    elif isinstance(made, SharedPrefixDecoder):
-        after = _resumed(made, prompts, prompt_of, contexts)
-        for row in found:
-            found[row].append(after[row])
+    elif isinstance(decoder, SharedPrefixDecoder):
+        resumed = _resumed(decoder, prompts, prompt_of, contexts)
+        for row in decoded:
+            decoded[row].append(resumed[row])
             contexts[row].append(-1)  # the same context twice
     else:  # rows leave, in one bucket the first and in the other the last, and the others go on
-        order = made.keep([1, 2])
+        order = decoder.keep_rows([1, 2])
         more = torch.randint(0, vocabulary, (4,), generator=generator)
-        step = made.step(more[order].to(device))
-        for place, row in enumerate(order):
+        step = decoder.step(more[order].to(device))
+        for index, row in enumerate(order):
             contexts[row].append(int(more[row]))
-            found[row].append(step[place])
+            decoded[row].append(step[index])
     worst = []
     for row, tokens in enumerate(contexts):
         first = case.prompts[prompt_of[row]]
-        expected = _own_logits(model, [token for token in tokens if token >= 0], first, case.origin)
+        expected = _reference_logits(model, [token for token in tokens if token >= 0], first, case.origin)
         if tokens[-1] < 0:
             expected = torch.cat((expected, expected[-1:]))
-        apart = (torch.stack(found[row]).float() - expected).abs().amax(-1) / expected.std().clamp(min=1e-6)
-        worst.append(apart.nan_to_num(nan=torch.inf))
+        difference = (torch.stack(decoded[row]).float() - expected).abs().amax(-1) / expected.std().clamp(min=1e-6)
+        worst.append(difference.nan_to_num(nan=torch.inf))
     return torch.cat(worst)
 
 
-def _own_logits(model: nn.Module, tokens: list[int], first: int, origin: int) -> Tensor:
+def _reference_logits(model: nn.Module, tokens: list[int], first: int, origin: int) -> Tensor:
     """The model's own logits after `first` tokens and after each one more, by plain forwards of the context alone.
 
     One forward where the logits of a context do not depend on what follows it; else one a regime of lengths.
@@ -143,12 +145,13 @@ def _resumed(
     prompt_of: Sequence[int],
     contexts: Sequence[Sequence[int]],
 ) -> Tensor:
-    """Logits after `contexts`, by going on from what the decoder holds: all of its past but some last tokens."""
-    kept = decoder.kept_prompts(prompts)
+    """Logits after `contexts`, resumed from the decoder's own cache less some last tokens."""
+    prompt_kv = decoder.prompt_kv(prompts)
     rows = []
     for row, prompt in enumerate(prompt_of):
-        own = tuple(contexts[row][len(prompts[prompt]) :][: 1 + row % 2])  # pasts and remainders of different lengths
-        rows.append(KeptRow(kept[prompt], own, decoder.kept_row(row)[:, :, :, : len(own)]))
+        # pasts and remainders of different lengths
+        suffix = tuple(contexts[row][len(prompts[prompt]) :][: 1 + row % 2])
+        rows.append(CachedRow(prompt_kv[prompt], suffix, decoder.row_kv(row)[:, :, :, : len(suffix)]))
     return decoder.resume(rows, contexts, 1)
 
 
@@ -156,47 +159,48 @@ def _resumed(
 class Choice:
     """The fastest decoder that is exact for a model; `reason` says why prompts are not shared where they are not.
 
-    `vouched` is the longest context that could be tried, None where none is too long.
+    `verified_length` is the longest context that a probe vouches for, None where there is no limit.
     """
 
     decoder: Callable[[nn.Module], Decoder]
     reason: str | None = None
-    vouched: int | None = None
+    verified_length: int | None = None
 
 
 def choose_decoder(model: nn.Module, *, graphs: bool = True) -> Choice:
-    """Try every way to decode, fastest first, across the lengths at which the model changes: the first right one.
+    """Probe the candidates, fastest first, across the lengths at which the model changes: the first that is exact.
 
     The cache's layer types tell of windows and recurrent states; the probe finds everything else, since a model that
     computes attention in its own way gives other numbers without an error.
     """
     inner = causal_lm(model)
     half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)
-    shared, reason = _shared_ways(inner, graphs)
+    shared, reason = _shared_candidates(inner, graphs)
     regimes = length_regimes(inner)
-    for way in (*shared, *_REPEATED):
-        made = way if regimes is None else partial(SwitchingDecoder, inner=way, regimes=regimes)
+    for candidate in (*shared, *_UNSHARED):
+        make_decoder = candidate if regimes is None else partial(SwitchingDecoder, inner=candidate, regimes=regimes)
         # a model's own cache may be wrong by little (NemotronH, Zamba 2): where rounding is finer, so is the limit
-        allowed = _HALF_NOISE[0] if half else 1e-3 if way in shared or next(model.parameters()).is_cuda else 1e-4
-        lean = isinstance(way, partial) and "lean" in way.keywords
-        plain = way is _REPEATED[-1]
-        # reading everything again is the plain forward itself: in half precision only its rounding is there to differ
+        allowed = _HALF_NOISE[0] if half else 1e-3 if candidate in shared or next(model.parameters()).is_cuda else 1e-4
+        llama_step = isinstance(candidate, partial) and "llama_step" in candidate.keywords
+        plain = candidate is _UNSHARED[-1]
+        # without a cache it is the plain forward itself: in half precision only rounding can differ
         limit = math.inf if plain and half else allowed
-        fault = _fault(model, made, _cases(model, shared=way in shared, lean=lean), limit, half=half)
+        cases = _cases(model, shared=candidate in shared, llama_step=llama_step)
+        fault = _fault(model, make_decoder, cases, limit, half=half)
         if fault is None:
-            note = None if way in shared else f"{reason}{_REREADS.get(way, '')}"
-            return Choice(made, note, None if plain else _vouched(model))
-        reason = reason if reason and way in _REPEATED else fault
-    if (broken := _broken(model)) is not None:
-        return Choice(RepeatedDecoder, broken)
+            note = None if candidate in shared else f"{reason}{_REREAD_NOTES.get(candidate, '')}"
+            return Choice(make_decoder, note, None if plain else _verified_length(model))
+        reason = reason if reason and candidate in _UNSHARED else fault
+    if (model_fault := _model_fault(model)) is not None:
+        return Choice(UnsharedPrefixDecoder, model_fault)
     raise KeelError(
         f"{type(inner).__name__} cannot be sampled from: without any cache its logits still are not those of a plain "
         f"forward of the same tokens ({reason}): give an engine of your own as rollout.engine=module:attr"
     )
 
 
-def _broken(model: nn.Module) -> str | None:
-    """What is wrong with a model that no decoder can be held against: the model's fault, which others have to name."""
+def _model_fault(model: nn.Module) -> str | None:
+    """Why a model has no logits that a decoder could be compared with: not finite, or not deterministic."""
     ids = torch.arange(3, 11, device=next(model.parameters()).device).unsqueeze(0)
     with torch.no_grad():
         first, again = (model(input_ids=ids, use_cache=False).logits for _ in range(2))
@@ -205,37 +209,37 @@ def _broken(model: nn.Module) -> str | None:
     return None if torch.equal(first, again) else "it answers the same tokens differently each time"
 
 
-_REPEATED: tuple[Callable[..., Decoder], ...] = (
-    RepeatedDecoder,
-    partial(RepeatedDecoder, drop="batch_select_indices"),
-    partial(RepeatedDecoder, drop=None),
-    partial(RepeatedDecoder, drop=None, cached=False),
+_UNSHARED: tuple[Callable[..., Decoder], ...] = (
+    UnsharedPrefixDecoder,
+    partial(UnsharedPrefixDecoder, drop="batch_select_indices"),
+    partial(UnsharedPrefixDecoder, drop=None),
+    partial(UnsharedPrefixDecoder, drop=None, cached=False),
 )
-_REREADS = {
-    _REPEATED[2]: "; its cache cannot drop rows, so that contexts are read again when one ends",
-    _REPEATED[3]: "; its own cache does not serve, so that contexts are read again at every step",
+_REREAD_NOTES = {
+    _UNSHARED[2]: "; its cache cannot drop rows, so that contexts are read again when one ends",
+    _UNSHARED[3]: "; its own cache does not serve, so that contexts are read again at every step",
 }
 
 
-def _shared_ways(inner: Any, graphs: bool) -> tuple[list[Callable[..., Decoder]], str]:
-    """Ways to decode with shared prompts that nothing known of the model forbids, and what does."""
+def _shared_candidates(inner: Any, graphs: bool) -> tuple[list[Callable[..., Decoder]], str]:
+    """The decoders with shared prompts that the model's cache allows, or why it allows none."""
     try:
         layers = [layer for layer in DynamicCache(config=inner.config).layers if not _never_slides(inner, layer)]
     except Exception as error:
-        return [], _line(error)
+        return [], _error_line(error)
     odd = {type(layer).__name__ for layer in layers} - {DynamicLayer.__name__}
     if odd:
         return [], f"its cache has layers of type {', '.join(sorted(odd))}"
-    ways: list[Callable[..., Decoder]] = [SharedPrefixDecoder]
+    candidates: list[Callable[..., Decoder]] = [SharedPrefixDecoder]
     if is_llama_shaped(inner):
-        ways.insert(0, partial(SharedPrefixDecoder, lean=True))
+        candidates.insert(0, partial(SharedPrefixDecoder, llama_step=True))
         if graphs and can_be_graphed(inner):
-            ways.insert(0, partial(SharedPrefixDecoder, lean=True, graphs=True))
-    return ways, ""
+            candidates.insert(0, partial(SharedPrefixDecoder, llama_step=True, graphs=True))
+    return candidates, ""
 
 
 def _never_slides(inner: nn.Module, layer: Any) -> bool:
-    """Whether a layer's window is no shorter than the model's context, so that it is full attention by another name."""
+    """Whether a layer's window is no shorter than the model's context, so that it is full attention."""
     context = context_length(inner)
     return type(layer) is DynamicSlidingWindowLayer and context is not None and layer.sliding_window >= context
 
@@ -246,29 +250,29 @@ def _fault(
     """What is wrong with a decoder, None if nothing is."""
     for case in cases:
         try:
-            apart = _probe(model, decoder, case)
-            if bool((apart < allowed).all()) or (half and not _is_steady(model, decoder, case, apart)):
+            difference = _probe(model, decoder, case)
+            if bool((difference < allowed).all()) or (half and not _is_systematic(model, decoder, case, difference)):
                 continue
         except torch.OutOfMemoryError:
             raise  # says nothing of the decoder
         except Exception as error:  # whatever a foreign model raises here, it can still run another way
-            return _line(error)
+            return _error_line(error)
         where = f" at positions from {case.origin}" if case.origin else ""
-        return f"its logits differ by {float(apart.max()):.1g} of their spread{where}"
+        return f"its logits differ by {float(difference.max()):.1g} of their spread{where}"
     return None
 
 
-def _is_steady(model: nn.Module, decoder: Callable[..., Decoder], case: _Case, apart: Tensor) -> bool:
+def _is_systematic(model: nn.Module, decoder: Callable[..., Decoder], case: _Case, difference: Tensor) -> bool:
     """Whether a difference in half precision is there whatever the tokens, and not the model's own noise.
 
     Rounding sends a token to another expert here and there, which moves its logits as much as a fault would; a fault is
     at the same row and step of every draw. What plain forwards in other batches already do is allowed.
     """
     regimes = length_regimes(causal_lm(model))
-    plain = _REPEATED[-1] if regimes is None else partial(SwitchingDecoder, inner=_REPEATED[-1], regimes=regimes)
+    plain = _UNSHARED[-1] if regimes is None else partial(SwitchingDecoder, inner=_UNSHARED[-1], regimes=regimes)
     least, most = _HALF_NOISE
     allowed = min(max(2 * float(_probe(model, plain, case).median()), least), most)
-    wrong = (~(apart < allowed)).int()
+    wrong = (~(difference < allowed)).int()
     for seed in range(1, _HALF_TRIES):
         if int(wrong.max()) >= _HALF_FAULTS or int(wrong.max()) + _HALF_TRIES - seed < _HALF_FAULTS:
             break
@@ -276,5 +280,5 @@ def _is_steady(model: nn.Module, decoder: Callable[..., Decoder], case: _Case, a
     return int(wrong.max()) >= _HALF_FAULTS
 
 
-def _line(error: Exception) -> str:
+def _error_line(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"

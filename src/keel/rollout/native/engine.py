@@ -17,8 +17,8 @@ from keel.rollout.engine import Answer, Engine
 from keel.rollout.native.batch import DecodeBatch, DecodeRow
 from keel.rollout.native.choose import choose_decoder
 from keel.rollout.native.decode import Decoder
-from keel.rollout.native.kept import KeptContexts, weights_stamp
 from keel.rollout.native.scheduler import Scheduler
+from keel.rollout.native.turn_cache import TurnCache, weights_version
 from keel.rollout.native.weights import WeightCopy
 from keel.rollout.request import Request, Turn, check_noise
 from keel.rollout.sampling import SamplingParams, row_key
@@ -30,9 +30,9 @@ class NativeEngine(Engine):
 
     By default it shares the policy's weights and there is nothing to sync. With `copy=True` (implied by a `dtype` or
     `device`) it holds its own, `merge=True` with the active adapters merged into them; `sync` updates them and
-    `is_stale` tells whether that is due. `kept_bytes` is the memory for keys and values of past turns: a request that
-    goes on where a turn ended reads only what is new, the prompt of a group is held once, and `release` frees them.
-    `graphs` lets decoding steps run as CUDA graphs where they can.
+    `is_stale` tells whether that is due. `kept_bytes` is the memory of the KV cache between turns: a request that
+    continues a turn prefills only its new tokens, the prompt of a group is held once, and `release` frees it.
+    `graphs` lets decode steps run as CUDA graphs where they can.
     """
 
     def __init__(
@@ -59,9 +59,10 @@ class NativeEngine(Engine):
         self.context = context_length(causal_lm(model))
         with evaluating(self.model):
             chosen = choose_decoder(self.model, graphs=graphs)
-        self._decoder, self.fallback_reason, self._vouched = chosen.decoder, chosen.reason, chosen.vouched
+        self._decoder, self.fallback_reason = chosen.decoder, chosen.reason
+        self._verified_length = chosen.verified_length
         self._traits = self._new_decoder().traits
-        self.kept = KeptContexts(kept_bytes)
+        self.turn_cache = TurnCache(kept_bytes)
         if self.fallback_reason:
             warnings.warn(
                 f"decoding without shared prompts, which is slower: {self.fallback_reason}",
@@ -86,8 +87,8 @@ class NativeEngine(Engine):
             )
 
     def release(self) -> None:
-        """Free what was kept of past turns."""
-        self.kept.forget()
+        """Free the KV cache of past turns."""
+        self.turn_cache.clear()
 
     def is_stale(self, policy: nn.Module) -> bool:
         """Whether sampling now would use other weights than the policy's."""
@@ -96,11 +97,11 @@ class NativeEngine(Engine):
     def generate(
         self, requests: Sequence[Request], sampling: SamplingParams, *, seed: int = 0, attempt: int = 0, step: int = 0
     ) -> list[list[Completion]]:
-        """Completions of each request, in order; what is wrong with a request is said before anything is computed."""
-        rows = self._rows(requests, sampling, (seed, attempt, step), set())
+        """Completions of each request, in order; a bad request is refused before anything is computed."""
+        rows = self._decode_rows(requests, sampling, (seed, attempt, step), set())
         self._run(rows, sampling, (seed, attempt, step))
-        said = iter([self._completion(row) for row in rows])
-        return [[next(said) for _ in request.drawn(sampling)] for request in requests]
+        completions = iter([self._completion(row) for row in rows])
+        return [[next(completions) for _ in request.drawn(sampling)] for request in requests]
 
     def converse(
         self,
@@ -112,45 +113,46 @@ class NativeEngine(Engine):
         attempt: int = 0,
         step: int = 0,
     ) -> None:
-        """Sample until no request is left: `answer` is told of turns that have ended and returns the requests that go
-        on, which join those still running. When it is asked depends on what is sampled and how, never on the clock.
+        """Sample until no request is left: `answer` takes turns that have ended and returns the requests that continue
+        them, which join the rows still running. When it is called depends on what is sampled, never on the clock;
+        where slots have stood empty it is called again, without a turn, for requests that have become ready.
         """
         noise = (seed, attempt, step)
         seen: set[tuple[str, int, int]] = set()
 
-        def go_on(rows: list[DecodeRow]) -> list[DecodeRow]:
+        def next_rows(rows: list[DecodeRow]) -> list[DecodeRow]:
             turns = [Turn(row.request, row.sample, self._completion(row)) for row in rows]
-            return self._rows(answer(turns), sampling, noise, seen)
+            return self._decode_rows(answer(turns), sampling, noise, seen)
 
-        self._run(self._rows(requests, sampling, noise, seen), sampling, noise, go_on)
+        self._run(self._decode_rows(requests, sampling, noise, seen), sampling, noise, next_rows)
 
-    def _rows(
+    def _decode_rows(
         self,
         requests: Iterable[Request],
         sampling: SamplingParams,
         noise: tuple[int, int, int],
         seen: set[tuple[str, int, int]],
     ) -> list[DecodeRow]:
-        """A row for each completion, once nothing is wrong with any request; `seen` is the noise drawn before."""
-        asked = list(requests)
-        for request in asked:
+        """A row for each completion, once all requests are checked; `seen` is the noise drawn before."""
+        batch = list(requests)
+        for request in batch:
             request.check(sampling, self.context)
-            self._check_vouched(request, sampling)
+            self._check_verified_length(request, sampling)
         if not sampling.greedy:
-            check_noise(asked, sampling, seen)
+            check_noise(batch, sampling, seen)
         return [
             DecodeRow(request, sample, row_key(*noise, request.key, sample), request.limit(sampling))
-            for request in asked
+            for request in batch
             for sample in request.drawn(sampling)
         ]
 
-    def _check_vouched(self, request: Request, sampling: SamplingParams) -> None:
-        """Refuse contexts beyond a window that no probe could reach: nobody has seen the model decode them rightly."""
+    def _check_verified_length(self, request: Request, sampling: SamplingParams) -> None:
+        """Refuse contexts beyond a window that no probe could cross: nothing has verified how they are decoded."""
         longest = len(request.tokens) + request.limit(sampling)
-        if self._vouched is not None and longest > self._vouched:
+        if self._verified_length is not None and longest > self._verified_length:
             raise KeelError(
                 f"problem {request.key!r} may reach {longest} tokens and {type(causal_lm(self._policy)).__name__} is "
-                f"known to decode rightly up to {self._vouched}, a window that no probe could cross: shorten "
+                f"known to decode rightly up to {self._verified_length}, a window that no probe could cross: shorten "
                 "prompt and completion"
             )
 
@@ -159,36 +161,36 @@ class NativeEngine(Engine):
         rows: Sequence[DecodeRow],
         sampling: SamplingParams,
         noise: tuple[int, int, int],
-        go_on: Callable[[list[DecodeRow]], list[DecodeRow]] | None = None,
+        next_rows: Callable[[list[DecodeRow]], list[DecodeRow]] | None = None,
     ) -> None:
-        """Sample rows to their ends, and whatever `go_on` makes of those that have ended."""
+        """Sample rows to their ends, and the rows that `next_rows` returns for those that have ended."""
         waiting = _by_length(rows)
         scheduler = Scheduler(len(rows), sampling.max_batch, self._traits)
-        batch = DecodeBatch(self._new_decoder, self.kept, sampling, scheduler, self._record)
+        batch = DecodeBatch(self._new_decoder, self.turn_cache, sampling, scheduler, self._record)
         while waiting or batch.live:
-            if self.kept.limit:
-                self.kept.enter(*noise, weights_stamp(self.model))
-            waiting, ended = self._sample(batch, waiting, pausing=go_on is not None)
-            if go_on is not None and ended:  # a user's code: the model is as it was outside
-                waiting = [*_by_length(go_on(ended)), *waiting]
+            if self.turn_cache.limit:
+                self.turn_cache.use_for(*noise, weights_version(self.model))
+            waiting, ended = self._sample(batch, waiting, pausing=next_rows is not None)
+            if next_rows is not None:  # a user's code: the model is as it was outside
+                waiting = [*_by_length(next_rows(ended)), *waiting]
 
     def _sample(
         self, batch: DecodeBatch, waiting: list[DecodeRow], *, pausing: bool
     ) -> tuple[list[DecodeRow], list[DecodeRow]]:
-        """Go on until nothing is left, or (`pausing`) those that ended may join again; who waits, and who ended."""
+        """Decode until nothing is left, or (`pausing`) until others could join; (waiting, ended)."""
         ended: list[DecodeRow] = []
         with evaluating(self.model):
             while True:
                 if batch.scheduler.has_room:
-                    if pausing and ended:
-                        return waiting, ended
-                    waiting = batch.fill(waiting)
+                    waiting = batch.admit(waiting)
                 if not batch.live:
                     return waiting, ended
-                left = batch.step()
-                if left and self.on_finished is not None:
-                    self.on_finished(len(left))
-                ended += left
+                finished = batch.step()
+                if finished and self.on_finished is not None:
+                    self.on_finished(len(finished))
+                ended += finished
+                if pausing and batch.scheduler.has_room and (ended or not waiting):
+                    return waiting, ended
 
     def _new_decoder(self) -> Decoder:
         return self._decoder(self.model)
@@ -196,10 +198,10 @@ class NativeEngine(Engine):
     def _record(
         self, rows: list[DecodeRow], token: Tensor, logp: Tensor, filtered: Tensor, sampling: SamplingParams
     ) -> None:
-        """Write down what each row drew, and whether it is done."""
+        """Append each row's token, and set the stop_reason of rows that are done."""
         numbers = torch.stack((token.double(), logp.double(), filtered.double())).tolist()  # one transfer
         for row, drawn, row_logp, row_filtered in zip(rows, *numbers, strict=True):
-            if row.stop_reason:  # it has ended and is carried along
+            if row.stop_reason:  # it has ended and is still computed
                 continue
             row.tokens.append(int(drawn))
             row.sample_logp.append(row_logp)

@@ -1,7 +1,7 @@
-"""Decoding steps as CUDA graphs: the hundreds of small kernels of a step are launched at once.
+"""Decode steps as CUDA graphs: the hundreds of small kernels of a step are launched at once.
 
 A graph repeats fixed addresses and sizes, and a step has neither: its context grows, rows leave and join. So a graph is
-made for a window of columns that fills up step by step, and made anew when the window is full or the rows have changed.
+captured for a window of columns that fills up step by step, and again when the window is full or the rows have changed.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ from torch import Tensor
 
 from keel.base.errors import first_line
 from keel.rollout.native.cache import SharedPrefixCache
-from keel.rollout.native.lean import LlamaStep
+from keel.rollout.native.llama import LlamaStep
 
-_WINDOW = 64  # columns by which a window grows: wider ones are read in vain, narrower ones made more often
-_WORTH = 16  # steps that must be left for a graph to pay: making one takes as long as two or three of them
+_WINDOW = 64  # columns by which a window grows: wide ones attend in vain, narrow ones are captured more often
+_MIN_STEPS = 16  # steps that must be left for a graph to pay: a capture takes as long as two or three
 
 
 class Window:
-    """A cache as a graph sees it: a fixed number of columns, and the newest of them as a number on the device."""
+    """A KV cache as a graph sees it: a fixed number of columns, and the index of the newest one on the device."""
 
     def __init__(self, cache: SharedPrefixCache) -> None:
-        device = cache.own.device
+        device = cache.suffix_kv.device
         self.cache, self.rows = cache, len(cache.group_of)
-        self.columns = min(cache.own.shape[4], -(-(cache.length + _WORTH) // _WINDOW) * _WINDOW)
+        self.columns = min(cache.suffix_kv.shape[4], -(-(cache.length + _MIN_STEPS) // _WINDOW) * _WINDOW)
         self.newest = torch.tensor([cache.length], device=device)
         self._column = torch.arange(self.columns, device=device)
-        self._before = self._column < torch.tensor(cache.unused, device=device)[:, None]
-        self._hidden: Tensor
-        cache.own[..., cache.length : self.columns, :] = 0.0  # a masked column still enters a product, with weight 0
+        self._left_pad = self._column < torch.tensor(cache.left_pad, device=device)[:, None]
+        self._masked: Tensor
+        # a masked column still enters a product, with weight 0
+        cache.suffix_kv[..., cache.length : self.columns, :] = 0.0
 
-    def open(self) -> None:
-        """Begin a step: see all up to the newest column."""
-        self._hidden = (self._before | (self._column > self.newest))[:, None, None]
+    def begin_step(self) -> None:
+        """Begin a step: unmask all up to the newest column."""
+        self._masked = (self._left_pad | (self._column > self.newest))[:, None, None]
 
-    def close(self) -> None:
+    def end_step(self) -> None:
         """End a step: the next column is the newest."""
         self.newest.add_(1)
 
@@ -50,50 +51,50 @@ class Window:
 
     def store(self, layer: int, pair: Tensor) -> None:
         """Write the newest token's keys and values `[2, B, kv_heads, 1, D]`."""
-        self.cache.own[layer, :, : self.rows, :, : self.columns].index_copy_(3, self.newest, pair)
+        self.cache.suffix_kv[layer, :, : self.rows, :, : self.columns].index_copy_(3, self.newest, pair)
 
     def attend(self, layer: int, query: Tensor, scaling: float) -> Tensor:
         """As the cache's, over the whole window."""
         return self.cache.attend_over(layer, query, scaling, self.columns, self._mask)
 
     def _mask(self, scores: Tensor) -> None:
-        scores.masked_fill_(self._hidden, -torch.inf)
+        scores.masked_fill_(self._masked, -torch.inf)
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where graphs of a device are made: one stream, one pool of memory, and a graph that keeps the pool alive."""
+class _GraphPool:
+    """What graphs of a device share: one stream, one memory pool, and a graph that keeps the pool alive."""
 
     stream: Any
-    pool: Any
+    handle: Any
     anchor: Any
 
 
-_places: dict[torch.device, _Place] = {}
+_pools: dict[torch.device, _GraphPool] = {}
 
 
-def record(work: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], None], Tensor]:
-    """`work` as a graph: what runs it, and where its result will stand. Nothing is computed yet."""
+def capture(work: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], None], Tensor]:
+    """Capture `work` as a graph: its replay, and the tensor that a replay writes. Nothing is computed yet."""
     with torch.cuda.device(device):
-        place = _places.get(device) or _Place(torch.cuda.Stream(), torch.cuda.graph_pool_handle(), None)
-        if place.anchor is None:
-            anchor, _ = _captured(lambda: torch.zeros(1, device=device), place)
-            place = _places[device] = replace(place, anchor=anchor)
+        pool = _pools.get(device) or _GraphPool(torch.cuda.Stream(), torch.cuda.graph_pool_handle(), None)
+        if pool.anchor is None:
+            anchor, _ = _capture_graph(lambda: torch.zeros(1, device=device), pool)
+            pool = _pools[device] = replace(pool, anchor=anchor)
         try:
-            graph, result = _captured(work, place)
+            graph, result = _capture_graph(work, pool)
         except BaseException:
-            _places.pop(device)  # its pool may be left half recorded to
+            _pools.pop(device)  # its pool may be left half captured
             raise
     return graph.replay, result
 
 
-def _captured(work: Callable[[], Tensor], place: _Place) -> tuple[Any, Tensor]:
+def _capture_graph(work: Callable[[], Tensor], pool: _GraphPool) -> tuple[Any, Tensor]:
     graph = torch.cuda.CUDAGraph()
-    random = torch.cuda.default_generators[place.stream.device_index]
+    random = torch.cuda.default_generators[pool.stream.device_index]
     before = random.clone_state()
-    place.stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(place.stream):
-        graph.capture_begin(pool=place.pool, capture_error_mode="thread_local")  # tools in threads may use the GPU
+    pool.stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(pool.stream):
+        graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")  # tools in threads may use the GPU
         try:
             result = work()
         except BaseException:
@@ -102,22 +103,22 @@ def _captured(work: Callable[[], Tensor], place: _Place) -> tuple[Any, Tensor]:
             random.graphsafe_set_state(before)  # a capture that failed leaves it in the midst of one
             raise
         graph.capture_end()
-    torch.cuda.current_stream().wait_stream(place.stream)
+    torch.cuda.current_stream().wait_stream(pool.stream)
     return graph, result
 
 
-_warm: set[torch.device] = set()  # where a step has run as it is, which sets libraries up
+_warm: set[torch.device] = set()  # devices on which a step has run eagerly, which sets libraries up
 
 
 class GraphedStep:
-    """A LlamaStep that runs as a graph wherever one pays, and as it is where none can be made."""
+    """A LlamaStep that runs as a CUDA graph where one pays, and eagerly where none can be captured."""
 
     def __init__(self, step: LlamaStep) -> None:
         self.step = step
-        self.must = False  # raise where no graph can be made
-        self._fails = False
+        self.strict = False  # raise where no graph can be captured
+        self._disabled = False
         self._cache: SharedPrefixCache | None = None
-        self._own: Tensor | None = None
+        self._suffix_kv: Tensor | None = None
         self._layout: Any = None
         self._window: Window
         self._tokens: Tensor
@@ -125,56 +126,56 @@ class GraphedStep:
         self._run: Callable[[], None]
 
     def __call__(self, tokens: Tensor, cache: SharedPrefixCache) -> Tensor:
-        if not self._holds(cache) and not self._make(tokens, cache):
+        if not self._is_valid_for(cache) and not self._capture(tokens, cache):
             return self.step(tokens, cache)
         self._tokens.copy_(tokens)
         self._run()
-        return self._logits.clone()  # the next run writes over it
+        return self._logits.clone()  # the next replay overwrites it
 
     def release(self) -> None:
-        """Let the graph go, and with it the cache that it was made for."""
-        self._cache = self._own = self._layout = None
+        """Drop the graph, and with it the cache that it was captured for."""
+        self._cache = self._suffix_kv = self._layout = None
         for name in ("_window", "_run", "_logits"):
             self.__dict__.pop(name, None)
 
-    def _holds(self, cache: SharedPrefixCache) -> bool:
+    def _is_valid_for(self, cache: SharedPrefixCache) -> bool:
         return (
             self._cache is cache
-            and self._own is cache.own
+            and self._suffix_kv is cache.suffix_kv
             and self._layout is cache.layout
             and cache.length < self._window.columns
         )
 
-    def _make(self, tokens: Tensor, cache: SharedPrefixCache) -> bool:
-        """Make a graph for the cache as it stands; False where a step should run as it is."""
+    def _capture(self, tokens: Tensor, cache: SharedPrefixCache) -> bool:
+        """Capture a graph for the cache as it is; False where the step should run eagerly."""
         self.release()
         if tokens.device not in _warm:
             _warm.add(tokens.device)
             return False
-        if self._fails or cache.end - cache.length < _WORTH:
+        if self._disabled or cache.max_columns - cache.length < _MIN_STEPS:
             return False
         self._window, self._tokens = Window(cache), tokens.clone()
         try:
-            self._run, self._logits = record(self._once, tokens.device)
+            self._run, self._logits = capture(self._window_step, tokens.device)
         except RuntimeError as error:  # out of memory, or an operation that no graph can hold
-            if self.must:
+            if self.strict:
                 raise
-            self._fails = True
+            self._disabled = True
             self.release()
             warnings.warn(f"decoding goes on without CUDA graphs: {first_line(error)}", RuntimeWarning, stacklevel=2)
             return False
-        self._cache, self._own, self._layout = cache, cache.own, cache.layout
+        self._cache, self._suffix_kv, self._layout = cache, cache.suffix_kv, cache.layout
         return True
 
-    def _once(self) -> Tensor:
-        self._window.open()
+    def _window_step(self) -> Tensor:
+        self._window.begin_step()
         logits = self.step(self._tokens, self._window)
-        self._window.close()
+        self._window.end_step()
         return logits
 
 
 def can_be_graphed(model: Any) -> bool:
-    """Whether a step of this model always does the same: on CUDA, and with rotations that no batch changes."""
+    """Whether a step of this model can be replayed: on CUDA, and with rotary tables that no batch changes."""
     return bool(next(model.parameters()).is_cuda) and has_fixed_rotations(model)
 
 

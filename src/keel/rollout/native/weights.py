@@ -1,4 +1,4 @@
-"""The weights an engine decodes with: the policy's own, or a copy that knows whether it is still the same."""
+"""The weights that an engine decodes with: the policy's, or a copy that can tell whether it is stale."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def merged_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, module in base.named_modules(remove_duplicate=False):
         owner = next((prefix for prefix in replaced if name == prefix or name.startswith(prefix + ".")), None)
         if owner is None:
-            for leaf, tensor in _own_tensors(module):
+            for leaf, tensor in _direct_tensors(module):
                 yield f"{name}.{leaf}" if name else leaf, tensor
         elif owner == name:
             for leaf, tensor in _merged_tensors(name, replaced[name]):
                 yield f"{name}.{leaf}", tensor
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _direct_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(recurse=False)
     yield from module.named_buffers(recurse=False)
 
@@ -56,7 +56,7 @@ def _merged_tensors(name: str, module: Any) -> Iterator[tuple[str, Tensor]]:
         yield from source.state_dict(keep_vars=True).items()
         return
     _check_mergeable(name, module)
-    for leaf, tensor in _own_tensors(module.get_base_layer()):
+    for leaf, tensor in _direct_tensors(module.get_base_layer()):
         if leaf == "weight" and not module.merged and not module.disable_adapters:
             for adapter in module.active_adapters:
                 if adapter in module.scaling:
@@ -97,15 +97,15 @@ def _untie(model: Any) -> bool:
 
 
 def merge(model: Any) -> Any:
-    """The base with its adapters' updates in its weights; the model given is used up."""
+    """The base with its adapters merged into its weights; the model passed in is used up."""
     untied = _untie(model)
-    whole = model.merge_and_unload()
+    merged = model.merge_and_unload()
     if untied:
-        whole.config.tie_word_embeddings = False
-    return whole
+        merged.config.tie_word_embeddings = False
+    return merged
 
 
-def _take_adapter_state(twin: Any, policy: Any) -> None:
+def _copy_adapter_state(twin: Any, policy: Any) -> None:
     """Which adapters are active, off, merged and how strong: all that acts in a layer and is no tensor.
 
     Set layer by layer, since peft's `set_adapter` would unmerge.
@@ -120,7 +120,7 @@ def _take_adapter_state(twin: Any, policy: Any) -> None:
 
 
 class WeightCopy:
-    """A copy of the policy in another dtype or place, merged or with its adapters beside it, updated in place."""
+    """A copy of the policy in another dtype or on another device, merged or with its adapters, updated in place."""
 
     def __init__(
         self, policy: nn.Module, *, dtype: torch.dtype | None, device: torch.device | str | None, merge: bool
@@ -156,17 +156,17 @@ class WeightCopy:
         """Make the copy equal to the policy, in place where both have the same tensors."""
         _check_not_merged_and_off(policy)
         source = self._source(policy)
-        self._source_print = self._own_print = ""  # stale, should anything below fail
+        self._policy_digest = self._copy_digest = ""  # stale, should anything below fail
         if not self._fits(source):
             self.model = self._rebuild(policy)
             self._verified = False
         for name, tensor in _tensors(self.model).items():
             tensor.copy_(source[name])
         if is_lora(self.model):
-            _take_adapter_state(self.model, policy)
+            _copy_adapter_state(self.model, policy)
             self.model.requires_grad_(False)
         self._verify(policy)
-        self._source_print, self._own_print = fingerprint(policy), fingerprint(self.model)
+        self._policy_digest, self._copy_digest = fingerprint(policy), fingerprint(self.model)
 
     def _verify(self, policy: nn.Module) -> None:
         """Compare with the policy: digests where nothing is merged, else the logits, once the adapter is not zero."""
@@ -174,7 +174,7 @@ class WeightCopy:
             if fingerprint(self.model) != fingerprint(policy, dtype=self.dtype):
                 raise KeelError("the engine's copy does not equal the policy after sync: build the engine from it anew")
         elif not self._verified:
-            difference, allowed = _logits_apart(policy, self.model)
+            difference, allowed = _logits_difference(policy, self.model)
             if difference > allowed:
                 raise KeelError(
                     f"the logits of the merged copy are off by {difference:.1g} of their spread, so these adapters "
@@ -183,8 +183,8 @@ class WeightCopy:
             self._verified = not adapter_is_zero(policy)
 
     def is_stale(self, policy: nn.Module) -> bool:
-        """Whether the policy has moved since the last sync, or somebody has changed the copy."""
-        return fingerprint(policy) != self._source_print or fingerprint(self.model) != self._own_print
+        """Whether the policy has moved since the last sync, or the copy was changed."""
+        return fingerprint(policy) != self._policy_digest or fingerprint(self.model) != self._copy_digest
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -198,15 +198,15 @@ def _check_not_merged_and_off(policy: nn.Module) -> None:
             raise KeelError(f"the adapter of {name} is merged and switched off at once: call unmerge_adapter() first")
 
 
-def _logits_apart(policy: nn.Module, twin: nn.Module) -> tuple[float, float]:
+def _logits_difference(policy: nn.Module, twin: nn.Module) -> tuple[float, float]:
     """Largest difference of two models' logits on a few tokens, relative to their spread, and what rounding allows."""
     vocabulary = causal_lm(policy).config.get_text_config().vocab_size
     ids = torch.randint(0, vocabulary, (1, 8), generator=torch.Generator().manual_seed(0))
     logits = []
     for model in (policy, twin):
         with evaluating(model):
-            place = next(model.parameters()).device
-            logits.append(model(input_ids=ids.to(place), use_cache=False).logits.float().cpu())
+            device = next(model.parameters()).device
+            logits.append(model(input_ids=ids.to(device), use_cache=False).logits.float().cpu())
     half = {module_dtype(policy), module_dtype(twin)} & {torch.float16, torch.bfloat16}
     difference = float((logits[1] - logits[0]).abs().max() / logits[0].std().clamp(min=1e-6))
     return difference, 0.2 if half else 1e-3

@@ -8,11 +8,11 @@ from dataclasses import replace
 from keel.base.thresholds import Thresholds, load_thresholds
 from keel.lab.doctor.checks import episodes, evaluation, kl, optim, output, reward, sampler
 from keel.lab.doctor.checks.base import Check, Unchecked
-from keel.lab.doctor.diagnosis import Diagnosis, with_raised
+from keel.lab.doctor.diagnosis import Diagnosis, with_threshold_notes
 from keel.lab.doctor.findings import Finding, ranked
 from keel.lab.doctor.formula import formula_of
 from keel.lab.doctor.history import History
-from keel.lab.doctor.hypotheses import history_figures, weigh
+from keel.lab.doctor.hypotheses import history_figures, judge_hypotheses
 
 CHECKS: tuple[Check, ...] = (
     *reward.CHECKS,
@@ -31,30 +31,32 @@ def check_history(history: History, thresholds: Thresholds | None = None) -> Dia
     findings: list[Finding] = []
     unchecked: list[str] = []
     for check in CHECKS:
-        for answer in check(history, limits):
-            if isinstance(answer, Unchecked):
-                unchecked.append(f"{answer.code}: {answer.why}")
+        for result in check(history, limits):
+            if isinstance(result, Unchecked):
+                unchecked.append(f"{result.code}: {result.why}")
             else:
-                findings.append(answer)
-    kept = one_a_code(findings)
+                findings.append(result)
+    merged = merge_by_code(findings)
     diagnosis = Diagnosis(
-        kept,
-        hypotheses=weigh(kept, history_figures(history), limits, unchecked, formula_of(history.config, history.source)),
+        merged,
+        hypotheses=judge_hypotheses(
+            merged, history_figures(history), limits, unchecked, formula_of(history.config, history.source)
+        ),
         unchecked=tuple(unchecked),
         notes=(*history.notes, *history.missing),
     )
-    return with_raised(diagnosis, limits)
+    return with_threshold_notes(diagnosis, limits)
 
 
-def one_a_code(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+def merge_by_code(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Findings under one code become one: the gravest speaks, and the others' evidence is added to it."""
-    kept: dict[str, Finding] = {}
+    by_code: dict[str, Finding] = {}
     for finding in ranked(findings):
-        first = kept.get(finding.code)
-        kept[finding.code] = (
+        first = by_code.get(finding.code)
+        by_code[finding.code] = (
             finding if first is None else replace(first, evidence=f"{first.evidence}; {finding.evidence}")
         )
-    return tuple(kept.values())
+    return tuple(by_code.values())
 
 
 __all__ = ["CHECKS", "check_history"]

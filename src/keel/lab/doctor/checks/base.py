@@ -23,8 +23,8 @@ class Unchecked:
     why: str
 
 
-Answers = Iterator[Finding | Unchecked]
-Check = Callable[[History, Thresholds], Answers]
+CheckResults = Iterator[Finding | Unchecked]
+Check = Callable[[History, Thresholds], CheckResults]
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Trend:
 
     before: float
     after: float
-    errors: float
+    z_score: float
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """For evidence."""
-        return f"reward {self.before:.3g} → {self.after:.3g} ({self.errors:+.1f} standard errors)"
+        return f"reward {self.before:.3g} → {self.after:.3g} ({self.z_score:+.1f} standard errors)"
 
 
 def reward_trend(history: History) -> Trend | None:
@@ -51,8 +51,8 @@ def reward_trend(history: History) -> Trend | None:
     first, last = values[:third], values[-third:]
     gain = statistics.fmean(last) - statistics.fmean(first)
     noise = math.sqrt(statistics.variance(first) / third + statistics.variance(last) / third)
-    errors = gain / noise if noise > 0 else math.copysign(math.inf, gain) if gain else 0.0
-    return Trend(statistics.fmean(first), statistics.fmean(last), errors)
+    z_score = gain / noise if noise > 0 else math.copysign(math.inf, gain) if gain else 0.0
+    return Trend(statistics.fmean(first), statistics.fmean(last), z_score)
 
 
 def no_trend(code: str, history: History) -> Unchecked:
@@ -63,10 +63,10 @@ def no_trend(code: str, history: History) -> Unchecked:
     )
 
 
-def rose(history: History, thresholds: Thresholds) -> bool:
+def reward_rose(history: History, thresholds: Thresholds) -> bool:
     """Whether the reward has grown by more than noise."""
     trend = reward_trend(history)
-    return trend is not None and trend.errors > thresholds["flat_reward"]
+    return trend is not None and trend.z_score > thresholds["flat_reward"]
 
 
 def solved(history: History, thresholds: Thresholds) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from keel.base.thresholds import Thresholds
-from keel.lab.doctor.checks.base import RECENT, Answers, not_recorded
-from keel.lab.doctor.findings import found
+from keel.lab.doctor.checks.base import RECENT, CheckResults, not_recorded
+from keel.lab.doctor.findings import finding
 from keel.lab.doctor.history import History, Series
 
 # What goes wrong in a call: why, and what to do.
@@ -48,15 +48,15 @@ ENDS: dict[str, tuple[str, str, str]] = {
 }
 
 
-def calls(history: History, thresholds: Thresholds) -> Answers:
+def calls(history: History, thresholds: Thresholds) -> CheckResults:
     """The share of calls that are answered with an error, and what most of those errors are."""
-    code, wrong, made = "tool/failing", history.get("tool/error_fraction"), history.get("tool/calls_mean")
-    if wrong is None or made is None:
+    code, error_share, call_counts = "tool/failing", history.get("tool/error_fraction"), history.get("tool/calls_mean")
+    if error_share is None or call_counts is None:
         if history.source != "keel" or history.get("tool/calls_mean") is not None:
             yield not_recorded(code, "what came of tool calls")
         return
-    now = wrong.finite.tail(RECENT)
-    share = _weighted(now, made)
+    now = error_share.finite.tail(RECENT)
+    share = _weighted(now, call_counts)
     if share <= thresholds["tool_errors"]:
         return
     counts = {kind: series.finite.tail(RECENT).mean for kind in KINDS if (series := history.get(f"tool/{kind}"))}
@@ -64,33 +64,33 @@ def calls(history: History, thresholds: Thresholds) -> Answers:
     kinds = ", ".join(
         f"{name.replace('_', ' ')} {count:.3g}" for name, count in sorted(counts.items(), key=lambda p: -p[1]) if count
     )
-    told = next((event["error"] for event in reversed(history.events) if _names_error(event)), None)
+    last_error = next((event["error"] for event in reversed(history.events) if _names_error(event)), None)
     cause, advice = KINDS[kind]
-    yield found(
+    yield finding(
         code,
         f"{100 * share:.0f} % of the tool calls of {now.span} were answered with an error"
         + (f" (an episode: {kinds})" if kinds else "")
-        + (f"; the model was told: {told}" if told else ""),
+        + (f"; the model was told: {last_error}" if last_error else ""),
         cause,
         advice,
         severity="error" if share > thresholds["tool_errors_error"] else "warning",
     )
 
 
-def ends(history: History, thresholds: Thresholds) -> Answers:
+def ends(history: History, thresholds: Thresholds) -> CheckResults:
     """Counts of what is no usable answer; where next to none can be read, another finding says so."""
     code, parsed = "answer/unusable", history.get("parse/ok_fraction")
-    there = [name for name in ENDS if history.get(name) is not None]
-    if not there and history.source != "keel":
+    recorded = [name for name in ENDS if history.get(name) is not None]
+    if not recorded and history.source != "keel":
         yield not_recorded(code, "how episodes end")
     unread = parsed is not None and parsed.tail(RECENT).mean < thresholds["parse_rate_warning"]
-    for name in there:
+    for name in recorded:
         series = history.get(name)
         assert series is not None
         now = series.finite.tail(RECENT)
         if now.mean > thresholds["unusable_answers"] and not (unread and name == "answer/missing"):
             what, cause, advice = ENDS[name]
-            yield found(code, f"{what}: {now.mean:.2g} an episode over {now.span}", cause, advice)
+            yield finding(code, f"{what}: {now.mean:.2g} an episode over {now.span}", cause, advice)
 
 
 def _weighted(shares: Series, calls: Series) -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either, stronger, times
-from keel.lab.doctor.checks.base import Answers, not_recorded, reward_trend
-from keel.lab.doctor.findings import found
+from keel.lab.doctor.checks.base import CheckResults, not_recorded, reward_trend
+from keel.lab.doctor.findings import finding
 from keel.lab.doctor.history import History
 from keel.lab.judge import Accuracy, accuracies
 
@@ -15,7 +15,7 @@ def _measured_twice(history: History, *, retention: bool) -> list[Accuracy]:
     return [row for row in rows if row.before is not None and row.after is not None]
 
 
-def retention(history: History, thresholds: Thresholds) -> Answers:
+def retention(history: History, thresholds: Thresholds) -> CheckResults:
     """Skills that are not trained, before and after."""
     skills = _measured_twice(history, retention=True)
     if not skills:
@@ -28,7 +28,7 @@ def retention(history: History, thresholds: Thresholds) -> Answers:
     ]
     if lost:
         step = max(int(row.steps[1] or 0) for row in skills)
-        yield found(
+        yield finding(
             "retention/dropping",
             f"at step {step}: {', '.join(lost)}; the intervals do not touch",
             "the policy gives up what it is not paid for",
@@ -40,7 +40,7 @@ def retention(history: History, thresholds: Thresholds) -> Answers:
         )
 
 
-def train_gap(history: History, thresholds: Thresholds) -> Answers:
+def train_gap(history: History, thresholds: Thresholds) -> CheckResults:
     """Reward up while held-out accuracy of the same task goes down."""
     trained, trend = _measured_twice(history, retention=False), reward_trend(history)
     if not trained or trend is None:
@@ -49,12 +49,12 @@ def train_gap(history: History, thresholds: Thresholds) -> Answers:
     rewards = history.series["reward/mean"].finite.values
     range_ = max(rewards) - min(rewards)
     gained = trend.after - trend.before
-    rising = trend.errors > thresholds["flat_reward"] and gained > thresholds["gap_reward"] * max(range_, 1e-9)
+    rising = trend.z_score > thresholds["flat_reward"] and gained > thresholds["gap_reward"] * max(range_, 1e-9)
     for row in trained:
         if rising and row.fell:
-            yield found(
+            yield finding(
                 "eval/train-gap",
-                f"{trend.words} while held-out {row.task} fell {row.before:.3g} → {row.after:.3g} "
+                f"{trend.text} while held-out {row.task} fell {row.before:.3g} → {row.after:.3g} "
                 f"(step {row.steps[0]} → {row.steps[1]}), beyond its interval",
                 "the reward pays for something else than the evaluation asks, or both see different prompts",
                 "keel doctor on the configuration renders both prompts; read the best paid completions in the report",

@@ -19,7 +19,7 @@ from keel.lab.doctor.advice import (
 )
 from keel.lab.doctor.checks.base import (
     RECENT,
-    Answers,
+    CheckResults,
     Unchecked,
     no_trend,
     not_recorded,
@@ -28,7 +28,7 @@ from keel.lab.doctor.checks.base import (
     running_median,
     solved,
 )
-from keel.lab.doctor.findings import Advice, found
+from keel.lab.doctor.findings import Advice, finding
 from keel.lab.doctor.formula import formula_of
 from keel.lab.doctor.history import History, Series
 from keel.lab.judge import kl_limit
@@ -38,7 +38,7 @@ MOVING = ("ema", "snapshot", "kl_triggered")
 DROPS = ("model.dropout", "model.lora.dropout")
 
 
-def at_start(history: History, thresholds: Thresholds) -> Answers:
+def at_start(history: History, thresholds: Thresholds) -> CheckResults:
     """KL before the first update must be 0."""
     if history.kl is None:
         yield not_recorded("kl/at-start", KL)
@@ -50,13 +50,13 @@ def at_start(history: History, thresholds: Thresholds) -> Answers:
     elif value > thresholds["kl_at_start"]:
         evidence = f"{name} is {value:.4g} nats per token at step {step:.0f}, before any update could move the policy"
         if on := _dropout(history):
-            yield found(
+            yield finding(
                 "scoring/dropout",
                 f"{', '.join(f'{option} is {history.option(option)}' for option in on)}, and {evidence}",
                 "the policy's pass drops units, the reference's and the sampler's do not",
                 _no_dropout(history),
             )
-        yield found(
+        yield finding(
             "kl/at-start",
             evidence,
             "policy and reference are scored differently or are different models: dropout on in one pass only, a "
@@ -81,7 +81,7 @@ def _no_dropout(history: History) -> Advice:
     return setting("set {}", off, otherwise="check that no dropout is on")
 
 
-def explosion(history: History, thresholds: Thresholds) -> Answers:
+def explosion(history: History, thresholds: Thresholds) -> CheckResults:
     """A KL out of every useful range, or far above its own running median."""
     if history.kl is None:
         yield not_recorded("kl/explosion", KL)
@@ -114,7 +114,7 @@ def explosion(history: History, thresholds: Thresholds) -> Answers:
     if back:
         evidence += f"; it is back at {now:.3g}"
     token = f"; one token at d = {math.log(peak):.1f} nats contributes e^d = {peak:.2g} to k3" if peak > 10 else ""
-    yield found(
+    yield finding(
         "kl/explosion",
         evidence,
         f"the policy has left the reference's support{token}: too large updates, a reward that pays for noise, or a KL "
@@ -132,8 +132,8 @@ def _explosion_advice(history: History, thresholds: Thresholds) -> Advice:
         grows = history.option("kl.beta") and history.option("kl.estimator") == "k3"
         grows = grows and history.option("kl.gradient") in ("plain", "k3", "rho", "sg_rho")
         how = setting("{} (it grows like d, not e^d)", {"kl.gradient": "auto"} if grows else {})
-        held = setting("{}", budget(history.config, thresholds["kl_over_budget"]))
-        return either(either(lower, how, held), "then keel doctor on the configuration", joined="; ")
+        limited = setting("{}", budget(history.config, thresholds["kl_over_budget"]))
+        return either(either(lower, how, limited), "then keel doctor on the configuration", joined="; ")
     look = "look at the reward's spread and at sampler and mask before raising the KL's alarm"
     return either(lower, look, joined="; and ")
 
@@ -143,7 +143,7 @@ def _unpenalized(history: History, why: str) -> Advice:
     return setting(f"{{}} {why}", options)
 
 
-def over_budget(history: History, thresholds: Thresholds) -> Answers:
+def over_budget(history: History, thresholds: Thresholds) -> CheckResults:
     """Mean KL of the last steps against the budget: the run's own where it has one per token."""
     if history.kl is None:
         yield not_recorded("kl/over-budget", KL)
@@ -152,7 +152,7 @@ def over_budget(history: History, thresholds: Thresholds) -> Answers:
     limit, set_by = astuple(kl_limit(history.config, thresholds))
     now = series.tail(RECENT)
     if thresholds["kl_over_budget"] < now.mean <= limit:
-        yield found(
+        yield finding(
             "kl/over-budget",
             f"{name} is {now.mean:.3g} nats per token over {now.span}: over {thresholds['kl_over_budget']:g}, "
             f"within kl.budget.max={limit:g} of the configuration",
@@ -164,7 +164,7 @@ def over_budget(history: History, thresholds: Thresholds) -> Answers:
         return
     beta = history.get("kl/beta")
     with_beta = f" at β = {beta.tail(1).mean:.3g}" if beta is not None else ""
-    yield found(
+    yield finding(
         "kl/over-budget",
         f"{name} is {now.mean:.3g} nats per token over {now.span}{with_beta}; {set_by} is {limit:g}",
         "the penalty is too weak for the pull of the reward, or the updates are too large",
@@ -179,7 +179,7 @@ def over_budget(history: History, thresholds: Thresholds) -> Answers:
     )
 
 
-def not_learning(history: History, thresholds: Thresholds) -> Answers:
+def not_learning(history: History, thresholds: Thresholds) -> CheckResults:
     """Hardly any KL and a flat reward over enough steps."""
     trend, least = reward_trend(history), int(thresholds["steps_to_judge"])
     if history.kl is None:
@@ -196,12 +196,12 @@ def not_learning(history: History, thresholds: Thresholds) -> Answers:
         yield Unchecked("kl/not-learning", "the reference moves with the policy, so a small KL is no standstill")
         return
     now = series.tail(RECENT)
-    if now.mean < thresholds["kl_not_learning"] and abs(trend.errors) <= thresholds["flat_reward"]:
+    if now.mean < thresholds["kl_not_learning"] and abs(trend.z_score) <= thresholds["flat_reward"]:
         if solved(history, thresholds):
             return
-        yield found(
+        yield finding(
             "kl/not-learning",
-            f"{name} is {now.mean:.3g} nats per token over {now.span}, and {trend.words}",
+            f"{name} is {now.mean:.3g} nats per token over {now.span}, and {trend.text}",
             "updates are too small, the penalty too strong, or no group's rewards differ",
             either(
                 either(
@@ -214,7 +214,7 @@ def not_learning(history: History, thresholds: Thresholds) -> Answers:
         )
 
 
-def unneeded(history: History, thresholds: Thresholds) -> Answers:
+def unneeded(history: History, thresholds: Thresholds) -> CheckResults:
     """A penalty that the recipe means to be without."""
     loss_type, beta = history.option("loss.loss_type"), history.option("kl.beta")
     if not isinstance(loss_type, str) or not isinstance(beta, int | float):
@@ -223,7 +223,7 @@ def unneeded(history: History, thresholds: Thresholds) -> Answers:
     if loss_type == "dr_grpo" and beta > 0:
         from keel.kl.facts import PAPERS
 
-        yield found(
+        yield finding(
             "kl/unneeded",
             f"{opt(history, 'kl.beta')} is {beta:g} with loss_type dr_grpo ({PAPERS['dr_grpo'].paper})",
             "a reward that is a rule stays right however far the policy drifts, so the recipe runs at β = 0",
@@ -231,7 +231,7 @@ def unneeded(history: History, thresholds: Thresholds) -> Answers:
         )
 
 
-def pairing(history: History, thresholds: Thresholds) -> Answers:
+def pairing(history: History, thresholds: Thresholds) -> CheckResults:
     """What the configured estimator's gradient is, by the table of proven pairings."""
     formula = formula_of(history.config, history.source)
     if formula is None:
@@ -245,8 +245,8 @@ def pairing(history: History, thresholds: Thresholds) -> Answers:
             yield Unchecked(code, why)
         return
     named = {"zero": "kl/no-gradient", "away": "kl/reversed", "wrong": "kl/reversed"}.get(formula.expected)
-    if formula.acts and named is not None:
-        yield found(
+    if formula.active and named is not None:
+        yield finding(
             named,
             f"{formula.note}; β is {history.option('kl.beta')}",
             "this pairing of estimator, placement and gradient is no KL penalty, whatever β is",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import changes, either, setting, times, warmed_up
-from keel.lab.doctor.checks.base import RECENT, Answers, Unchecked, not_recorded, opt, running_median
+from keel.lab.doctor.checks.base import RECENT, CheckResults, Unchecked, not_recorded, opt, running_median
 from keel.lab.doctor.early import early_moves
-from keel.lab.doctor.findings import Finding, Options, found
+from keel.lab.doctor.findings import Finding, Options, finding
 from keel.lab.doctor.history import History, Series
 
 
-def lr_too_high(history: History, thresholds: Thresholds) -> Answers:
+def lr_too_high(history: History, thresholds: Thresholds) -> CheckResults:
     """How far single updates move the policy, while the learning rate first reaches its full size."""
     code, limit = "optim/lr-too-high", thresholds["kl_per_update"]
     within = history.get("kl/old_policy/k3/mean")
@@ -41,7 +41,7 @@ def _too_high(history: History, evidence: str) -> Finding:
         evidence += f"; gradient norm {norms.finite.head(5).mean:.3g} over {norms.head(5).span}"
     if clips is not None:
         evidence += f", clipped to {100 * clips.finite.head(5).mean:.0f} %"
-    return found(
+    return finding(
         "optim/lr-too-high",
         evidence,
         "the learning rate is too high: an update leaves the region in which its advantages were estimated",
@@ -52,28 +52,29 @@ def _too_high(history: History, evidence: str) -> Finding:
     )
 
 
-def non_finite(history: History, thresholds: Thresholds) -> Answers:
+def non_finite(history: History, thresholds: Thresholds) -> CheckResults:
     """Steps whose loss or gradient was no number; updates that were skipped as spikes are none of them."""
     watched = [history.series[name] for name in ("loss/total", "grad/norm") if name in history.series]
     skipped = history.get("guard/nonfinite") or history.get("guard/skipped")
     if not watched and skipped is None:
         yield not_recorded("optim/non-finite", "loss, gradient norm or skipped updates")
         return
-    kept = {step for series in watched for step in series.bad_steps}
+    bad_steps = {step for series in watched for step in series.bad_steps}
     if skipped is not None:
-        kept |= {int(step) for step, value in zip(skipped.steps, skipped.values, strict=True) if value > 0}
-    told = [event for event in history.events if event.get("kind") == "guard/skipped"]  # also of abandoned attempts
-    undone = [event for event in told if event.get("cause") != "spike"]
-    bad = kept | {int(event.get("step") or 0) for event in undone}
+        bad_steps |= {int(step) for step, value in zip(skipped.steps, skipped.values, strict=True) if value > 0}
+    skips = [event for event in history.events if event.get("kind") == "guard/skipped"]  # also of abandoned attempts
+    bad = bad_steps | {int(event.get("step") or 0) for event in skips if event.get("cause") != "spike"}
     if not bad:
         return
     steps = max(len(series) for series in (*watched, *([skipped] if skipped is not None else [])))
-    lasting = bool(kept) and (len(kept) > thresholds["skipped_share"] * steps or max(kept) >= history.steps)
+    lasting = bool(bad_steps) and (
+        len(bad_steps) > thresholds["skipped_share"] * steps or max(bad_steps) >= history.steps
+    )
     shown = ", ".join(map(str, sorted(bad)[:5])) + (" …" if len(bad) > 5 else "")
-    yield found(
+    yield finding(
         "optim/non-finite",
-        f"{len(bad)} steps had a loss or gradient that is not finite (steps {shown}), {len(kept)} of them among the "
-        f"{steps} that count",
+        f"{len(bad)} steps had a loss or gradient that is not finite (steps {shown}), {len(bad_steps)} of them among "
+        f"the {steps} that count",
         "a reward that is NaN, log-probabilities of −inf, an overflow in half precision, or an explosion before it",
         either(
             either(
@@ -91,7 +92,7 @@ def _in_full(history: History) -> Options:
     return changes(history.config, {"model.dtype": "float32"}) if history.source == "keel" else {}
 
 
-def spike(history: History, thresholds: Thresholds) -> Answers:
+def spike(history: History, thresholds: Thresholds) -> CheckResults:
     """Gradient norms far above those of the updates before them; a few of many are only noted, clipping holds them."""
     series = history.get("grad/norm")
     if series is None:
@@ -99,21 +100,21 @@ def spike(history: History, thresholds: Thresholds) -> Answers:
         return
     finite = series.finite
     live = [(step, value) for step, value in zip(finite.steps, finite.values, strict=True) if value > 0]
-    not_made = _skipped_steps(history)
-    spikes, made = [], Series((), ())
+    skipped_steps = _skipped_steps(history)
+    spikes, applied = [], Series((), ())
     for at, norm in live:
-        usual = running_median(made, len(made), window=50, least=10)
+        usual = running_median(applied, len(applied), window=50, least=10)
         if usual and norm > thresholds["grad_spike"] * usual:
             spikes.append((int(at), norm, usual))
-        if at not in not_made:  # a spike that was skipped must not become the usual
-            made = Series((*made.steps, at), (*made.values, norm))
+        if at not in skipped_steps:  # a spike that was skipped must not become the usual
+            applied = Series((*applied.steps, at), (*applied.values, norm))
     if not spikes:
         return
     step, value, median = max(spikes, key=lambda item: item[1] / item[2])
-    skipped = sum(at in not_made for at, _, _ in spikes)
+    skipped = sum(at in skipped_steps for at, _, _ in spikes)
     many = len(spikes) >= 3 and len(spikes) > thresholds["spike_share"] * len(live)
     unclipped = history.source == "keel" and history.option("optim.max_grad_norm") is None and bool(history.config)
-    yield found(
+    yield finding(
         "optim/spike",
         f"{len(spikes)} of {len(live)} steps spike; the largest is {value:.3g} at step {step}, "
         f"{value / median:.0f} times the running median of {median:.3g}"
@@ -133,9 +134,9 @@ def spike(history: History, thresholds: Thresholds) -> Answers:
 
 def _clipped(history: History, median: float) -> Options:
     """Clipping at the usual norm, where it is looser than that."""
-    now, wanted = history.option("optim.max_grad_norm"), float(f"{median:.2g}")
-    loose = now is None or (isinstance(now, int | float) and now > wanted)
-    return {opt(history, "optim.max_grad_norm"): wanted} if loose else {}
+    now, limit = history.option("optim.max_grad_norm"), float(f"{median:.2g}")
+    loose = now is None or (isinstance(now, int | float) and now > limit)
+    return {opt(history, "optim.max_grad_norm"): limit} if loose else {}
 
 
 def _skipped_steps(history: History) -> set[float]:
@@ -144,7 +145,7 @@ def _skipped_steps(history: History) -> set[float]:
     return set() if shares is None else {s for s, v in zip(shares.steps, shares.values, strict=True) if v >= 1}
 
 
-def all_clipped(history: History, thresholds: Thresholds) -> Answers:
+def all_clipped(history: History, thresholds: Thresholds) -> CheckResults:
     """The share of tokens whose ratio is clipped."""
     share = history.get("ratio/clip_fraction")
     low, high = history.get("ratio/clip_low_fraction"), history.get("ratio/clip_high_fraction")
@@ -153,7 +154,7 @@ def all_clipped(history: History, thresholds: Thresholds) -> Answers:
         return
     mean = share.mean if share is not None else (low.mean if low else 0.0) + (high.mean if high else 0.0)
     if mean > thresholds["clipped_ratios"]:
-        yield found(
+        yield finding(
             "ratio/all-clipped",
             f"{100 * mean:.0f} % of the ratios are clipped on average",
             "old and current log-probabilities are not the same quantity: sums against means, filtered against "
@@ -163,14 +164,14 @@ def all_clipped(history: History, thresholds: Thresholds) -> Answers:
         )
 
 
-def guards(history: History, thresholds: Thresholds) -> Answers:
+def guards(history: History, thresholds: Thresholds) -> CheckResults:
     """What the loop's guards did, in their own words."""
     if not any(event.get("kind") in ("stop", "rollback") for event in history.events):
         return
     from keel.trainer.guards import guard_findings
 
-    for finding in guard_findings(history.events):
-        yield found(**finding)
+    for fields in guard_findings(history.events):
+        yield finding(**fields)
 
 
 CHECKS = (lr_too_high, non_finite, all_clipped, spike, guards)

@@ -6,12 +6,21 @@ import math
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either, setting, stronger, times
-from keel.lab.doctor.checks.base import RECENT, Answers, Unchecked, not_recorded, opt, reward_trend, rose, solved
-from keel.lab.doctor.findings import Options, found
+from keel.lab.doctor.checks.base import (
+    RECENT,
+    CheckResults,
+    Unchecked,
+    not_recorded,
+    opt,
+    reward_rose,
+    reward_trend,
+    solved,
+)
+from keel.lab.doctor.findings import Options, finding
 from keel.lab.doctor.history import History
 
 
-def random_weights(history: History, thresholds: Thresholds) -> Answers:
+def random_weights(history: History, thresholds: Thresholds) -> CheckResults:
     """Entropy at the start against that of drawing tokens blindly."""
     code, entropy = "output/random-weights", history.get("entropy/mean")
     if entropy is None or history.vocabulary is None:
@@ -20,7 +29,7 @@ def random_weights(history: History, thresholds: Thresholds) -> Answers:
     uniform, first = math.log(history.vocabulary), entropy.finite.head(3)
     share = first.mean / uniform
     if share > thresholds["entropy_uniform_share"]:
-        yield found(
+        yield finding(
             code,
             f"entropy is {first.mean:.3g} nats over {first.span}, {100 * share:.0f} % of ln({history.vocabulary}) = "
             f"{uniform:.3g}, that of drawing tokens blindly",
@@ -30,7 +39,7 @@ def random_weights(history: History, thresholds: Thresholds) -> Answers:
         )
 
 
-def truncated(history: History, thresholds: Thresholds) -> Answers:
+def truncated(history: History, thresholds: Thresholds) -> CheckResults:
     """The share of completions that end at the limit."""
     series = history.get("length/truncated_fraction")
     if series is None:
@@ -43,7 +52,7 @@ def truncated(history: History, thresholds: Thresholds) -> Answers:
     at = f" at {opt(history, 'rollout.max_completion_length')} = {limit}" if limit else ""
     turn = history.option("rollout.max_turn_length")
     at += f", or a turn at rollout.max_turn_length = {turn}" if turn else ""
-    yield found(
+    yield finding(
         "output/truncated",
         f"{100 * now.mean:.0f} % of the completions of {now.span} end at the length limit{at}",
         "the limit is too short for the task, or the model never writes its end-of-text token",
@@ -56,7 +65,7 @@ def truncated(history: History, thresholds: Thresholds) -> Answers:
     )
 
 
-def prompts(history: History, thresholds: Thresholds) -> Answers:
+def prompts(history: History, thresholds: Thresholds) -> CheckResults:
     """The share of prompts that were cut."""
     series = history.get("prompt/truncated_fraction")
     if series is None:
@@ -64,7 +73,7 @@ def prompts(history: History, thresholds: Thresholds) -> Answers:
             yield not_recorded("prompt/truncated", "the share of truncated prompts")
         return
     if series.mean > thresholds["truncated_prompts"]:
-        yield found(
+        yield finding(
             "prompt/truncated",
             f"{100 * series.mean:.1f} % of the prompts of {series.span} were cut at the limit",
             "the prompt limit is shorter than the data",
@@ -74,16 +83,16 @@ def prompts(history: History, thresholds: Thresholds) -> Answers:
         )
 
 
-def unparseable(history: History, thresholds: Thresholds) -> Answers:
+def unparseable(history: History, thresholds: Thresholds) -> CheckResults:
     """The share of completions that the task can read."""
     series = history.get("parse/ok_fraction")
     if series is None:
         yield not_recorded("output/unparseable", "the share of readable completions")
         return
     now = series.tail(RECENT)
-    if now.mean >= thresholds["parse_rate_warning"] or rose(history, thresholds):
+    if now.mean >= thresholds["parse_rate_warning"] or reward_rose(history, thresholds):
         return
-    yield found(
+    yield finding(
         "output/unparseable",
         f"{100 * now.mean:.1f} % of the completions of {now.span} could be read",
         "the model does not know the answer's form: a base model without examples, a wrong chat template, random "
@@ -94,7 +103,7 @@ def unparseable(history: History, thresholds: Thresholds) -> Answers:
     )
 
 
-def longer(history: History, thresholds: Thresholds) -> Answers:
+def longer(history: History, thresholds: Thresholds) -> CheckResults:
     """Length that grows while the reward does not."""
     series = history.get("length/mean")
     if series is None:
@@ -104,12 +113,12 @@ def longer(history: History, thresholds: Thresholds) -> Answers:
         yield Unchecked("length/explosion", f"{len(series)} steps are too few: {2 * RECENT} are needed")
         return
     first, now = series.head(RECENT), series.tail(RECENT)
-    if now.mean > thresholds["length_growth"] * first.mean and not rose(history, thresholds):
+    if now.mean > thresholds["length_growth"] * first.mean and not reward_rose(history, thresholds):
         trend = reward_trend(history)
-        yield found(
+        yield finding(
             "length/explosion",
             f"completions have {first.mean:.0f} tokens over {first.span} and {now.mean:.0f} over {now.span}"
-            + (f", and {trend.words}" if trend is not None else ""),
+            + (f", and {trend.text}" if trend is not None else ""),
             "a loss that divides by length makes long failures cheap, or the reward pays for length",
             either(
                 either(*(setting("{}", _loss(history, name)) for name in ("dr_grpo", "dapo"))),
@@ -121,7 +130,7 @@ def longer(history: History, thresholds: Thresholds) -> Answers:
         )
 
 
-def collapse(history: History, thresholds: Thresholds) -> Answers:
+def collapse(history: History, thresholds: Thresholds) -> CheckResults:
     """Entropy gone without the task being solved."""
     code, series = "entropy/collapse", history.get("entropy/mean")
     if series is None:
@@ -132,8 +141,8 @@ def collapse(history: History, thresholds: Thresholds) -> Answers:
         return
     first, now = series.finite.head(3).mean, series.tail(RECENT)
     gone = now.mean < thresholds["entropy_collapse"] and now.mean < thresholds["entropy_collapse_share"] * first
-    if gone and not rose(history, thresholds) and not solved(history, thresholds):
-        yield found(
+    if gone and not reward_rose(history, thresholds) and not solved(history, thresholds):
+        yield finding(
             code,
             f"entropy fell from {first:.3g} to {now.mean:.3g} nats per token ({now.span})",
             "the policy repeats one answer, so groups have no spread left to learn from",

@@ -10,50 +10,51 @@ from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either, times
 from keel.lab.doctor.checks.base import (
     RECENT,
-    Answers,
+    CheckResults,
     Unchecked,
     no_trend,
     not_recorded,
     opt,
+    reward_rose,
     reward_trend,
-    rose,
     solved,
 )
-from keel.lab.doctor.findings import found, propose
+from keel.lab.doctor.findings import finding, propose
 from keel.lab.doctor.history import History, Record, Series
+from keel.lab.runs import number
 
 NO_SCALE = ("none", "dr_grpo")
 
 
-def non_finite(history: History, thresholds: Thresholds) -> Answers:
+def non_finite(history: History, thresholds: Thresholds) -> CheckResults:
     """A reward that is no number."""
     series = history.series.get("reward/mean")
     bad = set(series.bad_steps) if series is not None else set()
-    single = [record for record in _trained(history) if not _number(record.get("reward"))]
-    told = [event for event in _failures(history) if _no_number(event)]
+    single = [record for record in _trained(history) if number(record.get("reward")) is None]
+    failures = [event for event in _failures(history) if _no_number(event)]
     if series is None and not history.rollouts:
         yield not_recorded("reward/non-finite", "the reward")
-    if bad or single or told:
-        steps = sorted(bad | {int(record.get("step") or 0) for record in (*single, *told)})
-        said = f"; the judge said {len(told)} times: {told[0].get('message')}" if told else ""
-        yield found(
+    if bad or single or failures:
+        steps = sorted(bad | {int(record.get("step") or 0) for record in (*single, *failures)})
+        judge_messages = f"; the judge said {len(failures)} times: {failures[0].get('message')}" if failures else ""
+        yield finding(
             "reward/non-finite",
-            f"reward is not a finite number at {_steps(steps)}{said}",
+            f"reward is not a finite number at {_steps(steps)}{judge_messages}",
             "a reward function divides by zero, takes a logarithm of 0, or passes on the NaN of another model",
             "return a finite number for every completion, malformed and empty ones included; for Keel, "
             "reward.on_error says what a failing reward earns",
         )
 
 
-def failed(history: History, thresholds: Thresholds) -> Answers:
+def failed(history: History, thresholds: Thresholds) -> CheckResults:
     """Calls of a reward that gave no value, beside those that gave no number."""
-    told = [event for event in _failures(history) if not _no_number(event)]
-    if told:
-        steps = sorted({int(event.get("step") or 0) for event in told})
+    failures = [event for event in _failures(history) if not _no_number(event)]
+    if failures:
+        steps = sorted({int(event.get("step") or 0) for event in failures})
         many = len(steps) > thresholds["skipped_share"] * max(history.steps, 1)
-        yield found(
+        yield finding(
             "reward/failed",
-            f"{len(told)} calls of a reward failed at {_steps(steps)}; the first: {told[0].get('message')}",
+            f"{len(failures)} calls of a reward failed at {_steps(steps)}; the first: {failures[0].get('message')}",
             "the function raises, returns something else, or does not return within reward.timeout_s",
             "mend the function: what fails is paid as reward.on_error says, whatever the completion was worth",
             severity="error" if many else "warning",
@@ -69,7 +70,7 @@ def _no_number(event: Record) -> bool:
     return re.search(r"(?:returned|is) [+-]?(?:nan|inf)\b", str(event.get("message"))) is not None
 
 
-def constant(history: History, thresholds: Thresholds) -> Answers:
+def constant(history: History, thresholds: Thresholds) -> CheckResults:
     """Groups without spread."""
     share, limit = history.get("reward/zero_variance_fraction"), thresholds["zero_variance_groups"]
     if share is None:
@@ -83,8 +84,8 @@ def constant(history: History, thresholds: Thresholds) -> Answers:
         return
     reward = history.get("reward/mean")
     level = f", mean reward {reward.tail(RECENT).mean:.3g}" if reward is not None else ""
-    done = solved(history, thresholds) or (not all_along and rose(history, thresholds))
-    yield found(
+    done = solved(history, thresholds) or (not all_along and reward_rose(history, thresholds))
+    yield finding(
         "reward/constant",
         f"{100 * now.mean:.0f} % of the groups had equal rewards over {now.span}{level}"
         + ("; so it was in the whole run" if all_along else ""),
@@ -102,7 +103,7 @@ def constant(history: History, thresholds: Thresholds) -> Answers:
     )
 
 
-def weak(history: History, thresholds: Thresholds) -> Answers:
+def weak(history: History, thresholds: Thresholds) -> CheckResults:
     """Little spread within groups, with a reward that does not move."""
     spread, name = history.get("reward/within_group_std"), "within-group std"
     if spread is None:  # the spread of a whole batch is at least that of its groups
@@ -121,25 +122,29 @@ def weak(history: History, thresholds: Thresholds) -> Answers:
     silent = history.get("reward/zero_variance_fraction")
     if silent is not None and silent.tail(RECENT).mean > thresholds["zero_variance_groups"]:
         return  # that is reward/constant
-    if spread.mean < thresholds["reward_spread"] and not rose(history, thresholds) and not solved(history, thresholds):
-        yield found(
+    if (
+        spread.mean < thresholds["reward_spread"]
+        and not reward_rose(history, thresholds)
+        and not solved(history, thresholds)
+    ):
+        yield finding(
             "reward/weak",
-            f"{name} is {spread.mean:.3g} on average over {spread.span}, and {trend.words}",
+            f"{name} is {spread.mean:.3g} on average over {spread.span}, and {trend.text}",
             "completions of a group earn nearly the same, so differences are mostly noise",
             "a reward that tells completions apart (graded parts, larger weights), or problems of middling difficulty",
         )
 
 
-def amplified(history: History, thresholds: Thresholds) -> Answers:
+def amplified(history: History, thresholds: Thresholds) -> CheckResults:
     """1 / (std of the groups that have any), where advantages are divided by it."""
     code = "advantage/amplified"
     scale = history.option("loss.scale_rewards") or history.option("loss.loss_type")
     if scale in (*NO_SCALE, False):
         return
     spread, silent = history.get("reward/within_group_std"), history.get("reward/zero_variance_fraction")
-    known = "within-group std of the groups with spread"
+    label = "within-group std of the groups with spread"
     if spread is None:
-        spread, silent, known = history.get("reward/std"), None, "std of the whole batch (a group's is at most that)"
+        spread, silent, label = history.get("reward/std"), None, "std of the whole batch (a group's is at most that)"
     if spread is None:
         yield not_recorded(code, "the spread of the rewards within groups")
         return
@@ -154,9 +159,9 @@ def amplified(history: History, thresholds: Thresholds) -> Answers:
     middle = statistics.median(typical)
     if 1 / middle > thresholds["advantage_amplification"]:
         unsure = history.option("loss") is None
-        yield found(
+        yield finding(
             code,
-            f"{known} is {middle:.3g} (median over {spread.span}): dividing by it amplifies {1 / middle:.0f} times"
+            f"{label} is {middle:.3g} (median over {spread.span}): dividing by it amplifies {1 / middle:.0f} times"
             + ("; whether this run divides is not in the log" if unsure else ""),
             "rewards of a group differ by noise, and the division by their std gives the noise full size",
             either(
@@ -167,9 +172,9 @@ def amplified(history: History, thresholds: Thresholds) -> Answers:
         )
 
 
-def cliff(history: History, thresholds: Thresholds) -> Answers:
+def cliff(history: History, thresholds: Thresholds) -> CheckResults:
     """Most completions at one negative reward, far below all the others."""
-    rewards = [float(record["reward"]) for record in _trained(history) if _number(record.get("reward"))]
+    rewards = [value for record in _trained(history) if (value := number(record.get("reward"))) is not None]
     if len(rewards) < 8:
         yield Unchecked("reward/cliff", "rewards of single completions are needed, and too few were recorded")
         return
@@ -188,7 +193,7 @@ def cliff(history: History, thresholds: Thresholds) -> Answers:
     if gap < thresholds["cliff_gap"] or gap <= thresholds["reward_cliff"] * spread:
         return
     read = f", of which {100 * parsed.mean:.0f} % could be read" if parsed is not None else ""
-    yield found(
+    yield finding(
         "reward/cliff",
         f"{100 * share:.0f} % of {len(rewards)} recorded completions earn {lowest:g}{read}; the next reward is "
         f"{gap:.3g} higher, the others span {spread:.3g}",
@@ -201,10 +206,6 @@ def cliff(history: History, thresholds: Thresholds) -> Answers:
 def _trained(history: History) -> list[Record]:
     """Rollouts of training, without the held-out ones that are tracked."""
     return [record for record in history.rollouts if not record.get("tracked")]
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _steps(steps: list[int]) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either, setting, unfiltered
-from keel.lab.doctor.checks.base import RECENT, Answers, Unchecked, not_recorded
-from keel.lab.doctor.findings import Advice, found
+from keel.lab.doctor.checks.base import RECENT, CheckResults, Unchecked, not_recorded
+from keel.lab.doctor.findings import Advice, finding
 from keel.lab.doctor.history import History, Series
 
 
-def sampler(history: History, thresholds: Thresholds) -> Answers:
+def sampler(history: History, thresholds: Thresholds) -> CheckResults:
     """KL(sampler‖policy) or the log-probability gap: its size now, and against the first step.
 
     Before the first update even an engine that is never synced has the trainer's weights, so what is there at step 1 is
@@ -31,17 +31,17 @@ def sampler(history: History, thresholds: Thresholds) -> Answers:
         first.mean, thresholds["sampler_rounding"]
     )
     behind = _left_behind(history, now)
-    left = grew and behind is not None and behind > thresholds["sampler_never_synced"]
-    if now.mean <= thresholds["sampler_kl_warning"] and not left:
+    never_synced = grew and behind is not None and behind > thresholds["sampler_never_synced"]
+    if now.mean <= thresholds["sampler_kl_warning"] and not never_synced:
         return
     worst = f"; the largest gap of a token is {gap.top()[1]:.3g} nats (step {gap.top()[0]})" if gap is not None else ""
     evidence = (
         f"KL(sampler‖policy) is {now.mean:.3g} nats per token over {now.span} and was {first.mean:.3g} over "
         f"{first.span}{worst}"
-        + (f"; it is {100 * behind:.0f} % of what the policy has moved" if left and behind is not None else "")
+        + (f"; it is {100 * behind:.0f} % of what the policy has moved" if never_synced and behind is not None else "")
     )
     if grew:
-        yield found(
+        yield finding(
             "sampler/stale",
             evidence,
             "the gap grows as the policy moves: the sampler keeps weights that the trainer has left",
@@ -55,7 +55,7 @@ def sampler(history: History, thresholds: Thresholds) -> Answers:
         if first.steps[0] <= 1
         else f"the gap is there since the log begins, at step {first.steps[0]:.0f}; if not stale weights, it is"
     )
-    yield found(
+    yield finding(
         code,
         evidence,
         f"{since}: {cause}",

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from keel.base.thresholds import Thresholds
-from keel.lab.doctor.bench import Bench
-from keel.lab.doctor.findings import Finding, found, propose
+from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.probes.result import ProbeResult
+from keel.lab.doctor.setup import ProbeSetup
 from keel.losses import count_denominators, group_statistics, zero_variance
 from keel.losses.advantages import EPSILON
 from keel.losses.policy import get_loss, scale_rewards
 from keel.losses.reductions import get_reduction
 
 
-def probe_advantage(bench: Bench, thresholds: Thresholds) -> ProbeResult:
+def probe_advantage(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     """How often a reward's difference is multiplied before it becomes an advantage, and the loss's length bias."""
-    rows, scale = bench.batch.rows, scale_rewards(bench.run.loss)
+    rows, scale = setup.batch.rows, scale_rewards(setup.run.loss)
     assert rows.rewards is not None
     assert rows.group is not None
     finite = bool(rows.rewards.isfinite().all())
@@ -39,9 +39,9 @@ def probe_advantage(bench: Bench, thresholds: Thresholds) -> ProbeResult:
         )
     else:
         lines.append("no group has rewards that differ: there is no spread to divide by")
-    figures |= length_bias(rows.action_mask, bench)
+    figures |= length_bias(rows.action_mask, setup)
     lines.append(
-        f"loss_type={bench.run.loss.loss_type}: a token of the shortest completion ({figures['shortest']:.0f} tokens) "
+        f"loss_type={setup.run.loss.loss_type}: a token of the shortest completion ({figures['shortest']:.0f} tokens) "
         f"weighs {figures['length_bias']:.3g} times one of the longest ({figures['longest']:.0f})"
     )
     return ProbeResult("advantage", findings, figures, tuple(lines))
@@ -73,7 +73,7 @@ def _amplified(figures: dict[str, float], scale: str, thresholds: Thresholds) ->
         return
     typical = figures["amplification"] > limit
     times = figures["amplification" if typical else "amplification_max"]
-    yield found(
+    yield finding(
         "advantage/amplified",
         f"the {'typical' if typical else 'smallest'} within-group std is {1 / times - EPSILON:.3g}: differences "
         f"of reward are multiplied by {times:.3g} (over {limit:g})",
@@ -84,10 +84,10 @@ def _amplified(figures: dict[str, float], scale: str, thresholds: Thresholds) ->
     )
 
 
-def length_bias(mask: Tensor, bench: Bench) -> dict[str, float]:
+def length_bias(mask: Tensor, setup: ProbeSetup) -> dict[str, float]:
     """The weight of one token in the shortest completion over that of one in the longest, under this loss."""
-    reduction = get_reduction(get_loss(bench.run.loss.loss_type).reduction)
-    weights = token_weights(mask, reduction, bench.run.rollout.max_completion_length)
+    reduction = get_reduction(get_loss(setup.run.loss.loss_type).reduction)
+    weights = token_weights(mask, reduction, setup.run.rollout.max_completion_length)
     lengths = mask.sum(-1)
     present = lengths > 0
     short, long = lengths[present].argmin(), lengths[present].argmax()

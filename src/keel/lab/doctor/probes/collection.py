@@ -5,29 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from statistics import fmean, pstdev
-from typing import Any
 
 import torch
 
 from keel.base.thresholds import Thresholds
-from keel.base.types import Group, Reward
+from keel.base.types import Completion, Group, Reward
 from keel.lab.doctor.advice import either, times
-from keel.lab.doctor.bench import Bench
-from keel.lab.doctor.findings import Finding, found
+from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.prompts import prompt_findings
 from keel.lab.doctor.probes.result import ProbeResult
+from keel.lab.doctor.setup import ProbeSetup
 
 _SAME = 1e-9
 
 
-def probe_collection(bench: Bench, thresholds: Thresholds) -> ProbeResult:
-    """Parse rate, end rate, entropy against uniform, spread and cliffs of the rewards, on the bench's batch."""
-    rewards = [reward for group in bench.groups for reward in group.rewards]
+def probe_collection(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
+    """Parse rate, end rate, entropy against uniform, spread and cliffs of the rewards, on one batch."""
+    rewards = [reward for group in setup.groups for reward in group.rewards]
     totals = [reward.total for reward in rewards]
-    ended = [completion.stop_reason != "length" for completion in bench.batch.completions]
-    spreads = [pstdev(reward.total for reward in group.rewards) for group in bench.groups]
-    entropy, gold = _entropy(bench), _gold_logp(bench)
-    uniform = math.log(bench.vocabulary)
+    ended = [completion.stop_reason != "length" for completion in setup.batch.completions]
+    spreads = [pstdev(reward.total for reward in group.rewards) for group in setup.groups]
+    entropy, gold = _entropy(setup), _gold_logp(setup)
+    uniform = math.log(setup.vocabulary)
     figures = {
         "parse_rate": fmean(reward.parsed for reward in rewards),
         "end_rate": fmean(ended),
@@ -37,87 +36,82 @@ def probe_collection(bench: Bench, thresholds: Thresholds) -> ProbeResult:
         "within_group_std": fmean(spreads),
         "zero_variance": fmean(spread <= _SAME for spread in spreads),
     }
-    earned = _gold_rewards(bench)
+    earned = _gold_rewards(setup)
     findings = [
-        *_failed(bench),
-        *_random(figures, bench.vocabulary, thresholds),
+        *_failed(setup),
+        *_random(figures, setup.vocabulary, thresholds),
         *_misfit(figures, thresholds),
         *_cliff(totals, rewards, earned, thresholds),
-        *_truncated(figures, bench, thresholds),
+        *_truncated(figures, setup, thresholds),
         *_unparseable(figures, len(rewards), thresholds),
         *_gold(totals, earned),
-        *_constant(bench, figures, thresholds),
-        *_fickle(bench),
-        *prompt_findings(bench),
+        *_constant(setup, figures, thresholds),
+        *_fickle(setup),
+        *prompt_findings(setup),
     ]
     lines = (
         f"collection: {len(rewards)} completions, {100 * figures['parse_rate']:.0f} % parse, "
         f"{100 * figures['end_rate']:.0f} % end by themselves, reward {figures['reward_mean']:.3g} ± "
         f"{figures['within_group_std']:.3g} within groups, entropy {100 * figures['entropy_share']:.0f} % of uniform",
-        *(f"  {completion.text!r} → {reward.total:g}" for completion, reward in _examples(bench.groups)),
+        *(f"  {completion.text!r} → {reward.total:g}" for completion, reward in _examples(setup.groups)),
     )
     return ProbeResult("collection", tuple(findings), figures, lines)
 
 
-def _examples(groups: Sequence[Group]) -> list[tuple[Any, Reward]]:
+def _examples(groups: Sequence[Group]) -> list[tuple[Completion, Reward]]:
     return [(group.completions[0], group.rewards[0]) for group in groups[:2]]
 
 
-def _entropy(bench: Bench) -> float:
+def _entropy(setup: ProbeSetup) -> float:
     """Mean entropy in nats per token at temperature 1: a high temperature is no sign of random weights."""
     total, count = 0.0, 0
-    for _, logits in bench.each_logits():
+    for _, logits in setup.each_logits():
         logp = logits.log_softmax(-1)
         total, count = total - float((logp.exp() * logp).sum()), count + len(logp)
     return total / max(count, 1)
 
 
-def _gold_logp(bench: Bench) -> float:
+def _gold_logp(setup: ProbeSetup) -> float:
     """Mean log-probability per token of the gold answers: what any trained model finds likelier than blind guessing."""
-    return float(torch.cat(_gold_scores(bench)).mean())
-
-
-def _gold_scores(bench: Bench) -> list[torch.Tensor]:
-    tokenizer = bench.policy.tokenizer
-    found_logp = []
-    for group in bench.groups:
-        ids = tuple(tokenizer(bench.run.task.gold(group.problem), add_special_tokens=False)["input_ids"])
+    tokenizer = setup.policy.tokenizer
+    scores = []
+    for group in setup.groups:
+        ids = tuple(tokenizer(setup.run.task.gold(group.problem), add_special_tokens=False)["input_ids"])
         if not ids:
             continue
-        one = group.completions[0]
-        told = type(one)(ids, (True,) * len(ids), (0.0,) * len(ids), (0.0,) * len(ids), "", "eos")
-        single = Group(group.problem, group.prompt_tokens, (told,))
-        found_logp.append(bench.witness([single], temperature=1.0)[0])
-    return found_logp or [torch.zeros(1)]
+        gold = Completion(ids, (True,) * len(ids), (0.0,) * len(ids), (0.0,) * len(ids), "", "eos")
+        single = Group(group.problem, group.prompt_tokens, (gold,))
+        scores.append(setup.forward_logp([single], temperature=1.0)[0])
+    return float(torch.cat(scores or [torch.zeros(1)]).mean())
 
 
-def _gold_rewards(bench: Bench) -> list[float]:
+def _gold_rewards(setup: ProbeSetup) -> list[float]:
     """What the gold answers earn by the configured rewards; empty where a group has to be compared as a whole."""
-    if bench.config.reward.aggregate != "sum" or bench.config.reward.shuffle is not None:
+    if setup.config.reward.aggregate != "sum" or setup.config.reward.shuffle is not None:
         return []
     earned = []
-    for group in bench.groups:
-        judged = bench.built.judge.judge(group.problem, [[bench.run.task.gold(group.problem)]])
+    for group in setup.groups:
+        judged = setup.built.judge.judge(group.problem, [[setup.run.task.gold(group.problem)]])
         if judged:
             earned.append(judged[0].total)
-    bench.built.judge.drain()
+    setup.built.judge.drain()
     return earned
 
 
-def _failed(bench: Bench) -> Iterator[Finding]:
-    if not bench.failures:
+def _failed(setup: ProbeSetup) -> Iterator[Finding]:
+    if not setup.failures:
         return
-    first = bench.failures[0]
-    count = f"{len(bench.failures)} of {len(bench.batch.completions)} completions"
-    if first.kind == "invalid" and any(word in first.cause.lower() for word in ("nan", "inf", "finite")):
-        yield found(
+    first = setup.failures[0]
+    count = f"{len(setup.failures)} of {len(setup.batch.completions)} completions"
+    if first.kind == "invalid" and any(name in first.cause.lower() for name in ("nan", "inf", "finite")):
+        yield finding(
             "reward/non-finite",
             f"{count} got no finite reward; the first: {first}",
             "the reward divides by zero, takes the logarithm of 0, or passes a NaN on",
             "mend the reward function; reward.on_error would only hide it",
         )
         return
-    yield found(
+    yield finding(
         "reward/failed",
         f"{count} could not be judged; the first: {first}",
         f"the reward {first.function} raises, returns something that is no number, or does not return",
@@ -133,7 +127,7 @@ def _random(figures: dict[str, float], vocabulary: int, thresholds: Thresholds) 
     limit = thresholds["entropy_uniform_share"]
     if not (figures["gold_share"] > limit and figures["entropy_share"] > limit):
         return
-    yield found(
+    yield finding(
         "output/random-weights",
         f"entropy is {100 * figures['entropy_share']:.0f} % of ln({vocabulary}), and gold answers have "
         f"{figures['gold_share']:.2f} times the surprise of blind guessing; {100 * figures['parse_rate']:.0f} % of "
@@ -150,7 +144,7 @@ def _misfit(figures: dict[str, float], thresholds: Thresholds) -> Iterator[Findi
         return
     if figures["parse_rate"] >= thresholds["parse_rate_misfit"]:
         return  # it answers in the right form, only wrongly
-    yield found(
+    yield finding(
         "prompt/format",
         f"gold answers have {figures['gold_share']:.2f} times the surprise of blind guessing and "
         f"{100 * figures['parse_rate']:.0f} % of the completions parse, although the model is sure of what it "
@@ -175,7 +169,7 @@ def _cliff(
     wide = share >= thresholds["reward_cliff_share"] and -lowest >= thresholds["reward_cliff_penalty"] * scale
     if lowest >= 0 or not (deep or wide):
         return
-    yield found(
+    yield finding(
         "reward/cliff",
         f"{100 * share:.0f} % of the completions earn {lowest:g} ({100 * fails:.0f} % of those do not parse), "
         f"a right answer {best:g}",
@@ -188,30 +182,30 @@ def _cliff(
     )
 
 
-def _truncated(figures: dict[str, float], bench: Bench, thresholds: Thresholds) -> Iterator[Finding]:
+def _truncated(figures: dict[str, float], setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     share = 1 - figures["end_rate"]
     if share <= thresholds["truncated_completions"]:
         return
-    limit, turn = bench.config.rollout.max_completion_length, bench.config.rollout.max_turn_length
+    limit, turn = setup.config.rollout.max_completion_length, setup.config.rollout.max_turn_length
     a_turn = "" if turn is None else f", or a turn at max_turn_length={turn}"
-    yield found(
+    yield finding(
         "output/truncated",
         f"{100 * share:.0f} % of the completions were cut at max_completion_length={limit}{a_turn}"
-        f"{_mislabelled(bench)}",
+        f"{_mislabelled(setup)}",
         "the limit is too short for the answers, or the model never writes its end token",
         either(
-            times(bench.config.to_dict(), "rollout.max_completion_length", 2, "twice"),
-            times(bench.config.to_dict(), "rollout.max_turn_length", 2, "twice") if turn else "",
+            times(setup.config.to_dict(), "rollout.max_completion_length", 2, "twice"),
+            times(setup.config.to_dict(), "rollout.max_turn_length", 2, "twice") if turn else "",
             "check the end token and rollout.stop",
         ),
         severity="error" if share > thresholds["truncated_completions_error"] else "warning",
     )
 
 
-def _mislabelled(bench: Bench) -> str:
+def _mislabelled(setup: ProbeSetup) -> str:
     """Completions that the engine calls cut although they end with an end token."""
-    ends = set(bench.policy.eos_ids)
-    cut = [c for c in bench.batch.completions if c.stop_reason == "length"]
+    ends = set(setup.policy.eos_ids)
+    cut = [c for c in setup.batch.completions if c.stop_reason == "length"]
     wrong = sum(bool(c.tokens) and c.tokens[-1] in ends for c in cut)
     return f"; {wrong} of {len(cut)} end with an end token all the same" if wrong else ""
 
@@ -220,7 +214,7 @@ def _unparseable(figures: dict[str, float], count: int, thresholds: Thresholds) 
     rate = figures["parse_rate"]
     if rate >= thresholds["parse_rate_warning"]:
         return
-    yield found(
+    yield finding(
         "output/unparseable",
         f"{100 * rate:.0f} % of {count} completions have a form that the task can read",
         "the model does not know the form that is asked for",
@@ -233,7 +227,7 @@ def _gold(totals: Sequence[float], gold: Sequence[float]) -> Iterator[Finding]:
     """The gold answer must not earn less than what the model writes."""
     if not gold or fmean(gold) >= fmean(totals) - _SAME:
         return
-    yield found(
+    yield finding(
         "reward/gold",
         f"gold answers earn {fmean(gold):.3g} on average, the model's completions {fmean(totals):.3g}",
         "the reward pays for something else than the answer, or its sign is reversed",
@@ -242,56 +236,55 @@ def _gold(totals: Sequence[float], gold: Sequence[float]) -> Iterator[Finding]:
     )
 
 
-def _constant(bench: Bench, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
-    """Groups without spread; where all of the bench's are, further ones are asked before it is said."""
-    groups: Sequence[Group] = bench.groups
-    if figures["zero_variance"] > thresholds["zero_variance_groups"] and not bench.failures:
-        more = bench.run.task.sample(8, seed=bench.config.run.seed, step=1)
-        groups = [*groups, *bench.collect(more, step=1, sampling=bench.built.sampling)]
+def _constant(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+    """Groups without spread; where all of the batch's are, further ones are sampled first."""
+    groups: Sequence[Group] = setup.groups
+    if figures["zero_variance"] > thresholds["zero_variance_groups"] and not setup.failures:
+        more = setup.run.task.sample(8, seed=setup.config.run.seed, step=1)
+        groups = [*groups, *setup.collect(more, step=1, sampling=setup.built.sampling)]
     spreads = [pstdev(reward.total for reward in group.rewards) for group in groups]
     flat = fmean(spread <= _SAME for spread in spreads)
     if flat > thresholds["zero_variance_groups"]:
         values = sorted({round(reward.total, 6) for group in groups for reward in group.rewards})
-        yield found(
+        yield finding(
             "reward/constant",
             f"in {100 * flat:.0f} % of {len(groups)} groups all completions earn the same (seen: {values[:4]})",
             "without a spread there is no advantage and no policy gradient",
             either(
                 "choose problems that the model solves now and then",
                 "reward partial success",
-                times(bench.config.to_dict(), "rollout.num_generations", 2, "twice"),
+                times(setup.config.to_dict(), "rollout.num_generations", 2, "twice"),
             ),
         )
         return
     if fmean(spreads) < thresholds["reward_spread"]:
-        yield found(
+        yield finding(
             "reward/weak",
             f"the mean standard deviation within groups is {fmean(spreads):.3g} on {len(groups)} groups",
             "rewards of a problem hardly differ, so that the update is mostly noise",
             either(
                 "reward partial success",
                 "choose harder or easier problems",
-                times(bench.config.to_dict(), "rollout.num_generations", 2, "twice"),
+                times(setup.config.to_dict(), "rollout.num_generations", 2, "twice"),
             ),
         )
-        return
 
 
-def _fickle(bench: Bench) -> Iterator[Finding]:
+def _fickle(setup: ProbeSetup) -> Iterator[Finding]:
     """The same completions, judged again and in the other order, must earn the same."""
-    if bench.failures or bench.multi_turn or bench.config.reward.shuffle is not None:
+    if setup.failures or setup.multi_turn or setup.config.reward.shuffle is not None:
         return
     worst = 0.0
-    for group in bench.groups:
+    for group in setup.groups:
         turns = [[completion.text] for completion in group.completions]
-        first = bench.built.judge.judge(group.problem, turns)
-        again = bench.built.judge.judge(group.problem, turns[::-1])
+        first = setup.built.judge.judge(group.problem, turns)
+        again = setup.built.judge.judge(group.problem, turns[::-1])
         if first and again:
             worst = max(worst, *(abs(a.total - b.total) for a, b in zip(first, again[::-1], strict=True)))
-    bench.built.judge.drain()
+    setup.built.judge.drain()
     if worst <= _SAME:
         return
-    yield found(
+    yield finding(
         "reward/fickle",
         f"the same completions, judged twice, earn rewards that differ by up to {worst:.3g}",
         "the reward is random, or depends on the order of completions or on what it judged before",

@@ -1,4 +1,4 @@
-"""Tokens that were drawn, beside the policy's own logits: which way of sampling explains them, and what was reported.
+"""Tokens that were drawn, beside the policy's own logits: which sampling explains them, and what was reported.
 
 Two questions with two answers: do the *reported* log-probabilities belong to the policy, and do the *drawn* tokens?
 The second is a test without any assumption: with F the policy's distribution, the randomised tail mass of each drawn
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from keel.base.types import Group
-from keel.lab.doctor.bench import Bench
+from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout.sampling import SamplingParams, filter_threshold
 
 _TEMPERATURES = tuple(2.0 ** (i / 8) for i in range(-24, 25))
-_NUCLEI = (0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
-_TOPS = (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100)
+_TOP_P = (0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
+_TOP_K = (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100)
 _PENALTIES = (1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5, 2.0)
-_MOST_TOKENS = 4000
-_MOST_NUMBERS = 50_000_000  # tokens × vocabulary held at once
-_SMALLEST = (0.01, 0.02, 0.05, 0.1, 0.2)
+_MAX_TOKENS = 4000
+_MAX_ELEMENTS = 50_000_000  # tokens × vocabulary held at once
+_MIN_P = (0.01, 0.02, 0.05, 0.1, 0.2)
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Draws:
 
     logits: Tensor
     tokens: Tensor  # [N]
-    reported: Tensor  # [N]: the engine's sample_logp; NaN where it gave none
+    sample_logp: Tensor  # [N]: the engine's sample_logp; NaN where it gave none
     row: Tensor  # [N]: number of the completion
     seen: Tensor | None = None  # [N, V] bool: tokens that stood in the context already
 
@@ -43,7 +43,7 @@ class Draws:
     def where(self, keep: Tensor) -> Draws:
         """Some of them."""
         seen = None if self.seen is None else self.seen[keep]
-        return Draws(self.logits[keep], self.tokens[keep], self.reported[keep], self.row[keep], seen)
+        return Draws(self.logits[keep], self.tokens[keep], self.sample_logp[keep], self.row[keep], seen)
 
     def distribution(self, params: SamplingParams) -> Tensor:
         """Log-probabilities `[N, V]` under these sampling parameters, filters included."""
@@ -62,43 +62,47 @@ class Draws:
             return self
         logits = self.logits / (params.temperature or 1.0)
         lowered = torch.where(logits > 0, logits / penalty, logits * penalty)
-        held = torch.where(self.seen, lowered, logits) * (params.temperature or 1.0)
-        return Draws(held, self.tokens, self.reported, self.row, self.seen)
+        penalized = torch.where(self.seen, lowered, logits) * (params.temperature or 1.0)
+        return Draws(penalized, self.tokens, self.sample_logp, self.row, self.seen)
 
 
-def draws(bench: Bench, groups: Sequence[Group]) -> Draws:
+def draws(setup: ProbeSetup, groups: Sequence[Group]) -> Draws:
     """The action tokens of groups (as many as fit), with the logits of the weights as they are now."""
     completions = [c for group in groups for c in group.completions]
-    limit = min(_MOST_TOKENS, max(64, _MOST_NUMBERS // bench.vocabulary))
-    kept: list[tuple[int, Tensor, Tensor]] = []
-    for b, logits in bench.each_logits(groups, at_once=32):
+    limit = min(_MAX_TOKENS, max(64, _MAX_ELEMENTS // setup.vocabulary))
+    chosen: list[tuple[int, Tensor, Tensor]] = []
+    for b, logits in setup.each_logits(groups, at_once=32):
         if limit <= 0:
             break
-        places = torch.tensor([t for t, action in enumerate(completions[b].action) if action][:limit], dtype=torch.long)
-        limit -= len(places)
-        kept.append((b, places, logits[places.to(logits.device)].double()))
-    kept.sort(key=lambda entry: entry[0])
-    device = bench.policy.device
+        positions = torch.tensor(
+            [t for t, action in enumerate(completions[b].action) if action][:limit], dtype=torch.long
+        )
+        limit -= len(positions)
+        chosen.append((b, positions, logits[positions.to(logits.device)].double()))
+    chosen.sort(key=lambda entry: entry[0])
+    device = setup.policy.device
     prompts = [group.prompt_tokens for group in groups for _ in group.completions]
-    drawn = [(completions[b].tokens[t], completions[b].sample_logp[t], b) for b, places, _ in kept for t in places]
+    drawn = [
+        (completions[b].tokens[t], completions[b].sample_logp[t], b) for b, positions, _ in chosen for t in positions
+    ]
     return Draws(
-        logits=torch.cat([logits for _, _, logits in kept]),
+        logits=torch.cat([logits for _, _, logits in chosen]),
         tokens=torch.tensor([token for token, _, _ in drawn], dtype=torch.long, device=device),
-        reported=torch.tensor([logp for _, logp, _ in drawn], dtype=torch.float64, device=device),
+        sample_logp=torch.tensor([logp for _, logp, _ in drawn], dtype=torch.float64, device=device),
         row=torch.tensor([b for _, _, b in drawn], dtype=torch.long, device=device),
         seen=torch.cat(
-            [_seen(prompts[b], completions[b].tokens, places, logits.shape[-1]) for b, places, logits in kept]
+            [_seen(prompts[b], completions[b].tokens, positions, logits.shape[-1]) for b, positions, logits in chosen]
         ).to(device),
     )
 
 
-def _seen(prompt: Sequence[int], tokens: Sequence[int], places: Tensor, vocabulary: int) -> Tensor:
-    """`[n, V]`: which tokens the context of each place holds."""
-    held = torch.zeros(len(places), vocabulary, dtype=torch.bool)
-    held[:, list(prompt)] = True
-    for row, place in enumerate(places.tolist()):
-        held[row, list(tokens[:place])] = True
-    return held
+def _seen(prompt: Sequence[int], tokens: Sequence[int], positions: Tensor, vocabulary: int) -> Tensor:
+    """`[n, V]`: which tokens the context of each position holds."""
+    seen = torch.zeros(len(positions), vocabulary, dtype=torch.bool)
+    seen[:, list(prompt)] = True
+    for row, position in enumerate(positions.tolist()):
+        seen[row, list(tokens[:position])] = True
+    return seen
 
 
 def unfiltered(params: SamplingParams) -> SamplingParams:
@@ -111,11 +115,11 @@ def filters(params: SamplingParams) -> Iterable[tuple[str, SamplingParams]]:
     plain = unfiltered(params)
     if params.filtered:
         yield f"top_p {params.top_p:g}, top_k {params.top_k}, min_p {params.min_p:g} (as configured)", params
-    for value in _NUCLEI:
+    for value in _TOP_P:
         yield f"top_p {value:g}", replace(plain, top_p=value)
-    for number in _TOPS:
+    for number in _TOP_K:
         yield f"top_k {number}", replace(plain, top_k=number)
-    for value in _SMALLEST:
+    for value in _MIN_P:
         yield f"min_p {value:g}", replace(plain, min_p=value)
 
 
@@ -133,12 +137,12 @@ def best_temperature(params: SamplingParams, cost: Callable[[SamplingParams], fl
 def tail_masses(drawn: Draws, params: SamplingParams, seed: int = 0) -> Tensor:
     """Randomised tail mass `[N]` of each drawn token: uniform on (0, 1) if the tokens came from this distribution."""
     logp = drawn.distribution(params)
-    own = logp.gather(-1, drawn.tokens[:, None])
+    drawn_logp = logp.gather(-1, drawn.tokens[:, None])
     p = logp.exp()
-    below = torch.where(logp < own - 1e-9, p, 0.0).sum(-1)
-    same = torch.where((logp - own).abs() <= 1e-9, p, 0.0).sum(-1)
+    below = torch.where(logp < drawn_logp - 1e-9, p, 0.0).sum(-1)
+    same = torch.where((logp - drawn_logp).abs() <= 1e-9, p, 0.0).sum(-1)
     coin = torch.rand(len(drawn), generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(p.device)
-    return torch.where(torch.isfinite(own.squeeze(-1)), below + coin * same, 0.0)
+    return torch.where(torch.isfinite(drawn_logp.squeeze(-1)), below + coin * same, 0.0)
 
 
 def uniform_p_value(masses: Tensor) -> float:

@@ -7,45 +7,46 @@ from dataclasses import replace
 
 from keel.base.thresholds import Thresholds
 from keel.base.types import Completion, Group
-from keel.lab.doctor.bench import Bench
-from keel.lab.doctor.findings import Finding, found
+from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.draws import draws, tail_masses, uniform_p_value
+from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout import Request
 
 
-def end_findings(bench: Bench, thresholds: Thresholds) -> list[Finding]:
+def end_findings(setup: ProbeSetup, thresholds: Thresholds) -> list[Finding]:
     """What an engine returns for one request is one turn; the environment's replies come between turns, never in one.
 
     An engine that runs tools by itself has text in its turns that is no action and that the policy would not write.
     """
-    groups = _turns(bench)
-    findings = [*_ends(bench, groups)] or [*_left_out(bench, groups, thresholds)]
-    bench.found["chosen actions"] = bool(findings)
-    bench.found["left out of turns"] = sum(not a for g in groups for turn in g.completions for a in turn.action)
+    groups = _turns(setup)
+    findings = [*_ends(setup, groups)] or [*_left_out(setup, groups, thresholds)]
+    setup.shared["chosen actions"] = bool(findings)
+    setup.shared["left out of turns"] = sum(not a for g in groups for turn in g.completions for a in turn.action)
     return findings
 
 
-def _turns(bench: Bench) -> Sequence[Group]:
-    """The first turns of the bench's problems, as the engine gives them."""
-    if bench.config.rollout.max_turns == 1:
-        return bench.groups
-    requests = [Request(group.problem.key, group.prompt_tokens) for group in bench.groups]
-    made = bench.run.engine.generate(requests, bench.sampling, seed=bench.config.run.seed, attempt=0, step=0)
+def _turns(setup: ProbeSetup) -> Sequence[Group]:
+    """The first turns of the batch's problems, as the engine gives them."""
+    if setup.config.rollout.max_turns == 1:
+        return setup.groups
+    requests = [Request(group.problem.key, group.prompt_tokens) for group in setup.groups]
+    generated = setup.run.engine.generate(requests, setup.sampling, seed=setup.config.run.seed, attempt=0, step=0)
     return [
-        replace(group, completions=tuple(turns), rewards=()) for group, turns in zip(bench.groups, made, strict=True)
+        replace(group, completions=tuple(turns), rewards=())
+        for group, turns in zip(setup.groups, generated, strict=True)
     ]
 
 
-def _ends(bench: Bench, groups: Sequence[Group]) -> Iterator[Finding]:
-    ends = set(bench.policy.eos_ids)
+def _ends(setup: ProbeSetup, groups: Sequence[Group]) -> Iterator[Finding]:
+    ends = set(setup.policy.eos_ids)
     turns = [turn for group in groups for turn in group.completions if turn.tokens]
     ended = [turn for turn in turns if turn.stop_reason == "eos"]
-    past = [] if bench.sampling.ignore_eos else [turn for turn in turns if ends & set(turn.tokens[:-1])]
+    past = [] if setup.sampling.ignore_eos else [turn for turn in turns if ends & set(turn.tokens[:-1])]
     bare = [turn for turn in ended if turn.tokens[-1] not in ends and turn not in past]
     untrained = [turn for turn in ended if turn.tokens[-1] in ends and not turn.action[-1]]
     if past:
         tail = sum(_after_the_end(turn, ends) for turn in past)
-        yield found(
+        yield finding(
             "mask/end",
             f"{len(past)} of {len(turns)} completions go on after an end token; {tail} of their tokens are trained",
             "the engine does not stop at the model's end token, or pads with it: the reward judges the text before it "
@@ -53,7 +54,7 @@ def _ends(bench: Bench, groups: Sequence[Group]) -> Iterator[Finding]:
             "cut completions after their first end token (Completion.tokens holds that one and nothing after it)",
         )
     elif bare:
-        yield found(
+        yield finding(
             "mask/end",
             f"{len(bare)} of {len(ended)} completions with stop_reason eos do not end with an end token "
             f"({', '.join(map(str, sorted(ends)))})",
@@ -61,7 +62,7 @@ def _ends(bench: Bench, groups: Sequence[Group]) -> Iterator[Finding]:
             "keep the end token in Completion.tokens, with its log-probability and action True",
         )
     elif untrained:
-        yield found(
+        yield finding(
             "mask/end",
             f"the end token of {len(untrained)} of {len(ended)} completions is not an action",
             "the end token is left out of the loss, so that ending is never trained and completions drift longer",
@@ -74,7 +75,7 @@ def _after_the_end(turn: Completion, ends: set[int]) -> int:
     return sum(turn.action[first + 1 :])
 
 
-def _left_out(bench: Bench, groups: Sequence[Group], thresholds: Thresholds) -> Iterator[Finding]:
+def _left_out(setup: ProbeSetup, groups: Sequence[Group], thresholds: Thresholds) -> Iterator[Finding]:
     """Tokens of a turn that are no actions although they look drawn from the policy."""
     missing = sum(not action for group in groups for turn in group.completions for action in turn.action)
     if not missing:
@@ -83,10 +84,10 @@ def _left_out(bench: Bench, groups: Sequence[Group], thresholds: Thresholds) -> 
     turned = [
         replace(group, completions=tuple(_reversed(turn) for turn in group.completions), rewards=()) for group in groups
     ]
-    chance = uniform_p_value(tail_masses(draws(bench, turned), bench.sampling))
+    chance = uniform_p_value(tail_masses(draws(setup, turned), setup.sampling))
     if chance < thresholds["sampler_explained"]:
         return
-    yield found(
+    yield finding(
         "mask/not-actions",
         f"{missing} of {total} tokens of single turns are no actions, and they are what the policy draws (chance "
         f"{chance:.2g}): the environment has said nothing there",

@@ -1,4 +1,4 @@
-"""Evaluation against training: the same problems must reach the engine as the same tokens, asked in the same way."""
+"""Evaluation against training: the same problems must reach the engine as the same tokens, with the same sampling."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from collections.abc import Iterator, Sequence
 from keel.base.thresholds import Thresholds
 from keel.base.types import Completion
 from keel.eval.evaluate import evaluate
-from keel.lab.doctor.bench import Bench
-from keel.lab.doctor.findings import Finding, found
+from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.prompts import rendered
 from keel.lab.doctor.probes.result import ProbeResult
+from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout import Engine, EngineWrapper, Request, SamplingParams
 
-_ENOUGH = 6  # prompts on either side before their common beginnings are compared
+_MIN_PROMPTS = 6  # prompts on either side before their common beginnings are compared
 _COMPARED = ("top_p", "top_k", "min_p", "max_completion_length", "stop")
 
 
-def probe_evaluation(bench: Bench, thresholds: Thresholds) -> ProbeResult:
-    """Both paths with the engine listened to: tokens, sampling, and what prompts of either side have in common."""
-    problems = [group.problem for group in bench.groups]
-    trained = {group.problem.key: group.prompt_tokens for group in bench.groups}
-    ear = Ear(bench.run.engine)
-    config = bench.config
+def probe_evaluation(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
+    """Both paths with the engine's requests recorded: tokens, sampling, and what all prompts of either side share."""
+    problems = [group.problem for group in setup.groups]
+    trained = {group.problem.key: group.prompt_tokens for group in setup.groups}
+    recorder = RecordingEngine(setup.run.engine)
+    config = setup.config
     temperature = config.rollout.temperature if config.eval.temperature is None else config.eval.temperature
     evaluate(
-        ear,
-        bench.run.task,
+        recorder,
+        setup.run.task,
         problems,
-        bench.policy.tokenizer,
+        setup.policy.tokenizer,
         k=(1,),
         temperature=temperature,
         seed=config.run.seed + 1,
-        sampling=bench.built.sampling,
-        max_turns=config.rollout.max_turns if bench.run.task.several_turns else 1,
+        sampling=setup.built.sampling,
+        max_turns=config.rollout.max_turns if setup.run.task.several_turns else 1,
         **config.data.prompts,
     )
-    findings = [*_tokens(ear, trained), *_sampling(ear, bench.sampling), *_beginnings(bench)]
-    same = sum(request.tokens == trained[request.key] for request in ear.first)
-    line = f"evaluation: {same} of {len(ear.first)} prompts are the same tokens as in training"
+    findings = [*_tokens(recorder, trained), *_sampling(recorder, setup.sampling), *_beginnings(setup)]
+    same = sum(request.tokens == trained[request.key] for request in recorder.first)
+    line = f"evaluation: {same} of {len(recorder.first)} prompts are the same tokens as in training"
     return ProbeResult("evaluation", tuple(findings), {"same_prompts": float(same)}, (line,))
 
 
-class Ear(EngineWrapper):
-    """An engine that writes down what it is asked before it asks the engine behind it."""
+class RecordingEngine(EngineWrapper):
+    """An engine that records its first requests and passes them on."""
 
     def __init__(self, inner: Engine) -> None:
         super().__init__(inner)
@@ -58,14 +58,14 @@ class Ear(EngineWrapper):
         return self.inner.generate(requests, sampling, seed=seed, attempt=attempt, step=step)
 
 
-def _tokens(ear: Ear, trained: dict[str, tuple[int, ...]]) -> Iterator[Finding]:
-    different = [request for request in ear.first if request.tokens != trained[request.key]]
+def _tokens(recorder: RecordingEngine, trained: dict[str, tuple[int, ...]]) -> Iterator[Finding]:
+    different = [request for request in recorder.first if request.tokens != trained[request.key]]
     if not different:
         return
     first = different[0]
-    yield found(
+    yield finding(
         "eval/train-gap",
-        f"{len(different)} of {len(ear.first)} prompts are other tokens in evaluation; {first.key!r} has "
+        f"{len(different)} of {len(recorder.first)} prompts are other tokens in evaluation; {first.key!r} has "
         f"{len(first.tokens)} against {len(trained[first.key])} in training",
         "the two paths render prompts differently: the tokenizer or the task keeps a state",
         "make task and tokenizer free of state; data.chat_template and data.system_prompt hold for both",
@@ -73,39 +73,39 @@ def _tokens(ear: Ear, trained: dict[str, tuple[int, ...]]) -> Iterator[Finding]:
     )
 
 
-def _sampling(ear: Ear, sampling: SamplingParams) -> Iterator[Finding]:
-    used = ear.sampling
+def _sampling(recorder: RecordingEngine, sampling: SamplingParams) -> Iterator[Finding]:
+    used = recorder.sampling
     if used is None:
         return
     different = [name for name in _COMPARED if getattr(used, name) != getattr(sampling, name)]
     if not different:
         return
-    told = ", ".join(f"{name} {getattr(used, name)} against {getattr(sampling, name)}" for name in different)
-    yield found(
+    differences = ", ".join(f"{name} {getattr(used, name)} against {getattr(sampling, name)}" for name in different)
+    yield finding(
         "eval/train-gap",
-        f"evaluation samples with {told}",
+        f"evaluation samples with {differences}",
         "completions are drawn in another way than in training",
         "use the same rollout settings for both",
     )
 
 
-def _beginnings(bench: Bench) -> Iterator[Finding]:
+def _beginnings(setup: ProbeSetup) -> Iterator[Finding]:
     """Tokens that all training prompts begin or end with, and all held-out prompts: other ones are another format."""
-    task = bench.run.task
-    sides = (task.sample(32, seed=bench.config.run.seed, step=0), task.held_out(32))
-    if min(map(len, sides)) < _ENOUGH:
+    task = setup.run.task
+    sides = (task.sample(32, seed=setup.config.run.seed, step=0), task.held_out(32))
+    if min(map(len, sides)) < _MIN_PROMPTS:
         return
-    trained, held = (rendered(bench, side) for side in sides)
+    trained, held_out = (rendered(setup, side) for side in sides)
     for where, a, b in (
-        ("begin", _common(trained), _common(held)),
-        ("end", _common([t[::-1] for t in trained])[::-1], _common([t[::-1] for t in held])[::-1]),
+        ("begin", _common(trained), _common(held_out)),
+        ("end", _common([t[::-1] for t in trained])[::-1], _common([t[::-1] for t in held_out])[::-1]),
     ):
         shared = min(len(a), len(b))
         head = slice(None, shared) if where == "begin" else slice(-shared or max(len(a), len(b)), None)
         if a[head] == b[head] and abs(len(a) - len(b)) < 2:  # one token more can be chance
             continue
-        decode = bench.policy.tokenizer.decode
-        yield found(
+        decode = setup.policy.tokenizer.decode
+        yield finding(
             "eval/train-gap",
             f"all training prompts {where} with {decode(list(a))!r}, all held-out prompts with {decode(list(b))!r}",
             "task.held_out asks in another format than task.sample",

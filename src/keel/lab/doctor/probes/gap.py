@@ -1,10 +1,9 @@
-"""Scores beside the witness, and the ways in which they can be made once more to explain a gap."""
+"""Training's scores against the model's own forward, and ways to score again that explain a gap."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,87 +11,86 @@ from torch.nn import functional
 
 from keel.base.thresholds import Thresholds
 from keel.base.types import Group
-from keel.lab.doctor.bench import Bench
 from keel.lab.doctor.probes.draws import best_temperature
-from keel.lab.doctor.probes.modes import in_mode
+from keel.lab.doctor.setup import ProbeSetup
+from keel.models.head import evaluating
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Scores beside the witness, and how far apart they may be: rounding of the type that computes them.
+    """Training's scores against the model's own forward, which may differ by rounding.
 
-    `way` makes the scores once more, in the same company.
+    `rescore` makes the scores once more, in the same batch.
     """
 
-    bench: Bench
-    way: Callable[[], Tensor]
+    setup: ProbeSetup
+    rescore: Callable[[], Tensor]
     scored: Tensor
-    witness: Tensor
-    exists: Tensor
+    forward_logp: Tensor
+    completion_mask: Tensor
     thresholds: Thresholds
 
     def worst(self, scored: Tensor) -> float:
-        return largest(scored - self.witness, self.exists)
+        return largest((scored - self.forward_logp)[self.completion_mask])
 
     def mean(self, scored: Tensor) -> float:
-        return average(scored - self.witness, self.exists)
+        return average((scored - self.forward_logp)[self.completion_mask])
 
     def broken(self, scored: Tensor) -> bool:
-        """Whether these scores are further from the witness than rounding explains."""
-        return not close(self.bench, scored - self.witness, self.exists, self.thresholds)
+        """Whether these scores are further from the model's own forward than rounding explains."""
+        return not self.close(scored - self.forward_logp)
+
+    def close(self, difference: Tensor, where: Tensor | None = None) -> bool:
+        """Whether a difference `[B, T]` is within rounding on the completions, or where `where` says."""
+        return close(self.setup, difference[self.completion_mask if where is None else where], self.thresholds)
 
 
-def close(bench: Bench, difference: Tensor, exists: Tensor, thresholds: Thresholds) -> bool:
+def close(setup: ProbeSetup, differences: Tensor, thresholds: Thresholds) -> bool:
     """Within rounding: the largest difference in fp32, the mean one where a pass runs in half precision."""
-    if in_half(bench):
-        return average(difference, exists) <= thresholds["scoring_gap_half"]
-    return largest(difference, exists) <= thresholds["scoring_gap"]
+    if in_half_precision(setup):
+        return average(differences) <= thresholds["scoring_gap_half"]
+    return largest(differences) <= thresholds["scoring_gap"]
 
 
-def in_half(bench: Bench) -> bool:
+def in_half_precision(setup: ProbeSetup) -> bool:
     """Whether training's passes run in 16 bits."""
-    return bench.run.amp_dtype is not None or bench.policy.dtype != torch.float32
+    return setup.run.amp_dtype is not None or setup.policy.dtype != torch.float32
 
 
-def largest(difference: Tensor, where: Tensor) -> float:
-    values = difference[where].abs()
-    return float(values.nan_to_num(torch.inf).max()) if len(values) else 0.0
+def largest(differences: Tensor) -> float:
+    return float(differences.abs().nan_to_num(torch.inf).max()) if len(differences) else 0.0
 
 
-def average(difference: Tensor, where: Tensor) -> float:
-    values = difference[where].abs()
-    return float(values.nan_to_num(torch.inf).mean()) if len(values) else 0.0
+def average(differences: Tensor) -> float:
+    return float(differences.abs().nan_to_num(torch.inf).mean()) if len(differences) else 0.0
 
 
-def in_company(bench: Bench) -> Tensor:
-    """The bench's completions scored beside a longer row, so that all of them are padded."""
-    group = bench.groups[0]
-    prompt = (group.prompt_tokens * 2)[: _room(bench) - len(group.completions[0].tokens)]
+def padded_scores(setup: ProbeSetup) -> Tensor:
+    """The batch's completions scored beside a longer row, so that all of them are padded."""
+    group = setup.groups[0]
+    context = setup.policy.context_length or 1 << 30
+    prompt = (group.prompt_tokens * 2)[: context - len(group.completions[0].tokens)]
     longer = replace(group, prompt_tokens=prompt, completions=group.completions[:1], rewards=group.rewards[:1])
-    return bench.logp(bench.pack([*bench.groups, longer]))[:-1, : bench.batch.width]
+    return setup.logp(setup.pack([*setup.groups, longer]))[:-1, : setup.batch.width]
 
 
-def _room(bench: Bench) -> int:
-    return bench.policy.context_length or 1 << 30
-
-
-def alone_scores(bench: Bench) -> Tensor:
+def unbatched_scores(setup: ProbeSetup) -> Tensor:
     """Each completion scored in a batch of its own."""
     rows = []
-    for group in bench.groups:
+    for group in setup.groups:
         for index in range(len(group.completions)):
             single = replace(group, completions=(group.completions[index],), rewards=group.rewards[index : index + 1])
-            logp = bench.logp(bench.pack([single]))
-            rows.append(functional.pad(logp, (0, bench.batch.width - logp.shape[1])))
+            logp = setup.logp(setup.pack([single]))
+            rows.append(functional.pad(logp, (0, setup.batch.width - logp.shape[1])))
     return torch.cat(rows)
 
 
-def one_place_off(bench: Bench, shift: int) -> Tensor:
-    """Log-probabilities of the tokens from the logits one place off; 0 where there is no such place."""
-    logp = (bench.logits() / bench.temperature).log_softmax(-1)
-    picked = logp.roll(-shift, dims=1).gather(-1, bench.tokens().unsqueeze(-1)).squeeze(-1)
+def shifted_scores(setup: ProbeSetup, shift: int) -> Tensor:
+    """Log-probabilities of the tokens from the logits one position off; 0 where there is none."""
+    logp = (setup.logits() / setup.temperature).log_softmax(-1)
+    picked = logp.roll(-shift, dims=1).gather(-1, setup.tokens().unsqueeze(-1)).squeeze(-1)
     picked = picked.clone()
-    counts = [len(c.tokens) for c in bench.batch.completions]
+    counts = [len(c.tokens) for c in setup.batch.completions]
     for row, count in enumerate(counts):
         edge = slice(max(count - 1, 0), None) if shift > 0 else slice(0, 1)
         picked[row, edge] = 0.0
@@ -100,14 +98,16 @@ def one_place_off(bench: Bench, shift: int) -> Tensor:
 
 
 def fitting_temperature(gap: Gap) -> float | None:
-    """The temperature at which the witness equals the scores, if there is one."""
-    logits, tokens = gap.bench.logits().double(), gap.bench.tokens().unsqueeze(-1)
+    """The temperature at which the model's own forward equals the scores, if there is one."""
+    logits, tokens = gap.setup.logits().double(), gap.setup.tokens().unsqueeze(-1)
 
     def at(t: float) -> Tensor:
         return (logits / t).log_softmax(-1).gather(-1, tokens).squeeze(-1)
 
-    best = best_temperature(gap.bench.sampling, lambda params: average(gap.scored - at(params.temperature), gap.exists))
-    fits = average(gap.scored - at(best), gap.exists) <= max(0.02 * gap.mean(gap.scored), 1e-4)
+    best = best_temperature(
+        gap.setup.sampling, lambda params: average((gap.scored - at(params.temperature))[gap.completion_mask])
+    )
+    fits = average((gap.scored - at(best))[gap.completion_mask]) <= max(0.02 * gap.mean(gap.scored), 1e-4)
     return best if fits else None
 
 
@@ -123,43 +123,39 @@ def other_positions() -> dict[str, Callable[[int, int], Tensor]]:
     }
 
 
-def witness_at(bench: Bench, positions: Callable[[int, int], Tensor]) -> Tensor:
-    """The witness under other position ids."""
+def forward_logp_at(setup: ProbeSetup, positions: Callable[[int, int], Tensor]) -> Tensor:
+    """The model's own forward under other position ids."""
     rows = []
-    model = bench.policy.model
-    with in_mode(model, training=False), torch.no_grad():
-        for group, completion in _pairs(bench.groups):
-            tokens = torch.tensor([[*group.prompt_tokens, *completion.tokens]], device=bench.policy.device)
-            places = positions(len(group.prompt_tokens), len(completion.tokens)).to(tokens.device)[None]
+    model = setup.policy.model
+    with evaluating(model):
+        for group, completion in ((g, c) for g in setup.groups for c in g.completions):
+            tokens = torch.tensor([[*group.prompt_tokens, *completion.tokens]], device=setup.policy.device)
+            position_ids = positions(len(group.prompt_tokens), len(completion.tokens)).to(tokens.device)[None]
             seen = torch.ones_like(tokens)  # given, so that positions that begin anew are not read as a new text
-            out = model(input_ids=tokens, attention_mask=seen, position_ids=places, use_cache=False)
+            out = model(input_ids=tokens, attention_mask=seen, position_ids=position_ids, use_cache=False)
             logits = out.logits[0].float()
-            logp = (logits / bench.temperature).log_softmax(-1)[len(group.prompt_tokens) - 1 : -1]
-            own = torch.tensor(completion.tokens, device=tokens.device)[:, None]
-            picked = logp.gather(-1, own).squeeze(-1)
-            rows.append(functional.pad(picked, (0, bench.batch.width - len(picked))))
+            logp = (logits / setup.temperature).log_softmax(-1)[len(group.prompt_tokens) - 1 : -1]
+            completion_ids = torch.tensor(completion.tokens, device=tokens.device)[:, None]
+            picked = logp.gather(-1, completion_ids).squeeze(-1)
+            rows.append(functional.pad(picked, (0, setup.batch.width - len(picked))))
     return torch.stack(rows)
 
 
-def _pairs(groups: Sequence[Group]) -> Iterator[tuple[Group, Any]]:
-    return ((group, completion) for group in groups for completion in group.completions)
+def bf16_scores(setup: ProbeSetup) -> Tensor:
+    """The model's own forward in bfloat16 `[B, T]`."""
+    with torch.autocast(setup.policy.device.type, dtype=torch.bfloat16):
+        return setup.forward_logp()
 
 
-def half_scores(bench: Bench) -> Tensor:
-    """The witness in bfloat16 `[B, T]`."""
-    with torch.autocast(bench.policy.device.type, dtype=torch.bfloat16):
-        return bench.witness()
-
-
-def rounding_explains(gap: Tensor, half: Tensor, thresholds: Thresholds) -> bool:
+def rounding_explains(gap: Tensor, rounding: Tensor, thresholds: Thresholds) -> bool:
     """Whether a gap `[N]` looks like that of bfloat16, `half`: no larger on average, and spread as that is.
 
     Rounding moves nearly every token; what goes wrong at some places leaves the others as they are.
     """
-    gap, half = gap.abs().double(), half.abs().double()
-    if float(gap.mean()) > thresholds["precision_times"] * float(half.mean()):
+    gap, rounding = gap.abs().double(), rounding.abs().double()
+    if float(gap.mean()) > thresholds["precision_times"] * float(rounding.mean()):
         return False
-    moved = (gap > 0.01 * half) | (half < 1e-6)  # a token that bfloat16 leaves alone tells nothing
+    moved = (gap > 0.01 * rounding) | (rounding < 1e-6)  # a token that bfloat16 leaves alone tells nothing
     return float(moved.double().mean()) >= thresholds["precision_moved"]
 
 
@@ -170,8 +166,8 @@ def without_first(groups: Sequence[Group]) -> list[Group]:
 
 def shortened(gap: Gap) -> tuple[str, str] | None:
     """Evidence and cause where the scores are those after a prompt without its first token."""
-    scored = gap.bench.witness(without_first(gap.bench.groups))
-    if not close(gap.bench, gap.scored - scored, gap.exists, gap.thresholds):
+    scored = gap.setup.forward_logp(without_first(gap.setup.groups))
+    if not gap.close(gap.scored - scored):
         return None
     return (
         "they equal those after a prompt that has lost its first token",
@@ -181,11 +177,11 @@ def shortened(gap: Gap) -> tuple[str, str] | None:
 
 def ended_early(gap: Gap) -> tuple[str, str] | None:
     """Evidence and cause where only the last token of each completion is off."""
-    last = torch.zeros_like(gap.exists)
-    counts = gap.exists.sum(-1)
+    last = torch.zeros_like(gap.completion_mask)
+    counts = gap.completion_mask.sum(-1)
     last[torch.arange(len(last), device=last.device), counts.clamp_min(1) - 1] = counts > 0
-    others = gap.exists & ~last
-    if not bool(others.any()) or not close(gap.bench, gap.scored - gap.witness, others, gap.thresholds):
+    others = gap.completion_mask & ~last
+    if not bool(others.any()) or not gap.close(gap.scored - gap.forward_logp, others):
         return None
     zero = "; it gets 0" if bool((gap.scored[last] == 0).all()) else ""
     return (
@@ -195,8 +191,8 @@ def ended_early(gap: Gap) -> tuple[str, str] | None:
 
 
 def scaled(gap: Gap) -> str:
-    """A constant factor between scores and witness, in words, if that is all that is between them."""
-    ours, theirs = gap.scored[gap.exists].double(), gap.witness[gap.exists].double()
+    """A constant factor between scores and the model's own forward, as text, if that is all that is between them."""
+    ours, theirs = gap.scored[gap.completion_mask].double(), gap.forward_logp[gap.completion_mask].double()
     factor = float((ours * theirs).sum() / theirs.square().sum().clamp_min(1e-12))
     if float((ours - factor * theirs).abs().mean()) <= 0.01 * float(theirs.abs().mean()):
         return f"; they are {factor:.3g} times the right ones"

@@ -11,13 +11,13 @@ from keel.base.thresholds import Thresholds
 from keel.kl import advise
 from keel.kl.facts import MEANINGS, POLICY_REF, REF_POLICY, divergence_of
 from keel.lab.doctor.advice import no_penalty
-from keel.lab.doctor.bench import Bench
-from keel.lab.doctor.expected import WORDS, Measured, measure_term, sampled_values
-from keel.lab.doctor.findings import Advice, Finding, found, propose
+from keel.lab.doctor.expected import GRADIENT_MEANINGS, MeasuredGradient, measure_term, sampled_values
+from keel.lab.doctor.findings import Advice, Finding, finding, propose
 from keel.lab.doctor.formula import formula_of
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.share import gradient_norms
 from keel.lab.doctor.probes.states import mean_kl, policy_states, reference_states
+from keel.lab.doctor.setup import ProbeSetup
 from keel.losses import scale_rewards
 
 DIVERGENCES = (POLICY_REF, REF_POLICY, "total-variation")
@@ -26,137 +26,137 @@ NOISE = 0.2  # of each weight's RMS: far enough that the KL is no rounding error
 SEEN_KL = 0.1  # nats per token
 
 
-def probe_kl_term(bench: Bench, thresholds: Thresholds) -> ProbeResult:
+def probe_kl_term(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     """Direction and size of the configured term, its share of the gradient, and the β that would change it."""
-    config, kl = bench.config, bench.run.kl
-    unneeded = _unneeded(bench)
-    if bench.run.reference is None:  # only at β = 0 without measurements
+    config, kl = setup.config, setup.run.kl
+    unneeded = _unneeded(setup)
+    if setup.run.reference is None:  # only at β = 0 without measurements
         return ProbeResult("kl_term", unneeded, lines=("kl.beta is 0: no KL term acts, and this run has no reference",))
-    with bench.perturbed(_noise(bench)):
-        policy, reference = policy_states(bench), reference_states(bench)
+    with setup.perturbed(_noise(setup)):
+        policy, reference = policy_states(setup), reference_states(setup)
         figures = {"kl_perturbed": mean_kl(policy, reference)}
         if figures["kl_perturbed"] <= 0.0:
             together = "kl/no-gradient, kl/reversed: the perturbed policy and the reference are equal (see reference)"
             return ProbeResult("kl_term", unneeded, figures, unchecked=(together,))
-        norms = gradient_norms(bench)
+        norms = gradient_norms(setup)
     values = sampled_values(policy, reference, kl)
     named = thresholds["kl_gradient_named"]
-    measured = measure_term(policy, reference, kl, bench.run.pairing, off_policy=config.off_policy, named=named)
-    used = bench.full_beta > 0 or config.kl.controller.name != "fixed"
+    measured = measure_term(policy, reference, kl, setup.run.pairing, off_policy=config.off_policy, named=named)
+    used = setup.full_beta > 0 or config.kl.controller.name != "fixed"
     figures |= measured.figures()
-    expected = _expected(bench)
+    expected = _expected(setup)
     if expected is not None and expected in measured.cosines:
         figures["cosine_expected"] = measured.cosines[expected]
     figures |= {f"sampled_{name}": value for name, value in values.items()}
-    figures |= norms.figures(bench.full_beta, SHARES)
-    lines = [_gradient_line(bench, measured), norms.line(bench.full_beta, SHARES, figures["kl_perturbed"])]
-    lines.append(_value_line(bench, values))
+    figures |= norms.figures(setup.full_beta, SHARES)
+    lines = [_gradient_line(setup, measured), norms.line(setup.full_beta, SHARES, figures["kl_perturbed"])]
+    lines.append(_value_line(setup, values))
     if not used:
         return ProbeResult("kl_term", unneeded, figures, ("kl.beta is 0: no KL term acts; " + lines[1],))
-    findings = (*_judged(bench, measured, thresholds), *_reward_scale(bench, figures), *unneeded)
+    findings = (*_findings(setup, measured, thresholds), *_reward_scale(setup, figures), *unneeded)
     return ProbeResult("kl_term", findings, figures, tuple(lines))
 
 
-def _noise(bench: Bench) -> float:
+def _noise(setup: ProbeSetup) -> float:
     """The noise at which the KL is of the size that training sees; LoRA's B starts at 0 and takes far less of it."""
-    with bench.perturbed(NOISE):
-        kl = mean_kl(policy_states(bench), reference_states(bench))
+    with setup.perturbed(NOISE):
+        kl = mean_kl(policy_states(setup), reference_states(setup))
     return NOISE * math.sqrt(SEEN_KL / kl) if kl > SEEN_KL and math.isfinite(kl) else NOISE
 
 
-def _value_line(bench: Bench, values: Mapping[str, float]) -> str:
-    name = bench.config.kl.estimator
+def _value_line(setup: ProbeSetup, values: Mapping[str, float]) -> str:
+    name = setup.config.kl.estimator
     shown = ["k1", "k3"] + ([name] if f"{name}_mean" in values and name not in ("k1", "k3") else [])
     listed = ", ".join(f"{key} {values[f'{key}_mean']:.3g} ± {values[f'{key}_se']:.2g}" for key in shown)
     return f"values on drawn tokens: {listed}; exact {values['exact']:.3g} nats per token"
 
 
-def _what(bench: Bench) -> str:
-    kl = bench.config.kl
-    pairing = bench.run.pairing
+def _term_label(setup: ProbeSetup) -> str:
+    kl = setup.config.kl
+    pairing = setup.run.pairing
     return f"kl.estimator={kl.estimator} in the {kl.placement} (gradient={pairing.form}, level={pairing.level})"
 
 
-def _gradient_line(bench: Bench, measured: Measured) -> str:
+def _gradient_line(setup: ProbeSetup, measured: MeasuredGradient) -> str:
     return (
-        f"{_what(bench)}: expected gradient is {measured.words}; cosine to ∇KL(policy‖ref) {measured.cosine:.3f}, "
-        f"size {measured.size:.3g} times it (at {measured.kl:.2g} nats per token)"
+        f"{_term_label(setup)}: expected gradient is {measured.meaning}; cosine to ∇KL(policy‖ref) "
+        f"{measured.cosine:.3f}, size {measured.size:.3g} times it (at {measured.kl:.2g} nats per token)"
     )
 
 
-def _judged(bench: Bench, measured: Measured, thresholds: Thresholds) -> Iterator[Finding]:
+def _findings(setup: ProbeSetup, measured: MeasuredGradient, thresholds: Thresholds) -> Iterator[Finding]:
     """What the experiment says of the configured term; the two KLs and the total variation are allowed."""
-    expected = _expected(bench)
+    expected = _expected(setup)
     size = f"{measured.size:.3g} times the size of ∇KL(policy‖ref), cosine {measured.cosine:.3f}"
     if measured.size < thresholds["kl_gradient_zero"]:
         away = measured.off_policy_cosine is not None and measured.off_policy_cosine < 0
-        yield found(
+        yield finding(
             "kl/no-gradient",
             f"the expected gradient, summed over the vocabulary at {measured.states} visited states, is {size}",
-            f"{_what(bench)} has no expected gradient on the policy's own samples: β costs a pass and holds nothing"
-            + (", and on older samples it pushes away" if away else ""),
-            _proven(bench),
+            f"{_term_label(setup)} has no expected gradient on the policy's own samples: β costs a pass and "
+            "holds nothing" + (", and on older samples it pushes away" if away else ""),
+            _proven_pairing(setup),
         )
         return
-    beta = bench.full_beta
+    beta = setup.full_beta
     allowed = (expected,) if expected in DIVERGENCES else DIVERGENCES
     if measured.name in allowed and abs(measured.factor - 1) <= thresholds["kl_gradient_named"]:
         return
     near = measured.name is None and POLICY_REF in allowed and measured.cosine > thresholds["kl_gradient_cosine"]
     if near or (measured.name in allowed and measured.factor > 0):
         factor = measured.size if near else measured.factor
-        along = (WORDS[POLICY_REF] if near else measured.words).partition(":")[0]
-        yield found(
+        along = (GRADIENT_MEANINGS[POLICY_REF] if near else measured.meaning).partition(":")[0]
+        yield finding(
             "kl/scale",
             f"the expected gradient is {factor:.3g} times {along} ({size}): β = {beta:g} acts like {beta * factor:.3g}",
-            f"{_what(bench)} points along {along} and has another size",
-            _proven(bench, f"divide the estimator by {factor:.3g}"),
+            f"{_term_label(setup)} points along {along} and has another size",
+            _proven_pairing(setup, f"divide the estimator by {factor:.3g}"),
         )
         return
     times = "" if measured.name is None or abs(measured.factor - 1) < 0.05 else f"{measured.factor:.3g} times "
-    yield found(
+    yield finding(
         "kl/reversed",
         f"the expected gradient, summed over the vocabulary at {measured.states} visited states, is {size}; the "
         f"term's mean is {measured.value:.3g} where the KL is {measured.kl:.3g}",
-        f"{_what(bench)} follows {times}{measured.words}"
-        + (": it rewards distance" if measured.factor < 0 else _but(expected)),
-        _proven(bench),
+        f"{_term_label(setup)} follows {times}{measured.meaning}"
+        + (": it rewards distance" if measured.factor < 0 else _instead_of(expected)),
+        _proven_pairing(setup),
     )
 
 
-def _expected(bench: Bench) -> str | None:
+def _expected(setup: ProbeSetup) -> str | None:
     """The gradient that the configured formula has by the table: what its code is measured against."""
-    formula = formula_of(bench.config.to_dict())
+    formula = formula_of(setup.config.to_dict())
     return None if formula is None else divergence_of(formula.expected)
 
 
-def _but(expected: str | None) -> str:
+def _instead_of(expected: str | None) -> str:
     if expected in DIVERGENCES:
         return f", where the configured formula has {MEANINGS[expected].partition(':')[0]}: its code is broken"
     return ", no KL between policy and reference"
 
 
-def _proven(bench: Bench, otherwise: str = "") -> Advice:
+def _proven_pairing(setup: ProbeSetup, otherwise: str = "") -> Advice:
     """The nearest pairing that is right; where the configured one is already, its code is what to mend."""
-    formula = formula_of(bench.config.to_dict())
+    formula = formula_of(setup.config.to_dict())
     change = {} if formula is None else formula.change
     if not change:
         return Advice(otherwise or "mend the estimator or the loss: the formula that is configured is a right one")
     return propose(f"{otherwise}, or set {{}}" if otherwise else "set {}", change)
 
 
-def _reward_scale(bench: Bench, figures: dict[str, float]) -> Iterator[Finding]:
+def _reward_scale(setup: ProbeSetup, figures: dict[str, float]) -> Iterator[Finding]:
     """In the reward, before the division by the std, β is divided too."""
-    rows = bench.batch.rows
-    scale = scale_rewards(bench.run.loss)
+    rows = setup.batch.rows
+    scale = scale_rewards(setup.run.loss)
     assert rows.rewards is not None
     std = rows.rewards.double().std().item() if bool(torch.isfinite(rows.rewards).all()) else 0.0
-    if bench.config.kl.placement != "reward" or scale == "none" or std <= 0.0:
+    if setup.config.kl.placement != "reward" or scale == "none" or std <= 0.0:
         return
-    figures["effective_beta"] = bench.full_beta / std
-    yield found(
+    figures["effective_beta"] = setup.full_beta / std
+    yield finding(
         "kl/scale",
-        f"rewards have std {std:.3g}: β = {bench.full_beta:g} acts like {bench.full_beta / std:.3g}",
+        f"rewards have std {std:.3g}: β = {setup.full_beta:g} acts like {setup.full_beta / std:.3g}",
         f"kl.placement=reward is divided by the rewards' deviation (loss.scale_rewards={scale})",
         propose(
             "set {}, or {}, which comes after the division",
@@ -167,11 +167,11 @@ def _reward_scale(bench: Bench, figures: dict[str, float]) -> Iterator[Finding]:
     )
 
 
-def _unneeded(bench: Bench) -> tuple[Finding, ...]:
-    config = bench.config
-    said = [note for note in advise(config.loss.loss_type, config.kl.beta) if note.startswith("kl/unneeded: ")]
+def _unneeded(setup: ProbeSetup) -> tuple[Finding, ...]:
+    config = setup.config
+    notes = [note for note in advise(config.loss.loss_type, config.kl.beta) if note.startswith("kl/unneeded: ")]
     return tuple(
-        found(
+        finding(
             "kl/unneeded",
             f"kl.beta={config.kl.beta:g} with loss.loss_type={config.loss.loss_type}",
             note.removeprefix("kl/unneeded: "),
@@ -180,5 +180,5 @@ def _unneeded(bench: Bench) -> tuple[Finding, ...]:
                 no_penalty(config.to_dict()),
             ),
         )
-        for note in said
+        for note in notes
     )

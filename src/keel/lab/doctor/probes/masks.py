@@ -4,91 +4,89 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from keel.base.thresholds import Thresholds
-from keel.base.types import Batch, Group, Scores
-from keel.lab.doctor.bench import Bench
-from keel.lab.doctor.findings import Finding, found
+from keel.base.types import Group
+from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.draws import Draws, draws, improbable_runs, unfiltered
 from keel.lab.doctor.probes.ends import end_findings
+from keel.lab.doctor.probes.gap import largest
+from keel.lab.doctor.probes.objective import loss_gradient
 from keel.lab.doctor.probes.result import ProbeResult
-from keel.losses import objective
+from keel.lab.doctor.setup import ProbeSetup
 
 TRAINED, GIVEN, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"  # green, dim
-_MOST_PLACES = 6
+_MAX_POSITIONS = 6
 
 
-def probe_masks(bench: Bench, thresholds: Thresholds) -> ProbeResult:
+def probe_masks(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     """Perturb what a completion should see; differentiate the loss; compare what is trained with what was drawn."""
-    findings = [*_blindness(bench, thresholds), *_gradient(bench), *end_findings(bench, thresholds)]
-    findings += _foreign(bench, thresholds)
-    trained = int(bench.mask.sum())
-    total = sum(len(c.tokens) for c in bench.batch.completions)
+    findings = [*_blindness(setup, thresholds), *_gradient(setup), *end_findings(setup, thresholds)]
+    findings += _foreign(setup, thresholds)
+    trained = int(setup.mask.sum())
+    total = sum(len(c.tokens) for c in setup.batch.completions)
     figures = {"trained_tokens": float(trained), "completion_tokens": float(total)}
-    if "left out of turns" in bench.found:
-        figures["left_out_of_turns"] = float(bench.found["left out of turns"])
-    return ProbeResult("masks", tuple(findings), figures, tuple(_shown(bench)))
+    if "left out of turns" in setup.shared:
+        figures["left_out_of_turns"] = float(setup.shared["left out of turns"])
+    return ProbeResult("masks", tuple(findings), figures, tuple(_colored_masks(setup)))
 
 
-def _shown(bench: Bench) -> list[str]:
+def _colored_masks(setup: ProbeSetup) -> list[str]:
     """The first completion of a few groups: trained tokens in green, what is read only dimmed."""
     lines = [f"masks: {TRAINED}trained{PLAIN} and {GIVEN}read only{PLAIN}"]
-    for group in bench.groups[:2]:
+    for group in setup.groups[:2]:
         completion = group.completions[0]
-        decode = bench.policy.tokenizer.decode
+        decode = setup.policy.tokenizer.decode
         text = f"{GIVEN}{decode(list(group.prompt_tokens[-60:]))!r}{PLAIN} "
-        runs: list[tuple[bool, list[int]]] = []
-        for token, action in zip(completion.tokens, completion.action, strict=True):
-            if runs and runs[-1][0] == action:
-                runs[-1][1].append(token)
-            else:
-                runs.append((action, [token]))
-        text += "".join(f"{TRAINED if action else GIVEN}{decode(tokens)!r}{PLAIN}" for action, tokens in runs)
+        for action, run in groupby(zip(completion.tokens, completion.action, strict=True), key=itemgetter(1)):
+            text += f"{TRAINED if action else GIVEN}{decode([token for token, _ in run])!r}{PLAIN}"
         lines.append(f"  {text}")
     return lines
 
 
-def is_blind(bench: Bench, thresholds: Thresholds) -> bool:
+def is_blind(setup: ProbeSetup, thresholds: Thresholds) -> bool:
     """Whether the training pass cannot see a part of what it should."""
-    return any(finding.code == "mask/attention" for finding in _blindness(bench, thresholds))
+    return any(finding.code == "mask/attention" for finding in _blindness(setup, thresholds))
 
 
-def _blindness(bench: Bench, thresholds: Thresholds) -> list[Finding]:
+def _blindness(setup: ProbeSetup, thresholds: Thresholds) -> list[Finding]:
     """Change tokens before the completion (and between its turns); what comes after must answer."""
-    if "blindness" not in bench.found:
-        bench.found["blindness"] = [*_prompt_unseen(bench, thresholds), *_tool_unseen(bench, thresholds)]
-    known: list[Finding] = bench.found["blindness"]
-    return known
+    if "blindness" not in setup.shared:
+        setup.shared["blindness"] = [*_prompt_unseen(setup, thresholds), *_tool_unseen(setup, thresholds)]
+    findings: list[Finding] = setup.shared["blindness"]
+    return findings
 
 
-def _prompt_unseen(bench: Bench, thresholds: Thresholds) -> Iterator[Finding]:
+def _prompt_unseen(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     """The last prompt token scores the completion's first one by itself, seen or not: the ones after it must answer."""
     seen = thresholds["mask_seen"]
-    groups = [group for group in bench.groups if len(group.prompt_tokens) > 1 and _longest(group) > 0]
+    groups = [group for group in setup.groups if len(group.prompt_tokens) > 1 and _longest(group) > 0]
     if not groups:
         return
     group = max(groups, key=lambda group: len(group.prompt_tokens))
     last = len(group.prompt_tokens) - 1
-    places = [*_spread(range(last)), *([last] if _longest(group) > 1 else [])]
+    positions = [*_spread(range(last)), *([last] if _longest(group) > 1 else [])]
     hidden, answers = [], []
-    for place in places:
+    for position in positions:
         tokens = list(group.prompt_tokens)
-        tokens[place] = _other(bench, tokens[place])
+        tokens[position] = _other(setup, tokens[position])
         changed = replace(group, prompt_tokens=tuple(tokens))
-        where = _after_the_first(group).to(bench.mask.device) if place == last else None
-        answer, wanted = _answer(bench, group, changed, where), _witnessed(bench, group, changed, where)
+        where = _after_the_first(group).to(setup.mask.device) if position == last else None
+        answer, own_answer = _answer(setup, group, changed, where), _forward_answer(setup, group, changed, where)
         answers.append(answer)
-        if answer <= seen and wanted > 100 * seen:
-            hidden.append(place)
+        if answer <= seen and own_answer > 100 * seen:
+            hidden.append(position)
     if not hidden:
         return
-    yield found(
+    yield finding(
         "mask/attention",
         f"changing the prompt tokens at places {hidden} of {len(group.prompt_tokens)} moves the completion's "
-        f"log-probabilities by {max(answers[places.index(p)] for p in hidden):.1g} nats in training's pass, "
+        f"log-probabilities by {max(answers[positions.index(p)] for p in hidden):.1g} nats in training's pass, "
         "while the model's own forward answers",
         "the training pass cannot see the prompt: a loss mask serves as the attention mask",
         "let attention_mask be 1 on every real token (prompt, completion, tool output) and use action_mask in "
@@ -99,33 +97,33 @@ def _prompt_unseen(bench: Bench, thresholds: Thresholds) -> Iterator[Finding]:
 def _after_the_first(group: Group) -> Tensor:
     """`[B, T]`: the tokens of the completions but for each one's first."""
     lengths = torch.tensor([len(completion.tokens) for completion in group.completions])
-    places = torch.arange(_longest(group))
-    return (places > 0) & (places < lengths[:, None])
+    positions = torch.arange(_longest(group))
+    return (positions > 0) & (positions < lengths[:, None])
 
 
-def _tool_unseen(bench: Bench, thresholds: Thresholds) -> Iterator[Finding]:
+def _tool_unseen(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     """The same for a message between two turns, where there is one."""
     seen = thresholds["mask_seen"]
-    for group in bench.groups:
+    for group in setup.groups:
         for index, completion in enumerate(group.completions):
-            given = [i for i, action in enumerate(completion.action) if not action]
-            later = [i for i, action in enumerate(completion.action) if action and given and i > given[0] + 1]
-            inner = [i for i in given if later and i + 1 < later[-1] and not completion.action[i + 1]]
+            observed = [i for i, action in enumerate(completion.action) if not action]
+            later = [i for i, action in enumerate(completion.action) if action and observed and i > observed[0] + 1]
+            inner = [i for i in observed if later and i + 1 < later[-1] and not completion.action[i + 1]]
             if not inner:
                 continue
-            place = inner[len(inner) // 2]
+            position = inner[len(inner) // 2]
             tokens = list(completion.tokens)
-            tokens[place] = _other(bench, tokens[place])
+            tokens[position] = _other(setup, tokens[position])
             single = replace(group, completions=(completion,), rewards=group.rewards[index : index + 1])
             changed = replace(single, completions=(replace(completion, tokens=tuple(tokens)),))
-            after = torch.zeros(1, len(tokens), dtype=torch.bool, device=bench.mask.device)
-            after[0, [i for i in later if i > place + 1]] = True
+            after = torch.zeros(1, len(tokens), dtype=torch.bool, device=setup.mask.device)
+            after[0, [i for i in later if i > position + 1]] = True
             if not bool(after.any()):
                 continue
-            answer, wanted = _answer(bench, single, changed, after), _witnessed(bench, single, changed, after)
-            if answer > seen or wanted <= 100 * seen:
+            answer, own_answer = _answer(setup, single, changed, after), _forward_answer(setup, single, changed, after)
+            if answer > seen or own_answer <= 100 * seen:
                 return
-            yield found(
+            yield finding(
                 "mask/attention",
                 f"changing a token of a tool's output moves the turns after it by {answer:.1g} nats in training's "
                 "pass, while the model's own forward answers",
@@ -135,32 +133,31 @@ def _tool_unseen(bench: Bench, thresholds: Thresholds) -> Iterator[Finding]:
             return
 
 
-def _answer(bench: Bench, group: Group, changed: Group, where: Tensor | None = None) -> float:
+def _answer(setup: ProbeSetup, group: Group, changed: Group, where: Tensor | None = None) -> float:
     """How far training's log-probabilities of the completions move; two passes, so that noise counts as an answer."""
-    before, after = (bench.logp(bench.pack([g])) for g in (group, changed))
+    before, after = (setup.logp(setup.pack([g])) for g in (group, changed))
     return _moved(before - after, where)
 
 
-def _witnessed(bench: Bench, group: Group, changed: Group, where: Tensor | None = None) -> float:
-    return _moved(bench.witness([group]) - bench.witness([changed]), where)
+def _forward_answer(setup: ProbeSetup, group: Group, changed: Group, where: Tensor | None = None) -> float:
+    return _moved(setup.forward_logp([group]) - setup.forward_logp([changed]), where)
 
 
 def _moved(difference: Tensor, where: Tensor | None) -> float:
-    values = difference if where is None else difference[where]
-    return float(values.abs().nan_to_num(torch.inf).max())
+    return largest(difference if where is None else difference[where])
 
 
-def _spread(places: Sequence[int]) -> list[int]:
+def _spread(positions: Sequence[int]) -> list[int]:
     """A few of them, first and last included."""
-    if len(places) <= _MOST_PLACES:
-        return list(places)
-    return sorted({places[round(i * (len(places) - 1) / (_MOST_PLACES - 1))] for i in range(_MOST_PLACES)})
+    if len(positions) <= _MAX_POSITIONS:
+        return list(positions)
+    return sorted({positions[round(i * (len(positions) - 1) / (_MAX_POSITIONS - 1))] for i in range(_MAX_POSITIONS)})
 
 
-def _other(bench: Bench, token: int) -> int:
+def _other(setup: ProbeSetup, token: int) -> int:
     """Another ordinary token."""
-    special = set(getattr(bench.policy.tokenizer, "all_special_ids", ()))
-    size = bench.vocabulary
+    special = set(getattr(setup.policy.tokenizer, "all_special_ids", ()))
+    size = setup.vocabulary
     return next(t for t in ((token + step) % size for step in range(7, size + 7)) if t not in special and t != token)
 
 
@@ -168,75 +165,55 @@ def _longest(group: Group) -> int:
     return max(len(completion.tokens) for completion in group.completions)
 
 
-def _gradient(bench: Bench) -> Iterator[Finding]:
+def _gradient(setup: ProbeSetup) -> Iterator[Finding]:
     """∂loss/∂logp of the configured objective, KL term included: zero wherever the token was not sampled."""
-    mask, group = bench.mask, bench.batch.rows.group
-    logp = bench.scores().logp.detach().clone().requires_grad_()
+    mask = setup.mask
     signs = torch.tensor([1.0 if i % 2 == 0 else -1.0 for i in range(len(mask))], device=mask.device)
-    rows = Batch(
-        action_mask=mask,
-        advantages=signs,
-        old_logp=logp.detach(),
-        ref_logp=logp.detach() - 0.1,
-        group=group,
-    )
-    out = objective(
-        Scores(logp, torch.zeros_like(logp), torch.zeros_like(logp)),
-        rows,
-        bench.run.loss,
-        bench.run.kl,
-        bench.full_beta,
-        pairing=bench.run.pairing,
-        max_completion_length=bench.run.rollout.max_completion_length,
-    )
-    if not out.loss.requires_grad:
-        return  # a loss without gradient is the objective's finding
-    (gradient,) = torch.autograd.grad(out.loss, logp, allow_unused=True)
-    outside = logp.new_zeros(0) if gradient is None else gradient[~mask]
+    outside = loss_gradient(setup, signs, beta=setup.full_beta, log_ratio=-0.1)[~mask]
     if not bool((outside != 0).any()):
         return
-    yield found(
+    yield finding(
         "mask/not-actions",
         f"∂loss/∂logp is not zero on {int((outside != 0).sum())} tokens that action_mask leaves out",
-        f"loss.loss_type={bench.config.loss.loss_type} does not select by its mask",
+        f"loss.loss_type={setup.config.loss.loss_type} does not select by its mask",
         "multiply by the mask that the loss is given, or use a loss of Keel's own",
     )
 
 
-def foreign(bench: Bench, thresholds: Thresholds) -> Tensor:
+def foreign(setup: ProbeSetup, thresholds: Thresholds) -> Tensor:
     """`[N]` over the batch's action tokens: those that the policy did not draw (see `draws`)."""
-    if "foreign" not in bench.found:
-        drawn = batch_draws(bench)
-        silent = (drawn.reported == 0) & (drawn.logp(unfiltered(bench.sampling)) < -thresholds["mask_silent"])
+    if "foreign" not in setup.shared:
+        drawn = batch_draws(setup)
+        silent = (drawn.sample_logp == 0) & (drawn.logp(unfiltered(setup.sampling)) < -thresholds["mask_silent"])
         # an engine that reports zeros everywhere gives no log-probabilities at all: that is another fault
-        silent &= ~(drawn.reported == 0).float().mean().gt(thresholds["foreign_silent_most"])
-        runs = improbable_runs(drawn, bench.sampling, thresholds["foreign_chance"])
+        silent &= ~(drawn.sample_logp == 0).float().mean().gt(thresholds["foreign_silent_most"])
+        runs = improbable_runs(drawn, setup.sampling, thresholds["foreign_chance"])
         runs &= ~runs.float().mean().gt(
             thresholds["foreign_most"]
         )  # most of it: the sampler as a whole is another policy
-        bench.found["foreign"] = silent | runs
-    known: Tensor = bench.found["foreign"]
-    return known
+        setup.shared["foreign"] = silent | runs
+    marked: Tensor = setup.shared["foreign"]
+    return marked
 
 
-def batch_draws(bench: Bench) -> Draws:
-    """The bench's own action tokens."""
-    if "draws" not in bench.found:
-        bench.found["draws"] = draws(bench, bench.groups)
-    known: Draws = bench.found["draws"]
-    return known
+def batch_draws(setup: ProbeSetup) -> Draws:
+    """The batch's own action tokens."""
+    if "draws" not in setup.shared:
+        setup.shared["draws"] = draws(setup, setup.groups)
+    drawn: Draws = setup.shared["draws"]
+    return drawn
 
 
-def _foreign(bench: Bench, thresholds: Thresholds) -> Iterator[Finding]:
+def _foreign(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     """Tokens marked as sampled that no sampling from the policy explains."""
-    marked = foreign(bench, thresholds)
+    marked = foreign(setup, thresholds)
     if int(marked.sum()) < 2:
         return
-    drawn = batch_draws(bench)
-    silent = int((drawn.reported[marked] == 0).sum())
-    text = bench.policy.tokenizer.decode(drawn.tokens[marked][:24].tolist())
+    drawn = batch_draws(setup)
+    silent = int((drawn.sample_logp[marked] == 0).sum())
+    text = setup.policy.tokenizer.decode(drawn.tokens[marked][:24].tolist())
     how = f", {silent} of them reported with a log-probability of exactly 0" if silent else ""
-    yield found(
+    yield finding(
         "mask/not-actions",
         f"{int(marked.sum())} of {len(drawn)} trained tokens were not drawn from the policy{how}: {text!r}",
         "tool output or other given text is marked as the policy's own and would be trained",

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 from torch.nn import functional
 
 from keel.config import Config
 from keel.lab.doctor import advice
 from keel.lab.doctor.findings import Advice
+from keel.models.head import evaluating
 
 
 def no_dropout(config: Config) -> Advice:
@@ -22,30 +24,26 @@ def no_dropout(config: Config) -> Advice:
     )
 
 
-def drops(module: nn.Module) -> bool:
+def is_active_dropout(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
 
 
 @contextmanager
-def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.train(training)
-    try:
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside, with gradients."""
+    with evaluating(model), torch.enable_grad():
         yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 @contextmanager
 def without_dropout() -> Iterator[None]:
     """Every functional dropout is the identity inside, whatever its caller thinks of training mode."""
     names = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
-    kept = {name: getattr(functional, name) for name in names}
+    originals = {name: getattr(functional, name) for name in names}
     try:
         for name in names:
             setattr(functional, name, lambda x, *args, **options: x)
         yield
     finally:
-        for name, function in kept.items():
+        for name, function in originals.items():
             setattr(functional, name, function)

@@ -13,10 +13,10 @@ from keel.base.thresholds import Thresholds
 from keel.base.types import Batch, Scores
 from keel.kl.controllers import UNITS
 from keel.lab.doctor.advice import no_penalty
-from keel.lab.doctor.bench import Bench
-from keel.lab.doctor.findings import Finding, found, propose
+from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.probes.advantage import token_weights
 from keel.lab.doctor.probes.result import ProbeResult
+from keel.lab.doctor.setup import ProbeSetup
 from keel.losses import objective
 from keel.losses.policy import get_loss
 from keel.losses.reductions import get_reduction
@@ -26,17 +26,17 @@ LEVELS = (1e-4, 0.05, 10.0)  # measured KL that a controller is tried on: nothin
 UPDATES = 200
 
 
-def probe_objective(bench: Bench, thresholds: Thresholds) -> ProbeResult:
+def probe_objective(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     """∂loss/∂logp at ratio 1 and β = 0 against −A × the reduction's weight; the controller on made-up series of KL."""
-    mask = bench.mask
+    mask = setup.mask
     advantage = torch.tensor([ADVANTAGES[i % len(ADVANTAGES)] for i in range(len(mask))], device=mask.device)
-    gradient = loss_gradient(bench, advantage)
-    reduction = get_reduction(get_loss(bench.run.loss.loss_type).reduction)
-    weights = token_weights(mask, reduction, bench.run.rollout.max_completion_length)
+    gradient = loss_gradient(setup, advantage)
+    reduction = get_reduction(get_loss(setup.run.loss.loss_type).reduction)
+    weights = token_weights(mask, reduction, setup.run.rollout.max_completion_length)
     figures: dict[str, float] = {}
     findings = [
-        *_pushes(bench, gradient, advantage[:, None].expand_as(mask), weights, figures, thresholds),
-        *_steered(bench, figures, thresholds),
+        *_pushes(setup, gradient, advantage[:, None].expand_as(mask), weights, figures, thresholds),
+        *_steered(setup, figures, thresholds),
     ]
     line = (
         f"objective: the loss moves {figures.get('pushed', 0.0):.0%} of the tokens the way of their advantage, "
@@ -46,24 +46,27 @@ def probe_objective(bench: Bench, thresholds: Thresholds) -> ProbeResult:
     return ProbeResult("objective", tuple(findings), figures, (line,))
 
 
-def loss_gradient(bench: Bench, advantage: Tensor) -> Tensor:
-    """∂loss/∂logp `[B, T]` of the configured policy term alone, where old and new log-probabilities are equal."""
-    logp = bench.scores().logp.detach().clone().requires_grad_()
+def loss_gradient(setup: ProbeSetup, advantage: Tensor, *, beta: float = 0.0, log_ratio: float = 0.0) -> Tensor:
+    """∂loss/∂logp `[B, T]` of the configured objective, where old and new log-probabilities are equal.
+
+    `log_ratio` is that of the reference over the policy, the same for every token.
+    """
+    logp = setup.scores().logp.detach().clone().requires_grad_()
     rows = Batch(
-        action_mask=bench.mask,
+        action_mask=setup.mask,
         advantages=advantage,
         old_logp=logp.detach(),
-        ref_logp=logp.detach(),
-        group=bench.batch.rows.group,
+        ref_logp=logp.detach() + log_ratio,
+        group=setup.batch.rows.group,
     )
     out = objective(
         Scores(logp, torch.zeros_like(logp), torch.zeros_like(logp)),
         rows,
-        bench.run.loss,
-        bench.run.kl,
-        0.0,
-        pairing=bench.run.pairing,
-        max_completion_length=bench.run.rollout.max_completion_length,
+        setup.run.loss,
+        setup.run.kl,
+        beta,
+        pairing=setup.run.pairing,
+        max_completion_length=setup.run.rollout.max_completion_length,
     )
     if not out.loss.requires_grad:
         return torch.zeros_like(logp)
@@ -72,7 +75,7 @@ def loss_gradient(bench: Bench, advantage: Tensor) -> Tensor:
 
 
 def _pushes(
-    bench: Bench,
+    setup: ProbeSetup,
     gradient: Tensor,
     advantage: Tensor,
     weights: Tensor,
@@ -80,47 +83,47 @@ def _pushes(
     thresholds: Thresholds,
 ) -> Iterator[Finding]:
     """Each token's push −∂loss/∂logp over A × weight: 1 wherever the loss is what it says."""
-    mask = bench.mask
+    mask = setup.mask
     if not bool(gradient[mask].isfinite().all()):
         return  # a loss that is not finite is named by the update
     push = (-gradient[mask].double() / (advantage[mask] * weights[mask]).double()).nan_to_num(0.0)
     up = advantage[mask] > 0
     figures |= {"pushed": float((push > 0).double().mean()), "factor": float(push.median())}
-    what = f"loss.loss_type={bench.config.loss.loss_type}"
+    loss_name = f"loss.loss_type={setup.config.loss.loss_type}"
     away, dead = _share(push < 0, up), _share(push == 0, up)
     if max(away) > thresholds["loss_wrong_way"]:
         both = min(away) > thresholds["loss_wrong_way"]
-        yield found(
+        yield finding(
             "loss/sign",
             f"at ratio 1 {away[0]:.0%} of the tokens with a positive advantage are made less likely and {away[1]:.0%} "
             "of those with a negative one more likely",
-            f"{what} has its sign reversed: it trains towards what earns less"
+            f"{loss_name} has its sign reversed: it trains towards what earns less"
             if both
-            else f"{what} does not use the advantage's sign",
+            else f"{loss_name} does not use the advantage's sign",
             "let the loss be −A times something that grows with logp, or use a loss of Keel's own",
         )
     elif max(dead) > thresholds["loss_dead_tokens"]:
-        yield found(
+        yield finding(
             "loss/no-gradient",
             f"∂loss/∂logp is zero on {dead[0]:.0%} of the sampled tokens with a positive advantage and {dead[1]:.0%} "
             "of those with a negative one, at ratio 1 and β = 0",
-            f"{what} carries no gradient there: logp is detached, or an advantage is cut off",
+            f"{loss_name} carries no gradient there: logp is detached, or an advantage is cut off",
             "check that the loss does not detach logp or clamp advantages, or use a loss of Keel's own",
         )
     elif not 1 / thresholds["loss_factor"] <= figures["factor"] <= thresholds["loss_factor"]:
-        yield found(
+        yield finding(
             "loss/scale",
             f"∂loss/∂logp is {figures['factor']:.3g} times −A × the weight that the reduction gives a token",
-            f"{what} is multiplied by something, such as the number of tokens: clipping, kl.beta and the entropy bonus "
-            "then weigh against another loss than they were set for",
+            f"{loss_name} is multiplied by something, such as the number of tokens: clipping, kl.beta and the entropy "
+            "bonus then weigh against another loss than they were set for",
             "return the loss of each token before any reduction; the reduction is applied to it afterwards",
         )
     elif float((push / figures["factor"] - 1).abs().max()) > thresholds["loss_uneven"]:
-        yield found(
+        yield finding(
             "loss/scale",
             f"∂loss/∂logp over −A × the reduction's weight goes from {float(push.min()):.3g} to "
             f"{float(push.max()):.3g} over the tokens",
-            f"{what} weighs tokens or advantages in a way of its own",
+            f"{loss_name} weighs tokens or advantages in a way of its own",
             "nothing, if that is meant",
             severity="note",
         )
@@ -132,40 +135,40 @@ def _share(where: Tensor, up: Tensor) -> tuple[float, float]:
     return tuple(float(part.double().mean()) if len(part) else 0.0 for part in chosen)  # type: ignore[return-value]
 
 
-def _steered(bench: Bench, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+def _steered(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
     """β from the start and after every update on KL that stays small, usual or huge, with steps that measured none."""
-    name, told = bench.config.kl.controller.name, bench.config.kl.beta
+    name, configured = setup.config.kl.controller.name, setup.config.kl.beta
     figures |= {"beta_start": math.nan, "beta_most": math.nan}
     mend = "return a state whose beta is finite, 0 or more, and bounded (keel.kl.controllers.RuleController has bounds)"
     try:
-        controller = bench.run.controller
+        controller = setup.run.controller
         unit, start = controller.unit, float(controller.init().beta)
-        series = {level: _betas(bench, level) for level in LEVELS}
+        series = {level: _betas(setup, level) for level in LEVELS}
     except Exception as error:  # a controller of one's own may raise anything
         why = f"{type(error).__name__}: {first_line(error)}"
-        yield found("kl/controller", f"kl.controller={name} raises {why}", "the controller is broken", mend)
+        yield finding("kl/controller", f"kl.controller={name} raises {why}", "the controller is broken", mend)
         return
     every = [start, *(beta for betas in series.values() for beta in betas)]
     figures |= {"beta_start": start, "beta_most": max(every)}
-    limit = max(thresholds["controller_beta"], 10 * told)
+    limit = max(thresholds["controller_beta"], 10 * configured)
     wrong = next(((level, i, b) for level, betas in series.items() for i, b in enumerate(betas) if not b >= 0), None)
     high = next(((level, i, b) for level, betas in series.items() for i, b in enumerate(betas) if b > limit), None)
     if unit not in UNITS:
         evidence = f"kl.controller={name} reads a KL in the unit {unit!r}, which is neither {' nor '.join(UNITS)}"
-        yield found("kl/controller", evidence, "the loop cannot tell which KL to give it", f"set unit={UNITS[0]!r}")
+        yield finding("kl/controller", evidence, "the loop cannot tell which KL to give it", f"set unit={UNITS[0]!r}")
     elif not (math.isfinite(start) and start >= 0) or wrong is not None:
         where = f"β = {start:g} at the start" if wrong is None or not start >= 0 else _at(*wrong)
         cause = "a coefficient below 0 rewards distance from the reference, one that is no number breaks the loss"
-        yield found("kl/controller", f"kl.controller={name} gives {where}", cause, mend)
+        yield finding("kl/controller", f"kl.controller={name} gives {where}", cause, mend)
     elif high is not None:
-        cause = f"the coefficient grows without a bound: kl.beta={told:g} was asked for"
-        yield found("kl/controller", f"kl.controller={name} gives {_at(*high)} (over {limit:g})", cause, mend)
-    elif told > 0 and max(every) == 0:
-        yield found(
+        cause = f"the coefficient grows without a bound: kl.beta={configured:g} was asked for"
+        yield finding("kl/controller", f"kl.controller={name} gives {_at(*high)} (over {limit:g})", cause, mend)
+    elif configured > 0 and max(every) == 0:
+        yield finding(
             "kl/controller",
             f"kl.controller={name} gives β = 0 at the start and after {UPDATES} updates, whatever the KL is",
-            f"kl.beta={told:g} never acts",
-            propose("mend the controller, or set {} if no penalty is wanted", no_penalty(bench.config.to_dict())),
+            f"kl.beta={configured:g} never acts",
+            propose("mend the controller, or set {} if no penalty is wanted", no_penalty(setup.config.to_dict())),
             severity="warning",
         )
 
@@ -174,8 +177,8 @@ def _at(level: float, update: int, beta: float) -> str:
     return f"β = {beta:.3g} after {update + 1} updates at a KL of {level:g}"
 
 
-def _betas(bench: Bench, level: float) -> list[float]:
-    controller, betas = bench.run.controller, []
+def _betas(setup: ProbeSetup, level: float) -> list[float]:
+    controller, betas = setup.run.controller, []
     state = controller.init()
     for update in range(UPDATES):
         measured = (None, math.nan)[update // 10 % 2] if update % 10 == 9 else level

@@ -5,32 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from keel.lab.doctor.bench import Bench
-from keel.lab.doctor.findings import Finding, found
+from keel.lab.doctor.findings import Finding, finding
+from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout.render import Renderer
 
 
-def prompt_findings(bench: Bench) -> list[Finding]:
+def prompt_findings(setup: ProbeSetup) -> list[Finding]:
     """BOS at most once at the head of a prompt; a problem that is held out is not trained on."""
     findings = []
-    bos = getattr(bench.policy.tokenizer, "bos_token_id", None)
-    doubled = [group for group in bench.groups if bos is not None and group.prompt_tokens[:2] == (bos, bos)]
+    bos = getattr(setup.policy.tokenizer, "bos_token_id", None)
+    doubled = [group for group in setup.groups if bos is not None and group.prompt_tokens[:2] == (bos, bos)]
     if doubled:
         findings.append(
-            found(
+            finding(
                 "prompt/double-bos",
-                f"{len(doubled)} of {len(bench.groups)} prompts begin with the BOS token twice",
+                f"{len(doubled)} of {len(setup.groups)} prompts begin with the BOS token twice",
                 "the chat template writes BOS and the tokenizer or the task adds another",
                 "take BOS out of the task's prompt or out of the chat template (data.chat_template)",
             )
         )
-    findings += _repeats(bench)
-    task, seed = bench.run.task, bench.config.run.seed
+    findings += _repeats(setup)
+    task, seed = setup.run.task, setup.config.run.seed
     trained = {str(p.prompt) for step in range(4) for p in task.sample(32, seed=seed, step=step)}
     shared = [problem for problem in task.held_out(32) if str(problem.prompt) in trained]
     if shared:
         findings.append(
-            found(
+            finding(
                 "eval/leak",
                 f"{len(shared)} of 32 held-out problems turn up in the first 128 training problems, such as "
                 f"{shared[0].key!r}",
@@ -41,15 +41,15 @@ def prompt_findings(bench: Bench) -> list[Finding]:
     return findings
 
 
-def _repeats(bench: Bench) -> Iterator[Finding]:
+def _repeats(setup: ProbeSetup) -> Iterator[Finding]:
     """Steps must ask other problems than the steps before them."""
-    count, seed = bench.config.rollout.prompts_per_step, bench.config.run.seed
-    steps = [[str(p.prompt) for p in bench.run.task.sample(count, seed=seed, step=step)] for step in range(3)]
-    asked = {prompt for prompts in steps for prompt in prompts}
-    if len(asked) > 1 and len({frozenset(prompts) for prompts in steps}) > 1:
+    count, seed = setup.config.rollout.prompts_per_step, setup.config.run.seed
+    steps = [[str(p.prompt) for p in setup.run.task.sample(count, seed=seed, step=step)] for step in range(3)]
+    distinct = {prompt for prompts in steps for prompt in prompts}
+    if len(distinct) > 1 and len({frozenset(prompts) for prompts in steps}) > 1:
         return
-    same = "one problem" if len(asked) == 1 else f"the same {len(asked)} problems"
-    yield found(
+    same = "one problem" if len(distinct) == 1 else f"the same {len(distinct)} problems"
+    yield finding(
         "task/repeats",
         f"steps 0, 1 and 2 ask {same} ({count} prompts a step), such as {steps[0][0]!r}",
         "task.sample ignores its step, or the task has no more problems than one step asks for",
@@ -57,8 +57,8 @@ def _repeats(bench: Bench) -> Iterator[Finding]:
     )
 
 
-def rendered(bench: Bench, problems: Sequence[Any]) -> list[tuple[int, ...]]:
+def rendered(setup: ProbeSetup, problems: Sequence[Any]) -> list[tuple[int, ...]]:
     """The tokens of prompts as training renders them."""
-    data = bench.config.data
-    renderer = Renderer(bench.policy.tokenizer, chat_template=data.chat_template, system_prompt=data.system_prompt)
+    data = setup.config.data
+    renderer = Renderer(setup.policy.tokenizer, chat_template=data.chat_template, system_prompt=data.system_prompt)
     return [renderer.prompt(problem) for problem in problems]

@@ -13,37 +13,37 @@ from keel.base.imports import import_object, is_import_path
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either, setting
 from keel.lab.doctor.advice import reference as as_kind
-from keel.lab.doctor.bench import Bench
-from keel.lab.doctor.findings import Advice, Finding, found
+from keel.lab.doctor.findings import Advice, Finding, finding
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.start import at_start, largest_gap, reference_logp, token_kl
+from keel.lab.doctor.setup import ProbeSetup
 from keel.models.fingerprint import effective_weights, fingerprint
 from keel.reference import KINDS, Reference, build_reference
 
-STILL = ("frozen", "adapter_off")
-MOST_UPDATES = 512
-FAR = 1e3  # nats per token: any threshold of a reference that waits for KL is below it
+STILL_KINDS = ("frozen", "adapter_off")
+MAX_UPDATES = 512
+HUGE_KL = 1e3  # nats per token: any threshold of a reference that waits for KL is below it
 
 
-def probe_reference(bench: Bench, thresholds: Thresholds) -> ProbeResult:
+def probe_reference(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     """KL at step 0, then the same on a perturbed policy, then the loop's calls of `update`."""
-    if bench.run.reference is None:
+    if setup.run.reference is None:
         return ProbeResult(
             "reference",
             lines=("no reference is built: kl.beta is 0 and kl.measure_every is 0",),
             unchecked=("reference/*: this run has no reference",),
         )
     figures: dict[str, float] = {}
-    placed = tuple(misplaced(bench))
+    placed = tuple(misplaced(setup))
     if placed:
         return ProbeResult("reference", placed, figures)
-    saved, start = _saved(bench.run.reference), held_fingerprint(bench)
-    findings = at_start(bench, thresholds, figures)
+    saved, start = _saved(setup.run.reference), reference_fingerprint(setup)
+    findings = at_start(setup, thresholds, figures)
     try:
-        findings += _while_policy_moves(bench, thresholds, figures)
-        findings += [] if findings else [*_round_trip(bench, saved, start)]
+        findings += _while_policy_moves(setup, thresholds, figures)
+        findings += [] if findings else [*_round_trip(setup, saved, start)]
     finally:
-        _mend(bench, saved, start)
+        _restore(setup, saved, start)
     line = (
         f"KL to the reference at step 0: {figures['kl_at_start']:.3g} nats per token; policy perturbed: its "
         f"log-probabilities move by {figures['policy_moved']:.3g}, the reference's by {figures['reference_moved']:.3g}"
@@ -56,24 +56,24 @@ def probe_reference(bench: Bench, thresholds: Thresholds) -> ProbeResult:
 
 def devices(model: nn.Module) -> dict[str, int]:
     """How many parameters lie on which device."""
-    places: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        places[str(tensor.device)] = places.get(str(tensor.device), 0) + tensor.numel()
-    return places
+        counts[str(tensor.device)] = counts.get(str(tensor.device), 0) + tensor.numel()
+    return counts
 
 
-def misplaced(bench: Bench) -> Iterator[Finding]:
+def misplaced(setup: ProbeSetup) -> Iterator[Finding]:
     """Everything on one device; a reference that rests elsewhere has to visit for its pass."""
-    assert bench.run.reference is not None
-    with bench.run.reference.model() as held:
-        places = {"policy": devices(bench.policy.model), "reference": devices(held)}
-    if len({place for found_on in places.values() for place in found_on}) <= 1:
+    assert setup.run.reference is not None
+    with setup.run.reference.model() as model:
+        devices_of = {"policy": devices(setup.policy.model), "reference": devices(model)}
+    if len({device for counts in devices_of.values() for device in counts}) <= 1:
         return
     where = "; ".join(
-        f"{who}: " + ", ".join(f"{count:,} numbers on {place}" for place, count in found_on.items())
-        for who, found_on in places.items()
+        f"{who}: " + ", ".join(f"{count:,} numbers on {device}" for device, count in counts.items())
+        for who, counts in devices_of.items()
     )
-    yield found(
+    yield finding(
         "device/placement",
         where,
         "a model loader or a reference of your own leaves a part where it was made",
@@ -84,177 +84,182 @@ def misplaced(bench: Bench) -> Iterator[Finding]:
 # -- while the policy moves ---------------------------------------------------------------------------------------
 
 
-def _while_policy_moves(bench: Bench, thresholds: Thresholds, figures: dict[str, float]) -> list[Finding]:
+def _while_policy_moves(setup: ProbeSetup, thresholds: Thresholds, figures: dict[str, float]) -> list[Finding]:
     """On the perturbed policy: the reference must not follow it, not by scoring and not by `update`."""
-    mask = bench.mask
-    logp, ref, print_before = bench.logp(), reference_logp(bench), held_fingerprint(bench)
+    mask = setup.mask
+    logp, ref, print_before = setup.logp(), reference_logp(setup), reference_fingerprint(setup)
     noise = thresholds["scoring_difference"] + figures["reference_repeats_to"]
-    with bench.perturbed():
-        print_perturbed = held_fingerprint(bench)
-        moved_logp, moved_ref = bench.logp(), reference_logp(bench)
+    with setup.perturbed():
+        print_perturbed = reference_fingerprint(setup)
+        moved_logp, moved_ref = setup.logp(), reference_logp(setup)
         figures["policy_moved"] = largest_gap(logp, moved_logp, mask)
         figures["reference_moved"] = largest_gap(ref, moved_ref, mask)
         figures["kl_perturbed"] = token_kl(moved_logp, moved_ref, mask)
         steady = figures["reference_repeats_to"] <= thresholds["scoring_difference"]  # else its scores tell nothing
         if (steady and figures["reference_moved"] > noise) or print_perturbed != print_before:
-            return [_follows(bench, figures)]
+            return [_follows(setup, figures)]
         for _ in range(2):
-            reference_logp(bench)
-        print_scored = held_fingerprint(bench)
+            reference_logp(setup)
+        print_scored = reference_fingerprint(setup)
         if print_scored != print_perturbed:
-            figures["reference_moved"] = largest_gap(ref, reference_logp(bench), mask)
-            return [_moving(bench, "scoring with it changed its weights", figures)]
-        return _updates(bench, figures, ref, print_scored, thresholds)
+            figures["reference_moved"] = largest_gap(ref, reference_logp(setup), mask)
+            return [_moving(setup, "scoring with it changed its weights", figures)]
+        return _updates(setup, figures, ref, print_scored, thresholds)
 
 
-def held_fingerprint(bench: Bench) -> str:
+def reference_fingerprint(setup: ProbeSetup) -> str:
     """The digest of the weights that the reference's pass uses, not the one that it says it has."""
-    assert bench.run.reference is not None
-    with bench.run.reference.model() as held:
-        return fingerprint(held)
+    assert setup.run.reference is not None
+    with setup.run.reference.model() as model:
+        return fingerprint(model)
 
 
-def shares_trained_weights(bench: Bench) -> bool:
+def shares_trained_weights(setup: ProbeSetup) -> bool:
     """Whether the reference's pass uses a tensor that training changes."""
-    assert bench.run.reference is not None
-    trained = {p.data_ptr() for p in bench.run.optimizer.parameters}
-    with bench.run.reference.model() as held:
-        return any(tensor.data_ptr() in trained for _, tensor in effective_weights(held))
+    assert setup.run.reference is not None
+    trained = {p.data_ptr() for p in setup.run.optimizer.parameters}
+    with setup.run.reference.model() as model:
+        return any(tensor.data_ptr() in trained for _, tensor in effective_weights(model))
 
 
-def _follows(bench: Bench, figures: Mapping[str, float]) -> Finding:
+def _follows(setup: ProbeSetup, figures: Mapping[str, float]) -> Finding:
     evidence = (
         f"noise on the policy's trainable weights moved its log-probabilities by {figures['policy_moved']:.3g} nats "
         f"and the reference's by {figures['reference_moved']:.3g}; KL between them is {figures['kl_perturbed']:.3g}"
     )
-    if not shares_trained_weights(bench):
-        return _moving(bench, "scoring with it changed its weights", figures)
-    if bench.policy.lora is not None:
-        return found(
+    if not shares_trained_weights(setup):
+        return _moving(setup, "scoring with it changed its weights", figures)
+    if setup.policy.lora is not None:
+        return finding(
             "reference/adapter-on",
             evidence,
             "the reference is scored with the policy's adapter on: both are the same model, and the KL stays near 0 "
             "however far the policy goes",
             either(
-                setting("set {}", as_kind(bench.config.to_dict(), "adapter_off")),
+                setting("set {}", as_kind(setup.config.to_dict(), "adapter_off")),
                 "switch the adapter off inside your reference's model()",
             ),
         )
-    return found(
+    return finding(
         "reference/moving",
         evidence,
         "the reference shares its weights with the policy, so every update moves both",
         either(
-            setting("set {}", as_kind(bench.config.to_dict(), "frozen")),
+            setting("set {}", as_kind(setup.config.to_dict(), "frozen")),
             "hold a deep copy of the policy in your reference",
         ),
     )
 
 
-def _moving(bench: Bench, how: str, figures: Mapping[str, float]) -> Finding:
-    return found(
+def _moving(setup: ProbeSetup, how: str, figures: Mapping[str, float]) -> Finding:
+    return finding(
         "reference/moving",
         f"{how}: the reference's log-probabilities moved by {figures['reference_moved']:.3g} nats",
-        f"reference.kind={bench.config.reference.kind} changes without saying so (its kind is "
-        f"{_kind(bench)!r}): the KL is measured from a point that follows the policy",
+        f"reference.kind={setup.config.reference.kind} changes without saying so (its kind is "
+        f"{_kind(setup)!r}): the KL is measured from a point that follows the policy",
         either(
-            setting("set {}", as_kind(bench.config.to_dict(), "frozen")),
+            setting("set {}", as_kind(setup.config.to_dict(), "frozen")),
             "for one that is meant to move use ema, snapshot or kl_triggered",
             joined="; ",
         ),
     )
 
 
-def _kind(bench: Bench) -> str:
-    return str(getattr(bench.run.reference, "kind", bench.config.reference.kind))
+def _kind(setup: ProbeSetup) -> str:
+    assert setup.run.reference is not None
+    return setup.run.reference.kind
 
 
 def _updates(
-    bench: Bench, figures: dict[str, float], ref: Tensor, before: str, thresholds: Thresholds
+    setup: ProbeSetup, figures: dict[str, float], ref: Tensor, before: str, thresholds: Thresholds
 ) -> list[Finding]:
     """Call `update` as the loop would and look at the weights at every doubling of the steps."""
-    reference = bench.run.reference
+    reference = setup.run.reference
     assert reference is not None
-    kind, every = _kind(bench), _parameters(bench).get("every")
+    kind, every = _kind(setup), _parameters(setup).get("every")
     due = kind in ("ema", "snapshot", "kl_triggered") and (every is not None or kind == "kl_triggered")
-    last = (int(every) if every else 1) if due else min(bench.config.run.max_steps, MOST_UPDATES)
-    said = changed = False
+    last = (int(every) if every else 1) if due else min(setup.config.run.max_steps, MAX_UPDATES)
+    reported = changed = False
     step = 0
     for step in range(1, last + 1):
-        kl = FAR if kind == "kl_triggered" or step == last else figures["kl_perturbed"]
-        said = bool(reference.update(bench.policy.model, step, kl)) or said
-        if step & (step - 1) == 0 or step == last or said:
-            changed = held_fingerprint(bench) != before
-        if changed or said:
+        kl = HUGE_KL if kind == "kl_triggered" or step == last else figures["kl_perturbed"]
+        reported = bool(reference.update(setup.policy.model, step, kl)) or reported
+        if step & (step - 1) == 0 or step == last or reported:
+            changed = reference_fingerprint(setup) != before
+        if changed or reported:
             break
     figures["reference_moved_at_step"] = float(step) if changed else 0.0
-    figures["reference_moved"] = largest_gap(ref, reference_logp(bench), bench.mask)
-    if changed and (kind in STILL or not said):
-        return [_moving(bench, f"update() at step {step} changed its weights and returned {said}", figures)]
-    if not changed and (said or due):
+    figures["reference_moved"] = largest_gap(ref, reference_logp(setup), setup.mask)
+    if changed and (kind in STILL_KINDS or not reported):
+        return [_moving(setup, f"update() at step {step} changed its weights and returned {reported}", figures)]
+    if not changed and (reported or due):
         return [
-            found(
+            finding(
                 "reference/moving",
-                f"update() was called up to step {step} and returned {said}; the weights are those of the start",
+                f"update() was called up to step {step} and returned {reported}; the weights are those of the start",
                 f"a reference of kind {kind!r} is meant to move after {last} steps and did not",
                 "check reference.every, reference.threshold, or the update() of your own reference",
             )
         ]
-    return [*_at_once(bench, figures, thresholds)] if changed and step == 1 and kind != "kl_triggered" else []
+    return [*_at_once(setup, figures, thresholds)] if changed and step == 1 and kind != "kl_triggered" else []
 
 
-def _at_once(bench: Bench, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+def _at_once(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
     """A reference that moves at every step must stay behind, or there is nothing left to measure the KL from."""
-    left = token_kl(bench.logp(), reference_logp(bench), bench.mask) / max(figures["kl_perturbed"], 1e-12)
-    figures["kl_left_after_update"] = left
-    if not left < thresholds["reference_follows"]:
+    remaining = token_kl(setup.logp(), reference_logp(setup), setup.mask) / max(figures["kl_perturbed"], 1e-12)
+    figures["kl_left_after_update"] = remaining
+    if not remaining < thresholds["reference_follows"]:
         return
-    yield found(
+    yield finding(
         "reference/follows",
-        f"one update() at step 1 leaves {left:.2g} of the KL between policy and reference",
-        f"reference.kind={bench.config.reference.kind} takes the policy over at every step: the KL stays near 0 "
+        f"one update() at step 1 leaves {remaining:.2g} of the KL between policy and reference",
+        f"reference.kind={setup.config.reference.kind} takes the policy over at every step: the KL stays near 0 "
         "and holds nothing, however far the policy goes",
-        _slower(bench),
+        _slower(setup),
     )
 
 
-def _slower(bench: Bench) -> Advice:
+def _slower(setup: ProbeSetup) -> Advice:
     """Rarer or smaller steps of Keel's own kinds; one that never moves for any."""
-    tree, now = bench.config.to_dict(), _parameters(bench)
-    rarer = {"reference.every": 100} if not is_import_path(bench.config.reference.kind) and "every" in now else {}
+    tree, now = setup.config.to_dict(), _parameters(setup)
+    rarer = {"reference.every": 100} if not is_import_path(setup.config.reference.kind) and "every" in now else {}
     still = setting("{}, which never moves", as_kind(tree, "frozen"))
     return either(setting("set {}", rarer), still)
 
 
-def _parameters(bench: Bench) -> dict[str, Any]:
+def _parameters(setup: ProbeSetup) -> dict[str, Any]:
     """The reference's parameters, its factory's defaults included."""
-    kind, given = bench.config.reference.kind, bench.config.reference.params
-    own = is_import_path(kind)
-    factory: Callable[..., Reference] = import_object(kind, "reference") if own else KINDS[_kind(bench)]
+    config = setup.config.reference
+    users_own = is_import_path(config.kind)
+    factory: Callable[..., Reference] = import_object(config.kind, "reference") if users_own else KINDS[_kind(setup)]
     defaults = inspect.signature(factory).parameters
-    return {**{name: p.default for name, p in defaults.items() if p.default is not p.empty}, **given}
+    return {**{name: p.default for name, p in defaults.items() if p.default is not p.empty}, **config.params}
 
 
-def _round_trip(bench: Bench, saved: Mapping[str, Any] | None, expected: str) -> Iterator[Finding]:
+def _round_trip(setup: ProbeSetup, saved: Mapping[str, Any] | None, expected: str) -> Iterator[Finding]:
     """A reference of one's own, built anew beside a policy that has moved on, must be the saved one after loading."""
-    config = bench.config.reference
+    config = setup.config.reference
     if not is_import_path(config.kind):
         return
     why = "its state_dict() raises" if saved is None else "its state_dict() is empty" if not saved else ""
     if saved:
-        kept = bench.run.reference
+        original = setup.run.reference
         try:
-            with bench.perturbed():
-                bench.run.reference = build_reference(config.kind, bench.policy, **config.params)
-                bench.run.reference.load_state_dict(saved)
-                why = "" if held_fingerprint(bench) == expected else "load_state_dict() does not bring its weights back"
+            with setup.perturbed():
+                setup.run.reference = build_reference(config.kind, setup.policy, **config.params)
+                setup.run.reference.load_state_dict(saved)
+                why = (
+                    ""
+                    if reference_fingerprint(setup) == expected
+                    else "load_state_dict() does not bring its weights back"
+                )
         except Exception as error:  # a user's reference may raise anything
             why = f"load_state_dict() raises {type(error).__name__}"
         finally:
-            bench.run.reference = kept
+            setup.run.reference = original
     if not why:
         return
-    yield found(
+    yield finding(
         "reference/not-saved",
         f"saved, built anew beside a policy that has moved and loaded again, the reference is another one: {why}",
         f"reference.kind={config.kind} does not save its weights: after a resume or a rollback the KL is measured "
@@ -263,18 +268,18 @@ def _round_trip(bench: Bench, saved: Mapping[str, Any] | None, expected: str) ->
     )
 
 
-def _mend(bench: Bench, saved: Mapping[str, Any] | None, expected: str) -> None:
+def _restore(setup: ProbeSetup, saved: Mapping[str, Any] | None, expected: str) -> None:
     """The reference as it was before it was made to move; rebuilt from the policy where it cannot restore itself."""
-    reference, config = bench.run.reference, bench.config.reference
+    reference, config = setup.run.reference, setup.config.reference
     assert reference is not None
     try:
         if saved is not None:
             reference.load_state_dict(saved)
-        whole = held_fingerprint(bench) == expected
+        restored = reference_fingerprint(setup) == expected
     except Exception:  # a user's reference may raise anything
-        whole = False
-    if not whole:
-        bench.run.reference = build_reference(config.kind, bench.policy, **config.params)
+        restored = False
+    if not restored:
+        setup.run.reference = build_reference(config.kind, setup.policy, **config.params)
 
 
 def _saved(reference: Reference) -> Mapping[str, Any] | None:

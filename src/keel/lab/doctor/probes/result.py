@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from keel.base.thresholds import Thresholds
-from keel.lab.doctor.bench import Bench
 from keel.lab.doctor.findings import Finding
+from keel.lab.doctor.setup import ProbeSetup
 
 
 @dataclass(frozen=True)
@@ -21,4 +21,4 @@ class ProbeResult:
     unchecked: tuple[str, ...] = ()
 
 
-Probe = Callable[[Bench, Thresholds], ProbeResult]
+Probe = Callable[[ProbeSetup, Thresholds], ProbeResult]

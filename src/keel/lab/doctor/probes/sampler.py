@@ -13,8 +13,7 @@ from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.advice import either, setting
 from keel.lab.doctor.advice import unfiltered as whole_distribution
-from keel.lab.doctor.bench import Bench
-from keel.lab.doctor.findings import Finding, Severity, found
+from keel.lab.doctor.findings import Finding, Severity, finding
 from keel.lab.doctor.probes.draws import (
     Draws,
     best_temperature,
@@ -25,155 +24,146 @@ from keel.lab.doctor.probes.draws import (
     unfiltered,
     uniform_p_value,
 )
-from keel.lab.doctor.probes.gap import half_scores, in_half, rounding_explains, without_first
+from keel.lab.doctor.probes.gap import bf16_scores, close, largest, rounding_explains, without_first
 from keel.lab.doctor.probes.masks import batch_draws, foreign
-from keel.lab.doctor.probes.noise import DRAWN_AT, noise_findings
+from keel.lab.doctor.probes.noise import NOISE_STEP, noise_findings
 from keel.lab.doctor.probes.result import ProbeResult
+from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout.sampling import SamplingParams
 
-_WANTED = 1500  # tokens
+_TARGET_TOKENS = 1500  # tokens
 _TIMES = 3  # as many where the first ones leave a doubt
 _FURTHER = range(6, 6 + 6 * _TIMES)
 
 
-def probe_sampler(bench: Bench, thresholds: Thresholds) -> ProbeResult:
+def probe_sampler(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     """The gap between the engine's log-probabilities and the policy's, and whether its tokens are the policy's."""
-    drawn = batch_draws(bench).where(~foreign(bench, thresholds))
-    given = drawn.where(~drawn.reported.isnan())
-    plain = unfiltered(bench.sampling)
+    drawn = batch_draws(setup).where(~foreign(setup, thresholds))
+    reported = drawn.where(~drawn.sample_logp.isnan())
+    plain = unfiltered(setup.sampling)
     figures: dict[str, float] = {}
     findings: list[Finding] = []
     unchecked: list[str] = []
-    if not len(given):
+    if not len(reported):
         unchecked.append("sampler/*: the engine reports no log-probabilities")
     else:
-        gap = given.reported - given.logp(plain)
-        figures = {"gap_max": _worst(gap), "gap_mean": float(gap.abs().mean()), "kl_sampler": float(gap.mean())}
-        if not _close(bench, gap, thresholds):
-            findings.append(_reported(bench, given, gap, thresholds))
-            bench.found["sampler mismatch"] = findings[-1].code == "sampler/mismatch"
-    repeated = [*noise_findings(bench, thresholds)]
+        gap = reported.sample_logp - reported.logp(plain)
+        figures = {"gap_max": largest(gap), "gap_mean": float(gap.abs().mean()), "kl_sampler": float(gap.mean())}
+        if not close(setup, gap, thresholds):
+            findings.append(_reported(setup, reported, gap, thresholds))
+            setup.shared["sampler mismatch"] = findings[-1].code == "sampler/mismatch"
+    repeated = [*noise_findings(setup, thresholds)]
     findings += repeated
-    more = _more(bench, thresholds)
-    chance, penalty, odds = _judged(more, bench.sampling)
+    more = _sample_more(setup, thresholds)
+    chance, penalty, odds = _draw_statistics(more, setup.sampling)
     doubt, alarm = thresholds["sampler_doubt"], thresholds["sampler_draws"]
     if chance < doubt or odds > -math.log(doubt):  # a doubt: decide on other draws, and more of them
-        more = _more(bench, thresholds, rounds=_FURTHER)
-        chance, penalty, odds = _judged(more, bench.sampling)
+        more = _sample_more(setup, thresholds, rounds=_FURTHER)
+        chance, penalty, odds = _draw_statistics(more, setup.sampling)
     figures |= {"draws": float(len(more)), "draws_chance": chance, "repetition_odds": odds}
     if any(finding.severity == "error" for finding in repeated):
         unchecked.append("sampler/filter: draws that repeat each other tell nothing of their distribution")
-    elif bench.found.get("chosen actions"):
+    elif setup.shared.get("chosen actions"):
         unchecked.append("sampler/filter: actions are only a part of what was drawn, or more than that (see mask/*)")
     elif chance < alarm or odds > -math.log(alarm):
-        findings.append(_drawn(more, bench.sampling, chance, (penalty, odds), thresholds))
-    elif bench.sampling.filtered:
-        findings.append(_configured(bench, more, thresholds))
+        findings.append(_drawn(more, setup.sampling, chance, (penalty, odds), thresholds))
+    elif setup.sampling.filtered:
+        findings.append(_configured(setup, more, thresholds))
     lines = (
-        f"sampler: {len(given)} log-probabilities within {figures.get('gap_max', 0.0):.2g} nats of the policy's; "
+        f"sampler: {len(reported)} log-probabilities within {figures.get('gap_max', 0.0):.2g} nats of the policy's; "
         f"{len(more)} drawn tokens are the policy's with chance {chance:.2g}",
     )
-    return ProbeResult("sampler", _one_a_code(findings), figures, lines, tuple(unchecked))
+    return ProbeResult("sampler", _one_per_code(findings), figures, lines, tuple(unchecked))
 
 
-def _close(bench: Bench, gap: Tensor, thresholds: Thresholds) -> bool:
-    if in_half(bench):
-        return float(gap.abs().mean()) <= thresholds["scoring_gap_half"]
-    return _worst(gap) <= thresholds["scoring_gap"]
-
-
-def _worst(gap: Tensor) -> float:
-    return float(gap.abs().nan_to_num(torch.inf).max()) if len(gap) else 0.0
-
-
-def _one_a_code(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+def _one_per_code(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """What is reported and what is drawn often have one cause: it is named once."""
     return tuple({finding.code: finding for finding in reversed(findings)}.values())[::-1]
 
 
-def _judged(more: Draws, sampling: SamplingParams) -> tuple[float, float, float]:
+def _draw_statistics(more: Draws, sampling: SamplingParams) -> tuple[float, float, float]:
     """The chance of these draws under the policy; the likeliest repetition penalty and the odds for it in nats."""
     return uniform_p_value(tail_masses(more, sampling)), *repetition_penalty(more, sampling)
 
 
-def _more(bench: Bench, thresholds: Thresholds, rounds: range = range(6)) -> Draws:
-    """Enough tokens beside the bench's own to tell two distributions apart; other rounds draw other ones."""
+def _sample_more(setup: ProbeSetup, thresholds: Thresholds, rounds: range = range(6)) -> Draws:
+    """Enough tokens beside the batch's own to tell two distributions apart; other rounds draw other ones."""
     groups: list[Group] = []
-    kept = foreign(bench, thresholds)
-    wanted = _WANTED * (1 if rounds.start == 0 else _TIMES)
-    length = max(1, int(bench.mask.sum()) // len(bench.mask))
-    count = min(64, max(8, -(-_WANTED // (4 * length))))
-    wide = replace(bench.sampling, num_generations=count)
+    excluded = foreign(setup, thresholds)
+    target = _TARGET_TOKENS * (1 if rounds.start == 0 else _TIMES)
+    length = max(1, int(setup.mask.sum()) // len(setup.mask))
+    count = min(64, max(8, -(-_TARGET_TOKENS // (4 * length))))
+    wide = replace(setup.sampling, num_generations=count)
     total = 0
     for number in rounds:
-        step = DRAWN_AT + number
-        problems = bench.run.task.sample(4, seed=bench.config.run.seed, step=step)
-        groups += bench.collect(problems, step=step, sampling=wide)
+        step = NOISE_STEP + number
+        problems = setup.run.task.sample(4, seed=setup.config.run.seed, step=step)
+        groups += setup.collect(problems, step=step, sampling=wide)
         total = sum(sum(c.action) for group in groups for c in group.completions)
-        if total >= wanted:
+        if total >= target:
             break
-    fresh = draws(bench, groups)
-    if not bool(kept.any()):
+    fresh = draws(setup, groups)
+    if not bool(excluded.any()):
         return fresh
-    known = set(batch_draws(bench).tokens[kept].tolist())  # leave out what looks like the foreign text
-    return fresh.where(torch.tensor([int(t) not in known for t in fresh.tokens], device=fresh.tokens.device))
+    excluded_tokens = set(batch_draws(setup).tokens[excluded].tolist())  # leave out what looks like the foreign text
+    return fresh.where(torch.tensor([int(t) not in excluded_tokens for t in fresh.tokens], device=fresh.tokens.device))
 
 
-def _reported(bench: Bench, given: Draws, gap: Tensor, thresholds: Thresholds) -> Finding:
+def _reported(setup: ProbeSetup, reported: Draws, gap: Tensor, thresholds: Thresholds) -> Finding:
     """Recompute the reported log-probabilities under each hypothesis; the first that closes the gap is the cause."""
-    plain = unfiltered(bench.sampling)
+    plain = unfiltered(setup.sampling)
     size = (
-        f"the engine's log-probabilities are off by up to {_worst(gap):.3g} nats ({float(gap.abs().mean()):.3g} mean)"
+        f"the engine's log-probabilities are off by up to {largest(gap):.3g} nats ({float(gap.abs().mean()):.3g} mean)"
     )
     limit = max(0.02 * float(gap.abs().mean()), 1e-4)
 
     def residual(params: SamplingParams) -> float:
-        return float((given.reported - given.logp(params)).abs().nan_to_num(torch.inf).mean())
+        return float((reported.sample_logp - reported.logp(params)).abs().nan_to_num(torch.inf).mean())
 
     for temperature in (1.0, best_temperature(plain, residual)):
         if residual(replace(plain, temperature=temperature)) <= limit:
-            return found(
+            return finding(
                 "sampler/temperature",
                 f"{size}; it closes at temperature {temperature:.3g}, rollout.temperature is {plain.temperature:g}",
                 "the engine reports log-probabilities that are not at the sampling temperature",
                 "let the engine return log_softmax(logits / temperature) of the drawn token (vLLM: "
                 "logprobs_mode=processed_logprobs)",
             )
-    for name, params in filters(bench.sampling):
+    for name, params in filters(setup.sampling):
         if residual(params) <= limit:
-            return found(
+            return finding(
                 "sampler/filter",
                 f"{size}; the gap closes under {name}",
                 "the engine reports log-probabilities after filtering, the trainer computes them before",
                 either(
                     "let sample_logp be the unfiltered one",
-                    setting("set {}", whole_distribution(bench.config.to_dict())),
+                    setting("set {}", whole_distribution(setup.config.to_dict())),
                     joined=", and ",
                 ),
             )
-    if len(given) == len(bench.mask[bench.mask]) and _after_shorter(bench, given, limit):
-        return found(
+    if len(reported) == len(setup.mask[setup.mask]) and _after_shorter(setup, reported, limit):
+        return finding(
             "sampler/mismatch",
             f"{size}; the gap closes when each prompt loses its first token",
             "the engine shortens or shifts the prompt: it continues another text than the trainer scores",
             "give the engine Request.tokens as they are, never decoded and encoded again, with nothing cut off",
         )
-    rounded = (half_scores(bench) - bench.witness())[bench.mask]
-    half = float(rounded.abs().mean())
+    rounded = (bf16_scores(setup) - setup.forward_logp())[setup.mask]
+    rounding = float(rounded.abs().mean())
     alike = rounding_explains(gap, rounded, thresholds) if len(gap) == len(rounded) else None
-    if alike or (alike is None and float(gap.abs().mean()) <= thresholds["precision_times"] * half):
+    if alike or (alike is None and float(gap.abs().mean()) <= thresholds["precision_times"] * rounding):
         kl = float((gap.exp() - 1 - gap).mean())
         worth = kl > thresholds["sampler_kl_warning"]
-        return found(
+        return finding(
             "sampler/precision",
-            f"{size}, KL about {kl:.2g} nats per token; bfloat16 alone gives a gap of {half:.3g} on average",
+            f"{size}, KL about {kl:.2g} nats per token; bfloat16 alone gives a gap of {rounding:.3g} on average",
             "sampler and trainer run the same weights in different precision or kernels",
             "run the engine in the trainer's type, or keep loss.mismatch on",
             severity="warning" if worth else "note",
         )
-    return found(
+    return finding(
         "sampler/mismatch",
-        size + _pattern(given, plain),
+        size + _pattern(reported, plain),
         "what the engine reports is not the policy's log-probability of the drawn token: neither temperature, filters "
         "nor precision explains it",
         "check the engine's log-probabilities (natural logarithm, the drawn token's own, not shifted, the "
@@ -181,26 +171,26 @@ def _reported(bench: Bench, given: Draws, gap: Tensor, thresholds: Thresholds) -
     )
 
 
-def _pattern(given: Draws, plain: SamplingParams) -> str:
-    """What the reported numbers look like, in words."""
-    true = given.logp(plain)
-    if bool((given.reported == 0).all()):
+def _pattern(reported: Draws, plain: SamplingParams) -> str:
+    """What the reported numbers look like, as text."""
+    true = reported.logp(plain)
+    if bool((reported.sample_logp == 0).all()):
         return "; all of them are 0"
-    factor = float((given.reported * true).sum() / true.square().sum().clamp_min(1e-12))
-    if float((given.reported - factor * true).abs().mean()) <= 0.01 * float(true.abs().mean()):
+    factor = float((reported.sample_logp * true).sum() / true.square().sum().clamp_min(1e-12))
+    if float((reported.sample_logp - factor * true).abs().mean()) <= 0.01 * float(true.abs().mean()):
         return f"; they are {factor:.3g} times the right ones"
     for shift, where in ((1, "next"), (-1, "previous")):
         neighbour = true.roll(-shift)
-        same = given.row == given.row.roll(-shift)
-        if bool(same.any()) and float((given.reported - neighbour)[same].abs().mean()) <= 1e-3:
+        same = reported.row == reported.row.roll(-shift)
+        if bool(same.any()) and float((reported.sample_logp - neighbour)[same].abs().mean()) <= 1e-3:
             return f"; they are those of the {where} token"
     return ""
 
 
-def _after_shorter(bench: Bench, given: Draws, limit: float) -> bool:
+def _after_shorter(setup: ProbeSetup, reported: Draws, limit: float) -> bool:
     """Whether what was reported is the policy's after prompts without their first token."""
-    shorter = bench.witness(without_first(bench.groups))[bench.mask].double()
-    return float((given.reported - shorter).abs().mean()) <= limit
+    shorter = setup.forward_logp(without_first(setup.groups))[setup.mask].double()
+    return float((reported.sample_logp - shorter).abs().mean()) <= limit
 
 
 def _drawn(
@@ -221,12 +211,12 @@ def _drawn(
     code, name, best = min(candidates, key=lambda entry: unlikelihood(entry[2]))
     share = uniform_p_value(tail_masses(more, best))
     penalty, odds = repeats
-    held = more.penalized(plain, penalty)
-    if odds > -math.log(thresholds["sampler_draws"]) and _unlikelihood(held, plain) < unlikelihood(best):
-        return found(
+    penalized = more.penalized(plain, penalty)
+    if odds > -math.log(thresholds["sampler_draws"]) and _unlikelihood(penalized, plain) < unlikelihood(best):
+        return finding(
             "sampler/filter",
             f"{size}; a repetition penalty of {penalty:g} explains them e^{odds:.3g} times as well (chance "
-            f"{uniform_p_value(tail_masses(held, plain)):.2g})",
+            f"{uniform_p_value(tail_masses(penalized, plain)):.2g})",
             "the engine makes tokens less likely that stand in the prompt or were written before, so that the samples "
             "are not the policy's",
             "set the engine's repetition, presence and frequency penalties to none (repetition_penalty=1)",
@@ -234,14 +224,16 @@ def _drawn(
     if share > thresholds["sampler_explained"] or (
         unlikelihood(best) < unlikelihood(sampling) and code == "sampler/filter"
     ):
-        told = f"rollout says temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}"
-        return found(
+        configured = (
+            f"rollout says temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}"
+        )
+        return finding(
             code,
-            f"{size}; {name} explains them (chance {share:.2g}), while {told}",
+            f"{size}; {name} explains them (chance {share:.2g}), while {configured}",
             "the engine samples otherwise than it is told, so that the samples are not the policy's",
             "pass rollout.temperature, top_p, top_k and min_p on to the engine as they are",
         )
-    return found(
+    return finding(
         "sampler/mismatch",
         f"{size}; no temperature and no filter explains them",
         "the engine does not sample from this policy: other weights, another prompt, or its own way of drawing",
@@ -253,23 +245,23 @@ def _unlikelihood(drawn: Draws, params: SamplingParams) -> float:
     return -float(drawn.logp(params).nan_to_num(neginf=-1e9).sum())
 
 
-def _configured(bench: Bench, more: Draws, thresholds: Thresholds) -> Finding:
+def _configured(setup: ProbeSetup, more: Draws, thresholds: Thresholds) -> Finding:
     """Filters that the configuration itself asks for: the samples are not the policy's own."""
-    sampling = bench.sampling
+    sampling = setup.sampling
     lost = more.logp(sampling) - more.logp(unfiltered(sampling))
     kl = float(lost[torch.isfinite(lost)].mean())
-    return found(
+    return finding(
         "sampler/filter",
         f"rollout.top_p={sampling.top_p:g}, top_k={sampling.top_k}, min_p={sampling.min_p:g} cut off "
         f"{100 * (1 - float((-lost).exp().mean())):.1f} % of the probability on average: KL(sampler‖policy) is "
         f"{kl:.3g} nats per token",
         "completions come from the filtered distribution, ratios and KL are of the unfiltered policy",
-        setting("set {} for training", whole_distribution(bench.config.to_dict())),
-        severity=_worth(kl, thresholds),
+        setting("set {} for training", whole_distribution(setup.config.to_dict())),
+        severity=_severity(kl, thresholds),
     )
 
 
-def _worth(kl: float, thresholds: Thresholds) -> Severity:
+def _severity(kl: float, thresholds: Thresholds) -> Severity:
     if kl > thresholds["sampler_kl_error"]:
         return "error"
     return "warning" if kl > thresholds["sampler_kl_warning"] else "note"

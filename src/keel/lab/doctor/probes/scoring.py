@@ -1,4 +1,4 @@
-"""Does scoring give each token the policy's log-probability: always the same, in any company, at the right place?"""
+"""Does scoring give each token the policy's log-probability: always the same, in any batch, at the right position?"""
 
 from __future__ import annotations
 
@@ -11,100 +11,104 @@ from torch import Tensor
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import changes, either, setting
-from keel.lab.doctor.bench import Bench
-from keel.lab.doctor.findings import Finding, found
+from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.gap import (
     Gap,
-    alone_scores,
     average,
-    close,
+    bf16_scores,
     ended_early,
     fitting_temperature,
-    half_scores,
-    in_company,
+    forward_logp_at,
     largest,
-    one_place_off,
     other_positions,
+    padded_scores,
     rounding_explains,
     scaled,
+    shifted_scores,
     shortened,
-    witness_at,
+    unbatched_scores,
 )
 from keel.lab.doctor.probes.gradient import gradient_findings
 from keel.lab.doctor.probes.masks import is_blind
-from keel.lab.doctor.probes.modes import drops, in_mode, no_dropout, without_dropout
+from keel.lab.doctor.probes.modes import eval_mode, is_active_dropout, no_dropout, without_dropout
 from keel.lab.doctor.probes.result import ProbeResult
+from keel.lab.doctor.setup import ProbeSetup
 
 
-def probe_scoring(bench: Bench, thresholds: Thresholds) -> ProbeResult:
+def probe_scoring(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     """Two passes against each other, then one pass against the model's own unpadded forward."""
-    exists = _exists(bench)
+    completion_mask = _completion_mask(setup)
     passes: list[Tensor] = []
-    for way in (bench.witness, bench.logp, bench.logp):  # the model's own first: Keel's pass refuses such a model
-        passes.append(way())
-        broken = int((~torch.isfinite(passes[-1][exists])).sum())
+    for score in (
+        setup.forward_logp,
+        setup.logp,
+        setup.logp,
+    ):  # the model's own first: Keel's pass refuses such a model
+        passes.append(score())
+        broken = int((~torch.isfinite(passes[-1][completion_mask])).sum())
         if broken:
-            return ProbeResult("scoring", (_not_finite(bench, broken, int(exists.sum())),))
-    witness, first, second = passes
-    apart = largest(first - second, exists)
+            return ProbeResult("scoring", (_not_finite(setup, broken, int(completion_mask.sum())),))
+    forward_logp, first, second = passes
+    apart = largest((first - second)[completion_mask])
     figures = {"passes_apart": apart}
     if not apart <= thresholds["scoring_difference"]:
-        return ProbeResult("scoring", (_unsteady(bench, apart, thresholds),), figures)
-    unsteady = largest(witness - bench.witness(), exists)
-    figures["witness_apart"] = unsteady
+        return ProbeResult("scoring", (_unsteady(setup, apart, thresholds),), figures)
+    unsteady = largest((forward_logp - setup.forward_logp())[completion_mask])
+    figures["forward_apart"] = unsteady
     if not unsteady <= thresholds["scoring_difference"]:
-        return ProbeResult("scoring", (_unsteady(bench, unsteady, thresholds),), figures)
-    gap = Gap(bench, bench.logp, first, witness, exists, thresholds)
+        return ProbeResult("scoring", (_unsteady(setup, unsteady, thresholds),), figures)
+    gap = Gap(setup, setup.logp, first, forward_logp, completion_mask, thresholds)
     if not gap.broken(first):
-        gap = replace(gap, way=lambda: in_company(bench), scored=in_company(bench))
+        gap = replace(gap, rescore=lambda: padded_scores(setup), scored=padded_scores(setup))
     figures |= {"gap_max": gap.worst(gap.scored), "gap_mean": gap.mean(gap.scored)}
     lines = (f"scoring: largest difference from the model's own forward {figures['gap_max']:.2g} nats",)
     if not gap.broken(gap.scored):
-        return ProbeResult("scoring", tuple(gradient_findings(bench, figures, thresholds)), figures, lines)
+        return ProbeResult("scoring", tuple(gradient_findings(setup, figures, thresholds)), figures, lines)
     return ProbeResult("scoring", tuple(_explained(gap)), figures, lines)
 
 
-def _exists(bench: Bench) -> Tensor:
-    counts = torch.tensor([len(c.tokens) for c in bench.batch.completions], device=bench.mask.device)
-    return torch.arange(bench.batch.width, device=bench.mask.device) < counts[:, None]
+def _completion_mask(setup: ProbeSetup) -> Tensor:
+    counts = torch.tensor([len(c.tokens) for c in setup.batch.completions], device=setup.mask.device)
+    return torch.arange(setup.batch.width, device=setup.mask.device) < counts[:, None]
 
 
-def _not_finite(bench: Bench, broken: int, total: int) -> Finding:
-    weights = [name for name, p in bench.policy.model.named_parameters() if not bool(torch.isfinite(p).all())]
+def _not_finite(setup: ProbeSetup, broken: int, total: int) -> Finding:
+    weights = [name for name, p in setup.policy.model.named_parameters() if not bool(torch.isfinite(p).all())]
     cause = f"the weights themselves are not finite: {', '.join(weights[:3])}" if weights else "a pass overflows"
-    return found(
+    return finding(
         "scoring/non-finite",
         f"{broken} of {total} log-probabilities are NaN or infinite before any update",
         cause,
         "load whole weights in model.name"
         if weights
         else either(
-            setting("set {}", changes(bench.config.to_dict(), {"model.dtype": "float32"})), "mend model.scorer"
+            setting("set {}", changes(setup.config.to_dict(), {"model.dtype": "float32"})), "mend model.scorer"
         ),
     )
 
 
-def _unsteady(bench: Bench, apart: float, thresholds: Thresholds) -> Finding:
+def _unsteady(setup: ProbeSetup, apart: float, thresholds: Thresholds) -> Finding:
     """Which switch makes two passes agree: evaluation mode, or dropout taken out of torch itself."""
-    exists, limit = _exists(bench), thresholds["scoring_difference"]
-    active = [name for name, module in bench.policy.model.named_modules() if drops(module)]
-    ways: tuple[tuple[str, Callable[[], Any]], ...] = (
-        ("evaluation mode", lambda: in_mode(bench.policy.model, training=False)),
+    completion_mask, limit = _completion_mask(setup), thresholds["scoring_difference"]
+    active = [name for name, module in setup.policy.model.named_modules() if is_active_dropout(module)]
+    switches: tuple[tuple[str, Callable[[], Any]], ...] = (
+        ("evaluation mode", lambda: eval_mode(setup.policy.model)),
         ("dropout replaced by the identity", without_dropout),
     )
-    for way, context in ways:
+    for switch, context in switches:
         with context():
-            again = largest(bench.logp() - bench.logp(), exists)
+            again = largest((setup.logp() - setup.logp())[completion_mask])
         if again <= limit:
             named = f"; active dropout layers: {', '.join(active[:3])}" if active else ""
-            return found(
+            return finding(
                 "scoring/dropout",
-                f"two passes over the same tokens differ by up to {apart:.3g} nats, with {way} by {again:.1g}{named}",
+                f"two passes over the same tokens differ by up to {apart:.3g} nats, with {switch} by "
+                f"{again:.1g}{named}",
                 "dropout (or another layer that acts in training mode only) is on where log-probabilities are taken, "
                 "and off in the reference and the sampler",
-                no_dropout(bench.config),
+                no_dropout(setup.config),
             )
-    return found(
+    return finding(
         "scoring/nondeterministic",
         f"two passes over the same tokens differ by up to {apart:.3g} nats, in evaluation mode too",
         "a kernel, the model or model.scorer draws random numbers or depends on what ran before",
@@ -115,23 +119,23 @@ def _unsteady(bench: Bench, apart: float, thresholds: Thresholds) -> Finding:
 
 def _explained(gap: Gap) -> Iterator[Finding]:
     """Recompute under each hypothesis and name the first that closes the gap."""
-    bench, scored = gap.bench, gap.scored
+    setup, scored = gap.setup, gap.scored
     size = f"training's log-probabilities are off by up to {gap.worst(scored):.3g} nats ({gap.mean(scored):.3g} mean)"
-    if is_blind(bench, gap.thresholds):
+    if is_blind(setup, gap.thresholds):
         return  # the masks probe has named it, and it explains the gap
-    with in_mode(bench.policy.model, training=False):
-        calm = gap.way()
-    if not gap.broken(calm):
-        yield found(
+    with eval_mode(setup.policy.model):
+        eval_scores = gap.rescore()
+    if not gap.broken(eval_scores):
+        yield finding(
             "scoring/dropout",
-            f"{size} in training mode and by {gap.worst(calm):.1g} in evaluation mode",
+            f"{size} in training mode and by {gap.worst(eval_scores):.1g} in evaluation mode",
             "a layer that acts only in training mode is on while log-probabilities are computed",
-            no_dropout(bench.config),
+            no_dropout(setup.config),
         )
         return
-    alone = alone_scores(bench)
+    alone = unbatched_scores(setup)
     if not gap.broken(alone):
-        yield found(
+        yield finding(
             "scoring/positions",
             f"{size} in a batch and by {gap.worst(alone):.1g} when each completion is scored alone, without padding",
             "padding moves the real tokens: position ids count it (left padding), or attention sees it",
@@ -139,11 +143,11 @@ def _explained(gap: Gap) -> Iterator[Finding]:
         )
         return
     for shift in (-1, 1):
-        moved = one_place_off(bench, shift)
-        if not close(bench, scored - moved, gap.exists & (moved != 0), gap.thresholds):
+        moved = shifted_scores(setup, shift)
+        if not gap.close(scored - moved, gap.completion_mask & (moved != 0)):
             continue
         where = "after" if shift > 0 else "before"
-        yield found(
+        yield finding(
             "scoring/shifted",
             f"{size}; they equal the log-probabilities taken from the logits one place {where} the right one",
             "logits and tokens are misaligned by one: logits at place i belong to token i + 1",
@@ -152,44 +156,46 @@ def _explained(gap: Gap) -> Iterator[Finding]:
         return
     temperature = fitting_temperature(gap)
     if temperature is not None:
-        yield found(
+        yield finding(
             "scoring/temperature",
-            f"{size}; the gap closes at temperature {temperature:.3g}, sampling has {bench.temperature:g}",
+            f"{size}; the gap closes at temperature {temperature:.3g}, sampling has {setup.temperature:g}",
             "model.scorer does not divide the logits by the temperature it is given",
             "compute log_softmax(logits / temperature) in model.scorer",
         )
         return
     for name, positions in other_positions().items():
-        if not close(bench, scored - witness_at(bench, positions), gap.exists, gap.thresholds):
+        if not gap.close(scored - forward_logp_at(setup, positions)):
             continue
-        yield found(
+        yield finding(
             "scoring/positions",
             f"{size}; the gap closes with {name}",
             "the position ids of the training pass are not those of the text",
             "give position_ids 0, 1, 2, … over prompt and completion",
         )
         return
-    told = ended_early(gap) or shortened(gap)
-    if told is not None:
-        yield found(
+    shifted = ended_early(gap) or shortened(gap)
+    if shifted is not None:
+        yield finding(
             "scoring/shifted",
-            f"{size}; {told[0]}",
-            told[1],
+            f"{size}; {shifted[0]}",
+            shifted[1],
             "score every token of the completion in the context of the whole prompt: logits[:, :-1] with "
             "tokens[:, 1:], and rows.completion for the completion's part",
         )
         return
-    half = half_scores(bench) - gap.witness
-    if rounding_explains((scored - gap.witness)[gap.exists], half[gap.exists], gap.thresholds):
-        yield found(
+    rounding = bf16_scores(setup) - gap.forward_logp
+    if rounding_explains(
+        (scored - gap.forward_logp)[gap.completion_mask], rounding[gap.completion_mask], gap.thresholds
+    ):
+        yield finding(
             "sampler/precision",
-            f"{size}; the same forward in bfloat16 is off by {average(half, gap.exists):.3g} on average",
+            f"{size}; the same forward in bfloat16 is off by {average(rounding[gap.completion_mask]):.3g} on average",
             "model.scorer computes in half precision, the sampler in the weights' own",
             "compute the log-softmax in fp32: logits.float() before log_softmax",
             severity="warning" if gap.mean(scored) < gap.thresholds["precision_error"] else "error",
         )
         return
-    yield found(
+    yield finding(
         "scoring/mismatch",
         size + scaled(gap),
         "what training takes for log π(token) is something else: none of dropout, padding, shift, temperature, "

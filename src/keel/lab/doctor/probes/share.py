@@ -8,64 +8,64 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keel.lab.doctor.bench import Bench
+from keel.lab.doctor.setup import ProbeSetup
 from keel.losses import global_denominators, objective
 from keel.trainer.batch import StepBatch, score_micro, score_policy, score_reference
 from keel.trainer.step import penalize_rewards, sampled_kl, with_advantages
 
 
 @dataclass(frozen=True)
-class Norms:
+class GradientNorms:
     """Sizes of the two gradients, the KL's at β = 1."""
 
     policy: float
     kl: float
 
     def share(self, beta: float) -> float:
-        whole = self.policy + beta * self.kl
-        return beta * self.kl / whole if whole > 0 else 0.0
+        total = self.policy + beta * self.kl
+        return beta * self.kl / total if total > 0 else 0.0
 
     def beta_for(self, share: float) -> float | None:
         """The β at which KL is that share of the gradient; None where one of the two is zero."""
         return share / (1 - share) * self.policy / self.kl if self.policy > 0 and self.kl > 0 else None
 
     def figures(self, beta: float, shares: Sequence[float]) -> dict[str, float]:
-        wanted = {f"beta_for_{share:.0%}": self.beta_for(share) for share in shares}
-        found = {"gradient_policy": self.policy, "gradient_kl": self.kl, "gradient_share": self.share(beta)}
-        return found | {name: value for name, value in wanted.items() if value is not None}
+        betas = {f"beta_for_{share:.0%}": self.beta_for(share) for share in shares}
+        figures = {"gradient_policy": self.policy, "gradient_kl": self.kl, "gradient_share": self.share(beta)}
+        return figures | {name: value for name, value in betas.items() if value is not None}
 
     def line(self, beta: float, shares: Sequence[float], kl: float) -> str:
         if self.beta_for(0.5) is None:
             nothing = "the rewards do not differ" if self.policy == 0 else "the KL term has no gradient"
             return f"the KL's share of the gradient cannot be told: {nothing}"
-        wanted = ", ".join(f"{self.beta_for(share):.2g} for {share:.0%}" for share in shares)
+        betas = ", ".join(f"{self.beta_for(share):.2g} for {share:.0%}" for share in shares)
         return (
             f"KL is {self.share(beta):.1%} of the gradient at kl.beta={beta:g} and {kl:.2g} nats per token; "
-            f"kl.beta would be {wanted}"
+            f"kl.beta would be {betas}"
         )
 
 
-def gradient_norms(bench: Bench) -> Norms:
+def gradient_norms(setup: ProbeSetup) -> GradientNorms:
     """Norms over the trained weights as they are now (perturbed: at step 0 the KL has no gradient)."""
-    batch = score_policy(score_reference(bench.batch, bench.run), bench.run)
-    warm = bench.run.reward.warmup_steps
-    with_policy = with_advantages(batch, bench.run, warm)
-    still = batch.with_rows(advantages=torch.zeros_like(bench.batch.rows.rewards))  # type: ignore[arg-type]
-    if bench.run.kl.placement == "reward":
-        still = still.with_rows(kl_advantages=_in_reward(bench, replace(batch, kl=sampled_kl(batch, bench.run))))
-    return Norms(_norm(bench, with_policy, 0.0), _norm(bench, still, 1.0))
+    batch = score_policy(score_reference(setup.batch, setup.run), setup.run)
+    warm = setup.run.reward.warmup_steps
+    with_policy = with_advantages(batch, setup.run, warm)
+    still = batch.with_rows(advantages=torch.zeros_like(setup.batch.rows.rewards))  # type: ignore[arg-type]
+    if setup.run.kl.placement == "reward":
+        still = still.with_rows(kl_advantages=_in_reward(setup, replace(batch, kl=sampled_kl(batch, setup.run))))
+    return GradientNorms(_norm(setup, with_policy, 0.0), _norm(setup, still, 1.0))
 
 
-def _in_reward(bench: Bench, batch: StepBatch) -> Tensor:
-    """What a KL in the reward adds to the advantages, divided as the step divides it, for each unit of β."""
-    beta = bench.full_beta or 1.0
-    shaped = with_advantages(penalize_rewards(batch, bench.run, beta), bench.run, bench.run.reward.warmup_steps)
+def _in_reward(setup: ProbeSetup, batch: StepBatch) -> Tensor:
+    """What KL in the reward adds to the advantages, divided as the step divides it, for each unit of β."""
+    beta = setup.full_beta or 1.0
+    shaped = with_advantages(penalize_rewards(batch, setup.run, beta), setup.run, setup.run.reward.warmup_steps)
     assert shaped.rows.kl_advantages is not None
     return shaped.rows.kl_advantages / beta
 
 
-def _norm(bench: Bench, batch: StepBatch, beta: float) -> float:
-    run = bench.run
+def _norm(setup: ProbeSetup, batch: StepBatch, beta: float) -> float:
+    run = setup.run
     loss = run.loss.model_copy(update={"entropy_coef": 0.0})
     counts = global_denominators(batch.rows, run.rollout.max_completion_length)
     for micro in batch.micros:

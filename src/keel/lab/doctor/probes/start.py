@@ -13,28 +13,27 @@ from keel.config import Config
 from keel.kl import k3
 from keel.lab.doctor.advice import changes, either, setting
 from keel.lab.doctor.advice import reference as as_kind
-from keel.lab.doctor.bench import Bench
-from keel.lab.doctor.findings import Advice, Finding, found
-from keel.lab.doctor.probes.modes import no_dropout
+from keel.lab.doctor.findings import Advice, Finding, finding
+from keel.lab.doctor.probes.modes import eval_mode, no_dropout
 from keel.lab.doctor.probes.states import policy_states, reference_states
+from keel.lab.doctor.setup import ProbeSetup
 from keel.models.fingerprint import effective_weights
-from keel.models.head import evaluating
 from keel.models.lora import adapter_is_zero
 from keel.trainer.batch import score_micro, stitch
 
 
 def not_trained(config: Config) -> Advice:
     """The reference that Keel makes from the policy as it starts."""
-    own = setting("set {} (frozen, or adapter_off under LoRA)", as_kind(config.to_dict(), "auto"))
-    return own if str(own) else Advice("load one checkpoint for both")
+    advice = setting("set {} (frozen, or adapter_off under LoRA)", as_kind(config.to_dict(), "auto"))
+    return advice if str(advice) else Advice("load one checkpoint for both")
 
 
 @dataclass(frozen=True)
-class Difference:
+class WeightDifference:
     """How the weights of two models differ: sizes, tensors that differ, and the largest difference."""
 
     policy_size: int
-    held_size: int
+    reference_size: int
     compared: int
     differing: tuple[str, ...]
     largest: float
@@ -45,27 +44,31 @@ class Difference:
         return self.compared > 0 and not self.differing
 
 
-def compare_weights(policy: Mapping[str, Tensor], held: Mapping[str, Tensor], *, fresh: bool = True) -> Difference:
+def compare_weights(
+    policy: Mapping[str, Tensor], reference: Mapping[str, Tensor], *, fresh: bool = True
+) -> WeightDifference:
     """The weights in effect by name. A `fresh` adapter changes nothing yet, so that it may be missing."""
-    common = [name for name in policy if name in held]
+    common = [name for name in policy if name in reference]
     differing, largest = [], 0.0
     for name in common:
-        mine, theirs = policy[name].detach(), held[name].detach()
+        mine, theirs = policy[name].detach(), reference[name].detach()
         if mine is theirs or (mine.shape == theirs.shape and torch.equal(mine, theirs.to(mine))):
             continue
         differing.append(name)
         if mine.shape == theirs.shape:
             largest = max(largest, (mine.float() - theirs.to(mine.device).float()).abs().max().item())
     missing = [
-        name for name in (*policy, *held) if (name in policy) != (name in held) and not (fresh and _adapter(name))
+        name
+        for name in (*policy, *reference)
+        if (name in policy) != (name in reference) and not (fresh and _adapter(name))
     ]
-    return Difference(
+    return WeightDifference(
         sum(tensor.numel() for name, tensor in policy.items() if not _adapter(name)),
-        sum(tensor.numel() for name, tensor in held.items() if not _adapter(name)),
+        sum(tensor.numel() for name, tensor in reference.items() if not _adapter(name)),
         len(common),
         (*differing, *sorted(missing)),
         largest,
-        (_dtype(policy), _dtype(held)),
+        (_dtype(policy), _dtype(reference)),
     )
 
 
@@ -97,71 +100,71 @@ def sums_against_means(first: Tensor, second: Tensor, mask: Tensor) -> bool:
     return bool(where.any()) and (torch.allclose(a * n, b, rtol=1e-3) or torch.allclose(b * n, a, rtol=1e-3))
 
 
-def reference_logp(bench: Bench) -> Tensor:
-    ref = bench.ref_logp()
+def reference_logp(setup: ProbeSetup) -> Tensor:
+    ref = setup.ref_logp()
     assert ref is not None
     return ref
 
 
-def _training_logp(bench: Bench) -> Tensor:
+def _training_logp(setup: ProbeSetup) -> Tensor:
     """The policy's log-probabilities by the very pass that trains, its graph included."""
-    batch = bench.batch
-    return stitch((score_micro(micro, batch, bench.run).logp for micro in batch.micros), batch.width)
+    batch = setup.batch
+    return stitch((score_micro(micro, batch, setup.run).logp for micro in batch.micros), batch.width)
 
 
-def at_start(bench: Bench, thresholds: Thresholds, figures: dict[str, float]) -> list[Finding]:
-    assert bench.run.reference is not None
-    mine = dict(effective_weights(bench.policy.model))
-    fresh = bench.policy.lora is None or adapter_is_zero(bench.policy.model)
-    with bench.run.reference.model() as held:
-        difference = compare_weights(mine, dict(effective_weights(held)), fresh=fresh)
-        training = held.training
-    logp, ref, again = _training_logp(bench), reference_logp(bench), reference_logp(bench)
-    with evaluating(bench.policy.model), torch.enable_grad():
-        still = _training_logp(bench)
-    mask = bench.mask
+def at_start(setup: ProbeSetup, thresholds: Thresholds, figures: dict[str, float]) -> list[Finding]:
+    assert setup.run.reference is not None
+    mine = dict(effective_weights(setup.policy.model))
+    fresh = setup.policy.lora is None or adapter_is_zero(setup.policy.model)
+    with setup.run.reference.model() as model:
+        difference = compare_weights(mine, dict(effective_weights(model)), fresh=fresh)
+        training = model.training
+    logp, ref, again = _training_logp(setup), reference_logp(setup), reference_logp(setup)
+    with eval_mode(setup.policy.model):
+        still = _training_logp(setup)
+    mask = setup.mask
     figures["kl_at_start"] = token_kl(logp, ref, mask)
     figures["kl_at_start_evaluation_mode"] = token_kl(still, ref, mask)
     figures["sums_against_means"] = float(sums_against_means(logp, ref, mask))
     figures["reference_repeats_to"] = largest_gap(ref, again, mask)
     figures["parameters_policy"] = float(difference.policy_size)
-    figures["parameters_reference"] = float(difference.held_size)
+    figures["parameters_reference"] = float(difference.reference_size)
     figures["tensors_that_differ"] = float(len(difference.differing))
     limit = thresholds["kl_at_start"]
     start = figures["kl_at_start"]
     if not difference.same:
-        return [_wrong(bench, difference, figures)]
+        return [_wrong(setup, difference, figures)]
     if start <= limit:
         return []
-    cause, advice = explain_start(figures, limit, difference, training, _scale(bench), bench.config)
+    cause, advice = explain_start(figures, limit, difference, training, _scale(setup), setup.config)
     size = largest_gap(logp, ref, mask)
     evidence = (
         f"KL(policy‖reference) is {start:.3g} nats per token before any update (over {limit:g}; largest log-ratio "
         f"{size:.3g}), a sum of {start * float(mask.sum(-1).float().mean()):.3g} nats a completion"
     )
-    return [found("kl/at-start", evidence, cause, advice)]
+    return [finding("kl/at-start", evidence, cause, advice)]
 
 
-def _wrong(bench: Bench, difference: Difference, figures: Mapping[str, float]) -> Finding:
-    sizes = f"policy {difference.policy_size:,} parameters, reference {difference.held_size:,}"
+def _wrong(setup: ProbeSetup, difference: WeightDifference, figures: Mapping[str, float]) -> Finding:
+    sizes = f"policy {difference.policy_size:,} parameters, reference {difference.reference_size:,}"
     names = ", ".join(difference.differing[:2]) or "no tensor has the same name"
-    return found(
+    return finding(
         "reference/wrong",
         f"{len(difference.differing)} tensors differ from the policy's start ({names}; largest difference "
         f"{difference.largest:.3g}); {sizes}; KL at step 0 is {figures['kl_at_start']:.3g} nats per token",
-        f"reference.kind={bench.config.reference.kind} holds other weights than model.name={bench.policy.name} "
+        f"reference.kind={setup.config.reference.kind} holds other weights than model.name={setup.policy.name} "
         "gives: another checkpoint, or a copy made before a warm start or an adapter was loaded",
-        either(not_trained(bench.config), "it is made from the policy as it starts", joined=": ")
-        if as_kind(bench.config.to_dict(), "auto")
-        else not_trained(bench.config),
+        either(not_trained(setup.config), "it is made from the policy as it starts", joined=": ")
+        if as_kind(setup.config.to_dict(), "auto")
+        else not_trained(setup.config),
     )
 
 
 def explain_start(
     figures: Mapping[str, float],
     limit: float,
-    difference: Difference,
-    held_trains: bool,
+    difference: WeightDifference,
+    reference_trains: bool,
     scale: float,
     config: Config,
 ) -> tuple[str, Advice]:
@@ -172,7 +175,7 @@ def explain_start(
             f"{figures['kl_at_start_evaluation_mode']:.3g}; its training pass drops units, the reference's does not",
             no_dropout(config),
         )
-    if figures["reference_repeats_to"] > 0 or held_trains:
+    if figures["reference_repeats_to"] > 0 or reference_trains:
         return (
             "the reference's own passes differ from each other by up to "
             f"{figures['reference_repeats_to']:.3g} nats: it is scored in training mode, with dropout",
@@ -202,10 +205,10 @@ def explain_start(
     )
 
 
-def _scale(bench: Bench) -> float:
+def _scale(setup: ProbeSetup) -> float:
     """The factor from the policy's centred logits to the reference's, by least squares; 1 if it explains nothing."""
-    mine, theirs = policy_states(bench), reference_states(bench)
+    mine, theirs = policy_states(setup), reference_states(setup)
     mine, theirs = mine - mine.mean(-1, keepdim=True), theirs - theirs.mean(-1, keepdim=True)
     factor = ((mine * theirs).sum() / mine.square().sum().clamp_min(1e-12)).item()
-    left = (theirs - factor * mine).square().sum() / theirs.square().sum().clamp_min(1e-12)
-    return factor if left.item() < 1e-4 else 1.0  # rounding
+    residual = (theirs - factor * mine).square().sum() / theirs.square().sum().clamp_min(1e-12)
+    return factor if residual.item() < 1e-4 else 1.0  # rounding

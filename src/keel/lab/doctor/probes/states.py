@@ -6,45 +6,45 @@ import torch
 from torch import Tensor, nn
 
 from keel.kl import exact_kl
-from keel.lab.doctor.bench import Bench
+from keel.lab.doctor.setup import ProbeSetup
 from keel.models.head import evaluating, head_of
 from keel.models.logprobs import hidden_states
 
-MOST_STATES = 128
-MOST_NUMBERS = 1 << 24  # states × vocabulary held at once
+MAX_STATES = 128
+MAX_ELEMENTS = 1 << 24  # states × vocabulary held at once
 
 
-def chosen_states(bench: Bench) -> Tensor:
+def chosen_states(setup: ProbeSetup) -> Tensor:
     """Numbers of the states to look at, among all action tokens of the batch, evenly spread over it."""
-    total = int(bench.mask.sum())
-    count = max(1, min(total, MOST_STATES, MOST_NUMBERS // bench.vocabulary))
+    total = int(setup.mask.sum())
+    count = max(1, min(total, MAX_STATES, MAX_ELEMENTS // setup.vocabulary))
     return torch.linspace(0, total - 1, count).round().long().unique()
 
 
 @torch.no_grad()
-def state_logits(bench: Bench, model: nn.Module) -> Tensor:
+def state_logits(setup: ProbeSetup, model: nn.Module) -> Tensor:
     """`[N, V]` logits at the sampling temperature, fp32, in evaluation mode; N states, the same for every model."""
     parts = []
-    with evaluating(model), bench.run.autocast():
+    with evaluating(model), setup.run.autocast():
         head = head_of(model)
-        for micro in bench.batch.micros:
+        for micro in setup.batch.micros:
             packed = micro.packed
             acted = packed.action_mask[packed.completion_mask]
             parts.append(hidden_states(model, packed)[acted])
         hidden = torch.cat(parts)
-        return head(hidden[chosen_states(bench).to(hidden.device)]).float() / bench.temperature
+        return head(hidden[chosen_states(setup).to(hidden.device)]).float() / setup.temperature
 
 
-def policy_states(bench: Bench) -> Tensor:
+def policy_states(setup: ProbeSetup) -> Tensor:
     """The policy's logits at the visited states, with the weights that it has now."""
-    return state_logits(bench, bench.policy.model)
+    return state_logits(setup, setup.policy.model)
 
 
-def reference_states(bench: Bench) -> Tensor:
+def reference_states(setup: ProbeSetup) -> Tensor:
     """The reference's logits at the same states."""
-    assert bench.run.reference is not None
-    with bench.run.reference.model() as held:
-        return state_logits(bench, held)
+    assert setup.run.reference is not None
+    with setup.run.reference.model() as model:
+        return state_logits(setup, model)
 
 
 def mean_kl(first: Tensor, second: Tensor) -> float:

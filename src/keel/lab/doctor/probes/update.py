@@ -14,10 +14,10 @@ from torch import Tensor
 from keel.base.thresholds import Thresholds
 from keel.config import Config
 from keel.lab.doctor.advice import warmed_up
-from keel.lab.doctor.bench import Bench
-from keel.lab.doctor.findings import Finding, found, propose
+from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.states import mean_kl, policy_states
+from keel.lab.doctor.setup import ProbeSetup
 from keel.losses import global_denominators, objective
 from keel.trainer.batch import StepBatch, score_micro, score_policy, score_reference
 from keel.trainer.optim import Optimizer
@@ -28,7 +28,7 @@ LOWER = tuple(2.0**-k for k in range(2, 13))
 
 
 @dataclass(frozen=True)
-class Taken:
+class UpdateResult:
     """What one update did: its loss and gradient norm before clipping, and KL(new‖old) on the visited states."""
 
     loss: float
@@ -36,68 +36,69 @@ class Taken:
     kl: float
 
 
-def probe_update(bench: Bench, thresholds: Thresholds) -> ProbeResult:
+def probe_update(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     """The first update at its own learning rate, at half, at double and at the peak; all of it is undone.
 
     A warm-up is for the first updates, which Adam takes at full length whatever the gradient's noise is; later ones are
     averaged by its momentum, so that the peak has a limit of its own, `kl_per_update_peak`.
     """
-    batch, given = _with_signal(_scored(bench), bench)
-    loss = _backward(bench, batch)
-    gradients = [None if p.grad is None else p.grad.clone() for p in bench.run.optimizer.parameters]
-    before = policy_states(bench)
-    first = bench.run.optimizer.schedule(0)
-    taken = {factor: _step(bench, gradients, loss, before, first * factor) for factor in FACTORS}
-    one = taken[1.0]
-    peak = one.kl if first == 1.0 else _step(bench, gradients, loss, before, 1.0).kl
+    batch, real_rewards = _with_signal(_scored(setup), setup)
+    loss = _backward(setup, batch)
+    gradients = [None if p.grad is None else p.grad.clone() for p in setup.run.optimizer.parameters]
+    before = policy_states(setup)
+    first = setup.run.optimizer.schedule(0)
+    results = {factor: _step(setup, gradients, loss, before, first * factor) for factor in FACTORS}
+    first_update = results[1.0]
+    peak = first_update.kl if first == 1.0 else _step(setup, gradients, loss, before, 1.0).kl
     figures = {
         "loss": loss,
-        "grad_norm": one.norm,
-        "learning_rate": bench.run.optimizer.learning_rate * first,
-        "peak_rate": bench.run.optimizer.learning_rate,
-        "kl_after": one.kl,
+        "grad_norm": first_update.norm,
+        "learning_rate": setup.run.optimizer.learning_rate * first,
+        "peak_rate": setup.run.optimizer.learning_rate,
+        "kl_after": first_update.kl,
         "kl_after_peak": peak,
-        "kl_after_half": taken[0.5].kl,
-        "kl_after_double": taken[2.0].kl,
-        "real_rewards": float(given),
+        "kl_after_half": results[0.5].kl,
+        "kl_after_double": results[2.0].kl,
+        "real_rewards": float(real_rewards),
     }
     if _too_far(figures, thresholds):
-        wanted = thresholds["kl_per_update"] / thresholds["update_margin"]
+        kl_target = thresholds["kl_per_update"] / thresholds["update_margin"]
         figures["fitting_rate"] = figures["peak_rate"] * next(
-            (f for f in LOWER if _step(bench, gradients, loss, before, f).kl <= wanted), LOWER[-1]
+            (f for f in LOWER if _step(setup, gradients, loss, before, f).kl <= kl_target), LOWER[-1]
         )
-    bench.run.optimizer.inner.zero_grad(set_to_none=True)
-    findings = tuple(_judged(figures, thresholds, bench.config))
+    setup.run.optimizer.inner.zero_grad(set_to_none=True)
+    findings = tuple(_findings(figures, thresholds, setup.config))
     line = (
         f"one update at optim.learning_rate={figures['learning_rate']:g}: loss {loss:.3g}, gradient norm "
-        f"{one.norm:.3g}, KL to the policy before it {one.kl:.2g} nats per token ({taken[0.5].kl:.2g} at half the "
-        f"rate, {taken[2.0].kl:.2g} at double)" + ("" if given else "; signs drawn at random stood in for advantages")
+        f"{first_update.norm:.3g}, KL to the policy before it {first_update.kl:.2g} nats per token "
+        f"({results[0.5].kl:.2g} at half the rate, {results[2.0].kl:.2g} at double)"
+        + ("" if real_rewards else "; signs drawn at random stood in for advantages")
     )
     return ProbeResult("update", findings, figures, (line,))
 
 
-def _scored(bench: Bench) -> StepBatch:
+def _scored(setup: ProbeSetup) -> StepBatch:
     """The batch as the loop has it before its first update."""
-    run, beta = bench.run, bench.beta
-    batch = score_policy(bench.batch if run.reference is None else score_reference(bench.batch, run), run)
+    run, beta = setup.run, setup.beta
+    batch = score_policy(setup.batch if run.reference is None else score_reference(setup.batch, run), run)
     batch = penalize_rewards(batch, run, beta)
     return with_advantages(batch, run, run.reward.warmup_steps)
 
 
-def _with_signal(batch: StepBatch, bench: Bench) -> tuple[StepBatch, bool]:
+def _with_signal(batch: StepBatch, setup: ProbeSetup) -> tuple[StepBatch, bool]:
     """Rewards that do not differ say nothing about the learning rate: seeded signs take the advantages' place."""
     advantage = batch.rows.advantages
     assert advantage is not None
     if bool((advantage != 0).any()):
         return batch, True
-    generator = torch.Generator().manual_seed(bench.config.run.seed)
+    generator = torch.Generator().manual_seed(setup.config.run.seed)
     signs = torch.randint(0, 2, advantage.shape[:1], generator=generator).mul(2).sub(1).to(advantage)
     return batch.with_rows(advantages=signs), False
 
 
-def _backward(bench: Bench, batch: StepBatch) -> float:
+def _backward(setup: ProbeSetup, batch: StepBatch) -> float:
     """The loss of the whole batch as one update, its gradient left on the weights."""
-    run = bench.run
+    run = setup.run
     counts = global_denominators(batch.rows, run.rollout.max_completion_length)
     total = 0.0
     for micro in batch.micros:
@@ -107,7 +108,7 @@ def _backward(bench: Bench, batch: StepBatch) -> float:
             batch.view(micro),
             run.loss,
             run.kl,
-            bench.beta if batch.rows.ref_logp is not None else 0.0,
+            setup.beta if batch.rows.ref_logp is not None else 0.0,
             counts,
             pairing=run.pairing,
         )
@@ -116,14 +117,16 @@ def _backward(bench: Bench, batch: StepBatch) -> float:
     return total
 
 
-def _step(bench: Bench, gradients: list[Tensor | None], loss: float, before: Tensor, factor: float) -> Taken:
-    optimizer = bench.run.optimizer
+def _step(
+    setup: ProbeSetup, gradients: list[Tensor | None], loss: float, before: Tensor, factor: float
+) -> UpdateResult:
+    optimizer = setup.run.optimizer
     with undone(optimizer):
         for parameter, gradient in zip(optimizer.parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.clone()
         optimizer.schedule = lambda update: factor
         norm = optimizer.step(loss)["grad/norm"].value
-        return Taken(loss, norm, mean_kl(policy_states(bench), before))
+        return UpdateResult(loss, norm, mean_kl(policy_states(setup), before))
 
 
 @contextmanager
@@ -146,10 +149,10 @@ def _too_far(figures: dict[str, float], thresholds: Thresholds) -> bool:
     return not (figures["kl_after"] <= first and figures["kl_after_peak"] <= peak)
 
 
-def _judged(figures: dict[str, float], thresholds: Thresholds, config: Config) -> Iterator[Finding]:
+def _findings(figures: dict[str, float], thresholds: Thresholds, config: Config) -> Iterator[Finding]:
     rate, limit, kl = figures["learning_rate"], thresholds["kl_per_update"], figures["kl_after"]
     if not (math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"])):
-        yield found(
+        yield finding(
             "optim/non-finite",
             f"the first update has loss {figures['loss']:g} and gradient norm {figures['grad_norm']:g}",
             "a reward, an advantage or a log-probability in the batch is not finite",
@@ -158,7 +161,7 @@ def _judged(figures: dict[str, float], thresholds: Thresholds, config: Config) -
         return
     if not _too_far(figures, thresholds):
         return
-    yield found(
+    yield finding(
         "optim/lr-too-high",
         f"one update at optim.learning_rate={rate:g} takes the policy {kl:.3g} nats per token from where it was "
         f"(over {limit:g}); half the rate {figures['kl_after_half']:.3g}, double {figures['kl_after_double']:.3g}, "

@@ -15,7 +15,7 @@ __all__ = ["parse_map", "read_history"]
 
 
 def read_history(path: Path, mapping: dict[str, str] | None = None) -> History:
-    """Whatever lies at `path`, told by what it is; `mapping` names the columns of a table or the tags of a folder."""
+    """Whatever lies at `path`, recognised by its files; `mapping` names columns of a table or tags of a folder."""
     if path.is_file():
         if path.name == STATE:
             return read_trl(path)

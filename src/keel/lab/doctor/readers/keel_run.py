@@ -8,7 +8,7 @@ from pathlib import Path
 
 from keel.base.files import read_json
 from keel.lab.doctor.history import KL_NAMES, History, Record, series_of
-from keel.lab.runs import RunRecord, number, read_lines, read_run
+from keel.lab.runs import RunRecord, number, read_run
 from keel.loggers import rundir
 
 
@@ -24,7 +24,7 @@ def read_keel_run(path: Path) -> History:
     notes = [f"read {len(lines)} steps of Keel's run {path}{'; it is still running' if run.running else ''}"]
     if again:
         notes.append(f"{again} step lines belong to attempts that were rolled back: the later attempt is judged")
-    notes += _abandoned(path)
+    notes += _abandoned(run)
     return History(
         source="keel",
         path=path,
@@ -42,33 +42,33 @@ def read_keel_run(path: Path) -> History:
 
 def _last_attempt(lines: Iterable[Record]) -> tuple[list[Record], int]:
     """(the lines of the attempt that went on, how many others there are): a later line of a step replaces all after."""
-    kept: list[Record] = []
+    current: list[Record] = []
     dropped = 0
     for line in lines:
         step = number(line.get("step")) or 0.0
-        while kept and (number(kept[-1].get("step")) or 0.0) >= step:
-            kept.pop()
+        while current and (number(current[-1].get("step")) or 0.0) >= step:
+            current.pop()
             dropped += 1
-        kept.append(line)
-    return kept, dropped
+        current.append(line)
+    return current, dropped
 
 
-def _abandoned(path: Path) -> list[str]:
+def _abandoned(run: RunRecord) -> list[str]:
     """A line on every attempt that a rollback set aside: its steps, and the KL it had reached."""
-    said = []
-    for place in sorted((path / "abandoned").glob(f"attempt-*/{rundir.METRICS}")):
-        series = series_of(read_lines(place, []))
+    notes = []
+    for name, lines in run.abandoned:
+        series = series_of(lines)
         kl = next((series[name] for name in KL_NAMES if name in series and len(series[name].finite)), None)
         steps = series.get("reward/mean") or kl
         reached = f"; KL had reached {kl.top()[1]:.3g} nats per token" if kl is not None else ""
-        said.append(f"{place.parent.name} was abandoned after {steps.span if steps else 'no step'}{reached}")
-    return said
+        notes.append(f"{name.replace(' ', '-')} was abandoned after {steps.span if steps else 'no step'}{reached}")
+    return notes
 
 
 def _vocabulary(run: RunRecord) -> int | None:
     """Of a checkpoint's own config.json; the newest one's."""
-    places = sorted((run.path / rundir.CHECKPOINTS).glob("step-*/**/config.json"))
-    return vocabulary_of(places[-1]) if places else None
+    configs = sorted((run.path / rundir.CHECKPOINTS).glob("step-*/**/config.json"))
+    return vocabulary_of(configs[-1]) if configs else None
 
 
 def vocabulary_of(path: Path) -> int | None:

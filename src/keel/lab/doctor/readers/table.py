@@ -17,30 +17,29 @@ SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
 
 def parse_map(text: str | None) -> dict[str, str]:
     """`kl=train_kl,reward=score` as {name: column}."""
-    found: dict[str, str] = {}
+    columns: dict[str, str] = {}
     for pair in filter(None, (part.strip() for part in (text or "").split(","))):
         name, equals, column = pair.partition("=")
         if not equals or not column:
             raise KeelError(f"--map {pair!r} is not name=column, such as kl=train_kl,reward=score")
         from_map(name.strip())
-        found[name.strip()] = column.strip()
-    return found
+        columns[name.strip()] = column.strip()
+    return columns
 
 
 def read_table(path: Path, mapping: Mapping[str, str] | None = None) -> History:
     """Columns as `mapping` names them, the others by the names that Keel, TRL and verl use."""
     rows = _rows(path)
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    given = dict(mapping or {})
-    for name, column in given.items():
+    mapped = dict(mapping or {})
+    for name, column in mapped.items():
         if column not in columns:
-            there = ", ".join(columns) or "none"
-            raise KeelError(f"--map {name}={column}: {path} has no column {column!r}; there are: {there}")
-    step = given.pop("step", None) or next((name for name in columns if name.lower() in _STEPS), "step")
+            listed = ", ".join(columns) or "none"
+            raise KeelError(f"--map {name}={column}: {path} has no column {column!r}; there are: {listed}")
+    step = mapped.pop("step", None) or next((name for name in columns if name.lower() in _STEPS), "step")
     series = series_of(rows, step)
-    found, unused = renamed({name: values for name, values in series.items() if name not in given.values()})
-    found |= {from_map(name): series[column] for name, column in given.items() if column in series}
-    if not found:
+    named, unused = renamed(series, mapped)
+    if not named:
         raise KeelError(
             f"no column of {path} is known: name them with --map kl=COLUMN,reward=COLUMN; "
             f"there are: {', '.join(columns) or 'none'}"
@@ -51,7 +50,7 @@ def read_table(path: Path, mapping: Mapping[str, str] | None = None) -> History:
     if unused:
         notes.append(f"not used: {', '.join(sorted(unused))}")
     missing = ("a table holds no options: checks that need the configuration are left out",)
-    return History("table", path, found, missing=missing, notes=tuple(notes))
+    return History("table", path, named, missing=missing, notes=tuple(notes))
 
 
 _STEPS = ("step", "global_step", "_step", "steps", "iteration", "train/global_step")
@@ -77,12 +76,12 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 def _numbers(row: Mapping[str | None, Any]) -> dict[str, Any]:
     """Cells as numbers where they are some; an empty cell was not measured and is left out."""
-    found: dict[str, Any] = {}
+    cells: dict[str, Any] = {}
     for name, cell in row.items():
         if name is None:
             continue
         try:
-            found[name] = float(cell) if cell not in (None, "") else ""
+            cells[name] = float(cell) if cell not in (None, "") else ""
         except (TypeError, ValueError):
-            found[name] = cell
-    return found
+            cells[name] = cell
+    return cells

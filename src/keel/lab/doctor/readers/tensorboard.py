@@ -6,7 +6,7 @@ from pathlib import Path
 
 from keel.base.errors import KeelError
 from keel.lab.doctor.history import History, Series
-from keel.lab.doctor.names import from_map, renamed
+from keel.lab.doctor.names import renamed
 
 EVENTS = "events.out.tfevents.*"
 
@@ -32,16 +32,14 @@ def read_tensorboard(path: Path, mapping: dict[str, str] | None = None) -> Histo
     for tag in events.Tags()["scalars"]:
         series[tag] = Series.of((event.step, event.value) for event in events.Scalars(tag))
     for tag in events.Tags()["tensors"]:  # newer writers store scalars as tensors
-        kept = [(event.step, event.tensor_proto) for event in events.Tensors(tag)]
-        if all(len(proto.float_val) == 1 for _, proto in kept):
-            series[tag] = Series.of((step, proto.float_val[0]) for step, proto in kept)
-    given = {from_map(ours): tag for ours, tag in (mapping or {}).items()}
-    absent = [tag for tag in given.values() if tag not in series]
+        points = [(event.step, event.tensor_proto) for event in events.Tensors(tag)]
+        if all(len(proto.float_val) == 1 for _, proto in points):
+            series[tag] = Series.of((step, proto.float_val[0]) for step, proto in points)
+    absent = [tag for tag in (mapping or {}).values() if tag not in series]
     if absent:
         raise KeelError(f"{folder} has no tag {absent[0]!r}: it has {', '.join(sorted(series)) or 'no scalars'}")
-    found, unused = renamed({tag: values for tag, values in series.items() if tag not in given.values()})
-    found |= {ours: series[tag] for ours, tag in given.items()}
-    if not found:
+    named, unused = renamed(series, mapping or {})
+    if not named:
         raise KeelError(
             f"no tag of {folder} has a name that Keel, TRL or verl uses: name them with --map kl=TAG,reward=TAG; "
             f"it has {', '.join(sorted(series)) or 'no scalars'}"
@@ -52,4 +50,4 @@ def read_tensorboard(path: Path, mapping: dict[str, str] | None = None) -> Histo
     if unused:
         notes.append(f"not used: {', '.join(sorted(unused))}")
     missing = ("TensorBoard files hold no options: checks that need the configuration are left out",)
-    return History("TensorBoard", path, found, missing=missing, notes=tuple(notes))
+    return History("TensorBoard", path, named, missing=missing, notes=tuple(notes))

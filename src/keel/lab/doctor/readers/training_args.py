@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 
-class _Inert:
+class _Stub:
     """Stands in for every class and function of the file; keeps arguments and state, does nothing."""
 
     args: tuple[Any, ...]
     state: Any
 
-    def __new__(cls, *args: Any, **fields: Any) -> _Inert:  # a pickle may make objects without calling __init__
-        made = super().__new__(cls)
-        made.args, made.state = args, {}
-        return made
+    def __new__(cls, *args: Any, **fields: Any) -> _Stub:  # a pickle may make objects without calling __init__
+        stub = super().__new__(cls)
+        stub.args, stub.state = args, {}
+        return stub
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -33,9 +33,9 @@ class _Inert:
     def extend(self, values: Any) -> None: ...
 
 
-class _Reader(pickle.Unpickler):
+class _StubUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        return _Inert
+        return _Stub
 
     def persistent_load(self, pid: Any) -> Any:
         return None
@@ -47,14 +47,14 @@ def read_training_args(path: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as archive:
             name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
             with archive.open(name) as file:
-                outer = _Reader(file).load()
+                outer = _StubUnpickler(file).load()
     except Exception:  # any file may lie there; a pickle can fail in any way
         return {}
-    state = outer.state if isinstance(outer, _Inert) else outer
+    state = outer.state if isinstance(outer, _Stub) else outer
     return {str(key): _plain(value) for key, value in state.items()} if isinstance(state, dict) else {}
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, _Inert):
+    if isinstance(value, _Stub):
         return value.args[0] if len(value.args) == 1 and isinstance(value.args[0], str | int | float) else None
     return value

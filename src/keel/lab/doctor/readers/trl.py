@@ -17,32 +17,32 @@ STATE = "trainer_state.json"
 
 def state_files(path: Path) -> list[Path]:
     """The folder's own state first, then those of its checkpoints, the newest first."""
-    own = [path / STATE] if (path / STATE).is_file() else []
+    top = [path / STATE] if (path / STATE).is_file() else []
     numbered = sorted(path.glob(f"checkpoint-*/{STATE}"), key=_number, reverse=True)
-    return [*own, *numbered]
+    return [*top, *numbered]
 
 
 def read_trl(path: Path) -> History:
     """The longest log there is; a file `trainer_state.json` may be given instead of its folder."""
-    places = [path] if path.is_file() else state_files(path)
-    states = [(place, _state(place)) for place in places]
-    place, state = max(states, key=lambda found: _step(found[1]), default=(path, {}))
+    paths = [path] if path.is_file() else state_files(path)
+    states = [(file, _state(file)) for file in paths]
+    file, state = max(states, key=lambda pair: _step(pair[1]), default=(path, {}))
     log = [line for line in state.get("log_history", []) if isinstance(line, dict)]
     lines = [line for line in log if not any(key.startswith(("eval_", "train_runtime")) for key in line)]
     if not lines:
-        raise KeelError(f"{place} has no log_history with training steps: log with logging_steps=1 and save the state")
-    series, unused = renamed(series_of([{k: v for k, v in line.items() if k != "epoch"} for line in lines]))
-    folder = place.parent
+        raise KeelError(f"{file} has no log_history with training steps: log with logging_steps=1 and save the state")
+    series, unused = renamed(series_of([{k: v for k, v in line.items() if k != "epoch"} for line in lines]), {})
+    folder = file.parent
     options, options_from = _options(folder)
     every = lines[0].get("step")
-    notes = [f"read {len(lines)} logged steps of TRL's {place}"]
+    notes = [f"read {len(lines)} logged steps of TRL's {file}"]
     if isinstance(every, int) and every > 1:
         notes.append(f"TRL logged every {every} steps: each figure is a mean over them")
     if options_from is not None:
         notes.append(f"options from {options_from}, read without running it")
     if unused:
         notes.append(f"not used: {', '.join(sorted(unused))}")
-    missing = [] if options_from else [f"no training_args.bin beside {place}: the options are unknown"]
+    missing = [] if options_from else [f"no training_args.bin beside {file}: the options are unknown"]
     missing.append("TRL writes no rollouts and no events: rewards of single completions cannot be looked at")
     config_files = [folder / "config.json", *sorted(path.glob("checkpoint-*/config.json") if path.is_dir() else [])]
     sizes = [size for file in config_files if (size := vocabulary_of(file)) is not None]
@@ -59,15 +59,15 @@ def read_trl(path: Path) -> History:
 
 def _options(folder: Path) -> tuple[dict[str, Any], Path | None]:
     for file in (folder / "training_args.bin", folder.parent / "training_args.bin"):
-        given = read_training_args(file)
-        if not given:
+        args = read_training_args(file)
+        if not args:
             continue
-        found: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         for theirs, ours in TRL_OPTIONS.items():
-            if theirs in given and given[theirs] is not None:
+            if theirs in args and args[theirs] is not None:
                 section, name = ours.split(".")
-                found.setdefault(section, {})[name] = given[theirs]
-        return found, file
+                options.setdefault(section, {})[name] = args[theirs]
+        return options, file
     return {}, None
 
 

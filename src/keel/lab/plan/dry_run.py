@@ -1,4 +1,4 @@
-"""The passes of one step on tensors without memory: their peaks by phase, their parts, their operations."""
+"""A dry run: the passes of one step on fake tensors, with their peaks by phase, parts and FLOPs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from keel.base.types import Completion, Group, Problem, Reward
 from keel.config import Config
+from keel.lab.plan.counters import CudaAutocast, FlopCounter, LiveBytes
 from keel.lab.plan.hardware import Hardware
-from keel.lab.plan.live import CudaAutocast, LiveBytes, Operations
 from keel.models.chunked import default_chunk
 from keel.models.head import Head, body_of, causal_lm, evaluating
 from keel.models.load import LoadedModel
@@ -22,7 +22,7 @@ from keel.models.logprobs import hidden_states_in_one_pass, score_hidden
 from keel.models.pack import PackedBatch, microbatches, pack
 from keel.models.prefix_attention import PrefixGroup, as_on_cuda, may_use_prefix_attention, prefix_groups
 from keel.rollout.native.graph import has_fixed_rotations
-from keel.rollout.native.lean import is_llama_shaped
+from keel.rollout.native.llama import is_llama_shaped
 from keel.rollout.native.scheduler import NOISE_AHEAD, Passes, Traits, prefill_chunks, simulate
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
 from keel.trainer.optim import Optimizer, resolve_amp_dtype
@@ -48,8 +48,8 @@ class Micro:
 
 
 @dataclass
-class Found:
-    """What a rehearsal counts: bytes by part, peaks and operations by phase, bytes that rest in main memory."""
+class StepCost:
+    """What a step costs: bytes by part, peak bytes and FLOPs by phase, bytes offloaded to main memory."""
 
     parts: dict[str, int] = field(default_factory=dict)
     phases: dict[str, int] = field(default_factory=dict)
@@ -58,18 +58,18 @@ class Found:
     micros: int = 0
 
 
-def full_micros(config: Config, loaded: LoadedModel, prompt: int) -> list[Micro]:
+def full_microbatches(config: Config, loaded: LoadedModel, prompt: int) -> list[Micro]:
     """The microbatches of one update at full length, as `pack_step` cuts them."""
     rollout, length = config.rollout, config.rollout.max_completion_length
     tokens = (1,) * length
-    one = Completion(tokens, (True,) * length, (0.0,) * length, (0.0,) * length, "", "length")
+    completion = Completion(tokens, (True,) * length, (0.0,) * length, (0.0,) * length, "", "length")
     count = rollout.num_generations
-    members = [
-        Group(Problem(str(i), "."), (1,) * prompt, (one,) * count, (Reward(0.0),) * count)
+    groups = [
+        Group(Problem(str(i), "."), (1,) * prompt, (completion,) * count, (Reward(0.0),) * count)
         for i in range(math.ceil(rollout.prompts_per_step / config.optim.minibatches))
     ]
     packed: list[Micro] = []
-    for part in microbatches(members, config.optim.microbatch_tokens, shared_prefix=True):
+    for part in microbatches(groups, config.optim.microbatch_tokens, shared_prefix=True):
         row = min(max(prompt + len(g.completions) * (length - 1) for g in part), config.optim.microbatch_tokens)
         batch = pack(part, loaded.pad_id, shared_prefix=True, max_row_tokens=row)
         full = FullLength(**{f.name: getattr(batch, f.name) for f in fields(PackedBatch)})
@@ -77,20 +77,20 @@ def full_micros(config: Config, loaded: LoadedModel, prompt: int) -> list[Micro]
     return packed
 
 
-def rehearse(
+def dry_run(
     config: Config,
     loaded: LoadedModel,
     reference: nn.Module | None,
     micros: list[Micro],
     hardware: Hardware,
     prompt: int,
-) -> Found:
+) -> StepCost:
     """One step of a run that has made some already, so that the optimizer's moments are there."""
-    return _Rehearsal(config, loaded, reference, micros, hardware).run(prompt)
+    return _DryRun(config, loaded, reference, micros, hardware).run(prompt)
 
 
-class _Rehearsal:
-    """A step's models and microbatches, and the count of what lives."""
+class _DryRun:
+    """A step's models and microbatches, and the count of live bytes."""
 
     def __init__(
         self,
@@ -105,16 +105,16 @@ class _Rehearsal:
         self.amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype)
         self.traits = decoding_traits(config, loaded, hardware)
         self.live = LiveBytes()
-        self.found = Found(micros=len(micros))
+        self.cost = StepCost(micros=len(micros))
 
-    def run(self, prompt: int) -> Found:
-        config, live, found, model = self.config, self.live, self.found, self.loaded.model
-        parts, reference = found.parts, self.reference
+    def run(self, prompt: int) -> StepCost:
+        config, live, cost, model = self.config, self.live, self.cost, self.loaded.model
+        parts, reference = cost.parts, self.reference
         parts["weights"] = live.hold((*model.parameters(), *model.buffers()))
         parts["reference"] = 0 if reference is None else live.hold((*reference.parameters(), *reference.buffers()))
-        masters = self._masters()
-        parts["reference"] += masters
-        live.now += masters
+        master_bytes = self._master_bytes()
+        parts["reference"] += master_bytes
+        live.now += master_bytes
         optimizer = Optimizer(model, config.optim)
         trainable = [p for p in model.parameters() if p.requires_grad]
         for parameter in trainable:
@@ -125,67 +125,67 @@ class _Rehearsal:
         parts["optimizer"] = live.hold(moments)
         parts["workspaces"] = self.hardware.workspace_bytes
         live.now += parts["workspaces"]
-        resting_reference, resting_moments = self._resting()
-        found.host = resting_reference + resting_moments
-        live.now -= found.host
-        kept: list[Tensor] = []
+        offloaded_reference, offloaded_moments = self._offloaded()
+        cost.host = offloaded_reference + offloaded_moments
+        live.now -= cost.host
+        ref_hidden: list[Tensor] = []
         if reference is not None:
-            with self._phase("reference", visiting=resting_reference):
-                kept = self._score_reference(reference)
-            found.flops["reference"] *= len(self.micros) * config.optim.minibatches
-        parts["reference states"] = sum(x.untyped_storage().nbytes() for x in kept)
+            with self._phase("reference", onloaded=offloaded_reference):
+                ref_hidden = self._score_reference(reference)
+            cost.flops["reference"] *= len(self.micros) * config.optim.minibatches
+        parts["reference states"] = sum(x.untyped_storage().nbytes() for x in ref_hidden)
         with self._phase("update"):
             for number, micro in enumerate(self.micros[:2]):  # with the second, gradients are there beside activations
-                self._backward(micro, kept[number] if kept else None)
+                self._backward(micro, ref_hidden[number] if ref_hidden else None)
             parts["gradients"] = sum(p.grad.untyped_storage().nbytes() for p in trainable if p.grad is not None)
-        found.flops["update"] *= len(self.micros) / min(2, len(self.micros))
-        found.flops["update"] *= config.optim.minibatches * config.loss.num_iterations
-        with self._phase("optimizer step", visiting=resting_moments):
+        cost.flops["update"] *= len(self.micros) / min(2, len(self.micros))
+        cost.flops["update"] *= config.optim.minibatches * config.loss.num_iterations
+        with self._phase("optimizer step", onloaded=offloaded_moments):
             optimizer.inner.step()
         optimizer.inner.zero_grad(set_to_none=True)
-        kept.clear()
+        ref_hidden.clear()
         passes = rollout_passes(config, self.traits)
         prompts, rows = (max(counts) for counts in zip(*passes.prefills, strict=True))
         with self._phase("rollout"), torch.no_grad():
             cache = self._rollout(prompt, prompts, rows, len(passes.prefills))
-        found.flops["rollout"] *= sum(count for count, _ in passes.prefills) / prompts
-        there = ("weights", "reference", "optimizer", "workspaces", "reference states", "gradients")
-        parts["activations"] = found.phases["update"] - sum(parts[name] for name in there) + found.host
+        cost.flops["rollout"] *= sum(count for count, _ in passes.prefills) / prompts
+        held = ("weights", "reference", "optimizer", "workspaces", "reference states", "gradients")
+        parts["activations"] = cost.phases["update"] - sum(parts[name] for name in held) + cost.host
         parts["cache"] = cache
-        return found
+        return cost
 
-    def _masters(self) -> int:
-        """Bytes of the fp32 copy that a moving average of half-precision weights is kept in."""
+    def _master_bytes(self) -> int:
+        """Bytes of the fp32 master copy of a moving average of half-precision weights."""
         half = self.loaded.dtype in (torch.bfloat16, torch.float16)
         if self.reference is None or self.loaded.lora is not None or self.config.reference.kind != "ema" or not half:
             return 0
         return 4 * sum(p.numel() for p in self.reference.parameters())
 
     @contextmanager
-    def _phase(self, name: str, visiting: int = 0) -> Iterator[None]:
-        """Counts a phase's peak and operations; `visiting` bytes come from main memory for as long as it lasts."""
-        operations = Operations()
-        self.live.now += visiting
+    def _phase(self, name: str, onloaded: int = 0) -> Iterator[None]:
+        """Counts a phase's peak bytes and FLOPs; `onloaded` bytes come from main memory for its duration."""
+        flops = FlopCounter()
+        self.live.now += onloaded
         self.live.peak = self.live.now
         cuda = self.hardware.kind == "cuda"
         autocast = CudaAutocast() if cuda and self.amp_dtype is not None else nullcontext()
-        with self.live, operations, autocast, as_on_cuda() if cuda else nullcontext():
+        with self.live, flops, autocast, as_on_cuda() if cuda else nullcontext():
             yield
-        self.live.now -= visiting
-        self.found.phases[name] = self.live.peak
-        self.found.flops[name] = operations.total
+        self.live.now -= onloaded
+        self.cost.phases[name] = self.live.peak
+        self.cost.flops[name] = flops.total
 
-    def _resting(self) -> tuple[int, int]:
+    def _offloaded(self) -> tuple[int, int]:
         """Bytes of the reference (all but its head) and of the moments in main memory; on a CPU it is the same."""
         if self.hardware.kind == "cpu":
             return 0, 0
-        resting = 0
+        offloaded = 0
         offload = self.config.reference.params.get("offload") and self.loaded.lora is None
         if offload and self.reference is not None:
             head = {id(p) for p in causal_lm(self.reference).get_output_embeddings().parameters()}
-            whole = (*self.reference.parameters(), *self.reference.buffers())
-            resting = sum(x.nbytes for x in whole if id(x) not in head)
-        return resting, self.found.parts["optimizer"] if self.config.optim.offload else 0
+            tensors = (*self.reference.parameters(), *self.reference.buffers())
+            offloaded = sum(x.nbytes for x in tensors if id(x) not in head)
+        return offloaded, self.cost.parts["optimizer"] if self.config.optim.offload else 0
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.amp_dtype is None else torch.autocast("cpu", dtype=self.amp_dtype)
@@ -214,12 +214,12 @@ class _Rehearsal:
             )
         if not self.config.kl.needs_exact:
             return []
-        every = self.micros * self.config.optim.minibatches
-        return [hidden, *(hidden.new_empty(m.packed.tokens.numel(), hidden.shape[1]) for m in every[1:])]
+        all_micros = self.micros * self.config.optim.minibatches
+        return [hidden, *(hidden.new_empty(m.packed.tokens.numel(), hidden.shape[1]) for m in all_micros[1:])]
 
-    def _backward(self, micro: Micro, kept: Tensor | None) -> None:
+    def _backward(self, micro: Micro, ref_hidden: Tensor | None) -> None:
         reference, head = self.reference, _head(self.loaded.model)
-        exact = kept is not None and reference is not None
+        exact = ref_hidden is not None and reference is not None
         with self._autocast():
             scores = score_hidden(
                 self._hidden(self.loaded.model, micro),
@@ -229,7 +229,7 @@ class _Rehearsal:
                 entropy=True,
                 exact_kl=exact,
                 ref_policy=exact,
-                ref_hidden=kept,
+                ref_hidden=ref_hidden,
                 ref_head=_head(reference) if reference is not None else None,
                 chunk_tokens=self._chunk(head),
             )
@@ -237,7 +237,7 @@ class _Rehearsal:
         loss.backward()
 
     def _rollout(self, prompt: int, prompts: int, rows: int, waves: int) -> int:
-        """One wave: its prompts are read, each once, then the newest token of all rows; returns its cache's bytes."""
+        """One wave: prefill of its prompts, each once, then a decode step of all rows; returns its KV bytes."""
         from transformers.cache_utils import DynamicCache
 
         rollout, shape = self.config.rollout, causal_lm(self.loaded.model).config
@@ -248,20 +248,20 @@ class _Rehearsal:
         with evaluating(model):
             caches: list[list[tuple[Tensor, Tensor]]] = []
             for count in prefill_chunks(prompts, prompt):
-                read: Any = DynamicCache(config=shape)
+                prefilled: Any = DynamicCache(config=shape)
                 ids = torch.ones(count, prompt, dtype=torch.long)
-                body_of(model)(input_ids=ids, past_key_values=read, use_cache=True)
-                caches.append([(layer.keys, layer.values) for layer in read.layers])
-                del read
+                body_of(model)(input_ids=ids, past_key_values=prefilled, use_cache=True)
+                caches.append([(layer.keys, layer.values) for layer in prefilled.layers])
+                del prefilled
             prefix = caches[0] if len(caches) == 1 else [_joined(layer) for layer in zip(*caches, strict=True)]
             del caches
-            own = torch.empty(layers, 2, rows, heads, length, size, dtype=self.loaded.dtype)
+            suffix_kv = torch.empty(layers, 2, rows, heads, length, size, dtype=self.loaded.dtype)
             joins = waves > 1 or (rollout.max_turns > 1 and rollout.join_turns)
             joins = joins and math.isfinite(self.traits.join_steps(rows))
-            moved = torch.empty_like(own) if joins else own[:0]  # rows that join are put beside the others anew
-            pairs = sum(x.untyped_storage().nbytes() for pair in prefix for x in pair)
-            cache = pairs + own.untyped_storage().nbytes()
-            kept = torch.empty(self._kept(cache, waves), dtype=torch.uint8)
+            moved = torch.empty_like(suffix_kv) if joins else suffix_kv[:0]  # a join copies the KV cache
+            prefix_bytes = sum(x.untyped_storage().nbytes() for pair in prefix for x in pair)
+            cache = prefix_bytes + suffix_kv.untyped_storage().nbytes()
+            turn_cache = torch.empty(self._turn_cache_bytes(cache, waves), dtype=torch.uint8)
             noise = None
             if rollout.temperature:
                 keys = torch.ones(NOISE_AHEAD, rows, dtype=torch.long)
@@ -271,10 +271,10 @@ class _Rehearsal:
             del scores, weights
             logits = torch.empty(rows, shape.vocab_size, dtype=self.loaded.dtype)
             draw(logits, SamplingParams(temperature=rollout.temperature), noise)
-        return cache + moved.nbytes + kept.nbytes
+        return cache + moved.nbytes + turn_cache.nbytes
 
-    def _kept(self, cache: int, waves: int) -> int:
-        """Bytes of keys and values that are kept between turns, of the rows of all waves at their longest."""
+    def _turn_cache_bytes(self, cache: int, waves: int) -> int:
+        """Bytes of the KV cache between turns, of the rows of all waves at their longest."""
         rollout = self.config.rollout
         if rollout.max_turns == 1:
             return 0
@@ -304,4 +304,4 @@ def rollout_passes(config: Config, traits: Traits) -> Passes:
     return simulate(requests, rollout.max_batch, traits)
 
 
-__all__ = ["Found", "Micro", "decoding_traits", "full_micros", "rehearse", "rollout_passes"]
+__all__ = ["Micro", "StepCost", "decoding_traits", "dry_run", "full_microbatches", "rollout_passes"]

@@ -1,4 +1,4 @@
-"""The bench of the preflight: the real parts of a configuration and one small batch to try them on."""
+"""What the probes work on: the real parts of a configuration and one small batch."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ RELATIVE_NOISE = 0.05
 
 
 @dataclass(frozen=True)
-class Bench:
+class ProbeSetup:
     """Policy, task, engine and reference as training would build them, and one judged batch.
 
-    `failures` are calls of rewards that gave no reward; `notes` say what was decided so that the bench stays quick.
+    `failures` are calls of rewards that gave no reward; `notes` say what was cut so that the preflight stays quick.
     """
 
     config: Config
@@ -46,8 +46,8 @@ class Bench:
     batch: StepBatch
     failures: tuple[Failure, ...] = ()
     notes: tuple[str, ...] = ()
-    cut: str | None = None  # how much of the warm start there was time for, where not for all of it
-    found: dict[str, Any] = field(default_factory=dict)  # what one probe measured and a later one reads
+    warmstart_cut: str | None = None  # how much of the warm start there was time for, where not for all of it
+    shared: dict[str, Any] = field(default_factory=dict)  # what one probe measured and a later one reads
 
     @property
     def run(self) -> TrainingRun:
@@ -96,14 +96,14 @@ class Bench:
     def collect(
         self, problems: Sequence[Problem] | None = None, *, step: int = 0, sampling: SamplingParams | None = None
     ) -> list[Group]:
-        """Sample the bench's problems (or others) once more; equal steps draw equal noise."""
+        """Sample the batch's problems (or others) once more; equal steps draw equal noise."""
         chosen = [group.problem for group in self.groups] if problems is None else problems
         params = self.sampling if sampling is None else sampling
         return self.run.collect(chosen, attempt=0, step=step, sampling=params)  # type: ignore[call-arg]
 
     @property
     def sampling(self) -> SamplingParams:
-        """The run's own sampling, with as many completions a problem as the bench has."""
+        """The run's own sampling, with as many completions a problem as the batch has."""
         return replace(self.built.sampling, num_generations=len(self.groups[0].completions))
 
     def pack(self, groups: Sequence[Group]) -> StepBatch:
@@ -133,7 +133,7 @@ class Bench:
         return score_reference(self.batch if batch is None else batch, self.run).rows.ref_logp
 
     def each_logits(self, groups: Sequence[Group] | None = None, *, at_once: int = 1) -> Iterator[tuple[int, Tensor]]:
-        """Number of a completion and the policy's own logits `[t, V]` for it, fp32, temperature 1: the witness.
+        """Number of a completion and the policy's own logits `[t, V]` for it, fp32, temperature 1.
 
         In evaluation mode, without padding, packing or a scorer, by the model's own forward; `at_once` rows of equal
         length go together where there are many. One at a time, since a batch of them need not fit into memory.
@@ -151,10 +151,10 @@ class Bench:
                     yield i, row[len(pairs[i][0]) - 1 : -1].float()
 
     def logits(self, groups: Sequence[Group] | None = None) -> Tensor:
-        """The witness's logits of all completions, `[B, T, V]`, 0 where there is no token."""
-        found = dict(self.each_logits(groups))
-        width = max(len(row) for row in found.values())
-        padded = {i: torch.nn.functional.pad(row, (0, 0, 0, width - len(row))) for i, row in found.items()}
+        """The same of all completions, `[B, T, V]`, 0 where there is no token."""
+        rows = dict(self.each_logits(groups))
+        width = max(len(row) for row in rows.values())
+        padded = {i: torch.nn.functional.pad(row, (0, 0, 0, width - len(row))) for i, row in rows.items()}
         return torch.stack([padded[i] for i in range(len(padded))])
 
     def tokens(self, groups: Sequence[Group] | None = None) -> Tensor:
@@ -162,8 +162,8 @@ class Bench:
         chosen = self.groups if groups is None else groups
         return right_pad((c.tokens for g in chosen for c in g.completions), 0).to(self.policy.device)
 
-    def witness(self, groups: Sequence[Group] | None = None, *, temperature: float | None = None) -> Tensor:
-        """The witness's log-probabilities `[B, T]`, at the sampling temperature unless another is given."""
+    def forward_logp(self, groups: Sequence[Group] | None = None, *, temperature: float | None = None) -> Tensor:
+        """The log-probabilities `[B, T]` of the model's own forward, by default at the sampling temperature."""
         tokens = self.tokens(groups)
         scored = torch.zeros(tokens.shape, device=tokens.device)
         for i, row in self.each_logits(groups):
@@ -178,7 +178,7 @@ class Bench:
         Afterwards every weight has the very bits it had.
         """
         trainable = [p for p in self.policy.model.parameters() if p.requires_grad]
-        kept = [p.detach().clone() for p in trainable]
+        originals = [p.detach().clone() for p in trainable]
         generator = torch.Generator().manual_seed(seed)
         try:
             with torch.no_grad():
@@ -189,7 +189,7 @@ class Bench:
             yield
         finally:
             with torch.no_grad():
-                for parameter, before in zip(trainable, kept, strict=True):
+                for parameter, before in zip(trainable, originals, strict=True):
                     parameter.copy_(before)
 
     @property
@@ -198,7 +198,7 @@ class Bench:
         return int(causal_lm(self.policy.model).get_output_embeddings().weight.shape[0])
 
 
-def build_bench(
+def build_setup(
     config: Config,
     *,
     task: Task | None = None,
@@ -206,7 +206,7 @@ def build_bench(
     problems: int = 4,
     generations: int = 4,
     warmstart_s: float = WARMSTART_S,
-) -> Bench:
+) -> ProbeSetup:
     """Build the parts, sample and judge `problems` × `generations` completions through the real engine and judge.
 
     A reward that fails counts as 0 here, whatever `reward.on_error` says, so that the rest can still be looked at.
@@ -220,10 +220,10 @@ def build_bench(
     drawn = built.run.task.sample(problems, seed=config.run.seed, step=0)
     groups = built.run.collect(drawn, attempt=0, step=0, sampling=sampling)  # type: ignore[call-arg]
     batch = pack_step(groups, built.run)
-    return Bench(config, built, batch, tuple(built.judge.drain()), (*notes, *built.notes), cut)
+    return ProbeSetup(config, built, batch, tuple(built.judge.drain()), (*notes, *built.notes), cut)
 
 
-class _Enough(Exception):
+class _OutOfTime(Exception):
     """Ends a warm start that has used its time."""
 
 
@@ -233,12 +233,12 @@ def _policy(config: Config, task: Task | None, limit_s: float) -> tuple[LoadedMo
     Last comes how much of it there was time for, where not for all.
     """
     if config.warmstart is None:
-        return (*_loaded(config), None)
-    place = warmstart_folder(Path(config.run.dir) / config.run.name, config)
-    if is_complete(place):
-        loaded, notes = _loaded(config, place)
-        return loaded, (*notes, f"the warm start of this configuration was found in {place} and used"), None
-    loaded, notes = _loaded(config)
+        return (*_load(config), None)
+    saved = warmstart_folder(Path(config.run.dir) / config.run.name, config)
+    if is_complete(saved):
+        loaded, notes = _load(config, saved)
+        return loaded, (*notes, f"the warm start of this configuration was found in {saved} and used"), None
+    loaded, notes = _load(config)
     began, done = time.monotonic(), 0
     start = build_warmstart(config, loaded, task)
 
@@ -246,18 +246,18 @@ def _policy(config: Config, task: Task | None, limit_s: float) -> tuple[LoadedMo
         nonlocal done
         done = step
         if time.monotonic() - began > limit_s and step < start.options.steps:
-            raise _Enough
+            raise _OutOfTime
 
     try:
         sft(loaded, *start, report)
-    except _Enough:
+    except _OutOfTime:
         cut = f"{done} of {start.options.steps} steps of its warm start ({limit_s:g} s)"
         return loaded, (*notes, f"the policy has had {cut}: train once, and the doctor finds the whole one"), cut
     return loaded, (*notes, f"the warm start ran its {done} steps in {time.monotonic() - began:.0f} s"), None
 
 
-def _loaded(config: Config, weights: Path | None = None) -> tuple[LoadedModel, tuple[str, ...]]:
-    """The policy; one that training would refuse because its scores do not repeat is loaded all the same, and said."""
+def _load(config: Config, weights: Path | None = None) -> tuple[LoadedModel, tuple[str, ...]]:
+    """The policy; one that training would refuse because its scores do not repeat is loaded with a note."""
     if weights is not None:
         check_model(weights)
     try:
@@ -267,4 +267,4 @@ def _loaded(config: Config, weights: Path | None = None) -> tuple[LoadedModel, t
         return loaded, (f"training would refuse this model: {refusal}",)
 
 
-__all__ = ["Bench", "build_bench"]
+__all__ = ["ProbeSetup", "build_setup"]

@@ -1,4 +1,4 @@
-"""What a computation holds and does, on real tensors or foretold on fake ones: live bytes and operations."""
+"""Counters of a computation, on real tensors or on fake ones: live bytes and FLOPs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.utils.flop_counter import flop_registry
 class LiveBytes(TorchDispatchMode):
     """Counts the storages that operations make while the mode is on, each once, until they are freed.
 
-    What was there before is counted by `hold`. The sum does not know what an allocator keeps beside it (fragments,
-    workspaces), and on fake tensors it costs no memory at all.
+    What was allocated before is counted by `hold`. What an allocator holds besides (fragments, workspaces) is not
+    counted; on fake tensors nothing is allocated.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class LiveBytes(TorchDispatchMode):
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def hold(self, tensors: Iterable[Tensor]) -> int:
-        """Count tensors that are there already; returns the bytes that were new."""
+        """Count tensors that exist already; returns the bytes that were new."""
         before = self.now
         for tensor in tensors:
             self._add(tensor)
@@ -57,8 +57,8 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-class Operations(TorchDispatchMode):
-    """Counts the operations of matrix products and attention.
+class FlopCounter(TorchDispatchMode):
+    """Counts the FLOPs of matrix products and attention.
 
     torch's own counter marks modules with hooks on their gradients, which keep a recomputed layer's tensors alive until
     the end of the backward pass; this one holds nothing, so that it can stand beside `LiveBytes`.

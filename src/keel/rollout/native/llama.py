@@ -1,8 +1,8 @@
-"""One decode step of a Llama-shaped model (Llama, Qwen2, Qwen3) without the model's own forward.
+"""The decode step of a Llama-shaped model (Llama, Qwen2, Qwen3), without the model's own forward.
 
 transformers' modules spend a third of a small model's step outside its matrix products. Here activations stand as
 columns `[features, rows]`, so that every projection is `W @ X`: with few rows that product is up to 1.8 times as fast
-on a CPU as `X @ W.T`, and results land where the next step wants them. It reads the modules' live weights (nothing is
+on a CPU as `X @ W.T`, and results lie as the next product reads them. It reads the modules' live weights (nothing is
 copied, nothing goes stale) and is used only where a numerical probe has found it equal to the model.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Cache(Protocol):
-    """What a step asks of a cache."""
+    """What a step needs of a KV cache."""
 
     @property
     def next_positions(self) -> Tensor: ...
@@ -38,7 +38,7 @@ def _children(module: nn.Module) -> set[str]:
 
 
 def is_llama_shaped(inner: Any) -> bool:
-    """Whether the modules have Llama's names and nothing besides; what they compute is for the probe to say."""
+    """Whether the modules have Llama's names and no others; what they compute is for the probe to tell."""
     if _children(inner) != _MODEL or _children(inner.model) != _BASE:
         return False
     for layer in inner.model.layers:
@@ -70,9 +70,9 @@ def _rms_norm(module: Any, x: Tensor) -> Tensor:
 
     The mean square is a product with a row of ones: a reduction down columns is slow on a CPU.
     """
-    wide = x.float()
-    mean = torch.matmul(wide.new_full((1, x.shape[-2]), 1 / x.shape[-2]), wide.square())
-    return (wide * mean.add_(module.variance_epsilon).rsqrt_()).to(x.dtype).mul_(module.weight.unsqueeze(1))
+    x32 = x.float()
+    mean = torch.matmul(x32.new_full((1, x.shape[-2]), 1 / x.shape[-2]), x32.square())
+    return (x32 * mean.add_(module.variance_epsilon).rsqrt_()).to(x.dtype).mul_(module.weight.unsqueeze(1))
 
 
 class LlamaStep:
@@ -91,12 +91,12 @@ class LlamaStep:
         positions = cache.next_positions.unsqueeze(0)
         cos, sin = (table[0].t().contiguous() for table in base.rotary_emb(hidden, position_ids=positions))
         rows, size = len(tokens), self.size
-        raw = hidden.new_empty(self.heads + self.kv_heads, size, rows)
-        turned = hidden.new_empty(self.heads + 2 * self.kv_heads, size, rows)
+        unrotated = hidden.new_empty(self.heads + self.kv_heads, size, rows)
+        rotated = hidden.new_empty(self.heads + 2 * self.kv_heads, size, rows)
         for index, layer in enumerate(base.layers):
             x = _rms_norm(layer.input_layernorm, hidden)
-            mixed = self._attention(layer.self_attn, x, (cos, sin), raw, turned, cache, index)
-            hidden = _add_projection(layer.self_attn.o_proj, mixed, hidden)
+            attended = self._attention(layer.self_attn, x, (cos, sin), unrotated, rotated, cache, index)
+            hidden = _add_projection(layer.self_attn.o_proj, attended, hidden)
             x = _rms_norm(layer.post_attention_layernorm, hidden)
             gate = layer.mlp.act_fn(_project(layer.mlp.gate_proj, x)).mul_(_project(layer.mlp.up_proj, x))
             hidden = _add_projection(layer.mlp.down_proj, gate, hidden)
@@ -108,24 +108,26 @@ class LlamaStep:
         module: Any,
         x: Tensor,
         tables: tuple[Tensor, Tensor],
-        raw: Tensor,
-        turned: Tensor,
+        unrotated: Tensor,
+        rotated: Tensor,
         cache: Cache,
         index: int,
     ) -> Tensor:
         """Projections, rotation of queries and keys together, and attention; columns `[heads·D, rows]`."""
         heads, size, rows = self.heads, self.size, x.shape[1]
-        both = heads + self.kv_heads
-        _project(module.q_proj, x, raw[:heads].view(-1, rows))
-        _project(module.k_proj, x, raw[heads:].view(-1, rows))
-        _project(module.v_proj, x, turned[both:].view(-1, rows))
+        rotated_heads = heads + self.kv_heads
+        _project(module.q_proj, x, unrotated[:heads].view(-1, rows))
+        _project(module.k_proj, x, unrotated[heads:].view(-1, rows))
+        _project(module.v_proj, x, rotated[rotated_heads:].view(-1, rows))
         if hasattr(module, "q_norm"):
-            raw = torch.cat((_rms_norm(module.q_norm, raw[:heads]), _rms_norm(module.k_norm, raw[heads:])))
+            unrotated = torch.cat(
+                (_rms_norm(module.q_norm, unrotated[:heads]), _rms_norm(module.k_norm, unrotated[heads:]))
+            )
         cos, sin = tables
         half = size // 2
-        torch.mul(raw, cos, out=turned[:both])
-        turned[:both, :half].addcmul_(raw[:, half:], sin[:half], value=-1)
-        turned[:both, half:].addcmul_(raw[:, :half], sin[half:])
-        cache.store(index, turned[heads:].view(2, self.kv_heads, size, rows).permute(0, 3, 1, 2).unsqueeze(3))
-        query = turned[:heads].permute(2, 0, 1).reshape(rows, self.kv_heads, -1, size)
+        torch.mul(unrotated, cos, out=rotated[:rotated_heads])
+        rotated[:rotated_heads, :half].addcmul_(unrotated[:, half:], sin[:half], value=-1)
+        rotated[:rotated_heads, half:].addcmul_(unrotated[:, :half], sin[half:])
+        cache.store(index, rotated[heads:].view(2, self.kv_heads, size, rows).permute(0, 3, 1, 2).unsqueeze(3))
+        query = rotated[:heads].permute(2, 0, 1).reshape(rows, self.kv_heads, -1, size)
         return cache.attend(index, query, module.scaling).reshape(rows, -1).t()

@@ -1,4 +1,4 @@
-"""Turns that reuse what was read before equal turns that read everything again."""
+"""Turns that resume from the KV cache equal turns that prefill everything again."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ def play(
 ) -> list[list[Completion]]:
     """Groups of three on four ragged prompts; after each turn the environment says one to five tokens."""
     requests = [Request(f"p{i}", tokens) for i, tokens in enumerate(shapes.prompts(4))]
-    said = []
+    by_turn = []
     live = [Request(request.key, request.tokens, samples=(sample,)) for request in requests for sample in range(3)]
     first = engine.generate(requests, SAMPLING, **noise)
-    answers = [[completion] for group in first for completion in group]
-    said.append([answer for (answer,) in answers])
+    completions = [[completion] for group in first for completion in group]
+    by_turn.append([completion for (completion,) in completions])
     for turn in range(1, turns):
         between()
         live = [
             replace(
                 request,
-                tokens=(*request.tokens, *answer.tokens, *range(40, 41 + (index + turn) % 5)),
-                start=request.start + len(answer.tokens) + 1 + (index + turn) % 5,
+                tokens=(*request.tokens, *completion.tokens, *range(40, 41 + (index + turn) % 5)),
+                start=request.start + len(completion.tokens) + 1 + (index + turn) % 5,
                 max_new=4 + turn,
             )
-            for index, (request, (answer,)) in enumerate(zip(live, answers, strict=True))
+            for index, (request, (completion,)) in enumerate(zip(live, completions, strict=True))
         ]
-        answers = engine.generate(live, SAMPLING, **noise)
-        said.append([answer for (answer,) in answers])
-    return said
+        completions = engine.generate(live, SAMPLING, **noise)
+        by_turn.append([completion for (completion,) in completions])
+    return by_turn
 
 
 def assert_same(a: list[list[Completion]], b: list[list[Completion]]) -> None:
@@ -72,7 +72,7 @@ def tokens_read(model: Any, play_it: Callable[[], Any]) -> int:
 
 
 @pytest.mark.parametrize("name", [*shapes.SHARED, *shapes.PLAIN])
-def test_turns_that_reuse_equal_turns_that_read_again(name: str) -> None:
+def test_turns_that_resume_equal_turns_that_prefill_again(name: str) -> None:
     model = shapes.model(name)
     assert_same(play(engine_of(model, ROOM), seed=5), play(engine_of(model, 0), seed=5))
 
@@ -81,7 +81,7 @@ def test_turns_that_reuse_equal_turns_that_read_again(name: str) -> None:
 def test_at_any_batch_size(max_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = shapes.model("llama")
     expected = play(engine_of(model, 0), seed=5)
-    monkeypatch.setattr("tests.rollout.test_kept.SAMPLING", replace(SAMPLING, max_batch=max_batch))
+    monkeypatch.setattr("tests.rollout.test_turn_cache.SAMPLING", replace(SAMPLING, max_batch=max_batch))
     assert_same(play(engine_of(model, ROOM), seed=5), expected)
 
 
@@ -114,10 +114,10 @@ def test_only_what_is_new_is_read() -> None:
 def test_memory_is_bounded_and_what_found_no_room_is_read_again(limit: int) -> None:
     model = shapes.model("llama")
     engine, sizes = engine_of(model, limit), []
-    said = play(engine, seed=5, between=lambda: sizes.append(engine.kept.bytes))
+    turns = play(engine, seed=5, between=lambda: sizes.append(engine.turn_cache.bytes))
     assert max(sizes) <= limit
     assert (max(sizes) > 0) == (limit > 1)
-    assert_same(said, play(engine_of(model, 0), seed=5))
+    assert_same(turns, play(engine_of(model, 0), seed=5))
 
 
 def test_the_bytes_are_those_of_the_prompt_once_and_of_each_row() -> None:
@@ -125,9 +125,9 @@ def test_the_bytes_are_those_of_the_prompt_once_and_of_each_row() -> None:
     sampling = replace(SAMPLING, max_completion_length=4, ignore_eos=True)
     engine.generate([Request("a", tuple(range(10)))], sampling)
     a_token = 2 * 2 * 2 * 8 * 4  # layers, keys and values, KV heads, their size, bytes
-    assert engine.kept.bytes == (10 + 3 * 3) * a_token  # the last token of each row was never read
+    assert engine.turn_cache.bytes == (10 + 3 * 3) * a_token  # the last token of each row was never read
     engine.release()
-    assert engine.kept.bytes == 0
+    assert engine.turn_cache.bytes == 0
 
 
 def test_written_weights_are_noticed() -> None:
@@ -157,30 +157,30 @@ def test_a_switched_adapter_is_noticed() -> None:
     (group,) = engine.generate([Request("a", (5, 6, 7))], sampling)
     more = [Request("a", (5, 6, 7, *c.tokens), samples=(i,), start=4, max_new=4) for i, c in enumerate(group)]
     with model.disable_adapter():
-        found = engine.generate(more, sampling)
+        resumed = engine.generate(more, sampling)
         fresh = NativeEngine(model, loaded.tokenizer).generate(more, sampling)
-    assert_same([[c for (c,) in found]], [[c for (c,) in fresh]])
+    assert_same([[c for (c,) in resumed]], [[c for (c,) in fresh]])
 
 
 @pytest.mark.parametrize("other", [{"seed": 6}, {"attempt": 1}, {"step": 1}])
 def test_another_step_starts_with_nothing(other: dict[str, int]) -> None:
     engine = engine_of(shapes.model("llama"), ROOM)
     play(engine, seed=5)
-    kept = engine.kept.bytes
+    full = engine.turn_cache.bytes
     engine.generate([Request("a", (1, 2))], replace(SAMPLING, max_completion_length=2), **{"seed": 5, **other})
-    assert 0 < engine.kept.bytes < kept / 4
+    assert 0 < engine.turn_cache.bytes < full / 4
 
 
-def test_sync_frees_what_was_kept() -> None:
+def test_sync_frees_the_cache() -> None:
     model = shapes.model("llama")
     engine = engine_of(model, ROOM)
     play(engine)
     engine.sync(model)
-    assert engine.kept.bytes == 0
+    assert engine.turn_cache.bytes == 0
 
 
 def test_a_context_that_was_changed_is_read_again() -> None:
-    """The same row with other tokens than were kept: nothing of them may be used."""
+    """The same row with other tokens than the cached ones: nothing of these may be used."""
     model = shapes.model("llama")
     sampling = replace(SAMPLING, num_generations=1, max_completion_length=4, ignore_eos=True)
     answers = []
@@ -193,7 +193,7 @@ def test_a_context_that_was_changed_is_read_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "limit"),
+    ("overrides", "limit"),
     [
         (["rollout.max_turns=3"], 2**30),
         (["rollout.max_turns=3", "rollout.kept_gib=0.25"], 2**28),
@@ -201,8 +201,8 @@ def test_a_context_that_was_changed_is_read_again() -> None:
         (["rollout.max_turns=1", "rollout.kept_gib=4"], 0),
     ],
 )
-def test_the_memory_is_an_option(given: list[str], limit: int) -> None:
-    config = load_config({}, ["task.name=arithmetic", *given])
+def test_the_memory_is_an_option(overrides: list[str], limit: int) -> None:
+    config = load_config({}, ["task.name=arithmetic", *overrides])
     loaded = load_model(config.model.name, device="cpu")
     engine: Any = build_engine(config.rollout, loaded.model, loaded.tokenizer)
-    assert engine.kept.limit == limit
+    assert engine.turn_cache.limit == limit

@@ -1,0 +1,38 @@
+"""How evaluation samples: as training does, except where that would depend on the clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from keel.envs import Episode, Task
+from keel.run import evaluate
+from trainer.small import small_config
+
+
+class Plain(Task):
+    """A task of one turn."""
+
+    name = "plain"
+
+    def held_out(self, count: int, *, seed: int = 0) -> list[Any]:
+        return []
+
+
+class Guess(Plain):
+    """A task of several turns."""
+
+    def start(self, problem: Any) -> Episode:
+        return Episode()
+
+
+@pytest.mark.parametrize(("task", "turns"), [(Guess(), 3), (Plain(), 1)])
+def test_evaluation_never_samples_beside_tools(task: Task, turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(evaluate, "evaluate", lambda *args, **options: given.update(options))
+    config = small_config("rollout.max_turns=3", "rollout.max_turn_length=2", "rollout.overlap_tools=true")
+    assert config.rollout.turns["overlap_tools"]
+    evaluate.evaluate_entry(config, None, None, evaluate.Entry(task, "trained", None))  # type: ignore[arg-type]
+    assert given["overlap_tools"] is False
+    assert (given["max_turns"], given["max_turn_length"]) == (turns, 2)
