@@ -108,3 +108,41 @@ def test_values_and_steps_are_those_of_the_formula():
     assert lines[0]["loss/kl"] > 0
     for name in ("loss/kl", "loss/total", "grad/norm"):
         assert lines[0][name] == pytest.approx(lines[1][name], rel=1e-5), name
+
+
+def scaled_k2(logp, ref_logp, *, scale=1.0):
+    return scale * (logp - ref_logp) ** 2 / 2
+
+
+def bent(d, power, scale: float = 0.5):
+    return scale * d**power
+
+
+def kl_of(estimator):
+    return load_config({"kl": {"beta": 0.1, "estimator": estimator}}).kl
+
+
+def test_an_estimator_has_parameters_of_its_own_and_is_audited_with_them():
+    logp, ref_logp = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -0.5]])
+    name = f"{HERE}:bent(power=2)"
+    assert kl_of(name).estimator == name
+    assert torch.equal(estimate(name, logp, ref_logp), own_k2(logp, ref_logp))
+    assert torch.equal(estimate(f"{HERE}:scaled_k2(scale=3)", logp, ref_logp), 3 * own_k2(logp, ref_logp))
+    verdicts = [[fact.expected_gradient for fact in estimator_facts(n)] for n in (name, f"{HERE}:own_k2_of_ratio")]
+    assert verdicts[0] == verdicts[1]
+    with pytest.raises(KeelError, match="no divergence's gradient"):  # three times the gradient
+        kl_of(f"{HERE}:scaled_k2(scale=3)")
+    assert kl_of(f"{HERE}:scaled_k2(scale=1.0)").estimator.endswith("(scale=1.0)")
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        ("scaled_k2(scal=3)", r"unknown kl.estimator .*:scaled_k2 parameter 'scal': did you mean 'scale'"),
+        ("scaled_k2(3)", r"write parameters as module:attr\(name=value, …\)"),
+        ("scaled_k2(scale=)", r"write parameters as module:attr\(name=value, …\)"),
+    ],
+)
+def test_parameters_of_an_estimator_are_refused_in_one_line(written, says):
+    with pytest.raises(KeelError, match=says):
+        kl_of(f"{HERE}:{written}")

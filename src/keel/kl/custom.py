@@ -1,20 +1,59 @@
-"""A user's own estimator, `module:attr`: a function of d, of (logp, ref_logp) or of (logp, ref_logp, old_logp)."""
+"""A user's own estimator, `module:attr`: a function of d, of (logp, ref_logp) or of (logp, ref_logp, old_logp).
+
+Its own parameters stand behind its name: `module:attr(width=0.5)`. They are a part of the name because an audit proves
+the function with these values and no others.
+"""
 
 from __future__ import annotations
 
+import ast
 import inspect
+import re
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from keel.base.errors import KeelError
-from keel.base.imports import import_object
+from keel.base.imports import import_object, is_import_path
+from keel.base.parts import part_arguments
+
+_SPEC = re.compile(r"(?P<path>[^()]+)(?:\((?P<params>.*)\))?", re.DOTALL)
+
+
+def is_custom(name: str) -> bool:
+    """Whether an estimator is a user's own, `module:attr` with or without parameters."""
+    match = _SPEC.fullmatch(name)
+    return match is not None and is_import_path(match["path"])
+
+
+def custom_estimator(name: str) -> Callable[..., object]:
+    """The user's function, with the parameters of its name filled in."""
+    match = _SPEC.fullmatch(name)
+    path, text = (name, None) if match is None else (match["path"], match["params"])
+    function: Callable[..., object] = import_object(path, "kl.estimator")
+    params = {} if text is None else _parameters(name, text)
+    if not params:
+        return function
+    tensors = 1 if takes_ratio(partial(function, **params)) else arity(function)
+    return partial(function, **part_arguments(f"kl.estimator {path}", function, params, positional=tensors))
+
+
+def _parameters(name: str, text: str) -> dict[str, Any]:
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
+            raise ValueError(text)
+        return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError):
+        raise KeelError(f"kl.estimator={name}: write parameters as module:attr(name=value, …)") from None
 
 
 def custom_estimate(name: str, d: Tensor, logp: Tensor, old_logp: Tensor) -> Tensor:
     """The values `[B, T]` of a user's own estimator; `d` is its distance between reference and policy."""
-    function = import_object(name, "kl.estimator")
+    function = custom_estimator(name)
     arguments = (d,) if takes_ratio(function) else (logp, logp + d, old_logp)[: arity(function)]
     return call_checked(name, function, *arguments).to(logp.dtype)
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from keel.base.errors import unknown
-from keel.base.imports import is_import_path
-from keel.kl.custom import custom_estimate
+from keel.kl.custom import custom_estimate, is_custom
 from keel.kl.ratios import DEFAULT_CLAMP, at_least_fp32, check_mask, finite_floor, log_ratio, select
 
 Estimator = Callable[[Tensor], Tensor]
@@ -64,7 +63,7 @@ def estimate(
     A user's own (`module:attr`) sees the clamped log-ratio as the distance between its first two arguments.
     """
     d = log_ratio(logp, ref_logp, mask, clamp).d
-    if not is_import_path(name):
+    if not is_custom(name):
         return get_estimator(name)(d)
     logp = finite_floor(select(logp, mask))
     old = logp.detach() if old_logp is None else finite_floor(select(old_logp, mask))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from keel.base.errors import KeelError, unknown
-from keel.base.imports import is_import_path
+from keel.kl.custom import is_custom
 from keel.kl.gradients import GradientForm, parse_gradient
 
 PLACEMENTS = ("loss", "reward", "advantage")
@@ -224,7 +224,7 @@ def check_pairing(
     then still says what the pairing does. `facts` are the rows of a user's own estimator, as an audit found them.
     """
     custom = estimator not in _LOSS
-    if custom and not is_import_path(estimator):
+    if custom and not is_custom(estimator):
         raise unknown("estimator", estimator, _LOSS)
     if placement not in PLACEMENTS:
         raise unknown("placement", placement, PLACEMENTS)

@@ -149,7 +149,11 @@ class UserCallable:
 
 def load_callable(name: str) -> UserCallable:
     """A user's `module:function` of (logp, ref) or (logp, ref, old), wrapped so that what it returns is checked."""
-    function = import_object(name, "callable")
+    return checked_callable(name, import_object(name, "callable"))
+
+
+def checked_callable(name: str, function: Callable[..., object]) -> UserCallable:
+    """A function of (logp, ref) or (logp, ref, old), tried once."""
     arguments = arity(function)
     dtypes: list[torch.dtype] = []
 

@@ -7,11 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from keel.base.imports import import_object, is_import_path
-from keel.kl.custom import call_checked, takes_ratio
+from keel.kl.custom import call_checked, custom_estimator, is_custom, takes_ratio
 from keel.kl.facts import MEANINGS, POLICY_REF, REF_POLICY, Fact
 from keel.verify.audit import audit
-from keel.verify.formula import load_callable
+from keel.verify.formula import checked_callable
 
 
 @cache  # an audit enumerates: once a name is enough
@@ -21,14 +20,14 @@ def estimator_facts(name: str) -> tuple[Fact, ...]:
     The function takes d = log p − log π, or (logp, ref_logp), or (logp, ref_logp, old_logp), each `[B, T]`, and
     returns one value a token. What it does in the loss, the reward and the advantage is found by exact enumeration.
     """
-    if not is_import_path(name):
+    if not is_custom(name):
         return ()
-    function = import_object(name, "kl.estimator")
+    function = custom_estimator(name)
 
     def of_ratio(logp: Tensor, ref: Tensor, old: Tensor) -> Tensor:
         return call_checked(name, function, ref - logp)
 
-    return _rows(name, audit(of_ratio if takes_ratio(function) else load_callable(name), name))
+    return _rows(name, audit(of_ratio if takes_ratio(function) else checked_callable(name, function), name))
 
 
 def _rows(name: str, report: dict[str, Any]) -> tuple[Fact, ...]:
