@@ -203,7 +203,7 @@ def test_mistakes_in_a_file(tmp_path):
         (["kl.controller.name=stepp"], "did you mean 'step'?"),
         (["kl.controller.name=step", "kl.controller.traget=1"], "did you mean 'target'?"),
         (["kl.controller.name=step", "kl.controller.target=soon"], "expected a number"),
-        (["kl.controller.name=linear"], "needs kl.controller.end"),
+        (["kl.controller.name=linear"], "give kl.controller.end"),
         (["kl.placement=advantage", "kl.estimator=k1", "kl.reduction=loss"], "kl.reduction=loss has no meaning"),
         (["reference.kind=adapter_off"], "needs LoRA"),
         (["reference.kind=ema", "reference.alhpa=1"], "did you mean 'alpha'?"),

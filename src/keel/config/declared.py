@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from keel.base.errors import KeelError
 from keel.base.options import Options
 from keel.base.parts import options_class
 from keel.base.validation import read_options
@@ -21,10 +22,16 @@ from keel.rollout.options import EngineOptions
 
 
 def own_options(section: BaseModel, path: str) -> Options | None:
-    """The options that the part named in a section declares, with what is given of them; None if it has no class."""
-    if isinstance(section, LossOptions):
-        return declared_options(section)
-    factory = _factory(section)
+    """The options that the part named in a section declares, with what is given of them.
+
+    None if it has no class, or cannot be imported here: a configuration can be shown where its parts are not.
+    """
+    try:
+        if isinstance(section, LossOptions):
+            return declared_options(section)
+        factory = _factory(section)
+    except KeelError:
+        return None
     declared = None if factory is None else options_class(factory)
     return None if declared is None else read_options(declared, section.model_extra or {}, path)
 
