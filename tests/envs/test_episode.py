@@ -375,9 +375,13 @@ def test_ctrl_c_leaves_no_box_open(when: str) -> None:
         threading.Timer(0.1, task.go.set).start()
         signal.pthread_kill(main, signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        rollout(Says(["a", "stop"], ["wait"]), task)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            rollout(Says(["a", "stop"], ["wait"]), task)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert [box.closed for box in Box.made] == ([1] if when == "start" else [1, 1])
 
 

@@ -339,7 +339,7 @@ def test_mixture_refuses_bad_weights(weights: list[float]) -> None:
         ("mixture", {"tasks": ["arithmetic"]}, "entries with a name"),
         ("no.such.module:task", {}, "cannot import task"),
         ("keel.envs.countdown:FORM_REWARD", {}, "must be a function"),
-        ("builtins:dict", {}, "a dict, which does not derive from keel.envs.Task"),
+        ("builtins:dict", {}, "is Python's own dict: give a function or a class of yours"),
         ("keel.envs.base:Task", {}, "a Task without sample, held_out, gold, reward"),
     ],
 )
