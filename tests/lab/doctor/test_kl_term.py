@@ -30,11 +30,12 @@ def options(fact: Fact) -> tuple[KLOptions, Pairing]:
     return kl, kl.pairing()
 
 
-# With exact KL in reward or advantage the loop takes k3 of the sampled token: those rows speak of another term.
+# Sequences of one token cannot tell what the exact KL of the tokens to come does to those before them.
 ON_POLICY = [
     fact
     for fact in FACTS
-    if fact.sampling == "on" and (fact.placement == "loss" or not fact.estimator.startswith("ex"))
+    if fact.sampling == "on"
+    and not (fact.estimator == "exact" and fact.placement != "loss" and fact.level == "sequence")
 ]
 
 
