@@ -16,8 +16,7 @@ from torch import Tensor
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group
-
-_PADDING = -1
+from keel.models.flash_prefix import PADDING, Segments
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,8 @@ class PackedBatch:
     """R rows of L tokens that score B completions of up to T tokens; B is group-major.
 
     The mask is described by two numbers a token: `prefix` says which prompt it belongs to (−1: padding) and `branch`
-    which completion of that prompt (0: the prompt itself). `gather` points into the flattened `[R·L]` positions.
+    which completion of that prompt (0: the prompt itself); `segments` are the runs of such tokens. `gather` points into
+    the flattened `[R·L]` positions.
     """
 
     input_ids: Tensor  # [R, L]
@@ -37,6 +37,7 @@ class PackedBatch:
     action_mask: Tensor  # [B, T] bool: tokens that the policy sampled
     completion_mask: Tensor  # [B, T] bool: tokens that exist
     group: Tensor  # [B]
+    segments: Segments
     shared_prefix: bool
 
     def to(self, device: torch.device | str) -> PackedBatch:
@@ -50,7 +51,7 @@ class PackedBatch:
         The 2-D form goes through the model's own mask, so sliding windows and hybrid layers stay right.
         """
         if not self.shared_prefix:
-            return (self.prefix != _PADDING).long()
+            return (self.prefix != PADDING).long()
         return self.mask_4d()
 
     def mask_4d(self) -> Tensor:
@@ -111,16 +112,19 @@ def pack(
     if not shared_prefix:
         # Padding continues the count: transformers takes a jump for a second sequence in the row.
         positions = torch.arange(length).expand(len(rows), length).contiguous()
+    prefix = right_pad((row.prefix for row in rows), PADDING, width=length)
+    branch = right_pad((row.branch for row in rows), 0, width=length)
     return PackedBatch(
         input_ids=right_pad((row.ids for row in rows), pad_token_id, width=length),
         position_ids=positions,
-        prefix=right_pad((row.prefix for row in rows), _PADDING, width=length),
-        branch=right_pad((row.branch for row in rows), 0, width=length),
+        prefix=prefix,
+        branch=branch,
         gather=right_pad(gather, 0),
         tokens=right_pad((c.tokens for c in completions), 0),
         action_mask=right_pad((c.action for c in completions), False, dtype=torch.bool),
         completion_mask=right_pad(([True] * len(c.tokens) for c in completions), False, dtype=torch.bool),
         group=torch.tensor([i for i, group in enumerate(groups) for _ in group.completions]),
+        segments=Segments.of(prefix, branch),
         shared_prefix=shared_prefix,
     )
 

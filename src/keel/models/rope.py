@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from keel.models.flash_prefix import PADDING, Segments
 from keel.models.pack import PackedBatch
 
 
@@ -117,12 +118,14 @@ def split_by_regime(packed: PackedBatch, regimes: LengthRegimes) -> list[RegimeP
         if not packed.shared_prefix:  # padding continues the count there
             position_ids = packed.position_ids[rows][:, :length]
         columns = (valid.cumsum(1) - 1)[row_of, positions[scored] % width]
+        prefix, branch = cut(packed.prefix, PADDING), cut(packed.branch, 0)
         part = replace(
             packed,
             input_ids=cut(packed.input_ids, int(packed.input_ids[0, 0])),
             position_ids=position_ids,
-            prefix=cut(packed.prefix, -1),
-            branch=cut(packed.branch, 0),
+            prefix=prefix,
+            branch=branch,
+            segments=Segments.of(prefix.cpu(), branch.cpu()).to(prefix.device),
         )
         parts.append(RegimePart(part, row_of * length + columns, scored))
     return parts

@@ -20,7 +20,7 @@ from keel.models.head import Head, body_of, causal_lm, evaluating
 from keel.models.load import LoadedModel
 from keel.models.logprobs import hidden_states_in_one_pass, score_hidden
 from keel.models.pack import PackedBatch, microbatches, pack
-from keel.models.prefix_attention import PrefixGroup, as_on_cuda, may_use_prefix_attention, prefix_groups
+from keel.models.prefix_attention import RowStructure, as_on_cuda, may_use_prefix_attention
 from keel.rollout.native.graph import has_fixed_rotations
 from keel.rollout.native.llama import is_llama_shaped
 from keel.rollout.native.scheduler import NOISE_AHEAD, Passes, Traits, prefill_chunks, simulate
@@ -44,7 +44,7 @@ class Micro:
     """A microbatch, and its structure for long rows; both of real numbers, as fake ones cannot be read."""
 
     packed: FullLength
-    groups: list[PrefixGroup]
+    structure: RowStructure
 
 
 @dataclass
@@ -73,7 +73,9 @@ def full_microbatches(config: Config, loaded: LoadedModel, prompt: int) -> list[
         row = min(max(prompt + len(g.completions) * (length - 1) for g in part), config.optim.microbatch_tokens)
         batch = pack(part, loaded.pad_id, shared_prefix=True, max_row_tokens=row)
         full = FullLength(**{f.name: getattr(batch, f.name) for f in fields(PackedBatch)})
-        packed.append(Micro(full, prefix_groups(full)))
+        structure = RowStructure(full)
+        _ = structure.groups  # found now: fake numbers cannot be read
+        packed.append(Micro(full, structure))
     return packed
 
 
@@ -192,8 +194,8 @@ class _DryRun:
 
     def _hidden(self, model: nn.Module, micro: Micro) -> Tensor:
         """By structure wherever nothing forbids it: whether that is exact for a model takes its weights to tell."""
-        by_group = may_use_prefix_attention(body_of(model), micro.packed)
-        return hidden_states_in_one_pass(model, micro.packed, micro.groups if by_group else None)
+        by_structure = may_use_prefix_attention(body_of(model), micro.packed)
+        return hidden_states_in_one_pass(model, micro.packed, micro.structure if by_structure else None)
 
     def _chunk(self, head: Head) -> int:
         """As scoring chooses it on the planned device."""
