@@ -78,7 +78,7 @@ def sft_step(
 
 
 def _check_lengths(groups: Sequence[Group], context: int | None) -> None:
-    """Refuse an example that the model cannot read as a whole: what is too long is given, and no sampling limit helps."""
+    """Refuse an example that the model cannot read as a whole: it is given, so that no limit on sampling helps."""
     for group in groups:
         prompt, length = len(group.prompt_tokens), max(len(c.tokens) for c in group.completions)
         if context is None or prompt + length <= context:
