@@ -37,11 +37,11 @@ def _kl_coef(value: Any, settings: Settings) -> Options:
     """OpenRLHF's penalty is in the reward, by k1, unless use_kl_loss says otherwise."""
     if settings.get(IN_LOSS) is True or not settings.keys() & (OWN - {"init_kl_coef"}):
         return {"kl.beta": value}
-    return {"kl.beta": value, "kl.placement": "reward", **({} if "kl_estimator" in settings else _estimator("k1"))}
-
-
-def _estimator(name: str) -> Options:
-    return {"kl.estimator": name}
+    return {
+        "kl.beta": value,
+        "kl.placement": "reward",
+        **({} if "kl_estimator" in settings else {"kl.estimator": "k1"}),
+    }
 
 
 def _kl_estimator(value: Any, settings: Settings) -> Options:
@@ -49,7 +49,8 @@ def _kl_estimator(value: Any, settings: Settings) -> Options:
     known = {**{f"k{i}": f"k{i}" for i in (1, 2, 3)}, **{f"kl{i}": f"k{i}" for i in (1, 2, 3)}}
     if str(value) not in known:
         raise KeelError(f"kl_estimator={value}: set kl.estimator to k1, k2, k3, abs or exact")
-    return _estimator(known[str(value)]) | ({"kl.gradient": "plain"} if settings.get(IN_LOSS) is True else {})
+    gradient = {"kl.gradient": "plain"} if settings.get(IN_LOSS) is True else {}
+    return {"kl.estimator": known[str(value)], **gradient}
 
 
 def _rollout_batch(value: Any, settings: Settings) -> Options:
