@@ -47,7 +47,8 @@ def near_options(name: str, known: Sequence[str], aliases: Mapping[str, str]) ->
     )
     if spelt:
         return _unique([written[option] for option in spelt])
-    options = [option for option in written if "." in written[option]]  # a section is no answer
+    # a section is no answer, least of all to a name inside it
+    options = [option for option in written if "." in written[option] and not name.startswith(f"{option}.")]
     scored = [(max(_shared(name, tail) for tail in _tails(option)), option) for option in options]
     best = max((score for score, _ in scored), default=0.0)
     return _unique([written[option] for score, option in scored if score == best]) if best >= 0.6 else []
