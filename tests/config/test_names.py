@@ -260,6 +260,7 @@ def test_random_letters_lead_nowhere(word):
         ("eval_intervall", "did you mean eval.every?"),
         ("entropy_bonus_coefficient", "did you mean loss.entropy_coef or warmstart.entropy_coef?"),
         ("max_gradient_norm", "did you mean optim.max_grad_norm or warmstart.max_grad_norm?"),
+        ("betas", "did you mean optim.betas?"),
         ("wandb_name", "did you mean log.wandb.name?"),
         ("kl.beta_start", "did you mean kl.beta?"),
         ("training.optim.learning_rate", "did you mean optim.learning_rate"),

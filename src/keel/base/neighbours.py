@@ -40,8 +40,9 @@ def near_options(name: str, known: Sequence[str], aliases: Mapping[str, str]) ->
     written = {**{option: option for option in known}, **{alias: target or alias for alias, target in aliases.items()}}
     inside = [option for option in known if option.rpartition(".")[0] == section] if section else []
     spelt = (
-        [option for option in written if len(name) > 3 and _edits(name, option, 1) <= 1]
+        [option for option in written if section and _edits(name, option, 1) <= 1]
         or [option for option in known if _leaf(option) == leaf]
+        or [option for option in written if len(name) > 3 and _edits(name, option, 1) <= 1]
         or _nearest_leaf(leaf, inside)
         or _nearest_leaf(leaf, list(written))
     )
