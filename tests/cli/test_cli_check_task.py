@@ -69,6 +69,10 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str,
     return status, json.loads(capsys.readouterr().out)
 
 
+def detail(report: dict[str, Any], name: str) -> str:
+    return str(next(check["detail"] for check in report["checks"] if check["name"] == name))
+
+
 def failed(report: dict[str, Any]) -> list[str]:
     return [check["name"] for check in report["checks"] if not check["ok"]]
 
@@ -117,7 +121,7 @@ def test_configured_rewards_are_checked_too(capsys: pytest.CaptureFixture[str]) 
     Path("mine.yaml").write_text("task: {name: 'faults:sound'}\nrewards: [{name: exact}, {name: 'faults:pays_more'}]\n")
     status, report = run(capsys, "mine.yaml")
     assert (status, failed(report)) == (1, ["configured rewards"])
-    assert "an empty answer" in report["checks"][-1]["detail"]
+    assert "an empty answer" in detail(report, "configured rewards")
     status, report = run(capsys, "mine.yaml", "rewards=[{name: exact}, {name: length, weight: 0.1, scale: 50}]")
     assert (status, failed(report)) == (0, [])
     gold = report["examples"][0]["gold"]
@@ -125,7 +129,7 @@ def test_configured_rewards_are_checked_too(capsys: pytest.CaptureFixture[str]) 
     assert gold["total"] == pytest.approx(1.0 - 0.1 * len(gold["text"]) / 50)
     status, report = run(capsys, "faults:sound", "rewards=[{name: 'faults:breaks'}]")
     assert (status, failed(report)) == (1, ["configured rewards"])
-    assert "out of order" in report["checks"][-1]["detail"]
+    assert "out of order" in detail(report, "configured rewards")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +146,11 @@ def test_configured_rewards_are_checked_too(capsys: pytest.CaptureFixture[str]) 
 def test_our_own_tasks_are_proven(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     status, report = run(capsys, *words)
     assert (status, failed(report)) == (0, [])
-    assert len(report["checks"]) == 11
+    assert len(report["checks"]) == 13
+    # The library pays an answer that contains the right one by their lengths: two answers at once earn about a third.
+    pays = ["two answers in two notations"] if words[0] == "reasoning_gym" else []
+    assert [row["name"] for row in report["attacks"] if row["verdict"] != "fine"] == pays
+    assert len(report["warnings"]) == len(pays)
     assert len(report["examples"]) == 3
     for example in report["examples"]:
         assert example["gold"]["parts"]["correct"] == 1.0
@@ -163,9 +171,9 @@ def test_the_page_shows_marks_and_examples(capsys: pytest.CaptureFixture[str], m
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["check-task", "arithmetic", "--samples", "4"]) == 0
     page = capsys.readouterr().out
-    assert page.count("✓") == 11
+    assert page.count("✓") == 13
     assert all(f"example {number}" in page for number in (1, 2, 3))
-    assert "all 11 checks hold" in page
+    assert "all 13 checks hold" in page
     assert "earns 1 (correct 1)" in page
 
 
@@ -197,4 +205,4 @@ def test_what_cannot_be_run_is_one_line_and_status_2(
 def test_a_reward_that_takes_every_answer_is_found_where_it_was_not_planted(capsys: pytest.CaptureFixture[str]) -> None:
     """This dataset's scoring compares the truth of texts, and "False" is as true as "True"."""
     status, report = run(capsys, "reasoning_gym", "dataset=game_of_life_halting")
-    assert (status, failed(report)) == (1, ["wrong earns less"])
+    assert (status, failed(report)) == (1, ["wrong earns less", "attacks earn less"])
