@@ -49,7 +49,7 @@ def check_task(
     if model is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
 
-    from keel.envs.exploits import exploit
+    from keel.envs.exploits import SECONDS, exploit
     from keel.envs.prove import examples, prove
     from keel.envs.rewards import probe_rewards
     from keel.models.tokenizer import load_tokenizer
@@ -64,7 +64,7 @@ def check_task(
     renderer = build_renderer(config, tokenizer)
     strict = model is not None or from_file
     checks = list(prove(task, renderer=renderer, strict=strict, judge=judge, count=samples, seed=config.run.seed))
-    exploits = exploit(task, judge, samples, config.run.seed)
+    exploits = exploit(task, judge, samples, config.run.seed, SECONDS)
     checks += exploits.checks
     worked_examples: list[dict[str, Any]] = []
     try:

@@ -24,7 +24,7 @@ REFUSAL = "I do not know."
 REPEATS = 200
 CALLS = 8  # turns of an episode that never answers
 NUMBERS = tuple(map(str, range(101)))
-NEIGHBOURS = 6  # other answers that are listed beside the right one
+NEIGHBOURS = 4  # other answers that are listed beside the right one
 SEPARATORS = ("{} {}", "{}, {}", "{} or {}", "{}\n{}", "{} = {}")
 AROUND = ("[{}]", "{{{}}}")  # of a list with commas
 NOTATIONS = ("\\boxed{{{}}} {}", "**{}** {}", "{} (or {})", "{}\n#### {}")
@@ -249,7 +249,7 @@ def _lists(batch: Batch, index: int, wrong: Sequence[Turns]) -> list[Attack]:
         bare = [tuple((join([c[-1] for c in order]),) for order in contents) for join in _JOINS]
         filler = [FILLER] * (form.slots - 1)
         noted = [tuple((form.fill([*filler, note.format(*pair)]),) for pair in pairs) for note in NOTATIONS]
-        apart = [tuple((separator.join(order),) for order in orders) for separator in ("\n", " ")]
+        apart = [tuple((join(order),) for order in orders) for join in _JOINS]
         listed = [
             Attack("every answer in one form", "list", _unlike(joined)),
             Attack("every answer without the form", "list", _unlike(bare)),
