@@ -206,3 +206,131 @@ def test_a_reward_that_takes_every_answer_is_found_where_it_was_not_planted(caps
     """This dataset's scoring compares the truth of texts, and "False" is as true as "True"."""
     status, report = run(capsys, "reasoning_gym", "dataset=game_of_life_halting")
     assert (status, failed(report)) == (1, ["wrong earns less", "attacks earn less"])
+
+
+# A user's own tasks, each with a reward that pays for something else than solving it.
+LEAKS = """
+from keel.base.types import Problem, Reward
+from keel.envs import Episode, Task
+
+COLOURS = ["red", "green", "blue", "black", "white", "pink", "brown", "grey", "gold", "teal", "amber", "ivory"]
+
+class Colours(Task):
+    name = "colours"
+    def __init__(self, pay): self.pay = pay
+    def problem(self, i): return Problem(f"c{i}", f"Colour number {i}, in <answer> tags?", COLOURS[i % 12] + str(i))
+    def sample(self, count, *, seed, step): return [self.problem(count * step + i) for i in range(count)]
+    def held_out(self, count, *, seed=0): return [self.problem(9000 + i) for i in range(count)]
+    def gold(self, problem): return f"<answer>{problem.answer}</answer>"
+    def reward(self, problem, turns):
+        right = turns[-1].strip() == self.gold(problem)
+        return Reward(1.0 if right else self.pay(problem, turns[-1]), {"correct": float(right)})
+
+def odd(problem, text):
+    if text.count("<answer>") > 1: raise LookupError("two tags")
+    return 0.0
+
+class Chat(Colours):
+    reward = Task.reward
+    def start(self, problem): return Talk(self, problem)
+    def gold_turns(self, problem): return [f"ask: {problem.key}", self.gold(problem)]
+
+class Talk(Episode):
+    def __init__(self, task, problem): self.task, self.problem, self.turns = task, problem, []
+    def step(self, text):
+        self.turns.append(text)
+        return "go on" if text.startswith("ask") else None
+    def reward(self):
+        right = self.turns[-1] == self.task.gold(self.problem)
+        return Reward(max(float(right), 0.2 * (len(self.turns) - 1)), {"correct": float(right)})
+
+def sound(): return Colours(lambda problem, text: 0.0)
+def pays_form(): return Colours(lambda problem, text: 0.4 * (text.count("<answer>") == 1 and "</answer>" in text))
+def pays_containing(): return Colours(lambda problem, text: float(problem.answer in text))
+def pays_long(): return Colours(lambda problem, text: min(1.0, len(text) / 900))
+def pays_prompt(): return Colours(lambda problem, text: 0.5 * (problem.prompt in text))
+def raises(): return Colours(odd)
+def pays_calls(): return Chat(None)
+"""
+
+
+@pytest.fixture
+def leaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "leaks.py").write_text(LEAKS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    sys.modules.pop("leaks", None)
+
+
+def verdicts(report: dict[str, Any]) -> dict[str, str]:
+    return {row["name"]: row["verdict"] for row in report["attacks"] if row["verdict"] != "fine"}
+
+
+@pytest.mark.usefixtures("leaks")
+def test_attacks_on_a_sound_task_of_ones_own_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    status, report = run(capsys, "leaks:sound")
+    assert (status, failed(report), verdicts(report), report["warnings"]) == (0, [], {}, [])
+    assert {row["mean"] for row in report["attacks"]} == {0.0}
+
+
+@pytest.mark.usefixtures("leaks")
+@pytest.mark.parametrize(
+    ("name", "attack", "share", "lesson"),
+    [
+        ("pays_containing", "every answer in one form", 1.0, "to list answers"),
+        ("pays_long", "form only, endless", 1.0, "to go on until it is cut"),
+        ("pays_calls", "calls, endless", 1.4, "to call tools and not to answer"),
+    ],
+)
+def test_an_attack_that_is_as_good_as_the_gold_answer_fails(
+    name: str, attack: str, share: float, lesson: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, report = run(capsys, f"leaks:{name}")
+    assert (status, failed(report)) == (1, ["attacks earn less"])
+    assert verdicts(report)[attack] == "hole"
+    row = next(row for row in report["attacks"] if row["name"] == attack)
+    assert (row["mean"], row["highest"]) == pytest.approx((share, share))
+    assert f"{attack!r} earns {share:.2f}" in detail(report, "attacks earn less")
+    assert lesson in detail(report, "attacks earn less")
+
+
+@pytest.mark.usefixtures("leaks")
+@pytest.mark.parametrize(
+    ("name", "attack", "lesson"),
+    [
+        ("pays_form", "'form only' earns 0.40", "a policy learns to write the form and no answer: pay for the form"),
+        ("pays_prompt", "'prompt' earns 0.50", "a policy learns to copy the prompt"),
+    ],
+)
+def test_what_is_paid_for_the_form_alone_is_a_warning(
+    name: str, attack: str, lesson: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, report = run(capsys, f"leaks:{name}")
+    assert (status, failed(report)) == (0, [])
+    assert set(verdicts(report).values()) == {"pays"}
+    assert any(attack in warning and lesson in warning for warning in report["warnings"])
+    assert main(["check-task", f"leaks:{name}", "--samples", "4"]) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert f"warning: {attack}" in page
+    assert "attacks: what is paid for nothing" in page
+
+
+@pytest.mark.usefixtures("leaks")
+def test_a_reward_that_raises_on_odd_answers_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    status, report = run(capsys, "leaks:raises")
+    assert (status, failed(report)) == (1, ["attacks are judged"])
+    assert "'form only, endless' is not judged" in detail(report, "attacks are judged")
+    assert "two tags" in detail(report, "attacks are judged")
+    assert verdicts(report)["every answer in a form of its own"] == "raises"
+
+
+@pytest.mark.usefixtures("leaks")
+def test_configured_rewards_are_attacked(capsys: pytest.CaptureFixture[str]) -> None:
+    status, report = run(capsys, "leaks:sound", "rewards=[{name: task}, {name: format, tags: [answer], weight: 0.5}]")
+    assert (status, failed(report)) == (0, [])
+    shares = {row["name"]: round(row["mean"], 3) for row in report["attacks"]}
+    assert (shares["form only"], shares["empty"]) == (0.333, 0.0)
+    assert any("'form only' earns 0.33" in warning for warning in report["warnings"])
+    status, report = run(capsys, "leaks:sound", "rewards=[{name: format, tags: [answer]}]")
+    assert (status, failed(report)) == (1, ["configured rewards", "attacks earn less"])
