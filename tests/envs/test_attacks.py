@@ -305,3 +305,14 @@ def test_a_text_that_is_the_gold_answer_is_no_attack() -> None:
     assert all("I do not know." not in turns for way in attack_called("form only", batch).ways for turns in way)
     assert "refusal" not in [attack.name for attack in attacks_on(batch, 0, batch.neighbours(0))]
     assert FREE_SHARE == 0.25  # the figure in docs/rewards.md
+
+
+def test_the_tasks_of_a_mixture_have_forms_of_their_own() -> None:
+    task = build_task("mixture", tasks=[{"name": "arithmetic"}, {"name": "capitals"}, {"name": "countdown"}])
+    problems = task.sample(12, seed=0, step=0)
+    batch = Batch(tuple(problems), tuple(tuple(task.gold_turns(problem)) for problem in problems))
+    for index, problem in enumerate(problems):
+        tagged = problem.info["mixture"] == 2
+        assert batch.form(index).pieces[0] == ("<think>" if tagged else "")
+        assert all((turns[-1][0] == "<") == tagged for turns in batch.neighbours(index))
+        assert all(turns[-1].isdigit() for turns in batch.neighbours(index) if problem.info["mixture"] == 0)

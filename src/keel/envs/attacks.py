@@ -138,15 +138,19 @@ class Batch:
     golds: tuple[Turns, ...]
 
     def form(self, index: int) -> Form:
-        """The form of a problem's last turn, from the answers that have the same marks (a mixture has several)."""
-        return self._forms[_marks(self.golds[index][-1])]
+        """The form of a problem's last turn."""
+        return self._forms[self._kinds[index]]
 
     @cached_property
-    def _forms(self) -> dict[frozenset[str], Form]:
-        by_marks: dict[frozenset[str], list[str]] = {}
-        for gold in self.golds:
-            by_marks.setdefault(_marks(gold[-1]), []).append(gold[-1])
-        return {marks: form_of(texts) for marks, texts in by_marks.items()}
+    def _kinds(self) -> list[tuple[Any, frozenset[str]]]:
+        """Which answers are of one form: those of one task of a mixture that have the same marks."""
+        pairs = zip(self.problems, self.golds, strict=True)
+        return [(problem.info.get("mixture"), _marks(gold[-1])) for problem, gold in pairs]
+
+    @cached_property
+    def _forms(self) -> dict[tuple[Any, frozenset[str]], Form]:
+        pairs = list(zip(self._kinds, self.golds, strict=True))
+        return {kind: form_of(gold[-1] for other, gold in pairs if other == kind) for kind in self._kinds}
 
     @cached_property
     def _call(self) -> Form | None:
@@ -162,8 +166,8 @@ class Batch:
     def neighbours(self, index: int) -> list[Turns]:
         """Other problems' gold answers of the same form that differ from this one's, the nearest first."""
         own, count = self.golds[index], len(self.golds)
-        others = [self.golds[(index + step) % count] for step in range(1, count)]
-        alike = [gold for gold in others if _marks(gold[-1]) == _marks(own[-1]) and gold[-1] != own[-1]]
+        others = [(index + step) % count for step in range(1, count)]
+        alike = [self.golds[i] for i in others if self._kinds[i] == self._kinds[index] and self.golds[i][-1] != own[-1]]
         return list(dict.fromkeys(alike))[:NEIGHBOURS]
 
     def commonest(self, index: int) -> Turns | None:
