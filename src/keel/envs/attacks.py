@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import cached_property, reduce
@@ -270,14 +270,14 @@ def _positions(own: Any, others: Sequence[Any]) -> list[list[Any]]:
     return [[*others[:at], own, *others[at:]] for at in (middle, 0, len(others))]
 
 
-_JOINS = [
+_JOINS: list[Callable[[Sequence[str]], str]] = [
     *(lambda items, s=s: reduce(s.format, items) for s in SEPARATORS),
     *(lambda items, a=a: a.format(", ".join(items)) for a in AROUND),
 ]
 
 
-def _joined(order: Sequence[tuple[str, ...]], join: object) -> list[str]:
-    assert callable(join)
+def _joined(order: Sequence[tuple[str, ...]], join: Callable[[Sequence[str]], str]) -> list[str]:
+    """Slot by slot."""
     return [join([contents[slot] for contents in order]) for slot in range(len(order[0]))]
 
 
