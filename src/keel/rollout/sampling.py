@@ -157,7 +157,8 @@ def draw(
     boundary at each of V tokens, and every one of them moves.
 
     `masses(logits, temperature, blocks, size)` gives the blocks' log-probabilities by a kernel that reads the logits
-    once; it serves where nothing is filtered. A greedy choice has `sample_logp` at temperature 1 and `filtered_logp` 0, being certain.
+    once; it serves where nothing is filtered. A greedy choice has `sample_logp` at temperature 1 and `filtered_logp` 0,
+    being certain.
     """
     if masses is not None and noise is not None and not params.filtered:
         return _draw_by_masses(logits, params.temperature, noise, masses)
@@ -189,9 +190,7 @@ def draw(
     return block * size + offset, logit - normaliser, logit - filtered_normaliser
 
 
-def _draw_by_masses(
-    logits: Tensor, temperature: float, noise: Tensor, masses: Masses
-) -> tuple[Tensor, Tensor, Tensor]:
+def _draw_by_masses(logits: Tensor, temperature: float, noise: Tensor, masses: Masses) -> tuple[Tensor, Tensor, Tensor]:
     blocks, size = block_shape(logits.shape[-1])
     mass = masses(logits, temperature, blocks, size)
     block = (mass.double() + noise[:, :blocks]).argmax(-1)

@@ -16,8 +16,20 @@ SPLIT_KEYS = 512  # keys of a prompt that one program reads: longer prompts are 
 
 
 @triton.jit
-def _norm_kernel(x, residual, weight, bias, out, eps, offset, width, ADD: tl.constexpr, CENTRED: tl.constexpr,
-                 BIAS: tl.constexpr, BLOCK: tl.constexpr):
+def _norm_kernel(
+    x,
+    residual,
+    weight,
+    bias,
+    out,
+    eps,
+    offset,
+    width,
+    ADD: tl.constexpr,
+    CENTRED: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -35,22 +47,40 @@ def _norm_kernel(x, residual, weight, bias, out, eps, offset, width, ADD: tl.con
     tl.store(out + row * width + columns, value, mask=inside)
 
 
-def norm(x: Tensor | None, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0,
-         centred: bool = False) -> Tensor:
+def norm(
+    x: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    centred: bool = False,
+) -> Tensor:
     """residual += x in place (where there is an x), then its RMS norm, or layer norm where `centred`."""
     rows, width = residual.shape
     out = torch.empty_like(residual)
     _norm_kernel[(rows,)](
-        residual if x is None else x, residual, weight, weight if bias is None else bias, out, eps, offset, width,
-        ADD=x is not None, CENTRED=centred, BIAS=bias is not None, BLOCK=triton.next_power_of_2(width),
+        residual if x is None else x,
+        residual,
+        weight,
+        weight if bias is None else bias,
+        out,
+        eps,
+        offset,
+        width,
+        ADD=x is not None,
+        CENTRED=centred,
+        BIAS=bias is not None,
+        BLOCK=triton.next_power_of_2(width),
         num_warps=4 if width <= 2048 else 8,
     )
     return out
 
 
 @triton.jit
-def _activate_kernel(gate, up, out, gate_stride, up_stride, width, KIND: tl.constexpr, GATED: tl.constexpr,
-                     BLOCK: tl.constexpr):
+def _activate_kernel(
+    gate, up, out, gate_stride, up_stride, width, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -81,9 +111,28 @@ def activate(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
 
 
 @triton.jit
-def _store_kernel(qkv, cos, sin, q_weight, k_weight, cache, lengths, eps, offset, qkv_stride, cache_row, cache_head,
-                  cache_column, cache_kind, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
-                  ROTATE: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr):
+def _store_kernel(
+    qkv,
+    cos,
+    sin,
+    q_weight,
+    k_weight,
+    cache,
+    lengths,
+    eps,
+    offset,
+    qkv_stride,
+    cache_row,
+    cache_head,
+    cache_column,
+    cache_kind,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROTATE: tl.constexpr,
+    NORM: tl.constexpr,
+    HALF: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     half = tl.arange(0, HALF)
@@ -119,17 +168,41 @@ def _store_kernel(qkv, cos, sin, q_weight, k_weight, cache, lengths, eps, offset
 
 
 def rotate_and_store(
-    qkv: Tensor, tables: tuple[Tensor, Tensor] | None, norms: tuple[Tensor, Tensor, float, float] | None, cache: Tensor,
-    lengths: Tensor, heads: int, kv_heads: int, size: int,
+    qkv: Tensor,
+    tables: tuple[Tensor, Tensor] | None,
+    norms: tuple[Tensor, Tensor, float, float] | None,
+    cache: Tensor,
+    lengths: Tensor,
+    heads: int,
+    kv_heads: int,
+    size: int,
 ) -> None:
     """Norm and rotate the queries of `qkv` `[B, (heads + 2 kv_heads)·D]` in place and its keys; store keys and values
     in `cache` `[2, B, kv_heads, T, D]` at each row's column `lengths` `[B]`."""
     cos, sin = tables if tables is not None else (qkv, qkv)
     q_weight, k_weight, eps, offset = norms if norms is not None else (qkv, qkv, 0.0, 0.0)
     _store_kernel[(len(qkv), heads + 2 * kv_heads)](
-        qkv, cos, sin, q_weight, k_weight, cache, lengths, eps, offset, qkv.stride(0), cache.stride(1),
-        cache.stride(2), cache.stride(3), cache.stride(0), HEADS=heads, KV_HEADS=kv_heads, SIZE=size,
-        ROTATE=tables is not None, NORM=norms is not None, HALF=triton.next_power_of_2(size // 2), num_warps=1,
+        qkv,
+        cos,
+        sin,
+        q_weight,
+        k_weight,
+        cache,
+        lengths,
+        eps,
+        offset,
+        qkv.stride(0),
+        cache.stride(1),
+        cache.stride(2),
+        cache.stride(3),
+        cache.stride(0),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        SIZE=size,
+        ROTATE=tables is not None,
+        NORM=norms is not None,
+        HALF=triton.next_power_of_2(size // 2),
+        num_warps=1,
     )
 
 
@@ -146,9 +219,33 @@ def _attend_block(q, k, v, inside, peak, total, out, scale):
 
 
 @triton.jit(do_not_specialize=["rows", "width", "tiles"])
-def _prompt_kernel(q, keys, values, slots, prompt_lengths, part, part_lse, scale, q_stride, k_group, k_head, k_column,
-                   v_group, v_head, v_column, rows, width, tiles, REPEATS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
-                   D: tl.constexpr, M: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+def _prompt_kernel(
+    q,
+    keys,
+    values,
+    slots,
+    prompt_lengths,
+    part,
+    part_lse,
+    scale,
+    q_stride,
+    k_group,
+    k_head,
+    k_column,
+    v_group,
+    v_head,
+    v_column,
+    rows,
+    width,
+    tiles,
+    REPEATS: tl.constexpr,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     group = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     tile, split = tl.program_id(2) % tiles, tl.program_id(2) // tiles
@@ -158,8 +255,11 @@ def _prompt_kernel(q, keys, values, slots, prompt_lengths, part, part_lse, scale
     real = row >= 0
     head = kv_head * REPEATS + repeat
     d = tl.arange(0, D)
-    queries = tl.load(q + row[:, None] * q_stride + head[:, None] * SIZE + d[None, :],
-                      mask=real[:, None] & (d < SIZE)[None, :], other=0.0)
+    queries = tl.load(
+        q + row[:, None] * q_stride + head[:, None] * SIZE + d[None, :],
+        mask=real[:, None] & (d < SIZE)[None, :],
+        other=0.0,
+    )
     length = tl.load(prompt_lengths + group)
     start = split * SPLIT
     stop = tl.minimum(length, start + SPLIT)
@@ -181,9 +281,29 @@ def _prompt_kernel(q, keys, values, slots, prompt_lengths, part, part_lse, scale
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
-def _suffix_kernel(q, cache, starts, lengths, part, part_lse, out, scale, q_stride, c_kind, c_row, c_head, c_column,
-                   rows, splits, REPEATS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
-                   M: tl.constexpr, BLOCK: tl.constexpr):
+def _suffix_kernel(
+    q,
+    cache,
+    starts,
+    lengths,
+    part,
+    part_lse,
+    out,
+    scale,
+    q_stride,
+    c_kind,
+    c_row,
+    c_head,
+    c_column,
+    rows,
+    splits,
+    REPEATS: tl.constexpr,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     repeat = tl.arange(0, M)
@@ -218,8 +338,16 @@ def _suffix_kernel(q, cache, starts, lengths, part, part_lse, out, scale, q_stri
 
 
 def attend(
-    qkv: Tensor, prompt_keys: Tensor, prompt_values: Tensor, slots: Tensor, prompt_lengths: Tensor, cache: Tensor,
-    starts: Tensor, lengths: Tensor, scale: float, heads: int,
+    qkv: Tensor,
+    prompt_keys: Tensor,
+    prompt_values: Tensor,
+    slots: Tensor,
+    prompt_lengths: Tensor,
+    cache: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    scale: float,
+    heads: int,
 ) -> Tensor:
     """Attention of each row's newest query over its prompt, which a group reads once, and its own suffix; `[B, H·D]`.
 
@@ -236,18 +364,54 @@ def attend(
     tile = 16 if width * repeats <= 16 else 64  # few sizes: each is compiled once
     tiles = triton.cdiv(width * repeats, tile)
     _prompt_kernel[(groups, kv_heads, splits * tiles)](
-        qkv, prompt_keys, prompt_values, slots, prompt_lengths, part, part_lse, base2, qkv.stride(0),
-        *prompt_keys.stride()[:3], *prompt_values.stride()[:3], rows, width, tiles, REPEATS=repeats,
-        HEADS=heads, SIZE=size, D=d, M=tile, SPLIT=SPLIT_KEYS, BLOCK=KEY_BLOCK, num_warps=4,
+        qkv,
+        prompt_keys,
+        prompt_values,
+        slots,
+        prompt_lengths,
+        part,
+        part_lse,
+        base2,
+        qkv.stride(0),
+        *prompt_keys.stride()[:3],
+        *prompt_values.stride()[:3],
+        rows,
+        width,
+        tiles,
+        REPEATS=repeats,
+        HEADS=heads,
+        SIZE=size,
+        D=d,
+        M=tile,
+        SPLIT=SPLIT_KEYS,
+        BLOCK=KEY_BLOCK,
+        num_warps=4,
     )
     _suffix_kernel[(rows, kv_heads)](
-        qkv, cache, starts, lengths, part, part_lse, out, base2, qkv.stride(0), cache.stride(0), cache.stride(1),
-        cache.stride(2), cache.stride(3), rows, splits, REPEATS=repeats, HEADS=heads, SIZE=size, D=d,
-        M=max(16, triton.next_power_of_2(repeats)), BLOCK=KEY_BLOCK, num_warps=4,
+        qkv,
+        cache,
+        starts,
+        lengths,
+        part,
+        part_lse,
+        out,
+        base2,
+        qkv.stride(0),
+        cache.stride(0),
+        cache.stride(1),
+        cache.stride(2),
+        cache.stride(3),
+        rows,
+        splits,
+        REPEATS=repeats,
+        HEADS=heads,
+        SIZE=size,
+        D=d,
+        M=max(16, triton.next_power_of_2(repeats)),
+        BLOCK=KEY_BLOCK,
+        num_warps=4,
     )
     return out
-
-
 
 
 @triton.jit
