@@ -3,8 +3,9 @@
     python bench/chess_legality.py configs/chess_policy.yaml runs/chess-policy@warmstart runs/chess-policy
 
 Each model is a run, a run at some time (@start, @warmstart, @best, @STEP) or a folder. All of them answer the same
-held-out positions of the configuration's task, greedily, and the same mates in one of three pieces (queen or rook), of
-which no position is trained on either. What is counted are the moves, so models trained on different rewards compare.
+held-out positions of the configuration's task, and the same mates in one of three pieces (queen or rook), of which no
+position is trained on either; one answer each, at temperature 1 unless told otherwise. What is counted are the moves,
+so models trained on different rewards compare.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from keel.run.model_ref import resolve_model
 
 
 def mates_in_one(padding: Padding, seed: int = 0) -> Iterator[Problem]:
-    """Held-out positions of two kings and a queen or rook of the side to move, where some move mates."""
-    rng = random.Random(seed)
+    """Held-out positions of two kings and a queen or rook of the side to move, where some move mates, each once."""
+    rng, drawn = random.Random(seed), set[str]()
     while True:
         board = chess.Board(None)
         board.turn = rng.random() < 0.5
@@ -44,7 +45,10 @@ def mates_in_one(padding: Padding, seed: int = 0) -> Iterator[Problem]:
         board.set_piece_at(other, chess.Piece(chess.KING, not board.turn))
         board.set_piece_at(third, chess.Piece(rng.choice((chess.QUEEN, chess.ROOK)), board.turn))
         fen = fen_of(board)
-        if is_held_out(identity(fen), HELD_OUT_FRACTION) and board.is_valid() and mating_moves(fen):
+        if fen in drawn or not is_held_out(identity(fen), HELD_OUT_FRACTION):
+            continue
+        drawn.add(fen)
+        if board.is_valid() and mating_moves(fen):
             yield Problem(fen, policy_prompt(fen, padding), answer=mating_moves(fen), info={"fen": fen})
 
 
@@ -55,11 +59,11 @@ def share(task: Task, result: EvalResult, part: str, samples: int = 1) -> str:
     return f"{100 * sum(values) / len(values):.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
 
 
-def answered(config: Config, task: Task, problems: Sequence[Problem], model: str) -> EvalResult:
+def answered(config: Config, task: Task, problems: Sequence[Problem], model: str, temperature: float) -> EvalResult:
     loaded = resolve_model(model).load()
     engine = build_engine(config.rollout, loaded.model, loaded.tokenizer)
     sampling = SamplingParams.of(config.rollout)
-    return evaluate(engine, task, problems, loaded.tokenizer, temperature=0, sampling=sampling)
+    return evaluate(engine, task, problems, loaded.tokenizer, temperature=temperature, sampling=sampling)
 
 
 def main() -> None:
@@ -68,6 +72,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+")
     parser.add_argument("--samples", type=int, default=400)
     parser.add_argument("--mates", type=int, default=200)
+    parser.add_argument("--temperature", type=float, default=1.0)
     args = parser.parse_args()
     config = load_config(args.config)
     task = build_named_task(config.task, config)
@@ -77,7 +82,8 @@ def main() -> None:
     print("| model | moves that are legal | the best move is legal | the best move is right | mates in one found |")
     print("| --- | --- | --- | --- | --- |")
     for model in args.models:
-        played, mated = answered(config, task, held, model), answered(config, puzzles, mates, model)
+        played = answered(config, task, held, model, args.temperature)
+        mated = answered(config, puzzles, mates, model, args.temperature)
         figures = [
             share(task, played, "legal", LINES),
             share(task, played, "best_legal"),
