@@ -44,7 +44,6 @@ def token_statistics(values: Tensor, action_mask: Tensor) -> dict[str, float]:
     completion as the unit: se² = B/(B−1) · Σ_b (Σ_t (x − mean))² / N², N tokens in all (a ratio estimator). With one
     completion there is nothing to compare it with: its tokens are then taken as independent.
     """
-    check_mask(action_mask, values.shape)
     return _plain(_token_statistics(values, action_mask, MaskIndex.of(action_mask)))
 
 
@@ -92,7 +91,6 @@ def measure_kl(
 ) -> dict[str, float]:
     """`kl/policy_ref/<k1|k2|k3|exact>/<mean|se|min|max|p95>` and `…/sequence/<mean|se|p95>` on samples from the policy,
     and the clamped fraction."""
-    check_mask(action_mask, logp.shape)
     index = MaskIndex.of(action_mask)
     return _plain(kl_statistics(logp, ref_logp, action_mask, index, exact_kl=exact_kl, clamp=clamp))
 

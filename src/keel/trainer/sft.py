@@ -63,7 +63,7 @@ def sft_step(
 ) -> dict[str, float]:
     """One update on one batch of examples; returns its metrics."""
     tokens, amp_dtype = _learned(groups), resolve_amp_dtype(optim, loaded.dtype)
-    shared = loaded.shared_prefix  # a row an example, either way
+    shared = masked_by_structure(loaded)
     info: Metrics = {"loss/total": Sum(0.0)}
     for part in microbatches(groups, optim.microbatch_tokens, shared_prefix=shared):
         packed = pack(part, loaded.pad_id, shared_prefix=shared, context_length=loaded.context_length).to(loaded.device)
@@ -74,6 +74,11 @@ def sft_step(
         optimizer.backward(loss)
         info = merge(info, {"loss/total": Sum(loss.detach().double())})
     return values(optimizer.step(info))
+
+
+def masked_by_structure(loaded: LoadedModel) -> bool:
+    """Whether examples, a row each, get Keel's mask in place of transformers', which waits on a GPU to see padding."""
+    return loaded.shared_prefix and loaded.device.type == "cuda"
 
 
 def _learned(groups: Sequence[Group]) -> int:
