@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class PackedBatch:
 
     The mask is described by two numbers a token: `prefix` says which prompt it belongs to (−1: padding) and `branch`
     which completion of that prompt (0: the prompt itself). `gather` points into the flattened `[R·L]` positions.
+    `host` is the same batch in main memory, where its structure can be read without waiting for a device.
     """
 
     input_ids: Tensor  # [R, L]
@@ -36,13 +38,16 @@ class PackedBatch:
     tokens: Tensor  # [B, T]
     action_mask: Tensor  # [B, T] bool: tokens that the policy sampled
     completion_mask: Tensor  # [B, T] bool: tokens that exist
+    existing: Tensor  # [N]: the tokens that exist, in the flattened [B·T]
     group: Tensor  # [B]
     shared_prefix: bool
+    host: PackedBatch | None = None
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch on another device."""
-        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "shared_prefix"}
-        return replace(self, **moved)
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {k: to_device(x, device) for k, x in tensors.items() if isinstance(x, Tensor)}
+        return replace(self, **moved, host=self if self.host is None else self.host)
 
     def attention_mask(self) -> Tensor:
         """Boolean `[R, 1, L, L]` for shared-prefix rows; the ordinary `[R, L]` for one row a completion.
@@ -67,12 +72,11 @@ class PackedBatch:
 
     def scored(self) -> tuple[Tensor, Tensor]:
         """The N tokens that exist, in the order of `[B, T]`: positions of their hidden states, and the tokens."""
-        return self.gather[self.completion_mask], self.tokens[self.completion_mask]
+        return self.gather.flatten()[self.existing], self.tokens.flatten()[self.existing]
 
     def scatter(self, values: Tensor) -> Tensor:
         """N values back to `[B, T]`, zero outside the completions; differentiable."""
-        index = self.completion_mask.flatten().nonzero().squeeze(-1)
-        flat = values.new_zeros(self.completion_mask.numel()).index_copy(0, index, values)
+        flat = values.new_zeros(self.completion_mask.numel()).index_copy(0, self.existing, values)
         return flat.view(self.completion_mask.shape)
 
 
@@ -107,6 +111,8 @@ def pack(
     length = max(len(row.ids) for row in rows)
     gather = [[row * length + column for column in columns] for row, columns in scoring]
     completions = [completion for group in groups for completion in group.completions]
+    tokens = right_pad((c.tokens for c in completions), 0)
+    existing = [b * tokens.shape[1] + t for b, c in enumerate(completions) for t in range(len(c.tokens))]
     positions = right_pad((row.positions for row in rows), 0, width=length)
     if not shared_prefix:
         # Padding continues the count: transformers takes a jump for a second sequence in the row.
@@ -117,12 +123,20 @@ def pack(
         prefix=right_pad((row.prefix for row in rows), _PADDING, width=length),
         branch=right_pad((row.branch for row in rows), 0, width=length),
         gather=right_pad(gather, 0),
-        tokens=right_pad((c.tokens for c in completions), 0),
+        tokens=tokens,
         action_mask=right_pad((c.action for c in completions), False, dtype=torch.bool),
         completion_mask=right_pad(([True] * len(c.tokens) for c in completions), False, dtype=torch.bool),
+        existing=torch.tensor(existing, dtype=torch.long),
         group=torch.tensor([i for i, group in enumerate(groups) for _ in group.completions]),
         shared_prefix=shared_prefix,
     )
+
+
+def to_device(x: Tensor, device: torch.device | str) -> Tensor:
+    """The tensor on the device; from main memory by pinned pages, so that nobody waits for the copy."""
+    if torch.device(device).type != "cuda" or x.is_cuda:
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
 
 
 def right_pad(

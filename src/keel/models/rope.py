@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from keel.models.pack import PackedBatch
+from keel.models.pack import PackedBatch, to_device
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,7 @@ class RegimePart:
 
 def split_by_regime(packed: PackedBatch, regimes: LengthRegimes) -> list[RegimePart]:
     """A part for each regime: contexts of its lengths, cut off where the next regime begins."""
+    device, packed = packed.input_ids.device, packed.host or packed
     width = packed.input_ids.shape[1]
     positions, _ = packed.scored()
     context = packed.position_ids.flatten()[positions] + 1
@@ -124,5 +125,7 @@ def split_by_regime(packed: PackedBatch, regimes: LengthRegimes) -> list[RegimeP
             prefix=cut(packed.prefix, -1),
             branch=cut(packed.branch, 0),
         )
-        parts.append(RegimePart(part, row_of * length + columns, scored))
+        parts.append(
+            RegimePart(part.to(device), to_device(row_of * length + columns, device), to_device(scored, device))
+        )
     return parts
