@@ -31,7 +31,7 @@ from keel.trainer.state import State
 
 ROOT = Path(__file__).resolve().parents[1]
 GUARDS = ("spike_limit", "over_budget", "update_guard_state")
-MEASUREMENTS = ("describe_groups", "measure_policy", "measure_old")
+MEASUREMENTS = ("describe_groups", "measure")
 
 
 def long_model(seed: int = 0) -> tuple[Any, Any]:
@@ -100,7 +100,7 @@ def measure(job: str, steps: int) -> dict[str, float]:
     for number in range(steps + 1):
         spent.clear()
         state, metrics, _ = step_module.train_step(run, state)
-        find(state, metrics, run.guards, run.budget)
+        find(state, metrics, run.guards, run.kl.budget)
         if number:
             guarding = sum(spent[name] for name in (*GUARDS, "find_violation"))
             measuring = sum(spent[name] for name in MEASUREMENTS)

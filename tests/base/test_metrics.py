@@ -8,7 +8,19 @@ import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.base.metrics import EffectiveSampleSize, Max, Mean, Quantile, Sum, merge, reduce_across_ranks, values
+from keel.base.metrics import (
+    EffectiveSampleSize,
+    Last,
+    Max,
+    Mean,
+    Quantile,
+    Share,
+    Sum,
+    merge,
+    reduce_across_ranks,
+    to_host,
+    values,
+)
 from keel.losses import Denominators, count_denominators
 
 numbers = st.lists(st.floats(-100, 100), min_size=1, max_size=12)
@@ -68,6 +80,30 @@ def test_merge_adds_what_both_have_and_keeps_the_rest():
     first, second = {"a": Sum(1.0), "b": Max(2.0)}, {"a": Sum(3.0), "c": Mean(1.0, 2)}
     assert values(merge(first, second)) == {"a": 4.0, "b": 2.0, "c": 0.5}
     assert first == {"a": Sum(1.0), "b": Max(2.0)}
+
+
+def test_tensors_merge_as_numbers_do_and_come_over_in_one_transfer(monkeypatch):
+    plain = [
+        {"sum": Sum(0.1), "mean": Mean(0.2, 3), "max": Max(-math.inf), "share": Share(0.1, -0.7), "ess": ess([0.3])},
+        {"sum": Sum(0.7), "mean": Mean(0.4, 4), "max": Max(2.5), "share": Share(0.2, 0.9), "ess": ess([1.1, 0.9])},
+    ]
+
+    def on_device(metric):
+        return type(metric)(*(torch.tensor(x, dtype=torch.float64) for x in vars(metric).values()))
+
+    transfers, inner = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: transfers.append(x.shape) or inner(x))
+    tensors = merge(*({name: on_device(metric) for name, metric in part.items()} for part in plain))
+    assert to_host(tensors) == merge(*plain)
+    assert transfers == [(9,)]
+    assert values(tensors) == values(merge(*plain)) == {name: metric.value for name, metric in tensors.items()}
+    nan = Max(torch.tensor(math.nan)) + Max(torch.tensor(1.0))
+    assert math.isnan(nan.value)
+
+
+def test_the_last_takes_the_place_of_what_was_there():
+    merged = merge({"a": Mean(1.0, 2), "b": Last(1.0)}, {"a": Last(torch.tensor(3.0)), "b": Last(4.0)})
+    assert values(merged) == {"a": 3.0, "b": 4.0}
 
 
 def test_alone_a_process_gets_its_own_back():

@@ -275,7 +275,7 @@ def test_the_parameter_with_the_first_non_finite_gradient_is_named() -> None:
     for parameter in run.optimizer.parameters:
         parameter.grad = torch.zeros_like(parameter)
     run.optimizer.parameters[2].grad[0] = torch.inf
-    metrics = run.optimizer.step(0.5)
+    metrics = run.optimizer.step()
     assert metrics["guard/skipped"].value == 1.0
     assert run.optimizer.nonfinite == names[2]
 

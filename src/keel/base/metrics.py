@@ -1,13 +1,19 @@
-"""Numbers that know how to be merged: over microbatches with `+`, over ranks with `reduce_across_ranks`."""
+"""Numbers that know how to be merged: over microbatches with `+`, over ranks with `reduce_across_ranks`.
+
+They may be tensors of one element, still on a device: `to_host` waits for all of them at once.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
+
+Number = float | Tensor
 
 
 class Metric(Protocol):
@@ -26,77 +32,79 @@ M = TypeVar("M", bound="Metric")
 class Sum:
     """A total, such as a loss whose denominator was global from the start."""
 
-    total: float
+    total: Number
 
     def __add__(self, other: Sum) -> Sum:
         return Sum(self.total + other.total)
 
     @property
     def value(self) -> float:
-        return self.total
+        return float(self.total)
 
 
 @dataclass(frozen=True)
 class Mean:
     """total / count, exact under any split of the data; 0 when nothing was counted."""
 
-    total: float
-    count: float
+    total: Number
+    count: Number
 
     def __add__(self, other: Mean) -> Mean:
         return Mean(self.total + other.total, self.count + other.count)
 
     @property
     def value(self) -> float:
-        return self.total / self.count if self.count else 0.0
+        return float(self.total / self.count) if self.count else 0.0
 
 
 @dataclass(frozen=True)
 class Max:
     """The largest value seen, 0 if none was; NaN wins, so that it is not overlooked."""
 
-    largest: float
+    largest: Number
 
     def __add__(self, other: Max) -> Max:
+        if isinstance(self.largest, Tensor) and isinstance(other.largest, Tensor):  # math.isnan would wait
+            return Max(torch.maximum(self.largest, other.largest))
         if math.isnan(self.largest) or math.isnan(other.largest):
             return Max(math.nan)
         return Max(max(self.largest, other.largest))
 
     @property
     def value(self) -> float:
-        return 0.0 if self.largest == -math.inf else self.largest
+        return 0.0 if self.largest == -math.inf else float(self.largest)
 
 
 @dataclass(frozen=True)
 class Share:
     """|part| / (|part| + |rest|) of two totals, such as the KL term's share of the loss; 0 when both are 0."""
 
-    part: float
-    rest: float
+    part: Number
+    rest: Number
 
     def __add__(self, other: Share) -> Share:
         return Share(self.part + other.part, self.rest + other.rest)
 
     @property
     def value(self) -> float:
-        total = abs(self.part) + abs(self.rest)
-        return abs(self.part) / total if total else 0.0
+        part, rest = abs(float(self.part)), abs(float(self.rest))
+        return part / (part + rest) if part + rest else 0.0
 
 
 @dataclass(frozen=True)
 class EffectiveSampleSize:
     """(Σw)² / (N Σw²) of importance weights: 1 when all are equal, 1/N when one rules."""
 
-    total: float
-    squares: float
-    count: float
+    total: Number
+    squares: Number
+    count: Number
 
     def __add__(self, other: EffectiveSampleSize) -> EffectiveSampleSize:
         return EffectiveSampleSize(self.total + other.total, self.squares + other.squares, self.count + other.count)
 
     @property
     def value(self) -> float:
-        return self.total**2 / (self.count * self.squares) if self.count and self.squares else 1.0
+        return float(self.total**2 / (self.count * self.squares)) if self.count and self.squares else 1.0
 
 
 @dataclass(frozen=True)
@@ -118,6 +126,20 @@ class Quantile:
         return torch.quantile(torch.tensor(self.values, dtype=torch.float64), self.q).item()
 
 
+@dataclass(frozen=True)
+class Last:
+    """The newest value, such as a measurement of the whole batch: it takes the place of whatever was there."""
+
+    newest: Number
+
+    def __add__(self, other: Last) -> Last:
+        return other
+
+    @property
+    def value(self) -> float:
+        return float(self.newest)
+
+
 Metrics = Mapping[str, Metric]
 
 
@@ -125,13 +147,28 @@ def merge(first: Metrics, second: Metrics) -> dict[str, Metric]:
     """Both together; a name in both is added."""
     merged = dict(first)
     for name, metric in second.items():
-        merged[name] = merged[name] + metric if name in merged else metric
+        merged[name] = metric if name not in merged or isinstance(metric, Last) else merged[name] + metric
     return merged
+
+
+def to_host(metrics: Metrics) -> dict[str, Metric]:
+    """The same in Python's numbers, by one transfer."""
+    numbers = iter(python_numbers(x for metric in metrics.values() for x in vars(metric).values()))
+    fields: Mapping[str, Any] = {name: {key: next(numbers) for key in vars(m)} for name, m in metrics.items()}
+    return {name: replace(metric, **fields[name]) for name, metric in metrics.items()}  # type: ignore[type-var]
+
+
+def python_numbers(numbers: Iterable[Any]) -> list[Any]:
+    """Tensors of one element as Python's numbers, all of them by one transfer; what is none stays."""
+    given = list(numbers)
+    tensors = [x.detach().double() for x in given if isinstance(x, Tensor)]
+    moved = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [next(moved) if isinstance(x, Tensor) else x for x in given]
 
 
 def values(metrics: Metrics) -> dict[str, float]:
     """Plain numbers, for the loggers."""
-    return {name: metric.value for name, metric in metrics.items()}
+    return {name: metric.value for name, metric in to_host(metrics).items()}
 
 
 def reduce_across_ranks(metrics: Metrics) -> dict[str, Metric]:
@@ -139,7 +176,7 @@ def reduce_across_ranks(metrics: Metrics) -> dict[str, Metric]:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return dict(metrics)
     gathered: list[Metrics] = [{} for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather_object(gathered, dict(metrics))
+    torch.distributed.all_gather_object(gathered, to_host(metrics))
     merged: dict[str, Metric] = {}
     for part in gathered:
         merged = merge(merged, part)

@@ -12,8 +12,13 @@ SCALES = ("group", "batch", "none")
 EPSILON = 1e-4  # added to the standard deviation, as peers do
 
 
-def _group_sums(values: Tensor, group: Tensor, groups: int) -> Tensor:
-    return torch.zeros(groups, dtype=values.dtype, device=values.device).index_add_(0, group, values)
+def _numbered(group: Tensor) -> Tensor:
+    """One number below B for each group `[B]`; how many groups there are, only the device knows."""
+    return torch.searchsorted(group.sort().values, group)
+
+
+def _group_sums(values: Tensor, index: Tensor) -> Tensor:
+    return torch.zeros_like(values).index_add_(0, index, values)
 
 
 def _floating(rewards: Tensor) -> Tensor:
@@ -27,11 +32,10 @@ def group_statistics(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Te
     if rewards.dim() != 1 or group.shape != rewards.shape:
         raise KeelError(f"rewards {tuple(rewards.shape)} and group {tuple(group.shape)} must both be [B]")
     rewards = _floating(rewards)
-    _, index = torch.unique(group, return_inverse=True)
-    groups = int(index.max()) + 1 if index.numel() else 0
-    size = _group_sums(torch.ones_like(rewards), index, groups)
-    mean = _group_sums(rewards, index, groups) / size
-    squares = _group_sums((rewards - mean[index]).square(), index, groups)
+    index = _numbered(group)
+    size = _group_sums(torch.ones_like(rewards), index)
+    mean = _group_sums(rewards, index) / size
+    squares = _group_sums((rewards - mean[index]).square(), index)
     std = (squares / (size - 1).clamp_min(1)).sqrt()
     return mean[index], std[index], size[index]
 
@@ -44,6 +48,8 @@ def advantages(
     baseline: `group_mean` (GRPO), `leave_one_out` (RLOO: the mean of the *other* completions), `none`.
     scale: `group` deviation (GRPO), `batch` deviation, `none` (Dr. GRPO 2503.20783).
     """
+    if baseline == "leave_one_out" and bool((group_statistics(rewards, group)[2] < 2).any()):
+        raise KeelError("baseline leave_one_out needs at least 2 completions a group: raise num_generations")
     spread = deviation(rewards, group, baseline=baseline, scale=scale, epsilon=epsilon)
     return centred(rewards, group, baseline) / spread
 
@@ -56,8 +62,6 @@ def centred(rewards: Tensor, group: Tensor, baseline: str = "group_mean") -> Ten
     rewards = _floating(rewards)
     if baseline == "none":
         return rewards
-    if baseline == "leave_one_out" and bool((size < 2).any()):
-        raise KeelError("baseline leave_one_out needs at least 2 completions a group: raise num_generations")
     above = rewards - mean
     if baseline == "leave_one_out":
         above = above * size / (size - 1)
@@ -93,8 +97,7 @@ def zero_variance(rewards: Tensor, group: Tensor) -> Tensor:
     Their KL term stays: dropping the group would also drop the penalty on it.
     """
     rewards = _floating(rewards)
-    _, index = torch.unique(group, return_inverse=True)
-    groups = int(index.max()) + 1 if index.numel() else 0
-    low = rewards.new_full((groups,), float("inf")).scatter_reduce_(0, index, rewards, "amin")
-    high = rewards.new_full((groups,), float("-inf")).scatter_reduce_(0, index, rewards, "amax")
+    index = _numbered(group)
+    low = torch.full_like(rewards, float("inf")).scatter_reduce_(0, index, rewards, "amin")
+    high = torch.full_like(rewards, float("-inf")).scatter_reduce_(0, index, rewards, "amax")
     return (low == high)[index]

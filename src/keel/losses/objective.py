@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 
 from keel.base.errors import KeelError
-from keel.base.metrics import EffectiveSampleSize, Max, Mean, Metric, Share, Sum
+from keel.base.metrics import EffectiveSampleSize, Max, Mean, Metric, Number, Share, Sum
 from keel.base.types import Batch, Scores
 from keel.kl.estimators import estimate
 from keel.kl.facts import Pairing
 from keel.kl.options import KLOptions
 from keel.kl.placement import advantage_penalty, kl_loss, kl_score_loss
 from keel.kl.ratios import check_mask, select
+from keel.losses.inputs import PolicyTerm
 from keel.losses.mismatch import mismatch_weights
 from keel.losses.options import LossOptions
 from keel.losses.policy import get_loss, policy_term
-from keel.losses.reductions import Denominators, count_denominators, get_reduction, token_mean
+from keel.losses.reductions import Denominators, count_denominators, divide, get_reduction, token_mean
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def kl_term(
         ratio_cap=kl.ratio_cap,
     )
     if pairing.level == "sequence":
-        return values.sum() / max(by.sequences, 1.0)
+        return divide(values.sum(), by.sequences)
     return get_reduction(kl.reduction_under(get_loss(loss.loss_type).reduction))(values, batch.action_mask, by)
 
 
@@ -80,13 +81,13 @@ def kl_values(kl: KLOptions, scores: Scores, batch: Batch) -> Tensor:
     return estimate(kl.estimator, logp, batch.ref_logp, batch.action_mask, clamp, old_logp=batch.old_logp)
 
 
-def mean_penalty(kl: KLOptions, scores: Scores, batch: Batch, by: Denominators) -> float:
+def mean_penalty(kl: KLOptions, scores: Scores, batch: Batch, by: Denominators) -> Number:
     """The mean KL that a penalty in the reward or the advantage is made of: a token's, or a sequence's sum."""
     if batch.ref_logp is None and not kl.estimator.startswith("exact"):
         return 0.0  # a penalty that was shaped elsewhere
     values = select(kl_values(kl, scores, batch), batch.action_mask).sum()
     per_sequence = kl.placement == "reward" or kl.level == "sequence"
-    return (values / max(by.sequences if per_sequence else by.tokens, 1.0)).item()
+    return divide(values, by.sequences if per_sequence else by.tokens).double()
 
 
 def vocabulary_kl(kl: KLOptions, scores: Scores) -> Tensor:
@@ -120,7 +121,7 @@ def objective(
         raise KeelError("the objective needs batch.advantages: compute them with keel.losses.advantages")
     policy_mask = batch.action_mask if batch.policy_mask is None else batch.policy_mask
     check_mask(policy_mask, scores.logp.shape, "policy_mask")
-    if bool((policy_mask & ~batch.action_mask).any()):
+    if counts is None and bool((policy_mask & ~batch.action_mask).any()):  # a trainer's own mask is not looked at
         raise KeelError("policy_mask holds tokens that action_mask does not: only sampled tokens can be trained on")
     if not (math.isfinite(beta) and beta >= 0):
         raise KeelError(f"kl.beta must be finite and not negative, got {beta}")
@@ -161,38 +162,30 @@ def objective(
         if scores.entropy is None:
             raise KeelError("loss.entropy_coef needs the entropy of the scores: score with entropy=True")
         total = total - loss.entropy_coef * token_mean(scores.entropy, policy_mask, counts.policy)
-    losses = (total.item(), policy_loss.item(), kl_loss_value.item() if logged is None else logged)
-    return Objective(
-        total,
-        _metrics(scores, batch.action_mask, policy_mask, term.ratio, term.clipped(), losses),
-    )
-
-
-def _metrics(
-    scores: Scores,
-    action_mask: Tensor,
-    policy_mask: Tensor,
-    ratio: Tensor,
-    clipped: tuple[Tensor, Tensor],
-    losses: tuple[float, float, float],
-) -> dict[str, Metric]:
-    total, policy, kl = losses
-    tokens = float(policy_mask.sum())
-    weights = ratio.detach()[policy_mask].double()
+    policy, kl_part = policy_loss.detach().double(), kl_loss_value.detach().double() if logged is None else logged
     metrics: dict[str, Metric] = {
-        "loss/total": Sum(total),
+        "loss/total": Sum(total.detach().double()),
         "loss/policy": Sum(policy),
-        "loss/kl": Sum(kl),
-        "loss/kl_share": Share(kl, policy),
-        "ratio/clip_low_fraction": Mean(float((clipped[0] & policy_mask).sum()), tokens),
-        "ratio/clip_high_fraction": Mean(float((clipped[1] & policy_mask).sum()), tokens),
-        "ratio/max": Max(weights.max().item() if weights.numel() else -math.inf),
-        "ratio/ess": EffectiveSampleSize(weights.sum().item(), weights.square().sum().item(), tokens),
+        "loss/kl": Sum(kl_part),
+        "loss/kl_share": Share(kl_part, policy),
+        **_ratio_metrics(term, policy_mask),
     }
     if scores.entropy is not None:
-        entropy = select(scores.entropy.detach(), action_mask).sum().item()
-        metrics["entropy/mean"] = Mean(entropy, float(action_mask.sum()))
-    return metrics
+        entropy = select(scores.entropy.detach(), batch.action_mask).sum()
+        metrics["entropy/mean"] = Mean(entropy.double(), batch.action_mask.sum())
+    return Objective(total, metrics)
+
+
+def _ratio_metrics(term: PolicyTerm, mask: Tensor) -> dict[str, Metric]:
+    """How far the ratios are from 1, over the tokens of the policy term; tensors, so that nobody waits for them."""
+    tokens, ratio, (low, high) = mask.sum(), term.ratio.detach().double(), term.clipped()
+    weights = select(ratio, mask)
+    return {
+        "ratio/clip_low_fraction": Mean((low & mask).sum(), tokens),
+        "ratio/clip_high_fraction": Mean((high & mask).sum(), tokens),
+        "ratio/max": Max(ratio.masked_fill(~mask, -math.inf).max() if mask.numel() else -math.inf),
+        "ratio/ess": EffectiveSampleSize(weights.sum(), weights.square().sum(), tokens),
+    }
 
 
 def with_policy_mask(action_mask: Tensor, keep: Tensor) -> Tensor:

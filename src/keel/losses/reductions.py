@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from keel.base.errors import KeelError, unknown
+from keel.base.metrics import Number
 from keel.kl.ratios import check_mask, select
 
 
@@ -17,11 +18,12 @@ class Denominators:
     """What a minibatch is divided by. Counted before the microbatch loop, so that any split gives the same loss.
 
     `sequences` and `tokens` span all ranks; `local_tokens` this rank only (bnpo's mean), `ranks` how many there are.
+    A count of a mask stays a tensor on the mask's device.
     """
 
-    sequences: float
-    tokens: float
-    local_tokens: float
+    sequences: Number
+    tokens: Number
+    local_tokens: Number
     ranks: int = 1
     max_completion_length: int | None = None
 
@@ -29,12 +31,18 @@ class Denominators:
 def count_denominators(mask: Tensor, max_completion_length: int | None = None) -> Denominators:
     """Sequences and tokens of a minibatch `[B, T]`, summed over ranks with one all-reduce when distributed."""
     check_mask(mask, mask.shape)
-    local = torch.tensor([float(mask.shape[0]), float(mask.sum())], dtype=torch.float64, device=mask.device)
-    local_tokens, ranks = local[1].item(), 1
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.all_reduce(local)
-        ranks = torch.distributed.get_world_size()
-    return Denominators(local[0].item(), local[1].item(), local_tokens, ranks, max_completion_length)
+    local_tokens = mask.sum().double()
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return Denominators(float(len(mask)), local_tokens, local_tokens, 1, max_completion_length)
+    counts = torch.stack((torch.full_like(local_tokens, len(mask)), local_tokens))
+    torch.distributed.all_reduce(counts)
+    ranks = torch.distributed.get_world_size()
+    return Denominators(counts[0], counts[1], local_tokens, ranks, max_completion_length)
+
+
+def divide(total: Tensor, count: Number) -> Tensor:
+    """total / max(count, 1), in the total's own type."""
+    return total / (count.clamp_min(1.0).to(total.dtype) if isinstance(count, Tensor) else max(count, 1.0))
 
 
 def _selected(values: Tensor, mask: Tensor) -> Tensor:
@@ -45,17 +53,17 @@ def _selected(values: Tensor, mask: Tensor) -> Tensor:
 def sequence_mean(values: Tensor, mask: Tensor, by: Denominators) -> Tensor:
     """Mean over each sequence's tokens, then over sequences (DeepSeekMath): a long answer's token weighs less."""
     per_sequence = _selected(values, mask).sum(-1) / mask.sum(-1).clamp_min(1)
-    return per_sequence.sum() / max(by.sequences, 1.0)
+    return divide(per_sequence.sum(), by.sequences)
 
 
 def token_mean(values: Tensor, mask: Tensor, by: Denominators) -> Tensor:
     """Mean over all tokens of the global batch (DAPO)."""
-    return _selected(values, mask).sum() / max(by.tokens, 1.0)
+    return divide(_selected(values, mask).sum(), by.tokens)
 
 
 def local_token_mean(values: Tensor, mask: Tensor, by: Denominators) -> Tensor:
     """Mean over this rank's tokens, averaged over ranks (BNPO)."""
-    return _selected(values, mask).sum() / (max(by.local_tokens, 1.0) * by.ranks)
+    return divide(_selected(values, mask).sum(), by.local_tokens * by.ranks)
 
 
 def constant(values: Tensor, mask: Tensor, by: Denominators) -> Tensor:
@@ -64,7 +72,7 @@ def constant(values: Tensor, mask: Tensor, by: Denominators) -> Tensor:
         raise KeelError(
             "the constant reduction (dr_grpo) needs max_completion_length: set rollout.max_completion_length"
         )
-    return _selected(values, mask).sum() / (max(by.sequences, 1.0) * by.max_completion_length)
+    return divide(_selected(values, mask).sum(), by.sequences * by.max_completion_length)
 
 
 Reduction = Callable[[Tensor, Tensor, Denominators], Tensor]

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group
-from keel.models.flash_prefix import PADDING, Segments
+from keel.models.segments import PADDING, Segments, to_device
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class PackedBatch:
 
     The mask is described by two numbers a token: `prefix` says which prompt it belongs to (−1: padding) and `branch`
     which completion of that prompt (0: the prompt itself); `segments` are the runs of such tokens. `gather` points into
-    the flattened `[R·L]` positions.
+    the flattened `[R·L]` positions. `host` is the same batch in main memory, where its structure can be read without
+    waiting for a device.
     """
 
     input_ids: Tensor  # [R, L]
@@ -36,14 +38,17 @@ class PackedBatch:
     tokens: Tensor  # [B, T]
     action_mask: Tensor  # [B, T] bool: tokens that the policy sampled
     completion_mask: Tensor  # [B, T] bool: tokens that exist
+    existing: Tensor  # [N]: the tokens that exist, in the flattened [B·T]
     group: Tensor  # [B]
     segments: Segments
     shared_prefix: bool
+    host: PackedBatch | None = None
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch on another device."""
-        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "shared_prefix"}
-        return replace(self, **moved)
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {k: to_device(x, device) for k, x in tensors.items() if isinstance(x, Tensor)}
+        return replace(self, **moved, segments=self.segments.to(device), host=self if self.host is None else self.host)
 
     def attention_mask(self) -> Tensor:
         """Boolean `[R, 1, L, L]` for shared-prefix rows; the ordinary `[R, L]` for one row a completion.
@@ -68,12 +73,11 @@ class PackedBatch:
 
     def scored(self) -> tuple[Tensor, Tensor]:
         """The N tokens that exist, in the order of `[B, T]`: positions of their hidden states, and the tokens."""
-        return self.gather[self.completion_mask], self.tokens[self.completion_mask]
+        return self.gather.flatten()[self.existing], self.tokens.flatten()[self.existing]
 
     def scatter(self, values: Tensor) -> Tensor:
         """N values back to `[B, T]`, zero outside the completions; differentiable."""
-        index = self.completion_mask.flatten().nonzero().squeeze(-1)
-        flat = values.new_zeros(self.completion_mask.numel()).index_copy(0, index, values)
+        flat = values.new_zeros(self.completion_mask.numel()).index_copy(0, self.existing, values)
         return flat.view(self.completion_mask.shape)
 
 
@@ -108,6 +112,8 @@ def pack(
     length = max(len(row.ids) for row in rows)
     gather = [[row * length + column for column in columns] for row, columns in scoring]
     completions = [completion for group in groups for completion in group.completions]
+    tokens = right_pad((c.tokens for c in completions), 0)
+    existing = [b * tokens.shape[1] + t for b, c in enumerate(completions) for t in range(len(c.tokens))]
     positions = right_pad((row.positions for row in rows), 0, width=length)
     if not shared_prefix:
         # Padding continues the count: transformers takes a jump for a second sequence in the row.
@@ -120,9 +126,10 @@ def pack(
         prefix=prefix,
         branch=branch,
         gather=right_pad(gather, 0),
-        tokens=right_pad((c.tokens for c in completions), 0),
+        tokens=tokens,
         action_mask=right_pad((c.action for c in completions), False, dtype=torch.bool),
         completion_mask=right_pad(([True] * len(c.tokens) for c in completions), False, dtype=torch.bool),
+        existing=torch.tensor(existing, dtype=torch.long),
         group=torch.tensor([i for i, group in enumerate(groups) for _ in group.completions]),
         segments=Segments.of(prefix, branch),
         shared_prefix=shared_prefix,

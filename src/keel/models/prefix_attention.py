@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from keel.models.flash_prefix import Segments, flash_attend, flash_dtype, why_not_flash
+from keel.models.flash_prefix import flash_attend, flash_dtype, why_not_flash
 from keel.models.pack import PackedBatch
+from keel.models.segments import Segments, to_device
 
 ATTENTION = "keel_prefix_scoring"  # the engine registers one for decoding
 LONG_ROW = 1024  # below this a mask costs little, and a call a group costs more
@@ -60,8 +61,8 @@ class RowStructure:
 def prefix_groups(packed: PackedBatch) -> list[PrefixGroup]:
     """The groups of all rows; padding belongs to none."""
     groups = []
-    device = packed.input_ids.device
-    for row, (prefixes, branches) in enumerate(zip(packed.prefix.tolist(), packed.branch.tolist(), strict=True)):
+    host, device = packed.host or packed, packed.input_ids.device
+    for row, (prefixes, branches) in enumerate(zip(host.prefix.tolist(), host.branch.tolist(), strict=True)):
         for prefix in sorted(set(prefixes) - {-1}):
             columns: dict[int, list[int]] = {}
             for column, (column_prefix, branch) in enumerate(zip(prefixes, branches, strict=True)):
@@ -76,8 +77,8 @@ def prefix_groups(packed: PackedBatch) -> list[PrefixGroup]:
             padded = [completion + [start] * (width - len(completion)) for completion in columns.values()]
             valid = [i * width + t for i, completion in enumerate(columns.values()) for t in range(len(completion))]
             mask = torch.ones(width, stop - start + width, dtype=torch.bool, device=device).tril(stop - start)
-            completions = torch.tensor(padded, device=device)
-            groups.append(PrefixGroup(row, start, stop, completions, torch.tensor(valid, device=device), mask))
+            indices = [to_device(torch.tensor(index), device) for index in (padded, valid)]
+            groups.append(PrefixGroup(row, start, stop, indices[0], indices[1], mask))
     return groups
 
 

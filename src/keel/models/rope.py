@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from keel.models.flash_prefix import PADDING, Segments
 from keel.models.pack import PackedBatch
+from keel.models.segments import PADDING, Segments, to_device
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ class RegimePart:
 
 def split_by_regime(packed: PackedBatch, regimes: LengthRegimes) -> list[RegimePart]:
     """A part for each regime: contexts of its lengths, cut off where the next regime begins."""
+    device, packed = packed.input_ids.device, packed.host or packed
     width = packed.input_ids.shape[1]
     positions, _ = packed.scored()
     context = packed.position_ids.flatten()[positions] + 1
@@ -125,7 +126,9 @@ def split_by_regime(packed: PackedBatch, regimes: LengthRegimes) -> list[RegimeP
             position_ids=position_ids,
             prefix=prefix,
             branch=branch,
-            segments=Segments.of(prefix.cpu(), branch.cpu()).to(prefix.device),
+            segments=Segments.of(prefix, branch),
         )
-        parts.append(RegimePart(part, row_of * length + columns, scored))
+        parts.append(
+            RegimePart(part.to(device), to_device(row_of * length + columns, device), to_device(scored, device))
+        )
     return parts

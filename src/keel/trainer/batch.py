@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from keel.base.types import Batch, Completion, Group
+from keel.kl.measure import MaskIndex
 from keel.models.head import Head, frozen_head
 from keel.models.logprobs import FullScores, hidden_states, score_hidden, score_tokens
 from keel.models.pack import PackedBatch, microbatches, pack, right_pad
 from keel.models.scorer import score_with
+from keel.models.segments import to_device
 from keel.trainer.state import TrainingRun
 
 
@@ -33,14 +35,15 @@ class Microbatch:
 class StepBatch:
     """One step's data. `rows` is what the losses read; B is group-major, in the order of `groups`.
 
-    `scores` are the rollout weights' own, one a microbatch, once there are any. `kl` `[B, T]` is the detached
-    estimate of a penalty in the reward, `penalty` `[B]` what it adds to each reward. `rejected` `[B]` are
-    the completions that `kl.collect_max` turned away.
+    `actions` is where the action mask is true. `scores` are the rollout weights' own, one a microbatch, once there are
+    any. `kl` `[B, T]` is the detached estimate of a penalty in the reward, `penalty` `[B]` what it adds to each reward.
+    `rejected` `[B]` are the completions that `kl.collect_max` turned away.
     """
 
     groups: tuple[Group, ...]
     rows: Batch
     micros: tuple[Microbatch, ...]
+    actions: MaskIndex
     ref_head: Head | None = None
     scores: tuple[FullScores, ...] = ()
     kl: Tensor | None = None
@@ -91,13 +94,23 @@ def pack_step(groups: Sequence[Group], run: TrainingRun) -> StepBatch:
             stop = start + len(packed.tokens)
             micros.append(Microbatch(packed.to(device), slice(start, stop), number))
             start = stop
+    actions = right_pad((c.action for c in completions), False, dtype=torch.bool)
+    index, (rewards, group) = MaskIndex.of(actions), rewards_of(groups)
     rows = Batch(
-        action_mask=right_pad((c.action for c in completions), False, dtype=torch.bool).to(device),
-        sample_logp=right_pad((c.sample_logp for c in completions), 0.0, dtype=torch.float32).to(device),
-        rewards=torch.tensor([r.total for group in groups for r in group.rewards], dtype=torch.float32, device=device),
-        group=torch.tensor([i for i, group in enumerate(groups) for _ in group.completions], device=device),
+        action_mask=to_device(actions, device),
+        sample_logp=to_device(right_pad((c.sample_logp for c in completions), 0.0, dtype=torch.float32), device),
+        rewards=to_device(rewards.float(), device),
+        group=to_device(group, device),
     )
-    return StepBatch(tuple(groups), rows, tuple(micros))
+    on_device = MaskIndex(to_device(index.tokens, device), to_device(index.rows, device))
+    return StepBatch(tuple(groups), rows, tuple(micros), on_device)
+
+
+def rewards_of(groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
+    """Each completion's reward, in fp64, and the number of its group, both `[B]` and in main memory."""
+    totals = [reward.total for group in groups for reward in group.rewards]
+    numbers = [i for i, group in enumerate(groups) for _ in group.completions]
+    return torch.tensor(totals, dtype=torch.float64), torch.tensor(numbers, dtype=torch.long)
 
 
 def _parts(groups: Sequence[Group], count: int) -> list[Sequence[Group]]:

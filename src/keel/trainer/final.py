@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from keel.base.metrics import values
 from keel.trainer.batch import pack_step, score_policy, score_reference
 from keel.trainer.checkpoint import rng_state, set_rng_state
 from keel.trainer.measure import measure_policy
@@ -19,7 +20,7 @@ def measure_final(run: TrainingRun, state: State) -> dict[str, float]:
     `state` and the random states stay as they are, so a run that goes on later meets the same rollouts and is the run
     that never ended. Without a reference only the weights are looked at.
     """
-    if not all(bool(p.isfinite().all()) for p in run.optimizer.parameters):
+    if not bool(torch.stack([p.isfinite().all() for p in run.optimizer.parameters]).all()):
         return {"logp/policy_mean": math.nan}
     if run.reference is None:
         return {}
@@ -27,7 +28,7 @@ def measure_final(run: TrainingRun, state: State) -> dict[str, float]:
     try:
         torch.manual_seed(step_seed(run.seed, state))
         batch = score_reference(pack_step(sample_groups(run, state), run), run)
-        measured = measure_policy(score_policy(batch, run), run)
+        measured = values(measure_policy(score_policy(batch, run), run))
     finally:
         set_rng_state(before)
     prefixes = ("kl/policy_ref/", "logp/policy_mean")

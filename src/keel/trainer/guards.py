@@ -16,7 +16,8 @@ from torch import Tensor
 from keel.base.thresholds import Thresholds
 from keel.base.types import Completion
 from keel.kl.options import KLBudget
-from keel.trainer.batch import StepBatch
+from keel.losses import centred
+from keel.trainer.batch import StepBatch, rewards_of
 from keel.trainer.options import GuardOptions
 from keel.trainer.state import State
 
@@ -100,6 +101,7 @@ def update_guard_state(
     budget: KLBudget | None,
     *,
     applied_norms: Sequence[float],
+    baseline: str,
 ) -> State:
     """The guards' state after a step: running norms, stretches without signal, and how far back all was well.
 
@@ -111,7 +113,8 @@ def update_guard_state(
     within = measured and (not broken or (budget is not None and budget.action == "warn"))
     fine = metrics["guard/skipped"] == 0.0 and within
     totals = {reward.total for group in batch.groups for reward in group.rewards}
-    silent = batch.rows.advantages is not None and not bool(batch.rows.advantages.any())
+    rewards, group = rewards_of(batch.groups)  # the advantages are on the device
+    silent = not bool(centred(rewards.float(), group, baseline).any())
     return replace(
         state,
         norms=(*state.norms, *applied_norms)[-WINDOW:],

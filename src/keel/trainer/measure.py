@@ -13,37 +13,52 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from keel.base.metrics import Last, Metric, Number
 from keel.base.types import Completion
 from keel.envs import Task
-from keel.kl import k3, log_ratio, measure_kl
+from keel.kl import k3, log_ratio
+from keel.kl.measure import kl_statistics
 from keel.losses import group_statistics, zero_variance
-from keel.trainer.batch import StepBatch, stitch
+from keel.models.logprobs import FullScores
+from keel.trainer.batch import StepBatch, rewards_of, stitch
 from keel.trainer.state import TrainingRun
 
 _LOGGED = {"tool/calls": "tool/calls_mean", "turn/count": "turn/count_mean"}
 
 
 class Clock:
-    """Seconds by phase."""
+    """Seconds by phase. What `score` has only begun, the update waits for: on a GPU events tell the two apart."""
 
-    def __init__(self) -> None:
-        self.started = time.perf_counter()
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.started = device, time.perf_counter()
         self.phases: dict[str, float] = defaultdict(float)
+        self.events: dict[str, list[torch.cuda.Event]] = defaultdict(list)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         began = time.perf_counter()
+        self._mark(phase)
         try:
             yield
         finally:
+            self._mark(phase)
             self.phases[phase] += time.perf_counter() - began
 
-    def metrics(self, tokens: int, device: torch.device) -> dict[str, float]:
+    def _mark(self, phase: str) -> None:
+        if self.device.type == "cuda":
+            self.events[phase].append(torch.cuda.Event(enable_timing=True))
+            self.events[phase][-1].record()
+
+    def metrics(self, tokens: int) -> dict[str, float]:
         """`time/…`, `speed/tokens_per_s` (sampled tokens over the whole step) and `memory/peak_gib`."""
         total = time.perf_counter() - self.started
+        if self.events["score"]:
+            begun, done = self.events["score"]
+            launched, self.phases["score"] = self.phases["score"], begun.elapsed_time(done) / 1000
+            self.phases["update"] += launched - self.phases["score"]
         phases = {f"time/{name}_s": self.phases.get(name, 0.0) for name in ("rollout", "score", "update", "sync")}
         speed = {"speed/tokens_per_s": tokens / max(total, 1e-9)}
-        return {**phases, "time/total_s": total, **speed, "memory/peak_gib": peak_gib(device)}
+        return {**phases, "time/total_s": total, **speed, "memory/peak_gib": peak_gib(self.device)}
 
 
 def peak_gib(device: torch.device) -> float:
@@ -54,38 +69,51 @@ def peak_gib(device: torch.device) -> float:
     return peak / (2**30 if sys.platform == "darwin" else 2**20)
 
 
-def measure_policy(batch: StepBatch, run: TrainingRun) -> dict[str, float]:
+def measure(batch: StepBatch, passes: Sequence[FullScores], run: TrainingRun) -> dict[str, Metric]:
+    """What only the device knows of a step, still there; nothing until all microbatches of an iteration have passed."""
+    if len(passes) < len(batch.micros):
+        return {}
+    assert batch.rejected is not None
+    penalty = 0.0 if batch.penalty is None else batch.penalty.double().mean()
+    shaped = {
+        "reward/penalized": Last(rewards_of(batch.groups)[0].mean().item() + penalty),
+        "kl/rejected_fraction": Last(batch.rejected.float().mean()),
+    }
+    return {**shaped, **measure_policy(batch, run), **measure_old(batch, [scores.logp for scores in passes])}
+
+
+def measure_policy(batch: StepBatch, run: TrainingRun) -> dict[str, Metric]:
     """The rollout's policy against reference and sampler, from the first update's own pass: no extra compute."""
-    rows, scores, width = batch.rows, batch.scores, batch.width
+    rows, scores, width, mean = batch.rows, batch.scores, batch.width, batch.actions.mean
     mask, logp = rows.action_mask, rows.old_logp
     assert logp is not None
-    metrics: dict[str, float] = {"logp/policy_mean": _mean(logp, mask)}
+    metrics: dict[str, Number] = {"logp/policy_mean": mean(logp)}
     entropy = _stitched([s.entropy for s in scores], width)
     if entropy is not None:
-        metrics["entropy/mean"] = _mean(entropy, mask)
+        metrics["entropy/mean"] = mean(entropy)
     if rows.ref_logp is not None:
         exact = _stitched([s.exact_kl for s in scores], width)
         clamp = run.kl.log_ratio_clamp
-        metrics |= measure_kl(logp, rows.ref_logp, mask, exact_kl=exact, clamp=clamp)
-        metrics["logp/ref_mean"] = _mean(rows.ref_logp, mask)
+        metrics |= kl_statistics(logp, rows.ref_logp, mask, batch.actions, exact_kl=exact, clamp=clamp)
+        metrics["logp/ref_mean"] = mean(rows.ref_logp)
         reverse = _stitched([s.ref_policy_kl for s in scores], width)
         if reverse is not None:
-            metrics["kl/ref_policy/exact/mean"] = _mean(reverse, mask)
+            metrics["kl/ref_policy/exact/mean"] = mean(reverse)
     if rows.sample_logp is not None:
         sampler = torch.where(rows.sample_logp.isnan(), logp, rows.sample_logp)
         d = log_ratio(sampler, logp, mask).d
-        metrics["kl/sampler_policy/k1/mean"] = _mean(-d, mask)
-        metrics["kl/sampler_policy/k3/mean"] = _mean(k3(d), mask)
-        metrics["logp/sampler_gap_max"] = d[mask].abs().max().item() if bool(mask.any()) else 0.0
-    return metrics
+        metrics["kl/sampler_policy/k1/mean"] = mean(-d)
+        metrics["kl/sampler_policy/k3/mean"] = mean(k3(d))
+        metrics["logp/sampler_gap_max"] = d.abs().max() if d.numel() else 0.0  # 0 outside the mask
+    return {name: Last(number) for name, number in metrics.items()}
 
 
-def measure_old(batch: StepBatch, last: Sequence[Tensor]) -> dict[str, float]:
+def measure_old(batch: StepBatch, last: Sequence[Tensor]) -> dict[str, Metric]:
     """How far the updates of this batch went from its sampler: k3 of the old policy against the last passes."""
     rows = batch.rows
     assert rows.old_logp is not None
     d = log_ratio(rows.old_logp, stitch(last, batch.width), rows.action_mask).d
-    return {"kl/old_policy/k3/mean": _mean(k3(d), rows.action_mask)}
+    return {"kl/old_policy/k3/mean": Last(batch.actions.mean(k3(d)))}
 
 
 def token_kl(batch: StepBatch) -> Tensor | None:
@@ -99,20 +127,15 @@ def token_kl(batch: StepBatch) -> Tensor | None:
 def describe_groups(batch: StepBatch) -> dict[str, float]:
     """Rewards, lengths and readability of a step's rollouts."""
     rewards = [reward for group in batch.groups for reward in group.rewards]
-    totals = torch.tensor([reward.total for reward in rewards], dtype=torch.float64)
-    group = batch.rows.group.cpu() if batch.rows.group is not None else torch.zeros(len(totals), dtype=torch.long)
+    totals, group = rewards_of(batch.groups)
     _, std, _ = group_statistics(totals, group)
-    penalty = 0.0 if batch.penalty is None else batch.penalty.double().mean().item()
     lengths = [sum(completion.action) for completion in batch.completions]
     truncated = [completion.stop_reason == "length" for completion in batch.completions]
-    rejected = batch.rejected.float().mean().item() if batch.rejected is not None else 0.0
     line = {
         "reward/mean": totals.mean().item(),
         "reward/std": totals.std(correction=min(1, len(totals) - 1)).item(),
-        "reward/penalized": totals.mean().item() + penalty,
         "reward/within_group_std": std.mean().item(),
         "reward/zero_variance_fraction": zero_variance(totals, group).double().mean().item(),
-        "kl/rejected_fraction": rejected,
         "length/mean": statistics.fmean(lengths),
         "length/max": float(max(lengths)),
         "length/truncated_fraction": statistics.fmean(truncated),
@@ -145,10 +168,6 @@ def describe_episodes(completions: Sequence[Completion]) -> dict[str, float]:
         means["tool/error_fraction"] = totals["tool/errors"] / max(1.0, totals["tool/calls"])
     unfinished = statistics.fmean(completion.stop_reason == "turns" for completion in completions)
     return {**means, "turn/unfinished_fraction": unfinished}
-
-
-def _mean(x: Tensor, mask: Tensor) -> float:
-    return x[mask].double().mean().item() if bool(mask.any()) else 0.0
 
 
 def _stitched(parts: Sequence[Tensor | None], width: int) -> Tensor | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from keel.base.errors import KeelError
-from keel.base.metrics import Mean, Metric
+from keel.base.metrics import Mean, Metric, Metrics, to_host
 from keel.models.load import DTYPES
 from keel.trainer.options import OptimOptions
 
@@ -136,11 +136,15 @@ class Optimizer:
         """Add the loss's gradient, scaled where fp16 needs it."""
         (self.scaler.scale(loss) if self.scaler else loss).backward()
 
-    def step(self, loss: float = 0.0, *, spike: float | None = None, skip_spike: bool = False) -> dict[str, Metric]:
-        """One guarded update from the gradients that have been added up since the last one; `loss` is their loss.
+    def step(
+        self, info: Metrics | None = None, *, spike: float | None = None, skip_spike: bool = False
+    ) -> dict[str, Metric]:
+        """One guarded update from the gradients that have been added up since the last one.
 
-        A norm above `spike` is marked, and with `skip_spike` skipped like one that is not finite. `nonfinite` is the
-        first parameter whose gradient was not.
+        `info` is what is known of them, `loss/total` too; it comes back in Python's numbers beside the update's own.
+        The guard decides on the host: here, once an update, it waits for the device. A norm above `spike` is marked,
+        and with `skip_spike` skipped like one that is not finite. `nonfinite` is the first parameter whose gradient
+        was not.
         """
         lr, max_norm = self.lr, self.options.max_grad_norm
         for group in self.inner.param_groups:
@@ -151,8 +155,9 @@ class Optimizer:
             self.scaler.unscale_(self.inner)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         total = torch.nn.utils.get_total_norm(gradients)
-        norm = float(total)
-        finite = math.isfinite(norm) and math.isfinite(loss)
+        numbers = to_host({**(info or {}), "grad/norm": Mean(total, 1.0)})
+        norm = numbers["grad/norm"].value
+        finite = math.isfinite(norm) and ("loss/total" not in numbers or math.isfinite(numbers["loss/total"].value))
         is_spike = finite and spike is not None and norm > spike
         applied = finite and not (is_spike and skip_spike)
         if applied:
@@ -171,7 +176,7 @@ class Optimizer:
             self._move_state(torch.device("cpu"))
         clip = min(1.0, max_norm / norm) if applied and max_norm and norm > 0 else float(applied)
         return {
-            "grad/norm": Mean(norm, 1.0),
+            **numbers,
             "grad/clip_factor": Mean(clip, 1.0),
             "optim/learning_rate": Mean(lr, 1.0),
             "guard/skipped": Mean(float(not applied), 1.0),

@@ -29,10 +29,11 @@ def rollout_records(batch: StepBatch, tokenizer: Any, *, groups: int, tracked: b
     `tokens`, `action` and `kl` belong together: a token's text, whether the policy sampled it (tool output and later
     user turns are not), and log π − log p there; `kl` is null where it was not measured.
     """
-    kl = token_kl(batch)
-    row_advantages = shaped_advantages(batch.rows)
+    shown, kl, shaped = batch.groups[:groups], token_kl(batch), shaped_advantages(batch.rows)
+    rows = sum(len(group.completions) for group in shown)
+    kl, shaped = (None if x is None else x[:rows].cpu() for x in (kl, shaped))
     records, row = [], 0
-    for number, group in enumerate(batch.groups[:groups]):
+    for number, group in enumerate(shown):
         for completion, reward in zip(group.completions, group.rewards, strict=True):
             length = len(completion.tokens)
             per_token = None if kl is None else [round(value, 5) for value in kl[row, :length].tolist()]
@@ -50,7 +51,7 @@ def rollout_records(batch: StepBatch, tokenizer: Any, *, groups: int, tracked: b
                     "kl": per_token,
                     "reward": reward.total,
                     "parts": dict(reward.parts),
-                    "advantage": None if row_advantages is None else float(row_advantages[row]),
+                    "advantage": None if shaped is None else float(shaped[row]),
                     "stop_reason": completion.stop_reason,
                     **({"counts": dict(completion.counts)} if completion.counts else {}),
                 }

@@ -12,7 +12,7 @@ import torch
 
 from keel.base.errors import KeelError
 from keel.base.files import json_lines
-from keel.base.metrics import values
+from keel.base.metrics import Metrics, Sum, merge, values
 from keel.base.types import Completion, Group, Problem
 from keel.envs import Task
 from keel.envs.base import played
@@ -63,18 +63,28 @@ def sft_step(
 ) -> dict[str, float]:
     """One update on one batch of examples; returns its metrics."""
     _check_lengths(groups, loaded.context_length)
-    tokens = sum(sum(completion.action) for group in groups for completion in group.completions)
-    total, amp_dtype = 0.0, resolve_amp_dtype(optim, loaded.dtype)
-    for part in microbatches(groups, optim.microbatch_tokens, shared_prefix=False):
-        packed = pack(part, loaded.pad_id, shared_prefix=False, context_length=loaded.context_length).to(loaded.device)
+    tokens, amp_dtype = _learned(groups), resolve_amp_dtype(optim, loaded.dtype)
+    shared = masked_by_structure(loaded)
+    info: Metrics = {"loss/total": Sum(0.0)}
+    for part in microbatches(groups, optim.microbatch_tokens, shared_prefix=shared):
+        packed = pack(part, loaded.pad_id, shared_prefix=shared, context_length=loaded.context_length).to(loaded.device)
         with torch.autocast(loaded.device.type, dtype=amp_dtype) if amp_dtype is not None else nullcontext():
             scores = score_tokens(loaded.model, packed, entropy=options.entropy_coef > 0)
         gain = scores.logp if scores.entropy is None else scores.logp + options.entropy_coef * scores.entropy
-        share = packed.action_mask.sum().item() / max(tokens, 1)
-        loss = -masked_mean(gain, packed.action_mask) * share
+        loss = -masked_mean(gain, packed.action_mask) * (_learned(part) / max(tokens, 1))
         optimizer.backward(loss)
-        total += loss.item()
-    return {"loss/total": total, **values(optimizer.step(total))}
+        info = merge(info, {"loss/total": Sum(loss.detach().double())})
+    return values(optimizer.step(info))
+
+
+def masked_by_structure(loaded: LoadedModel) -> bool:
+    """Whether examples, a row each, get Keel's mask in place of transformers', which waits on a GPU to see padding."""
+    return loaded.shared_prefix and loaded.device.type == "cuda"
+
+
+def _learned(groups: Sequence[Group]) -> int:
+    """Tokens that a loss is taken of."""
+    return sum(sum(completion.action) for group in groups for completion in group.completions)
 
 
 def _check_lengths(groups: Sequence[Group], context: int | None) -> None:

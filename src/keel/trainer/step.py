@@ -23,6 +23,7 @@ from keel.losses import (
     zero_variance,
 )
 from keel.models.logprobs import FullScores
+from keel.models.segments import to_device
 from keel.trainer.batch import (
     StepBatch,
     detached,
@@ -34,7 +35,7 @@ from keel.trainer.batch import (
     stitch,
 )
 from keel.trainer.guards import over_budget, spike_limit, update_guard_state
-from keel.trainer.measure import Clock, describe_groups, measure_old, measure_policy, task_totals
+from keel.trainer.measure import Clock, describe_groups, measure, task_totals
 from keel.trainer.state import Skipped, State, TrainingRun
 
 
@@ -49,7 +50,7 @@ class Step(NamedTuple):
 def train_step(run: TrainingRun, state: State) -> Step:
     """Sample, collect, pack, score, shape, update, measure, steer: one update of the policy (or `num_iterations`)."""
     # fmt: off
-    clock, before = Clock(), task_totals(run.task)
+    clock, before = Clock(run.policy.device), task_totals(run.task)
     with clock("rollout"):
         groups = sample_groups(run, state)                              # rollouts with rewards and sample_logp
     with clock("score"):
@@ -77,23 +78,23 @@ def train_step(run: TrainingRun, state: State) -> Step:
                     run.optimizer.backward(out.loss)
                     info = merge(info, out.metrics)
                     passes.append(detached(scores))
-                metrics = merge(metrics, per_update(info))
-                metrics = merge(metrics, run.optimizer.step(info["loss/total"].value, **guard))     # guarded
-            batch = batch if batch.scores else keep_scores(batch, passes)
-    line = {**values(metrics), **describe_groups(batch), **measure_policy(batch, run), "kl/beta": state.beta}
+                batch = batch if batch.scores else keep_scores(batch, passes)
+                info = {**per_update(info), **measure(batch, passes, run)}      # on the device still: nobody waits
+                metrics = merge(metrics, run.optimizer.step(info, **guard))     # guarded: here the host waits
+    line = {**values(metrics), **describe_groups(batch), "kl/beta": state.beta}
     line |= {name: total - before.get(name, 0.0) for name, total in task_totals(run.task).items()}
-    line |= measure_old(batch, [scores.logp for scores in passes])
     line["guard/over_budget"] = float(over_budget(line, run.kl.budget) is not None)
     skipped = Skipped.of(line)
-    tokens = int(batch.rows.action_mask.sum())
+    tokens = len(batch.actions.tokens)
     last_kl = {name: value for name, value in line.items() if name.startswith("kl/policy_ref/")}
     kl = run.controller.update(state.kl, controlled_kl(line, run.controller.unit))
     state = state.next(kl=kl, skipped=skipped, tokens=tokens, last_kl=last_kl)
-    state = update_guard_state(state, line, batch, run.kl.budget, applied_norms=run.optimizer.applied_norms)
+    norms, baseline = run.optimizer.applied_norms, run.loss.baseline
+    state = update_guard_state(state, line, batch, run.kl.budget, applied_norms=norms, baseline=baseline)
     with clock("sync"):
         move_reference(run, state, line)
         run.engine.sync(run.policy.model, state.policy_version)
-    line |= {"guard/rollbacks": float(state.rollbacks), **clock.metrics(tokens, run.policy.device)}
+    line |= {"guard/rollbacks": float(state.rollbacks), **clock.metrics(tokens)}
     return Step(state, line, batch)
     # fmt: on
 
@@ -168,10 +169,11 @@ def reject(batch: StepBatch, run: TrainingRun) -> StepBatch:
         rejected = k1 / rows.action_mask.sum(-1).clamp_min(1) > run.kl.collect_max
         keep &= ~rejected
     if run.loss.mask_truncated_completions:
-        keep &= torch.tensor([c.stop_reason != "length" for c in batch.completions], device=keep.device)
+        keep &= to_device(torch.tensor([c.stop_reason != "length" for c in batch.completions]), keep.device)
     if run.loss.dynamic_sampling and rows.rewards is not None:
         keep &= ~zero_variance(rows.rewards, rows.group)
-    mask = None if bool(keep.all()) else with_policy_mask(rows.action_mask, keep)
+    leaves = run.kl.collect_max is not None or run.loss.mask_truncated_completions or run.loss.dynamic_sampling
+    mask = with_policy_mask(rows.action_mask, keep) if leaves else None
     return replace(batch.with_rows(policy_mask=mask), rejected=rejected)
 
 
@@ -202,7 +204,7 @@ def with_advantages(batch: StepBatch, run: TrainingRun, step: int) -> StepBatch:
 
 def per_update(info: Metrics) -> dict[str, Metric]:
     """Sums over microbatches become means over updates, so that several updates do not add up their losses."""
-    return {name: Mean(metric.value, 1.0) if isinstance(metric, Sum) else metric for name, metric in info.items()}
+    return {name: Mean(metric.total, 1.0) if isinstance(metric, Sum) else metric for name, metric in info.items()}
 
 
 def controlled_kl(metrics: dict[str, float], unit: str) -> float | None:

@@ -302,6 +302,7 @@ def test_figures_of_the_environment_by_hand() -> None:
         "structure": 0.5,
         "fen_exact": 0.5,
         "fen_similarity": 0.5,
+        "fen_progress": 0.5,
         "reward_value": 0.5,
         "flags": 0.25,
         "truncated_without_eos": 0.5,

@@ -61,6 +61,25 @@ def test_any_mate_is_right_where_the_answer_mates(puzzles: Path) -> None:
     assert task.reward(second, [""]).total == task.reward(second, ["Ra8#"]).total == -0.3
 
 
+@pytest.mark.parametrize(
+    ("text", "total"),
+    [
+        (" a1a1 E: 0.00 B: a1a1", 0.0),  # the form alone
+        (" d1d8 g1f1 d1d7 E: 9.00 0.00 0.00 B: g1f1", 0.0),  # the answer among others, another as the best
+        (" g1f1 E: 0.00 B: g1f1 d1d8 d1d7", 0.0),  # several best moves: the first counts
+        (" g1f1 E: 0.00 B: g1f1 E: 0.00 B: d1d8", 0.0),
+        (" d1d8 E: 9.00", -0.3),  # none is called the best
+        (" d1d8" * 200, -0.3),
+        (f"P: {BACK_RANK} M:", -0.3),
+        ("", -0.3),
+    ],
+)
+def test_what_a_puzzles_answer_without_the_solution_earns(text: str, total: float, puzzles: Path) -> None:
+    task = chess_puzzles(path=str(puzzles))
+    first = {p.key: p for p in task.held_out(10)}["puzzles.csv:2"]
+    assert task.reward(first, [text]).total == total
+
+
 def test_puzzle_figures(puzzles: Path) -> None:
     task = chess_puzzles(path=str(puzzles))
     problems = {p.key: p for p in task.held_out(10)}

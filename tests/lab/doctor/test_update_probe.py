@@ -87,7 +87,7 @@ def test_undone_brings_moments_and_schedule_back(setup: ProbeSetup) -> None:
             for parameter in optimizer.parameters:
                 parameter.grad = torch.ones_like(parameter)
             optimizer.schedule = lambda update: 9.0
-            optimizer.step(0.0)
+            optimizer.step()
             assert fingerprint(setup.policy.model) != before
             raise RuntimeError("on the way")
 

@@ -19,7 +19,7 @@ from keel.envs.chess.rules import DRAWS, board_of, legal_moves, next_positions, 
 from keel.envs.chess.task import ChessGrader, ChessTask, check_grading, part_means, problems_of
 from keel.envs.problems import HELD_OUT_FRACTION
 
-PARTS = ("parsed", "structure", "fen_exact", "fen_similarity", "reward_value", "flags")
+PARTS = ("parsed", "structure", "fen_exact", "fen_similarity", "fen_progress", "reward_value", "flags")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class EnvGrader(ChessGrader):
         return env_completion(Verdict(*problem.answer))
 
     def reward(self, problem: Problem, text: str) -> Reward:
-        return env_reward(read_env(text), Verdict(*problem.answer), **self.options)
+        return env_reward(read_env(text), Verdict(*problem.answer), problem.info["fen"], **self.options)
 
     def metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """Means of the parts, and `legal`: the share of answers whose FEN some legal move leads to, or is right."""

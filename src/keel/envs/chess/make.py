@@ -17,7 +17,7 @@ from keel.envs.chess.env import EnvGrader, env_problem
 from keel.envs.chess.format import HISTORY, padding_of, read_env_row, read_policy_row
 from keel.envs.chess.policy import PolicyGrader, policy_problem
 from keel.envs.chess.positions import PLIES, PLIES_FEW, any_move, few_pieces
-from keel.envs.chess.rewards import FULL_ENV, RUNG, Lines
+from keel.envs.chess.rewards import FULL_ENV, FULL_POLICY, Lines
 from keel.envs.chess.rules import identity, legal_moves
 from keel.envs.chess.selfplay import Ply, along, at_random, by_engine, play, read_openings
 from keel.envs.problems import HELD_OUT_FRACTION, is_held_out, stream
@@ -25,7 +25,7 @@ from keel.envs.shards import Item
 
 KINDS = ("a", "p", "both")
 GAMES = ("random", "engine", "openings")
-FULL = {"a": FULL_ENV, "p": 5 * RUNG}
+FULL = {"a": FULL_ENV, "p": FULL_POLICY}
 
 
 @dataclass(frozen=True)

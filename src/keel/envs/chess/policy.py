@@ -31,7 +31,7 @@ from keel.envs.chess.task import ChessGrader, ChessTask, check_grading, part_mea
 from keel.envs.dataset import Dataset
 from keel.envs.problems import HELD_OUT_FRACTION, stream
 
-PARTS = ("parsed", "structure", "legal", "best_legal", "top5", "best", "eval", "content", "unavailable")
+PARTS = ("parsed", "structure", "legal", "legal5", "best_legal", "top5", "best", "eval", "content", "unavailable")
 _RENAMED = {"best": "top1", "legal": "moves_legal", "best_legal": "legal_move_rate"}
 DRAWS = 3  # of other positions where an engine labelled none, before the run stops
 MOST_LOSS = 10.0  # pawns: a mate that was missed counts like this

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from keel.base.metrics import Sum
 from keel.base.thresholds import Thresholds
 from keel.config import Config
 from keel.lab.doctor.advice import warmed_up
@@ -125,7 +126,7 @@ def _step(
         for parameter, gradient in zip(optimizer.parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.clone()
         optimizer.schedule = lambda update: factor
-        norm = optimizer.step(loss)["grad/norm"].value
+        norm = optimizer.step({"loss/total": Sum(loss)})["grad/norm"].value
         return UpdateResult(loss, norm, mean_kl(policy_states(setup), before))
 
 
