@@ -216,9 +216,9 @@ def test_compute_loss_with_kl() -> None:
     assert not any(p.requires_grad for p in reference.parameters()), "the reference is frozen"
     same = Batch(mask, torch.zeros(16), ref_logp=token_logps(reference, rollouts.ids))
     assert compute_loss(logp, same, kl_coef=1.0)[1]["kl_penalty"] == 0.0, "KL to itself is 0"
-    away = Batch(mask, torch.zeros(16), ref_logp=logp.detach() - 0.5)
-    loss, info = compute_loss(logp, away, kl_coef=0.1)
-    penalty = 0.1 * masked_mean(compute_kl_divergence(logp, away.ref_logp, mask), mask).item()
+    ref_logp = logp.detach() - 0.5
+    loss, info = compute_loss(logp, Batch(mask, torch.zeros(16), ref_logp=ref_logp), kl_coef=0.1)
+    penalty = 0.1 * masked_mean(compute_kl_divergence(logp, ref_logp, mask), mask).item()
     assert abs(info["kl_penalty"] - penalty) < 1e-6, "the penalty is the coefficient times the mean KL"
     gradient = torch.autograd.grad(loss, logp)[0]
     assert (gradient[mask] > 0).all(), "tokens surer than the reference are pushed down"
