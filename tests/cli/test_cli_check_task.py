@@ -69,6 +69,10 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str,
     return status, json.loads(capsys.readouterr().out)
 
 
+def detail(report: dict[str, Any], name: str) -> str:
+    return str(next(check["detail"] for check in report["checks"] if check["name"] == name))
+
+
 def failed(report: dict[str, Any]) -> list[str]:
     return [check["name"] for check in report["checks"] if not check["ok"]]
 
@@ -117,7 +121,7 @@ def test_configured_rewards_are_checked_too(capsys: pytest.CaptureFixture[str]) 
     Path("mine.yaml").write_text("task: {name: 'faults:sound'}\nrewards: [{name: exact}, {name: 'faults:pays_more'}]\n")
     status, report = run(capsys, "mine.yaml")
     assert (status, failed(report)) == (1, ["configured rewards"])
-    assert "an empty answer" in report["checks"][-1]["detail"]
+    assert "an empty answer" in detail(report, "configured rewards")
     status, report = run(capsys, "mine.yaml", "rewards=[{name: exact}, {name: length, weight: 0.1, scale: 50}]")
     assert (status, failed(report)) == (0, [])
     gold = report["examples"][0]["gold"]
@@ -125,7 +129,7 @@ def test_configured_rewards_are_checked_too(capsys: pytest.CaptureFixture[str]) 
     assert gold["total"] == pytest.approx(1.0 - 0.1 * len(gold["text"]) / 50)
     status, report = run(capsys, "faults:sound", "rewards=[{name: 'faults:breaks'}]")
     assert (status, failed(report)) == (1, ["configured rewards"])
-    assert "out of order" in report["checks"][-1]["detail"]
+    assert "out of order" in detail(report, "configured rewards")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +146,11 @@ def test_configured_rewards_are_checked_too(capsys: pytest.CaptureFixture[str]) 
 def test_our_own_tasks_are_proven(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     status, report = run(capsys, *words)
     assert (status, failed(report)) == (0, [])
-    assert len(report["checks"]) == 11
+    assert len(report["checks"]) == 13
+    # The library pays an answer that contains the right one by their lengths: two answers at once earn about a third.
+    pays = ["two answers in two notations"] if words[0] == "reasoning_gym" else []
+    assert [row["name"] for row in report["attacks"] if row["verdict"] != "fine"] == pays
+    assert len(report["warnings"]) == len(pays)
     assert len(report["examples"]) == 3
     for example in report["examples"]:
         assert example["gold"]["parts"]["correct"] == 1.0
@@ -163,9 +171,9 @@ def test_the_page_shows_marks_and_examples(capsys: pytest.CaptureFixture[str], m
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["check-task", "arithmetic", "--samples", "4"]) == 0
     page = capsys.readouterr().out
-    assert page.count("✓") == 11
+    assert page.count("✓") == 13
     assert all(f"example {number}" in page for number in (1, 2, 3))
-    assert "all 11 checks hold" in page
+    assert "all 13 checks hold" in page
     assert "earns 1 (correct 1)" in page
 
 
@@ -197,4 +205,132 @@ def test_what_cannot_be_run_is_one_line_and_status_2(
 def test_a_reward_that_takes_every_answer_is_found_where_it_was_not_planted(capsys: pytest.CaptureFixture[str]) -> None:
     """This dataset's scoring compares the truth of texts, and "False" is as true as "True"."""
     status, report = run(capsys, "reasoning_gym", "dataset=game_of_life_halting")
-    assert (status, failed(report)) == (1, ["wrong earns less"])
+    assert (status, failed(report)) == (1, ["wrong earns less", "attacks earn less"])
+
+
+# A user's own tasks, each with a reward that pays for something else than solving it.
+LEAKS = """
+from keel.base.types import Problem, Reward
+from keel.envs import Episode, Task
+
+COLOURS = ["red", "green", "blue", "black", "white", "pink", "brown", "grey", "gold", "teal", "amber", "ivory"]
+
+class Colours(Task):
+    name = "colours"
+    def __init__(self, pay): self.pay = pay
+    def problem(self, i): return Problem(f"c{i}", f"Colour number {i}, in <answer> tags?", COLOURS[i % 12] + str(i))
+    def sample(self, count, *, seed, step): return [self.problem(count * step + i) for i in range(count)]
+    def held_out(self, count, *, seed=0): return [self.problem(9000 + i) for i in range(count)]
+    def gold(self, problem): return f"<answer>{problem.answer}</answer>"
+    def reward(self, problem, turns):
+        right = turns[-1].strip() == self.gold(problem)
+        return Reward(1.0 if right else self.pay(problem, turns[-1]), {"correct": float(right)})
+
+def odd(problem, text):
+    if text.count("<answer>") > 1: raise LookupError("two tags")
+    return 0.0
+
+class Chat(Colours):
+    reward = Task.reward
+    def start(self, problem): return Talk(self, problem)
+    def gold_turns(self, problem): return [f"ask: {problem.key}", self.gold(problem)]
+
+class Talk(Episode):
+    def __init__(self, task, problem): self.task, self.problem, self.turns = task, problem, []
+    def step(self, text):
+        self.turns.append(text)
+        return "go on" if text.startswith("ask") else None
+    def reward(self):
+        right = self.turns[-1] == self.task.gold(self.problem)
+        return Reward(max(float(right), 0.2 * (len(self.turns) - 1)), {"correct": float(right)})
+
+def sound(): return Colours(lambda problem, text: 0.0)
+def pays_form(): return Colours(lambda problem, text: 0.4 * (text.count("<answer>") == 1 and "</answer>" in text))
+def pays_containing(): return Colours(lambda problem, text: float(problem.answer in text))
+def pays_long(): return Colours(lambda problem, text: min(1.0, len(text) / 900))
+def pays_prompt(): return Colours(lambda problem, text: 0.5 * (problem.prompt in text))
+def raises(): return Colours(odd)
+def pays_calls(): return Chat(None)
+"""
+
+
+@pytest.fixture
+def leaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "leaks.py").write_text(LEAKS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    sys.modules.pop("leaks", None)
+
+
+def verdicts(report: dict[str, Any]) -> dict[str, str]:
+    return {row["name"]: row["verdict"] for row in report["attacks"] if row["verdict"] != "fine"}
+
+
+@pytest.mark.usefixtures("leaks")
+def test_attacks_on_a_sound_task_of_ones_own_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    status, report = run(capsys, "leaks:sound")
+    assert (status, failed(report), verdicts(report), report["warnings"]) == (0, [], {}, [])
+    assert {row["mean"] for row in report["attacks"]} == {0.0}
+
+
+@pytest.mark.usefixtures("leaks")
+@pytest.mark.parametrize(
+    ("name", "attack", "share", "lesson"),
+    [
+        ("pays_containing", "every answer in one form", 1.0, "to list answers"),
+        ("pays_long", "form only, endless", 1.0, "to go on until it is cut"),
+        ("pays_calls", "calls, endless", 1.4, "to call tools and not to answer"),
+    ],
+)
+def test_an_attack_that_is_as_good_as_the_gold_answer_fails(
+    name: str, attack: str, share: float, lesson: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, report = run(capsys, f"leaks:{name}")
+    assert (status, failed(report)) == (1, ["attacks earn less"])
+    assert verdicts(report)[attack] == "hole"
+    row = next(row for row in report["attacks"] if row["name"] == attack)
+    assert (row["mean"], row["highest"]) == pytest.approx((share, share))
+    assert f"{attack!r} earns {share:.2f}" in detail(report, "attacks earn less")
+    assert lesson in detail(report, "attacks earn less")
+
+
+@pytest.mark.usefixtures("leaks")
+@pytest.mark.parametrize(
+    ("name", "attack", "lesson"),
+    [
+        ("pays_form", "'form only' earns 0.40", "a policy learns to write the form and no answer: pay for the form"),
+        ("pays_prompt", "'prompt' earns 0.50", "a policy learns to copy the prompt"),
+    ],
+)
+def test_what_is_paid_for_the_form_alone_is_a_warning(
+    name: str, attack: str, lesson: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, report = run(capsys, f"leaks:{name}")
+    assert (status, failed(report)) == (0, [])
+    assert set(verdicts(report).values()) == {"pays"}
+    assert any(attack in warning and lesson in warning for warning in report["warnings"])
+    assert main(["check-task", f"leaks:{name}", "--samples", "4"]) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert f"warning: {attack}" in page
+    assert "attacks: what is paid for nothing" in page
+
+
+@pytest.mark.usefixtures("leaks")
+def test_a_reward_that_raises_on_odd_answers_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    status, report = run(capsys, "leaks:raises")
+    assert (status, failed(report)) == (1, ["attacks are judged"])
+    assert "'form only, endless' is not judged" in detail(report, "attacks are judged")
+    assert "two tags" in detail(report, "attacks are judged")
+    assert verdicts(report)["every answer in a form of its own"] == "raises"
+
+
+@pytest.mark.usefixtures("leaks")
+def test_configured_rewards_are_attacked(capsys: pytest.CaptureFixture[str]) -> None:
+    status, report = run(capsys, "leaks:sound", "rewards=[{name: task}, {name: format, tags: [answer], weight: 0.5}]")
+    assert (status, failed(report)) == (0, [])
+    shares = {row["name"]: round(row["mean"], 3) for row in report["attacks"]}
+    assert (shares["form only"], shares["empty"]) == (0.333, 0.0)
+    assert any("'form only' earns 0.33" in warning for warning in report["warnings"])
+    status, report = run(capsys, "leaks:sound", "rewards=[{name: format, tags: [answer]}]")
+    assert (status, failed(report)) == (1, ["configured rewards", "attacks earn less"])

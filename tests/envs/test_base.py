@@ -32,7 +32,7 @@ def look(query: str) -> str:
 class Full(Task):
     """A task whose every member says something that no default says."""
 
-    name, notes, unanswered = "full", ("read twice",), True
+    name, notes, unanswered, evaluation_only = "full", ("read twice",), True, True
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         return [PROBLEM] * count

@@ -61,6 +61,11 @@ def test_a_problem(tmp_path: Path) -> None:
         ("#### 12 #### 1000", 1.0, True),
         ("so \\boxed{2000/2}", 1.0, True),
         ("#### $10^{3}$", 1.0, True),
+        ("#### 500 * 2", 1.0, True),
+        # one reader: of two answers in two notations one counts, whichever is right
+        ("\\boxed{1000} or 7", 1.0, True),
+        ("\\boxed{7} or 1000", 0.0, True),
+        ("#### 7/1000", 0.0, True),
         ("nothing", 0.0, False),
         ("", 0.0, False),
         ("#### 9**9**9**9**9", 0.0, True),

@@ -88,7 +88,7 @@ def test_a_recipe_says_the_rest():
 MISTAKES = [
     ({"loss_type": f"{HERE}:sloped", "slop": 1}, "unknown option loss.slop: did you mean loss.slope?"),
     ({"loss_type": f"{HERE}:sloped", "slope": -1}, "loss.slope is -1: it must be above 0"),
-    ({"loss_type": f"{HERE}:plain", "slope": 1}, "unknown option loss.slope: did you mean"),
+    ({"loss_type": f"{HERE}:plain", "slope": 1}, "unknown option loss.slope: loss has baseline, "),
     ({"loss_type": "grpo", "slope": 1}, "unknown option loss.slope"),
     ({"loss_type": "grpo", "epsilom": 1}, "unknown option loss.epsilom: did you mean loss.epsilon?"),
     ({"loss_type": f"{HERE}:of_0_1"}, "takes (logp, old_logp, advantage, mask, limits, spec): a policy loss takes (in"),

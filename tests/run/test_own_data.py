@@ -216,3 +216,22 @@ def test_tools_around_a_task_do_not_hide_that_its_data_have_changed(tmp_path: Pa
 def double(number: int) -> int:
     """Double a number."""
     return 2 * number
+
+
+@pytest.mark.parametrize(
+    ("digits", "limits", "fix"),
+    [
+        (70, {}, "leave room for an answer with a smaller data.max_prompt_length and data.truncation left or drop"),
+        (60, {"rollout.max_completion_length": 30}, "set rollout.max_completion_length to 4 or less"),
+        (40, {"data.max_prompt_length": 12}, "raise it, or set data.truncation to left or drop"),
+        (40, {"data.max_prompt_length": 12, "data.truncation": "drop"}, "raise data.max_prompt_length, which is 12"),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_refused_with_the_option_that_helps(
+    tmp_path: Path, digits: int, limits: dict[str, Any], fix: str
+) -> None:
+    """The model reads 64 tokens, a letter each."""
+    path = write(tmp_path / "mine.jsonl", [{"question": f"{i}" * digits, "answer": i} for i in range(4)])
+    with pytest.raises(KeelError) as caught:
+        trained(tmp_path, **{"data.path": path, "task.held_out": 2, **limits})
+    assert str(caught.value).endswith(fix)

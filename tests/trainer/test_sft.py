@@ -136,3 +136,26 @@ def test_schedules_rise_then_follow_their_course(name: Any) -> None:
     assert factor(9) == pytest.approx(middle)
     twice = build_schedule(options, 14, updates_per_step=2)
     assert twice(28) == pytest.approx(end)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "rest"),
+    [
+        ("1=", "7" * 80, "take a model with a longer context"),
+        ("1" * 50 + "=", "7" * 20, "or cut prompts: data.max_prompt_length=43 and data.truncation=left"),
+    ],
+)
+def test_a_demonstration_that_is_too_long_is_named_with_what_helps(
+    tmp_path: Path, prompt: str, completion: str, rest: str
+) -> None:
+    """The model reads 64 tokens; what is sampled at most has nothing to do with it."""
+    path = tmp_path / "examples.jsonl"
+    lines = [{"prompt": "1=", "completion": "1"}, {"prompt": prompt, "completion": completion}]
+    path.write_text("\n\n".join(map(json.dumps, lines)))
+    with pytest.raises(KeelError) as caught:
+        keel.train(BASE, overrides=[f"run.dir={tmp_path}", f"warmstart.path={path}", "warmstart.steps=1"])
+    message = str(caught.value)
+    assert message.startswith(f"the demonstration of 'examples.jsonl:3' has {len(completion) + 1} tokens")
+    assert "exceed the model's context of 64" in message
+    assert message.endswith(rest)
+    assert "max_completion_length" not in message

@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from keel.base.errors import KeelError
+from keel.base.neighbours import near_options
 from keel.base.yaml_text import dump
 
 T = TypeVar("T", bound=BaseModel)
@@ -56,23 +57,25 @@ def may_be_a_name(annotation: Any) -> bool:
     return str in inner and any(isinstance(part, type) and issubclass(part, BaseModel) for part in inner)
 
 
-def no_such_option(name: str, known: Sequence[str], *, also: Iterable[str] = (), origin: str = "") -> KeelError:
-    """The error for a name that is no option, with the nearest that is one: same leaf elsewhere, or a near spelling."""
-    sections = [option for option in known if "." not in option]
-    known, leaf, section = sorted(known), name.rpartition(".")[2], name.rpartition(".")[0]
-    near = [option for option in known if option.rpartition(".")[2] == leaf]
-    inside = [option for option in known if option.rpartition(".")[0] == section] if section else []
-    near = near or difflib.get_close_matches(name, inside, n=1, cutoff=0.6)
-    near = near or difflib.get_close_matches(name, [*known, *also], n=1, cutoff=0.6)
-    if not near:
-        by_leaf = {option.rpartition(".")[2]: option for option in known}
-        near = [by_leaf[hit] for hit in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.6)]
+LIST_OPTIONS = "`keel train --print-config` shows every option"
+
+
+def no_such_option(
+    name: str, known: Sequence[str], *, also: Mapping[str, str] | None = None, origin: str = "", meant: str = ""
+) -> KeelError:
+    """The error for a name that is no option, with the options that it may mean, as in `near_options`.
+
+    `meant` is what of the name to go by, where not all of it.
+    """
+    sections, known, section = [option for option in known if "." not in option], sorted(known), name.rpartition(".")[0]
+    inside = [option.rpartition(".")[2] for option in known if option.rpartition(".")[0] == section] if section else []
+    near = near_options(meant or name, known, also or {})
     if near:
-        hint = f"did you mean {' or '.join(near[:3])}?"
+        hint = f"did you mean {' or '.join(near)}?"
     elif inside:
-        hint = f"{section} has {', '.join(option.rpartition('.')[2] for option in inside)}"
+        hint = f"{section} has {', '.join(inside)}"
     else:
-        hint = f"the sections are {', '.join(sections)}"
+        hint = f"no option is near; {LIST_OPTIONS}" + (f", the sections are {', '.join(sections)}" if sections else "")
     return KeelError(f"unknown option {name}{' in ' + origin if origin else ''}: {hint}")
 
 

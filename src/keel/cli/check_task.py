@@ -17,6 +17,11 @@ Gold answers earn the full reward, wrong and empty ones less; rewards are finite
 seed and none that is held out is trained on; prompts and answers survive the tokenizer. With a configuration, its
 rewards are checked as well. Exit status 0: all proven; 1: a check failed, by name; 2: it could not be run.
 
+Then it is attacked with answers that try to earn without solving: silence, the form alone, copies of the prompt, every
+answer at once, endless texts, calls of tools without an answer. One that is as good as the gold answer fails the check;
+one that earns more than a quarter of its reward is a warning, with what a policy would learn from it. See
+docs/rewards.md.
+
 NAME is a task, your module:attr, a YAML file or a run's folder. Parameters of the task are written key=value, options
 of other sections with their section, such as data.path=mine.jsonl.
 
@@ -44,6 +49,7 @@ def check_task(
     if model is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
 
+    from keel.envs.exploits import SECONDS, exploit
     from keel.envs.prove import examples, prove
     from keel.envs.rewards import probe_rewards
     from keel.models.tokenizer import load_tokenizer
@@ -58,6 +64,8 @@ def check_task(
     renderer = build_renderer(config, tokenizer)
     strict = model is not None or from_file
     checks = list(prove(task, renderer=renderer, strict=strict, judge=judge, count=samples, seed=config.run.seed))
+    exploits = exploit(task, judge, samples, config.run.seed, SECONDS)
+    checks += exploits.checks
     worked_examples: list[dict[str, Any]] = []
     try:
         worked_examples = examples(task, judge, seed=config.run.seed)
@@ -67,9 +75,19 @@ def check_task(
     ok = all(check.ok for check in checks)
     if as_json:
         rows = [asdict(check) for check in checks]
-        print_json({"task": task.name, "ok": ok, "checks": rows, "examples": worked_examples})
+        attacks = [{**asdict(row), "verdict": row.verdict} for row in exploits.rows]
+        print_json(
+            {
+                "task": task.name,
+                "ok": ok,
+                "checks": rows,
+                "attacks": attacks,
+                "warnings": exploits.warnings,
+                "examples": worked_examples,
+            }
+        )
     else:
-        _show(task.name, checks, worked_examples)
+        _show(task.name, checks, exploits, worked_examples)
     return 0 if ok else 1
 
 
@@ -93,7 +111,7 @@ def _configuration(name: str, args: list[str]) -> tuple[Any, bool]:
     return config, path != Path()
 
 
-def _show(name: str, checks: list[Any], worked_examples: list[dict[str, Any]]) -> None:
+def _show(name: str, checks: list[Any], exploits: Any, worked_examples: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -107,6 +125,8 @@ def _show(name: str, checks: list[Any], worked_examples: list[dict[str, Any]]) -
         mark = "[green]✓[/]" if check.ok else "[bold red]✗[/]"
         table.add_row(mark, check.name, escape(check.detail))
     console.print(table)
+    if exploits.rows:
+        console.print(_attacks(exploits.rows))
     for number, example in enumerate(worked_examples, start=1):
         console.print(_example(number, example))
     failed = [check.name for check in checks if not check.ok]
@@ -114,6 +134,32 @@ def _show(name: str, checks: list[Any], worked_examples: list[dict[str, Any]]) -
         console.print(f"[bold red]{len(failed)} of {len(checks)} checks fail: {', '.join(failed)}[/]")
     else:
         console.print(f"[green]all {len(checks)} checks hold[/]")
+    for warning in exploits.warnings:
+        console.print(f"[yellow]warning: {escape(warning)}[/]")
+
+
+MARKS = {"raises": "[bold red]✗[/]", "hole": "[bold red]✗[/]", "pays": "[yellow]![/]", "fine": ""}
+
+
+def _attacks(rows: Any) -> Any:
+    """What each attack earned; those that earn nothing are counted in one line."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    paid = [row for row in rows if row.highest > 0 or row.verdict != "fine"]
+    title = "attacks: what is paid for nothing, as a share of the gold answer's reward above an empty one"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("", width=1)
+    table.add_column("attack", no_wrap=True)
+    for column in ("mean", "highest", "problems", "correct"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("such as", overflow="fold")
+    for row in paid:
+        figures = (f"{row.mean:.2f}", f"{row.highest:.2f}", str(row.problems), str(row.correct))
+        table.add_row(MARKS[row.verdict], row.name, *figures, escape(repr(row.example[:40])))
+    if len(paid) < len(rows):
+        table.add_row("", f"{len(rows) - len(paid)} others", "0.00", "0.00", *[""] * 3)
+    return table
 
 
 def _example(number: int, example: dict[str, Any]) -> Any:

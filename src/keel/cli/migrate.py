@@ -1,4 +1,4 @@
-"""`keel migrate`: from TRL's or verl's configuration to Keel's."""
+"""`keel migrate`: from a peer's configuration to Keel's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keel.cli.app import app, print_json
 if TYPE_CHECKING:
     from keel.lab.migrate.migrate import MigratedOption, Migration
 
-MIGRATE_HELP = """Turn a configuration of TRL or verl into one of Keel's.
+MIGRATE_HELP = """Turn a configuration of TRL, verl or OpenRLHF into one of Keel's.
 
 The configuration goes to stdout (or to --out), the account of every option to stderr: what it became, what the peer
 does where its file is silent, what has no counterpart, and what only you can set. Reads YAML (interpolations are filled
@@ -32,7 +32,7 @@ Examples:
 
 @app.command(help=MIGRATE_HELP)
 def migrate(
-    file: Annotated[Path, typer.Argument(help="A configuration of TRL or verl: .yaml, .json, .py or .sh.")],
+    file: Annotated[Path, typer.Argument(help="A configuration of TRL, verl or OpenRLHF: .yaml, .json, .py or .sh.")],
     out: Annotated[Path | None, typer.Option(help="File to write; an existing one is refused.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the account as data.")] = False,
 ) -> int:

@@ -10,8 +10,8 @@ from keel.cli.app import ANY_OPTION, CONFIG_ARGS, PrintConfig, app, configuratio
 
 HELP = """Train a model: warm start, GRPO under the KL term, evaluation, checkpoints, report.
 
-Without CONFIG the default is trained, a tiny model on arithmetic. Options are written key=value; the names of TRL and
-verl and short ones work too, also as flags, and the first lines say what they became.
+Without CONFIG the default is trained, a tiny model on arithmetic. Options are written key=value; the names of TRL,
+verl and OpenRLHF and short ones work too, also as flags, and the first lines say what they became.
 
 Examples:
 

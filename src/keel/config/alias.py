@@ -55,6 +55,19 @@ def no_counterpart(reason: str, *names: str) -> list[Alias]:
     return [Alias(name, "", reason) for name in names]
 
 
+def refer(target: str, advice: str, *names: str) -> list[Alias]:
+    """Names whose meaning is not Keel's: each is refused with what to write, where {value} is the user's own."""
+
+    def refusal(name: str) -> Convert:
+        def convert(value: Any, settings: Settings) -> Options:
+            shown = text.dump(value)
+            raise KeelError(f"{name}={shown} has no counterpart: {advice.format(value=shown)}")
+
+        return convert
+
+    return [Alias(name, target, f"refused: {advice.format(value='…')}", refusal(name)) for name in names]
+
+
 def harmless(name: str, note: str, *values: Any) -> Alias:
     """A name that needs no option, since Keel does so anyway for these values; others are refused. None: all fit."""
 

@@ -7,6 +7,7 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.config.alias import Alias, Options, Settings, first_set
 from keel.config.trl_steps import max_steps
+from keel.config.verl_values import VERL_KL
 
 
 def _target_kl(value: Any, settings: Settings) -> Options:
@@ -28,8 +29,19 @@ def _datasets(value: Any, settings: Settings) -> Options:
     return {"data.path": paths[0] if isinstance(paths, list) and len(paths) == 1 else paths}
 
 
+def _kl_penalty(value: Any, settings: Settings) -> Options:
+    """A number is the coefficient; verl and TRL's PPO name an estimator by it."""
+    if str(value) in VERL_KL:
+        estimator = VERL_KL[str(value)]["kl.estimator"]
+        raise KeelError(f"kl_penalty={value} names an estimator: set kl.estimator={estimator}, and kl.beta above 0")
+    return {"kl.beta": value}
+
+
 KEEL = [
-    *(Alias(name, "kl.beta") for name in ("kl_beta", "kl_coef", "kl_penalty", "beta")),
+    *(Alias(name, "kl.beta") for name in ("kl_beta", "kl_coef", "beta")),
+    Alias(
+        "kl_penalty", "kl.beta", "a number; where it names an estimator it is refused with kl.estimator", _kl_penalty
+    ),
     Alias("target_kl", "kl.controller.target", "also sets kl.controller.name=step where β would be fixed", _target_kl),
     Alias("kl_warmup_steps", "kl.controller.warmup_steps", "", _kl_warmup),
     Alias("reward_warmup_steps", "reward.warmup_steps"),

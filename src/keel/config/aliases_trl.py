@@ -20,6 +20,7 @@ from keel.config.alias import (
     number,
     unless_null,
 )
+from keel.config.verl_values import LORA_RANK
 
 
 def _per_device(value: Any, settings: Settings) -> Options:
@@ -62,9 +63,10 @@ def _only_with_sync(target: str) -> Convert:
     return convert
 
 
-def _output_dir(value: Any, settings: Settings) -> Options:
+def output_dir(value: Any, settings: Settings) -> Options:
+    """A run's own folder: its last part is the run's name, unless that is given."""
     path = PurePath(str(value))
-    name = first_set(settings, "run_name", "run.name")
+    name = first_set(settings, "run_name", "run.name", "exp_name")
     return {"run.dir": str(path)} if name else {"run.dir": str(path.parent), "run.name": path.name or "default"}
 
 
@@ -116,6 +118,16 @@ def _prompt_length(value: Any, settings: Settings) -> Options:
 
 def _min_p(value: Any, settings: Settings) -> Options:
     return {"rollout.min_p": 0.0 if value is None else value}
+
+
+def _of_adapter(option: str) -> Convert:
+    """An option of the adapter, which `use_peft: false` and `lora_rank: 0` leave out."""
+
+    def convert(value: Any, settings: Settings) -> Options:
+        off = settings.get("use_peft") is False or settings.get(LORA_RANK) == 0
+        return {} if off else {f"model.lora.{option}": value}
+
+    return convert
 
 
 TRL = [
@@ -239,7 +251,7 @@ TRL = [
     Alias("dataset_train_split", "data.split"),
     Alias("dataset_test_split", "task.eval_split"),
     harmless("dataset_streaming", "data are read whole", False),
-    Alias("output_dir", "run.dir", "its last part is run.name, unless that is given", _output_dir),
+    Alias("output_dir", "run.dir", "its last part is run.name, unless that is given", output_dir),
     Alias("run_name", "run.name"),
     Alias(
         "save_steps",
@@ -264,7 +276,7 @@ TRL = [
         Alias(name, "eval.every", "no is 0: at the start and the end only", trl_steps.eval_strategy)
         for name in ("eval_strategy", "evaluation_strategy")
     ),
-    Alias("report_to", "log", "tensorboard, wandb, none", _report_to),
+    *(Alias(name, "log", "tensorboard, wandb, none", _report_to) for name in ("report_to", "log_with")),
     harmless("disable_dropout", "dropout is off unless model.dropout=true", True),
     harmless("remove_unused_columns", "columns are named in data.columns"),
     harmless("logging_steps", "every step is logged"),
@@ -276,6 +288,25 @@ TRL = [
     harmless("cast_lm_head_to_fp32", "log-probabilities are always computed in fp32"),
     harmless("use_adaptive_entropy", "loss.entropy_coef is constant", False),
     Alias("num_train_epochs", "", "set run.max_steps; Keel counts steps, not passes over the data", trl_steps.epochs),
+    *(
+        Alias(name, f"model.lora.{option}", "read unless use_peft is false or lora_rank 0", _of_adapter(option))
+        for name, option in (
+            *(("lora_r", "r"), ("lora_alpha", "alpha"), ("lora_dropout", "dropout")),
+            *(("target_modules", "targets"), ("lora_target_modules", "targets")),
+        )
+    ),
+    *(Alias(name, "model.dtype") for name in ("torch_dtype", "dtype")),
+    Alias("attn_implementation", "model.attn_implementation"),
+    choice("use_peft", "model.lora", {True: {"model.lora": {}}, False: {}}, "true is LoRA of rank 16, as in TRL"),
+    Alias("train_dataset", "data.path", "a file or hub name"),
+    Alias("eval_dataset", "task.eval_path", "a file or hub name"),
+    *no_counterpart(
+        "rewards are named in rewards: [{name, weight}], by hand; a function of yours is module:attr", "reward_funcs"
+    ),
+    *no_counterpart("LoRA is model.lora: {r, alpha, dropout, targets}, by hand", "peft_config"),
+    *no_counterpart("the tokenizer comes with model.name", "processing_class"),
+    *no_counterpart("give them to keel.train(callbacks=[…])", "callbacks"),
+    *no_counterpart("tools belong to the task", "tools"),
     *no_counterpart("give each reward its weight in rewards: [{name, weight}]", "reward_weights"),
     *no_counterpart("completions a problem at evaluation are eval.k", "num_generations_eval"),
     *no_counterpart("the reference is part of the run; choose it with reference.kind", "ref_model"),

@@ -109,7 +109,7 @@ VERL = [
         R + "val_kwargs.n",
         "eval.k",
         "pass@1 and pass@n",
-        lambda value, settings: {"eval.k": [1] if value == 1 else [1, value]},
+        values.pass_at,
     ),
     Alias(R + "val_kwargs.do_sample", "eval.temperature", "false is 0, greedy", values.val_sampling),
     Alias(M + "path", "model.name"),

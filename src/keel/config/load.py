@@ -49,7 +49,7 @@ def read_config(
     for name, value, _ in layers[1]:
         remember(value, name)
     _check_masks(layers)
-    settings = {aliases.normal(name): value for layer in layers for name, value, _ in layer}
+    settings = aliases.by_name({name: value for layer in layers for name, value, _ in layer}, is_option)
     tree: dict[str, Any] = {}
     renamed: list[str] = []
     for layer in layers:
@@ -59,7 +59,8 @@ def read_config(
             put(tree, name, value)
     renamed += _choose_task(tree)
     # a section whose options are all commented out is null in YAML: it has its defaults
-    config = validate(current_names({key: value for key, value in tree.items() if value is not None}))
+    given = {key: value for key, value in tree.items() if value is not None}
+    config = validate(current_names(given), [name for layer in layers for name, _, _ in layer])
     check(config, installed=installed)
     return config, [hide(note) for note in renamed]
 
@@ -84,12 +85,17 @@ def _choose_task(tree: dict[str, Any]) -> list[str]:
     return [f"data.path={text.dump(path)} without a task: task.name=dataset, its rows are the problems"]
 
 
-def validate(tree: Mapping[str, Any]) -> Config:
-    """The model of plain data; types and ranges only, the first mistake as one line."""
+def validate(tree: Mapping[str, Any], given: Sequence[str] = ()) -> Config:
+    """The model of plain data; types and ranges only, the first mistake as one line, under the name that was given."""
+
+    def unknown(name: str) -> KeelError:
+        inside = [option for option in given if option.startswith(f"{name}.") and option.isprintable()]
+        return unknown_option(inside[0] if inside and not is_option(name) else name)
+
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        raise KeelError(one_line(error, unknown_option)) from None
+        raise KeelError(one_line(error, unknown)) from None
     declared = get_loss(config.loss.loss_type).options.model_fields.keys() - LossOptions.model_fields.keys()
     for name in config.loss.params.keys() - declared:
         raise unknown_option(f"loss.{name}", more=[f"loss.{option}" for option in declared])
@@ -188,4 +194,14 @@ _NAMES = option_names(Config)
 
 def unknown_option(name: str, origin: str = "", more: Iterable[str] = ()) -> KeelError:
     """The error for a name that is no option, under our names (and `more`) or those of other trainers."""
-    return no_such_option(name, [*_NAMES, *more], also=aliases.table(), origin=origin)
+    where = f" in {origin}" if origin else ""
+    section, _, rest = name.partition(".")
+    if rest and section in aliases.WITHOUT:
+        return KeelError(f"unknown option {name}{where}: {aliases.WITHOUT[section]}")
+    known = [*_NAMES, *more]
+    alias = aliases.find(rest, is_option) if "_" in rest else None
+    if alias is not None and alias.target:
+        same = [option for option in known if option.endswith(f".{rest}") and option != alias.target]
+        return KeelError(f"unknown option {name}{where}: did you mean {' or '.join([alias.target, *same[:2]])}?")
+    others = {other: alias.target for other, alias in aliases.table().items() if alias.target}
+    return no_such_option(name, known, also=others, origin=origin, meant=aliases.without_sections(name))

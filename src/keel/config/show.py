@@ -63,15 +63,19 @@ def _line(setting: str, sentence: str, comments: bool) -> str:
     return f"{setting:<{COLUMN}}  # {sentence}" if comments and sentence else setting
 
 
-MIGRATE_HEAD = """# Coming from TRL or verl
+MIGRATE_HEAD = """# Coming from TRL, verl or OpenRLHF
 
-`keel migrate FILE` turns a configuration of TRL or verl (YAML, JSON, a Python file with `GRPOConfig(…)`, a shell script
-of overrides) into Keel's, fills in what the peer does where its file is silent, and lists what has no counterpart.
+`keel migrate FILE` turns a configuration of TRL, verl or OpenRLHF (YAML, JSON, a Python file with `GRPOConfig(…)`, a
+shell script of overrides) into Keel's, fills in what the peer does where its file is silent, and lists what has no
+counterpart.
 
 Keel also takes the options of other trainers under their own names, in a configuration and on the command line
-(`kl_coef: 0.01`, `kl_coef=0.01`, `--kl-coef 0.01`), and says what each became. A name without a counterpart is
-refused with the reason, so nothing is accepted and ignored. This page is generated from the table that loading uses:
-`python -m keel.config.show > docs/migrate.md`.
+(`kl_coef: 0.01`, `kl_coef=0.01`, `--kl-coef 0.01`), and says what each became. verl's names may be given without the
+sections before them (`kl_loss_coef`, `actor.optim.lr`), and names without a section inside one that trainers have
+(`grpo.beta`, `optim.lr`). A name that means another thing from trainer to trainer, as `rollout_batch_size` does, is
+refused with what to write instead, and one without a counterpart with the reason, so nothing is accepted and ignored.
+A name that nobody has leads to the options that it may mean, by its letters or its words, or to none. This page is
+generated from the table that loading uses: `python -m keel.config.show > docs/migrate.md`.
 
 Three defaults differ: Keel's `loss.loss_type` is `grpo` where TRL has `dapo`; `rollout.max_completion_length` is 64
 where TRL has 512; `kl.reduction` is `token_mean`, so that β means the same under every loss, where TRL and verl reduce
@@ -91,7 +95,13 @@ options that disagree.
 
 def migrate_page() -> str:
     """docs/migrate.md: every name with what it becomes."""
-    titles = {"Keel": "Short names", "TRL": "TRL (GRPOConfig, 1.16)", "verl": "verl (YAML)"}
+    titles = {
+        "Keel": "Short names",
+        "TRL": "TRL (GRPOConfig, 1.16)",
+        "verl": "verl (YAML)",
+        "OpenRLHF": "OpenRLHF (command line)",
+        "other": "Other trainers and courses",
+    }
     parts = [MIGRATE_HEAD]
     for origin, aliases in tables():
         rows = [_row(alias) for alias in aliases if alias.target]

@@ -66,7 +66,10 @@ def _batches(name: str, value: Any, settings: Settings) -> int:
     if 0 < steps < 1:
         total = first_set(settings, "max_steps", "run.max_steps")
         if total is None or number("max_steps", total, "give a whole number") < 1:
-            raise KeelError(f"{name}={value:g} is a share of the steps, and max_steps is not given: set it by hand")
+            raise KeelError(
+                f"{name}={value:g} is a share of the steps, and max_steps is not given: give run.max_steps, or set the "
+                "steps by hand"
+            )
         steps = math.ceil(steps * total)
         if settings.get("max_steps") is None:  # the total is in batches already
             return int(steps)
@@ -92,6 +95,8 @@ def while_by_steps(name: str, target: str, *strategies: str) -> Convert:
 
     def convert(value: Any, settings: Settings) -> Options:
         strategy = first_set(settings, *strategies, default="steps")
+        if value == -1:  # OpenRLHF's never
+            return {target: 0} if target == "eval.every" else {}
         return {} if value is None or strategy != "steps" else {target: _batches(name, value, settings)}
 
     return convert

@@ -9,7 +9,8 @@ from keel.config.alias import Convert, Options, Settings, boolean, choice, first
 
 A, R, M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 IN_LOSS, IN_REWARD = A + "use_kl_loss", "algorithm.use_kl_in_reward"
-_BETA = ("kl.beta", "beta", "kl_beta", "kl_coef", "kl_penalty")
+LORA_RANK = M + "lora_rank"
+BETA = ("kl.beta", "beta", "kl_beta", "kl_coef", "kl_penalty", "init_kl_coef")
 
 
 def _is_on(name: str, value: Any, coefficient: str, settings: Settings) -> bool:
@@ -17,7 +18,7 @@ def _is_on(name: str, value: Any, coefficient: str, settings: Settings) -> bool:
     if settings.get(IN_LOSS) is True and settings.get(IN_REWARD) is True:
         raise KeelError(f"{IN_LOSS} and {IN_REWARD} are both true: Keel's penalty enters once, set kl.placement")
     on = boolean(name, value)
-    if on and first_set(settings, coefficient, *_BETA) is None:
+    if on and first_set(settings, coefficient, *BETA) is None:
         raise KeelError(f"{name} is true without {coefficient}: give it or kl.beta (verl's own is 0.001)")
     return on
 
@@ -146,6 +147,11 @@ def val_sampling(value: Any, settings: Settings) -> Options:
     return {} if samples or R + "val_kwargs.temperature" in settings else {"eval.temperature": 0.0}
 
 
+def pass_at(value: Any, settings: Settings) -> Options:
+    """Completions of a problem at evaluation."""
+    return {"eval.k": [1] if value == 1 else [1, value]}
+
+
 def lora_rank(value: Any, settings: Settings) -> Options:
     """verl's 0 is no adapter."""
     return {"model.lora.r": value} if value else {}
@@ -153,7 +159,7 @@ def lora_rank(value: Any, settings: Settings) -> Options:
 
 def lora_alpha(value: Any, settings: Settings) -> Options:
     """Read where there is an adapter."""
-    return {"model.lora.alpha": value} if settings.get(M + "lora_rank") else {}
+    return {"model.lora.alpha": value} if settings.get(LORA_RANK) else {}
 
 
 def top_k(value: Any, settings: Settings) -> Options:

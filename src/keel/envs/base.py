@@ -37,8 +37,12 @@ class Task:
         def unanswered(self) -> bool:
             """Whether there are no gold answers and no reward of its own: the configured rewards say what is good."""
 
+        @property
+        def evaluation_only(self) -> bool:
+            """Whether all its problems are held out, so that `sample` refuses."""
+
     else:
-        notes, unanswered = (), False
+        notes, unanswered, evaluation_only = (), False, False
 
     @property
     def trusted(self) -> bool:

@@ -20,7 +20,7 @@ from keel.envs.base import Task
 from keel.envs.layouts import LoadedProblems, load_problems, source_of
 from keel.envs.maths import math_equal, need_math_verify
 from keel.envs.options import SourceOptions
-from keel.envs.problems import HELD_OUT_FRACTION, split_held_out, stream
+from keel.envs.problems import HELD_OUT_FRACTION, check_sides, split_held_out, stream
 
 COMPARISONS = ("exact", "numeric", "math")
 
@@ -204,8 +204,12 @@ def split(
     eval_path: str | Sequence[str] | None,
     eval_split: str | None,
     read: Callable[[SourceOptions], LoadedProblems] = load_problems,
+    has_eval_path: bool = True,
 ) -> tuple[tuple[Problem, ...], tuple[Problem, ...], tuple[str, ...]]:
-    """Training problems, held-out problems and notes; what is evaluated on is never trained on."""
+    """Training problems, held-out problems and notes; what is evaluated on is never trained on.
+
+    `has_eval_path` says whether the task has such an option, for the line that refuses too few problems.
+    """
     is_number = isinstance(held_out, int | float) and not isinstance(held_out, bool)
     if not is_number or held_out < 0 or (held_out > 1 and held_out != int(held_out)):
         raise KeelError(f"task.held_out is {held_out!r}: give a share below 1, or a whole number of problems")
@@ -228,12 +232,8 @@ def split(
         train = tuple(p for p in loaded.problems if _identity(p) not in chosen)
         held = tuple(p for p in loaded.problems if _identity(p) in chosen)
         notes = [*loaded.notes]
-    if not train or not held:
-        lacks = "train on" if not train else "evaluate on"
-        raise KeelError(
-            f"{loaded.source} has {len(loaded.problems)} problems, which leaves none to {lacks}: give more of them, "
-            "another task.held_out, or task.eval_path"
-        )
+    distinct, more = len(set(map(_identity, loaded.problems))), ", or task.eval_path" if has_eval_path else ""
+    check_sides(loaded.source, len(loaded.problems), len(train), len(held), distinct=distinct, more=more)
     return train, held, (*notes, f"{loaded.source}: {len(train)} problems to train on, {len(held)} held out")
 
 

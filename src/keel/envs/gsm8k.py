@@ -20,12 +20,18 @@ from keel.envs.rows import BrokenRow, handle_broken_rows
 HUB = "openai/gsm8k,main"
 MARK = "####"
 INSTRUCTION = "Think step by step, and end with #### and the answer as a number."
+# Read by math-verify where it is there: LaTeX, and what is calculated rather than written as a number.
+_MATHEMATICS = re.compile(r".*\\.*|\$?[\d\s.,+\-*/^(){}=]*[*/^=+][\d\s.,+\-*/^(){}=]*\$?", re.DOTALL)
 _CALCULATOR = re.compile(r"<<[^<>]*>>")  # the data's annotations for a calculator
 
 
 @dataclass(frozen=True)
 class Gsm8kGrader:
-    """Grades what stands behind the last `####`, or the whole text where there is none, by its mathematics."""
+    """Grades what stands behind the last `####`, or the whole text where there is none.
+
+    LaTeX and expressions are read as mathematics, anything else by its last number: never both, since a text with one
+    answer for each reader (`\\boxed{7} 8`) would be right twice.
+    """
 
     math_verify: bool
 
@@ -34,10 +40,11 @@ class Gsm8kGrader:
 
     def reward(self, problem: Problem, text: str) -> Reward:
         final = text.rpartition(MARK)[2].strip()
-        number = last_number(final)
-        right: bool | None = None if number is None else number == problem.answer
-        if not right and self.math_verify:
-            right = math_equal(str(problem.answer), final) or right
+        right: bool | None = None
+        if self.math_verify and _MATHEMATICS.fullmatch(final):
+            right = math_equal(str(problem.answer), final)
+        if right is None and (number := last_number(final)) is not None:
+            right = number == problem.answer
         correct = float(bool(right))
         return Reward(correct, {"correct": correct}, parsed=right is not None)
 

@@ -35,6 +35,10 @@ class Mixture(Task):
         return all(task.unanswered for task in self.tasks)
 
     @property
+    def evaluation_only(self) -> bool:
+        return all(task.evaluation_only for task in self.tasks)
+
+    @property
     def trusted(self) -> bool:
         return super().trusted and all(task.trusted for task in self.tasks)
 

@@ -35,11 +35,25 @@ def held_out_rank(identity: str) -> int:
 
 
 def split_held_out(identities: Iterable[str], held_out: int | float) -> set[str]:
-    """Those held out: that many, or that share of them but at least one; always by the same hash."""
+    """Those held out: that many, or that share of them but at least one, and not all; always by the same hash."""
     by_hash = sorted(set(identities), key=held_out_rank)
     if held_out == 0 or (held_out >= 1 and isinstance(held_out, int)):
         return set(by_hash[: int(held_out)])
-    return {identity for identity in by_hash if is_held_out(identity, float(held_out))} or set(by_hash[:1])
+    chosen = [identity for identity in by_hash if is_held_out(identity, float(held_out))] or by_hash[:1]
+    leaves_none = len(chosen) == len(by_hash) > 1 and held_out < 1
+    return set(chosen[:-1] if leaves_none else chosen)
+
+
+def check_sides(source: str, count: int, train: int, held: int, *, distinct: int, more: str = "") -> None:
+    """Refuse `count` problems whose split leaves a side empty; `distinct` of them can be told apart."""
+    if train and held:
+        return
+    lacks = "train on" if not train else "evaluate on"
+    advice = "give more of them, or another task.held_out" if distinct > 1 else "give at least two different ones"
+    raise KeelError(
+        f"{source} has {count} problem{'s' * (count != 1)}, {distinct} of them different, which leaves none to "
+        f"{lacks}: {advice}{more}"
+    )
 
 
 def choose_held_out(sizes: Mapping[str, int], count: int) -> frozenset[str]:
@@ -75,7 +89,7 @@ def training_problems(draw: Draw, count: int, rng: random.Random, held_out: Held
         seen = () if repeating else problems
         problem = _next(draw, rng, lambda identity, p, seen=seen: not held_out(identity) and p.key not in seen)
         if problem is None and repeating:
-            raise KeelError("the task's range holds no training problem: widen low/high or digits")
+            raise KeelError("the task's range holds no training problem: widen its range (low/high, digits, size)")
         if problem is None:
             repeating = True
             continue
@@ -95,7 +109,7 @@ def held_out_problems(draw: Draw, count: int, rng: random.Random, held_out: Held
             break
         problems[problem.key] = problem
     if count and not problems:
-        raise KeelError("the task's range holds no held-out problem: widen low/high or digits")
+        raise KeelError("the task's range holds no held-out problem: widen its range (low/high, digits, size)")
     return list(problems.values())
 
 

@@ -38,7 +38,8 @@ def prove(
 
     def problems() -> Sequence[Problem]:
         if not drawn:
-            drawn.extend([*task.sample(count, seed=seed, step=0), *task.held_out(count, seed=seed)])
+            training = [] if task.evaluation_only else task.sample(count, seed=seed, step=0)
+            drawn.extend([*training, *task.held_out(count, seed=seed)])
         return drawn
 
     yield outcome("prompts round-trip", partial(_prompts, problems, renderer, strict))
@@ -49,7 +50,8 @@ def prove(
 
 def examples(task: Task, judge: Judge | None = None, count: int = 3, seed: int = 0) -> list[dict[str, Any]]:
     """A few problems with what the gold answer and a wrong one earn, part by part."""
-    problems = task.sample(max(count, 2), seed=seed, step=0)
+    asked = max(count, 2)
+    problems = task.held_out(asked, seed=seed) if task.evaluation_only else task.sample(asked, seed=seed, step=0)
     judge = judge or Judge.of(task)
     worked = []
     for number, problem in enumerate(problems[:count]):

@@ -18,9 +18,17 @@ from keel.base.errors import KeelError, first_line, unknown
 from keel.base.types import Problem, Reward
 from keel.envs.answers import last_tag
 from keel.envs.base import Task
-from keel.envs.problems import held_out_problems, is_held_out, stream, training_problems
+from keel.envs.problems import (
+    check_sides,
+    held_out_problems,
+    is_held_out,
+    split_held_out,
+    stream,
+    training_problems,
+)
 
 SIZE = 10_000
+FEW = 50  # problems that are looked at all, to hold some out and leave some
 HELD_OUT = 0.2  # more than elsewhere: some datasets take a tenth of a second to make one problem
 INSTRUCTION = "Give your final answer between <answer> and </answer>."
 FALLBACKS = ("line", "text", "none")
@@ -43,6 +51,7 @@ class ReasoningGym(Task):
     instruction: str
     entry: Callable[[int], Mapping[str, Any]] = field(repr=False, compare=False)
     score: Callable[[str, Mapping[str, Any]], float] = field(repr=False, compare=False)
+    is_held: Callable[[str], bool] = field(repr=False, compare=False)
     size: int = SIZE
     trusted: bool = False  # the library's scoring reads completions: the judge keeps its time
 
@@ -53,12 +62,12 @@ class ReasoningGym(Task):
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """Training problems of one step."""
         rng = stream("reasoning_gym", self.dataset, "train", seed, step)
-        return training_problems(self._draw, count, rng, held_out=_held_out)
+        return training_problems(self._draw, count, rng, held_out=self.is_held)
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
         """A fixed set of questions that no training stream ever draws."""
         rng = stream("reasoning_gym", self.dataset, "held-out", seed)
-        return held_out_problems(self._draw, count, rng, held_out=_held_out)
+        return held_out_problems(self._draw, count, rng, held_out=self.is_held)
 
     def gold(self, problem: Problem) -> str:
         """The library's answer in its tag; of a dataset with several right answers, the one it gives as an example."""
@@ -107,14 +116,16 @@ def reasoning_gym(dataset: str, fallback: str = "line", instruction: str = INSTR
     check_reasoning_gym({"dataset": dataset, "fallback": fallback, "instruction": instruction, **params})
     chosen = {"seed": 0, "size": SIZE, **params}
     data = _library().create_dataset(dataset, **chosen)
+    entry, size = lru_cache(maxsize=4096)(data.__getitem__), chosen["size"]
     return ReasoningGym(
         dataset=dataset,
         params=tuple(sorted(params.items())),
         fallback=fallback,
         instruction=instruction,
-        entry=lru_cache(maxsize=4096)(data.__getitem__),
+        entry=entry,
         score=_scorer(data),
-        size=chosen["size"],
+        is_held=_held_out_rule(dataset, entry, size),
+        size=size,
     )
 
 
@@ -149,8 +160,21 @@ def _library() -> Any:
     return library
 
 
-def _held_out(identity: str) -> bool:
-    return is_held_out(identity, HELD_OUT)
+def _held_out_rule(dataset: str, entry: Callable[[int], Mapping[str, Any]], size: int) -> Callable[[str], bool]:
+    """Whether a question is held out, by its hash; of few questions, so that neither side is without any."""
+    if size > FEW:
+        return lambda question: is_held_out(question, HELD_OUT)
+    questions = {str(entry(index)["question"]) for index in range(size)}
+    held = split_held_out(questions, HELD_OUT)
+    check_sides(
+        f"reasoning_gym {dataset}",
+        size,
+        len(questions) - len(held),
+        len(held),
+        distinct=len(questions),
+        more=": raise task.size",
+    )
+    return held.__contains__
 
 
 def _answer(entry: Mapping[str, Any]) -> str | None:

@@ -75,7 +75,8 @@ class _DrawnProblems:
 
     @cached_property
     def steps(self) -> list[list[Problem]]:
-        return [self.task.sample(self.count, seed=self.seed, step=step) for step in range(STEPS)]
+        steps = 0 if self.task.evaluation_only else STEPS
+        return [self.task.sample(self.count, seed=self.seed, step=step) for step in range(steps)]
 
     @cached_property
     def held(self) -> list[Problem]:
@@ -84,7 +85,7 @@ class _DrawnProblems:
     @property
     def problems(self) -> list[Problem]:
         """Those whose rewards are looked at."""
-        return [*self.steps[0], *self.held]
+        return [*(problem for batch in self.steps[:1] for problem in batch), *self.held]
 
     def reward(self, problem: Problem, *turns: str) -> Reward:
         try:
@@ -102,12 +103,14 @@ def _sizes(drawn: _DrawnProblems) -> str:
     count = drawn.count
     expect(all(len(batch) == count for batch in drawn.steps), f"sample({count}) must return {count} problems")
     expect(0 < len(drawn.held) <= count, f"held_out({count}) must return 1 to {count} problems")
+    if not drawn.steps:
+        return f"no problem to train on: all are held out for evaluation, {len(drawn.held)} are checked"
     return f"{STEPS} steps of {count} problems, {len(drawn.held)} held out"
 
 
 def _deterministic(drawn: _DrawnProblems) -> str:
     task, count, seed = drawn.task, drawn.count, drawn.seed
-    same = task.sample(count, seed=seed, step=0) == drawn.steps[0]
+    same = all(task.sample(count, seed=seed, step=0) == batch for batch in drawn.steps[:1])
     expect(same, "sample must return the same problems for the same seed and step")
     same = task.held_out(count, seed=seed) == drawn.held
     expect(same, "held_out must return the same problems for the same seed")

@@ -160,7 +160,7 @@ def check_groups(groups: Sequence[Group], context_length: int | None = None) -> 
             raise KeelError(
                 f"{name} needs {longest} tokens (prompt {len(group.prompt_tokens)} + completion "
                 f"{longest - len(group.prompt_tokens)}), more than the model's context of {context_length}: "
-                "shorten the prompt or lower max_completion_length"
+                "lower data.max_prompt_length or rollout.max_completion_length"
             )
 
 

@@ -51,7 +51,7 @@ class Request:
         if length >= context:
             raise KeelError(
                 f"problem {self.key!r} has a prompt of {length} tokens and the model's context is {context}: "
-                f"shorten it to leave room for an answer"
+                "leave room for an answer with a smaller data.max_prompt_length and data.truncation left or drop"
             )
         raise KeelError(
             f"problem {self.key!r}: {length} prompt tokens and {new} new ones exceed the model's context of "

@@ -62,6 +62,7 @@ def sft_step(
     optim: OptimOptions,
 ) -> dict[str, float]:
     """One update on one batch of examples; returns its metrics."""
+    _check_lengths(groups, loaded.context_length)
     tokens = sum(sum(completion.action) for group in groups for completion in group.completions)
     total, amp_dtype = 0.0, resolve_amp_dtype(optim, loaded.dtype)
     for part in microbatches(groups, optim.microbatch_tokens, shared_prefix=False):
@@ -74,6 +75,21 @@ def sft_step(
         optimizer.backward(loss)
         total += loss.item()
     return {"loss/total": total, **values(optimizer.step(total))}
+
+
+def _check_lengths(groups: Sequence[Group], context: int | None) -> None:
+    """Refuse an example that the model cannot read as a whole: it is given, so that no limit on sampling helps."""
+    for group in groups:
+        prompt, length = len(group.prompt_tokens), max(len(c.tokens) for c in group.completions)
+        if context is None or prompt + length <= context:
+            continue
+        room = context - length
+        shorter = f", or cut prompts: data.max_prompt_length={room} and data.truncation=left" if room > 0 else ""
+        raise KeelError(
+            f"the demonstration of {group.problem.key!r} has {length} tokens, replies of tools included, which with "
+            f"{prompt} of its prompt exceed the model's context of {context}: leave it out of the warm start's data, "
+            f"shorten it, take a model with a longer context{shorter}"
+        )
 
 
 def as_example(prompt: Sequence[int], completion: str, tokenizer: Any, key: str = "") -> Group:
@@ -142,10 +158,10 @@ def _replies(task: Task, problem: Problem, turns: Sequence[str]) -> list[Any]:
 
 def file_examples(path: str, encode: Encode, tokenizer: Any, *, batch_size: int, seed: int) -> Examples:
     """Batches of a JSONL file's `prompt` (text or messages) and `completion`, in an order of their own each epoch."""
-    records = list(_read_examples(Path(path).expanduser()))
+    file = Path(path).expanduser()
     groups = [
-        as_example(encode(Problem(str(i), record["prompt"])), record["completion"], tokenizer, str(i))
-        for i, record in enumerate(records)
+        as_example(encode(Problem(key, record["prompt"])), record["completion"], tokenizer, key)
+        for key, record in _read_examples(file)
     ]
 
     def batch(step: int) -> list[Group]:
@@ -165,7 +181,8 @@ def _order(count: int, seed: int, epoch: int) -> tuple[int, ...]:
     return tuple(order)
 
 
-def _read_examples(path: Path) -> Iterator[dict[str, Any]]:
+def _read_examples(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each line's location, such as `mine.jsonl:3`, and its prompt and completion."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -176,6 +193,6 @@ def _read_examples(path: Path) -> Iterator[dict[str, Any]]:
         if not (isinstance(texts.get("completion"), str) and isinstance(texts.get("prompt"), str | list)):
             raise KeelError(f"{path}, line {number}: each line must be an object with a prompt and a completion text")
         count += 1
-        yield texts
+        yield f"{path.name}:{number}", texts
     if not count:
         raise KeelError(f"{path} holds no example: give one JSON object with prompt and completion a line")

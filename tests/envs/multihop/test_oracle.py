@@ -22,7 +22,7 @@ def test_every_row_is_played_in_every_form(tmp_path: Path) -> None:
         ("tags", "tags"),
         ("tags", "complete"),
     ]
-    assert [(one.rows, one.short) for one in played] == [(3, ())] * 4
+    assert [(one.rows, one.complete, one.short) for one in played] == [(3, 3, ())] * 4
 
 
 def test_a_row_whose_support_is_cut_off_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,8 +32,9 @@ def test_a_row_whose_support_is_cut_off_is_named(tmp_path: Path, capsys: pytest.
     assert main([path, "max_characters=200"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "2 rows load"
-    # recall is 1/2: (1 + 0.9 + 0.5 + 0.4 + 0.6 + 0.1) / 4
-    named = "1 of 2 oracle episodes earn the maximum (long earns 0.875 of 1: retrieval_recall)"
+    # both recalls are 1/2, since what is not shown is not cited: (1 + 0.9 + 0.5 + 0.4 + 0.3 + 0.1) / 4
+    lacking = "(long earns 0.8 of 1: retrieval_recall, citation_recall)"
+    named = f"1 of 2 oracle episodes earn the maximum, 1 retrieve all support {lacking}"
     assert lines[1:] == [
         f"{form}: {named}" for form in ("json, tags", "json, complete", "tags, tags", "tags, complete")
     ]
@@ -50,4 +51,7 @@ def test_it_is_a_command(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", row(), three_hops())
     command = [sys.executable, "-m", "keel.envs.multihop.oracle", path]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[:2] == ["2 rows load", "json, tags: 2 of 2 oracle episodes earn the maximum"]
+    assert done.stdout.splitlines()[:2] == [
+        "2 rows load",
+        "json, tags: 2 of 2 oracle episodes earn the maximum, 2 retrieve all support",
+    ]

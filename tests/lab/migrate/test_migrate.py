@@ -242,3 +242,36 @@ def test_a_result_that_keel_refuses_is_said(tmp_path, capsys):
     content = VERL.replace("low_var_kl", "kl")
     assert main(["migrate", str(written(tmp_path, "verl.yaml", content))]) == 1
     assert "refuses the result" in capsys.readouterr().err
+
+
+OPENRLHF = """
+ray job submit -- python3 -m openrlhf.cli.train_ppo_ray --pretrain some/model --advantage_estimator group_norm \\
+   --init_kl_coef 1e-3 --use_kl_loss --kl_estimator k3 --eps_clip_low_high 0.2 0.3 --lr_scheduler constant \\
+   --rollout_batch_size 128 --n_samples_per_prompt 8 --train_batch_size 256 --micro_train_batch_size 8 --zero_stage 3 \\
+   --generate_max_len 512 --actor_learning_rate 5e-7 --prompt_data some/prompts --input_key messages --save_steps -1
+"""
+
+
+def test_openrlhf(tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text(OPENRLHF)
+    result = migrate(path)
+    assert (result.origin, result.refused) == ("OpenRLHF", None)
+    assert {row.name for row in result.unmapped} == {"lr_warmup_ratio", "num_episodes", "zero_stage"}
+    assert result.tree["kl"] == {
+        **{"beta": 0.001, "placement": "loss", "reduction": "loss", "estimator": "k3", "gradient": "plain"}
+    }
+    assert result.tree["rollout"] == {"prompts_per_step": 128, "num_generations": 8, "max_completion_length": 512}
+    assert result.tree["optim"] == {
+        "betas": [0.9, 0.95],
+        "learning_rate": 5e-7,
+        "schedule": "constant",
+        "minibatches": 4,
+    }
+    assert result.tree["loss"] == {
+        **{"loss_type": "dapo", "baseline": "group_mean", "scale_rewards": "group", "epsilon": 0.2, "epsilon_high": 0.3}
+    }
+    path.write_text(OPENRLHF.replace("--use_kl_loss --kl_estimator k3", ""))
+    assert migrate(path).tree["kl"] == {"beta": 0.001, "placement": "reward", "estimator": "k1"}
+    path.write_text(OPENRLHF.replace("--advantage_estimator group_norm", ""))
+    assert "advantage_estimator=gae, OpenRLHF's default" in migrate(path).refused

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -83,6 +84,70 @@ def test_no_legend_covers_a_chart(drawn):
         figure = drawn[name]
         legend = figure.legends[0].get_window_extent()
         assert not any(axis.get_visible() and legend.overlaps(axis.get_window_extent()) for axis in figure.axes)
+
+
+LONG = "k3 in advantage, sequence level, with a gradient of its own and beta="
+CHARTS = (  # of axis.png, with the figures of each
+    ("reward",),
+    ("accuracy_after", "accuracy_before"),
+    ("kl_policy_ref", "kl_ref_policy"),
+    ("retention_after", "retention_before"),
+)
+
+
+def few(count, name, panels):
+    """A study of `count` points with the figures of `panels` charts; two points have one place on the frontier."""
+    absent = dict.fromkeys(itertools.chain(*CHARTS[panels:]))
+    rows = []
+    for index in range(count):
+        for seed in range(3):
+            rank = max(0, index - 1) + 0.1 * seed
+            made = row(f"{name}{index}", seed, 0.3 + 0.05 * rank, 0.02 * rank, 0.05 * (rank + 1), 0.4 + 0.03 * rank)
+            curves = {"reward/mean": [(float(step), 0.1 * index + 0.01 * step) for step in range(1, 9)]}
+            rows.append(replace(made, figures={**made.figures, **absent}, curves=curves))
+    return summarise(rows, rows[0].point)
+
+
+def texts_on(figure):
+    """(text, box in pixels) of everything that is written: ticks beyond an axis' ends are not."""
+    from matplotlib.text import Text
+
+    unseen = {id(text) for chart in figure.axes if not chart.get_visible() for text in chart.findobj(Text)}
+    for axis in (axis for chart in figure.axes for axis in (chart.xaxis, chart.yaxis)):
+        low, high = sorted(axis.get_view_interval())
+        for location, tick in zip(axis.get_majorticklocs(), axis.get_major_ticks(), strict=True):
+            if not low <= location <= high:
+                unseen |= {id(tick.label1), id(tick.label2)}
+        unseen |= {id(text) for tick in axis.get_minor_ticks() for text in (tick.label1, tick.label2)}
+    texts = [t for t in figure.findobj(Text) if t.get_visible() and t.get_text().strip() and id(t) not in unseen]
+    return [(text.get_text(), text.get_window_extent()) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("count", "name", "panels"),
+    [*((n, "beta=" if n % 4 in (0, 3) else LONG, 1 + n % 4) for n in range(1, 13)), (11, LONG, 4)],
+)
+def test_no_text_is_printed_over_another(count, name, panels, tmp_path, monkeypatch):
+    """Captions, legends, titles, names, numbers and tags, by their boxes as the renderer lays them out."""
+    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: figure.draw_without_rendering())
+    monkeypatch.setattr(plt, "close", lambda: figures.append(plt.gcf()))
+    write_pictures(few(count, name, panels), tmp_path, "a study of β")
+    monkeypatch.undo()
+    assert len(figures[0].axes) == panels
+    for figure in figures:
+        written = texts_on(figure)
+        assert any("a study of β" in text for text, _ in written)
+        for (text, box), (other, other_box) in itertools.combinations(written, 2):
+            assert not box.padded(-0.5).overlaps(other_box), f"{text!r} is printed over {other!r}"
+        for text, box in written:
+            inside = type(box).intersection(box, figure.bbox)
+            assert inside is not None, f"{text!r} is outside"
+            assert (inside.width, inside.height) == pytest.approx((box.width, box.height), abs=1), f"{text!r} is cut"
+    plt.close("all")
 
 
 def test_no_two_points_of_a_chart_share_a_colour():

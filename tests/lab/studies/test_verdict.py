@@ -2,8 +2,11 @@
 
 import csv
 import io
+from dataclasses import replace
 
-from keel.eval.statistics import estimate
+import pytest
+
+from keel.eval.statistics import estimate, holm
 from keel.lab.studies.grid import Axis, Value
 from keel.lab.studies.page import study_page
 from keel.lab.studies.results import FIGURES, RunResult, SkillResult
@@ -60,7 +63,7 @@ def test_a_winner_is_named_with_its_evidence():
 
 
 def test_differences_from_the_baseline():
-    texts = texts_of(beta_study(), "beta=0")[1]
+    texts = texts_of(beta_study(), "beta=0")[2]
     assert texts.startswith("Against beta=0 in accuracy (paired over seeds, Holm): beta=0.1 -30.0 %")
     assert "beta=1" in texts
     assert "beta=0.01 " not in texts
@@ -95,8 +98,9 @@ def test_nothing_is_claimed_of_noise():
     ]
     texts = texts_of(rows, "a=1")
     assert texts[0].startswith("No winner in accuracy")
-    assert texts[1] == "Against a=1, none of 2 points differs significantly in accuracy (paired over seeds, Holm)."
-    assert texts[2].startswith("No point forgets the old skills significantly")
+    assert texts[1].startswith("No point is shown to be better than the start in accuracy")
+    assert texts[2] == "Against a=1, none of 2 points differs significantly in accuracy (paired over seeds, Holm)."
+    assert texts[3].startswith("No point forgets the old skills significantly")
     assert all("is not shown to be tied to" in text for text in texts if "Spearman" in text)
 
 
@@ -135,7 +139,7 @@ def test_a_difference_without_spread_is_told_without_a_test():
     rows = [row(point, seed, right, axis="a") for point, right in (("a=1", 0.5), ("a=2", 0.51)) for seed in range(3)]
     texts = texts_of(rows, "a=1")
     assert texts[0].startswith("No winner in accuracy: a=2 has the highest mean, 51.0 %, not told apart from a=1 (")
-    assert texts[1].endswith("a=2 +1.0 % at every seed (no spread, so no test).")
+    assert texts[2].endswith("a=2 +1.0 % at every seed (no spread, so no test).")
 
 
 def test_failed_runs_are_no_seeds():
@@ -215,12 +219,21 @@ def test_tables_hold_what_was_measured():
     assert abs(float(table["beta=0.1"]["accuracy_after_vs_baseline_mean"]) + 0.3) < 1e-9
     assert table["beta=0"]["accuracy_after_vs_baseline_mean"] == ""
     assert not any("wall" in name for name in table["beta=0"])
+    change = estimate([-0.30, -0.31, -0.33])
+    assert float(lines[2]["copy:change"]) == pytest.approx(-0.33)
+    for part in ("mean", "low", "high", "p"):
+        assert float(table["beta=0"][f"copy:change_{part}"]) == pytest.approx(getattr(change, part))
+    assert float(table["beta=0"]["accuracy_before_mean"]) == 0.3
 
 
 def test_the_table_to_paste():
     lines = table_md(summarise(beta_study(), "beta=0"), "beta=0").splitlines()
-    assert lines[0].startswith("| point | accuracy | reward | KL(policy‖start) | KL(start‖policy) | old skills |")
-    assert lines[2].startswith("| beta=0 (baseline) | 91.0 % ± 2.5 |")
+    assert lines[0] == (
+        "| point | accuracy before | accuracy | accuracy change | reward | KL(policy‖start) | KL(start‖policy) "
+        "| old skills before | old skills | old skills change | runs |"
+    )
+    assert lines[2].startswith("| beta=0 (baseline) | 30.0 % | 91.0 % ± 2.5 | +61.0 % ± 2.5 | 0.91 ± 0.025 |")
+    assert lines[2].endswith("| 80.0 % | 48.7 % ± 3.8 | -31.3 % ± 3.8 | 3 |")
     assert len({line.count("|") for line in lines}) == 1
     assert format_figure("reward", estimate([0.5])) == "0.5"
     assert format_figure("reward", None) == "–"
@@ -235,3 +248,107 @@ def test_the_page_stands_alone():
     assert "src=" not in text
     assert "https:" not in text
     assert ">beta=0.01</text>" in text  # the points' names under a chart
+
+
+# ---------------------------------------------------------------------------------------------- against the start
+
+
+def harmed(*points, skills=("copy", "max"), seeds=3):
+    """Points as (label, change in accuracy, change in each skill): seed s moves every change by s/1000."""
+    rows = []
+    for label, accuracy, *changes in points:
+        for seed in range(seeds):
+            noise = 0.001 * (seed - (seeds - 1) / 2)
+            results = {
+                name: SkillResult(0.8, 0.8 + change + noise, 0.1, 0.1)
+                for name, change in zip(skills, changes, strict=True)
+            }
+            before, after = 0.8, 0.8 + sum(changes) / len(changes) + noise
+            new = {"retention_before": before, "retention_after": after, "forgetting": before - after}
+            base = row(label, seed, 0.3 + accuracy + noise, axis="a")
+            rows.append(replace(base, figures={**base.figures, **new}, skills=results))
+    return rows
+
+
+def test_harm_at_every_point_is_said():
+    summaries = summarise(harmed(("a=1", -0.05, -0.1, 0.2), ("a=2", -0.1, -0.3, 0.1)), "a=1")
+    by_text = {text: tone for tone, text in verdict(summaries, "a=1", "accuracy_after")}
+    accuracy = next(text for text in by_text if text.startswith("Every point lost accuracy against the start"))
+    p = holm({label: paired_p(change) for label, change in (("1", -0.05), ("2", -0.1))})
+    assert f"a=1 -5.0 % ± 0.2 (p {p['1']:.2g}); a=2 -10.0 % ± 0.2 (p {p['2']:.2g})." in accuracy
+    skill = next(text for text in by_text if text.startswith("Every point lost on copy against the start"))
+    assert "a=1 -10.0 % ± 0.2 (p " in skill
+    assert "a=2 -30.0 % ± 0.2 (p " in skill
+    assert by_text[accuracy] == by_text[skill] == "bad"
+    assert not any("on max" in text for text in by_text)
+
+
+def paired_p(change):
+    return estimate([change - 0.001, change, change + 0.001]).p
+
+
+def test_skills_share_one_correction():
+    """Four changes with p about 0.02: each of two points alone would pass, of four none does."""
+    noisy = estimate([-0.1, -0.16, -0.13])
+    assert 2 * noisy.p < 0.05 < 4 * noisy.p
+    rows = harmed(("a=1", 0.1, -0.13, -0.13), ("a=2", 0.1, -0.13, -0.13))
+    wide = (0.03, -0.03, 0.0)
+    rows = [
+        replace(r, skills={n: replace(s, after=s.before - 0.13 + wide[r.seed]) for n, s in r.skills.items()})
+        for r in rows
+    ]
+    texts = texts_of(rows, "a=1")
+    for skill in ("copy", "max"):
+        lost = f"Every point lost on {skill} against the start on average, -13.0 %: none beyond chance"
+        assert any(text.startswith(lost) for text in texts)
+
+
+def test_some_points_lost_and_some_gained():
+    texts = texts_of(harmed(("a=1", 0.2, -0.1, 0.0), ("a=2", -0.1, 0.1, 0.0), ("a=3", 0.0, 0.1, 0.0)), "a=1")
+    better, worse = "accuracy (paired over seeds, Holm), better: a=1 +20.0 %", "; worse: a=2 -10.0 %"
+    assert any(better in text and worse in text for text in texts)
+    assert any(text.startswith("1 of 3 points lost on copy against the start") for text in texts)
+
+
+def test_no_point_is_better_than_the_start():
+    rows = harmed(("a=1", 0.0, 0.0, 0.0), ("a=2", -0.1, 0.0, 0.0))
+    texts = texts_of(rows, "a=1")
+    start = "No point is better than the start in accuracy (paired over seeds, Holm): the highest mean change is "
+    assert any(text.startswith(start) and "; worse: a=2 -10.0 %" in text for text in texts)
+
+
+def test_harm_with_few_seeds_is_said_and_not_tested():
+    texts = texts_of(harmed(("a=1", -0.05, -0.1, 0.2), ("a=2", -0.1, -0.3, 0.1), seeds=1), "a=1")
+    top = "the highest mean change is -5.0 %, at a=1 (too few seeds to test)."
+    assert f"No point is better than the start in accuracy: {top}" in texts
+    assert "Every point lost on copy against the start on average, -10.0 % to -30.0 %: too few seeds to test." in texts
+    assert not any("better than the start" in text for text in texts_of(harmed(("a=1", 0.1, 0.0, 0.0), seeds=2), "a=1"))
+
+
+def test_a_single_skill_is_told_once():
+    texts = texts_of(harmed(("a=1", 0.1, -0.1), ("a=2", 0.1, -0.3), skills=("copy",)), "a=1")
+    assert [text for text in texts if "a=2" in text and "30.0 %" in text] == [
+        "Every point forgets the old skills significantly (Holm): a=1 (10.0 % ± 0.2), a=2 (30.0 % ± 0.2)."
+    ]
+
+
+def test_skills_have_a_table_of_their_own():
+    tables = table_md(summarise(harmed(("a=1", -0.05, -0.1, 0.2)), "a=1"), "a=1").split("\n\n")
+    assert len(tables) == 2
+    assert tables[1].splitlines()[0] == (
+        "| point | copy before | copy | copy change | max before | max | max change | runs |"
+    )
+    assert "| 80.0 % | 70.0 % ± 0.2 | -10.0 % ± 0.2 | 80.0 % | 100.0 % ± 0.2 | +20.0 % ± 0.2 | 3 |" in tables[1]
+    summaries = summarise(harmed(("a=1", -0.05, -0.1, 0.2)), "a=1")
+    page = study_page("t", "c", summaries, "a=1", [])
+    assert "Old skills</h2>" in page
+    for cell in ("accuracy before", "accuracy change", "copy before", "-10.0 % ± 0.2"):
+        assert cell in page
+
+
+def test_a_study_without_a_start_shows_dashes():
+    rows = [replace(r, figures={**r.figures, "accuracy_before": None}) for r in beta_study()]
+    lines = table_md(summarise(rows, "beta=0"), "beta=0").splitlines()
+    assert lines[0].startswith("| point | accuracy before | accuracy | accuracy change |")
+    assert lines[2].startswith("| beta=0 (baseline) | – | 91.0 % ± 2.5 | – |")
+    assert not any("against the start" in text or "than the start" in text for text in texts_of(rows, "beta=0"))

@@ -13,7 +13,7 @@ from keel.envs.chess.rules import identity
 from keel.envs.dataset import Dataset, NoGrader, data_name
 from keel.envs.layouts import source_of
 from keel.envs.options import SourceOptions
-from keel.envs.problems import split_held_out
+from keel.envs.problems import check_sides, split_held_out
 from keel.envs.rows import BrokenRow, DataRow, handle_broken_rows, read_rows
 
 TEXT = "text"
@@ -54,9 +54,9 @@ def load(data: Mapping[str, Any], mark: str, ask: Ask, held_out: int | float, na
     if not records:
         raise KeelError(f"{rows.source} has no row for {name}: give texts that begin with {mark!r}, or a column fen")
     train, held = _split(records, held_out)
-    if not train or not held:
-        lacks = "train on" if not train else "evaluate on"
-        raise KeelError(f"{rows.source} has {len(records)} rows for {name}, which leaves none to {lacks}: give more")
+    distinct = len({record.game or identity(record.fen) for record, _ in records})
+    rule = " (rows of one game, or of one position, stay together)"
+    check_sides(f"{rows.source} for {name}", len(records), len(train), len(held), distinct=distinct, more=rule)
     left_out = len(records) - len(train) - len(held)
     summary = f"{rows.source}: {len(train)} problems of {name} to train on, {len(held)} held out"
     again = f", {left_out} left out because their positions are held out" if left_out else ""

@@ -28,7 +28,7 @@ from keel.envs.chess.task import ChessGrader, ChessTask, part_means
 from keel.envs.dataset import Dataset, NoGrader, data_name
 from keel.envs.layouts import source_of
 from keel.envs.options import SourceOptions
-from keel.envs.problems import is_held_out
+from keel.envs.problems import check_sides, split_held_out
 from keel.envs.rows import BrokenRow, DataRow, handle_broken_rows, read_rows
 
 COLUMNS = ("FEN", "Moves")
@@ -104,13 +104,14 @@ def _read(source: SourceOptions, padding: Padding, share: float) -> Dataset:
     note = handle_broken_rows(rows.source, broken, source.on_broken)
     if not puzzles:
         raise KeelError(f"{rows.source} holds no puzzle: give rows with FEN and Moves")
-    held = tuple(p for p in puzzles if share >= 1 or is_held_out(identity(p.info["fen"]), share))
-    held_ids = set(map(id, held))
-    train = tuple(p for p in puzzles if id(p) not in held_ids)
-    if not held or (share < 1 and not train):
-        raise KeelError(
-            f"{rows.source} has {len(puzzles)} puzzles, too few to hold out {share:g} of them: set held_out=1"
-        )
+    positions = [identity(puzzle.info["fen"]) for puzzle in puzzles]
+    chosen = split_held_out(positions, share)
+    held = tuple(puzzle for puzzle, position in zip(puzzles, positions, strict=True) if position in chosen)
+    train = tuple(puzzle for puzzle, position in zip(puzzles, positions, strict=True) if position not in chosen)
+    if share < 1:
+        evaluate = ", or held_out=1 to evaluate alone"
+        distinct = len(set(positions))
+        check_sides(rows.source, len(puzzles), len(train), len(held), distinct=distinct, more=evaluate)
     summary = f"{rows.source}: {len(held)} puzzles held out, {len(train)} to train on"
     return Dataset(f"chess_puzzles/{data_name(source)}", train, held, NoGrader(), (*([note] if note else []), summary))
 
@@ -120,6 +121,7 @@ class OnlyHeldOut(TaskWrapper):
     """Puzzles that are all for evaluation."""
 
     inner: Task
+    evaluation_only = True
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         raise KeelError("all puzzles are held out for evaluation: set held_out below 1 to train on the others")

@@ -1,7 +1,8 @@
 """Rows of one's own, proven: `python -m keel.envs.multihop.oracle FILE [OPTION=VALUE]...` plays an oracle on each.
 
-Every row must load, and in each form of calls and answers an episode that retrieves all support, answers and cites it
-must earn the maximum. Options are those of the task. Exit status 0: all do; 1: some do not, by name; 2: not readable.
+Every row must load, and in each form of calls and answers a demonstration, which asks only with what it has read,
+must retrieve all support and earn the maximum. Options are those of the task; the retriever is golden unless one is
+named. Exit status 0: all do; 1: some do not, by name; 2: not readable.
 """
 
 from __future__ import annotations
@@ -24,18 +25,20 @@ MOST_NAMED = 5
 
 @dataclass(frozen=True)
 class OracleResult:
-    """What the oracle's episodes earned in one form: the number of rows, and why some fall short of the maximum."""
+    """What the oracle's episodes earned in one form: the number of rows, how many episodes retrieved all support, and
+    why some fall short of the maximum."""
 
     tool_format: str
     answer_style: str
     rows: int
+    complete: int
     short: tuple[str, ...]
 
     def __str__(self) -> str:
         shortfalls = "; ".join(self.short[:MOST_NAMED])
         return (
             f"{self.tool_format}, {self.answer_style}: {self.rows - len(self.short)} of {self.rows} oracle episodes "
-            f"earn the maximum{f' ({shortfalls})' if shortfalls else ''}"
+            f"earn the maximum, {self.complete} retrieve all support{f' ({shortfalls})' if shortfalls else ''}"
         )
 
 
@@ -46,14 +49,15 @@ def play_oracle(path: str, **options: Any) -> list[OracleResult]:
     for tool_format, answer_style in product(FORMATS, ANSWER_STYLES):
         form = {"tool_format": tool_format, "answer_style": answer_style}
         task = multihop(data={"path": path}, **{"retriever": "golden", **options, **form})
-        short = []
+        complete, short = 0, []
         for question in questions:
             problem = task.problem(question)
             earned, maximum = task.reward(problem, task.gold_turns(problem)), task.max_reward(problem)
+            complete += earned.parts["retrieval_recall"] == 1.0
             if abs(earned.total - maximum) > 1e-9:
                 lacking = ", ".join(name for name in task.weights if earned.parts[name] < 1.0)
                 short.append(f"{question.key} earns {earned.total:.4g} of {maximum:.4g}: {lacking}")
-        results.append(OracleResult(tool_format, answer_style, len(questions), tuple(short)))
+        results.append(OracleResult(tool_format, answer_style, len(questions), complete, tuple(short)))
     return results
 
 

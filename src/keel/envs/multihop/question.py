@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from keel.base.errors import KeelError
@@ -29,14 +29,27 @@ class Document:
 
 
 @dataclass(frozen=True)
+class SubQuestion:
+    """One hop: what it asks, where `#1` stands for the first hop's answer, its answer, and the id of its document."""
+
+    question: str
+    answer: str
+    document: str
+
+
+@dataclass(frozen=True)
 class Question:
-    """A question, its answer and aliases, its documents, and the ids of those that support it in the chain's order."""
+    """A question, its answer and aliases, its documents, and the ids of those that support it in the chain's order.
+
+    The decomposition, where the data have one, is never shown: demonstrations are made of it.
+    """
 
     key: str
     text: str
     answers: tuple[str, ...]
     documents: tuple[Document, ...]
     chain: tuple[str, ...]
+    decomposition: tuple[SubQuestion, ...] = field(default=(), repr=False)  # no part of a run's digest of its data
 
     @property
     def hops(self) -> int:
@@ -124,7 +137,9 @@ def _question(row: DataRow) -> Question | str:
     supporting = [document.id for document in documents if document.supporting]
     if not supporting:
         return "no paragraph is supporting, so that nothing can be retrieved for it"
-    return Question(str(values.get("id") or row.location), text.strip(), answers, documents, _chain(values, supporting))
+    steps = _decomposition(values.get("question_decomposition"))
+    chain = tuple(dict.fromkeys([*(step.document for step in steps if step.document in supporting), *supporting]))
+    return Question(str(values.get("id") or row.location), text.strip(), answers, documents, chain, steps)
 
 
 def _answers(values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -151,12 +166,17 @@ def _documents(paragraphs: Any) -> tuple[Document, ...] | str:
     return tuple(documents)
 
 
-def _chain(values: Mapping[str, Any], supporting: Sequence[str]) -> tuple[str, ...]:
-    """The supporting ids in the order of the question's decomposition, where there is one."""
-    steps = values.get("question_decomposition")
-    steps = steps if isinstance(steps, Sequence) and not isinstance(steps, str) else ()
-    ids = [str(step.get("paragraph_support_idx")) for step in steps if isinstance(step, Mapping)]
-    return tuple(dict.fromkeys([*(id for id in ids if id in supporting), *supporting]))
+def _decomposition(steps: Any) -> tuple[SubQuestion, ...]:
+    """The sub-questions in their order; what is no object is an empty one, so that references keep their numbers."""
+    if not isinstance(steps, Sequence) or isinstance(steps, str):
+        return ()
+    records: list[Mapping[str, Any]] = [step if isinstance(step, Mapping) else {} for step in steps]
+    return tuple(
+        SubQuestion(
+            str(record.get("question") or ""), str(record.get("answer") or ""), str(record.get("paragraph_support_idx"))
+        )
+        for record in records
+    )
 
 
 def _distinct_keys(questions: Sequence[Question]) -> tuple[Question, ...]:

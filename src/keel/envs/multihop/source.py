@@ -112,7 +112,7 @@ def rows_of(source: SourceOptions, noise_rate: float, hops: tuple[int, ...], hel
         )
         return LoadedProblems(loaded.source, problems, loaded.notes)
 
-    train, held, notes = split(source, held_out, None, None, read=read)
+    train, held, notes = split(source, held_out, None, None, read=read, has_eval_path=False)
     summary = ", ".join(f"{count} of {n} hops" for n, count in sorted(counts.items()))
     return QuestionRows(
         Dataset("multihop", train, held, NoGrader()), tuple(sorted(counts)), (*notes, f"multihop: {summary}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from statistics import fmean
@@ -16,6 +16,7 @@ from keel.envs.base import Task, played
 from keel.envs.episode import Episode
 from keel.envs.multihop import score
 from keel.envs.multihop.answer import Answer, complete, read_answer, retrieve_documents
+from keel.envs.multihop.queries import queries
 from keel.envs.multihop.question import Document, Question
 from keel.envs.multihop.retrieve import Retrieved, Retriever
 from keel.envs.multihop.source import QuestionSource, Worlds
@@ -78,31 +79,51 @@ class Multihop(Task):
         return self.hops[: 1 + step * len(self.hops) // self.curriculum_steps]
 
     def gold_turns(self, problem: Problem) -> list[str]:
-        """Retrieve every supporting document that is not there yet, by its title; then answer and cite them."""
-        question = _question(problem)
-        tools, retrieved, turns = self.tools(problem), set(), []
-        for id in question.chain:
-            document = question.document(id)
-            if document is None or id in retrieved:
-                continue
-            for query in (document.title, f"{document.title} {document.text}"):
-                shown = self._shown_documents(question, query)
-                if id in {other.id for other in shown}:
-                    break
-            retrieved |= {other.id for other in shown}
-            turns.append(write_call("retrieve_documents", {"query": query}, self.tool_format, tools))
-        return [*turns, self.gold(problem)]
+        """Retrieve the supporting documents with queries that a policy could write; then answer and cite them.
+
+        A document that no such query brings is neither retrieved nor cited: the episode earns less than the maximum.
+        """
+        asked, retrieved = self._search(_question(problem))
+        tools = self.tools(problem)
+        calls = [write_call("retrieve_documents", {"query": query}, self.tool_format, tools) for query in asked]
+        return [*calls, self._final_turn(problem, retrieved)]
 
     def gold(self, problem: Problem) -> str:
         """The last turn of such an episode."""
-        question = _question(problem)
-        titles = [document.title for id in question.chain if (document := question.document(id)) is not None]
-        answer, reasoning = question.answers[0], " , ".join([*titles, question.answers[0]])
+        return self._final_turn(problem, self._search(_question(problem))[1])
+
+    def _search(self, question: Question) -> tuple[list[str], list[Document]]:
+        """Queries, each made of what those before it have shown, and the supporting documents that they bring."""
+        asked: list[str] = []
+        shown_text, retrieved = "", set[str]()
+        while (query := self._next_query(question, retrieved, shown_text)) is not None:
+            asked.append(query)
+            content, documents = self._reply(question, query)
+            shown_text += f"\n{content}"
+            retrieved |= {document.id for document in documents}
+        chain = [question.document(id) for id in question.chain if id in retrieved]
+        return asked, [document for document in chain if document is not None]
+
+    def _next_query(self, question: Question, retrieved: Collection[str], shown_text: str) -> str | None:
+        """The first query that brings a supporting document which is not there yet, in the chain's order.
+
+        Where none does, an episode that has asked nothing yet asks its first all the same, and may read a name there.
+        """
+        for id in question.chain:
+            for query in queries(question, id, shown_text) if id not in retrieved else ():
+                if any(document.id == id for document in self._reply(question, query)[1]):
+                    return query
+        return None if shown_text else next(iter(queries(question, question.chain[0], "")), None)
+
+    def _final_turn(self, problem: Problem, retrieved: Sequence[Document]) -> str:
+        cited = [document.id for document in retrieved]
+        answer = _question(problem).answers[0]
+        reasoning = " , ".join([*(document.title for document in retrieved), answer])
         if self.answer_style == "complete":
-            arguments = {"reasoning": reasoning, "final_answer": answer, "cited_doc_ids": list(question.chain)}
+            arguments = {"reasoning": reasoning, "final_answer": answer, "cited_doc_ids": cited}
             return write_call("complete", arguments, self.tool_format, self.tools(problem))
         think = f"<think> {reasoning} </think> " if self.think else ""
-        return f"{think}<cite> {' '.join(question.chain)} </cite> <answer> {answer} </answer>"
+        return f"{think}<cite> {' '.join(cited)} </cite> <answer> {answer} </answer>"
 
     def problem(self, question: Question) -> Problem:
         """A question as it is asked."""
@@ -178,10 +199,11 @@ class Multihop(Task):
     def _retrieve(self, question: Question, query: str) -> Retrieved:
         return Retrieved(tuple(self.retriever(question, query)[: self.top_n]))
 
-    def _shown_documents(self, question: Question, query: str) -> list[Document]:
-        """What the model is shown of a retrieval."""
+    def _reply(self, question: Question, query: str) -> tuple[str, list[Document]]:
+        """What the model reads of a retrieval, and the documents that it is shown in full."""
         retrieved = self._retrieve(question, query)
-        return _shown(retrieved, str(retrieved)[: self.max_characters])
+        content = str(retrieved)[: self.max_characters]
+        return content, _shown(retrieved, content)
 
     def is_answer(self, text: str) -> bool:
         """Whether a turn holds an answer in tags, where that is how one answers."""

@@ -1,4 +1,4 @@
-"""`keel migrate`: a configuration of TRL or verl as one of Keel's, and what of it has no counterpart."""
+"""`keel migrate`: a configuration of TRL, verl or OpenRLHF as one of Keel's, and what of it has no counterpart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.config import aliases, text
-from keel.config.alias import Alias
+from keel.config.aliases_openrlhf import OWN
 from keel.config.load import is_option, put, read_config
 from keel.config.verl_values import IN_LOSS, IN_REWARD, A, M, R
 from keel.lab.migrate.peer_files import Reading, read
@@ -63,6 +63,25 @@ VERL_SWITCHED: Mapping[str, Mapping[str, Any]] = {
         "algorithm.kl_ctrl.target_kl": 0.1,
     },
 }
+OPENRLHF_DEFAULTS: Mapping[str, Any] = {
+    "advantage_estimator": "gae",
+    "n_samples_per_prompt": 1,
+    "rollout_batch_size": 1024,
+    "train_batch_size": 128,
+    "generate_max_len": 1024,
+    "prompt_max_len": 1024,
+    "eps_clip": 0.2,
+    "policy_loss_type": "ppo",
+    "init_kl_coef": 0.01,
+    "actor_learning_rate": 1e-6,
+    "lr_scheduler": "cosine_with_min_lr",
+    "lr_warmup_ratio": 0.03,
+    "adam_betas": [0.9, 0.95],
+    "num_episodes": 1,
+    "eval_steps": -1,
+    "save_steps": -1,
+    "seed": 42,
+}
 # TRL's penalty is k3, reduced as its loss is; Keel's own default is another reduction.
 TRL_PENALTY: Mapping[str, Any] = {"kl.estimator": "k3", "kl.reduction": "loss"}
 
@@ -105,16 +124,16 @@ class Migration:
 
 
 def migrate(path: Path) -> Migration:
-    """Read a configuration of TRL or verl: YAML, JSON, a Python file with `GRPOConfig(…)`, or a shell script."""
+    """Read a configuration of TRL, verl or OpenRLHF: YAML, JSON, a shell script, Python with `GRPOConfig(…)`."""
     reading = read(path)
     names = [*reading.values, *reading.by_hand]
-    origin = "verl" if any(name.startswith(("actor_rollout_ref.", "algorithm.")) for name in names) else "TRL"
-    known = {**aliases.table(), **{alias.name: alias for alias in dict(aliases.tables())[origin]}}
+    origin = _origin(names)
     values = {name: value for name, value in reading.values.items() if (name, value) != ("max_steps", -1)}
     defaults = _peer_defaults(origin, reading, values)
-    peer_values = {**defaults, **values, **{name: held for name, (held, _) in reading.by_hand.items()}}
+    given = {**defaults, **values, **{name: held for name, (held, _) in reading.by_hand.items()}}
+    peer_values = aliases.by_name(given, is_option)
     rows = [
-        _migrate_option(name, value, peer_values, known, silent=name in defaults)
+        _migrate_option(name, value, peer_values, silent=name in defaults)
         for name, value in {**defaults, **values}.items()
     ]
     rows += [MigratedOption(name, held, {}, reason) for name, (held, reason) in reading.by_hand.items()]
@@ -149,6 +168,13 @@ _KL_NOTE = (
 )
 
 
+def _origin(names: Sequence[str]) -> str:
+    """The trainer whose names these are."""
+    if any(name.startswith(("actor_rollout_ref.", "algorithm.")) for name in names):
+        return "verl"
+    return "TRL" if OWN.isdisjoint(names) else "OpenRLHF"
+
+
 def _peer_defaults(origin: str, reading: Reading, values: Mapping[str, Any]) -> dict[str, Any]:
     """The peer's defaults for what its file does not name."""
     if origin == "TRL":
@@ -161,6 +187,8 @@ def _peer_defaults(origin: str, reading: Reading, values: Mapping[str, Any]) -> 
             "eval_strategy": ("eval_steps", "evaluation_strategy"),
             "num_train_epochs": ("max_steps",),
         }
+    elif origin == "OpenRLHF":
+        defaults, replaced_by = dict(OPENRLHF_DEFAULTS), {"eps_clip": ("eps_clip_low_high",)}
     else:
         enabled = [switch for switch in VERL_SWITCHED if values.get(switch) is True]
         defaults = {
@@ -181,10 +209,8 @@ def _peer_defaults(origin: str, reading: Reading, values: Mapping[str, Any]) -> 
     }
 
 
-def _migrate_option(
-    name: str, value: Any, peer_values: Mapping[str, Any], known: Mapping[str, Alias], *, silent: bool
-) -> MigratedOption:
-    alias = known.get(name)
+def _migrate_option(name: str, value: Any, peer_values: Mapping[str, Any], *, silent: bool) -> MigratedOption:
+    alias = aliases.find(name, is_option)
     if alias is None and is_option(name):
         return MigratedOption(name, value, {name: value}, silent=silent)
     if alias is None:
@@ -213,11 +239,12 @@ def _disagreement(rows: Sequence[MigratedOption]) -> str | None:
 
 def _estimator(rows: Sequence[MigratedOption]) -> str | None:
     """A method that Keel does not have makes another training run of the whole file."""
-    row = next((row for row in rows if row.name == "algorithm.adv_estimator" and row.reason), None)
+    estimators = {"algorithm.adv_estimator": "verl", "advantage_estimator": "OpenRLHF"}
+    row = next((row for row in rows if row.name in estimators and row.reason), None)
     if row is None:
         return None
-    default = ", verl's default" if row.silent else ""
-    return f"algorithm.adv_estimator={text.dump(row.value)}{default}: {row.reason}"
+    default = f", {estimators[row.name]}'s default" if row.silent else ""
+    return f"{row.name}={text.dump(row.value)}{default}: {row.reason}"
 
 
 def _penalty(rows: Sequence[MigratedOption], peer_values: Mapping[str, Any], tree: Mapping[str, Any]) -> Iterator[str]:
@@ -226,7 +253,13 @@ def _penalty(rows: Sequence[MigratedOption], peer_values: Mapping[str, Any], tre
     beta = tree.get("kl", {}).get("beta")
     if enabled and not _number(beta):
         yield f"{enabled[0]} is on while β is {beta or 0}: set kl.beta above 0, or turn the switch off"
-    read_now = {"beta", *VERL_SWITCHED, *(name for switch in enabled for name in VERL_SWITCHED[switch])}
+    read_now = {
+        "beta",
+        "init_kl_coef",
+        "kl_estimator",
+        *VERL_SWITCHED,
+        *(name for switch in enabled for name in VERL_SWITCHED[switch]),
+    }
     for row in rows:
         if row.name in read_now and row.reason:
             yield f"the KL term depends on {row.name}={text.dump(row.value)}: {row.reason}"

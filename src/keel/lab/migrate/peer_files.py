@@ -21,14 +21,7 @@ VARIABLE = "holds a shell variable: set by hand"
 INTERPOLATED = "holds an interpolation that this file does not settle: set by hand"
 # Arguments of a trainer's class that are objects in Python and options here.
 _OBJECTS = {
-    "reward_funcs": "rewards are named in rewards: [{name, weight}], by hand; a function of yours is module:attr",
-    "train_dataset": "give the file or hub name as data.path, by hand",
-    "eval_dataset": "give the file or hub name as task.eval_path, by hand",
-    "peft_config": "LoRA is model.lora: {r, alpha, dropout, targets}, by hand",
     "args": "no GRPOConfig call was found: set its options by hand",
-    "processing_class": "the tokenizer comes with model.name",
-    "callbacks": "give them to keel.train(callbacks=[…])",
-    "tools": "tools belong to the task",
     "model": "set model.name by hand",
 }
 # Arguments whose object is itself a call that is read: nothing is left to do about them.
@@ -56,9 +49,9 @@ class Reading:
 
 
 def read(path: Path) -> Reading:
-    """The options of a TRL or verl configuration by dotted name."""
+    """The options of a peer's configuration by dotted name."""
     if not path.is_file():
-        raise KeelError(f"no file at {path}: give a TRL or verl configuration (.yaml, .json, .py or .sh)")
+        raise KeelError(f"no file at {path}: give a configuration of TRL, verl or OpenRLHF (.yaml, .json, .py or .sh)")
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -135,7 +128,7 @@ def _python(content: str, path: Path) -> Reading:
                 if _READ_WITH.get(name) in called_names:
                     elsewhere[name] = _READ_WITH[name]
                 else:
-                    by_hand[name] = ("an object", _OBJECTS.get(name, COMPUTED))
+                    by_hand[name] = ("an object", _by_hand(name))
                 continue
             if called == "LoraConfig" and name in _LORA:
                 options.append((f"model.lora.{_LORA[name]}", value))
@@ -145,6 +138,16 @@ def _python(content: str, path: Path) -> Reading:
         raise KeelError(f"{path} calls no GRPOConfig, GRPOTrainer or LoraConfig: there is nothing to migrate")
     values, conflict = _unique(options)
     return Reading(values, {name: why for name, why in by_hand.items() if name not in values}, elsewhere, conflict)
+
+
+def _by_hand(name: str) -> str:
+    """Why an argument that is an object is left to the user: what takes its place here."""
+    alias = aliases.table().get(name)
+    if name in _OBJECTS or alias is None or alias.convert is not None:
+        return _OBJECTS.get(name, COMPUTED)
+    return (
+        f"give the file or hub name as {alias.target}, by hand" if "hub name" in alias.note else alias.note or COMPUTED
+    )
 
 
 def _called(call: ast.Call) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,11 @@ from keel.base.errors import KeelError
 from keel.lab.plots.charts import PALETTE, Curve, Panel, wants_log
 
 KINDS = (".png", ".svg", ".pdf")
+DPI = 130
+CAPTION = "95 % t-intervals over seeds; one that reaches the edge goes on beyond it"
+EM = 0.65 / 72  # inches of a character's width for each point of its size: more than the mean of any name
+LEGEND_SIZE, NOTE_SIZE, TITLE_SIZE = 8, 7, 11
+TAG_RINGS, TAG_DIRECTIONS = 12, 16  # where the tag of a dot may stand: on rings around it
 
 
 @contextmanager
@@ -28,7 +34,7 @@ def picture(path: Path) -> Iterator[Any]:
 
     try:
         yield plt
-        plt.gcf().savefig(path, dpi=130)
+        plt.gcf().savefig(path, dpi=DPI)
     except OSError as error:
         raise KeelError(f"cannot write the plot to {path}: {error.strerror}: choose a writable folder") from None
     finally:
@@ -66,38 +72,95 @@ def write_panels(
     Panels with names are drawn sideways, one line per name, and share the names on the left.
     """
     columns = max(1, math.ceil(len(panels) / rows))
-    names_count = max((len(panel.names) for panel in panels), default=0)
-    size = _size(rows, columns, names_count, len(notes))
+    names = panels[0].names if panels else ()
+    width, height = _size(rows, columns, names, notes)
+    legend_columns, labels = _legend_grid([entry.label for entry in legend], width)
+    height += 0.15 * sum(label.count("\n") + 1 for label in labels[::legend_columns])
     with picture(path) as plt:
-        shared = {"sharey": True} if names_count else {"sharex": rows > 1, "sharey": "col"}
-        figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained", **shared)
+        shared = {"sharey": True} if names else {"sharex": rows > 1, "sharey": "col"}
+        size: dict[str, Any] = {"figsize": (width, height), "dpi": DPI}
+        figure, axes = plt.subplots(rows, columns, squeeze=False, layout="constrained", **size, **shared)
+        figure.get_layout_engine().set(w_pad=0.1)  # numbers at the ends of two axes do not touch
         grid = [axes[index % rows, index // rows] for index in range(rows * columns)]
         for axis in grid[len(panels) :]:
             axis.set_visible(False)
         for axis, panel in zip(grid, panels, strict=False):
             _horizontal(axis, panel) if panel.names else _vertical(axis, panel, small=rows > 2)
+            points = 10 if names else 8 if rows > 2 else TITLE_SIZE
+            axis.set_title(_wrapped(panel.title, points, width / columns - 0.6), fontsize=points)
             axis.grid(alpha=0.25)
             axis.spines[["top", "right"]].set_visible(False)
-        if names_count:
-            axes[0, 0].set_yticks(range(names_count), panels[0].names, fontsize=8)
-            axes[0, 0].set_ylim(names_count - 0.5, -0.5)
-            figure.supxlabel("95 % t-intervals over seeds; one that reaches the edge goes on beyond it", fontsize=8)
+        if names:
+            axes[0, 0].set_yticks(range(len(names)), names, fontsize=LEGEND_SIZE)
+            axes[0, 0].set_ylim(len(names) - 0.5, -0.5)
         if legend:
             lines = [_legend_line(plt, entry) for entry in legend]
-            names = [entry.label for entry in legend]
-            figure.legend(lines, names, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+            style: dict[str, Any] = {"ncols": legend_columns, "frameon": False, "fontsize": LEGEND_SIZE}
+            figure.legend(lines, labels, loc="outside lower center", **style)
         if notes:
-            axes[0, -1].text(1.02, 1, "\n".join(notes), transform=axes[0, -1].transAxes, va="top", fontsize=7)
-        figure.suptitle(title, fontsize=11)
+            beside = axes[0, -1].transAxes
+            axes[0, -1].text(1.02, 1, "\n".join(notes), transform=beside, va="top", fontsize=NOTE_SIZE)
+        heading = [title, CAPTION] if names else [title]
+        figure.suptitle("\n".join(_wrapped(line, TITLE_SIZE, width) for line in heading), fontsize=TITLE_SIZE)
+        _tag(figure, list(zip(grid, panels, strict=False)))
 
 
-def _size(rows: int, columns: int, names_count: int, note_lines: int) -> tuple[float, float]:
-    """In inches."""
-    if names_count:
-        return 2.5 + 3.1 * columns, 2.2 + 0.26 * names_count
+def _size(rows: int, columns: int, names: Sequence[str], notes: Sequence[str]) -> tuple[float, float]:
+    """In inches, without the legend."""
+    if names:
+        return max(2.5, 0.5 + _inches(names, LEGEND_SIZE)) + 3.1 * columns, 2.4 + 0.26 * len(names)
     if rows > 1:
         return 4.6 * columns, 0.8 + 1.9 * rows
-    return (11.0 if columns == 1 else 5.8 * columns), max(5.5, 1.2 + 0.19 * note_lines)
+    if notes:
+        return 8.0 + max(3.0, _inches(notes, NOTE_SIZE)), max(5.4, 1.2 + 0.19 * len(notes))
+    return (11.0 if columns == 1 else 5.8 * columns), 5.4
+
+
+def _inches(texts: Sequence[str], size: float) -> float:
+    return EM * size * max(map(len, texts), default=0)
+
+
+def _wrapped(text: str, size: float, width: float) -> str:
+    """In lines of at most `width` inches."""
+    return "\n".join(textwrap.wrap(text, max(12, int(width / (EM * size)))))
+
+
+def _legend_grid(labels: Sequence[str], width: float) -> tuple[int, list[str]]:
+    """The columns that fit, at most four, and the labels in lines that fit into one."""
+    handle = 0.6
+    columns = max(1, min(4, int(width / (handle + _inches(labels, LEGEND_SIZE)))))
+    return columns, [_wrapped(label, LEGEND_SIZE, width / columns - handle) for label in labels]
+
+
+def _tag(figure: Any, charts: Sequence[tuple[Any, Panel]]) -> None:
+    """Tags beside the dots of each chart, where no other text stands: positions are known once all is laid out."""
+    tagged = [
+        (axis, series.tag, (x, y))
+        for axis, panel in charts
+        for series in panel.series
+        for x, y, _ in (_measured(series) if series.tag else ())
+    ]
+    if not tagged:
+        return
+    from matplotlib.text import Text
+
+    figure.draw_without_rendering()
+    taken = [text.get_window_extent() for text in figure.findobj(Text) if text.get_visible() and text.get_text()]
+    for axis, text, position in tagged:
+        tag = axis.annotate(text, position, (4, 3), textcoords="offset points", fontsize=8, in_layout=False)
+        for distance, angle in _ring_positions():
+            tag.set_position((distance * math.cos(angle) - 2, distance * math.sin(angle) - 3))
+            box = tag.get_window_extent()
+            if not any(box.overlaps(other) for other in taken):
+                break
+        taken.append(box)
+
+
+def _ring_positions() -> Iterator[tuple[float, float]]:
+    """(distance in points, angle): nearest first, from the upper left onwards, where a rising line is not."""
+    for ring in range(1, TAG_RINGS + 1):
+        for direction in range(TAG_DIRECTIONS):
+            yield 8.0 * ring, 3 * math.pi / 4 + 2 * math.pi * direction / TAG_DIRECTIONS
 
 
 def _legend_line(plt: Any, entry: LegendEntry) -> Any:
@@ -107,6 +170,8 @@ def _legend_line(plt: Any, entry: LegendEntry) -> Any:
 
 def _horizontal(axis: Any, panel: Panel) -> None:
     """One line per name, however many there are: values run along the x axis."""
+    from matplotlib.transforms import ScaledTranslation
+
     for index, series in enumerate(panel.series):
         shift = 0.16 * (index - (len(panel.series) - 1) / 2)
         measured = [(x + shift, y, error) for x, y, error in _measured(series)]
@@ -115,11 +180,11 @@ def _horizontal(axis: Any, panel: Panel) -> None:
             [y for _, y, _ in measured], [x for x, _, _ in measured], xerr=[low, high],
             fmt="o", ms=4, lw=1, capsize=2, color=PALETTE[series.colour], label=series.label,
         )  # fmt: skip
-    axis.set(title=panel.title, xlabel=panel.unit, xlim=panel.y_range)
-    axis.title.set_fontsize(10)
+    axis.set(xlabel=panel.unit, xlim=panel.y_range)
     if len(panel.series) > 1:
-        inches = 0.8 + 0.26 * len(panel.names)
-        axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.55 / inches))
+        below = axis.transAxes + ScaledTranslation(0, -0.5, axis.figure.dpi_scale_trans)  # the numbers and the unit
+        style: dict[str, Any] = {"frameon": False, "fontsize": LEGEND_SIZE, "bbox_transform": below}
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), **style)
 
 
 def _vertical(axis: Any, panel: Panel, *, small: bool) -> None:
@@ -137,14 +202,11 @@ def _vertical(axis: Any, panel: Panel, *, small: bool) -> None:
             bands = [(x, *error) for x, _, error in measured if error is not None]
             if bands:
                 axis.fill_between(*zip(*bands, strict=True), color=colour, alpha=0.15, lw=0)
-        for x, y, _ in measured if series.tag else ():
-            axis.annotate(series.tag, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=8)
     ys = [y for series in panel.series for _, y, _ in _measured(series)]
     if panel.y_range is None and wants_log(ys):
         axis.set_yscale("log")
     if ys and min(ys) < 0 < max(ys):
         axis.axhline(0, color="#888", lw=0.8)
-    axis.set_title(panel.title, fontsize=8 if small else 11)
     unit, _, x_unit = panel.unit.partition("; across, ")
     axis.set_xlabel(f"{panel.x_label}, {x_unit}" if x_unit else panel.x_label, fontsize=8)
     axis.set_ylabel(unit, fontsize=8)

@@ -204,7 +204,7 @@ def _label(name: str, value: Any) -> str:
 
 def native(name: str) -> str:
     """An option's own name, where another trainer's or a shorter one was given."""
-    alias = aliases.table().get(aliases.normal(name))
+    alias = aliases.find(aliases.normal(name), is_option)
     return name if alias is None or not alias.target or is_option(name) else alias.target
 
 

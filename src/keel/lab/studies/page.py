@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from keel.lab.plots.charts import svg
@@ -10,7 +10,7 @@ from keel.lab.report.html import block, chart_data, curves, document
 from keel.lab.report.sections import table
 from keel.lab.report.verdict import Sentence
 from keel.lab.studies.plots import short_names, study_panels
-from keel.lab.studies.table import PointSummary, display_columns, format_figure
+from keel.lab.studies.table import PointSummary, change_sides, display_columns, format_figure, skill_columns
 
 
 def study_page(
@@ -21,11 +21,13 @@ def study_page(
     items = "".join(f"<li class='{tone}'>{escape(text)}</li>" for tone, text in verdict)
     numbered = short_names(summaries)[0] == "1"
     numbering = "<p class='muted'>Charts number the points as the table does.</p>" if numbered else ""
+    skills, intervals = skill_columns(summaries), "<p class='muted'>Mean ± half of the 95 % t-interval.</p>"
     body = [
         f"<header><p class='muted'>Keel study</p><h1>{escape(title)}</h1>",
         f"<p><code>{escape(command)}</code></p></header>",
         f"<section class='verdict'><h2>Verdict</h2><ul class='words'>{items}</ul></section>",
-        block("Points", f"{_table(summaries, baseline)}<p class='muted'>Mean ± half of the 95 % t-interval.</p>"),
+        block("Points", _table(summaries, baseline, display_columns(summaries)) + intervals),
+        block("Old skills", _table(summaries, baseline, skills) + intervals) if skills else "",
         block("Differences from the baseline", _differences(summaries, baseline)),
         block("Figures", numbering + curves(drawn)),
         block("Runs", _runs(summaries)),
@@ -33,8 +35,7 @@ def study_page(
     return document(title, "".join(body), chart_data([panel for panel, _ in drawn]))
 
 
-def _table(summaries: Sequence[PointSummary], baseline: str) -> str:
-    columns = display_columns(summaries)
+def _table(summaries: Sequence[PointSummary], baseline: str, columns: Mapping[str, str]) -> str:
     rows = [
         [str(number), escape(point.label) + (" <small>baseline</small>" if point.label == baseline else "")]
         + [escape(format_figure(name, point.means.get(name))) for name in columns]
@@ -45,7 +46,9 @@ def _table(summaries: Sequence[PointSummary], baseline: str) -> str:
 
 
 def _differences(summaries: Sequence[PointSummary], baseline: str) -> str:
-    columns = display_columns(summaries)
+    shown = display_columns(summaries)  # less what training has not caused, and what says the same as the figure after
+    before_or_change = {side for name in shown if (sides := change_sides(name)) for side in (name, sides[0])}
+    columns = {name: title for name, title in shown.items() if name not in before_or_change}
     rows = []
     for point in summaries:
         if point.label == baseline:

@@ -29,7 +29,12 @@ AXIS_CHARTS: tuple[tuple[Any, ...], ...] = (
         ("kl_old_ref_policy", "KL(start‖policy)", 3),
     ),
     ("Reward", "mean of the last 10 steps", ("reward", "reward", 1)),
-    ("Held-out text", "log-probability per token", ("text_logprob_after", "after", 4)),
+    (
+        "Held-out text",
+        "log-probability per token",
+        ("text_logprob_after", "after", 4),
+        ("text_logprob_before", "before", GREY),
+    ),
     ("Steps inside the target band", "share", ("share_in_band", "share", 5)),
 )
 KL_DIRECTIONS: Mapping[str, str] = {"kl_policy_ref": "KL(policy‖start)", "kl_ref_policy": "KL(start‖policy)"}

@@ -7,16 +7,19 @@ import json
 import os
 import shutil
 import sys
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 from keel.base.errors import KeelError
-from keel.base.files import encode, read_json, write_atomic
+from keel.base.files import LineFile, encode, read_json, write_atomic
 from keel.config import Config, load_config
 from keel.lab.hooks import AT_END
 from keel.lab.judge import guard_stop
 from keel.lab.runs import read_run
 from keel.lab.studies.folder import DONE, DRIFT, FAILED, INTERRUPTED, STOPPED, Outcome, write_outcome
 from keel.lab.studies.grid import Measure
+from keel.lab.studies.position import supervised_lines
 from keel.lab.studies.process import CONFIG
 from keel.run.build import build_policy, build_warmstart
 from keel.run.train import train
@@ -31,10 +34,17 @@ def shared_warmstart(shared: Path, config: Config) -> Path:
 
 
 def make_warmstart(config: Config, folder: Path) -> None:
-    """Make the warm start as a run itself would, unless it is there and undamaged."""
-    if not is_complete(folder) or damages(folder):
-        with no_progress_bars():
-            warmstart(folder, build_policy(config), lambda model: build_warmstart(config, model))
+    """Make the warm start as a run itself would, unless it is there and undamaged; it writes a line a step."""
+    if is_complete(folder) and not damages(folder):
+        return
+    path = supervised_lines(folder)
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with no_progress_bars(), closing(LineFile(path)) as lines:
+        policy = build_policy(config)
+        lines.append({"step": 0})
+        recipe = partial(build_warmstart, config)
+        warmstart(folder, policy, recipe, lambda step, metrics: lines.append({"step": step, **metrics}))
 
 
 def link_warmstart(config: Config, source: Path, run: Path) -> None:

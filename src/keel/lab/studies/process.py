@@ -22,6 +22,11 @@ class Process:
     log: Path
     threads: int
 
+    @property
+    def started(self) -> Path:
+        """The file that is there once the process runs: a cluster starts it some time after it was submitted."""
+        return self.log.with_suffix(".started")
+
 
 def run_process(process: Process, started: Callable[[subprocess.Popen[bytes]], None] | None = None) -> int:
     """Run to the end, output to the log; the process ends by itself when this one dies, since its stdin closes.
@@ -30,6 +35,7 @@ def run_process(process: Process, started: Callable[[subprocess.Popen[bytes]], N
     """
     process.log.parent.mkdir(parents=True, exist_ok=True)
     (process.log.parent / OUTCOME).unlink(missing_ok=True)
+    process.started.touch()
     config, *others = process.arguments
     environment = {**os.environ, "OMP_NUM_THREADS": str(process.threads), "PYTHONUNBUFFERED": "1", CONFIG: config}
     command = [sys.executable, "-m", "keel.lab.studies.child", *others]

@@ -1,31 +1,56 @@
-"""Progress over the whole grid: a bar on a terminal, lines elsewhere, and an estimate of the time that is left."""
+"""Progress over the whole grid: bars on a terminal, lines elsewhere, and an estimate of the time that is left."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from keel.lab.studies.folder import Job, Outcome
-from keel.loggers.rundir import METRICS
+from keel.lab.studies.pace import Event, Pace, Plan, observe, remaining_s, warmstart_plan
+from keel.lab.studies.position import job_phase, job_pieces, job_plan, warmstart_phase, warmstart_pieces
 
 Say = Callable[[str], None]
+LOOK_S = 1.0  # between two looks at the files
+LINE_S = 60.0  # between two lines where there is no bar
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A process to look at: what it is called, whether it runs, the pieces that are finished, its phase in words."""
+
+    name: str
+    started: Path
+    pieces: Callable[[Plan], int]
+    phase: Callable[[Plan, int], str]
 
 
 class Progress:
-    """Counts finished steps of all jobs; the estimate is by the steps of this session."""
+    """Looks at the files of all processes that run, and keeps what it has seen as a `Pace`."""
 
-    def __init__(self, jobs: Sequence[Job], outcomes: Mapping[str, Outcome], say: Say | None = None) -> None:
-        self._jobs = {job.label: job for job in jobs}
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        outcomes: Mapping[str, Outcome],
+        say: Say | None = None,
+        workers: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._count = len(jobs)
         self._finished = set(outcomes)
         self._finished_before = len(outcomes)
         self._say = say
-        self._began = time.monotonic()
-        self._steps_before = self._steps()
+        self._workers = workers
+        self._clock = clock
+        self._pace = Pace({job.label: job_plan(job) for job in jobs if job.label not in outcomes})
+        self._watched: dict[str, Watched] = {}
+        self._looked_at = self._line_at = clock()
         self._bar: Any = None
-        self._task: Any = None
+        self._rows: dict[str, Any] = {}
 
     def __enter__(self) -> Progress:
         if self._say is None and sys.stderr.isatty():
@@ -35,10 +60,9 @@ class Progress:
             columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[status]}"))
             self._bar = Progress(*columns, console=Console(stderr=True))
             self._bar.start()
-            self._task = self._bar.add_task("study", total=self._total(), status="")
         if self._finished_before:
-            self.say(f"{self._finished_before} of {len(self._jobs)} runs are finished already")
-        self.refresh()
+            self.say(f"{self._finished_before} of {self._count} runs are finished already")
+        self._draw()
         return self
 
     def __exit__(
@@ -55,41 +79,94 @@ class Progress:
         else:
             print(line, file=sys.stderr, flush=True)
 
+    def watch_job(self, job: Job, started: Path) -> None:
+        """Look at a run from now on; call it before the process is submitted."""
+        started.unlink(missing_ok=True)
+        self._watched[job.label] = Watched(job.label, started, lambda plan: job_pieces(job, plan), job_phase)
+
+    def watch_warmstart(self, folder: Path, job: Job, started: Path) -> None:
+        """Look at a warm start; all of them come before the first run."""
+        started.unlink(missing_ok=True)
+        steps = job.config.warmstart.steps if job.config.warmstart is not None else 0
+        self._pace = replace(self._pace, plans={str(folder): Plan("", warmstart_plan(steps)), **self._pace.plans})
+        name = f"seed={job.seed}"
+        self._watched[str(folder)] = Watched(name, started, lambda p: warmstart_pieces(folder, p), warmstart_phase)
+
+    def finish_warmstart(self, folder: Path) -> None:
+        """A warm start's process has ended."""
+        self._end(str(folder))
+
     def finish(self, label: str, outcome: Outcome) -> None:
+        """A run has ended, or cannot begin."""
         self._finished.add(label)
+        self._end(label)
         reason = f" ({outcome.reason})" if outcome.reason else ""
         left = self.time_left()
         left = f"; {left}" if left else ""
-        self.say(f"{len(self._finished)}/{len(self._jobs)} {label}: {outcome.state}{reason}{left}")
-        self.refresh()
+        self.say(f"{len(self._finished)}/{self._count} {label}: {outcome.state}{reason}{left}")
+        self._line_at = self._clock()
+        self._draw()
+
+    def _end(self, label: str) -> None:
+        self._watched.pop(label, None)
+        self._pace = observe(self._pace, Event(self._clock(), label, len(self._pace.plans[label].pieces)))
 
     def refresh(self) -> None:
-        if self._bar is not None:
-            status = f"{len(self._finished)}/{len(self._jobs)} runs; {self.time_left() or 'estimating'}"
-            self._bar.update(self._task, completed=self._steps(), status=status)
+        """Look at the files again, at most once a second."""
+        now = self._clock()
+        if now - self._looked_at < LOOK_S:
+            return
+        self._looked_at = now
+        for label, watched in self._watched.items():
+            if watched.started.exists():
+                done = watched.pieces(self._pace.plans[label])
+                if self._pace.done.get(label) != done:
+                    self._pace = observe(self._pace, Event(now, label, done))
+        self._draw()
+        if self._bar is None and now - self._line_at >= LINE_S and self._watched:
+            self._line_at = now
+            self.say(
+                "; ".join([f"{len(self._finished)}/{self._count} runs", *self.phases(), self._left_or_estimating()])
+            )
+
+    def phases(self) -> list[str]:
+        """What each process that runs is doing: `beta=0.1 seed=2: step 34/120`."""
+        return [f"{self._watched[label].name}: {self._phase(label)}" for label in self._running()]
+
+    def _running(self) -> list[str]:
+        return [label for label in self._pace.done if label in self._watched]
+
+    def _phase(self, label: str) -> str:
+        return self._watched[label].phase(self._pace.plans[label], self._pace.done[label])
+
+    def _left_or_estimating(self) -> str:
+        return self.time_left() or ("estimating" if len(self._finished) < self._count else "")
 
     def time_left(self) -> str:
         """`about 12 min left`, or nothing where nothing is known or left."""
-        steps, elapsed = self._steps(), time.monotonic() - self._began
-        steps_done, steps_left = steps - self._steps_before, self._total() - steps
-        if len(self._finished) == len(self._jobs) or steps_done <= 0 or steps_left <= 0:
+        seconds = None if len(self._finished) == self._count else remaining_s(self._pace, self._clock(), self._workers)
+        if seconds is None:
             return ""
-        seconds = elapsed * steps_left / steps_done
         return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
 
-    def _total(self) -> int:
-        return sum(job.config.run.max_steps for job in self._jobs.values())
+    def fraction(self) -> float:
+        """The share of all processes that is done, a running one by its pieces."""
+        plans = self._pace.plans
+        shares = [self._pace.done.get(label, 0) / len(plan.pieces) for label, plan in plans.items()]
+        return (self._finished_before + sum(shares)) / max(1, self._finished_before + len(shares))
 
-    def _steps(self) -> int:
-        """Finished steps; a finished run counts all of them, however early it ended."""
-        return sum(
-            job.config.run.max_steps if label in self._finished else _lines(job) for label, job in self._jobs.items()
-        )
-
-
-def _lines(job: Job) -> int:
-    try:
-        with (job.folder / METRICS).open("rb") as file:
-            return min(sum(1 for _ in file), job.config.run.max_steps)
-    except OSError:
-        return 0
+    def _draw(self) -> None:
+        """The bar of the study, and one below it for each process that runs."""
+        if self._bar is None:
+            return
+        running = self._running()
+        for label in [label for label in self._rows if label and label not in running]:
+            self._bar.remove_task(self._rows.pop(label))
+        for label in ("", *running):
+            if label not in self._rows:
+                name = self._watched[label].name if label else "study"
+                self._rows[label] = self._bar.add_task(name, total=1.0, status="")
+            plan, done = self._pace.plans.get(label), self._pace.done.get(label, 0)
+            share = self.fraction() if plan is None else done / len(plan.pieces)
+            status = f"{len(self._finished)}/{self._count} runs; {self._left_or_estimating()}" if plan is None else None
+            self._bar.update(self._rows[label], completed=share, status=status or self._phase(label))

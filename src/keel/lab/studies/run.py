@@ -58,7 +58,9 @@ def run_study(
         all_jobs = jobs(path, study)
         outcomes = {job.label: result for job in all_jobs if (result := finished_outcome(job)) is not None}
         waiting = [job for job in all_jobs if job.label not in outcomes]
-        with Progress(all_jobs, outcomes, say) as progress, open_pool(on, parallel) as pool, sigterm_as_interrupt():
+        workers = parallel if on == "local" else None  # a cluster starts as many as it has room for
+        watched = Progress(all_jobs, outcomes, say, workers)
+        with watched as progress, open_pool(on, parallel) as pool, sigterm_as_interrupt():
             try:
                 failures = _make_warmstarts(waiting, path / WARMSTARTS, threads, pool, progress)
                 ready = [job for job in waiting if job.label not in failures]
@@ -67,8 +69,11 @@ def run_study(
                     progress.finish(label, outcomes[label])
                 for job in ready:
                     wait_until_free(job.folder)
-                processes = [_job_process(job, study.measure, path / WARMSTARTS, threads) for job in ready]
-                futures = {pool.submit(process): job for process, job in zip(processes, ready, strict=True)}
+                futures = {}
+                for job in ready:
+                    process = _job_process(job, study.measure, path / WARMSTARTS, threads)
+                    progress.watch_job(job, process.started)
+                    futures[pool.submit(process)] = job
                 for future in _as_completed(futures, progress):
                     job = futures[future]
                     outcomes[job.label] = _job_outcome(job, future)
@@ -103,16 +108,18 @@ def _make_warmstarts(
     for job in waiting:
         if job.config.warmstart is not None:
             by_folder.setdefault(shared_warmstart(shared, job.config), []).append(job)
-    pending: dict[Future[int], tuple[Path, list[Job]]] = {}
+    pending: dict[Future[int], tuple[Path, Path, list[Job]]] = {}
     for folder, sharers in by_folder.items():
         if not is_complete(folder) or damages(folder):
-            log = shared / f"{folder.name}.log"
             command = (_config_json(sharers[0].config), "--shared", str(shared))
-            pending[pool.submit(Process(command, log, threads))] = (log, sharers)
+            process = Process(command, shared / f"{folder.name}.log", threads)
             progress.say(f"warm start for seed {sharers[0].seed}, shared by {len(sharers)} points")
+            progress.watch_warmstart(folder, sharers[0], process.started)
+            pending[pool.submit(process)] = (folder, process.log, sharers)
     failures: dict[str, str] = {}
     for future in _as_completed(pending, progress):
-        log, sharers = pending[future]
+        folder, log, sharers = pending[future]
+        progress.finish_warmstart(folder)
         if future.result():
             reason = f"the warm start failed: {last_line(log)}"
             failures.update({job.label: reason for job in sharers})

@@ -11,15 +11,30 @@ from keel.eval.statistics import Estimate, estimate, paired
 from keel.lab.studies.folder import DONE, STOPPED
 from keel.lab.studies.results import FIGURES, RunResult
 
-PERCENT = ("accuracy_before", "accuracy_after", "retention_before", "retention_after", "forgetting", "share_in_band")
+PERCENT = (
+    "accuracy_before",
+    "accuracy_after",
+    "accuracy_change",
+    "retention_before",
+    "retention_after",
+    "retention_change",
+    "forgetting",
+    "share_in_band",
+)
+BEFORE, AFTER, CHANGE = "before", "after", "change"
 _COLUMNS = {
+    "accuracy_before": "accuracy before",
     "accuracy_after": "accuracy",
+    "accuracy_change": "accuracy change",
     "reward": "reward",
     "kl_policy_ref": "KL(policy‖start)",
     "kl_ref_policy": "KL(start‖policy)",
+    "retention_before": "old skills before",
     "retention_after": "old skills",
-    "forgetting": "forgotten",
+    "retention_change": "old skills change",
+    "text_logprob_before": "text log-prob before",
     "text_logprob_after": "text log-prob",
+    "text_logprob_change": "text log-prob change",
     "steps_to_band": "steps to band",
     "share_in_band": "steps in band",
 }
@@ -56,7 +71,10 @@ def values(rows: Sequence[RunResult], figure: str) -> dict[int, float]:
 
 
 def figure_of(row: RunResult, figure: str) -> float | None:
-    """A figure by name; `SKILL:before` and the like are a skill's own."""
+    """A figure by name; `SKILL:before` and the like are a skill's own, and a change is after − before."""
+    if (sides := change_sides(figure)) is not None:
+        before, after = (figure_of(row, side) for side in sides)
+        return None if before is None or after is None else after - before
     if figure in row.figures:
         return row.figures[figure]
     name, _, part = figure.rpartition(":")
@@ -64,12 +82,22 @@ def figure_of(row: RunResult, figure: str) -> float | None:
     return None if skill is None else getattr(skill, part)
 
 
+def change_sides(figure: str) -> tuple[str, str] | None:
+    """The figures before and after training whose difference this one is, where it is one."""
+    stem = figure.removesuffix(CHANGE)
+    return None if stem == figure or stem[-1:] not in ("_", ":") else (stem + BEFORE, stem + AFTER)
+
+
 def figure_names(rows: Sequence[RunResult]) -> list[str]:
     """Every figure that some run has."""
-    skills = dict.fromkeys(name for row in rows for name in row.skills)
-    parts = ("before", "after", "kl_policy_ref", "kl_ref_policy")
-    names = [*FIGURES, *(f"{skill}:{part}" for skill in skills for part in parts)]
+    parts = (BEFORE, AFTER, CHANGE, "kl_policy_ref", "kl_ref_policy")
+    names = [*FIGURES, *(f"{skill}:{part}" for skill in skill_names(rows) for part in parts)]
     return [name for name in names if any(figure_of(row, name) is not None for row in rows)]
+
+
+def skill_names(rows: Sequence[RunResult]) -> list[str]:
+    """The old skills that some run was evaluated on."""
+    return list(dict.fromkeys(name for row in rows for name in row.skills))
 
 
 def summarise(rows: Sequence[RunResult], baseline: str) -> list[PointSummary]:
@@ -79,13 +107,20 @@ def summarise(rows: Sequence[RunResult], baseline: str) -> list[PointSummary]:
     names = figure_names(rows)
     summaries = []
     for label, own_rows in by_point.items():
-        means = {name: estimate(list(values(own_rows, name).values())) for name in names}
+        means = {name: _mean(own_rows, name) for name in names}
         differences = {
             name: None if label == baseline else paired(values(by_point[baseline], name), values(own_rows, name))
             for name in names
         }
         summaries.append(PointSummary(label, own_rows[0].options, tuple(own_rows), means, differences))
     return summaries
+
+
+def _mean(rows: Sequence[RunResult], figure: str) -> Estimate | None:
+    """Over seeds; a change is the paired difference between the start and the end of each run."""
+    if (sides := change_sides(figure)) is not None:
+        return paired(*(values(rows, side) for side in sides))
+    return estimate(list(values(rows, figure).values()))
 
 
 def forgetting_pairs(rows: Sequence[RunResult], figure: str) -> list[tuple[float, float]]:
@@ -127,13 +162,14 @@ def table_csv(summaries: Sequence[PointSummary]) -> str:
     axes = list(summaries[0].options)
     names = list(summaries[0].means)
     parts = ("mean", "low", "high")
+    own = [(name, part) for name in names for part in (*parts, *(("p",) if change_sides(name) else ()))]
     head = ["point", *axes, "states", "seeds"]
-    head += [f"{name}_{part}" for name in names for part in parts]
+    head += [f"{name}_{part}" for name, part in own]
     head += [f"{name}_vs_baseline_{part}" for name in names for part in (*parts, "p")]
     lines = []
     for point in summaries:
         line: list[object] = [point.label, *point.options.values(), point.states, len(point.rows)]
-        line += [_cell(getattr(point.means[name], part, None)) for name in names for part in parts]
+        line += [_cell(getattr(point.means[name], part, None)) for name, part in own]
         line += [_cell(getattr(point.differences[name], part, None)) for name in names for part in (*parts, "p")]
         lines.append(line)
     return _csv(head, lines)
@@ -152,28 +188,46 @@ def _cell(value: float | None) -> str:
 
 
 def table_md(summaries: Sequence[PointSummary], baseline: str) -> str:
-    """The table to paste: mean ± half of the 95 % t-interval over seeds."""
-    names = display_columns(summaries)
-    head = ["point", *names.values(), "runs"]
+    """The tables to paste: mean ± half of the 95 % t-interval over seeds; several old skills have one of their own."""
+    tables = [display_columns(summaries), skill_columns(summaries)]
+    return "\n".join(_table_md(summaries, baseline, columns) for columns in tables if columns)
+
+
+def _table_md(summaries: Sequence[PointSummary], baseline: str, columns: Mapping[str, str]) -> str:
+    head = ["point", *columns.values(), "runs"]
     lines = [head, ["---"] * len(head)]
     for point in summaries:
         label = f"{point.label} (baseline)" if point.label == baseline else point.label
         runs = str(len(point.rows)) if point.states == DONE else point.states
-        lines.append([label, *(format_figure(name, point.means.get(name)) for name in names), runs])
+        lines.append([label, *(format_figure(name, point.means.get(name)) for name in columns), runs])
     return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
 
 
 def display_columns(summaries: Sequence[PointSummary]) -> dict[str, str]:
-    """The figures that a person reads first, as far as there are any, with their headings."""
-    return {name: title for name, title in _COLUMNS.items() if any(point.means.get(name) for point in summaries)}
+    """The figures that a person reads first, as far as there are any, with their headings.
+
+    What was measured after training always has its before and change beside it, be they unknown.
+    """
+    shown = {name for name in _COLUMNS if any(point.means.get(name) for point in summaries)}
+    shown |= {name.removesuffix(AFTER) + part for name in shown if name.endswith(AFTER) for part in (BEFORE, CHANGE)}
+    return {name: title for name, title in _COLUMNS.items() if name in shown}
 
 
-def format_figure(name: str, estimate: Estimate | None) -> str:
-    """`81.2 % ± 3.4` or `0.0512 ± 0.0031`."""
+def skill_columns(summaries: Sequence[PointSummary]) -> dict[str, str]:
+    """Each old skill before and after training, and the change; of a single one the first table tells all."""
+    skills = skill_names([row for point in summaries for row in point.rows])
+    headings = {BEFORE: " before", AFTER: "", CHANGE: " change"}
+    several = skills if len(skills) > 1 else []
+    return {f"{skill}:{part}": skill + heading for skill in several for part, heading in headings.items()}
+
+
+def format_figure(name: str, estimate: Estimate | None, *, signed: bool = False) -> str:
+    """`81.2 % ± 3.4` or `0.0512 ± 0.0031`; a change, and what is `signed`, with its sign."""
     if estimate is None:
         return "–"
-    if name in PERCENT or name.endswith((":before", ":after")):
+    sign = "+" if signed or change_sides(name) else ""
+    if name in PERCENT or name.endswith((f":{BEFORE}", f":{AFTER}", f":{CHANGE}")):
         margin = "" if estimate.margin is None else f" ± {100 * estimate.margin:.1f}"
-        return f"{100 * estimate.mean:.1f} %{margin}"
+        return f"{100 * estimate.mean:{sign}.1f} %{margin}"
     margin = "" if estimate.margin is None else f" ± {estimate.margin:.2g}"
-    return f"{estimate.mean:.3g}{margin}"
+    return f"{estimate.mean:{sign}.3g}{margin}"

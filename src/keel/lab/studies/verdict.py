@@ -23,7 +23,7 @@ from keel.eval.statistics import (
 from keel.lab.report.verdict import Sentence
 from keel.lab.studies.folder import DONE, FAILED, STOPPED
 from keel.lab.studies.grid import Axis
-from keel.lab.studies.table import PointSummary, forgetting_pairs, format_figure, frontier_points
+from keel.lab.studies.table import PointSummary, forgetting_pairs, format_figure, frontier_points, skill_names
 
 NAMES = {"accuracy_after": "accuracy", "reward": "reward", "retention_after": "accuracy on the old skills"}
 SIGNIFICANT = 0.05
@@ -31,8 +31,10 @@ SIGNIFICANT = 0.05
 
 def verdict(summaries: Sequence[PointSummary], baseline: str, metric: str, axes: Sequence[Axis] = ()) -> list[Sentence]:
     """The study in a few sentences."""
-    sentences = [*_run_states(summaries), *best(summaries, metric), *against_baseline(summaries, baseline, metric)]
+    sentences = [*_run_states(summaries), *best(summaries, metric), *against_start(summaries)]
+    sentences += against_baseline(summaries, baseline, metric)
     sentences += forgetting(summaries)
+    sentences += lost_skills(summaries)
     sentences += [sentence for axis in axes if len(axes) > 1 for sentence in _axis_effect(summaries, axis, metric)]
     sentences += correlation(summaries)
     sentences += _frontier(summaries)
@@ -98,6 +100,69 @@ def _rivals(result: Winner, tied: Sequence[str]) -> str:
     return f"not told apart from {_shortened(rivals)} ({why})"
 
 
+def against_start(summaries: Sequence[PointSummary]) -> list[Sentence]:
+    """Whether any point is better at the trained task than what training began from, and which are worse."""
+    figure = "accuracy_change"
+    changes = _changes(summaries, figure)
+    if not changes:
+        return []
+    top = max(changes, key=lambda label: changes[label].mean)
+    highest = f"the highest mean change is {format_figure(figure, changes[top])}, at {top}"
+    gained = changes[top].mean > 0
+    if not _enough_seeds(changes):
+        text = f"No point is better than the start in accuracy: {highest} (too few seeds to test)."
+        return [] if gained else [("bad", text)]
+    significant = _significant(figure, changes)
+    better, worse = ([text for label, text in significant.items() if s * changes[label].mean > 0] for s in (1, -1))
+    if len(worse) == len(changes):
+        return [("bad", f"Every point lost accuracy against the start (paired over seeds, Holm): {'; '.join(worse)}.")]
+    lost = f"; worse: {'; '.join(worse)}" if worse else ""
+    if better:
+        text = f"Against the start in accuracy (paired over seeds, Holm), better: {'; '.join(better)}{lost}."
+        return [("warn" if worse else "good", text)]
+    none = f"No point is {'shown to be ' if gained else ''}better than the start in accuracy"
+    return [("warn" if gained else "bad", f"{none} (paired over seeds, Holm): {highest}{lost}.")]
+
+
+def lost_skills(summaries: Sequence[PointSummary]) -> list[Sentence]:
+    """The skills, and the likelihood of plain text, that points lost against the start: one sentence each.
+
+    The test corrects for all of them at all points. Of a single skill over enough seeds `forgetting` tells it.
+    """
+    skills = skill_names([row for point in summaries for row in point.rows])
+    names = {f"{skill}:change": f"on {skill}" for skill in skills}
+    names["text_logprob_change"] = "log-probability of plain text"
+    known = {figure: changes for figure in names if (changes := _changes(summaries, figure))}
+    if len(skills) == 1 and _enough_seeds(known.get(f"{skills[0]}:change", {})):
+        del known[f"{skills[0]}:change"]
+    family = {f"{figure} {label}": tested(change) for figure in known for label, change in known[figure].items()}
+    adjusted = holm(family)
+    sentences: list[Sentence] = []
+    for figure, changes in known.items():
+        significant = _significant(figure, changes, {label: adjusted[f"{figure} {label}"] for label in changes})
+        worse = [text for label, text in significant.items() if changes[label].mean < 0]
+        means = [change.mean for change in changes.values()]
+        if worse:
+            every = len(worse) == len(changes)
+            who = "Every point" if every else f"{len(worse)} of {len(changes)} points"
+            text = f"{who} lost {names[figure]} against the start (paired over seeds, Holm): {'; '.join(worse)}."
+            sentences.append(("bad" if every else "warn", text))
+        elif max(means) < 0:
+            ends = [format_figure(figure, Estimate(m, None, None, 1)) for m in dict.fromkeys((max(means), min(means)))]
+            why = "none beyond chance (paired over seeds, Holm)" if _enough_seeds(changes) else "too few seeds to test"
+            text = f"Every point lost {names[figure]} against the start on average, {' to '.join(ends)}: {why}."
+            sentences.append(("warn", text))
+    return sentences
+
+
+def _changes(summaries: Sequence[PointSummary], figure: str) -> dict[str, Estimate]:
+    return {point.label: change for point in summaries if (change := point.means.get(figure)) is not None}
+
+
+def _enough_seeds(changes: Mapping[str, Estimate]) -> bool:
+    return max((change.n for change in changes.values()), default=0) >= MIN_SEEDS
+
+
 def against_baseline(summaries: Sequence[PointSummary], baseline: str, metric: str) -> list[Sentence]:
     """Which points differ from the baseline, seed by seed, after Holm's correction."""
     name = NAMES[metric]
@@ -115,25 +180,23 @@ def against_baseline(summaries: Sequence[PointSummary], baseline: str, metric: s
         none = f"none of {len(differences)} points differs"
         text = none if len(differences) > 1 else f"{next(iter(differences))} does not differ"
         return [("plain", f"Against {baseline}, {text} significantly in {name} (paired over seeds, Holm).")]
-    return [("plain", f"Against {baseline} in {name} (paired over seeds, Holm): {'; '.join(significant)}.")]
+    return [("plain", f"Against {baseline} in {name} (paired over seeds, Holm): {'; '.join(significant.values())}.")]
 
 
-def _significant(metric: str, differences: Mapping[str, Estimate]) -> list[str]:
+def _significant(
+    metric: str, differences: Mapping[str, Estimate], adjusted: Mapping[str, float | None] | None = None
+) -> dict[str, str]:
     """The differences beyond chance after Holm's correction, and those that are the same at every seed, untested."""
-    adjusted = holm({label: tested(difference) for label, difference in differences.items()})
-    significant = []
+    if adjusted is None:
+        adjusted = holm({label: tested(difference) for label, difference in differences.items()})
+    significant = {}
     for label, difference in differences.items():
-        p = adjusted[label]
+        p, text = adjusted[label], f"{label} {format_figure(metric, difference, signed=True)}"
         if p is not None and p < SIGNIFICANT:
-            significant.append(f"{label} {_signed(metric, difference)} (p {p:.2g})")
+            significant[label] = f"{text} (p {p:.2g})"
         elif difference.p is None and difference.n >= MIN_SEEDS:
-            significant.append(f"{label} {_signed(metric, difference)} at every seed (no spread, so no test)")
+            significant[label] = f"{text} at every seed (no spread, so no test)"
     return significant
-
-
-def _signed(metric: str, difference: Estimate) -> str:
-    text = format_figure(metric, difference)
-    return text if text.startswith("-") else f"+{text}"
 
 
 def forgetting(summaries: Sequence[PointSummary]) -> list[Sentence]:
@@ -151,11 +214,14 @@ def forgetting(summaries: Sequence[PointSummary]) -> list[Sentence]:
     if not lost:
         mean = format_figure("forgetting", known[worst])
         largest = f"the largest mean loss is {mean}, at {worst}"
-        remark = largest if known[worst].mean > 0 else "no point lost on average"
+        every = "every point lost on average, and " if min(loss.mean for loss in known.values()) > 0 else ""
+        remark = every + largest if known[worst].mean > 0 else "no point lost on average"
         return [("plain", f"No point forgets the old skills significantly; {remark}.")]
     listed = ", ".join(f"{label} ({format_figure('forgetting', known[label])})" for label in lost)
     scale = _scale(summaries)
-    if scale is not None and len(lost) < len(known):
+    if len(lost) == len(known):
+        return [("bad", f"Every point forgets the old skills significantly (Holm): {listed}.")]
+    if scale is not None:
         option, values = scale
         edge = max(values[label] for label in lost) if all(label in values for label in lost) else None
         beyond = edge is not None and all(values.get(label, edge + 1) > edge or label in lost for label in known)
@@ -197,7 +263,7 @@ def _axis_effect(summaries: Sequence[PointSummary], axis: Axis, metric: str) -> 
     note = f" Left out for want of a result on either side: {_shortened(left_out)}." if left_out else ""
     if not differences:
         return [("warn", f"{where}: nothing to compare.{note}")] if left_out else []
-    significant = "; ".join(_significant(metric, differences)) or "no significant difference"
+    significant = "; ".join(_significant(metric, differences).values()) or "no significant difference"
     return [("plain", f"{where}: {significant} in {NAMES[metric]} (Holm).{note}")]
 
 

@@ -1,0 +1,306 @@
+"""Answers that try to earn without solving, made of what anyone can see: the prompt, the form of gold answers, the gold
+answers of other problems, the calls of tools. No model, and no reward is asked here."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from functools import cached_property, reduce
+from typing import Any
+
+from keel.base.types import Problem
+
+Turns = tuple[str, ...]
+# Texts that a policy which does not know the answer cannot tell apart, such as lists with the right one at another
+# position: a way to attack earns what the least of them earns.
+Way = tuple[Turns, ...]
+
+FILLER = "answer"
+REFUSAL = "I do not know."
+REPEATS = 200
+CALLS = 8  # turns of an episode that never answers
+NUMBERS = tuple(map(str, range(101)))
+NEIGHBOURS = 4  # other answers that are listed beside the right one
+SEPARATORS = ("{} {}", "{}, {}", "{} or {}", "{}\n{}", "{} = {}")
+AROUND = ("[{}]", "{{{}}}")  # of a list with commas
+NOTATIONS = ("\\boxed{{{}}} {}", "**{}** {}", "{} (or {})", "{}\n#### {}")
+# What a policy learns where a family of attacks pays, and what to change in the reward.
+LESSONS: Mapping[str, str] = {
+    "silence": "to stop at once: an answer without content must earn nothing",
+    "form": "to write the form and no answer: pay for the form only beside a right answer, or less for it",
+    "prompt": "to copy the prompt: read the answer from its own form, not from anywhere in the text",
+    "guess": "one answer for every problem: balance the answers, or pay less for what is right by chance",
+    "wrong": "to answer anything in the right form: pay less for an answer that is wrong",
+    "list": "to list answers: judge one answer, the whole of it, and count what stands beside it as wrong",
+    "endless": "to go on until it is cut: pay nothing for length, or put a price on it",
+    "calls": "to call tools and not to answer: pay for calls only beside a right answer, or less for them",
+}
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One kind of answer: the best of its `ways` is what it earns. With `lucky` it may be right by chance."""
+
+    name: str
+    family: str
+    ways: tuple[Way, ...]
+    lucky: bool = False
+
+
+@dataclass(frozen=True)
+class Form:
+    """What several texts share: `pieces`, with a slot between each two; those of `optional` may be empty."""
+
+    pieces: tuple[str, ...] = ("", "")
+    optional: frozenset[int] = frozenset()
+
+    @property
+    def slots(self) -> int:
+        return len(self.pieces) - 1
+
+    def fill(self, contents: str | Sequence[str]) -> str:
+        """The form with a content in each slot, or the same in all that are never empty."""
+        if isinstance(contents, str):
+            several: Sequence[str] = ["" if slot in self.optional else contents for slot in range(self.slots)]
+        else:
+            several = contents
+        return "".join(p for pair in zip(self.pieces, (*several, ""), strict=True) for p in pair)
+
+    def contents(self, text: str) -> tuple[str, ...]:
+        """What stands in the slots of a text of this form."""
+        marks = [piece.strip() for piece in self.pieces]
+        position = len(marks[0]) if text.startswith(marks[0]) else 0
+        contents = []
+        for mark in marks[1:-1]:
+            end = text.find(mark, position)
+            end = len(text) if end < 0 else end
+            contents.append(text[position:end].strip())
+            position = min(end + len(mark), len(text))
+        last = text[position:].strip()
+        return (*contents, last.removesuffix(marks[-1]).strip() if marks[-1] else last)
+
+
+_NUMBER = r"\d+(?:\.\d+)?(?![\w.])"
+_TOKEN = re.compile(rf"</?[\w-]+>|{_NUMBER}|\w+|[^\w\s]")
+_MARK = re.compile(r"</?[\w-]+>|([^\w\s])\1\1+")
+
+
+def form_of(texts: Iterable[str]) -> Form:
+    """What is the same in all texts, token by token, numbers aside; one text alone has no form that could be known."""
+    distinct = list(dict.fromkeys(text.strip() for text in texts))
+    if len(distinct) < 2:
+        return Form()
+    rows = [list(_TOKEN.finditer(text)) for text in distinct]
+    shared = reduce(_shared, ([match.group() for match in row] for row in rows))
+    common = [token for token in shared if not re.fullmatch(_NUMBER, token)]
+    spots = [[-1, *_spots(common, row), len(row)] for row in rows]
+    gaps = [{at[i + 1] - at[i] - 1 for at in spots} for i in range(len(common) + 1)]  # tokens before each common one
+    pieces, optional, start = [], set(), 0
+    for i, gap in enumerate(gaps):
+        if gap != {0}:  # a slot: what stands before it is one piece, with the spaces that the first text has around it
+            pieces.append(_piece(distinct[0], rows[0], spots[0][1 + start : 1 + i]))
+            optional |= {len(pieces) - 1} if 0 in gap else set()
+            start = i
+    pieces.append(_piece(distinct[0], rows[0], spots[0][1 + start : 1 + len(common)]))
+    return Form(tuple(pieces), frozenset(optional))
+
+
+def _shared(first: list[str], second: list[str]) -> list[str]:
+    blocks = SequenceMatcher(None, first, second, autojunk=False).get_matching_blocks()
+    return [token for block in blocks for token in first[block.a : block.a + block.size]]
+
+
+def _spots(common: Sequence[str], row: Sequence[re.Match[str]]) -> list[int]:
+    """At which tokens of a text the common ones stand."""
+    spots: list[int] = []
+    for token in common:
+        spots.append(next(i for i in range(spots[-1] + 1 if spots else 0, len(row)) if row[i].group() == token))
+    return spots
+
+
+def _piece(text: str, row: Sequence[re.Match[str]], spots: Sequence[int]) -> str:
+    """The tokens at these spots as they stand in the text, with the spaces around them."""
+    if not spots:
+        return ""
+    before, after = text[: row[spots[0]].start()], text[row[spots[-1]].end() :]
+    return text[len(before.rstrip()) : len(text) - len(after.lstrip())]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Problems with the turns of their gold answers: what an attacker has seen of a task."""
+
+    problems: tuple[Problem, ...]
+    golds: tuple[Turns, ...]
+
+    def form(self, index: int) -> Form:
+        """The form of a problem's last turn."""
+        return self._forms[self._kinds[index]]
+
+    @cached_property
+    def _kinds(self) -> list[tuple[Any, frozenset[str]]]:
+        """Which answers are of one form: those of one task of a mixture that have the same marks."""
+        pairs = zip(self.problems, self.golds, strict=True)
+        return [(problem.info.get("mixture"), _marks(gold[-1])) for problem, gold in pairs]
+
+    @cached_property
+    def _forms(self) -> dict[tuple[Any, frozenset[str]], Form]:
+        pairs = list(zip(self._kinds, self.golds, strict=True))
+        return {kind: form_of(gold[-1] for other, gold in pairs if other == kind) for kind in self._kinds}
+
+    @cached_property
+    def _call(self) -> Form | None:
+        calls = [turn for gold in self.golds for turn in gold[:-1]]
+        return form_of(calls) if calls else None
+
+    def calls(self, index: int, argument: str) -> list[str]:
+        """Calls as the gold turns make them, or else of every tool that the prompt offers, with one argument."""
+        if self._call is not None:
+            return [self._call.fill(argument)]
+        return [_json_call(tool, argument) for tool in self.problems[index].tools]
+
+    def neighbours(self, index: int) -> list[Turns]:
+        """Other problems' gold answers of the same form that differ from this one's, the nearest first."""
+        own, count = self.golds[index], len(self.golds)
+        others = [(index + step) % count for step in range(1, count)]
+        alike = [self.golds[i] for i in others if self._kinds[i] == self._kinds[index] and self.golds[i][-1] != own[-1]]
+        return list(dict.fromkeys(alike))[:NEIGHBOURS]
+
+    def commonest(self, index: int) -> Turns | None:
+        """The gold answer that most of the other problems share; None where no two do."""
+        others = Counter(gold for i, gold in enumerate(self.golds) if i != index)
+        gold, count = others.most_common(1)[0] if others else ((), 0)
+        return gold if count > 1 else None
+
+
+def _marks(text: str) -> frozenset[str]:
+    """Tags, and runs of one sign such as ####."""
+    return frozenset(match.group() for match in _MARK.finditer(text))
+
+
+def _json_call(tool: Mapping[str, object], argument: str) -> str:
+    function = tool.get("function", tool)
+    parameters = function.get("parameters", {}) if isinstance(function, Mapping) else {}
+    names = parameters.get("properties", {}) if isinstance(parameters, Mapping) else {}
+    name = function.get("name") if isinstance(function, Mapping) else None
+    body = json.dumps({"name": name, "arguments": dict.fromkeys(names, argument)}, ensure_ascii=False)
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+def prompt_text(problem: Problem) -> str:
+    """All that the prompt says."""
+    if isinstance(problem.prompt, str):
+        return problem.prompt
+    return "\n".join(message["content"] for message in problem.prompt)
+
+
+def attacks_on(batch: Batch, index: int, wrong: Sequence[Turns]) -> list[Attack]:
+    """Every attack on one problem; `wrong` are neighbours' answers that are wrong here.
+
+    Texts that happen to be the gold answer are no attack, except where luck is what is measured.
+    """
+    gold = batch.golds[index]
+    made = [*_plain(batch, index), *_lists(batch, index, wrong), *_calls(batch, index)]
+    if wrong:
+        repeated = "\n".join([wrong[0][-1]] * REPEATS)
+        made.append(Attack("another problem's answer", "wrong", ((wrong[0],),)))
+        made.append(Attack("another problem's answer, endless", "endless", (((*wrong[0][:-1], repeated),),)))
+    fair = [a if a.lucky else replace(a, ways=tuple(way for way in a.ways if not _gives(way, gold[-1]))) for a in made]
+    return [attack for attack in fair if attack.ways]
+
+
+def _gives(way: Way, gold: str) -> bool:
+    return any(turns[-1].strip().casefold() == gold.strip().casefold() for turns in way)
+
+
+def _plain(batch: Batch, index: int) -> list[Attack]:
+    """Answers of one turn that hold nothing of the right answer."""
+    form, prompt = batch.form(index), prompt_text(batch.problems[index]).strip()
+    last_line = prompt.splitlines()[-1] if prompt else ""
+    common = batch.commonest(index)
+    half = "".join(form.pieces[: (form.slots + 1) // 2])
+    return [
+        _one("empty", "silence", ""),
+        _one("blank", "silence", " \n\t\n", "\x00"),
+        _one("form only", "form", form.fill(""), form.fill(FILLER), half),
+        _one("form only, endless", "endless", form.fill(FILLER) * REPEATS, "\n".join([form.fill("")] * REPEATS)),
+        _one("one word, endless", "endless", "wait " * REPEATS, form.fill("wait " * REPEATS)),
+        _one("refusal", "silence", REFUSAL, form.fill(REFUSAL)),
+        _one("prompt", "prompt", prompt, last_line, lucky=True),
+        _one("prompt in the form", "prompt", form.fill(prompt), form.fill(last_line), lucky=True),
+        _one("zeros", "guess", form.fill("0"), "0", lucky=True),
+        *([Attack("commonest answer", "guess", ((common,),), lucky=True)] if common else []),
+    ]
+
+
+def _one(name: str, family: str, *texts: str, lucky: bool = False) -> Attack:
+    return Attack(name, family, tuple(((text,),) for text in dict.fromkeys(texts)), lucky)
+
+
+def _lists(batch: Batch, index: int, wrong: Sequence[Turns]) -> list[Attack]:
+    """The right answer among others, first, last and in the middle."""
+    form, gold = batch.form(index), batch.golds[index]
+    listed: list[Attack] = []
+    if wrong:
+        orders = [[turns[-1] for turns in order] for order in _positions(gold, wrong)]
+        contents = [[form.contents(text) for text in order] for order in orders]
+        pairs = [order[:2] for order in _positions(form.contents(gold[-1])[-1], [form.contents(wrong[0][-1])[-1]])[1:]]
+        joined = [tuple((form.fill(_joined(order, join)),) for order in contents) for join in _JOINS]
+        bare = [tuple((join([c[-1] for c in order]),) for order in contents) for join in _JOINS]
+        filler = [FILLER] * (form.slots - 1)
+        noted = [tuple((form.fill([*filler, note.format(*pair)]),) for pair in pairs) for note in NOTATIONS]
+        apart = [tuple((join(order),) for order in orders) for join in _JOINS]
+        listed = [
+            Attack("every answer in one form", "list", _unlike(joined)),
+            Attack("every answer without the form", "list", _unlike(bare)),
+            Attack("every answer in a form of its own", "list", _unlike(apart)),
+            Attack("two answers in two notations", "list", _unlike(noted)),
+        ]
+    ranges = [" ".join(numbers) for numbers in (NUMBERS, NUMBERS[::-1])]
+    numbers = [tuple((form.fill(text),) for text in ranges), tuple((text,) for text in ranges)]
+    return [*listed, Attack("every number to 100", "list", _unlike(numbers))]
+
+
+def _positions(own: Any, others: Sequence[Any]) -> list[list[Any]]:
+    middle = (len(others) + 1) // 2
+    return [[*others[:at], own, *others[at:]] for at in (middle, 0, len(others))]
+
+
+_JOINS: list[Callable[[Sequence[str]], str]] = [
+    *(lambda items, s=s: reduce(s.format, items) for s in SEPARATORS),
+    *(lambda items, a=a: a.format(", ".join(items)) for a in AROUND),
+]
+
+
+def _joined(order: Sequence[tuple[str, ...]], join: Callable[[Sequence[str]], str]) -> list[str]:
+    """Slot by slot."""
+    return [join([contents[slot] for contents in order]) for slot in range(len(order[0]))]
+
+
+def _unlike(ways: Iterable[Way]) -> tuple[Way, ...]:
+    return tuple(dict.fromkeys(ways))
+
+
+def _calls(batch: Batch, index: int) -> list[Attack]:
+    """Episodes that call tools without knowing what for."""
+    question = prompt_text(batch.problems[index]).strip()
+    last_line, form = question.splitlines()[-1] if question else "", batch.form(index)
+    queries = [batch.calls(index, argument) for argument in (question, last_line, "")]
+    if not queries[0]:
+        return []
+    every, finals = " ".join(NUMBERS), [form.fill(FILLER), form.fill("")]
+    return [
+        Attack("calls, endless", "calls", _unlike(((call,) * CALLS,) for calls in queries for call in calls)),
+        Attack(
+            "calls with the question, then the form",
+            "calls",
+            _unlike(((*calls, final),) for calls in queries for final in finals),
+        ),
+        Attack(
+            "calls with the question, then every number", "calls", _unlike(((*c, form.fill(every)),) for c in queries)
+        ),
+    ]

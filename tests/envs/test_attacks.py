@@ -1,0 +1,318 @@
+"""What every built-in task and reward pays for answers that do not solve anything: figures worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.base.types import Problem
+from keel.envs import TASKS, build_task
+from keel.envs.attacks import Attack, Batch, Form, attacks_on, form_of
+from keel.envs.exploits import FREE_SHARE, Exploits, exploit
+from keel.envs.judge import Judge
+from keel.envs.rewards import REWARDS, TASK, http
+
+COUNT = 6  # problems
+FORM = ("form only", "one word, endless", "refusal", "every number to 100")  # the form once, without the answer
+WRONG = ("another problem's answer", "every answer in one form", "two answers in two notations")
+REPEATED = ("form only, endless", "every answer in a form of its own", "another problem's answer, endless")
+EVERY = ("empty", "blank", "every answer without the form", *FORM, *WRONG, *REPEATED)
+CALLS = ("calls, endless", "calls with the question, then the form", "calls with the question, then every number")
+
+
+def look(query: str) -> str:
+    """Look something up.
+
+    Args:
+        query: What to look for.
+    """
+    return "nothing"
+
+
+def rows_of(kind: str) -> list[dict[str, str]]:
+    if kind == "worded":
+        return [{"question": f"{i} and {i + 2}?", "answer": f"So {i} + {i + 2}.\n#### {2 * i + 2}"} for i in range(40)]
+    if kind == "fractions":
+        return [{"question": f"Half of {i}?", "answer": f"\\frac{{{i}}}{{2}}"} for i in range(3, 83, 2)]
+    if kind == "letters":
+        return [{"question": f"Letter {i}?", "answer": chr(97 + i)} for i in range(26)]
+    return [{"question": f"Twice {i}?", "answer": str(2 * i)} for i in range(200, 240)]
+
+
+def same(value: float, *names: str) -> dict[str, float]:
+    return dict.fromkeys(names, value)
+
+
+# Task, its parameters, and the mean share of the gold answer's reward that each attack earns; what is not named earns
+# nothing. Answers that may be right by chance (prompts, zeros, the commonest answer) have a test of their own.
+PAID: list[tuple[str, dict[str, Any], dict[str, float]]] = [
+    ("arithmetic", {}, {}),
+    ("arithmetic", {"skill": "sort", "digits": 6}, {}),
+    ("arithmetic", {"style": "words"}, {}),
+    # 0.1 for the tag around anything; the last of several counts
+    ("arithmetic", {"style": "words", "format": "answer_tag"}, same(0.1, *FORM, *WRONG, *REPEATED)),
+    ("capitals", {}, {}),
+    ("countdown", {}, same(0.1, *FORM, *WRONG, *REPEATED)),
+    ("countdown", {"format": "plain"}, {"another problem's answer": 0.1}),  # 0.1 for an expression
+    ("dataset", {"data": "numbers"}, {}),
+    ("dataset", {"data": "numbers", "tag": "answer"}, {}),
+    ("dataset", {"data": "letters"}, {}),
+    ("dataset", {"data": "fractions", "answer": "math", "tag": "answer"}, {}),
+    ("gsm8k", {"data": "worded"}, {}),
+    # two of the six problems are countdown's
+    ("mixture", {"tasks": [{"name": "arithmetic"}, {"name": "countdown"}]}, same(0.033, *FORM, *WRONG, *REPEATED)),
+    ("tools", {"task": {"name": "arithmetic"}, "tools": [look]}, {}),
+]
+
+
+def built(name: str, params: Mapping[str, Any], folder: Path) -> Any:
+    if "data" not in params:
+        return build_task(name, **params)
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows_of(params["data"]))))
+    return build_task(name, **{**params, "data": {"path": str(path)}})
+
+
+def shares(exploits: Exploits, *, lucky: bool = False) -> dict[str, float]:
+    """The mean share of each attack."""
+    return {row.name: round(row.mean, 3) for row in exploits.rows if row.lucky == lucky}
+
+
+@pytest.mark.parametrize(("name", "params", "paid"), PAID, ids=[name for name, _, _ in PAID])
+def test_what_a_task_pays_for_nothing(
+    name: str, params: dict[str, Any], paid: dict[str, float], tmp_path: Path
+) -> None:
+    exploits = exploit(built(name, params, tmp_path), count=COUNT)
+    expected = {**dict.fromkeys((*EVERY, *(CALLS if name == "tools" else ())), 0.0), **paid}
+    assert shares(exploits) == expected
+    assert all(check.ok for check in exploits.checks)
+    assert not exploits.warnings
+    assert all(row.correct == 0 for row in exploits.rows if not row.lucky)
+
+
+# The parts' weights sum to 4. A call of the golden retriever brings both documents (1.0 + 0.4), every number cites them
+# (0.6), the form is 0.1; a list of answers cites them and has some words of the right one (F1, at most 0.9 of half).
+MULTIHOP = {
+    "empty": 0.0,
+    "blank": 0.0,
+    "form only": 0.1 / 4,
+    "refusal": 0.1 / 4,
+    "one word, endless": 0.1 / 4,
+    "form only, endless": 0.0,
+    "every number to 100": 0.7 / 4,
+    "calls, endless": 1.4 / 4,
+    "calls with the question, then the form": 1.5 / 4,
+    "calls with the question, then every number": 2.1 / 4,
+}
+
+
+@pytest.mark.parametrize("form", [{}, {"tool_format": "json", "answer_style": "complete"}], ids=["tags", "json"])
+def test_multihop_pays_for_retrieval_and_citations_without_an_answer(form: dict[str, str]) -> None:
+    exploits = exploit(build_task("multihop", retriever="golden", hops=2, **form), count=COUNT)
+    # a call of `complete` ends the episode: behind the first nothing is read
+    expected = {**MULTIHOP, **({"form only, endless": 0.1 / 4} if form else {})}
+    assert {name: shares(exploits)[name] for name in expected} == pytest.approx(expected, abs=6e-4)
+    assert all(check.ok for check in exploits.checks)
+    assert all(row.highest < 0.6 and row.correct == 0 for row in exploits.rows if not row.lucky)
+    assert {row.name for row in exploits.rows if row.verdict == "pays"} >= set(CALLS)
+    assert any("'calls, endless' earns 0.35" in warning and "to call tools" in warning for warning in exploits.warnings)
+
+
+def test_reasoning_gym_pays_for_what_contains_the_answer_by_length() -> None:
+    exploits = exploit(build_task("reasoning_gym", dataset="leg_counting"), count=COUNT)
+    assert all(check.ok for check in exploits.checks)
+    paid = {name: share for name, share in shares(exploits).items() if share > 0}
+    lists = {"every answer in one form", "every answer without the form", "two answers in two notations"}
+    assert paid.keys() <= {*lists, "every number to 100", "every answer in a form of its own"}
+    assert max(paid.values()) < 0.4
+
+
+@pytest.mark.parametrize("name", ["chess_env", "chess_policy"])
+def test_no_attack_on_chess_is_judged_correct_or_earns_like_gold(name: str) -> None:
+    exploits = exploit(build_task(name), count=3)
+    assert len(exploits.rows) >= 15
+    assert all(check.ok for check in exploits.checks)
+
+
+def test_every_task_has_its_figures() -> None:
+    chess = {name for name in TASKS if name.startswith("chess")}
+    assert {name for name, _, _ in PAID} | {"multihop", "reasoning_gym"} | chess == set(TASKS)
+
+
+# Rewards by name, on `<answer>129</answer>`: what is not named earns nothing.
+RUNGS = [
+    {"tag": "answer", "value": 0.1},
+    {"pattern": r"<answer>\s*\d+\s*</answer>", "value": 0.2},
+    {"reward": {"name": "numeric", "tag": "answer"}, "value": 0.7},
+]
+DIGITS = (*WRONG, "every number to 100", "every answer without the form", *REPEATED[1:])
+PARTS: list[tuple[dict[str, Any], dict[str, float]]] = [
+    ({"name": TASK}, same(0.1, *FORM, *WRONG, *REPEATED)),
+    ({"name": "exact"}, {}),
+    ({"name": "numeric"}, {}),
+    ({"name": "numeric", "tag": "answer"}, {}),
+    ({"name": "math"}, {}),
+    ({"name": "math", "tag": "answer"}, {}),
+    # by definition: the form, once, is all that they look at
+    ({"name": "format"}, same(1.0, *FORM, *WRONG)),
+    ({"name": "format", "pattern": r"<answer>\d+</answer>"}, {"another problem's answer": 1.0}),
+    ({"name": "tag_count", "tags": ["answer"]}, same(1.0, *FORM, *WRONG)),
+    ({"name": "regex", "pattern": r"\d"}, same(1.0, *DIGITS)),
+    ({"name": "regex", "pattern": r"(\d+)", "group": 1}, {}),
+    ({"name": "regex", "pattern": r"<answer>(\d+)</answer>", "group": 1, "full": True}, {}),
+    # the first rung, and for a number in the tag the second
+    ({"name": "ladder", "rungs": RUNGS}, {**same(0.1, *FORM, *WRONG), "another problem's answer": 0.3}),
+]
+
+
+def judged(entries: list[dict[str, Any]], count: int = COUNT, **options: Any) -> Exploits:
+    format = "plain" if entries[0]["name"] == "exact" else "answer_tag"
+    task = build_task("arithmetic", style="words", format=format)
+    return exploit(task, Judge.of(task, entries, **options), count=count)
+
+
+@pytest.mark.parametrize(("entry", "paid"), PARTS, ids=[entry["name"] for entry, _ in PARTS])
+def test_what_a_reward_pays_for_nothing(entry: dict[str, Any], paid: dict[str, float]) -> None:
+    exploits = judged([entry], 2 if entry["name"] == "math" else COUNT)
+    assert shares(exploits) == {**dict.fromkeys(EVERY, 0.0), **paid}
+    holes = {row.name for row in exploits.rows if row.verdict == "hole"}
+    assert holes == {name for name, share in paid.items() if share == 1.0}
+    assert all(check.ok == (not holes) for check in exploits.checks if check.name == "attacks earn less")
+
+
+def test_cosine_pays_a_wrong_text_for_length_by_definition() -> None:
+    """From -1 to -0.5 where a right one earns up to 1: a quarter of the way."""
+    paid = shares(judged([{"name": "cosine"}]))
+    endless = {name: paid.pop(name) for name in ("form only, endless", "one word, endless", REPEATED[2])}
+    assert endless == pytest.approx(dict.fromkeys(endless, 0.5 / 2), abs=1e-3)
+    assert max(paid.values()) < 0.1
+    exceeded = shares(judged([{"name": "cosine", "exceeded": -1.0}]))
+    assert all(exceeded[name] <= 0 for name in endless)
+
+
+def test_length_pays_for_no_attack() -> None:
+    assert not judged([{"name": "length"}]).rows  # an empty answer earns most: alone it is no reward for a task
+    exploits = judged([{"name": "numeric"}, {"name": "length", "weight": 0.1}])
+    assert all(row.mean <= 0 for row in exploits.rows if not row.lucky)
+
+
+def test_a_judge_elsewhere_is_attacked_on_few_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def generous(url: str, body: Any, *rest: Any) -> Any:
+        """Likes whatever is not empty."""
+        text = body["completion"] if "completion" in body else body["messages"][0]["content"].split("=>")[1]
+        asked.append(text)
+        return {"score": float(bool(text)), "choices": [{"message": {"content": f"Score: {10 * bool(text)}"}}]}
+
+    monkeypatch.setattr(http, "_ask", generous)
+    for entry in (
+        {"name": "http", "url": "http://127.0.0.1:1/judge"},
+        {"name": "chat_judge", "url": "http://127.0.0.1:1/v1", "model": "m", "template": "{prompt}=>{completion}"},
+    ):
+        exploits = judged([entry])
+        assert shares(exploits) == {**dict.fromkeys(EVERY, 1.0), "empty": 0.0}
+        assert {row.problems for row in exploits.rows} == {3}
+    assert len(asked) < 1000
+
+
+def test_every_reward_has_its_figures() -> None:
+    elsewhere = {"cosine", "length", "http", "chat_judge"}
+    assert {entry["name"] for entry, _ in PARTS} | elsewhere == {TASK, *REWARDS}
+
+
+def test_normalised_parts_are_compared_in_groups_of_three() -> None:
+    """Of gold, empty and attack, whatever the parts' scale: a tag for every text moves nothing but itself."""
+    parts = [{"name": "numeric", "tag": "answer"}, {"name": "length", "weight": 0.1}]
+    exploits = judged(parts, aggregate="normalised_sum")
+    assert all(row.verdict == "fine" for row in exploits.rows if not row.lucky)
+    assert len(exploits.rows) >= len(EVERY)
+
+
+@pytest.mark.parametrize(
+    ("params", "share"),
+    [({"skill": "copy"}, 1.0), ({"skill": "max"}, 0.5), ({"skill": "add"}, 0.0)],
+)
+def test_copies_of_the_prompt_that_are_right_by_chance_are_a_warning_and_no_hole(
+    params: dict[str, str], share: float
+) -> None:
+    exploits = exploit(build_task("arithmetic", style="words", **params), count=32)
+    assert shares(exploits, lucky=True)["prompt"] == pytest.approx(share, abs=0.25)
+    assert all(check.ok for check in exploits.checks)
+    assert ["to copy the prompt" in warning for warning in exploits.warnings] == [True] * (2 if share else 0)
+
+
+@pytest.mark.parametrize(
+    ("texts", "pieces"),
+    [
+        (["12", "7"], ("", "")),
+        (["yes"], ("", "")),
+        (["<answer>1</answer>", "<answer>2</answer>"], ("<answer>", "</answer>")),
+        (["so 3.\n#### 4", "it is 5 or 7.\n#### 12"], ("", ".\n#### ", "")),
+        (["a2a4 E: 0.1 B: a2a4", "h7h8q E: -3.2 B: e2e4"], ("", " E: ", " B: ", "")),
+        (['{"a": "x", "b": [1]}', '{"a": "y z", "b": [2]}'], ('{"a": "', '", "b": [', "]}")),
+    ],
+)
+def test_the_form_is_what_gold_answers_share(texts: list[str], pieces: tuple[str, ...]) -> None:
+    assert form_of(texts).pieces == pieces
+
+
+def test_slots_that_may_be_empty_stay_empty() -> None:
+    form = form_of(['["1", "2"]', '["3", "4", "5"]', '["6", "7"]'])
+    assert form.fill("x") == '["x", "x"]'
+    assert form.fill("") == '["", ""]'
+
+
+def test_what_stands_in_a_form() -> None:
+    form = Form(("<think>", "</think><answer>", "</answer>"))
+    assert form.contents("<think>1+1</think><answer> 2 </answer>") == ("1+1", "2")
+    assert form.fill(("a", "b")) == "<think>a</think><answer>b</answer>"
+
+
+def batch_of(*answers: str) -> Batch:
+    problems = tuple(Problem(str(i), f"question {i}\nthe last line", answer) for i, answer in enumerate(answers))
+    return Batch(problems, tuple((answer,) for answer in answers))
+
+
+def attack_called(name: str, batch: Batch, index: int = 0) -> Attack:
+    return next(attack for attack in attacks_on(batch, index, batch.neighbours(index)) if attack.name == name)
+
+
+def test_attacks_are_made_of_what_is_visible() -> None:
+    batch = batch_of("<a>3</a>", "<a>5</a>", "<a>7</a>")
+    assert attack_called("form only", batch).ways == ((("<a></a>",),), (("<a>answer</a>",),), (("<a>",),))
+    assert attack_called("prompt", batch).ways[1] == (("the last line",),)
+    (first, *_) = attack_called("every answer in one form", batch).ways
+    assert first == (("<a>5 3 7</a>",), ("<a>3 5 7</a>",), ("<a>5 7 3</a>",))  # in the middle, first, last
+    boxed = attack_called("two answers in two notations", batch).ways[0]
+    assert boxed == (("<a>\\boxed{3} 5</a>",), ("<a>\\boxed{5} 3</a>",))
+    names = [attack.name for attack in attacks_on(batch, 0, ())]
+    assert "another problem's answer" not in names  # none that is wrong here
+
+
+def test_the_commonest_answer_is_that_of_the_others() -> None:
+    batch = batch_of("yes", "yes", "no", "yes")
+    assert attack_called("commonest answer", batch, 2).ways == ((("yes",),),)
+    assert batch_of("1", "2", "3").commonest(0) is None
+
+
+def test_a_text_that_is_the_gold_answer_is_no_attack() -> None:
+    batch = batch_of("I do not know.", "Paris")
+    assert all("I do not know." not in turns for way in attack_called("form only", batch).ways for turns in way)
+    assert "refusal" not in [attack.name for attack in attacks_on(batch, 0, batch.neighbours(0))]
+    assert FREE_SHARE == 0.25  # the figure in docs/rewards.md
+
+
+def test_the_tasks_of_a_mixture_have_forms_of_their_own() -> None:
+    task = build_task("mixture", tasks=[{"name": "arithmetic"}, {"name": "capitals"}, {"name": "countdown"}])
+    problems = task.sample(12, seed=0, step=0)
+    batch = Batch(tuple(problems), tuple(tuple(task.gold_turns(problem)) for problem in problems))
+    for index, problem in enumerate(problems):
+        tagged = problem.info["mixture"] == 2
+        assert batch.form(index).pieces[0] == ("<think>" if tagged else "")
+        assert all((turns[-1][0] == "<") == tagged for turns in batch.neighbours(index))
+        assert all(turns[-1].isdigit() for turns in batch.neighbours(index) if problem.info["mixture"] == 0)
