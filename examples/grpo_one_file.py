@@ -1,8 +1,8 @@
 """GRPO in one file: a tiny transformer learns to add, with or without a KL penalty to where it started.
 
-    python examples/grpo_one_file.py                        # no penalty
+    python examples/grpo_one_file.py                        # quick tests, then training without a penalty
     python examples/grpo_one_file.py --use-kl-penalty       # β = 0.01 against a frozen copy of the start
-    python examples/grpo_one_file.py --test                 # quick self-tests
+    python examples/grpo_one_file.py --test                 # the quick tests alone; --skip-tests leaves them out
 
 The whole loop is here, on `keel.kl` and `keel.losses` and their types: sample groups, reward, advantages, loss, step.
 """
@@ -99,6 +99,11 @@ def token_logps(model: nn.Module, ids: Tensor) -> Tensor:
     return logp.gather(-1, ids[:, PROMPT:].unsqueeze(-1)).squeeze(-1)
 
 
+def compute_kl_divergence(policy_log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor | None = None) -> Tensor:
+    """KL(policy‖reference) of each sampled token, [B, T], as k3: never negative, and right on average."""
+    return estimate("k3", policy_log_probs, ref_log_probs, mask)
+
+
 def compute_loss(logp: Tensor, batch: Batch, kl_coef: float, counts: Counts | None = None) -> tuple[Tensor, Info]:
     """Clipped policy loss + kl_coef · KL(policy‖reference), the KL as k3, pulled along ∇KL(policy‖reference)."""
     beta = kl_coef if batch.ref_logp is not None else 0.0
@@ -149,9 +154,8 @@ def open_tensorboard(folder: Path) -> Any:
 def log_train(writer: Any, step: int, info: Info) -> None:
     """One line on the console, the same numbers in TensorBoard."""
     line = f"Step {step} | Loss: {info['loss']:.4f} | Grad norm: {info['grad_norm']:.4f} | Reward: {info['reward']:.3f}"
-    print(
-        line + (f" | KL penalty: {info['kl_penalty']:.4f} | KL: {info['kl']:.4f}" if "kl" in info else ""), flush=True
-    )
+    kl = f" | KL penalty: {info['kl_penalty']:.4f} | KL: {info['kl']:.4f}" if "kl" in info else ""
+    print(line + kl, flush=True)
     if writer is not None:
         for name, value in info.items():
             writer.add_scalar(f"train/{name}", value, step)
@@ -172,7 +176,7 @@ def train(model: nn.Module, reference: nn.Module | None, args: argparse.Namespac
         ref_logp = None
         if reference is not None:
             ref_logp, logp = (token_logps(m, rollouts.ids).detach() for m in (reference, model))
-            info["kl"] = masked_mean(estimate("k3", logp, ref_logp, mask), mask).item()
+            info["kl"] = masked_mean(compute_kl_divergence(logp, ref_logp, mask), mask).item()
         counts = global_denominators(Batch(mask))
         optimizer.zero_grad()
         for rows in torch.arange(len(group)).chunk(args.microbatches):
@@ -187,31 +191,45 @@ def train(model: nn.Module, reference: nn.Module | None, args: argparse.Namespac
         writer.close()
 
 
-def self_test() -> None:
-    """Quick checks of each piece; every one can fail."""
-    generator = torch.Generator().manual_seed(0)
-    torch.manual_seed(0)
-    model = TinyTransformer()
-    mask = torch.tensor([[True, True, False], [True, False, False]])
-    assert masked_mean(torch.tensor([[1.0, 3.0, 99.0], [5.0, 99.0, 99.0]]), mask).item() == 3.0
-    prompts, answers = sample_problems(16, generator)
+def test_reward() -> None:
+    prompts, answers = sample_problems(16, torch.Generator().manual_seed(0))
     gold = torch.cat([prompts, torch.tensor([encode(a.ljust(ANSWER, ".")) for a in answers])], dim=1)
-    ends = torch.tensor([[True, True, len(a) == 3] for a in answers])
-    assert reward(Rollouts(gold, ends), answers).tolist() == [1.0] * 16, "the right answer earns the reward"
-    assert reward(Rollouts(gold, ends), answers[1:] + answers[:1]).sum() < 16, "a wrong one does not"
-    rollouts, reference = rollout(model, prompts, generator), frozen_reference(model)
-    logp = token_logps(model, rollouts.ids)
+    rollouts = Rollouts(gold, torch.tensor([[True, True, len(a) == 3] for a in answers]))
+    assert reward(rollouts, answers).tolist() == [1.0] * 16, "the right answer earns the reward"
+    assert reward(rollouts, answers[1:] + answers[:1]).sum() < 16, "a wrong one does not"
+
+
+def test_compute_kl_divergence() -> None:
+    logp, ref_logp = torch.randn(2, 4, len(CHARACTERS), generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    kl = compute_kl_divergence(logp, ref_logp)
+    assert (kl >= 0).all(), "never negative"
+    assert (compute_kl_divergence(logp, logp) == 0).all(), "0 to itself"
+    exact = F.kl_div(ref_logp, logp, log_target=True, reduction="none").sum(-1)
+    torch.testing.assert_close((logp.exp() * kl).sum(-1), exact, msg="its mean under the policy is the KL")
+
+
+def test_compute_loss_with_kl() -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = TinyTransformer()
+    rollouts, reference = rollout(model, sample_problems(16, generator)[0], generator), frozen_reference(model)
+    logp, mask = token_logps(model, rollouts.ids), rollouts.action_mask
     assert not any(p.requires_grad for p in reference.parameters()), "the reference is frozen"
-    same = Batch(rollouts.action_mask, torch.zeros(16), ref_logp=token_logps(reference, rollouts.ids))
+    same = Batch(mask, torch.zeros(16), ref_logp=token_logps(reference, rollouts.ids))
     assert compute_loss(logp, same, kl_coef=1.0)[1]["kl_penalty"] == 0.0, "KL to itself is 0"
-    away = Batch(rollouts.action_mask, torch.zeros(16), ref_logp=logp.detach() - 0.5)
-    loss, info = compute_loss(logp, away, kl_coef=0.1)
-    expected = 0.1 * (torch.tensor(-0.5).expm1() + 0.5).item()
-    assert abs(info["kl_penalty"] - expected) < 1e-6, "k3 at d = −0.5, times the coefficient"
+    ref_logp = logp.detach() - 0.5
+    loss, info = compute_loss(logp, Batch(mask, torch.zeros(16), ref_logp=ref_logp), kl_coef=0.1)
+    penalty = 0.1 * masked_mean(compute_kl_divergence(logp, ref_logp, mask), mask).item()
+    assert abs(info["kl_penalty"] - penalty) < 1e-6, "the penalty is the coefficient times the mean KL"
     gradient = torch.autograd.grad(loss, logp)[0]
-    assert (gradient[rollouts.action_mask] > 0).all(), "tokens surer than the reference are pushed down"
-    assert (gradient[~rollouts.action_mask] == 0).all(), "tokens that were not sampled are left alone"
-    print("all self-tests passed")
+    assert (gradient[mask] > 0).all(), "tokens surer than the reference are pushed down"
+    assert (gradient[~mask] == 0).all(), "tokens that were not sampled are left alone"
+
+
+def quick_tests() -> None:
+    """Checks of each piece, in a second; every one can fail."""
+    for test in (test_reward, test_compute_kl_divergence, test_compute_loss_with_kl):
+        test()
+        print(f"{test.__name__} passed", flush=True)
 
 
 def main() -> None:
@@ -226,13 +244,15 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of AdamW")
     parser.add_argument("--logdir", type=Path, default=Path("runs/grpo_one_file"), help="TensorBoard folder")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--test", action="store_true", help="run the self-tests and stop")
+    parser.add_argument("--test", action="store_true", help="run the quick tests and stop")
+    parser.add_argument("--skip-tests", action="store_true", help="train without running the quick tests first")
     args = parser.parse_args()
-    if args.test:
-        self_test()
-        return
     if min(args.steps, args.prompts, args.group_size, args.microbatches) < 1 or args.kl_coef < 0:
         parser.error("--steps, --prompts, --group-size, --microbatches must be at least 1, --kl-coef at least 0")
+    if args.test or not args.skip_tests:
+        quick_tests()
+    if args.test:
+        return
     torch.set_num_threads(1)  # the model is tiny: threads would only wait for each other
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)

@@ -226,7 +226,7 @@ def test_mistakes_in_a_file(tmp_path):
         (["model.quantization=4bit"], "needs LoRA"),
         (["task.name=arithmetik"], "did you mean 'arithmetic'?"),
         (["task.foo=1"], "task: "),
-        (["--datasets=rows.jsonl", "task.name=countdown"], "makes its own problems"),
+        (["--datasets=rows.jsonl", "task.name=capitals"], "makes its own problems"),
         (["data.split=test"], "data.split is given, but task arithmetic makes its own problems"),
         (["task.name=dataset"], "needs data.path"),
         (["data.truncation=drop"], "needs data.max_prompt_length"),

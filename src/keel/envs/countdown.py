@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import ast
+import json
 import random
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import combinations
+from typing import Any
 
 from keel.base.errors import KeelError, unknown
-from keel.base.types import Problem, Reward
+from keel.base.types import Message, Problem, Reward
 from keel.envs.answers import last_tag
 from keel.envs.base import Task
-from keel.envs.problems import held_out_problems, stream, training_problems
+from keel.envs.dataset import Dataset, split
+from keel.envs.layouts import LoadedProblems, source_of
+from keel.envs.options import SourceOptions
+from keel.envs.problems import HELD_OUT_FRACTION, held_out_problems, stream, training_problems
+from keel.envs.rows import BrokenRow, DataRow, handle_broken_rows, read_rows
 
 FORMATS = ("tags", "plain")
+COLUMNS = ("nums", "target")
+MOST_NUMBERS = 5  # of a row, whose solution has to be searched for
 FORM_REWARD = 0.1
 LONGEST_EXPRESSION = 256
 _SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-"})
@@ -65,6 +74,56 @@ def _walk(node: ast.expr, numbers: list[int]) -> Fraction:
     raise ValueError("not an expression of the game")
 
 
+def steps_of(expression: str) -> list[str]:
+    """The operations of an expression one by one, as `3 * 5 = 15`."""
+    steps: list[str] = []
+
+    def walk(node: ast.expr) -> Fraction:
+        value = _walk(node, [])
+        if isinstance(node, ast.BinOp):
+            steps.append(f"{walk(node.left)} {_SYMBOLS[type(node.op)]} {walk(node.right)} = {value}")
+        return value
+
+    walk(ast.parse(expression, mode="eval").body)
+    return steps
+
+
+@dataclass(frozen=True)
+class CountdownGrader:
+    """Grades expressions over a problem's `numbers` by its `target`; `format` is the form that was asked for."""
+
+    format: str
+
+    def prompt(self, numbers: Sequence[int], target: int) -> str | list[Message]:
+        if self.format == "plain":
+            return f"{' '.join(map(str, numbers))}>{target}="
+        return [{"role": "user", "content": _QUESTION.format(numbers=list(numbers), target=target)}]
+
+    def gold(self, problem: Problem) -> str:
+        """A solution in the form that was asked for, with its steps as the thoughts."""
+        solution = problem.answer or solve(problem.info["numbers"], problem.info["target"])
+        if solution is None:
+            raise KeelError(f"{problem.key}: no expression over its numbers has its target as value: mend the row")
+        if self.format == "plain":
+            return solution
+        answer = re.sub(r"([-+*/])", r" \1 ", solution)
+        return f"<think>{', '.join(steps_of(solution))}</think><answer>{answer}</answer>"
+
+    def reward(self, problem: Problem, text: str) -> Reward:
+        """1 if the expression uses each number once and hits the target, 0.1 for its form alone, else 0.
+
+        The form is the answer tag, or with `format: plain` an expression that can be read.
+        """
+        expression = last_tag(text) if self.format == "tags" else text
+        evaluated = None if expression is None else value_of(expression)
+        form = float(expression is not None if self.format == "tags" else evaluated is not None)
+        hit = evaluated is not None and evaluated[0] == problem.info["target"]
+        correct = float(hit and evaluated is not None and Counter(evaluated[1]) == Counter(problem.info["numbers"]))
+        return Reward(
+            max(correct, FORM_REWARD * form), {"correct": correct, "format": form}, parsed=evaluated is not None
+        )
+
+
 @dataclass(frozen=True)
 class Countdown(Task):
     """Solvable problems with `numbers` integers between `low` and `high`, made backwards from a solution.
@@ -79,7 +138,7 @@ class Countdown(Task):
     target_low: int
     target_high: int
     operations: str
-    format: str
+    grader: CountdownGrader
     name: str = "countdown"
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
@@ -92,33 +151,17 @@ class Countdown(Task):
 
     def gold(self, problem: Problem) -> str:
         """The solution that the problem was made from, in the form that was asked for."""
-        if self.format == "plain":
-            return str(problem.answer)
-        return f"<think>{problem.answer} = {problem.info['target']}</think><answer>{problem.answer}</answer>"
+        return self.grader.gold(problem)
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
-        """1 if the expression uses each number once and hits the target, 0.1 for its form alone, else 0.
-
-        The form is the answer tag, or with `format: plain` an expression that can be read.
-        """
-        text = turns[-1] if turns else ""
-        expression = last_tag(text) if self.format == "tags" else text
-        evaluated = None if expression is None else value_of(expression)
-        form = float(expression is not None if self.format == "tags" else evaluated is not None)
-        hit = evaluated is not None and evaluated[0] == problem.info["target"]
-        correct = float(hit and evaluated is not None and Counter(evaluated[1]) == Counter(problem.info["numbers"]))
-        return Reward(
-            max(correct, FORM_REWARD * form), {"correct": correct, "format": form}, parsed=evaluated is not None
-        )
+        """1 for a solution, 0.1 for its form alone."""
+        return self.grader.reward(problem, turns[-1] if turns else "")
 
     def _draw(self, rng: random.Random) -> tuple[str, Problem]:
         numbers, target, solution = self._solved(rng)
-        identity = f"{','.join(map(str, sorted(numbers)))}>{target}"
-        listed = " ".join(map(str, numbers))
-        question = _QUESTION.format(numbers=list(numbers), target=target)
-        return f"countdown:{identity}", Problem(
+        return _identity(numbers, target), Problem(
             key=f"countdown:{','.join(map(str, numbers))}>{target}",
-            prompt=f"{listed}>{target}=" if self.format == "plain" else [{"role": "user", "content": question}],
+            prompt=self.grader.prompt(numbers, target),
             answer=solution,
             info={"numbers": tuple(numbers), "target": target},
         )
@@ -143,6 +186,12 @@ class Countdown(Task):
         )
 
 
+def _identity(numbers: Sequence[int], target: int) -> str:
+    """Equal for problems that differ in the order of the numbers alone."""
+    return f"countdown:{','.join(map(str, sorted(numbers)))}>{target}"
+
+
+_SYMBOLS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 _Part = tuple[str, Fraction, int]  # text, value, how tightly it binds: 0 a sum, 1 a product, 2 a number
 
 
@@ -152,6 +201,10 @@ def _join(left: _Part, right: _Part, operation: str) -> _Part:
         left, right = right, left
     if operation == "/" and (right[1] == 0 or (left[1] / right[1]).denominator != 1):
         operation = "*"
+    return _combine(left, right, operation)
+
+
+def _combine(left: _Part, right: _Part, operation: str) -> _Part:
     value = {
         "+": lambda: left[1] + right[1],
         "-": lambda: left[1] - right[1],
@@ -165,6 +218,29 @@ def _join(left: _Part, right: _Part, operation: str) -> _Part:
     return f"{left_text}{operation}{right_text}", value, binds
 
 
+def solve(numbers: Sequence[int], target: int) -> str | None:
+    """An expression that uses each number once and has the target as its value, or None; every one is tried."""
+    return _search([(str(n), Fraction(n), 2) for n in numbers], target)
+
+
+def _search(parts: list[_Part], target: int) -> str | None:
+    if len(parts) == 1:
+        return parts[0][0] if parts[0][1] == target else None
+    for i, j in combinations(range(len(parts)), 2):
+        rest = [part for k, part in enumerate(parts) if k not in (i, j)]
+        for joined in _joins(parts[i], parts[j]):
+            if solution := _search([*rest, joined], target):
+                return solution
+    return None
+
+
+def _joins(first: _Part, second: _Part) -> Iterator[_Part]:
+    """Every pair of operation and order that has a value of its own; none is negative, which no solution needs."""
+    large, small = (first, second) if first[1] >= second[1] else (second, first)
+    yield from (_combine(large, small, operation) for operation in "+-*")
+    yield from (_combine(a, b, "/") for a, b in ((large, small), (small, large)) if b[1] != 0)
+
+
 def countdown(
     numbers: int | Sequence[int] = (3, 4),
     low: int = 1,
@@ -173,8 +249,16 @@ def countdown(
     target_high: int = 999,
     operations: str = "+-*/",
     format: str = "tags",
-) -> Countdown:
-    """The task `countdown`; fewer `numbers`, a smaller `high` and fewer `operations` make it easier."""
+    data: Mapping[str, Any] | None = None,
+    held_out: int | float = HELD_OUT_FRACTION,
+    eval_path: str | Sequence[str] | None = None,
+    eval_split: str | None = None,
+) -> Task:
+    """The task `countdown`; fewer `numbers`, a smaller `high` and fewer `operations` make it easier.
+
+    `data.path` gives problems in place of made ones: rows with the columns `nums` and `target`, held out as `dataset`
+    does.
+    """
     counts = (numbers,) if isinstance(numbers, int) else tuple(numbers)
     if not counts or not all(isinstance(n, int) and 2 <= n <= 8 for n in counts):
         raise KeelError(f"countdown numbers is {numbers!r}: it must be a count, or a list of counts, from 2 to 8")
@@ -186,4 +270,50 @@ def countdown(
         raise KeelError(f"countdown operations is {operations!r}: it must be some of '+-*/'")
     if format not in FORMATS:
         raise unknown("countdown format", format, FORMATS)
-    return Countdown(counts, low, high, target_low, target_high, operations, format)
+    source, grader = source_of(data), CountdownGrader(format)
+    if source.path is not None:
+        train, held, notes = split(source, held_out, eval_path, eval_split, read=_read)
+        asked = [tuple(replace(p, prompt=grader.prompt(**p.info)) for p in side) for side in (train, held)]
+        return Dataset("countdown", asked[0], asked[1], grader, notes)
+    if (held_out, eval_path, eval_split) != (HELD_OUT_FRACTION, None, None):
+        raise KeelError("countdown makes its problems and holds a tenth out: held_out and eval_* go with data.path")
+    return Countdown(counts, low, high, target_low, target_high, operations, grader)
+
+
+def _read(source: SourceOptions) -> LoadedProblems:
+    """Rows as problems; the prompt is the identity, by which they are held out as made ones are."""
+    assert source.path is not None
+    rows = read_rows(source.path, source.split)
+    missing = [name for name in COLUMNS if name not in rows.columns]
+    if rows.rows and missing:
+        raise KeelError(
+            f"{rows.source} has no column {' and '.join(missing)}, which countdown needs: it has "
+            f"{', '.join(rows.columns)}"
+        )
+    broken, problems = list(rows.broken), []
+    for row in rows.rows:
+        try:
+            problems.append(_problem(row))
+        except ValueError as error:
+            broken.append(BrokenRow(row.location, str(error)))
+    note = handle_broken_rows(rows.source, broken, source.on_broken)
+    if not problems:
+        raise KeelError(f"{rows.source} holds no problem: give rows with nums and target")
+    return LoadedProblems(rows.source, tuple(problems), (note,) if note else ())
+
+
+def _problem(row: DataRow) -> Problem:
+    numbers, target = (_parsed(row.values.get(name)) for name in COLUMNS)
+    if not isinstance(numbers, list) or not 2 <= len(numbers) <= MOST_NUMBERS:
+        raise ValueError(f"nums is {numbers!r}: it must be a list of 2 to {MOST_NUMBERS} numbers")
+    if not all(type(n) is int and n >= 0 for n in (*numbers, target)):
+        raise ValueError(f"nums is {numbers!r} and target {target!r}: they must be whole numbers from 0")
+    return Problem(row.location, _identity(numbers, target), info={"numbers": tuple(numbers), "target": target})
+
+
+def _parsed(value: Any) -> Any:
+    """CSV holds lists and numbers as their JSON text."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
