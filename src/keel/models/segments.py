@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,8 +64,9 @@ class Segments:
 
     def to(self, device: torch.device | str) -> Segments:
         """The same runs on another device."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: to_device(x, device) for name, x in tensors.items() if isinstance(x, Tensor)})
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {name: to_device(x, device) for name, x in values.items() if isinstance(x, Tensor)}
+        return replace(self, **moved)
 
 
 def _changes(values: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ class SharedPrefixDecoder:
         self.own_step = GraphedStep(step) if graphs and step is not None else step
         self.device = next(model.parameters()).device
         self.traits = Traits(self.device.type, joins=True, graphed=graphs)
-        self.masses = step.masses if isinstance(step, FusedStep) else None
+        self.masses: Masses | None = step.masses if isinstance(step, FusedStep) else None
         self.cache: SharedPrefixCache
 
     def prefill(self, prompts: Sequence[Sequence[int]], prompt_of: Sequence[int], length: int) -> Tensor:
@@ -201,7 +201,7 @@ class UnsharedPrefixDecoder:
     """
 
     can_resume = False
-    masses = None
+    masses: Masses | None = None
     traits = Traits()  # rows that join would be a bucket of their own, one forward more in every later step
 
     def __init__(
@@ -271,7 +271,7 @@ class SwitchingDecoder:
     """
 
     can_resume = False
-    masses = None
+    masses: Masses | None = None
     traits = Traits()  # rows that join would have to be split by length again
 
     def __init__(

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from keel.rollout.native.cache import SharedPrefixCache
 from keel.rollout.native.llama import is_llama_shaped
 
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu": "gelu",
-    "relu": "relu",
+_ACTIVATIONS = {  # by the name of its module's class
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "NewGELUActivation": "gelu_tanh",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh",
+    "GELUActivation": "gelu",
+    "ReLU": "relu",
 }
 _GPT2 = {"wte", "wpe", "drop", "h", "ln_f"}
 
@@ -113,7 +114,7 @@ class _Llama:
         self._base, self._head = base, inner.lm_head
         self.heads, self.kv_heads = inner.config.num_attention_heads, inner.config.num_key_value_heads
         self.size = base.layers[0].self_attn.head_dim
-        self.layers = [_LlamaLayer(layer) for layer in base.layers]
+        self.layers: list[Any] = [_LlamaLayer(layer) for layer in base.layers]
         self.last_norm = _norm(base.norm)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -141,7 +142,7 @@ class _LlamaLayer:
         if hasattr(attention, "q_norm"):
             (q_weight, _, eps, offset, _), k_norm = _norm(attention.q_norm), _norm(attention.k_norm)
             self.head_norms = (q_weight, k_norm[0], eps, offset)
-        self._activation = _activation(mlp.config.hidden_act if hasattr(mlp, "config") else "")
+        self._activation = _activation(mlp.act_fn)
 
     def qkv(self, x: Tensor) -> Tensor:
         return self._qkv(x)
@@ -161,7 +162,7 @@ class _GPT2Blocks:
         self._base, self._head = base, inner.lm_head
         self.heads = self.kv_heads = inner.config.n_head
         self.size = inner.config.n_embd // inner.config.n_head
-        self.layers = [_GPT2Layer(layer, inner.config.activation_function) for layer in base.h]
+        self.layers: list[Any] = [_GPT2Layer(layer) for layer in base.h]
         self.last_norm = _norm(base.ln_f)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -179,10 +180,10 @@ class _GPT2Blocks:
 class _GPT2Layer:
     head_norms = None
 
-    def __init__(self, layer: Any, activation: str) -> None:
+    def __init__(self, layer: Any) -> None:
         self.qkv, self.out, self.scaling = layer.attn.c_attn, layer.attn.c_proj, layer.attn.scaling
         self.first_norm, self.second_norm = _norm(layer.ln_1), _norm(layer.ln_2)
-        self._up, self._down, self._activation = layer.mlp.c_fc, layer.mlp.c_proj, _activation(activation)
+        self._up, self._down, self._activation = layer.mlp.c_fc, layer.mlp.c_proj, _activation(layer.mlp.act)
 
     def mlp(self, x: Tensor) -> Tensor:
         from keel.rollout.native import kernels
@@ -231,7 +232,8 @@ def join_projections(model: nn.Module) -> None:
                 weight.data = view
 
 
-def _activation(name: str) -> str:
+def _activation(module: nn.Module) -> str:
+    name = type(module).__name__
     if name not in _ACTIVATIONS:
         raise NotImplementedError(f"activation {name}")
     return _ACTIVATIONS[name]
