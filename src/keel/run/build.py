@@ -131,7 +131,7 @@ def build_run(
     judge = build_judge(config, task, reward)
     sampling = SamplingParams.of(config.rollout)
     amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype)
-    engine = build_engine(sampler_options(config, loaded, amp_dtype), loaded.model, loaded.tokenizer)
+    engine = build_engine(sampler_options(config, loaded.device.type, amp_dtype), loaded.model, loaded.tokenizer)
     _check_logp(config, engine, sampling)
     scorer = build_scorer(config.model.scorer)
     shared = engine.shares_weights and amp_dtype is None and scorer is None
@@ -161,11 +161,11 @@ def build_run(
     return Built(run, judge, sampling, notes)
 
 
-def sampler_options(config: Config, loaded: LoadedModel, amp_dtype: torch.dtype | None) -> RolloutOptions:
+def sampler_options(config: Config, device: str, amp_dtype: torch.dtype | None) -> RolloutOptions:
     """`rollout` with its dtype decided: on a GPU a sampler in the type of the training passes is faster, and nearer."""
     rollout = config.rollout
     native = rollout.named_engine.name == "native"
-    if rollout.dtype != "auto" or not native or amp_dtype is None or loaded.device.type != "cuda":
+    if rollout.dtype != "auto" or not native or amp_dtype is None or device != "cuda":
         return rollout
     if config.model.quantization is not None:  # those weights are in a type of their own
         return rollout
