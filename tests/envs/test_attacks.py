@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from keel.base.types import Problem
-from keel.envs import TASKS, build_task
+from keel.envs import TASKS, TaskWrapper, build_task
 from keel.envs.attacks import Attack, Batch, Form, attacks_on, form_of
 from keel.envs.exploits import FREE_SHARE, Exploits, exploit
 from keel.envs.judge import Judge
@@ -136,6 +136,20 @@ def test_no_attack_on_chess_is_judged_correct_or_earns_like_gold(name: str) -> N
     exploits = exploit(build_task(name), count=3)
     assert len(exploits.rows) >= 15
     assert all(check.ok for check in exploits.checks)
+
+
+class Unanswered(TaskWrapper):
+    name = "unanswered"
+    inner = build_task("arithmetic")
+
+    def gold_turns(self, problem: Problem) -> list[str]:
+        raise LookupError("no gold answer")
+
+
+def test_nothing_is_said_about_attacks_that_could_not_be_made() -> None:
+    judged, earn_less = exploit(Unanswered(), count=COUNT).checks
+    assert (judged.ok, judged.detail) == (False, "raised LookupError: no gold answer")
+    assert (earn_less.ok, earn_less.detail) == (True, "not asked: attacks could not be made")
 
 
 def test_every_task_has_its_figures() -> None:
