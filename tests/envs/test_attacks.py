@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from keel.base.types import Problem, Reward
-from keel.envs import TASKS, TaskWrapper, build_task
+from keel.envs import TASKS, Task, TaskWrapper, build_task
 from keel.envs.attacks import Attack, Batch, Form, attacks_on, form_of
 from keel.envs.exploits import FREE_SHARE, Exploits, exploit
 from keel.envs.judge import Judge
@@ -422,6 +423,53 @@ def test_attacks_are_made_of_what_is_visible() -> None:
     assert boxed == (("<a>\\boxed{3} 5</a>",), ("<a>\\boxed{5} 3</a>",))
     names = [attack.name for attack in attacks_on(batch, 0, ())]
     assert "another problem's answer" not in names  # none that is wrong here
+
+
+def moves(*values: str) -> str:
+    """Five moves, five evaluations and a best move, in one form."""
+    return f"M: {' '.join(values)} E: {' '.join(f'0.{i + 1}' for i in range(len(values)))} B: {values[-1]}"
+
+
+def test_a_form_of_several_values_is_filled_with_one() -> None:
+    batch = batch_of(moves("e2e4", "d2d4"), moves("g1f3", "c2c4"), moves("b1c3", "f2f4"))
+    assert attack_called("form of one value", batch).ways == (
+        (("M: g1f3 g1f3 E: 0.1 0.1 B: c2c4",),),
+        (("M: g1f3 g1f3 E: g1f3 g1f3 B: g1f3",),),
+    )
+    single = batch_of("<a>3</a>", "<a>5</a>")
+    assert "form of one value" not in [attack.name for attack in attacks_on(single, 0, single.neighbours(0))]
+
+
+class Lines(Task):
+    """Pays 0.6 for five moves, five evaluations and a best move that can be read, legal or not."""
+
+    name = "lines"
+
+    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        files, row = "abcdefgh", step + 1
+        answers = [moves(*(f"{files[(i + k) % 8]}{1 + i // 8}{files[k]}{row}" for k in range(5))) for i in range(count)]
+        return [Problem(f"{step}/{i}", f"position {step}/{i}", answer) for i, answer in enumerate(answers)]
+
+    def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
+        return self.sample(count, seed=seed, step=7)
+
+    def gold(self, problem: Problem) -> str:
+        return str(problem.answer)
+
+    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
+        right = turns[-1] == problem.answer
+        readable = re.fullmatch(r"M:( [a-h]\d[a-h]\d){5} E:( \d\.\d){5} B: [a-h]\d[a-h]\d", turns[-1])
+        return Reward(1.0 if right else 0.6 * bool(readable), {"correct": float(right)})
+
+
+def test_what_is_paid_for_a_form_that_can_be_read_is_seen_as_form() -> None:
+    exploits = exploit(Lines(), count=16)
+    row = next(row for row in exploits.rows if row.name == "form of one value")
+    assert (row.family, row.verdict, round(row.mean_reward, 9)) == ("form", "pays", 0.6)
+    assert any(
+        "'form of one value' earns 0.60" in warning and "to write the form" in warning for warning in exploits.warnings
+    )
+    assert earned(exploits)["form only"] == 0.0  # nothing in it can be read
 
 
 def test_the_commonest_answer_is_that_of_the_others() -> None:

@@ -237,10 +237,22 @@ def attacks_on(batch: Batch, index: int, wrong: Sequence[Turns]) -> list[Attack]
     ]
     if wrong:
         endless = "\n".join([wrong[0][-1]] * REPEATS)
+        fair.append(Attack("form of one value", "form", _repeated(form, wrong[0]), lucky=True))
         fair.append(Attack("another problem's answer", "wrong", ((wrong[0],),)))
         fair.append(Attack("another problem's answer, endless", "endless", (((*wrong[0][:-1], endless),),)))
     copying = batch.asks_for_a_copy(index)
     return [attack for attack in fair if attack.ways and not (copying and attack.family == "prompt")]
+
+
+def _repeated(form: Form, turns: Turns) -> tuple[Way, ...]:
+    """A form of several values that holds one of them: each slot its own first one, or all slots that of the first."""
+    values = [content.split() for content in form.contents(turns[-1])]
+    if sum(map(len, values)) < 2:
+        return ()
+    own = [" ".join(words[:1] * len(words)) for words in values]
+    first = next(words[0] for words in values if words)
+    same = [" ".join([first] * len(words)) for words in values]
+    return _unlike(((text,),) for text in (form.fill(own), form.fill(same)) if text.strip() != turns[-1].strip())
 
 
 def _gives(way: Way, form: Form, accepted: set[str]) -> bool:
