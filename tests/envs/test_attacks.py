@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from envs.chess.fake_engine import fake_engine
 from keel.base.types import Problem, Reward
 from keel.envs import TASKS, Task, TaskWrapper, build_task
 from keel.envs.attacks import Attack, Batch, Form, attacks_on, form_of
@@ -141,11 +142,44 @@ def test_reasoning_gym_pays_for_what_contains_the_answer_by_length() -> None:
     assert max(paid.values()) < 0.4
 
 
-@pytest.mark.parametrize("name", ["chess_env", "chess_policy"])
-def test_no_attack_on_chess_is_judged_correct_or_earns_like_gold(name: str) -> None:
-    exploits = exploit(build_task(name), count=3)
-    assert len(exploits.rows) >= 15
-    assert all(check.ok for check in exploits.checks)
+def puzzle_rows() -> list[dict[str, str]]:
+    """A rook that takes a pawn, on each rank from the second to the seventh but one."""
+    ranks = [["8"] * row + ["p6R"] + ["8"] * (4 - row) for row in range(5)]
+    return [
+        {"FEN": f"7k/8/{'/'.join(rows)}/4K3 b - - 0 1", "Moves": f"h8g8 h{6 - i}a{6 - i}"}
+        for i, rows in enumerate(ranks)
+    ]
+
+
+# The reward of gold, of what cannot be read, and of each attack that can: on six random positions, and the first five
+# legal moves, as an engine of the test gives them.
+READABLE = ("another problem's answer, endless", "every answer in a form of its own")
+LISTS = {"every answer without the form": 0.078, "another problem's answer": 0.01, **same(0.0, *READABLE)}
+CHESS: list[tuple[str, dict[str, Any], float, float, dict[str, float]]] = [
+    ("chess_env", {}, 1.5, -0.3, {"another problem's answer": 0.113, **same(0.013, *READABLE)}),
+    ("chess_env", {"system": "binary"}, 1.0, -1.0, {"another problem's answer": 0.0}),
+    ("chess_policy", {}, 1.0, -0.3, {**LISTS, "every answer in one form": 0.044}),
+    ("chess_policy", {"system": "binary"}, 1.0, -1.0, {"another problem's answer": 0.0}),
+    ("chess_puzzles", {}, 1.0, -0.3, same(0.0, *WRONG, *READABLE)),
+    ("chess", {}, 1.0, -0.3, {**LISTS, "every answer in one form": 0.04}),
+]
+
+
+@pytest.mark.parametrize(("name", "params", "gold", "unreadable", "paid"), CHESS, ids=[row[0] for row in CHESS])
+def test_what_chess_pays_for_nothing(
+    name: str, params: dict[str, Any], gold: float, unreadable: float, paid: dict[str, float], tmp_path: Path
+) -> None:
+    if name in ("chess_policy", "chess"):
+        engine = {"path": fake_engine(tmp_path), "cache": str(tmp_path / "cache.sqlite"), "workers": 1}
+        params = {**params, "engine": engine}
+    if name == "chess_puzzles":
+        path = tmp_path / "puzzles.jsonl"
+        path.write_text("\n".join(map(json.dumps, puzzle_rows())))
+        params = {**params, "path": str(path)}
+    exploits = exploit(build_task(name, **params), count=COUNT)
+    assert earned(exploits) == {**dict.fromkeys(EVERY, unreadable), **paid}
+    assert {row.verdict for row in exploits.rows} == {"fine"}
+    assert exploits.rows[0].gold_reward == gold
 
 
 class Unanswered(TaskWrapper):
@@ -163,8 +197,7 @@ def test_nothing_is_said_about_attacks_that_could_not_be_made() -> None:
 
 
 def test_every_task_has_its_figures() -> None:
-    chess = {name for name in TASKS if name.startswith("chess")}
-    assert {name for name, _, _ in PAID} | {"multihop", "reasoning_gym"} | chess == set(TASKS)
+    assert {row[0] for row in (*PAID, *CHESS)} | {"multihop", "reasoning_gym"} == set(TASKS)
 
 
 # Rewards by name, on `<answer>129</answer>`: what is not named earns nothing.
@@ -470,6 +503,12 @@ def test_what_is_paid_for_a_form_that_can_be_read_is_seen_as_form() -> None:
         "'form of one value' earns 0.60" in warning and "to write the form" in warning for warning in exploits.warnings
     )
     assert earned(exploits)["form only"] == 0.0  # nothing in it can be read
+
+
+def test_one_answer_to_every_problem_is_a_warning_and_no_hole() -> None:
+    batch = batch_of("yes", "yes", "yes")
+    assert attack_called("commonest answer", batch).is_gold
+    assert not attack_called("zeros", batch).is_gold
 
 
 def test_the_commonest_answer_is_that_of_the_others() -> None:

@@ -45,12 +45,16 @@ LESSONS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Attack:
-    """One kind of answer: the best of its `ways` is what it earns. With `lucky` it may be right by chance."""
+    """One kind of answer: the best of its `ways` is what it earns.
+
+    With `lucky` it may be right by chance; with `is_gold` it is this problem's gold answer, and rightly right.
+    """
 
     name: str
     family: str
     ways: tuple[Way, ...]
     lucky: bool = False
+    is_gold: bool = False
 
 
 @dataclass(frozen=True)
@@ -231,10 +235,11 @@ def attacks_on(batch: Batch, index: int, wrong: Sequence[Turns]) -> list[Attack]
     prompt that asks for a copy.
     """
     form, accepted = batch.form(index), batch.accepted(index)
-    made = [*_plain(batch, index), *_lists(batch, index, wrong), *_calls(batch, index)]
-    fair = [
-        a if a.lucky else replace(a, ways=tuple(way for way in a.ways if not _gives(way, form, accepted))) for a in made
-    ]
+    fair = []
+    for attack in (*_plain(batch, index), *_lists(batch, index, wrong), *_calls(batch, index)):
+        other = tuple(way for way in attack.ways if not _gives(way, form, accepted))
+        is_gold = len(other) < len(attack.ways)
+        fair.append(replace(attack, is_gold=is_gold) if attack.lucky else replace(attack, ways=other))
     if wrong:
         endless = "\n".join([wrong[0][-1]] * REPEATS)
         fair.append(Attack("form of one value", "form", _repeated(form, wrong[0]), lucky=True))
