@@ -14,7 +14,7 @@ from envs.chess.fake_engine import fake_engine
 from keel.base.types import Problem, Reward
 from keel.envs import TASKS, Task, TaskWrapper, build_task
 from keel.envs.attacks import Attack, Batch, Form, attacks_on, form_of
-from keel.envs.exploits import FREE_SHARE, Exploits, exploit
+from keel.envs.exploits import FREE_SHARE, REQUESTS, Exploits, exploit
 from keel.envs.judge import Judge
 from keel.envs.rewards import REWARDS, TASK, http
 
@@ -277,10 +277,16 @@ def test_a_judge_elsewhere_is_attacked_on_few_problems(monkeypatch: pytest.Monke
         {"name": "http", "url": "http://127.0.0.1:1/judge"},
         {"name": "chat_judge", "url": "http://127.0.0.1:1/v1", "model": "m", "template": "{prompt}=>{completion}"},
     ):
-        exploits = judged([entry])
-        assert earned(exploits) == {**dict.fromkeys(EVERY, 1.0), "empty": 0.0}
-        assert {row.problems for row in exploits.rows} == {3}
-    assert len(asked) < 1000
+        for options in ({}, {"concurrency": 1}):
+            asked.clear()
+            exploits = judged([{**entry, **options}])
+            assert earned(exploits) == {**dict.fromkeys(EVERY, 1.0), "empty": 0.0}
+            assert {row.problems for row in exploits.rows} == {1}
+            assert 30 < len(asked) <= REQUESTS == 42
+        asked.clear()
+        exploits = judged([entry, {"name": "numeric"}], aggregate="normalised_sum")
+        assert len(exploits.rows) >= 8
+        assert 30 < len(asked) <= REQUESTS
 
 
 def test_every_reward_has_its_figures() -> None:

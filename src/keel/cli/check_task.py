@@ -49,8 +49,8 @@ def check_task(
     if model is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
 
-    from keel.envs.exploits import SECONDS, exploit
-    from keel.envs.prove import examples, prove
+    from keel.envs.exploits import REQUESTS, SECONDS, exploit
+    from keel.envs.prove import EXAMPLES, MOST_REMOTE, examples, prove
     from keel.envs.rewards import probe_rewards
     from keel.models.tokenizer import load_tokenizer
     from keel.run.build import build_judge, build_named_task, build_renderer
@@ -60,6 +60,9 @@ def check_task(
     if configured:
         probe_rewards([{"name": part.name, **part.params} for part in config.rewards])
     judge = build_judge(config, task) if configured else None
+    if judge is not None and judge.remote:
+        most = 3 * MOST_REMOTE + REQUESTS + 2 * EXAMPLES  # gold, wrong and empty; attacks; worked examples
+        typer.echo(f"keel: note: {' and '.join(judge.remote)} will be asked up to {most} times", err=True)
     tokenizer = load_tokenizer(config.model.name, trust_remote_code=config.model.trust_remote_code)
     renderer = build_renderer(config, tokenizer)
     strict = model is not None or from_file

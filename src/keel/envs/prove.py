@@ -15,6 +15,8 @@ from keel.envs.rewards import as_reward
 from keel.envs.validity import Check, checks, expect, first_problems, outcome, training_steps
 
 NONSENSE = "I do not know."
+MOST_REMOTE = 4  # problems whose rewards a judge elsewhere is asked for
+EXAMPLES = 3
 
 
 class Renderer(Protocol):
@@ -48,7 +50,7 @@ def prove(
         yield outcome("configured rewards", partial(_rewards, problems, task, judge))
 
 
-def examples(task: Task, judge: Judge | None = None, count: int = 3, seed: int = 0) -> list[dict[str, Any]]:
+def examples(task: Task, judge: Judge | None = None, count: int = EXAMPLES, seed: int = 0) -> list[dict[str, Any]]:
     """A few problems with what the gold answer and a wrong one earn, part by part."""
     problems = first_problems(task, max(count, 2), seed)
     judge = judge or Judge.of(task)
@@ -104,7 +106,7 @@ def _answers(problems: Callable[[], Sequence[Problem]], task: Task, tokenizer: A
 
 def _rewards(problems: Callable[[], Sequence[Problem]], task: Task, judge: Judge) -> str:
     """Under the configured rewards the gold answer earns more than a wrong and an empty one of the same group."""
-    chosen = problems()
+    chosen = problems()[: MOST_REMOTE if judge.remote else None]
     names = ", ".join(part.name for part in judge.parts)
     for number, problem in enumerate(chosen):
         wrong = wrong_answer(task, problem, chosen[number - 1])
