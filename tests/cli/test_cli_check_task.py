@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from keel.cli import main
+from keel.envs.rewards import http
 
 # Sound tasks with one thing broken in each: `module:attr` as a user writes it.
 FAULTS = """
@@ -314,6 +315,26 @@ def test_what_is_paid_for_the_form_alone_is_a_warning(
     page = " ".join(capsys.readouterr().out.split())
     assert f"warning: {attack}" in page
     assert "attacks: what is paid for nothing" in page
+
+
+@pytest.mark.usefixtures("leaks")
+def test_a_judge_elsewhere_is_asked_few_times_and_that_is_said_before(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def ask(url: str, body: dict[str, str], *rest: Any) -> dict[str, float]:
+        asked.append(body["completion"])
+        return {"score": float(body["completion"].count("<answer>"))}
+
+    monkeypatch.setattr(http, "_ask", ask)
+    monkeypatch.setattr(http, "probe", lambda **options: None)
+    entry = "rewards=[{name: task}, {name: http, url: 'http://127.0.0.1:1/judge', weight: 0.1}]"
+    main(["check-task", "leaks:sound", entry, "--json"])
+    assert "keel: note: http will be asked up to 60 times\n" in capsys.readouterr().err
+    assert 40 < len(asked) <= 60
+    main(["check-task", "leaks:sound", "--json"])
+    assert "asked" not in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("leaks")

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from keel.base.types import Problem
-from keel.envs import TASKS, build_task
+from envs.chess.fake_engine import fake_engine
+from keel.base.types import Problem, Reward
+from keel.envs import TASKS, Task, TaskWrapper, build_task
 from keel.envs.attacks import Attack, Batch, Form, attacks_on, form_of
-from keel.envs.exploits import FREE_SHARE, Exploits, exploit
+from keel.envs.exploits import FREE_SHARE, REQUESTS, Exploits, exploit
 from keel.envs.judge import Judge
 from keel.envs.rewards import REWARDS, TASK, http
 
 COUNT = 6  # problems
-FORM = ("form only", "one word, endless", "refusal", "every number to 100")  # the form once, without the answer
+# the form once, without the answer
+FORM = ("form only", "one word, endless", "refusal", "not a number", "every number to 100")
 WRONG = ("another problem's answer", "every answer in one form", "two answers in two notations")
 REPEATED = ("form only, endless", "every answer in a form of its own", "another problem's answer, endless")
 EVERY = ("empty", "blank", "every answer without the form", *FORM, *WRONG, *REPEATED)
@@ -47,8 +50,8 @@ def same(value: float, *names: str) -> dict[str, float]:
     return dict.fromkeys(names, value)
 
 
-# Task, its parameters, and the mean share of the gold answer's reward that each attack earns; what is not named earns
-# nothing. Answers that may be right by chance (prompts, zeros, the commonest answer) have a test of their own.
+# Task, its parameters, and the mean reward that each attack earns where the gold answer earns 1; what is not named
+# earns nothing. Answers that may be right by chance (prompts, zeros, the commonest answer) have a test of their own.
 PAID: list[tuple[str, dict[str, Any], dict[str, float]]] = [
     ("arithmetic", {}, {}),
     ("arithmetic", {"skill": "sort", "digits": 6}, {}),
@@ -82,13 +85,19 @@ def shares(exploits: Exploits, *, lucky: bool = False) -> dict[str, float]:
     return {row.name: round(row.mean, 3) for row in exploits.rows if row.lucky == lucky}
 
 
+def earned(exploits: Exploits) -> dict[str, float]:
+    """The mean reward of each attack, as it was paid."""
+    return {row.name: round(row.mean_reward, 3) for row in exploits.rows if not row.lucky}
+
+
 @pytest.mark.parametrize(("name", "params", "paid"), PAID, ids=[name for name, _, _ in PAID])
 def test_what_a_task_pays_for_nothing(
     name: str, params: dict[str, Any], paid: dict[str, float], tmp_path: Path
 ) -> None:
     exploits = exploit(built(name, params, tmp_path), count=COUNT)
     expected = {**dict.fromkeys((*EVERY, *(CALLS if name == "tools" else ())), 0.0), **paid}
-    assert shares(exploits) == expected
+    assert earned(exploits) == shares(exploits) == expected
+    assert all(row.gold_reward == 1.0 for row in exploits.rows)
     assert all(check.ok for check in exploits.checks)
     assert not exploits.warnings
     assert all(row.correct == 0 for row in exploits.rows if not row.lucky)
@@ -101,6 +110,7 @@ MULTIHOP = {
     "blank": 0.0,
     "form only": 0.1 / 4,
     "refusal": 0.1 / 4,
+    "not a number": 0.1 / 4,
     "one word, endless": 0.1 / 4,
     "form only, endless": 0.0,
     "every number to 100": 0.7 / 4,
@@ -115,7 +125,8 @@ def test_multihop_pays_for_retrieval_and_citations_without_an_answer(form: dict[
     exploits = exploit(build_task("multihop", retriever="golden", hops=2, **form), count=COUNT)
     # a call of `complete` ends the episode: behind the first nothing is read
     expected = {**MULTIHOP, **({"form only, endless": 0.1 / 4} if form else {})}
-    assert {name: shares(exploits)[name] for name in expected} == pytest.approx(expected, abs=6e-4)
+    assert {name: earned(exploits)[name] for name in expected} == pytest.approx(expected, abs=6e-4)
+    assert all(row.gold_reward == 1.0 for row in exploits.rows)
     assert all(check.ok for check in exploits.checks)
     assert all(row.highest < 0.6 and row.correct == 0 for row in exploits.rows if not row.lucky)
     assert {row.name for row in exploits.rows if row.verdict == "pays"} >= set(CALLS)
@@ -131,16 +142,62 @@ def test_reasoning_gym_pays_for_what_contains_the_answer_by_length() -> None:
     assert max(paid.values()) < 0.4
 
 
-@pytest.mark.parametrize("name", ["chess_env", "chess_policy"])
-def test_no_attack_on_chess_is_judged_correct_or_earns_like_gold(name: str) -> None:
-    exploits = exploit(build_task(name), count=3)
-    assert len(exploits.rows) >= 15
-    assert all(check.ok for check in exploits.checks)
+def puzzle_rows() -> list[dict[str, str]]:
+    """A rook that takes a pawn, on each rank from the second to the seventh but one."""
+    ranks = [["8"] * row + ["p6R"] + ["8"] * (4 - row) for row in range(5)]
+    return [
+        {"FEN": f"7k/8/{'/'.join(rows)}/4K3 b - - 0 1", "Moves": f"h8g8 h{6 - i}a{6 - i}"}
+        for i, rows in enumerate(ranks)
+    ]
+
+
+# The reward of gold, of what cannot be read, and of each attack that can: on six random positions, and the first five
+# legal moves, as an engine of the test gives them.
+READABLE = ("another problem's answer, endless", "every answer in a form of its own")
+LISTS = {"every answer without the form": 0.078, "another problem's answer": 0.01, **same(0.0, *READABLE)}
+CHESS: list[tuple[str, dict[str, Any], float, float, dict[str, float]]] = [
+    ("chess_env", {}, 1.5, -0.3, {"another problem's answer": 0.113, **same(0.013, *READABLE)}),
+    ("chess_env", {"system": "binary"}, 1.0, -1.0, {"another problem's answer": 0.0}),
+    ("chess_policy", {}, 1.0, -0.3, {**LISTS, "every answer in one form": 0.044}),
+    ("chess_policy", {"system": "binary"}, 1.0, -1.0, {"another problem's answer": 0.0}),
+    ("chess_puzzles", {}, 1.0, -0.3, same(0.0, *WRONG, *READABLE)),
+    ("chess", {}, 1.0, -0.3, {**LISTS, "every answer in one form": 0.04}),
+]
+
+
+@pytest.mark.parametrize(("name", "params", "gold", "unreadable", "paid"), CHESS, ids=[row[0] for row in CHESS])
+def test_what_chess_pays_for_nothing(
+    name: str, params: dict[str, Any], gold: float, unreadable: float, paid: dict[str, float], tmp_path: Path
+) -> None:
+    if name in ("chess_policy", "chess"):
+        engine = {"path": fake_engine(tmp_path), "cache": str(tmp_path / "cache.sqlite"), "workers": 1}
+        params = {**params, "engine": engine}
+    if name == "chess_puzzles":
+        path = tmp_path / "puzzles.jsonl"
+        path.write_text("\n".join(map(json.dumps, puzzle_rows())))
+        params = {**params, "path": str(path)}
+    exploits = exploit(build_task(name, **params), count=COUNT)
+    assert earned(exploits) == {**dict.fromkeys(EVERY, unreadable), **paid}
+    assert {row.verdict for row in exploits.rows} == {"fine"}
+    assert exploits.rows[0].gold_reward == gold
+
+
+class Unanswered(TaskWrapper):
+    name = "unanswered"
+    inner = build_task("arithmetic")
+
+    def gold_turns(self, problem: Problem) -> list[str]:
+        raise LookupError("no gold answer")
+
+
+def test_nothing_is_said_about_attacks_that_could_not_be_made() -> None:
+    judged, earn_less = exploit(Unanswered(), count=COUNT).checks
+    assert (judged.ok, judged.detail) == (False, "raised LookupError: no gold answer")
+    assert (earn_less.ok, earn_less.detail) == (True, "not asked: attacks could not be made")
 
 
 def test_every_task_has_its_figures() -> None:
-    chess = {name for name in TASKS if name.startswith("chess")}
-    assert {name for name, _, _ in PAID} | {"multihop", "reasoning_gym"} | chess == set(TASKS)
+    assert {row[0] for row in (*PAID, *CHESS)} | {"multihop", "reasoning_gym"} == set(TASKS)
 
 
 # Rewards by name, on `<answer>129</answer>`: what is not named earns nothing.
@@ -178,26 +235,32 @@ def judged(entries: list[dict[str, Any]], count: int = COUNT, **options: Any) ->
 @pytest.mark.parametrize(("entry", "paid"), PARTS, ids=[entry["name"] for entry, _ in PARTS])
 def test_what_a_reward_pays_for_nothing(entry: dict[str, Any], paid: dict[str, float]) -> None:
     exploits = judged([entry], 2 if entry["name"] == "math" else COUNT)
-    assert shares(exploits) == {**dict.fromkeys(EVERY, 0.0), **paid}
-    holes = {row.name for row in exploits.rows if row.verdict == "hole"}
+    assert earned(exploits) == shares(exploits) == {**dict.fromkeys(EVERY, 0.0), **paid}
+    holes = {row.name for row in exploits.rows if row.verdict == "hole" and not row.lucky}
     assert holes == {name for name, share in paid.items() if share == 1.0}
     assert all(check.ok == (not holes) for check in exploits.checks if check.name == "attacks earn less")
 
 
-def test_cosine_pays_a_wrong_text_for_length_by_definition() -> None:
-    """From -1 to -0.5 where a right one earns up to 1: a quarter of the way."""
-    paid = shares(judged([{"name": "cosine"}]))
+def test_cosine_punishes_a_long_wrong_text_less_by_definition() -> None:
+    """From -1 to -0.5, which is below 0 and no pay."""
+    exploits = judged([{"name": "cosine"}])
+    paid = earned(exploits)
     endless = {name: paid.pop(name) for name in ("form only, endless", "one word, endless", REPEATED[2])}
-    assert endless == pytest.approx(dict.fromkeys(endless, 0.5 / 2), abs=1e-3)
-    assert max(paid.values()) < 0.1
-    exceeded = shares(judged([{"name": "cosine", "exceeded": -1.0}]))
-    assert all(exceeded[name] <= 0 for name in endless)
+    assert endless == pytest.approx(dict.fromkeys(endless, -0.5), abs=1e-3)
+    assert paid["empty"] == -1.0
+    assert max(paid.values()) < -0.8
+    assert not exploits.warnings
+    exceeded = earned(judged([{"name": "cosine", "exceeded": -1.0}]))
+    assert all(exceeded[name] == -1.0 for name in endless)
 
 
 def test_length_pays_for_no_attack() -> None:
     assert not judged([{"name": "length"}]).rows  # an empty answer earns most: alone it is no reward for a task
     exploits = judged([{"name": "numeric"}, {"name": "length", "weight": 0.1}])
-    assert all(row.mean <= 0 for row in exploits.rows if not row.lucky)
+    paid = earned(exploits)
+    assert (max(paid.values()), paid["empty"], min(paid.values())) == (0.0, 0.0, -0.1)
+    assert shares(exploits)["empty"] == pytest.approx(0.1 / 1.1, abs=0.01)  # from the longest, -0.1, to gold
+    assert not exploits.warnings
 
 
 def test_a_judge_elsewhere_is_attacked_on_few_problems(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,10 +277,16 @@ def test_a_judge_elsewhere_is_attacked_on_few_problems(monkeypatch: pytest.Monke
         {"name": "http", "url": "http://127.0.0.1:1/judge"},
         {"name": "chat_judge", "url": "http://127.0.0.1:1/v1", "model": "m", "template": "{prompt}=>{completion}"},
     ):
-        exploits = judged([entry])
-        assert shares(exploits) == {**dict.fromkeys(EVERY, 1.0), "empty": 0.0}
-        assert {row.problems for row in exploits.rows} == {3}
-    assert len(asked) < 1000
+        for options in ({}, {"concurrency": 1}):
+            asked.clear()
+            exploits = judged([{**entry, **options}])
+            assert earned(exploits) == {**dict.fromkeys(EVERY, 1.0), "empty": 0.0}
+            assert {row.problems for row in exploits.rows} == {1}
+            assert 30 < len(asked) <= REQUESTS == 42
+        asked.clear()
+        exploits = judged([entry, {"name": "numeric"}], aggregate="normalised_sum")
+        assert len(exploits.rows) >= 8
+        assert 30 < len(asked) <= REQUESTS
 
 
 def test_every_reward_has_its_figures() -> None:
@@ -235,7 +304,7 @@ def test_normalised_parts_are_compared_in_groups_of_three() -> None:
 
 @pytest.mark.parametrize(
     ("params", "share"),
-    [({"skill": "copy"}, 1.0), ({"skill": "max"}, 0.5), ({"skill": "add"}, 0.0)],
+    [({"skill": "max"}, 0.5), ({"skill": "add"}, 0.0)],
 )
 def test_copies_of_the_prompt_that_are_right_by_chance_are_a_warning_and_no_hole(
     params: dict[str, str], share: float
@@ -244,6 +313,107 @@ def test_copies_of_the_prompt_that_are_right_by_chance_are_a_warning_and_no_hole
     assert shares(exploits, lucky=True)["prompt"] == pytest.approx(share, abs=0.25)
     assert all(check.ok for check in exploits.checks)
     assert ["to copy the prompt" in warning for warning in exploits.warnings] == [True] * (2 if share else 0)
+
+
+def test_copies_are_no_attack_where_the_prompt_asks_for_a_copy() -> None:
+    exploits = exploit(build_task("arithmetic", style="words", skill="copy"), count=32)
+    assert not {"prompt", "prompt in the form"} & {row.name for row in exploits.rows}
+    assert all(check.ok for check in exploits.checks)
+    assert not exploits.warnings
+
+
+class Paying(TaskWrapper):
+    """Arithmetic whose reward is of the test."""
+
+    name = "paying"
+
+    def __init__(self, pay: Callable[[str, bool], float], **params: Any) -> None:
+        self.inner, self.pay = build_task("arithmetic", **params), pay
+
+    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
+        right = self.inner.gold(problem) == turns[-1].strip()
+        return Reward(self.pay(turns[-1], right), {"correct": float(right)})
+
+
+def test_what_silence_pays_is_seen_and_judged() -> None:
+    exploits = exploit(Paying(lambda text, right: 1.0 if right else 0.9), count=COUNT)
+    assert set(earned(exploits).values()) == {0.9}
+    assert shares(exploits) == {**dict.fromkeys(earned(exploits), 0.0), "empty": 0.9}
+    (warning,) = exploits.warnings
+    assert warning.startswith("'empty' earns 0.90 of the gold answer's reward")
+    assert "(a reward of 0.9 where gold earns 1): a policy learns to stop at once" in warning
+
+
+@pytest.mark.parametrize(("silence", "warned"), [(0.24, False), (0.25, True), (0.26, True)])
+def test_silence_that_earns_a_quarter_is_a_warning(silence: float, warned: bool) -> None:
+    exploits = exploit(Paying(lambda text, right: float(right) if text else silence), count=COUNT)
+    assert shares(exploits)["empty"] == silence
+    assert [row.name for row in exploits.rows if row.verdict == "pays"] == ["empty"] * warned
+
+
+def test_silence_is_judged_from_the_least_that_is_paid() -> None:
+    """A wrong answer costs 1, silence nothing, gold earns 1: half of the way for stopping at once."""
+    exploits = exploit(Paying(lambda text, right: 1.0 if right else -float(bool(text))), count=COUNT)
+    assert (earned(exploits)["empty"], shares(exploits)["empty"]) == (0.0, 0.5)
+    assert [row.name for row in exploits.rows if row.verdict == "pays"] == ["empty"]
+
+
+def test_a_penalty_that_is_avoided_is_no_pay() -> None:
+    """Malformed -1, wrong 0, right 1: a wrong answer in the right form earns nothing."""
+    exploits = exploit(Paying(lambda text, right: float(right) if text.isdigit() else -1.0), count=COUNT)
+    assert (earned(exploits)["empty"], earned(exploits)["another problem's answer"]) == (-1.0, 0.0)
+    assert (shares(exploits)["empty"], shares(exploits)["another problem's answer"]) == (0.0, 0.0)
+    assert {row.verdict for row in exploits.rows} == {"fine"}
+
+
+def test_what_is_paid_above_a_penalty_is_counted_from_0() -> None:
+    exploits = exploit(Paying(lambda text, right: max(right, 0.3) if text.isdigit() else -1.0), count=COUNT)
+    assert shares(exploits)["another problem's answer"] == 0.3
+    assert "another problem's answer" in {row.name for row in exploits.rows if row.verdict == "pays"}
+
+
+def test_rewards_that_are_never_above_0_are_counted_from_silence() -> None:
+    exploits = exploit(Paying(lambda text, right: 0.0 if right else -1.0 + 0.5 * text.isdigit()), count=COUNT)
+    assert shares(exploits)["another problem's answer"] == 0.5
+    assert "another problem's answer" in {row.name for row in exploits.rows if row.verdict == "pays"}
+
+
+class Contained(TaskWrapper):
+    """The choices stand in the prompt, and a text that contains the right one is judged correct."""
+
+    name = "contained"
+    inner = build_task("arithmetic", skill="max", style="words")
+
+    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
+        right = self.inner.gold(problem) in turns[-1]
+        return Reward(float(right), {"correct": float(right)})
+
+
+def test_a_copy_of_the_prompt_that_is_always_right_is_a_hole() -> None:
+    exploits = exploit(Contained(), count=32)
+    verdicts = {row.name: (row.verdict, row.correct) for row in exploits.rows}
+    assert verdicts["prompt"] == verdicts["prompt in the form"] == ("hole", 16)
+    assert "'prompt' earns 1.00" in exploits.checks[1].detail
+    few = exploit(Contained(), count=4)  # so few may be luck
+    assert {row.verdict for row in few.rows if row.name == "prompt"} == {"pays"}
+
+
+def test_what_is_near_to_anything_is_a_hole() -> None:
+    """`not (abs(x - gold) > 0.1)` holds for nan."""
+
+    def near(text: str, right: bool) -> float:
+        return 1.0 if text.strip() == "nan" else float(right)
+
+    exploits = exploit(Paying(near), count=COUNT)
+    assert [row.name for row in exploits.rows if row.verdict == "hole"] == ["not a number"]
+
+
+@pytest.mark.parametrize("gold", ["I do not know.", "<a>I do not know</a>", "<a> I DO NOT KNOW. </a>"])
+def test_a_refusal_that_is_the_gold_answer_is_no_attack_on_its_problem(gold: str) -> None:
+    form = "<a>{}</a>" if gold.startswith("<") else "{}"
+    batch = batch_of(gold, form.format("Paris"), form.format("Rome"))
+    assert "refusal" not in [attack.name for attack in attacks_on(batch, 0, batch.neighbours(0))]
+    assert "refusal" in [attack.name for attack in attacks_on(batch, 1, batch.neighbours(1))]
 
 
 @pytest.mark.parametrize(
@@ -292,6 +462,59 @@ def test_attacks_are_made_of_what_is_visible() -> None:
     assert boxed == (("<a>\\boxed{3} 5</a>",), ("<a>\\boxed{5} 3</a>",))
     names = [attack.name for attack in attacks_on(batch, 0, ())]
     assert "another problem's answer" not in names  # none that is wrong here
+
+
+def moves(*values: str) -> str:
+    """Five moves, five evaluations and a best move, in one form."""
+    return f"M: {' '.join(values)} E: {' '.join(f'0.{i + 1}' for i in range(len(values)))} B: {values[-1]}"
+
+
+def test_a_form_of_several_values_is_filled_with_one() -> None:
+    batch = batch_of(moves("e2e4", "d2d4"), moves("g1f3", "c2c4"), moves("b1c3", "f2f4"))
+    assert attack_called("form of one value", batch).ways == (
+        (("M: g1f3 g1f3 E: 0.1 0.1 B: c2c4",),),
+        (("M: g1f3 g1f3 E: g1f3 g1f3 B: g1f3",),),
+    )
+    single = batch_of("<a>3</a>", "<a>5</a>")
+    assert "form of one value" not in [attack.name for attack in attacks_on(single, 0, single.neighbours(0))]
+
+
+class Lines(Task):
+    """Pays 0.6 for five moves, five evaluations and a best move that can be read, legal or not."""
+
+    name = "lines"
+
+    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        files, row = "abcdefgh", step + 1
+        answers = [moves(*(f"{files[(i + k) % 8]}{1 + i // 8}{files[k]}{row}" for k in range(5))) for i in range(count)]
+        return [Problem(f"{step}/{i}", f"position {step}/{i}", answer) for i, answer in enumerate(answers)]
+
+    def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
+        return self.sample(count, seed=seed, step=7)
+
+    def gold(self, problem: Problem) -> str:
+        return str(problem.answer)
+
+    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
+        right = turns[-1] == problem.answer
+        readable = re.fullmatch(r"M:( [a-h]\d[a-h]\d){5} E:( \d\.\d){5} B: [a-h]\d[a-h]\d", turns[-1])
+        return Reward(1.0 if right else 0.6 * bool(readable), {"correct": float(right)})
+
+
+def test_what_is_paid_for_a_form_that_can_be_read_is_seen_as_form() -> None:
+    exploits = exploit(Lines(), count=16)
+    row = next(row for row in exploits.rows if row.name == "form of one value")
+    assert (row.family, row.verdict, round(row.mean_reward, 9)) == ("form", "pays", 0.6)
+    assert any(
+        "'form of one value' earns 0.60" in warning and "to write the form" in warning for warning in exploits.warnings
+    )
+    assert earned(exploits)["form only"] == 0.0  # nothing in it can be read
+
+
+def test_one_answer_to_every_problem_is_a_warning_and_no_hole() -> None:
+    batch = batch_of("yes", "yes", "yes")
+    assert attack_called("commonest answer", batch).is_gold
+    assert not attack_called("zeros", batch).is_gold
 
 
 def test_the_commonest_answer_is_that_of_the_others() -> None:

@@ -19,7 +19,7 @@ rewards are checked as well. Exit status 0: all proven; 1: a check failed, by na
 
 Then it is attacked with answers that try to earn without solving: silence, the form alone, copies of the prompt, every
 answer at once, endless texts, calls of tools without an answer. One that is as good as the gold answer fails the check;
-one that earns more than a quarter of its reward is a warning, with what a policy would learn from it. See
+one that earns a quarter of its reward or more is a warning, with what a policy would learn from it. See
 docs/rewards.md.
 
 NAME is a task, your module:attr, a YAML file or a run's folder. Parameters of the task are written key=value, options
@@ -49,8 +49,8 @@ def check_task(
     if model is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
 
-    from keel.envs.exploits import SECONDS, exploit
-    from keel.envs.prove import examples, prove
+    from keel.envs.exploits import REQUESTS, SECONDS, exploit
+    from keel.envs.prove import EXAMPLES, MOST_REMOTE, examples, prove
     from keel.envs.rewards import probe_rewards
     from keel.models.tokenizer import load_tokenizer
     from keel.run.build import build_judge, build_named_task, build_renderer
@@ -60,6 +60,9 @@ def check_task(
     if configured:
         probe_rewards([{"name": part.name, **part.params} for part in config.rewards])
     judge = build_judge(config, task) if configured else None
+    if judge is not None and judge.remote:
+        most = 3 * MOST_REMOTE + REQUESTS + 2 * EXAMPLES  # gold, wrong and empty; attacks; worked examples
+        typer.echo(f"keel: note: {' and '.join(judge.remote)} will be asked up to {most} times", err=True)
     tokenizer = load_tokenizer(config.model.name, trust_remote_code=config.model.trust_remote_code)
     renderer = build_renderer(config, tokenizer)
     strict = model is not None or from_file
@@ -142,23 +145,26 @@ MARKS = {"raises": "[bold red]✗[/]", "hole": "[bold red]✗[/]", "pays": "[yel
 
 
 def _attacks(rows: Any) -> Any:
-    """What each attack earned; those that earn nothing are counted in one line."""
+    """What silence earned, and each attack that earned more; the others are counted in one line."""
     from rich.markup import escape
     from rich.table import Table
 
-    paid = [row for row in rows if row.highest > 0 or row.verdict != "fine"]
-    title = "attacks: what is paid for nothing, as a share of the gold answer's reward above an empty one"
+    paid = [row for row in rows if row.highest > 0 or row.verdict != "fine" or row.name == "empty"]
+    title = f"attacks: what is paid for nothing, as a reward (gold: {rows[0].gold_reward:.3g}) and as a share of gold's"
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("", width=1)
     table.add_column("attack", no_wrap=True)
-    for column in ("mean", "highest", "problems", "correct"):
+    for column in ("reward", "highest", "share", "highest", "problems", "correct"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("such as", overflow="fold")
     for row in paid:
-        figures = (f"{row.mean:.2f}", f"{row.highest:.2f}", str(row.problems), str(row.correct))
+        rewards = (f"{row.mean_reward:.3g}", f"{row.highest_reward:.3g}")
+        figures = (*rewards, f"{row.mean:.2f}", f"{row.highest:.2f}", str(row.problems), str(row.correct))
         table.add_row(MARKS[row.verdict], row.name, *figures, escape(repr(row.example[:40])))
-    if len(paid) < len(rows):
-        table.add_row("", f"{len(rows) - len(paid)} others", "0.00", "0.00", *[""] * 3)
+    others = [row for row in rows if row not in paid]
+    if others:
+        rewards = (f"≤ {max(row.mean_reward for row in others):.3g}", f"≤ {max(r.highest_reward for r in others):.3g}")
+        table.add_row("", f"{len(others)} others", *rewards, "≤ 0.00", "≤ 0.00", *[""] * 3)
     return table
 
 

@@ -19,11 +19,13 @@ Turns = tuple[str, ...]
 # position: a way to attack earns what the least of them earns.
 Way = tuple[Turns, ...]
 
+EMPTY = "empty"  # the name of the attack whose reward says what silence pays
 FILLER = "answer"
 REFUSAL = "I do not know."
 REPEATS = 200
 CALLS = 8  # turns of an episode that never answers
 NUMBERS = tuple(map(str, range(101)))
+NOT_NUMBERS = ("nan", "inf", "-inf")  # equal to nothing, near to anything
 NEIGHBOURS = 4  # other answers that are listed beside the right one
 SEPARATORS = ("{} {}", "{}, {}", "{} or {}", "{}\n{}", "{} = {}")
 AROUND = ("[{}]", "{{{}}}")  # of a list with commas
@@ -43,12 +45,16 @@ LESSONS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Attack:
-    """One kind of answer: the best of its `ways` is what it earns. With `lucky` it may be right by chance."""
+    """One kind of answer: the best of its `ways` is what it earns.
+
+    With `lucky` it may be right by chance; with `is_gold` it is this problem's gold answer, and rightly right.
+    """
 
     name: str
     family: str
     ways: tuple[Way, ...]
     lucky: bool = False
+    is_gold: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,6 +176,25 @@ class Batch:
         alike = [self.golds[i] for i in others if self._kinds[i] == self._kinds[index] and self.golds[i][-1] != own[-1]]
         return list(dict.fromkeys(alike))[:NEIGHBOURS]
 
+    def accepted(self, index: int) -> set[str]:
+        """The gold answer in its form and without it, and the problem's answers where they are texts."""
+        gold, answer = self.golds[index][-1], self.problems[index].answer
+        answers = answer if isinstance(answer, list | tuple) else [answer]
+        texts = [gold, self.form(index).contents(gold)[-1], *(text for text in answers if isinstance(text, str))]
+        return {_bare(text) for text in texts} - {""}
+
+    def asks_for_a_copy(self, index: int) -> bool:
+        """Whether prompts of one form differ in nothing but the gold answer: then to copy is to solve."""
+        alike = [i for i, kind in enumerate(self._kinds) if kind == self._kinds[index]]
+        around = {self._around(i) for i in alike}
+        return len(alike) > 1 and len(around) == 1 and None not in around
+
+    def _around(self, index: int) -> tuple[str, str] | None:
+        """What stands before and behind the gold answer in a prompt; None where it is not there."""
+        answer = self.form(index).contents(self.golds[index][-1])[-1]
+        before, _, behind = prompt_text(self.problems[index]).partition(answer) if answer else ("", "", "")
+        return (before, behind) if answer and answer in prompt_text(self.problems[index]) else None
+
     def commonest(self, index: int) -> Turns | None:
         """The gold answer that most of the other problems share; None where no two do."""
         others = Counter(gold for i, gold in enumerate(self.golds) if i != index)
@@ -180,6 +205,11 @@ class Batch:
 def _marks(text: str) -> frozenset[str]:
     """Tags, and runs of one sign such as ####."""
     return frozenset(match.group() for match in _MARK.finditer(text))
+
+
+def _bare(text: str) -> str:
+    """Without the spaces and the stop around it, in lower case."""
+    return text.strip(" \t\r\n.!").casefold()
 
 
 def _json_call(tool: Mapping[str, object], argument: str) -> str:
@@ -201,20 +231,38 @@ def prompt_text(problem: Problem) -> str:
 def attacks_on(batch: Batch, index: int, wrong: Sequence[Turns]) -> list[Attack]:
     """Every attack on one problem; `wrong` are neighbours' answers that are wrong here.
 
-    Texts that happen to be the gold answer are no attack, except where luck is what is measured.
+    Texts that happen to be the gold answer are no attack, except where luck is what is measured; nor are copies of a
+    prompt that asks for a copy.
     """
-    gold = batch.golds[index]
-    made = [*_plain(batch, index), *_lists(batch, index, wrong), *_calls(batch, index)]
+    form, accepted = batch.form(index), batch.accepted(index)
+    fair = []
+    for attack in (*_plain(batch, index), *_lists(batch, index, wrong), *_calls(batch, index)):
+        other = tuple(way for way in attack.ways if not _gives(way, form, accepted))
+        is_gold = len(other) < len(attack.ways)
+        fair.append(replace(attack, is_gold=is_gold) if attack.lucky else replace(attack, ways=other))
     if wrong:
-        repeated = "\n".join([wrong[0][-1]] * REPEATS)
-        made.append(Attack("another problem's answer", "wrong", ((wrong[0],),)))
-        made.append(Attack("another problem's answer, endless", "endless", (((*wrong[0][:-1], repeated),),)))
-    fair = [a if a.lucky else replace(a, ways=tuple(way for way in a.ways if not _gives(way, gold[-1]))) for a in made]
-    return [attack for attack in fair if attack.ways]
+        endless = "\n".join([wrong[0][-1]] * REPEATS)
+        fair.append(Attack("form of one value", "form", _repeated(form, wrong[0]), lucky=True))
+        fair.append(Attack("another problem's answer", "wrong", ((wrong[0],),)))
+        fair.append(Attack("another problem's answer, endless", "endless", (((*wrong[0][:-1], endless),),)))
+    copying = batch.asks_for_a_copy(index)
+    return [attack for attack in fair if attack.ways and not (copying and attack.family == "prompt")]
 
 
-def _gives(way: Way, gold: str) -> bool:
-    return any(turns[-1].strip().casefold() == gold.strip().casefold() for turns in way)
+def _repeated(form: Form, turns: Turns) -> tuple[Way, ...]:
+    """A form of several values that holds one of them: each slot its own first one, or all slots that of the first."""
+    values = [content.split() for content in form.contents(turns[-1])]
+    if sum(map(len, values)) < 2:
+        return ()
+    own = [" ".join(words[:1] * len(words)) for words in values]
+    first = next(words[0] for words in values if words)
+    same = [" ".join([first] * len(words)) for words in values]
+    return _unlike(((text,),) for text in (form.fill(own), form.fill(same)) if text.strip() != turns[-1].strip())
+
+
+def _gives(way: Way, form: Form, accepted: set[str]) -> bool:
+    texts = [turns[-1] for turns in way]
+    return any(_bare(candidate) in accepted for text in texts for candidate in (text, form.contents(text)[-1]))
 
 
 def _plain(batch: Batch, index: int) -> list[Attack]:
@@ -224,7 +272,7 @@ def _plain(batch: Batch, index: int) -> list[Attack]:
     common = batch.commonest(index)
     half = "".join(form.pieces[: (form.slots + 1) // 2])
     return [
-        _one("empty", "silence", ""),
+        _one(EMPTY, "silence", ""),
         _one("blank", "silence", " \n\t\n", "\x00"),
         _one("form only", "form", form.fill(""), form.fill(FILLER), half),
         _one("form only, endless", "endless", form.fill(FILLER) * REPEATS, "\n".join([form.fill("")] * REPEATS)),
@@ -232,6 +280,7 @@ def _plain(batch: Batch, index: int) -> list[Attack]:
         _one("refusal", "silence", REFUSAL, form.fill(REFUSAL)),
         _one("prompt", "prompt", prompt, last_line, lucky=True),
         _one("prompt in the form", "prompt", form.fill(prompt), form.fill(last_line), lucky=True),
+        _one("not a number", "wrong", *map(form.fill, NOT_NUMBERS), *NOT_NUMBERS),
         _one("zeros", "guess", form.fill("0"), "0", lucky=True),
         *([Attack("commonest answer", "guess", ((common,),), lucky=True)] if common else []),
     ]

@@ -127,6 +127,11 @@ class Judge:
         """The name of the part that is the task's own reward, None where there is none."""
         return next((part.name for part in self.parts if part.function == task.reward), None)
 
+    @property
+    def remote(self) -> list[str]:
+        """The names of the parts that ask a judge elsewhere, as a coroutine function does."""
+        return [part.name for part in self.parts if part.remote or part.asynchronous]
+
     def _together(
         self, part: RewardPart, problem: Problem, episodes: Sequence[Sequence[str]], failed: Collection[int]
     ) -> dict[int, Outcome]:

@@ -12,9 +12,11 @@ from keel.base.types import Problem
 from keel.envs.base import Task
 from keel.envs.judge import Judge
 from keel.envs.rewards import as_reward
-from keel.envs.validity import Check, checks, expect, outcome
+from keel.envs.validity import Check, checks, expect, first_problems, outcome, training_steps
 
 NONSENSE = "I do not know."
+MOST_REMOTE = 4  # problems whose rewards a judge elsewhere is asked for
+EXAMPLES = 3
 
 
 class Renderer(Protocol):
@@ -38,8 +40,8 @@ def prove(
 
     def problems() -> Sequence[Problem]:
         if not drawn:
-            training = [] if task.evaluation_only else task.sample(count, seed=seed, step=0)
-            drawn.extend([*training, *task.held_out(count, seed=seed)])
+            training = training_steps(task, count, seed, 1)
+            drawn.extend(problem for batch in (*training, task.held_out(count, seed=seed)) for problem in batch)
         return drawn
 
     yield outcome("prompts round-trip", partial(_prompts, problems, renderer, strict))
@@ -48,10 +50,9 @@ def prove(
         yield outcome("configured rewards", partial(_rewards, problems, task, judge))
 
 
-def examples(task: Task, judge: Judge | None = None, count: int = 3, seed: int = 0) -> list[dict[str, Any]]:
+def examples(task: Task, judge: Judge | None = None, count: int = EXAMPLES, seed: int = 0) -> list[dict[str, Any]]:
     """A few problems with what the gold answer and a wrong one earn, part by part."""
-    asked = max(count, 2)
-    problems = task.held_out(asked, seed=seed) if task.evaluation_only else task.sample(asked, seed=seed, step=0)
+    problems = first_problems(task, max(count, 2), seed)
     judge = judge or Judge.of(task)
     worked = []
     for number, problem in enumerate(problems[:count]):
@@ -105,7 +106,7 @@ def _answers(problems: Callable[[], Sequence[Problem]], task: Task, tokenizer: A
 
 def _rewards(problems: Callable[[], Sequence[Problem]], task: Task, judge: Judge) -> str:
     """Under the configured rewards the gold answer earns more than a wrong and an empty one of the same group."""
-    chosen = problems()
+    chosen = problems()[: MOST_REMOTE if judge.remote else None]
     names = ", ".join(part.name for part in judge.parts)
     for number, problem in enumerate(chosen):
         wrong = wrong_answer(task, problem, chosen[number - 1])

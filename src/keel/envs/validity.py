@@ -57,6 +57,18 @@ def outcome(name: str, run: Callable[[], str]) -> Check:
         return Check(name, False, f"raised {type(error).__name__}" + (f": {first}" if first else ""))
 
 
+def training_steps(task: Task, count: int, seed: int, steps: int) -> list[list[Problem]]:
+    """The problems of the first steps of training; none of a task that is for evaluation alone."""
+    steps = 0 if task.evaluation_only else steps
+    return [task.sample(count, seed=seed, step=step) for step in range(steps)]
+
+
+def first_problems(task: Task, count: int, seed: int) -> list[Problem]:
+    """Problems that are trained on; of a task that is for evaluation alone, those held out."""
+    (batch,) = training_steps(task, count, seed, 1) or [task.held_out(count, seed=seed)]
+    return batch
+
+
 class CheckFailed(Exception):
     """A property that does not hold."""
 
@@ -75,8 +87,7 @@ class _DrawnProblems:
 
     @cached_property
     def steps(self) -> list[list[Problem]]:
-        steps = 0 if self.task.evaluation_only else STEPS
-        return [self.task.sample(self.count, seed=self.seed, step=step) for step in range(steps)]
+        return training_steps(self.task, self.count, self.seed, STEPS)
 
     @cached_property
     def held(self) -> list[Problem]:

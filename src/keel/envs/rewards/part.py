@@ -26,6 +26,7 @@ class RewardPart:
 
     `trusted` ones are our own and need no worker thread around them. The completions of a group are judged one after
     the other, `at_once` at a time where that is above 1, and all together where the function is a coroutine function.
+    `remote` ones ask a judge elsewhere.
     """
 
     name: str
@@ -34,6 +35,7 @@ class RewardPart:
     trusted: bool = False
     at_once: int = 1
     asynchronous: bool = False
+    remote: bool = False
 
 
 def wrap(

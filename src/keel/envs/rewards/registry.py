@@ -74,16 +74,17 @@ def build_reward(name: str, task: Task, *, weight: float = 1.0, label: str | Non
     if name == TASK:
         return RewardPart(label or TASK, task.reward, weight, task.trusted, asynchronous=is_async(task.reward))
     function = _function(name)
-    trusted = name in REWARDS and all(_build_inner(spec, task).trusted for spec in _inner(name, params))
+    inner = [_build_inner(spec, task) for spec in _inner(name, params)]
     arguments = _arguments(name, _filled(name, params, task))
     at_once = int(params.get("concurrency", http.CONCURRENCY)) if name in REMOTE else 1
-    return wrap(
+    part = wrap(
         partial(function, **arguments) if arguments else function,
         label or name,
         weight,
-        trusted=trusted,
+        trusted=name in REWARDS and all(part.trusted for part in inner),
         at_once=at_once,
     )
+    return replace(part, remote=name in REMOTE or any(part.remote for part in inner))
 
 
 def build_rewards(entries: Sequence[Mapping[str, Any]], task: Task) -> tuple[RewardPart, ...]:
