@@ -112,10 +112,10 @@ def against_start(summaries: Sequence[PointSummary]) -> list[Sentence]:
     if not _enough_seeds(changes):
         if not gained:
             return [("bad", f"No point is better than the start in accuracy: {highest} (too few seeds to test).")]
-        lost = sorted((label for label in changes if changes[label].mean < 0), key=lambda label: changes[label].mean)
-        listed = _shortened([f"{label} {format_figure(figure, changes[label])}" for label in lost])
+        fallen = sorted((label for label in changes if changes[label].mean < 0), key=lambda label: changes[label].mean)
+        listed = _shortened([f"{label} {format_figure(figure, changes[label])}" for label in fallen])
         text = f"Worse than the start in accuracy on average, too few seeds to test: {listed}."
-        return [("warn", text)] if lost else []
+        return [("warn", text)] if fallen else []
     significant = _significant(figure, changes)
     better, worse = ([text for label, text in significant.items() if s * changes[label].mean > 0] for s in (1, -1))
     if len(worse) == len(changes):
