@@ -101,24 +101,28 @@ class Multihop(Task):
         """Queries, each made of what those before it have shown, and what they bring."""
         asked: list[str] = []
         shown_text, retrieved = "", set[str]()
-        while (query := self._next_query(question, retrieved, shown_text)) is not None:
+        while (step := self._next_query(question, retrieved, shown_text)) is not None:
+            query, (content, documents) = step
             asked.append(query)
-            content, documents = self._reply(question, query)
             shown_text += f"\n{content}"
             retrieved |= {document.id for document in documents}
         chain = [question.document(id) for id in question.chain if id in retrieved]
         return _Search(asked, [document for document in chain if document is not None], shown_text)
 
-    def _next_query(self, question: Question, retrieved: Collection[str], shown_text: str) -> str | None:
-        """The first query that brings a supporting document which is not there yet, in the chain's order.
+    def _next_query(
+        self, question: Question, retrieved: Collection[str], shown_text: str
+    ) -> tuple[str, tuple[str, list[Document]]] | None:
+        """The first query that brings a supporting document that is not there yet, in the chain's order, and its reply.
 
         Where none does, an episode that has asked nothing yet asks its first all the same, and may read a name there.
         """
         for id in question.chain:
             for query in queries(question, id, shown_text) if id not in retrieved else ():
-                if any(document.id == id for document in self._reply(question, query)[1]):
-                    return query
-        return None if shown_text else next(iter(queries(question, question.chain[0], "")), None)
+                reply = self._reply(question, query)
+                if any(document.id == id for document in reply[1]):
+                    return query, reply
+        first = None if shown_text else next(iter(queries(question, question.chain[0], "")), None)
+        return None if first is None else (first, self._reply(question, first))
 
     def _final_turn(self, problem: Problem, search: _Search) -> str:
         cited, question = [document.id for document in search.retrieved], _question(problem)
