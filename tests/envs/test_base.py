@@ -46,6 +46,9 @@ class Full(Task):
     def gold_turns(self, problem: Problem) -> list[str]:
         return ["6", "7"]
 
+    def demonstrates(self, problem: Problem) -> bool:
+        return False
+
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
         return Reward(float(len(turns)))
 

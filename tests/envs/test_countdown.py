@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +51,46 @@ def test_steps_are_the_operations_in_order() -> None:
     assert steps_of("7") == []
 
 
+def true_values(steps: list[str]) -> list[Fraction]:
+    """What each step comes to; both of its sides must."""
+    values = []
+    for step in steps:
+        left, right = (value_of(side) for side in step.split(" = "))
+        assert left is not None
+        assert right is not None
+        assert left[0] == right[0], step
+        values.append(right[0])
+    return values
+
+
+def test_a_fraction_is_bracketed() -> None:
+    assert steps_of("8/(3-8/3)") == ["8 / 3 = 8/3", "3 - (8/3) = 1/3", "8 / (1/3) = 24"]
+    solution = solve([3, 3, 8, 8], 24)
+    assert solution is not None
+    assert true_values(steps_of(solution))[-1] == 24
+
+
+@given(st.lists(st.integers(0, 12), min_size=2, max_size=4), st.integers(0, 60))
+def test_every_step_of_a_searched_solution_is_true(numbers: list[int], target: int) -> None:
+    solution = solve(numbers, target)
+    if solution is not None:
+        assert true_values(steps_of(solution))[-1] == target
+
+
+@given(st.recursive(st.integers(0, 9).map(str), lambda part: st.tuples(part, st.sampled_from("+-*/"), part).map(
+    lambda sides: f"({sides[0]}{sides[1]}{sides[2]})"), max_leaves=6))  # fmt: skip
+def test_every_step_of_an_expression_is_true_fractions_and_negatives_too(expression: str) -> None:
+    evaluated = value_of(expression)
+    if evaluated is not None and (steps := steps_of(expression)):
+        assert true_values(steps)[-1] == evaluated[0]
+
+
 @given(st.integers(0, 10**6))
 def test_every_step_of_a_demonstration_is_true_and_the_last_is_the_target(seed: int) -> None:
     task = countdown(target_high=100)
     (problem,) = task.sample(1, seed=seed, step=0)
     thoughts, _, answer = task.gold(problem).removeprefix("<think>").partition("</think><answer>")
-    sides = [step.split(" = ") for step in thoughts.split(", ")]
-    for left, right in sides:
-        evaluated = value_of(left)
-        assert evaluated is not None
-        assert evaluated[0] == int(right)
-    assert int(sides[-1][1]) == problem.info["target"]
+    assert true_values(thoughts.split(", "))[-1] == problem.info["target"]
     assert answer.removesuffix("</answer>").replace(" ", "") == problem.answer
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import torch
 import keel
 from keel.api import supervise
 from keel.base.errors import KeelError
+from keel.base.types import Problem
+from keel.envs import TaskWrapper, build_task, mixture
 from keel.run.build import build_policy, build_warmstart
 from keel.run.warmstart import warmstart_folder
 from keel.trainer.optim import Optimizer, build_schedule
 from keel.trainer.options import OptimOptions, WarmstartOptions
-from keel.trainer.sft import as_example, sft, sft_step
+from keel.trainer.sft import MOST_LEFT_OUT, DrawCount, as_example, gold_examples, sft, sft_step
 from trainer.small import BASE, small_config
 
 
@@ -159,3 +162,60 @@ def test_a_demonstration_that_is_too_long_is_named_with_what_helps(
     assert "exceed the model's context of 64" in message
     assert message.endswith(rest)
     assert "max_completion_length" not in message
+
+
+class Fit(TaskWrapper):
+    """Sums, of which only some are demonstrations."""
+
+    def __init__(self, fits: Callable[[Problem], bool]) -> None:
+        self.inner, self.fits = build_task("arithmetic"), fits
+
+    def demonstrates(self, problem: Problem) -> bool:
+        return self.fits(problem)
+
+
+def is_odd(problem: Problem) -> bool:
+    return int(problem.answer) % 2 == 1
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_problems_that_are_no_demonstrations_are_replaced(mixed: bool) -> None:
+    tokenizer = build_policy(small_config()).tokenizer
+
+    def texts(fits: Callable[[Problem], bool], draws: DrawCount) -> list[list[str]]:
+        task = mixture([Fit(fits)]) if mixed else Fit(fits)
+        batch = gold_examples(task, lambda problem: (1,), tokenizer, batch_size=8, seed=3, draws=draws)
+        return [[group.completions[0].text for group in batch(step)] for step in range(4)]
+
+    every, odd, again = DrawCount(), DrawCount(), DrawCount()
+    plain, chosen = texts(lambda problem: True, every), texts(is_odd, odd)
+    assert (every.drawn, every.left_out, every.notes) == (32, 0, [])
+    assert all(len(batch) == 8 and all(int(text) % 2 for text in batch) for batch in chosen)
+    assert texts(is_odd, again) == chosen
+    for before, after in zip(plain, chosen, strict=True):  # what fits stays, in its order
+        fit = [text for text in before if int(text) % 2]
+        assert after[: len(fit)] == fit
+    assert odd.drawn - odd.left_out == 32
+    assert odd.notes == [
+        f"warm start: {odd.left_out} of {odd.drawn} problems that were drawn are no demonstrations by their task and "
+        "were left out, others took their place"
+    ]
+
+
+def test_a_task_without_demonstrations_is_one_line() -> None:
+    batch = gold_examples(Fit(lambda problem: False), lambda problem: (1,), None, batch_size=8, seed=0)
+    with pytest.raises(KeelError, match=f"none of {MOST_LEFT_OUT} problems drawn for the warm start is a") as caught:
+        batch(0)
+    assert "\n" not in str(caught.value)
+
+
+def odd_sums() -> Fit:
+    return Fit(is_odd)
+
+
+@pytest.mark.parametrize("command", [supervise, keel.train])
+def test_a_run_notes_what_its_warm_start_left_out(tmp_path: Path, command: Any) -> None:
+    overrides = [f"run.dir={tmp_path}", f"task={{name: '{__name__}:odd_sums'}}", "warmstart.steps=2", "run.max_steps=1"]
+    result = command(small_config(*overrides))
+    notes = [json.loads(line).get("message", "") for line in (result.directory / "events.jsonl").open()]
+    assert sum("no demonstrations by their task" in str(note) for note in notes) == 1

@@ -70,6 +70,13 @@ class Task:
         """The model's turns of an episode that earns the full reward."""
         return [self.gold(problem)]
 
+    def demonstrates(self, problem: Problem) -> bool:
+        """Whether the gold turns are fit to learn from: a warm start draws another problem in place of one that is not.
+
+        Such as turns that state what a policy could not know; they are still what earns most.
+        """
+        return True
+
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
         """Judge the texts of the model's turns: one, unless the task starts episodes, which judge themselves.
 

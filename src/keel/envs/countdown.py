@@ -75,14 +75,14 @@ def _walk(node: ast.expr, numbers: list[int]) -> Fraction:
 
 
 def steps_of(expression: str) -> list[str]:
-    """The operations of an expression one by one, as `3 * 5 = 15`."""
+    """The operations of an expression one by one, as `3 * 5 = 15`; a fraction is bracketed, as `8 / (1/3) = 24`."""
     steps: list[str] = []
 
-    def walk(node: ast.expr) -> Fraction:
+    def walk(node: ast.expr) -> str:
         value = _walk(node, [])
         if isinstance(node, ast.BinOp):
             steps.append(f"{walk(node.left)} {_SYMBOLS[type(node.op)]} {walk(node.right)} = {value}")
-        return value
+        return str(value) if value.denominator == 1 else f"({value})"
 
     walk(ast.parse(expression, mode="eval").body)
     return steps

@@ -82,6 +82,9 @@ class Mixture(Task):
     def gold_turns(self, problem: Problem) -> list[str]:
         return self._of(problem).gold_turns(problem)
 
+    def demonstrates(self, problem: Problem) -> bool:
+        return self._of(problem).demonstrates(problem)
+
     def start(self, problem: Problem) -> Episode:
         """An episode of the problem's own task."""
         return self._of(problem).start(problem)

@@ -30,7 +30,7 @@ from keel.rollout.render import Renderer, fit
 from keel.trainer.integrity import check_model
 from keel.trainer.optim import Optimizer, Schedule, build_schedule, resolve_amp_dtype
 from keel.trainer.options import OptimOptions, WarmstartOptions
-from keel.trainer.sft import Encode, Examples, file_examples, gold_examples
+from keel.trainer.sft import DrawCount, Encode, Examples, file_examples, gold_examples
 from keel.trainer.state import TrainingRun
 
 RewardFunction = Callable[..., Any]
@@ -246,8 +246,10 @@ class Supervised(NamedTuple):
     optim: OptimOptions
 
 
-def build_warmstart(config: Config, loaded: LoadedModel, task: Task | None = None) -> Supervised:
-    """Examples and settings of the supervised start."""
+def build_warmstart(
+    config: Config, loaded: LoadedModel, task: Task | None = None, draws: DrawCount | None = None
+) -> Supervised:
+    """Examples and settings of the supervised start; `draws` counts the problems that are no demonstrations."""
     start = config.warmstart
     if start is None:
         raise KeelError("the configuration has no warmstart section: add one, such as warmstart: {steps: 200}")
@@ -267,7 +269,7 @@ def build_warmstart(config: Config, loaded: LoadedModel, task: Task | None = Non
             without_long_prompts(config, loaded.tokenizer, part, required=False)[0] for part in tasks or [run_task]
         ]
         source: Any = mixture(remaining) if len(remaining) > 1 else remaining[0]
-        examples = gold_examples(source, encoder, loaded.tokenizer, reply=renderer.reply, **shared)
+        examples = gold_examples(source, encoder, loaded.tokenizer, reply=renderer.reply, draws=draws, **shared)
     return Supervised(examples, start, config.optim)
 
 

@@ -16,7 +16,7 @@ from keel.run.hooks import NO_HOOKS, EndHooks
 from keel.run.resume import write_config
 from keel.run.train import ConfigSource, TrainResult, evaluator, open_loggers, open_run, write_report_of
 from keel.trainer.checkpoint import atomic_folder, save_manifest, save_weights
-from keel.trainer.sft import sft
+from keel.trainer.sft import DrawCount, sft
 from keel.trainer.state import State
 from keel.trainer.summary import summarise
 
@@ -35,7 +35,8 @@ def _supervise(config: Config, directory: RunDirectory, at_end: EndHooks) -> Tra
     write_config(directory, config)
     directory.write_json("env.json", environment())
     loaded = build_policy(config)
-    start = build_warmstart(config, loaded)
+    draws = DrawCount()
+    start = build_warmstart(config, loaded, draws=draws)
     steps = start.options.steps
     loggers = open_loggers(config, directory, None, total_steps=steps)
     try:
@@ -50,6 +51,8 @@ def _supervise(config: Config, directory: RunDirectory, at_end: EndHooks) -> Tra
             loggers.step(step, line)
 
         sft(loaded, *start, report)
+        for note in draws.notes:
+            loggers.event("note", step=steps, message=note)
         after = evaluate()
         for record in after:
             loggers.evaluation(steps, record)

@@ -53,6 +53,7 @@ from keel.trainer.guards import guard_findings
 from keel.trainer.integrity import damages
 from keel.trainer.loop import Callback, Interrupt, Job, interruptible, train_loop
 from keel.trainer.rollback import finish_rollback
+from keel.trainer.sft import DrawCount
 from keel.trainer.state import State
 from keel.trainer.step import train_step
 from keel.trainer.summary import reward_failures, summarise
@@ -329,7 +330,10 @@ def _policy(
         if step % every == 0:
             loggers.event("warmstart", step=0, message=f"supervised step {step}: loss {line['loss/total']:.3f}")
 
-    loss = warmstart(start, loaded, lambda model: build_warmstart(config, model, task), report)
+    draws = DrawCount()
+    loss = warmstart(start, loaded, lambda model: build_warmstart(config, model, task, draws), report)
+    for note in draws.notes:
+        loggers.event("note", step=0, message=note)
     spent = time.monotonic() - began
     loggers.event("warmstart", step=0, message=f"done in {spent:.1f} s, loss {loss:.3f}: this is the reference")
     return loaded

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,25 @@ Encode = Callable[[Problem], tuple[int, ...]]
 Reply = Callable[[Problem, Any, int | None], tuple[int, ...]]  # what stands between two turns, as tokens
 Examples = Callable[[int], list[Group]]  # step to one batch, each example a group of one completion
 Report = Callable[[int, Mapping[str, float]], None]
+
+OTHER_DRAWS = 7_919_000_003  # added to the seed, so that a warm start draws other problems than training
+MOST_LEFT_OUT = 500  # problems in a row that are no demonstrations: then there are taken to be none
+
+
+@dataclass
+class DrawCount:
+    """How many problems a warm start has drawn so far, and how many of them were left out."""
+
+    drawn: int = 0
+    left_out: int = 0
+
+    @property
+    def notes(self) -> list[str]:
+        """What to tell the user at the end, if anything."""
+        if not self.left_out:
+            return []
+        counts = f"{self.left_out} of {self.drawn} problems that were drawn are"
+        return [f"warm start: {counts} no demonstrations by their task and were left out, others took their place"]
 
 
 def sft(
@@ -111,13 +132,21 @@ def as_example(prompt: Sequence[int], completion: str, tokenizer: Any, key: str 
 
 
 def gold_examples(
-    task: Task, encode: Encode, tokenizer: Any, *, batch_size: int, seed: int, reply: Reply | None = None
+    task: Task,
+    encode: Encode,
+    tokenizer: Any,
+    *,
+    batch_size: int,
+    seed: int,
+    reply: Reply | None = None,
+    draws: DrawCount | None = None,
 ) -> Examples:
     """Batches of a task's training problems with their gold answers; never a problem that is held out.
 
     A task of several turns shows whole episodes: what the environment says between them is read and never learned,
-    rendered by `reply`.
+    rendered by `reply`. `draws` counts the problems that are no demonstrations.
     """
+    counted = draws or DrawCount()
     several = task.several_turns and reply is not None
 
     def example(problem: Problem) -> Group:
@@ -126,10 +155,31 @@ def gold_examples(
         return as_example(encode(problem), task.gold(problem), tokenizer, problem.key)
 
     def batch(step: int) -> list[Group]:
-        problems = task.sample(batch_size, seed=seed + 7_919_000_003, step=step)  # other draws than training's
-        return [example(problem) for problem in problems]
+        return [example(problem) for problem in _demonstrations(task, batch_size, seed, step, counted)]
 
     return batch
+
+
+def _demonstrations(task: Task, batch_size: int, seed: int, step: int, draws: DrawCount) -> list[Problem]:
+    """The step's training problems; each that is no demonstration is replaced out of further draws of the step."""
+    first = task.sample(batch_size, seed=seed + OTHER_DRAWS, step=step)
+    further = (task.sample(batch_size, seed=seed + number * OTHER_DRAWS, step=step) for number in count(2))
+    pool, chosen, in_a_row = chain(first, chain.from_iterable(further)), list[Problem](), 0
+    while len(chosen) < len(first):
+        problem = next(pool)
+        draws.drawn += 1
+        if task.demonstrates(problem):
+            chosen.append(problem)
+            in_a_row = 0
+            continue
+        draws.left_out += 1
+        in_a_row += 1
+        if in_a_row == MOST_LEFT_OUT:
+            raise KeelError(
+                f"task {task.name!r}: none of {in_a_row} problems drawn for the warm start is a demonstration: change "
+                "its parameters (multihop: a higher top_n), or give examples with warmstart.path"
+            )
+    return chosen
 
 
 def episode_example(task: Task, problem: Problem, prompt: Sequence[int], tokenizer: Any, reply: Any) -> Group:

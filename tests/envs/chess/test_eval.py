@@ -56,7 +56,7 @@ def test_any_mate_is_right_where_the_answer_mates(puzzles: Path) -> None:
     task = chess_puzzles(path=str(puzzles))
     second = {p.key: p for p in task.held_out(10)}["puzzles.csv:3"]
     assert set(second.answer) == {"a1a8", "e1e8"}
-    assert [task.reward(second, [answer(move)]).total for move in ("a1a8", "e1e8", "a1a2", "a1b8")] == [1, 1, 0, 0]
+    assert [task.reward(second, [answer(move)]).total for move in ("a1a8", "e1e8", "a1a2", "a1b8")] == [1, 1, 0.1, 0]
     assert task.reward(second, [task.gold(second)]).total == 1
     assert task.reward(second, [""]).total == task.reward(second, ["Ra8#"]).total == -0.3
 
@@ -65,9 +65,12 @@ def test_any_mate_is_right_where_the_answer_mates(puzzles: Path) -> None:
     ("text", "total"),
     [
         (" a1a1 E: 0.00 B: a1a1", 0.0),  # the form alone
-        (" d1d8 g1f1 d1d7 E: 9.00 0.00 0.00 B: g1f1", 0.0),  # the answer among others, another as the best
-        (" g1f1 E: 0.00 B: g1f1 d1d8 d1d7", 0.0),  # several best moves: the first counts
-        (" g1f1 E: 0.00 B: g1f1 E: 0.00 B: d1d8", 0.0),
+        (" d1h5 E: 0.00 B: d1h5", 0.0),  # no way for a rook
+        (" g1f1 E: 0.00 B: g1f1", 0.1),  # legal and wrong
+        (" d1d8 g1f1 d1d7 E: 9.00 0.00 0.00 B: g1f1", 0.1),  # the answer among others, another as the best
+        (" d1d8 g1f1 E: 9.00 0.00 B: a1a1", 0.0),  # legal moves around a best one that is not
+        (" g1f1 E: 0.00 B: g1f1 d1d8 d1d7", 0.1),  # several best moves: the first counts
+        (" g1f1 E: 0.00 B: g1f1 E: 0.00 B: d1d8", 0.1),
         (" d1d8 E: 9.00", -0.3),  # none is called the best
         (" d1d8" * 200, -0.3),
         (f"P: {BACK_RANK} M:", -0.3),

@@ -14,6 +14,7 @@ from keel.base.types import Problem
 from keel.envs import build_task, check
 from keel.envs.multihop.score import normalise
 from keel.envs.multihop.world import RELATIONS, draw_question
+from keel.envs.validity import checks
 
 from .rows import row, written
 
@@ -157,6 +158,50 @@ def test_what_cannot_be_reached_is_not_cited(tmp_path: Path) -> None:
     *queries, answer = demonstration(tmp_path, record, top_n=1)
     assert queries == ["Amber Hall author"]
     assert answer == "<think> Amber Hall , Old Ashford </think> <cite> 2 </cite> <answer> Old Ashford </answer>"
+
+
+def loaded(tmp_path: Path, *records: dict[str, Any], **options: Any) -> tuple[Any, dict[str, Problem]]:
+    """A task over rows, and its problems by key."""
+    task: Any = build_task("multihop", data={"path": written(tmp_path / "r.jsonl", *records)}, held_out=1, **options)
+    problems = [*task.sample(len(records) - 1, seed=0, step=0), *task.held_out(1)]
+    return task, {problem.key: problem for problem in problems}
+
+
+def test_only_an_answer_that_was_shown_is_a_demonstration(tmp_path: Path) -> None:
+    unreached = row(id="unreached", question="Whence the author of Amber Hall?")
+    unreached["paragraphs"][2]["paragraph_text"] = "Amber Hall is a novel."
+    unreached["question_decomposition"] = None
+    records = [
+        row(id="read"),
+        unreached,
+        row(id="alias", question="Alias of Amber Hall?", answer="Ashford the Old", answer_aliases=["OLD Ashford!"]),
+        row(id="asked", question="Is Amber Hall by the Quillmaster?", answer="Quillmaster", answer_aliases=[]),
+        row(id="part", question="A part of Amber Hall?", answer="Ash", answer_aliases=["ford", "the"]),
+    ]
+    task, problems = loaded(tmp_path, *records, top_n=1)
+    fit = {key: task.demonstrates(problem) for key, problem in problems.items()}
+    assert fit == {"read": True, "unreached": False, "alias": True, "asked": True, "part": False}
+    # of the answer and its aliases, what was read is what is stated; where none was, the answer, so that gold is right
+    stated = {key: task.gold(problem).partition("<answer>")[2] for key, problem in problems.items()}
+    assert stated["alias"] == " OLD Ashford! </answer>"
+    assert stated["unreached"] == " Old Ashford </answer>"
+    assert all(task.reward(p, task.gold_turns(p)).parts["correct"] == 1.0 for p in problems.values())
+
+
+@pytest.mark.parametrize("options", [*WORLDS, {"hops": [2, 3, 4], "curriculum_steps": 3}])
+def test_every_world_is_a_demonstration(options: dict[str, Any]) -> None:
+    task: Any = build_task("multihop", **options)
+    assert all(task.demonstrates(problem) for step in range(4) for problem in task.sample(16, seed=1, step=step))
+
+
+def test_check_task_says_how_many_a_warm_start_leaves_out(tmp_path: Path) -> None:
+    never = {"answer": "Nowhere", "answer_aliases": []}
+    rows = [row(id=str(n), question=f"Where was the author of Amber Hall born, {n}?") for n in range(6)]
+    rows += [row(id=f"never {n}", question=f"And {n}, the author of Amber Hall?", **never) for n in range(3)]
+    task = build_task("multihop", data={"path": written(tmp_path / "rows.jsonl", *rows)}, held_out=1)
+    gold = next(result for result in checks(task, count=8) if result.name == "gold is correct")
+    assert gold.ok
+    assert gold.detail.endswith("; a warm start leaves 3 out, which are no demonstrations")
 
 
 def test_rows_without_a_decomposition_are_asked_about_by_title_and_question(tmp_path: Path) -> None:

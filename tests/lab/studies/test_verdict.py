@@ -64,14 +64,14 @@ def test_a_winner_is_named_with_its_evidence():
 
 def test_differences_from_the_baseline():
     texts = texts_of(beta_study(), "beta=0")[2]
-    assert texts.startswith("Against beta=0 in accuracy (paired over seeds, Holm): beta=0.1 -30.0 %")
+    assert texts.startswith("Against beta=0 in accuracy (paired over seeds, Holm): beta=0.1 -30.0 ± ")
     assert "beta=1" in texts
     assert "beta=0.01 " not in texts
 
 
 def test_where_forgetting_starts():
     texts = next(text for text in texts_of(beta_study(), "beta=0") if text.startswith("Forgetting is significant"))
-    assert texts.startswith("Forgetting is significant at kl.beta ≤ 0.01 and not above: beta=0 (31.3 %")
+    assert texts.startswith("Forgetting is significant at kl.beta ≤ 0.01 and not above: beta=0 (31.3 ± ")
 
 
 def test_forgetting_that_is_no_scale():
@@ -139,7 +139,7 @@ def test_a_difference_without_spread_is_told_without_a_test():
     rows = [row(point, seed, right, axis="a") for point, right in (("a=1", 0.5), ("a=2", 0.51)) for seed in range(3)]
     texts = texts_of(rows, "a=1")
     assert texts[0].startswith("No winner in accuracy: a=2 has the highest mean, 51.0 %, not told apart from a=1 (")
-    assert texts[2].endswith("a=2 +1.0 % at every seed (no spread, so no test).")
+    assert texts[2].endswith("a=2 +1.0 points at every seed (no spread, so no test).")
 
 
 def test_failed_runs_are_no_seeds():
@@ -178,7 +178,7 @@ def test_a_cell_without_results_is_named():
         for seed in range(3)
     ]  # fmt: skip
     texts = next(text for text in texts_of(rows, "k1 0.1", axes=axes) if text.startswith("penalty,"))
-    assert "k3 +21.0 %" in texts
+    assert "k3 +21.0 ± " in texts
     assert texts.endswith("Left out for want of a result on either side: k3 1.")
 
 
@@ -196,7 +196,7 @@ def test_an_axis_among_several():
     ]  # fmt: skip
     texts = texts_of(rows, "k1 beta=0.1", axes=axes)
     assert any(
-        text.startswith("penalty, averaged over the other axes and paired with k1: k3 +20.0 %") for text in texts
+        text.startswith("penalty, averaged over the other axes and paired with k1: k3 +20.0 points") for text in texts
     )
     assert any(text.startswith("kl.beta, averaged over the other axes and paired with 0.1: no sig") for text in texts)
 
@@ -232,10 +232,13 @@ def test_the_table_to_paste():
         "| point | accuracy before | accuracy | accuracy change | reward | KL(policy‖start) | KL(start‖policy) "
         "| old skills before | old skills | old skills change | runs |"
     )
-    assert lines[2].startswith("| beta=0 (baseline) | 30.0 % | 91.0 % ± 2.5 | +61.0 % ± 2.5 | 0.91 ± 0.025 |")
-    assert lines[2].endswith("| 80.0 % | 48.7 % ± 3.8 | -31.3 % ± 3.8 | 3 |")
+    assert lines[2].startswith("| beta=0 (baseline) | 30.0 % | 91.0 % ± 2.5 | +61.0 ± 2.5 points | 0.91 ± 0.025 |")
+    assert lines[2].endswith("| 80.0 % | 48.7 % ± 3.8 | -31.3 ± 3.8 points | 3 |")
     assert len({line.count("|") for line in lines}) == 1
     assert format_figure("reward", estimate([0.5])) == "0.5"
+    assert format_figure("accuracy_after", estimate([0.5])) == "50.0 %"
+    assert format_figure("accuracy_after", estimate([0.5]), difference=True) == "+50.0 points"
+    assert format_figure("forgetting", estimate([-0.05])) == "-5.0 points"
     assert format_figure("reward", None) == "–"
 
 
@@ -275,10 +278,10 @@ def test_harm_at_every_point_is_said():
     by_text = {text: tone for tone, text in verdict(summaries, "a=1", "accuracy_after")}
     accuracy = next(text for text in by_text if text.startswith("Every point lost accuracy against the start"))
     p = holm({label: paired_p(change) for label, change in (("1", -0.05), ("2", -0.1))})
-    assert f"a=1 -5.0 % ± 0.2 (p {p['1']:.2g}); a=2 -10.0 % ± 0.2 (p {p['2']:.2g})." in accuracy
+    assert f"a=1 -5.0 ± 0.2 points (p {p['1']:.2g}); a=2 -10.0 ± 0.2 points (p {p['2']:.2g})." in accuracy
     skill = next(text for text in by_text if text.startswith("Every point lost on copy against the start"))
-    assert "a=1 -10.0 % ± 0.2 (p " in skill
-    assert "a=2 -30.0 % ± 0.2 (p " in skill
+    assert "a=1 -10.0 ± 0.2 points (p " in skill
+    assert "a=2 -30.0 ± 0.2 points (p " in skill
     assert by_text[accuracy] == by_text[skill] == "bad"
     assert not any("on max" in text for text in by_text)
 
@@ -299,13 +302,13 @@ def test_skills_share_one_correction():
     ]
     texts = texts_of(rows, "a=1")
     for skill in ("copy", "max"):
-        lost = f"Every point lost on {skill} against the start on average, -13.0 %: none beyond chance"
+        lost = f"Every point lost on {skill} against the start on average, -13.0 points: none beyond chance"
         assert any(text.startswith(lost) for text in texts)
 
 
 def test_some_points_lost_and_some_gained():
     texts = texts_of(harmed(("a=1", 0.2, -0.1, 0.0), ("a=2", -0.1, 0.1, 0.0), ("a=3", 0.0, 0.1, 0.0)), "a=1")
-    better, worse = "accuracy (paired over seeds, Holm), better: a=1 +20.0 %", "; worse: a=2 -10.0 %"
+    better, worse = "accuracy (paired over seeds, Holm), better: a=1 +20.0 ± ", "; worse: a=2 -10.0 ± "
     assert any(better in text and worse in text for text in texts)
     assert any(text.startswith("1 of 3 points lost on copy against the start") for text in texts)
 
@@ -314,21 +317,34 @@ def test_no_point_is_better_than_the_start():
     rows = harmed(("a=1", 0.0, 0.0, 0.0), ("a=2", -0.1, 0.0, 0.0))
     texts = texts_of(rows, "a=1")
     start = "No point is better than the start in accuracy (paired over seeds, Holm): the highest mean change is "
-    assert any(text.startswith(start) and "; worse: a=2 -10.0 %" in text for text in texts)
+    assert any(text.startswith(start) and "; worse: a=2 -10.0 ± " in text for text in texts)
 
 
 def test_harm_with_few_seeds_is_said_and_not_tested():
     texts = texts_of(harmed(("a=1", -0.05, -0.1, 0.2), ("a=2", -0.1, -0.3, 0.1), seeds=1), "a=1")
-    top = "the highest mean change is -5.0 %, at a=1 (too few seeds to test)."
+    top = "the highest mean change is -5.0 points, at a=1 (too few seeds to test)."
     assert f"No point is better than the start in accuracy: {top}" in texts
-    assert "Every point lost on copy against the start on average, -10.0 % to -30.0 %: too few seeds to test." in texts
-    assert not any("better than the start" in text for text in texts_of(harmed(("a=1", 0.1, 0.0, 0.0), seeds=2), "a=1"))
+    copy = "Every point lost on copy against the start on average, -10.0 points to -30.0 points: too few seeds to test."
+    assert copy in texts
+    assert not any("than the start" in text for text in texts_of(harmed(("a=1", 0.1, 0.0, 0.0), seeds=2), "a=1"))
+
+
+def test_with_few_seeds_the_losses_beside_a_gain_are_said_and_not_tested():
+    losses = [(f"a={n}", -0.01 * n, 0.0, 0.0) for n in range(2, 8)]
+    summaries = summarise(harmed(("a=1", 0.1, 0.0, 0.0), *losses[:1], seeds=1), "a=1")
+    said = [(tone, text) for tone, text in verdict(summaries, "a=1", "accuracy_after") if "than the start" in text]
+    few = "Worse than the start in accuracy on average, too few seeds to test:"
+    assert said == [("warn", f"{few} a=2 -2.0 points.")]
+    texts = texts_of(harmed(("a=1", 0.1, 0.0, 0.0), *losses, seeds=2), "a=1")
+    (text,) = [text for text in texts if text.startswith(few)]
+    assert text.startswith(f"{few} a=7 -7.0 ± ")  # the worst first
+    assert text.endswith(" and 2 more.")
 
 
 def test_a_single_skill_is_told_once():
     texts = texts_of(harmed(("a=1", 0.1, -0.1), ("a=2", 0.1, -0.3), skills=("copy",)), "a=1")
-    assert [text for text in texts if "a=2" in text and "30.0 %" in text] == [
-        "Every point forgets the old skills significantly (Holm): a=1 (10.0 % ± 0.2), a=2 (30.0 % ± 0.2)."
+    assert [text for text in texts if "a=2" in text and "30.0 " in text] == [
+        "Every point forgets the old skills significantly (Holm): a=1 (10.0 ± 0.2 points), a=2 (30.0 ± 0.2 points)."
     ]
 
 
@@ -338,11 +354,13 @@ def test_skills_have_a_table_of_their_own():
     assert tables[1].splitlines()[0] == (
         "| point | copy before | copy | copy change | max before | max | max change | runs |"
     )
-    assert "| 80.0 % | 70.0 % ± 0.2 | -10.0 % ± 0.2 | 80.0 % | 100.0 % ± 0.2 | +20.0 % ± 0.2 | 3 |" in tables[1]
+    assert (
+        "| 80.0 % | 70.0 % ± 0.2 | -10.0 ± 0.2 points | 80.0 % | 100.0 % ± 0.2 | +20.0 ± 0.2 points | 3 |" in tables[1]
+    )
     summaries = summarise(harmed(("a=1", -0.05, -0.1, 0.2)), "a=1")
     page = study_page("t", "c", summaries, "a=1", [])
     assert "Old skills</h2>" in page
-    for cell in ("accuracy before", "accuracy change", "copy before", "-10.0 % ± 0.2"):
+    for cell in ("accuracy before", "accuracy change", "copy before", "-10.0 ± 0.2 points"):
         assert cell in page
 
 

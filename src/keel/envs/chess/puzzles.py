@@ -33,12 +33,14 @@ from keel.envs.rows import BrokenRow, DataRow, handle_broken_rows, read_rows
 
 COLUMNS = ("FEN", "Moves")
 PARTS = ("parsed", "structure", "best_legal", "correct")
+LEGAL_WORTH = 0.1  # of a legal move that does not solve: a rung below the solution
 _RENAMED = {"best_legal": "legal_move_rate", "correct": "puzzle_accuracy"}
 
 
 @dataclass(frozen=True)
 class PuzzleGrader(ChessGrader):
-    """1 for the solution, or for any other mate where it mates; 0 for another move; `malformed` for none."""
+    """1 for the solution, or for any other mate where it mates; 0.1 for another legal move, 0 for an illegal one, and
+    `malformed` for none."""
 
     padding: Padding = PADDINGS["source"]
     malformed: float = -0.3
@@ -56,7 +58,8 @@ class PuzzleGrader(ChessGrader):
             "best_legal": float(best in legal_moves(problem.info["fen"])),
             "correct": float(best in problem.answer),
         }
-        return Reward(parts["correct"] if best is not None else self.malformed, parts, parsed=best is not None)
+        paid = max(parts["correct"], LEGAL_WORTH * parts["best_legal"])
+        return Reward(paid if best is not None else self.malformed, parts, parsed=best is not None)
 
     def metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
         means = part_means(groups, PARTS, self.reward)

@@ -1,7 +1,8 @@
 """What chess answers earn: a graduated reward (default) and the binary cliff, each part named.
 
 Every system has one worst value, `malformed`, and an answer that cannot be read earns exactly that, an empty one too:
-silence never pays. Nor does what needs no chess: form alone, a copy of the prompt, one guess for every position.
+silence never pays. What needs no chess (form alone, a copy of the prompt, one guess for every position) earns little
+above 0; that a move can be read at all is the step up from `malformed` to there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from keel.envs.chess.format import LINES, EnvAnswer, PolicyAnswer, Verdict
 from keel.envs.chess.notation import is_real
 
 SYSTEMS = {"graduated": -0.3, "binary": -1.0}  # and what a malformed answer earns
-# P:, in full 1: form is worth next to nothing, legality less than a third, quality the rest.
+# P:, in full 1: above 0 form is worth 0.01, legality 0.29, quality 0.7. From malformed (−0.3) to form alone it is 0.31.
 POLICY_WORTH = {"structure": 0.01, "legal5": 0.19, "best_legal": 0.1, "top5": 0.2, "best": 0.3, "eval": 0.2}
 QUALITY = ("top5", "best", "eval")  # what only an engine can judge
 FULL_POLICY = 1.0

@@ -25,20 +25,22 @@ MOST_NAMED = 5
 
 @dataclass(frozen=True)
 class OracleResult:
-    """What the oracle's episodes earned in one form: the number of rows, how many episodes retrieved all support, and
-    why some fall short of the maximum."""
+    """What the oracle's episodes earned in one form: the number of rows, how many episodes retrieved all support, how
+    many were shown their answer and so demonstrate it, and why some fall short of the maximum."""
 
     tool_format: str
     answer_style: str
     rows: int
     complete: int
+    demonstrations: int
     short: tuple[str, ...]
 
     def __str__(self) -> str:
         shortfalls = "; ".join(self.short[:MOST_NAMED])
         return (
             f"{self.tool_format}, {self.answer_style}: {self.rows - len(self.short)} of {self.rows} oracle episodes "
-            f"earn the maximum, {self.complete} retrieve all support{f' ({shortfalls})' if shortfalls else ''}"
+            f"earn the maximum, {self.complete} retrieve all support, {self.demonstrations} are shown their answer"
+            f"{f' ({shortfalls})' if shortfalls else ''}"
         )
 
 
@@ -49,15 +51,16 @@ def play_oracle(path: str, **options: Any) -> list[OracleResult]:
     for tool_format, answer_style in product(FORMATS, ANSWER_STYLES):
         form = {"tool_format": tool_format, "answer_style": answer_style}
         task = multihop(data={"path": path}, **{"retriever": "golden", **options, **form})
-        complete, short = 0, []
+        complete, demonstrations, short = 0, 0, []
         for question in questions:
             problem = task.problem(question)
             earned, maximum = task.reward(problem, task.gold_turns(problem)), task.max_reward(problem)
+            demonstrations += task.demonstrates(problem)
             complete += earned.parts["retrieval_recall"] == 1.0
             if abs(earned.total - maximum) > 1e-9:
                 lacking = ", ".join(name for name in task.weights if earned.parts[name] < 1.0)
                 short.append(f"{question.key} earns {earned.total:.4g} of {maximum:.4g}: {lacking}")
-        results.append(OracleResult(tool_format, answer_style, len(questions), complete, tuple(short)))
+        results.append(OracleResult(tool_format, answer_style, len(questions), complete, demonstrations, tuple(short)))
     return results
 
 

@@ -83,42 +83,51 @@ class Multihop(Task):
 
         A document that no such query brings is neither retrieved nor cited: the episode earns less than the maximum.
         """
-        asked, retrieved = self._search(_question(problem))
+        search = self._search(_question(problem))
         tools = self.tools(problem)
-        calls = [write_call("retrieve_documents", {"query": query}, self.tool_format, tools) for query in asked]
-        return [*calls, self._final_turn(problem, retrieved)]
+        calls = [write_call("retrieve_documents", {"query": query}, self.tool_format, tools) for query in search.asked]
+        return [*calls, self._final_turn(problem, search)]
 
     def gold(self, problem: Problem) -> str:
         """The last turn of such an episode."""
-        return self._final_turn(problem, self._search(_question(problem))[1])
+        return self._final_turn(problem, self._search(_question(problem)))
 
-    def _search(self, question: Question) -> tuple[list[str], list[Document]]:
-        """Queries, each made of what those before it have shown, and the supporting documents that they bring."""
+    def demonstrates(self, problem: Problem) -> bool:
+        """Whether the question or a result shows the answer: to state another would teach invention."""
+        question = _question(problem)
+        return self._search(question).shown_answer(question) is not None
+
+    def _search(self, question: Question) -> _Search:
+        """Queries, each made of what those before it have shown, and what they bring."""
         asked: list[str] = []
         shown_text, retrieved = "", set[str]()
-        while (query := self._next_query(question, retrieved, shown_text)) is not None:
+        while (step := self._next_query(question, retrieved, shown_text)) is not None:
+            query, (content, documents) = step
             asked.append(query)
-            content, documents = self._reply(question, query)
             shown_text += f"\n{content}"
             retrieved |= {document.id for document in documents}
         chain = [question.document(id) for id in question.chain if id in retrieved]
-        return asked, [document for document in chain if document is not None]
+        return _Search(asked, [document for document in chain if document is not None], shown_text)
 
-    def _next_query(self, question: Question, retrieved: Collection[str], shown_text: str) -> str | None:
-        """The first query that brings a supporting document which is not there yet, in the chain's order.
+    def _next_query(
+        self, question: Question, retrieved: Collection[str], shown_text: str
+    ) -> tuple[str, tuple[str, list[Document]]] | None:
+        """The first query that brings a supporting document that is not there yet, in the chain's order, and its reply.
 
         Where none does, an episode that has asked nothing yet asks its first all the same, and may read a name there.
         """
         for id in question.chain:
             for query in queries(question, id, shown_text) if id not in retrieved else ():
-                if any(document.id == id for document in self._reply(question, query)[1]):
-                    return query
-        return None if shown_text else next(iter(queries(question, question.chain[0], "")), None)
+                reply = self._reply(question, query)
+                if any(document.id == id for document in reply[1]):
+                    return query, reply
+        first = None if shown_text else next(iter(queries(question, question.chain[0], "")), None)
+        return None if first is None else (first, self._reply(question, first))
 
-    def _final_turn(self, problem: Problem, retrieved: Sequence[Document]) -> str:
-        cited = [document.id for document in retrieved]
-        answer = _question(problem).answers[0]
-        reasoning = " , ".join([*(document.title for document in retrieved), answer])
+    def _final_turn(self, problem: Problem, search: _Search) -> str:
+        cited, question = [document.id for document in search.retrieved], _question(problem)
+        answer = search.shown_answer(question) or question.answers[0]
+        reasoning = " , ".join([*(document.title for document in search.retrieved), answer])
         if self.answer_style == "complete":
             arguments = {"reasoning": reasoning, "final_answer": answer, "cited_doc_ids": cited}
             return write_call("complete", arguments, self.tool_format, self.tools(problem))
@@ -211,6 +220,21 @@ class Multihop(Task):
 
     def _problems(self, questions: Sequence[Question]) -> list[Problem]:
         return [self.problem(question) for question in questions]
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The queries of a demonstration, the supporting documents that they bring, and all the text of their results."""
+
+    asked: Sequence[str]
+    retrieved: Sequence[Document]
+    shown_text: str
+
+    def shown_answer(self, question: Question) -> str | None:
+        """The first of the answer and its aliases whose words, in normal form, the question or a result has."""
+        seen = f" {score.normalise(f'{question.text} {self.shown_text}')} "
+        normal = ((answer, score.normalise(answer)) for answer in question.answers)
+        return next((answer for answer, words in normal if words and f" {words} " in seen), None)
 
 
 class MultihopEpisode(ToolEpisode):

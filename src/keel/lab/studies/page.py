@@ -54,10 +54,8 @@ def _differences(summaries: Sequence[PointSummary], baseline: str) -> str:
         if point.label == baseline:
             continue
         cells = [point.differences.get(name) for name in columns]
-        marked = [
-            f"<b>{format_figure(n, e)}</b>" if e and e.excludes_zero else format_figure(n, e)
-            for n, e in zip(columns, cells, strict=True)
-        ]
+        texts = [format_figure(n, e, difference=True) for n, e in zip(columns, cells, strict=True)]
+        marked = [f"<b>{text}</b>" if e and e.excludes_zero else text for text, e in zip(texts, cells, strict=True)]
         rows.append([escape(point.label), *marked])
     note = "<p class='muted'>Paired over seeds; bold where the uncorrected 95 % interval excludes 0.</p>"
     return table(["point", *columns.values()], rows) + note if rows else ""

@@ -221,13 +221,17 @@ def skill_columns(summaries: Sequence[PointSummary]) -> dict[str, str]:
     return {f"{skill}:{part}": skill + heading for skill in several for part, heading in headings.items()}
 
 
-def format_figure(name: str, estimate: Estimate | None, *, signed: bool = False) -> str:
-    """`81.2 % ± 3.4` or `0.0512 ± 0.0031`; a change, and what is `signed`, with its sign."""
+def format_figure(name: str, estimate: Estimate | None, *, difference: bool = False) -> str:
+    """`81.2 % ± 3.4` or `0.0512 ± 0.0031`; a change, and a `difference` of the figure, with its sign.
+
+    Between two shares lie percentage points: `+3.4 ± 1.2 points`, and of what was forgotten without a sign.
+    """
     if estimate is None:
         return "–"
-    sign = "+" if signed or change_sides(name) else ""
+    sign = "+" if difference or change_sides(name) else ""
     if name in PERCENT or name.endswith((f":{BEFORE}", f":{AFTER}", f":{CHANGE}")):
+        mean = f"{100 * estimate.mean:{sign}.1f}"
         margin = "" if estimate.margin is None else f" ± {100 * estimate.margin:.1f}"
-        return f"{100 * estimate.mean:{sign}.1f} %{margin}"
+        return f"{mean}{margin} points" if sign or name == "forgetting" else f"{mean} %{margin}"
     margin = "" if estimate.margin is None else f" ± {estimate.margin:.2g}"
     return f"{estimate.mean:{sign}.3g}{margin}"

@@ -110,8 +110,12 @@ def against_start(summaries: Sequence[PointSummary]) -> list[Sentence]:
     highest = f"the highest mean change is {format_figure(figure, changes[top])}, at {top}"
     gained = changes[top].mean > 0
     if not _enough_seeds(changes):
-        text = f"No point is better than the start in accuracy: {highest} (too few seeds to test)."
-        return [] if gained else [("bad", text)]
+        if not gained:
+            return [("bad", f"No point is better than the start in accuracy: {highest} (too few seeds to test).")]
+        fallen = sorted((label for label in changes if changes[label].mean < 0), key=lambda label: changes[label].mean)
+        listed = _shortened([f"{label} {format_figure(figure, changes[label])}" for label in fallen])
+        text = f"Worse than the start in accuracy on average, too few seeds to test: {listed}."
+        return [("warn", text)] if fallen else []
     significant = _significant(figure, changes)
     better, worse = ([text for label, text in significant.items() if s * changes[label].mean > 0] for s in (1, -1))
     if len(worse) == len(changes):
@@ -191,7 +195,7 @@ def _significant(
         adjusted = holm({label: tested(difference) for label, difference in differences.items()})
     significant = {}
     for label, difference in differences.items():
-        p, text = adjusted[label], f"{label} {format_figure(metric, difference, signed=True)}"
+        p, text = adjusted[label], f"{label} {format_figure(metric, difference, difference=True)}"
         if p is not None and p < SIGNIFICANT:
             significant[label] = f"{text} (p {p:.2g})"
         elif difference.p is None and difference.n >= MIN_SEEDS:
