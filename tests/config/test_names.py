@@ -47,6 +47,7 @@ ACCEPTED = [
     ("group_size", "4", "rollout.num_generations=4"),
     ("n_samples_per_prompt", "4", "rollout.num_generations=4"),
     ("num_return_sequences", "4", "rollout.num_generations=4"),
+    ("n_rollouts", "4", "rollout.num_generations=4"),
     ("num_generations", "4", "rollout.num_generations=4"),
     ("num_prompts_per_step", "4", "rollout.prompts_per_step=4"),
     ("max_new_tokens", "32", "rollout.max_completion_length=32"),
@@ -189,6 +190,27 @@ def test_names_that_share_a_line_agree_with_each_other():
     assert load_config({"lora_rank": 0, "lora_alpha": 16}).model.lora is None
     with pytest.raises(KeelError, match="does not divide 128 completions a step"):
         load_config({**together, "train_batch_size": 96})
+
+
+def test_a_group_is_counted_under_each_of_its_names():
+    names = {name for name, alias in table().items() if alias.target == "rollout.num_generations" and not alias.convert}
+    assert {"group_size", "n_rollouts", "num_return_sequences", "actor_rollout_ref.rollout.n"} < names
+    for name in (*names, "rollout.n", "rollout.num_generations"):
+        config = load_config({name: 4, "per_device_train_batch_size": 32})
+        assert (config.rollout.prompts_per_step, config.rollout.num_generations) == (8, 4)
+        if name == "n_samples_per_prompt":  # OpenRLHF's, whose batches are prompts
+            continue
+        with pytest.raises(KeelError, match=r"32 completions in groups of 4 are rollout\.prompts_per_step=8"):
+            load_config({name: 4, "rollout_batch_size": 32})
+        with pytest.raises(KeelError, match=rf"{name} is 0: give a whole number, at least 1"):
+            load_config({name: 0, "rollout_batch_size": 32})
+
+
+@pytest.mark.parametrize("batch", [4, 10])
+def test_a_batch_of_no_whole_groups_is_said_so(batch):
+    line = refusal("rollout_batch_size", batch)
+    assert line.endswith(f"{batch} completions are no multiple of rollout.num_generations=8")
+    assert f"{batch} prompts are rollout.prompts_per_step={batch}," in line
 
 
 def test_a_secret_that_a_peer_takes_as_an_option_is_not_repeated():

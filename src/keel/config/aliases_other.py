@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.config.alias import Alias, Options, Settings, boolean, choice, first_set, harmless, refer
+from keel.config.alias import GROUP, Alias, Options, Settings, boolean, choice, first_set, harmless, refer
 from keel.config.aliases_trl import output_dir
 from keel.config.verl_values import BETA, A
 
@@ -25,8 +25,7 @@ _PLAIN = {
     "data.path": "dataset",
     "data.columns.answer": "ground_truths_key",
     "data.max_prompt_length": "max_prompt_token_length",
-    "rollout.num_generations": "group_size k_samples rloo_k num_return_sequences num_samples_per_prompt_rollout "
-    "num_generations_per_prompt responses_per_prompt rollouts_per_example num_completions",
+    "rollout.num_generations": " ".join(GROUP),
     "rollout.prompts_per_step": "num_prompts_per_step num_unique_prompts_rollout prompts_per_rollout groups_per_batch",
     "rollout.max_completion_length": "max_new_tokens max_tokens rollout_max_response_len sampling_max_tokens",
     "rollout.temperature": "rollout_temperature sampling_temperature",

@@ -15,26 +15,27 @@ from keel.config.alias import (
     boolean,
     choice,
     first_set,
+    group_size,
     harmless,
     no_counterpart,
-    number,
     unless_null,
+    whole,
 )
 from keel.config.verl_values import LORA_RANK
 
 
 def _per_device(value: Any, settings: Settings) -> Options:
     """TRL counts completions: per device × slices of a batch of rollouts."""
-    number("per_device_train_batch_size", value, "give a whole number of completions")
+    completions = whole("per_device_train_batch_size", value)
     if settings.get("generation_batch_size") is not None:
         return {}  # which says it all
-    group = first_set(settings, "num_generations", "rollout.num_generations", default=8)
     steps, _ = trl_steps.slices(settings)
-    prompts, remainder = divmod(int(value) * int(steps), int(group))
-    if remainder or not prompts:
+    group = group_size(settings)
+    prompts, remainder = divmod(completions * steps, group)
+    if remainder:
         raise KeelError(
-            f"per_device_train_batch_size={value} × {steps} accumulated is {value * steps} completions, which is no "
-            f"multiple of num_generations={group}: set rollout.prompts_per_step"
+            f"per_device_train_batch_size={value} × {steps} accumulated is {completions * steps} completions, which is "
+            f"no multiple of num_generations={group}: set rollout.prompts_per_step"
         )
     return {"rollout.prompts_per_step": prompts}
 
@@ -42,11 +43,10 @@ def _per_device(value: Any, settings: Settings) -> Options:
 def _generation_batch(value: Any, settings: Settings) -> Options:
     if value is None:
         return {}
-    group = first_set(settings, "num_generations", "rollout.num_generations", default=8)
     slices, _ = trl_steps.slices(settings)
-    completions = slices * int(first_set(settings, "per_device_train_batch_size", default=8))
-    prompts, remainder = divmod(completions, int(group))
-    if remainder or not prompts:
+    group = group_size(settings)
+    prompts, remainder = divmod(slices * int(first_set(settings, "per_device_train_batch_size", default=8)), group)
+    if remainder:
         raise KeelError(f"generation_batch_size={value} is no multiple of num_generations={group}")
     return {"rollout.prompts_per_step": prompts, **trl_steps.minibatches(settings)}
 
