@@ -18,6 +18,7 @@ from keel.config.load import is_option, unknown_option
 # What users of TRL, verl, OpenRLHF and small trainers type first: (name, value, the option with its value).
 ACCEPTED = [
     ("lr", "1e-5", "optim.learning_rate=1e-05"),
+    ("actor_lr", "1e-5", "optim.learning_rate=1e-05"),
     ("actor_learning_rate", "1e-5", "optim.learning_rate=1e-05"),
     ("learning_rate", "1e-5", "optim.learning_rate=1e-05"),
     ("kl_coef", "0.01", "kl.beta=0.01"),
@@ -32,12 +33,14 @@ ACCEPTED = [
     ("clip_range", "0.1", "loss.epsilon=0.1"),
     ("cliprange", "0.1", "loss.epsilon=0.1"),
     ("clip_ratio", "0.1", "loss.epsilon=0.1"),
+    ("clip_coef", "0.1", "loss.epsilon=0.1"),
     ("eps_clip", "0.1", "loss.epsilon=0.1"),
     ("epsilon_high", "0.3", "loss.epsilon_high=0.3"),
     ("clip_ratio_high", "0.3", "loss.epsilon_high=0.3"),
     ("ppo_epochs", "2", "loss.num_iterations=2"),
     ("num_ppo_epochs", "2", "loss.num_iterations=2"),
     ("mu", "2", "loss.num_iterations=2"),
+    ("update_epochs", "2", "loss.num_iterations=2"),
     ("entropy_coeff", "0.1", "loss.entropy_coef=0.1"),
     ("ent_coef", "0.1", "loss.entropy_coef=0.1"),
     ("loss_agg_mode", "token-mean", "loss.loss_type=dapo"),
@@ -73,6 +76,19 @@ ACCEPTED = [
     ("lora_rank", "8", "model.lora.r=8"),
     ("lora_alpha", "8", "model.lora.alpha=8"),
     ("use_peft", "true", "model.lora={}"),
+    ("use_lora", "true", "model.lora={}"),
+    ("base_model", "some/model", "model.name=some/model"),
+    ("flash_attention", "true", "model.attn_implementation=flash_attention_2"),
+    ("anneal_lr", "true", "optim.schedule=linear"),
+    ("stop_sequences", "[END]", "rollout.stop=[END]"),
+    ("system_prompt", "Think.", "data.system_prompt=Think."),
+    ("train_file", "some/data", "data.path=some/data"),
+    ("dataset_path", "some/data", "data.path=some/data"),
+    ("save_dir", "out/first", "run.dir=out"),
+    ("resume", "true", "run.if_exists=resume"),
+    ("resume_from_checkpoint", "true", "run.if_exists=resume"),
+    ("steps", "120", "run.max_steps=120"),
+    ("total_steps", "120", "run.max_steps=120"),
     ("gradient_checkpointing", "true", "model.gradient_checkpointing=true"),
     ("prompt_data", "some/data", "data.path=some/data"),
     ("dataset_name", "some/data", "data.path=some/data"),
@@ -116,6 +132,33 @@ REFERRED = [
     ("warmup_ratio", "0.1", "give run.max_steps"),
     ("max_length", "64", "a completion's rollout.max_completion_length"),
     ("reward_funcs", "accuracy", "rewards: [{name, weight}]"),
+    ("reward_fn", "exact", "rewards=[{name: exact}]"),
+    ("reward_func", "exact", "rewards=[{name: exact}]"),
+    ("reward_functions", "exact", "rewards=[{name: exact}]"),
+    ("reward_model", "some/model", "rewards: [{name, weight}]"),
+    ("reward_scale", "2", "rewards=[{name: task, weight: 2}]"),
+    ("advantage_eps", "1e-8", "1e-4 is added to the deviation that loss.scale_rewards"),
+    ("advantage_epsilon", "1e-8", "1e-4 is added to the deviation that loss.scale_rewards"),
+    ("norm_adv", "true", "loss.scale_rewards"),
+    ("num_rollouts", "4", "rollout.num_generations=4, steps of a run run.max_steps=4"),
+    ("n_steps", "4", "run.max_steps=4"),
+    ("rollout_steps", "4", "run.max_steps=4"),
+    ("num_prompts", "4", "rollout.prompts_per_step=4"),
+    ("gradient_accumulation", "4", "optim.microbatch_tokens"),
+    ("num_gpus", "4", "one device"),
+    ("log_dir", "out", "run.dir=out"),
+    ("max_seq_len", "64", "a completion's rollout.max_completion_length"),
+    ("kl_clip", "5", "kl.log_ratio_clamp"),
+    ("max_kl", "0.1", "kl.budget=0.1"),
+    ("keep_top_k", "2", "checkpoint.keep=2"),
+    ("ref_update_steps", "10", "give reference.kind=snapshot"),
+    ("resume", "runs/first", "keel train --resume RUN"),
+    ("r_policy_malformed", "-0.3", "task.malformed=-0.3"),
+    ("r_env_malformed", "-0.3", "task.malformed=-0.3"),
+    ("mix_env_ratio", "0.2", "task.environment=0.2"),
+    ("lam", "0.95", "GRPO has no critic"),
+    ("vf_loss_coef", "0.1", "GRPO has no critic"),
+    ("cliprange_value", "0.2", "GRPO has no critic"),
     ("ref_model", "some/model", "reference.kind"),
     ("vf_coef", "0.1", "GRPO has no critic"),
     ("critic.optim.lr", "1e-5", "GRPO has no critic"),
@@ -128,6 +171,8 @@ NOT_NEEDED = [
     ("ppo_micro_batch_size_per_gpu", "8", "optim.microbatch_tokens cuts the batch by tokens"),
     ("gradient_accumulation_steps", "8", "counted in rollout.prompts_per_step"),
     ("logging_steps", "1", "every step is logged"),
+    ("advantage_eps", "0.0001", "1e-4 is added"),
+    ("num_gpus", "1", "one device"),
 ]
 
 
@@ -181,6 +226,11 @@ def test_names_that_share_a_line_agree_with_each_other():
     assert (config.optim.minibatches, config.loss.num_iterations) == (2, 2)
     assert load_config({"use_kl_penalty": True, "kl_coef": 0.02}).kl.beta == 0.02
     assert load_config({"use_kl_penalty": False}).kl.beta == 0.0
+    [note] = notes_of({}, "use_kl_penalty=true", "kl.beta=0.02")
+    assert note == "use_kl_penalty=true (kl.beta) changes nothing: β is above 0, so the penalty is on already"
+    config = load_config({"ref_update_steps": 10, "reference.kind": "snapshot"})
+    assert config.reference.params["every"] == 10
+    assert load_config({"use_lora": False, "lora_r": 8}).model.lora is None
     with pytest.raises(KeelError, match=r"disagree about kl\.beta"):
         load_config({"use_kl_penalty": False, "kl_coef": 0.02})
     config = load_config({"use_kl_loss": True, "kl_loss_coef": 0.02, "kl_loss_type": "mse"})

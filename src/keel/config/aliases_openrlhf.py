@@ -172,11 +172,14 @@ OPENRLHF = [
     Alias("adam_offload", "optim.offload"),
     Alias("pretrain", "model.name"),
     choice("load_in_4bit", "model.quantization", {True: {"model.quantization": "4bit"}, False: {}}, "true is 4bit"),
-    choice(
-        "flash_attn",
-        "model.attn_implementation",
-        {True: {"model.attn_implementation": "flash_attention_2"}, False: {}},
-        "true is flash_attention_2",
+    *(
+        choice(
+            name,
+            "model.attn_implementation",
+            {True: {"model.attn_implementation": "flash_attention_2"}, False: {}},
+            "true is flash_attention_2",
+        )
+        for name in ("flash_attn", "flash_attention", "use_flash_attention", "use_flash_attn")
     ),
     Alias("prompt_max_len", "data.max_prompt_length"),
     Alias("prompt_split", "data.split"),
@@ -239,10 +242,11 @@ OPENRLHF = [
     *no_counterpart(
         CRITIC,
         *("critic_learning_rate", "value_clip", "gamma", "lambd", "vf_coef", "value_loss_coef", "gae_lambda"),
+        *("lam", "vf_loss_coef", "cliprange_value"),
     ),
     *no_counterpart(
         "a reward is named in rewards: [{name, weight}], one of your own as module:attr",
-        *("remote_rm_url", "reward_pretrain", "reward_model_path"),
+        *("remote_rm_url", "reward_pretrain", "reward_model", "reward_model_path"),
     ),
     *no_counterpart("loss.scale_rewards divides advantages by group, batch or none", "normalize_reward"),
 ]

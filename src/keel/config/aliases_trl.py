@@ -121,10 +121,10 @@ def _min_p(value: Any, settings: Settings) -> Options:
 
 
 def _of_adapter(option: str) -> Convert:
-    """An option of the adapter, which `use_peft: false` and `lora_rank: 0` leave out."""
+    """An option of the adapter, which `use_peft: false`, `use_lora: false` and `lora_rank: 0` leave out."""
 
     def convert(value: Any, settings: Settings) -> Options:
-        off = settings.get("use_peft") is False or settings.get(LORA_RANK) == 0
+        off = any(settings.get(name) is False for name in ("use_peft", "use_lora")) or settings.get(LORA_RANK) == 0
         return {} if off else {f"model.lora.{option}": value}
 
     return convert
@@ -289,7 +289,12 @@ TRL = [
     harmless("use_adaptive_entropy", "loss.entropy_coef is constant", False),
     Alias("num_train_epochs", "", "set run.max_steps; Keel counts steps, not passes over the data", trl_steps.epochs),
     *(
-        Alias(name, f"model.lora.{option}", "read unless use_peft is false or lora_rank 0", _of_adapter(option))
+        Alias(
+            name,
+            f"model.lora.{option}",
+            "read unless use_peft or use_lora is false or lora_rank 0",
+            _of_adapter(option),
+        )
         for name, option in (
             *(("lora_r", "r"), ("lora_alpha", "alpha"), ("lora_dropout", "dropout")),
             *(("target_modules", "targets"), ("lora_target_modules", "targets")),
@@ -297,7 +302,10 @@ TRL = [
     ),
     *(Alias(name, "model.dtype") for name in ("torch_dtype", "dtype")),
     Alias("attn_implementation", "model.attn_implementation"),
-    choice("use_peft", "model.lora", {True: {"model.lora": {}}, False: {}}, "true is LoRA of rank 16, as in TRL"),
+    *(
+        choice(name, "model.lora", {True: {"model.lora": {}}, False: {}}, "true is LoRA of rank 16, as in TRL")
+        for name in ("use_peft", "use_lora")
+    ),
     Alias("train_dataset", "data.path", "a file or hub name"),
     Alias("eval_dataset", "task.eval_path", "a file or hub name"),
     *no_counterpart(
