@@ -1,6 +1,7 @@
 """Names of other trainers: each leads to its option, however it is given; a name that nobody has leads nowhere."""
 
 import random
+import re
 import string
 
 import pytest
@@ -9,11 +10,13 @@ from hypothesis import strategies as st
 
 from keel.base.errors import KeelError
 from keel.base.neighbours import near_options
+from keel.base.parts import parameters_of
 from keel.base.validation import option_names
 from keel.cli import main
 from keel.config import Config, arguments, load_config, read_config
 from keel.config.aliases import table, tables
 from keel.config.load import is_option, unknown_option
+from keel.envs.registry import TASKS, get_task
 
 # What users of TRL, verl, OpenRLHF and small trainers type first: (name, value, the option with its value).
 ACCEPTED = [
@@ -343,3 +346,37 @@ def test_random_letters_lead_nowhere(word):
 def test_words_and_letters_both_lead(name, says):
     assert says in str(unknown_option(name))
     assert not is_option(name)
+
+
+def test_a_parameter_of_a_task_leads_to_its_section():
+    options = {name.rpartition(".")[2] for name in OPTIONS} | set(Config.model_fields) | set(table())
+    for task in TASKS:
+        for parameter in set(parameters_of(get_task(task))) - options:
+            assert f"task.{parameter}" in str(unknown_option(parameter, task=task))
+            assert re.search(rf"did you mean task\.{parameter}, of .*{task}", str(unknown_option(parameter)))
+    assert "did you mean task.noise_rate, of multihop?" in refusal("noise_rate", "0.5")
+    assert "did you mean task.noise_rate, of multihop?" in refusal("env.noise_rate", "0.5")
+    with pytest.raises(KeelError, match=r"unknown option noise_rat: did you mean task\.noise_rate\?"):
+        load_config({"task": {"name": "multihop"}, "noise_rat": 0.5})
+    with pytest.raises(KeelError, match=r"did you mean kl\.level or loss\.mismatch\.level\?"):
+        load_config({"task": {"name": "no_such_task"}, "level": 3})
+    with pytest.raises(KeelError, match="unknown option noise_rate"):
+        load_config({"task": {"name": ["multihop"]}, "noise_rate": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("model", "gpt2", "write model.name=gpt2"),
+        ("kl", "0.01", "write kl.beta=0.01"),
+        ("task", "countdown", "write task.name=countdown"),
+        ("kl.controller", "ziegler", "write kl.controller.name=ziegler"),
+        ("rewards", "exact", "write rewards=[{name: exact}]"),
+        ("rewards", "[exact]", "rewards[0] is the text exact: write {name: exact}"),
+        ("rewards", "{name: exact, weight: 2}", "write rewards=[{name: exact, weight: 2}]"),
+        ("rewards", "5", "expected a list of sections, with name, weight"),
+        ("log", "wandb", "expected a section, with tensorboard, wandb, console"),
+    ],
+)
+def test_a_value_in_place_of_a_section_leads_to_its_first_option(name, value, says):
+    assert says in refusal(name, value)
