@@ -103,7 +103,7 @@ def decoder_name(engine: NativeEngine) -> str:
     if isinstance(decoder, SwitchingDecoder):
         prefix, decoder = "switching, ", decoder.inner(engine.model)
     if isinstance(decoder, SharedPrefixDecoder):
-        return prefix + ("llama step" if decoder.llama_step is not None else "shared prompts")
+        return prefix + ("llama step" if decoder.own_step is not None else "shared prompts")
     assert isinstance(decoder, UnsharedPrefixDecoder)
     if not decoder.cached:
         return prefix + "read again at every step"

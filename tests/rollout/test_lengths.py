@@ -154,7 +154,7 @@ def test_a_window_is_crossed_or_is_the_limit(
     monkeypatch.setattr("keel.rollout.native.choose.longest_probe", lambda _: 100)
     model = small_mistral(sliding_window=window, max_position_embeddings=context)
     assert _verified_length(model) == verified_length
-    assert max(_cases(model, shared=False, llama_step=False)[-1].prompts) == reached
+    assert max(_cases(model, shared=False, own_step=False)[-1].prompts) == reached
 
 
 def test_a_window_as_long_as_the_context_is_no_window() -> None:

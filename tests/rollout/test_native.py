@@ -32,7 +32,7 @@ def test_these_shapes_share_their_prompts(name: str) -> None:
     """Gemma's modules have Llama's names and compute otherwise: the probe keeps it off Llama's own step."""
     engine, model = engine_of(name)
     assert engine.fallback_reason is None
-    assert (engine._decoder(model).llama_step is not None) == (name in shapes.LLAMA_STEP)
+    assert (engine._decoder(model).own_step is not None) == (name in shapes.LLAMA_STEP)
 
 
 @pytest.mark.parametrize("name", shapes.PLAIN)

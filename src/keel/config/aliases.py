@@ -43,9 +43,13 @@ def find(name: str, is_option: IsOption) -> Alias | None:
     """The alias that a name stands for: by itself, without the sections before it, or in a section that is not its own.
 
     `kl_loss_coef` and `actor.kl_loss_coef` end verl's name, `grpo.beta` is `beta`, and `warmstart.lr` is the
-    `learning_rate` of that section.
+    `learning_rate` of that section. What is an option here is never the end of another trainer's name.
     """
-    if (alias := _named(name)) is not None or is_option(name):
+    if name in table():
+        return table()[name]
+    if is_option(name):
+        return None
+    if (alias := _named(name)) is not None:
         return alias
     parts = name.split(".")
     for cut in range(1, len(parts)):

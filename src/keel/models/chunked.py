@@ -6,7 +6,7 @@ pass that keeps `[tokens, vocabulary]`. Policy logits and, for the exact KL, ref
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,10 @@ from keel.models.head import Head, LogitsOf, at_least_fp32, shape_logits
 
 @dataclass(frozen=True)
 class StatsOptions:
-    """What to compute beside the log-probability; `ref_policy_grad` lets KL(ref‖policy) carry gradient."""
+    """What to compute beside the log-probability; `ref_policy_grad` lets KL(ref‖policy) carry gradient.
+
+    `dtype` is that of the products with the heads, None for the weights' own; sums are in fp32 whatever it is.
+    """
 
     temperature: float = 1.0
     entropy: bool = False
@@ -28,6 +31,7 @@ class StatsOptions:
     ref_head: LogitsOf | None = None
     chunk_tokens: int = 256
     ref_policy_grad: bool = False
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,13 @@ def token_stats(
     hidden: Tensor, head: Head, tokens: Tensor, options: StatsOptions, ref_hidden: Tensor | None = None
 ) -> TokenStats:
     """log softmax(logits / temperature) at `tokens` `[N]`, and what `options` adds, from hidden states `[N, H]`."""
-    linear = head.linear()
-    with torch.autocast(device_type=hidden.device.type, enabled=False):
+    linear, device = head.linear(), hidden.device.type
+    if linear is not None and device == "cuda" and torch.is_autocast_enabled(device):
+        # in fp32 the product with the head would take as long as all the rest of a pass in half precision
+        half = torch.get_autocast_dtype(device)
+        linear = (linear[0].to(half), None if linear[1] is None else linear[1].to(half))
+        options = replace(options, dtype=half)
+    with torch.autocast(device_type=device, enabled=False):
         if linear is None:
             return _checkpointed(hidden, head, tokens, options, ref_hidden)
         weight, bias = linear
@@ -69,12 +78,23 @@ def _logprobs(logits: Tensor, temperature: float) -> Tensor:
 def _ref_logprobs(ref_hidden: Tensor, options: StatsOptions, vocabulary: int) -> Tensor:
     assert options.ref_head is not None
     with torch.no_grad():
-        logits = at_least_fp32(options.ref_head(ref_hidden))
+        logits = _ref_logits(options.ref_head, ref_hidden, options.dtype)
         if logits.shape[-1] != vocabulary:
             raise KeelError(
                 f"exact KL needs one vocabulary: the policy has {vocabulary} tokens, the reference {logits.shape[-1]}"
             )
         return _logprobs(logits, options.temperature)
+
+
+def _ref_logits(head: LogitsOf, hidden: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """By the same products as the policy's: where both are one model, their KL is exactly 0."""
+    linear = head.linear() if isinstance(head, Head) else None
+    if linear is None or not isinstance(head, Head):
+        return at_least_fp32(head(hidden))
+    weight, bias = linear
+    if dtype is not None:
+        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    return _logits(hidden.to(weight.dtype), weight, bias, head)
 
 
 def _gather(logprobs: Tensor, tokens: Tensor) -> Tensor:
@@ -244,5 +264,9 @@ def _raw_logits_gradient(
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> Tensor:
-    raw = torch.nn.functional.linear(hidden, weight, bias)
+    if hidden.is_cuda and hidden.dtype in (torch.float16, torch.bfloat16):
+        raw = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # sums as they are, not rounded and widened again
+        raw = raw if bias is None else raw.add_(bias)
+    else:
+        raw = torch.nn.functional.linear(hidden, weight, bias)
     return shape_logits(at_least_fp32(raw), head.scale, head.softcap)

@@ -18,6 +18,7 @@ from keel.base.parts import part_arguments
 from keel.base.validation import read_options
 from keel.models.checks import check_eos, check_tokenizer, context_length
 from keel.models.dropout import disable_dropout, has_dropout
+from keel.models.fuse import fuse_modules
 from keel.models.gguf import check_gguf, load_gguf
 from keel.models.head import body_of
 from keel.models.lora import add_lora, check_adapter, options_in
@@ -98,6 +99,11 @@ def load_model(
         policy = add_lora(policy, lora, seed=seed)
         lora = options_in(policy, lora)
     align_parameters(policy)
+    if device.type == "cuda":
+        fuse_modules(policy)
+        torch.backends.cuda.enable_cudnn_sdp(
+            False
+        )  # it makes a plan for every new shape, and lengths are never the same
     if options.gradient_checkpointing:
         # The reentrant form drops gradients when the first input needs none, as with a frozen embedding under LoRA.
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

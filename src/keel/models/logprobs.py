@@ -13,7 +13,7 @@ from keel.base.types import Scores
 from keel.models.chunked import StatsOptions, default_chunk, token_stats
 from keel.models.head import Head, LogitsOf, body_of, head_of, takes_positions
 from keel.models.pack import PackedBatch
-from keel.models.prefix_attention import PrefixGroup, prefix_attention, prefix_groups, use_prefix_attention
+from keel.models.prefix_attention import RowStructure, prefix_attention, use_prefix_attention
 from keel.models.rope import length_regimes, reset_rope, split_by_regime
 
 
@@ -42,13 +42,13 @@ def hidden_states(model: nn.Module, packed: PackedBatch) -> Tensor:
     return torch.cat(hidden).index_select(0, torch.cat([part.scored for part in parts]).argsort())
 
 
-def hidden_states_in_one_pass(model: nn.Module, packed: PackedBatch, groups: list[PrefixGroup] | None = None) -> Tensor:
-    """`hidden_states` by one forward of the batch; given its prefix groups, by prefix attention without a trial."""
+def hidden_states_in_one_pass(model: nn.Module, packed: PackedBatch, structure: RowStructure | None = None) -> Tensor:
+    """`hidden_states` by one forward of the batch; given its structure, by prefix attention without a trial."""
     positions, _ = packed.scored()
-    return _body_states(body_of(model), packed, groups).flatten(0, 1).index_select(0, positions)
+    return _body_states(body_of(model), packed, structure).flatten(0, 1).index_select(0, positions)
 
 
-def _body_states(body: Any, packed: PackedBatch, groups: list[PrefixGroup] | None = None) -> Tensor:
+def _body_states(body: Any, packed: PackedBatch, structure: RowStructure | None = None) -> Tensor:
     """The body's hidden states `[R, L, H]` at every position of the rows."""
     inputs: dict[str, Any] = {"input_ids": packed.input_ids, "use_cache": False}
     if takes_positions(body):
@@ -56,8 +56,8 @@ def _body_states(body: Any, packed: PackedBatch, groups: list[PrefixGroup] | Non
     elif packed.shared_prefix:
         raise KeelError(f"{type(body).__name__} takes no position ids: pack with shared_prefix=False")
     hidden: Tensor
-    if groups is not None or use_prefix_attention(body, packed):
-        with prefix_attention(body.config, prefix_groups(packed) if groups is None else groups):
+    if structure is not None or use_prefix_attention(body, packed):
+        with prefix_attention(body.config, structure or RowStructure(packed)):
             hidden = body(**inputs, attention_mask=None)[0]
     else:
         hidden = body(**inputs, attention_mask=packed.attention_mask())[0]

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group
-
-_PADDING = -1
+from keel.models.segments import PADDING, Segments, to_device
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,9 @@ class PackedBatch:
     """R rows of L tokens that score B completions of up to T tokens; B is group-major.
 
     The mask is described by two numbers a token: `prefix` says which prompt it belongs to (−1: padding) and `branch`
-    which completion of that prompt (0: the prompt itself). `gather` points into the flattened `[R·L]` positions.
-    `host` is the same batch in main memory, where its structure can be read without waiting for a device.
+    which completion of that prompt (0: the prompt itself); `segments` are the runs of such tokens. `gather` points into
+    the flattened `[R·L]` positions. `host` is the same batch in main memory, where its structure can be read without
+    waiting for a device.
     """
 
     input_ids: Tensor  # [R, L]
@@ -40,6 +40,7 @@ class PackedBatch:
     completion_mask: Tensor  # [B, T] bool: tokens that exist
     existing: Tensor  # [N]: the tokens that exist, in the flattened [B·T]
     group: Tensor  # [B]
+    segments: Segments
     shared_prefix: bool
     host: PackedBatch | None = None
 
@@ -47,7 +48,7 @@ class PackedBatch:
         """The same batch on another device."""
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
         moved: dict[str, Any] = {k: to_device(x, device) for k, x in tensors.items() if isinstance(x, Tensor)}
-        return replace(self, **moved, host=self if self.host is None else self.host)
+        return replace(self, **moved, segments=self.segments.to(device), host=self if self.host is None else self.host)
 
     def attention_mask(self) -> Tensor:
         """Boolean `[R, 1, L, L]` for shared-prefix rows; the ordinary `[R, L]` for one row a completion.
@@ -55,7 +56,7 @@ class PackedBatch:
         The 2-D form goes through the model's own mask, so sliding windows and hybrid layers stay right.
         """
         if not self.shared_prefix:
-            return (self.prefix != _PADDING).long()
+            return (self.prefix != PADDING).long()
         return self.mask_4d()
 
     def mask_4d(self) -> Tensor:
@@ -117,26 +118,22 @@ def pack(
     if not shared_prefix:
         # Padding continues the count: transformers takes a jump for a second sequence in the row.
         positions = torch.arange(length).expand(len(rows), length).contiguous()
+    prefix = right_pad((row.prefix for row in rows), PADDING, width=length)
+    branch = right_pad((row.branch for row in rows), 0, width=length)
     return PackedBatch(
         input_ids=right_pad((row.ids for row in rows), pad_token_id, width=length),
         position_ids=positions,
-        prefix=right_pad((row.prefix for row in rows), _PADDING, width=length),
-        branch=right_pad((row.branch for row in rows), 0, width=length),
+        prefix=prefix,
+        branch=branch,
         gather=right_pad(gather, 0),
         tokens=tokens,
         action_mask=right_pad((c.action for c in completions), False, dtype=torch.bool),
         completion_mask=right_pad(([True] * len(c.tokens) for c in completions), False, dtype=torch.bool),
         existing=torch.tensor(existing, dtype=torch.long),
         group=torch.tensor([i for i, group in enumerate(groups) for _ in group.completions]),
+        segments=Segments.of(prefix, branch),
         shared_prefix=shared_prefix,
     )
-
-
-def to_device(x: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on the device; from main memory by pinned pages, so that nobody waits for the copy."""
-    if torch.device(device).type != "cuda" or x.is_cuda:
-        return x.to(device)
-    return x.pin_memory().to(device, non_blocking=True)
 
 
 def right_pad(

@@ -1,7 +1,8 @@
 """Shared-prefix attention: the prompt attends to itself once, causally; each completion to the prompt and itself.
 
-With a mask over the row, an attention kernel computes all L² pairs of tokens and throws most away. Group by group, a
-prompt of P tokens and n completions of T cost P²/2 + nT(P + T) pairs: for P = 2300, n = 8, T = 128 less than half.
+With a mask over the row, an attention kernel computes all L² pairs of tokens and throws most away. By structure, a
+prompt of P tokens and n completions of T cost P²/2 + nT(P + T) pairs: for P = 2300, n = 8, T = 128 less than half. On a
+GPU in half precision flash kernels do it in two calls a layer; elsewhere it is done group by group.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +19,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from keel.models.pack import PackedBatch, to_device
+from keel.models.flash_prefix import flash_attend, flash_dtype, why_not_flash
+from keel.models.pack import PackedBatch
+from keel.models.segments import Segments, to_device
 
 ATTENTION = "keel_prefix_scoring"  # the engine registers one for decoding
 LONG_ROW = 1024  # below this a mask costs little, and a call a group costs more
@@ -39,6 +43,19 @@ class PrefixGroup:
     completions: Tensor | None = None
     valid: Tensor | None = None
     mask: Tensor | None = None
+
+
+class RowStructure:
+    """How the rows of a batch attend: runs of tokens for flash kernels, groups for the others."""
+
+    def __init__(self, packed: PackedBatch) -> None:
+        self.segments: Segments = packed.segments
+        self._packed = packed
+
+    @cached_property
+    def groups(self) -> list[PrefixGroup]:
+        """The groups, found at first use: it takes a look at every token."""
+        return prefix_groups(self._packed)
 
 
 def prefix_groups(packed: PackedBatch) -> list[PrefixGroup]:
@@ -66,9 +83,18 @@ def prefix_groups(packed: PackedBatch) -> list[PrefixGroup]:
 
 
 def attend(
+    query: Tensor, key: Tensor, value: Tensor, structure: RowStructure, scale: float, dropout: float = 0.0
+) -> Tensor:
+    """Attention of rows `[R, H, L, D]` over `[R, K, L, D]`, as `[R, L, H, D]`; differentiable."""
+    if why_not_flash(query, query.shape[-1], dropout, planned=bool(_like_cuda)) is None:
+        return flash_attend(query, key, value, structure.segments, scale)
+    return attend_by_group(query, key, value, structure.groups, scale, dropout)
+
+
+def attend_by_group(
     query: Tensor, key: Tensor, value: Tensor, groups: list[PrefixGroup], scale: float, dropout: float = 0.0
 ) -> Tensor:
-    """Attention of rows `[R, H, L, D]` over `[R, K, L, D]`, as `[R, L, H, D]`; differentiable, zero at padding."""
+    """The same, a prompt or a group's completions at a time; zero at padding."""
     gqa = query.shape[1] != key.shape[1]
     if gqa and (query.is_cuda or _like_cuda):  # no fused kernel there takes a mask and grouped heads together
         key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
@@ -96,13 +122,13 @@ def attend(
     return out
 
 
-_active: list[list[PrefixGroup]] = []
+_active: list[RowStructure] = []
 _like_cuda: list[bool] = []
 
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Attention takes the memory that it takes on CUDA, where grouped heads are repeated; for planning elsewhere."""
+    """Attention takes the memory that it takes on CUDA: by flash kernels, or with repeated heads; for plans."""
     _like_cuda.append(True)
     try:
         yield
@@ -137,11 +163,11 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 @contextmanager
-def prefix_attention(config: Any, groups: list[PrefixGroup]) -> Iterator[None]:
-    """Inside, the model of this config attends group by group; its own attention is put back afterwards."""
+def prefix_attention(config: Any, structure: RowStructure) -> Iterator[None]:
+    """Inside, the model of this config attends by structure; its own attention is put back afterwards."""
     before = config._attn_implementation
     config._attn_implementation = ATTENTION
-    _active.append(groups)
+    _active.append(structure)
     try:
         yield
     finally:
@@ -149,28 +175,30 @@ def prefix_attention(config: Any, groups: list[PrefixGroup]) -> Iterator[None]:
         config._attn_implementation = before
 
 
-_exact: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_exact: WeakKeyDictionary[nn.Module, dict[torch.dtype, bool]] = WeakKeyDictionary()  # by the dtype it computes in
 
 
 def use_prefix_attention(body: Any, packed: PackedBatch) -> bool:
-    """Whether to score this batch by prefix attention: its rows are long, and it is exact for this model.
+    """Whether to score this batch by prefix attention: it is fast for such rows, and exact for this model.
 
     The model is tried once, on small rows against the mask: one with another kind of attention would silently give
     other numbers.
     """
     if not may_use_prefix_attention(body, packed):
         return False
-    if body not in _exact:
-        _exact[body] = _agrees(body)
-    return _exact[body]
+    exact, dtype = _exact.setdefault(body, {}), flash_dtype(next(body.parameters()))
+    if dtype not in exact:
+        exact[dtype] = _agrees(body)
+    return exact[dtype]
 
 
 def may_use_prefix_attention(body: Any, packed: PackedBatch) -> bool:
-    """Whether rows are long enough and nothing known of the model forbids prefix attention.
+    """Whether it is fast for such rows (long ones, or any where flash kernels run) and nothing known forbids it.
 
     Gradient checkpointing does: its second forward runs outside the context.
     """
-    if not packed.shared_prefix or packed.input_ids.shape[1] < LONG_ROW:
+    flash = why_not_flash(next(body.parameters()), planned=bool(_like_cuda)) is None
+    if not packed.shared_prefix or (packed.input_ids.shape[1] < LONG_ROW and not flash):
         return False
     if body.training and getattr(body, "is_gradient_checkpointing", False):
         return False
@@ -200,11 +228,11 @@ def _agrees(body: Any) -> bool:
     try:
         with evaluating(body):
             expected = body(**inputs, attention_mask=packed.mask_4d())[0].float()
-            with prefix_attention(body.config, prefix_groups(packed)):
+            with prefix_attention(body.config, RowStructure(packed)):
                 hidden = body(**inputs, attention_mask=None)[0].float()
     except Exception:  # whatever a foreign model raises here, the mask still serves it
         return False
     valid = packed.prefix >= 0
     error = (hidden - expected)[valid].abs().max() / expected[valid].std().clamp(min=1e-6)
-    half_precision = next(body.parameters()).dtype in (torch.float16, torch.bfloat16)
+    half_precision = flash_dtype(next(body.parameters())) in (torch.float16, torch.bfloat16)
     return bool(error < (0.2 if half_precision else 1e-3))

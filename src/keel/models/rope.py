@@ -17,7 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from keel.models.pack import PackedBatch, to_device
+from keel.models.pack import PackedBatch
+from keel.models.segments import PADDING, Segments, to_device
 
 
 @dataclass(frozen=True)
@@ -118,12 +119,14 @@ def split_by_regime(packed: PackedBatch, regimes: LengthRegimes) -> list[RegimeP
         if not packed.shared_prefix:  # padding continues the count there
             position_ids = packed.position_ids[rows][:, :length]
         columns = (valid.cumsum(1) - 1)[row_of, positions[scored] % width]
+        prefix, branch = cut(packed.prefix, PADDING), cut(packed.branch, 0)
         part = replace(
             packed,
             input_ids=cut(packed.input_ids, int(packed.input_ids[0, 0])),
             position_ids=position_ids,
-            prefix=cut(packed.prefix, -1),
-            branch=cut(packed.branch, 0),
+            prefix=prefix,
+            branch=branch,
+            segments=Segments.of(prefix, branch),
         )
         parts.append(
             RegimePart(part.to(device), to_device(row_of * length + columns, device), to_device(scored, device))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -49,6 +49,11 @@ class RolloutOptions(Options):
     kept_gib: NotNegative = Field(
         default=1.0,
         description="GiB of the model's device for keys and values between turns; what finds no room is read again.",
+    )
+    dtype: Literal["auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16"] = Field(
+        default="auto",
+        description="Type of the weights that sample; auto: on a GPU that of the training passes (a copy, under "
+        "optim.precision), elsewhere the policy's own.",
     )
     cuda_graphs: bool = Field(
         default=True, description="Decode by CUDA graphs where the model allows it (Llama-shaped, on a GPU)."

@@ -10,17 +10,26 @@ from torch import nn
 from keel.base.errors import KeelError, unknown
 from keel.base.imports import import_object, is_import_path
 from keel.base.parts import part_arguments
+from keel.models.head import module_dtype
+from keel.models.load import DTYPES
 from keel.rollout.engine import Engine, check_engine
 from keel.rollout.native.engine import NativeEngine
 from keel.rollout.options import EngineOptions, RolloutOptions
 
-NATIVE_OPTIONS = ("kept_gib", "cuda_graphs")  # options of `rollout` that only the native engine reads
+NATIVE_OPTIONS = ("kept_gib", "cuda_graphs", "dtype")  # options of `rollout` that only the native engine reads
 
 
 def native(model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions) -> NativeEngine:
-    """Keel's own engine; with one turn there is no KV cache to keep between turns."""
+    """Keel's own engine; with one turn there is no KV cache to keep between turns. `auto` shares the weights here."""
     kept_bytes = int(rollout.kept_gib * 2**30) if rollout.max_turns > 1 else 0
-    return NativeEngine(model, tokenizer, kept_bytes=kept_bytes, graphs=rollout.cuda_graphs)
+    dtype = None if rollout.dtype == "auto" else DTYPES[rollout.dtype]
+    return NativeEngine(
+        model,
+        tokenizer,
+        dtype=None if dtype == module_dtype(model) else dtype,
+        kept_bytes=kept_bytes,
+        graphs=rollout.cuda_graphs,
+    )
 
 
 ENGINES: dict[str, Callable[..., Engine]] = {"native": native}

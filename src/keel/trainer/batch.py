@@ -15,8 +15,9 @@ from keel.base.types import Batch, Completion, Group
 from keel.kl.measure import MaskIndex
 from keel.models.head import Head, frozen_head
 from keel.models.logprobs import FullScores, hidden_states, score_hidden, score_tokens
-from keel.models.pack import PackedBatch, microbatches, pack, right_pad, to_device
+from keel.models.pack import PackedBatch, microbatches, pack, right_pad
 from keel.models.scorer import score_with
+from keel.models.segments import to_device
 from keel.trainer.state import TrainingRun
 
 

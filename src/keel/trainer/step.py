@@ -23,7 +23,7 @@ from keel.losses import (
     zero_variance,
 )
 from keel.models.logprobs import FullScores
-from keel.models.pack import to_device
+from keel.models.segments import to_device
 from keel.trainer.batch import (
     StepBatch,
     detached,

@@ -77,6 +77,10 @@ class FlopCounter(TorchDispatchMode):
             self.total += _attention(*args[:3])
         elif packet is _ATTENTION_BACKWARD:
             self.total += 2.5 * _attention(*args[1:4])  # five products for the forward's two
+        elif packet is torch.ops.aten._flash_attention_forward:
+            self.total += _flash(args[0], args[1], args[2], bounds=args[3], causal=args[8])
+        elif packet is torch.ops.aten._flash_attention_backward:
+            self.total += 2.5 * _flash(args[1], args[2], args[3], bounds=args[6], causal=args[11])
         elif packet in flop_registry:
             self.total += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
         return result
@@ -89,6 +93,12 @@ _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 def _attention(query: Tensor, key: Tensor, value: Tensor) -> float:
     """Two products over all pairs of tokens, those that a mask hides included."""
     return 2.0 * query.shape[:-1].numel() * key.shape[-2] * (key.shape[-1] + value.shape[-1])
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, *, bounds: Tensor, causal: bool) -> float:
+    """The same over runs of tokens, taken to be of one length: fake bounds cannot be read."""
+    pairs = query.shape[0] * key.shape[0] / (len(bounds) - 1) * (0.5 if causal else 1.0)
+    return 2.0 * query.shape[1] * pairs * (key.shape[-1] + value.shape[-1])
 
 
 class CudaAutocast(TorchFunctionMode):

@@ -17,14 +17,15 @@ from keel.lab.plan.counters import CudaAutocast, FlopCounter, LiveBytes
 from keel.lab.plan.hardware import Hardware
 from keel.models.chunked import default_chunk
 from keel.models.head import Head, body_of, causal_lm, evaluating
-from keel.models.load import LoadedModel
+from keel.models.load import DTYPES, LoadedModel
 from keel.models.logprobs import hidden_states_in_one_pass, score_hidden
 from keel.models.pack import PackedBatch, microbatches, pack
-from keel.models.prefix_attention import PrefixGroup, as_on_cuda, may_use_prefix_attention, prefix_groups
+from keel.models.prefix_attention import RowStructure, as_on_cuda, may_use_prefix_attention
 from keel.rollout.native.graph import has_fixed_rotations
 from keel.rollout.native.llama import is_llama_shaped
 from keel.rollout.native.scheduler import NOISE_AHEAD, Passes, Traits, prefill_chunks, simulate
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
+from keel.run.build import sampler_options
 from keel.trainer.optim import Optimizer, resolve_amp_dtype
 
 
@@ -44,7 +45,7 @@ class Micro:
     """A microbatch, and its structure for long rows; both of real numbers, as fake ones cannot be read."""
 
     packed: FullLength
-    groups: list[PrefixGroup]
+    structure: RowStructure
 
 
 @dataclass
@@ -73,7 +74,9 @@ def full_microbatches(config: Config, loaded: LoadedModel, prompt: int) -> list[
         row = min(max(prompt + len(g.completions) * (length - 1) for g in part), config.optim.microbatch_tokens)
         batch = pack(part, loaded.pad_id, shared_prefix=True, max_row_tokens=row)
         full = FullLength(**{f.name: getattr(batch, f.name) for f in fields(PackedBatch)})
-        packed.append(Micro(full, prefix_groups(full)))
+        structure = RowStructure(full)
+        _ = structure.groups  # found now: fake numbers cannot be read
+        packed.append(Micro(full, structure))
     return packed
 
 
@@ -111,6 +114,8 @@ class _DryRun:
         config, live, cost, model = self.config, self.live, self.cost, self.loaded.model
         parts, reference = cost.parts, self.reference
         parts["weights"] = live.hold((*model.parameters(), *model.buffers()))
+        parts["sampler"] = self._sampler_bytes()
+        live.now += parts["sampler"]
         parts["reference"] = 0 if reference is None else live.hold((*reference.parameters(), *reference.buffers()))
         master_bytes = self._master_bytes()
         parts["reference"] += master_bytes
@@ -149,10 +154,17 @@ class _DryRun:
         with self._phase("rollout"), torch.no_grad():
             cache = self._rollout(prompt, prompts, rows, len(passes.prefills))
         cost.flops["rollout"] *= sum(count for count, _ in passes.prefills) / prompts
-        held = ("weights", "reference", "optimizer", "workspaces", "reference states", "gradients")
+        held = ("weights", "sampler", "reference", "optimizer", "workspaces", "reference states", "gradients")
         parts["activations"] = cost.phases["update"] - sum(parts[name] for name in held) + cost.host
         parts["cache"] = cache
         return cost
+
+    def _sampler_bytes(self) -> int:
+        """Bytes of the weights that sample, where they are a copy in another type."""
+        dtype = sampler_options(self.config, self.hardware.kind, self.amp_dtype).dtype
+        if dtype == "auto" or DTYPES[dtype] == self.loaded.dtype:
+            return 0
+        return DTYPES[dtype].itemsize * sum(p.numel() for p in self.loaded.model.parameters())
 
     def _master_bytes(self) -> int:
         """Bytes of the fp32 master copy of a moving average of half-precision weights."""
@@ -192,8 +204,8 @@ class _DryRun:
 
     def _hidden(self, model: nn.Module, micro: Micro) -> Tensor:
         """By structure wherever nothing forbids it: whether that is exact for a model takes its weights to tell."""
-        by_group = may_use_prefix_attention(body_of(model), micro.packed)
-        return hidden_states_in_one_pass(model, micro.packed, micro.groups if by_group else None)
+        by_structure = may_use_prefix_attention(body_of(model), micro.packed)
+        return hidden_states_in_one_pass(model, micro.packed, micro.structure if by_structure else None)
 
     def _chunk(self, head: Head) -> int:
         """As scoring chooses it on the planned device."""

@@ -32,6 +32,27 @@ class DecodeRow:
     prompt: CachedPrompt | None = None  # set where the row goes into the turn cache
 
 
+class _Drawn:
+    """The tokens drawn for these rows, on their way from the device."""
+
+    def __init__(self, rows: list[DecodeRow], token: Tensor, logp: Tensor, filtered: Tensor) -> None:
+        self.rows, self.token = rows, token
+        self._numbers = torch.stack((token.double(), logp.double(), filtered.double()))  # one transfer
+        self._arrived: Any = None
+        if token.is_cuda:
+            pinned = torch.empty(self._numbers.shape, dtype=self._numbers.dtype, pin_memory=True)
+            self._numbers = pinned.copy_(self._numbers, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def numbers(self) -> list[list[float]]:
+        """Tokens, log-probabilities and those after filters, once they are here."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        numbers: list[list[float]] = self._numbers.tolist()
+        return numbers
+
+
 class DecodeBatch:
     """The rows that a scheduler lets run; `record` appends drawn tokens and sets the stop_reason of finished rows."""
 
@@ -41,7 +62,7 @@ class DecodeBatch:
         turn_cache: TurnCache,
         sampling: SamplingParams,
         scheduler: Scheduler,
-        record: Callable[[list[DecodeRow], Tensor, Tensor, Tensor, SamplingParams], None],
+        record: Callable[[list[DecodeRow], list[list[float]], SamplingParams], None],
     ) -> None:
         self.rows: list[DecodeRow] = []  # as the decoder has them; some may have ended
         self.scheduler = scheduler
@@ -49,6 +70,8 @@ class DecodeBatch:
         self._decoder: Any = None
         self._logits: Tensor
         self._noise: _Noise
+        self._pending: _Drawn | None = None  # drawn and not yet recorded
+        self._ended: list[DecodeRow] = []
 
     @property
     def live(self) -> int:
@@ -56,30 +79,62 @@ class DecodeBatch:
 
     def admit(self, waiting: list[DecodeRow]) -> list[DecodeRow]:
         """Let in the first waiting rows, as many as the scheduler admits; returns the others."""
+        self._settle_pending()
         groups = groupby(waiting, key=lambda row: id(row.request))
         count = self.scheduler.admit(len(list(members)) for _, members in groups)
         if count:
             self._join(waiting[:count])
         return waiting[count:]
 
-    def step(self) -> list[DecodeRow]:
-        """Draw a token for each row; returns the rows that have ended with it."""
-        running = [row for row in self.rows if not row.stop_reason]
-        token, sample_logp, filtered_logp = draw(self._logits, self._sampling, self._noise.next())
-        self._record(self.rows, token, sample_logp, filtered_logp, self._sampling)
+    def take_ended(self) -> list[DecodeRow]:
+        """The rows that have ended since this was last asked."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def step(self) -> None:
+        """Draw a token for each row and decode it; rows that end are for `take_ended`.
+
+        Where steps are graphs the next one is under way before the tokens are looked at: the device does not wait for
+        the host, and a row that has ended is computed once more.
+        """
+        drawn = _Drawn(list(self.rows), *draw(self._logits, self._sampling, self._noise.next(), self._decoder.masses))
+        if not self._decoder.traits.graphed:
+            order = self._settle(drawn)
+            if self.live:
+                self._logits = self._decoder.step(drawn.token if order is None else drawn.token[order])
+                self.scheduler.step()
+            return
+        unrecorded = 1 if self._pending is None else 2
+        last = all(row.stop_reason or len(row.tokens) + unrecorded >= row.limit for row in self.rows)
+        if not last:
+            self._logits = self._decoder.step(drawn.token)
+        self._settle_pending()
+        if self.live:
+            self._pending = drawn
+            self.scheduler.step()
+        if last:
+            self._settle_pending()
+
+    def _settle_pending(self) -> None:
+        """Record what was drawn in the step before, where that is still to do."""
+        drawn, self._pending = self._pending, None
+        if drawn is not None:
+            order = self._settle(drawn)
+            if order is not None:
+                self._logits = self._logits[order]
+
+    def _settle(self, drawn: _Drawn) -> Tensor | None:
+        """Record drawn tokens, and drop rows that have ended where it pays: the old index of each that is left."""
+        running = [row for row in drawn.rows if not row.stop_reason]
+        self._record(drawn.rows, drawn.numbers(), self._sampling)
         ended = [row for row in running if row.stop_reason]
+        self._ended += ended
         drops = self.scheduler.finish(len(ended))
         if ended:
             self._cache_contexts(ended)
         if not self.live:
             self.rows, self._decoder = [], None
-            return ended
-        if drops:
-            order = torch.tensor(self._drop_ended(), device=token.device)
-            token = token[order]
-        self._logits = self._decoder.step(token)
-        self.scheduler.step()
-        return ended
+        return torch.tensor(self._drop_ended(), device=drawn.token.device) if drops and self.live else None
 
     def _drop_ended(self) -> list[int]:
         """Drop the rows that have ended; returns the old index of each row that is left."""
@@ -133,7 +188,8 @@ class DecodeBatch:
         for index, row in enumerate(self.rows):
             if id(row) in ended_ids and row.prompt is not None:
                 suffix = (*row.request.tokens[len(row.prompt.tokens) :], *row.tokens[:-1])
-                self._turn_cache.put(row.key, CachedRow(row.prompt, suffix, self._decoder.row_kv(index)))
+                kv = self._decoder.row_kv(index)[:, :, :, : len(suffix)]  # it may have been computed once more
+                self._turn_cache.put(row.key, CachedRow(row.prompt, suffix, kv))
 
 
 class _Noise:

@@ -18,8 +18,9 @@ from keel.models.head import causal_lm
 from keel.models.probe import last_logits, length_past, local_windows, longest_probe, position_switches
 from keel.models.rope import length_regimes
 from keel.rollout.native.decode import Decoder, SharedPrefixDecoder, SwitchingDecoder, UnsharedPrefixDecoder
+from keel.rollout.native.fused import FusedStep, can_be_fused
 from keel.rollout.native.graph import GraphedStep, can_be_graphed
-from keel.rollout.native.llama import is_llama_shaped
+from keel.rollout.native.llama import LlamaStep, is_llama_shaped
 from keel.rollout.native.turn_cache import CachedRow
 
 _PROBE_STEPS = 4  # tokens that a probe decodes after its prompts
@@ -37,12 +38,12 @@ class _Case:
     steps: int = _PROBE_STEPS - 1  # one more is decoded when rows have left
 
 
-def _cases(model: nn.Module, *, shared: bool, llama_step: bool) -> list[_Case]:
+def _cases(model: nn.Module, *, shared: bool, own_step: bool) -> list[_Case]:
     """Contexts that cross every length at which the model may change, as far as a probe reaches.
 
     What depends on positions (scaled queries, rotary tables) shows with `shared` prompts in a few tokens at them; what
     depends on how many tokens there are (windows, chunks) needs as many, and so does a cache of the model's own, which
-    may count tokens by itself. A `llama_step` is not the model's code: it is also probed at the end of the context,
+    may count tokens by itself. An `own_step` is not the model's code: it is also probed at the end of the context,
     where whatever no config names would show.
     """
     limit, longest_allowed = context_length(causal_lm(model)), longest_probe(model)
@@ -52,7 +53,7 @@ def _cases(model: nn.Module, *, shared: bool, llama_step: bool) -> list[_Case]:
     if shared:
         origins = {point - 5 if limit is None else min(point - 5, limit - 16) for point in switches}
         cases += [_Case(origin=origin) for origin in sorted(origins) if origin > 0]
-        if llama_step and limit is not None and limit > 64:
+        if own_step and limit is not None and limit > 64:
             cases.append(_Case((3, 4), limit - 16, steps=1))
     else:
         lengths += [point for point in switches if _beyond(point, longest_allowed, limit) is not None]
@@ -89,8 +90,8 @@ def _probe(model: nn.Module, make_decoder: Callable[..., Decoder], case: _Case, 
     prompts, prompt_of = (tokens[: case.prompts[0]], tokens[case.prompts[0] :]), (0, 0, 1, 1)
     device = next(model.parameters()).device
     decoder: Any = make_decoder(model, origin=case.origin) if case.origin else make_decoder(model)
-    if isinstance(decoder, SharedPrefixDecoder) and isinstance(decoder.llama_step, GraphedStep):
-        decoder.llama_step.strict = True
+    if isinstance(decoder, SharedPrefixDecoder) and isinstance(decoder.own_step, GraphedStep):
+        decoder.own_step.strict = True
     logits = [decoder.prefill(prompts, prompt_of, _PROBE_LENGTH)]
     sampled = torch.randint(0, vocabulary, (case.steps, 4), generator=generator)
     for column in sampled.to(device):
@@ -181,11 +182,11 @@ def choose_decoder(model: nn.Module, *, graphs: bool = True) -> Choice:
         make_decoder = candidate if regimes is None else partial(SwitchingDecoder, inner=candidate, regimes=regimes)
         # a model's own cache may be wrong by little (NemotronH, Zamba 2): where rounding is finer, so is the limit
         allowed = _HALF_NOISE[0] if half else 1e-3 if candidate in shared or next(model.parameters()).is_cuda else 1e-4
-        llama_step = isinstance(candidate, partial) and "llama_step" in candidate.keywords
+        own_step = isinstance(candidate, partial) and "own_step" in candidate.keywords
         plain = candidate is _UNSHARED[-1]
         # without a cache it is the plain forward itself: in half precision only rounding can differ
         limit = math.inf if plain and half else allowed
-        cases = _cases(model, shared=candidate in shared, llama_step=llama_step)
+        cases = _cases(model, shared=candidate in shared, own_step=own_step)
         fault = _fault(model, make_decoder, cases, limit, half=half)
         if fault is None:
             note = None if candidate in shared else f"{reason}{_REREAD_NOTES.get(candidate, '')}"
@@ -232,9 +233,11 @@ def _shared_candidates(inner: Any, graphs: bool) -> tuple[list[Callable[..., Dec
         return [], f"its cache has layers of type {', '.join(sorted(odd))}"
     candidates: list[Callable[..., Decoder]] = [SharedPrefixDecoder]
     if is_llama_shaped(inner):
-        candidates.insert(0, partial(SharedPrefixDecoder, llama_step=True))
+        candidates.insert(0, partial(SharedPrefixDecoder, own_step=LlamaStep))
         if graphs and can_be_graphed(inner):
-            candidates.insert(0, partial(SharedPrefixDecoder, llama_step=True, graphs=True))
+            candidates.insert(0, partial(SharedPrefixDecoder, own_step=LlamaStep, graphs=True))
+    if graphs and can_be_graphed(inner) and can_be_fused(inner):
+        candidates.insert(0, partial(SharedPrefixDecoder, own_step=FusedStep, graphs=True))
     return candidates, ""
 
 

@@ -16,10 +16,12 @@ from transformers.cache_utils import DynamicCache
 from keel.models.head import causal_lm
 from keel.models.rope import LengthRegimes, reset_rope
 from keel.rollout.native.cache import Prefix, SharedPrefixCache, shared_prefix_attention
+from keel.rollout.native.fused import FusedStep
 from keel.rollout.native.graph import GraphedStep
 from keel.rollout.native.llama import LlamaStep
 from keel.rollout.native.scheduler import Traits, prefill_chunks, resume_columns
 from keel.rollout.native.turn_cache import CachedPrompt, CachedRow, stack_prompts
+from keel.rollout.sampling import Masses
 
 
 class Decoder(Protocol):
@@ -31,6 +33,7 @@ class Decoder(Protocol):
 
     can_resume: bool
     traits: Traits
+    masses: Masses | None  # for `draw`
 
     def prefill(self, prompts: Sequence[Sequence[int]], prompt_of: Sequence[int], length: int) -> Tensor: ...
 
@@ -61,20 +64,28 @@ def _last_hidden_only(model: Any, last: Tensor) -> Iterator[None]:
 class SharedPrefixDecoder:
     """Prefills every distinct prompt once and holds its keys and values once.
 
-    With `llama_step` decode steps are Keel's own (`LlamaStep`) in place of the model's forward; with `graphs` these run
-    as CUDA graphs.
+    With an `own_step` decode steps are Keel's own (`LlamaStep`, on a GPU `FusedStep`) in place of the model's forward;
+    with `graphs` these run as CUDA graphs.
     """
 
     can_resume = True
 
-    def __init__(self, model: nn.Module, *, llama_step: bool = False, graphs: bool = False, origin: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        own_step: type[LlamaStep | FusedStep] | None = None,
+        graphs: bool = False,
+        origin: int = 0,
+    ) -> None:
         self.model = model
         self.origin = origin  # the position of the first token, which a probe moves to where a model might change
         self.inner = causal_lm(model)
-        step = LlamaStep(self.inner) if llama_step else None
-        self.llama_step = GraphedStep(step) if graphs and step is not None else step
+        step = None if own_step is None else own_step(self.inner)
+        self.own_step = GraphedStep(step) if graphs and step is not None else step
         self.device = next(model.parameters()).device
         self.traits = Traits(self.device.type, joins=True, graphed=graphs)
+        self.masses: Masses | None = step.masses if isinstance(step, FusedStep) else None
         self.cache: SharedPrefixCache
 
     def prefill(self, prompts: Sequence[Sequence[int]], prompt_of: Sequence[int], length: int) -> Tensor:
@@ -157,8 +168,8 @@ class SharedPrefixDecoder:
     def step(self, tokens: Tensor) -> Tensor:
         cache = self.cache
         cache.grow_if_full()
-        if self.llama_step is not None:
-            logits = self.llama_step(tokens, cache)
+        if self.own_step is not None:
+            logits = self.own_step(tokens, cache)
             cache.advance()
             return logits
         positions = cache.next_positions.unsqueeze(1)
@@ -174,8 +185,8 @@ class SharedPrefixDecoder:
 
     def join(self, other: SharedPrefixDecoder, length: int) -> None:
         """Put the other's rows behind these, with room for `length` more tokens of each."""
-        if isinstance(self.llama_step, GraphedStep):
-            self.llama_step.release()
+        if isinstance(self.own_step, GraphedStep):
+            self.own_step.release()
         self.cache = self.cache.joined(other.cache, length)
 
 
@@ -190,6 +201,7 @@ class UnsharedPrefixDecoder:
     """
 
     can_resume = False
+    masses: Masses | None = None
     traits = Traits()  # rows that join would be a bucket of their own, one forward more in every later step
 
     def __init__(
@@ -259,6 +271,7 @@ class SwitchingDecoder:
     """
 
     can_resume = False
+    masses: Masses | None = None
     traits = Traits()  # rows that join would have to be split by length again
 
     def __init__(

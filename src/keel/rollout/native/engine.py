@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion
@@ -183,23 +183,22 @@ class NativeEngine(Engine):
             while True:
                 if batch.scheduler.has_room:
                     waiting = batch.admit(waiting)
-                if not batch.live:
-                    return waiting, ended
-                finished = batch.step()
+                if batch.live:
+                    batch.step()
+                finished = batch.take_ended()
                 if finished and self.on_finished is not None:
                     self.on_finished(len(finished))
                 ended += finished
+                if not batch.live and not waiting:
+                    return waiting, ended
                 if pausing and batch.scheduler.has_room and (ended or not waiting):
                     return waiting, ended
 
     def _new_decoder(self) -> Decoder:
         return self._decoder(self.model)
 
-    def _record(
-        self, rows: list[DecodeRow], token: Tensor, logp: Tensor, filtered: Tensor, sampling: SamplingParams
-    ) -> None:
+    def _record(self, rows: list[DecodeRow], numbers: list[list[float]], sampling: SamplingParams) -> None:
         """Append each row's token, and set the stop_reason of rows that are done."""
-        numbers = torch.stack((token.double(), logp.double(), filtered.double())).tolist()  # one transfer
         for row, drawn, row_logp, row_filtered in zip(rows, *numbers, strict=True):
             if row.stop_reason:  # it has ended and is still computed
                 continue

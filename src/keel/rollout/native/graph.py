@@ -17,6 +17,7 @@ from torch import Tensor
 
 from keel.base.errors import first_line
 from keel.rollout.native.cache import SharedPrefixCache
+from keel.rollout.native.fused import FusedStep, FusedWindow
 from keel.rollout.native.llama import LlamaStep
 
 _WINDOW = 64  # columns by which a window grows: wide ones attend in vain, narrow ones are captured more often
@@ -111,16 +112,17 @@ _warm: set[torch.device] = set()  # devices on which a step has run eagerly, whi
 
 
 class GraphedStep:
-    """A LlamaStep that runs as a CUDA graph where one pays, and eagerly where none can be captured."""
+    """A step that runs as a CUDA graph where one pays, and eagerly where none can be captured."""
 
-    def __init__(self, step: LlamaStep) -> None:
-        self.step = step
+    def __init__(self, step: LlamaStep | FusedStep) -> None:
+        self.step: Callable[..., Tensor] = step
+        self._open: type[Window | FusedWindow] = FusedWindow if isinstance(step, FusedStep) else Window
         self.strict = False  # raise where no graph can be captured
         self._disabled = False
         self._cache: SharedPrefixCache | None = None
         self._suffix_kv: Tensor | None = None
         self._layout: Any = None
-        self._window: Window
+        self._window: Window | FusedWindow
         self._tokens: Tensor
         self._logits: Tensor
         self._run: Callable[[], None]
@@ -154,7 +156,7 @@ class GraphedStep:
             return False
         if self._disabled or cache.max_columns - cache.length < _MIN_STEPS:
             return False
-        self._window, self._tokens = Window(cache), tokens.clone()
+        self._window, self._tokens = self._open(cache), tokens.clone()
         try:
             self._run, self._logits = capture(self._window_step, tokens.device)
         except RuntimeError as error:  # out of memory, or an operation that no graph can hold
@@ -181,4 +183,5 @@ def can_be_graphed(model: Any) -> bool:
 
 def has_fixed_rotations(model: Any) -> bool:
     """Whether a token's rotation depends on its own position alone."""
-    return getattr(model.model.rotary_emb, "rope_type", "default") not in ("dynamic", "longrope")
+    rotations = getattr(getattr(model, "model", None), "rotary_emb", None)
+    return getattr(rotations, "rope_type", "default") not in ("dynamic", "longrope")

@@ -15,6 +15,7 @@ from keel.models.fingerprint import adapter_layers, fingerprint
 from keel.models.head import causal_lm, evaluating, module_dtype
 from keel.models.load import cast_parameters
 from keel.models.lora import adapter_is_zero, is_lora
+from keel.rollout.native.fused import join_projections
 
 _UNMERGED = "build the engine with merge=False"
 
@@ -135,7 +136,10 @@ class WeightCopy:
         twin.zero_grad(set_to_none=True)
         if self.merge:
             twin = merge(twin)
-        return cast_parameters(twin, self.dtype, self.device).eval().requires_grad_(False)
+        twin = cast_parameters(twin, self.dtype, self.device).eval().requires_grad_(False)
+        if next(twin.parameters()).is_cuda:
+            join_projections(twin)
+        return twin
 
     def _source(self, policy: nn.Module) -> dict[str, Tensor]:
         if self.merge:

@@ -1,0 +1,174 @@
+"""What runs on a GPU alone: flash kernels over ragged rows, the fused decode step, fused norms and activations."""
+
+import copy
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers import models as zoo
+
+from keel.base.types import Completion, Group, Problem
+from keel.models.flash_prefix import flash_attend
+from keel.models.fuse import fuse_modules
+from keel.models.logprobs import score_tokens
+from keel.models.pack import pack
+from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.rollout.native import kernels
+from keel.rollout.native.fused import FusedStep
+from keel.rollout.sampling import block_shape, draw, gumbel
+
+SIZES = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "eos_token_id": 0}
+GROUPED = {**SIZES, "intermediate_size": 96, "max_position_embeddings": 256, "num_key_value_heads": 2, "head_dim": 16}
+CONFIGS = {
+    "llama": lambda: zoo.llama.LlamaConfig(**GROUPED),
+    "qwen2": lambda: zoo.qwen2.Qwen2Config(**GROUPED),
+    "qwen3": lambda: zoo.qwen3.Qwen3Config(**GROUPED),
+    "mistral": lambda: zoo.mistral.MistralConfig(**GROUPED, sliding_window=None),
+    "gemma": lambda: zoo.gemma.GemmaConfig(**GROUPED),
+    "gpt2": lambda: zoo.gpt2.GPT2Config(vocab_size=97, n_positions=256, n_embd=64, n_layer=3, n_head=4, eos_token_id=0),
+}
+
+
+class Tokens:
+    """Just enough of a tokenizer."""
+
+    eos_token_id = 0
+
+    def decode(self, tokens, **_):
+        return " ".join(map(str, tokens))
+
+
+def model_of(name, dtype=torch.float32, device="cuda"):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]())
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # norms and biases that are all alike would hide a wrong one
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.to(device=device, dtype=dtype).eval()
+
+
+def ragged(count, generations, prompts, lengths, seed=0):
+    rng = random.Random(seed)
+
+    def completion():
+        length = rng.randint(*lengths)
+        zeros = (0.0,) * length
+        tokens = tuple(rng.randrange(1, 97) for _ in range(length))
+        return Completion(tokens, (True,) * length, zeros, zeros, "", "length")
+
+    return [
+        Group(
+            Problem(str(i), ""),
+            tuple(rng.randrange(1, 97) for _ in range(rng.randint(*prompts))),
+            tuple(completion() for _ in range(generations)),
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(12, 2, 128), (9, 3, 64), (4, 4, 80), (8, 1, 256)])
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+def test_flash_over_ragged_rows_equals_the_mask_in_fp64(heads, kv_heads, size, dtype, allowed):
+    packed = pack(ragged(4, 5, (3, 90), (0, 70)), 0, max_row_tokens=500)
+    rows, length = packed.input_ids.shape
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    inputs = [normal(rows, count, length, size).requires_grad_() for count in (heads, kv_heads, kv_heads)]
+    real = (packed.prefix >= 0)[:, :, None, None]
+    weight = normal(rows, length, heads, size) * real
+    wide = [x.repeat_interleave(heads // x.shape[1], dim=1) for x in inputs]
+    expected = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=packed.mask_4d(), scale=size**-0.5)
+    expected = expected.transpose(1, 2) * real
+    gradients = torch.autograd.grad((expected * weight).sum(), inputs)
+    on_gpu = [x.detach().to("cuda", dtype).requires_grad_() for x in inputs]
+    out = flash_attend(*on_gpu, packed.to("cuda").segments, size**-0.5) * real.cuda()
+    mine = torch.autograd.grad((out * weight.to("cuda", dtype)).sum(), on_gpu)
+    for result, truth in zip((out, *mine), (expected, *gradients), strict=True):
+        assert (result.double().cpu() - truth).norm() < allowed * truth.norm()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_half_precision_scores_and_gradients_are_near_fp32_on_the_cpu(name):
+    groups = ragged(3, 4, (5, 40), (1, 30))
+    scores, gradients = [], []
+    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float32)):
+        model = model_of(name, dtype, device)
+        fuse_modules(model)
+        logp = score_tokens(model, pack(groups, 0).to(device)).logp
+        logp.sum().backward()
+        scores.append(logp.detach().float().cpu())
+        gradients.append(torch.cat([p.grad.float().flatten().cpu() for p in model.parameters()]))
+    assert (scores[0] - scores[1]).abs().max() < 0.1
+    assert (gradients[0] - gradients[1]).norm() < 0.03 * gradients[1].norm()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_fused_modules_are_exact_in_fp32(name):
+    model = model_of(name)
+    twin = copy.deepcopy(model)
+    assert fuse_modules(model) >= 3 * 3 + 1
+    packed = pack(ragged(2, 3, (5, 20), (1, 12)), 0).to("cuda")
+    results = []
+    for one in (model, twin):
+        logp = score_tokens(one, packed).logp
+        logp.sum().backward()
+        results.append((logp.detach(), [p.grad for p in one.parameters()]))
+    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-5, rtol=0)
+    for mine, theirs in zip(results[0][1], results[1][1], strict=True):
+        assert (mine - theirs).norm() <= 1e-5 * theirs.norm() + 1e-7
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_fused_step_draws_what_the_cpu_draws(name):
+    """In fp32, by the same noise: rows of several lengths that end one after the other, prompts longer than a block."""
+    model = model_of(name)
+    engine, plain = NativeEngine(model, Tokens()), NativeEngine(copy.deepcopy(model).cpu(), Tokens())
+    assert isinstance(engine._new_decoder().own_step.step, FusedStep)
+    rng = random.Random(2)
+    requests = [
+        Request(str(i), tuple(rng.randrange(1, 97) for _ in range(length))) for i, length in enumerate((3, 150, 70))
+    ]
+    sampling = SamplingParams(max_completion_length=60, num_generations=9)
+    mine, theirs = (e.generate(requests, sampling, seed=1) for e in (engine, plain))
+    pairs = [(a, b) for x, y in zip(mine, theirs, strict=True) for a, b in zip(x, y, strict=True)]
+    same = [(a, b) for a, b in pairs if a.tokens == b.tokens]
+    assert len(same) >= len(pairs) - 1  # rounding may turn one draw, and all that follows it
+    for a, b in same:
+        torch.testing.assert_close(torch.tensor(a.sample_logp), torch.tensor(b.sample_logp), atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_half_precision_copy_samples_what_half_precision_passes_score(name):
+    model = model_of(name)
+    engine = NativeEngine(model, Tokens(), dtype=torch.bfloat16)
+    assert isinstance(engine._new_decoder().own_step.step, FusedStep)
+    requests = [Request(str(i), tuple(range(1 + i, 30 + i))) for i in range(4)]
+    sampling = SamplingParams(max_completion_length=40, num_generations=8)
+    answers = engine.generate(requests, sampling, seed=1)
+    groups = [Group(Problem(r.key, ""), r.tokens, tuple(done)) for r, done in zip(requests, answers, strict=True)]
+    packed = pack(groups, 0).to("cuda")
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        logp = score_tokens(model, packed).logp[packed.completion_mask]
+    sampled = torch.tensor([x for group in groups for c in group.completions for x in c.sample_logp], device="cuda")
+    d = logp - sampled
+    assert (d.exp() - 1 - d).mean() < 1e-3
+    assert d.abs().max() < 0.2
+
+
+@pytest.mark.parametrize("vocabulary", [97, 49152, 151936])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_drawing_by_masses_is_drawing(vocabulary, dtype):
+    logits = 3 * torch.randn(37, vocabulary, device="cuda", dtype=dtype)
+    keys = torch.randint(-(2**62), 2**62, (37,), device="cuda")
+    noise = gumbel(keys, torch.arange(37, device="cuda"), sum(block_shape(vocabulary)))
+    sampling = SamplingParams(temperature=0.8)
+    tokens, logp, _ = draw(logits, sampling, noise)
+    mine, my_logp, _ = draw(logits, sampling, noise, kernels.log_masses)
+    assert (tokens == mine).float().mean() > 0.9
+    expected = torch.log_softmax(logits.float() / 0.8, -1).gather(-1, mine[:, None]).squeeze(-1)
+    torch.testing.assert_close(my_logp, expected, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(my_logp[tokens == mine], logp[tokens == mine], atol=1e-4, rtol=1e-5)
