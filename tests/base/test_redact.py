@@ -172,6 +172,7 @@ def test_masking_is_done_once() -> None:
         "two problems of a batch have the key 'sort/0/49/3': they would get the same noise",
         "kl.level=token, kl.reduction=token_mean, microbatch_tokens=8192, max_tokens: 512",
         "set HF_TOKEN, or log in with `hf auth login`",
+        "hf_checkpoint became model.name=some/model",
         "see http://127.0.0.1:8000/v1/chat/completions and docs/rewards.md",
         "write $JUDGE_TOKEN, such as {Authorization: Bearer $JUDGE_TOKEN}",
     ],
@@ -195,11 +196,25 @@ def test_the_default_configuration_has_no_secrets() -> None:
         ("ghp_abcdefgh12345678 and AKIAABCDEFGHIJKLMNOP", f"{MASK} and {MASK}"),
         ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.abc", MASK),
         ("Say hf_abcdEFGH1234 first.", f"Say {MASK} first."),
+        ("hf_" + "abcdefgh" * 4, MASK),
         ("password=hunter2, user=me", f"password={MASK}, user=me"),
     ],
 )
 def test_what_looks_like_a_secret_by_hand(text: str, shown: str) -> None:
     assert hide(text) == shown
+
+
+@pytest.mark.parametrize("name", ["input_key", "label_key", "data.prompt_key", "reward_fn_key", "ground_truths_key"])
+def test_the_name_of_a_column_is_no_secret(name: str) -> None:
+    tree = {name: "question_column_1234"}
+    redact.remember(tree)
+    assert masked(tree) == tree
+    assert hide(f"{name} became data.columns.prompt=question_column_1234").endswith("=question_column_1234")
+
+
+@pytest.mark.parametrize("name", ["key", "api_key", "prompt_api_key", "secret_input_key", "SERVICE_KEY", "judge_key"])
+def test_a_key_is_a_secret_otherwise(name: str) -> None:
+    assert masked({name: "question_column_1234"}) == {name: MASK}
 
 
 def test_filling_reads_the_environment_and_covers_what_it_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Names of other trainers: each leads to its option, however it is given; a name that nobody has leads nowhere."""
 
 import random
+import re
 import string
 
 import pytest
@@ -9,15 +10,18 @@ from hypothesis import strategies as st
 
 from keel.base.errors import KeelError
 from keel.base.neighbours import near_options
+from keel.base.parts import parameters_of
 from keel.base.validation import option_names
 from keel.cli import main
 from keel.config import Config, arguments, load_config, read_config
 from keel.config.aliases import table, tables
 from keel.config.load import is_option, unknown_option
+from keel.envs.registry import TASKS, get_task
 
 # What users of TRL, verl, OpenRLHF and small trainers type first: (name, value, the option with its value).
 ACCEPTED = [
     ("lr", "1e-5", "optim.learning_rate=1e-05"),
+    ("actor_lr", "1e-5", "optim.learning_rate=1e-05"),
     ("actor_learning_rate", "1e-5", "optim.learning_rate=1e-05"),
     ("learning_rate", "1e-5", "optim.learning_rate=1e-05"),
     ("kl_coef", "0.01", "kl.beta=0.01"),
@@ -32,12 +36,14 @@ ACCEPTED = [
     ("clip_range", "0.1", "loss.epsilon=0.1"),
     ("cliprange", "0.1", "loss.epsilon=0.1"),
     ("clip_ratio", "0.1", "loss.epsilon=0.1"),
+    ("clip_coef", "0.1", "loss.epsilon=0.1"),
     ("eps_clip", "0.1", "loss.epsilon=0.1"),
     ("epsilon_high", "0.3", "loss.epsilon_high=0.3"),
     ("clip_ratio_high", "0.3", "loss.epsilon_high=0.3"),
     ("ppo_epochs", "2", "loss.num_iterations=2"),
     ("num_ppo_epochs", "2", "loss.num_iterations=2"),
     ("mu", "2", "loss.num_iterations=2"),
+    ("update_epochs", "2", "loss.num_iterations=2"),
     ("entropy_coeff", "0.1", "loss.entropy_coef=0.1"),
     ("ent_coef", "0.1", "loss.entropy_coef=0.1"),
     ("loss_agg_mode", "token-mean", "loss.loss_type=dapo"),
@@ -47,6 +53,7 @@ ACCEPTED = [
     ("group_size", "4", "rollout.num_generations=4"),
     ("n_samples_per_prompt", "4", "rollout.num_generations=4"),
     ("num_return_sequences", "4", "rollout.num_generations=4"),
+    ("n_rollouts", "4", "rollout.num_generations=4"),
     ("num_generations", "4", "rollout.num_generations=4"),
     ("num_prompts_per_step", "4", "rollout.prompts_per_step=4"),
     ("max_new_tokens", "32", "rollout.max_completion_length=32"),
@@ -72,6 +79,19 @@ ACCEPTED = [
     ("lora_rank", "8", "model.lora.r=8"),
     ("lora_alpha", "8", "model.lora.alpha=8"),
     ("use_peft", "true", "model.lora={}"),
+    ("use_lora", "true", "model.lora={}"),
+    ("base_model", "some/model", "model.name=some/model"),
+    ("flash_attention", "true", "model.attn_implementation=flash_attention_2"),
+    ("anneal_lr", "true", "optim.schedule=linear"),
+    ("stop_sequences", "[END]", "rollout.stop=[END]"),
+    ("system_prompt", "Think.", "data.system_prompt=Think."),
+    ("train_file", "some/data", "data.path=some/data"),
+    ("dataset_path", "some/data", "data.path=some/data"),
+    ("save_dir", "out/first", "run.dir=out"),
+    ("resume", "true", "run.if_exists=resume"),
+    ("resume_from_checkpoint", "true", "run.if_exists=resume"),
+    ("steps", "120", "run.max_steps=120"),
+    ("total_steps", "120", "run.max_steps=120"),
     ("gradient_checkpointing", "true", "model.gradient_checkpointing=true"),
     ("prompt_data", "some/data", "data.path=some/data"),
     ("dataset_name", "some/data", "data.path=some/data"),
@@ -115,6 +135,33 @@ REFERRED = [
     ("warmup_ratio", "0.1", "give run.max_steps"),
     ("max_length", "64", "a completion's rollout.max_completion_length"),
     ("reward_funcs", "accuracy", "rewards: [{name, weight}]"),
+    ("reward_fn", "exact", "rewards=[{name: exact}]"),
+    ("reward_func", "exact", "rewards=[{name: exact}]"),
+    ("reward_functions", "exact", "rewards=[{name: exact}]"),
+    ("reward_model", "some/model", "rewards: [{name, weight}]"),
+    ("reward_scale", "2", "rewards=[{name: task, weight: 2}]"),
+    ("advantage_eps", "1e-8", "1e-4 is added to the deviation that loss.scale_rewards"),
+    ("advantage_epsilon", "1e-8", "1e-4 is added to the deviation that loss.scale_rewards"),
+    ("norm_adv", "true", "loss.scale_rewards"),
+    ("num_rollouts", "4", "rollout.num_generations=4, steps of a run run.max_steps=4"),
+    ("n_steps", "4", "run.max_steps=4"),
+    ("rollout_steps", "4", "run.max_steps=4"),
+    ("num_prompts", "4", "rollout.prompts_per_step=4"),
+    ("gradient_accumulation", "4", "optim.microbatch_tokens"),
+    ("num_gpus", "4", "one device"),
+    ("log_dir", "out", "run.dir=out"),
+    ("max_seq_len", "64", "a completion's rollout.max_completion_length"),
+    ("kl_clip", "5", "kl.log_ratio_clamp"),
+    ("max_kl", "0.1", "kl.budget=0.1"),
+    ("keep_top_k", "2", "checkpoint.keep=2"),
+    ("ref_update_steps", "10", "give reference.kind=snapshot"),
+    ("resume", "runs/first", "keel train --resume RUN"),
+    ("r_policy_malformed", "-0.3", "task.malformed=-0.3"),
+    ("r_env_malformed", "-0.3", "task.malformed=-0.3"),
+    ("mix_env_ratio", "0.2", "task.environment=0.2"),
+    ("lam", "0.95", "GRPO has no critic"),
+    ("vf_loss_coef", "0.1", "GRPO has no critic"),
+    ("cliprange_value", "0.2", "GRPO has no critic"),
     ("ref_model", "some/model", "reference.kind"),
     ("vf_coef", "0.1", "GRPO has no critic"),
     ("critic.optim.lr", "1e-5", "GRPO has no critic"),
@@ -127,6 +174,8 @@ NOT_NEEDED = [
     ("ppo_micro_batch_size_per_gpu", "8", "optim.microbatch_tokens cuts the batch by tokens"),
     ("gradient_accumulation_steps", "8", "counted in rollout.prompts_per_step"),
     ("logging_steps", "1", "every step is logged"),
+    ("advantage_eps", "0.0001", "1e-4 is added"),
+    ("num_gpus", "1", "one device"),
 ]
 
 
@@ -180,6 +229,11 @@ def test_names_that_share_a_line_agree_with_each_other():
     assert (config.optim.minibatches, config.loss.num_iterations) == (2, 2)
     assert load_config({"use_kl_penalty": True, "kl_coef": 0.02}).kl.beta == 0.02
     assert load_config({"use_kl_penalty": False}).kl.beta == 0.0
+    [note] = notes_of({}, "use_kl_penalty=true", "kl.beta=0.02")
+    assert note == "use_kl_penalty=true (kl.beta) changes nothing: β is above 0, so the penalty is on already"
+    config = load_config({"ref_update_steps": 10, "reference.kind": "snapshot"})
+    assert config.reference.params["every"] == 10
+    assert load_config({"use_lora": False, "lora_r": 8}).model.lora is None
     with pytest.raises(KeelError, match=r"disagree about kl\.beta"):
         load_config({"use_kl_penalty": False, "kl_coef": 0.02})
     config = load_config({"use_kl_loss": True, "kl_loss_coef": 0.02, "kl_loss_type": "mse"})
@@ -189,6 +243,27 @@ def test_names_that_share_a_line_agree_with_each_other():
     assert load_config({"lora_rank": 0, "lora_alpha": 16}).model.lora is None
     with pytest.raises(KeelError, match="does not divide 128 completions a step"):
         load_config({**together, "train_batch_size": 96})
+
+
+def test_a_group_is_counted_under_each_of_its_names():
+    names = {name for name, alias in table().items() if alias.target == "rollout.num_generations" and not alias.convert}
+    assert {"group_size", "n_rollouts", "num_return_sequences", "actor_rollout_ref.rollout.n"} < names
+    for name in (*names, "rollout.n", "rollout.num_generations"):
+        config = load_config({name: 4, "per_device_train_batch_size": 32})
+        assert (config.rollout.prompts_per_step, config.rollout.num_generations) == (8, 4)
+        if name == "n_samples_per_prompt":  # OpenRLHF's, whose batches are prompts
+            continue
+        with pytest.raises(KeelError, match=r"32 completions in groups of 4 are rollout\.prompts_per_step=8"):
+            load_config({name: 4, "rollout_batch_size": 32})
+        with pytest.raises(KeelError, match=rf"{name} is 0: give a whole number, at least 1"):
+            load_config({name: 0, "rollout_batch_size": 32})
+
+
+@pytest.mark.parametrize("batch", [4, 10])
+def test_a_batch_of_no_whole_groups_is_said_so(batch):
+    line = refusal("rollout_batch_size", batch)
+    assert line.endswith(f"{batch} completions are no multiple of rollout.num_generations=8")
+    assert f"{batch} prompts are rollout.prompts_per_step={batch}," in line
 
 
 def test_a_secret_that_a_peer_takes_as_an_option_is_not_repeated():
@@ -271,3 +346,37 @@ def test_random_letters_lead_nowhere(word):
 def test_words_and_letters_both_lead(name, says):
     assert says in str(unknown_option(name))
     assert not is_option(name)
+
+
+def test_a_parameter_of_a_task_leads_to_its_section():
+    options = {name.rpartition(".")[2] for name in OPTIONS} | set(Config.model_fields) | set(table())
+    for task in TASKS:
+        for parameter in set(parameters_of(get_task(task))) - options:
+            assert f"task.{parameter}" in str(unknown_option(parameter, task=task))
+            assert re.search(rf"did you mean task\.{parameter}, of .*{task}", str(unknown_option(parameter)))
+    assert "did you mean task.noise_rate, of multihop?" in refusal("noise_rate", "0.5")
+    assert "did you mean task.noise_rate, of multihop?" in refusal("env.noise_rate", "0.5")
+    with pytest.raises(KeelError, match=r"unknown option noise_rat: did you mean task\.noise_rate\?"):
+        load_config({"task": {"name": "multihop"}, "noise_rat": 0.5})
+    with pytest.raises(KeelError, match=r"did you mean kl\.level or loss\.mismatch\.level\?"):
+        load_config({"task": {"name": "no_such_task"}, "level": 3})
+    with pytest.raises(KeelError, match="unknown option noise_rate"):
+        load_config({"task": {"name": ["multihop"]}, "noise_rate": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("model", "gpt2", "write model.name=gpt2"),
+        ("kl", "0.01", "write kl.beta=0.01"),
+        ("task", "countdown", "write task.name=countdown"),
+        ("kl.controller", "ziegler", "write kl.controller.name=ziegler"),
+        ("rewards", "exact", "write rewards=[{name: exact}]"),
+        ("rewards", "[exact]", "rewards[0] is the text exact: write {name: exact}"),
+        ("rewards", "{name: exact, weight: 2}", "write rewards=[{name: exact, weight: 2}]"),
+        ("rewards", "5", "expected a list of sections, with name, weight"),
+        ("log", "wandb", "expected a section, with tensorboard, wandb, console"),
+    ],
+)
+def test_a_value_in_place_of_a_section_leads_to_its_first_option(name, value, says):
+    assert says in refusal(name, value)

@@ -24,6 +24,10 @@ _SECRET_WORDS = _NUMBERS_TOO | _STRONG | _SHORT | _JOINED
 _ALONE = _SECRET_WORDS - {"key", "keys", "pin", "sig", "signature"}  # name a secret by themselves, in a text
 _KEY_PREFIXES = frozenset(("access", "account", "api", "auth", "client", "private", "secret", "service", "signing"))
 _TOKENIZER_WORDS = frozenset(("pad", "eos", "bos", "unk", "sep", "cls", "mask"))  # tokens of a tokenizer
+# What stands before `key` where it names a column, or what rows are grouped or sorted by.
+_COLUMN_WORDS = frozenset(
+    ("input", "output", "prompt", "answer", "label", "truth", "truths", "fn", "column", "group", "sort")
+)
 _HARMLESS = frozenset(
     (
         *("accept", "accept-encoding", "accept-language", "cache-control", "connection", "content-type", "user-agent"),
@@ -33,7 +37,7 @@ _HARMLESS = frozenset(
 _REFERENCE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
 _SCHEME = re.compile(r"(?:bearer|basic|token|digest|apikey)\s+", re.IGNORECASE)
 _TOKEN_FORMAT = re.compile(
-    r"\b(?:hf_[\w-]{8,}|sk-(?=[\w-]*\d)[\w-]{12,}|gh[opsru]_\w{8,}|github_pat_\w{8,}|glpat-[\w-]{8,}|xox[a-z]-[\w-]{8,}"
+    r"\b(?:hf_(?:(?=[\w-]*[A-Z\d])[\w-]{8,}|[a-z]{24,})|sk-(?=[\w-]*\d)[\w-]{12,}|gh[opsru]_\w{8,}|github_pat_\w{8,}|glpat-[\w-]{8,}|xox[a-z]-[\w-]{8,}"
     r"|A[KS]IA[0-9A-Z]{12,}|AIza[\w-]{20,}|eyJ[\w-]{8,}\.[\w-]+(?:\.[\w-]*)?)"
 )
 _URL = re.compile(r"\b[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>`]+")
@@ -134,7 +138,11 @@ def hidden(value: Any) -> Any:
 def names_secret(name: str) -> bool:
     """Whether a value of this name is a secret: api_key, HF_TOKEN, clientSecret, Authorization."""
     words = _split_name(name)
-    return not _SECRET_WORDS.isdisjoint(words) and not (words[-1] == "token" and _TOKENIZER_WORDS & set(words))
+    if _SECRET_WORDS.isdisjoint(words):
+        return False
+    if words[-1] == "key" and words[-2:-1] and words[-2] in _COLUMN_WORDS:
+        return not _SECRET_WORDS.isdisjoint(words[:-1])
+    return not (words[-1] == "token" and _TOKENIZER_WORDS & set(words))
 
 
 def _split_name(name: str) -> list[str]:

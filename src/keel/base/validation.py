@@ -94,8 +94,16 @@ _EXPECTED = {
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
-def one_line(error: ValidationError, unknown_option: Callable[[str], KeelError], section: str = "") -> str:
-    """The first error in one line; unknown names first, since a misspelt option explains what follows."""
+def one_line(
+    error: ValidationError,
+    unknown_option: Callable[[str], KeelError],
+    section: str = "",
+    instead: Callable[[str, Any], str] = lambda name, value: "",
+) -> str:
+    """The first error in one line; unknown names first, since a misspelt option explains what follows.
+
+    `instead` is what to write for a value that stands where a section belongs, or a list of sections.
+    """
     errors, prefix = error.errors(include_url=False), f"{section}." if section else ""
     for item in errors:
         if item["type"] == "extra_forbidden":
@@ -113,6 +121,8 @@ def one_line(error: ValidationError, unknown_option: Callable[[str], KeelError],
         hint = f"did you mean {near[0]}? " if near else ""
         return f"{name} is {_show(value)}: {hint}it must be one of {', '.join(options)}"
     expected = _EXPECTED.get(item["type"])
+    if item["type"] in ("tuple_type", "model_type") and (advice := instead(name, value)):
+        return f"{name} is {_show(value)}: {advice}"
     if item["type"] in ("too_short", "too_long"):
         length = context.get("min_length", context.get("max_length"))
         expected = f"a list of {'at least' if item['type'] == 'too_short' else 'at most'} {length}"

@@ -13,6 +13,11 @@ from keel.config import text
 Settings = Mapping[str, Any]  # all that the user gave, by name
 Options = Mapping[str, Any]  # options of Keel, by dotted name
 Convert = Callable[[Any, Settings], Options]
+# Names of other trainers for the completions of a problem, in the same unit.
+GROUP = (
+    *("group_size", "k_samples", "rloo_k", "n_rollouts", "num_return_sequences", "num_samples_per_prompt_rollout"),
+    *("num_generations_per_prompt", "responses_per_prompt", "rollouts_per_example", "num_completions"),
+)
 
 
 @dataclass(frozen=True)
@@ -20,13 +25,15 @@ class Alias:
     """One name: what it becomes, how its value is converted, and what differs.
 
     `target` is the option as the documentation shows it, empty where there is no counterpart. `convert` maps (value,
-    all settings) to options; without it the value is taken as it is. An empty result changes nothing.
+    all settings) to options; without it the value is taken as it is. An empty result changes nothing, for the reason in
+    `unneeded` where there is one.
     """
 
     name: str
     target: str
     note: str = ""
     convert: Convert | None = None
+    unneeded: str = ""
 
     def apply(self, value: Any, settings: Settings) -> Options:
         """The options that this name and value stand for."""
@@ -111,3 +118,19 @@ def number(name: str, value: Any, reason: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise KeelError(f"{name} is {value!r}: {reason}")
     return value
+
+
+def whole(name: str, value: Any) -> int:
+    """The value, which has to be a whole number from 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 1 or value != int(value):
+        raise KeelError(f"{name} is {text.dump(value)}: give a whole number, at least 1")
+    return int(value)
+
+
+def group_size(settings: Settings, default: int = 8) -> int:
+    """Completions a problem, under whichever name they are given; Keel's own default otherwise."""
+    own = ("rollout.num_generations", "num_generations", "n_samples_per_prompt", "actor_rollout_ref.rollout.n")
+    for name in (*own, *GROUP):
+        if settings.get(name) is not None:
+            return whole(name, settings[name])
+    return default

@@ -127,7 +127,7 @@ def disagree(target: str, first: tuple[str, str], second: tuple[str, str]) -> Ke
 
 def _sentence(name: str, value: Any, options: Options, alias: Alias) -> str:
     if not options:
-        no_effect = "what was given beside it leaves it without effect, or it is the default"
+        no_effect = alias.unneeded or "what was given beside it leaves it without effect, or it is the default"
         option = f" ({alias.target})" if alias.target else ""
         return f"{name}={text.dump(value)}{option} changes nothing: {no_effect if alias.target else alias.note}"
     return f"{name} became " + " ".join(f"{key}={text.dump(item)}" for key, item in options.items())

@@ -1,4 +1,4 @@
-"""OpenRLHF's command line (0.9) as data: what each option becomes."""
+"""OpenRLHF's command line as data: what each option becomes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from keel.config.alias import (
     boolean,
     choice,
     first_set,
+    group_size,
     harmless,
     no_counterpart,
-    number,
     refer,
     unless_null,
+    whole,
 )
 from keel.config.aliases_trl import output_dir
 from keel.config.verl_values import IN_LOSS, pass_at
@@ -56,11 +57,13 @@ def _kl_estimator(value: Any, settings: Settings) -> Options:
 def _rollout_batch(value: Any, settings: Settings) -> Options:
     if _is_openrlhf(settings):
         return {"rollout.prompts_per_step": value}
-    group = first_set(settings, "group_size", "num_generations", "rollout.num_generations", default=8)
-    completions = f"{value} completions in groups of {group} are rollout.prompts_per_step={int(value) // int(group)}"
+    batch, group = whole("rollout_batch_size", value), group_size(settings)
+    groups, remainder = divmod(batch, group)
+    of_groups = f"in groups of {group} are rollout.prompts_per_step={groups}"
     raise KeelError(
-        f"rollout_batch_size={value} counts prompts in OpenRLHF and completions elsewhere: {value} prompts are "
-        f"rollout.prompts_per_step={value}, {completions}"
+        f"rollout_batch_size={batch} counts prompts in OpenRLHF and completions elsewhere: {batch} prompts are "
+        f"rollout.prompts_per_step={batch}, {batch} completions "
+        + (f"are no multiple of rollout.num_generations={group}" if remainder else of_groups)
     )
 
 
@@ -71,9 +74,8 @@ def _train_batch(value: Any, settings: Settings) -> Options:
             f"train_batch_size={value} counts prompts of a step in verl and completions of an update elsewhere: set "
             "rollout.prompts_per_step for the first, optim.minibatches (updates a step) for the second"
         )
-    group = int(first_set(settings, "n_samples_per_prompt", "rollout.num_generations", default=1))
-    completions = int(number("rollout_batch_size", settings["rollout_batch_size"], "give a whole number")) * group
-    updates, remainder = divmod(completions, int(number("train_batch_size", value, "give a whole number")))
+    completions = whole("rollout_batch_size", settings["rollout_batch_size"]) * group_size(settings, default=1)
+    updates, remainder = divmod(completions, whole("train_batch_size", value))
     if remainder or not updates:
         raise KeelError(
             f"train_batch_size={value} does not divide {completions} completions a step: set optim.minibatches"
@@ -170,11 +172,14 @@ OPENRLHF = [
     Alias("adam_offload", "optim.offload"),
     Alias("pretrain", "model.name"),
     choice("load_in_4bit", "model.quantization", {True: {"model.quantization": "4bit"}, False: {}}, "true is 4bit"),
-    choice(
-        "flash_attn",
-        "model.attn_implementation",
-        {True: {"model.attn_implementation": "flash_attention_2"}, False: {}},
-        "true is flash_attention_2",
+    *(
+        choice(
+            name,
+            "model.attn_implementation",
+            {True: {"model.attn_implementation": "flash_attention_2"}, False: {}},
+            "true is flash_attention_2",
+        )
+        for name in ("flash_attn", "flash_attention", "use_flash_attention", "use_flash_attn")
     ),
     Alias("prompt_max_len", "data.max_prompt_length"),
     Alias("prompt_split", "data.split"),
@@ -237,10 +242,11 @@ OPENRLHF = [
     *no_counterpart(
         CRITIC,
         *("critic_learning_rate", "value_clip", "gamma", "lambd", "vf_coef", "value_loss_coef", "gae_lambda"),
+        *("lam", "vf_loss_coef", "cliprange_value"),
     ),
     *no_counterpart(
         "a reward is named in rewards: [{name, weight}], one of your own as module:attr",
-        *("remote_rm_url", "reward_pretrain", "reward_model_path"),
+        *("remote_rm_url", "reward_pretrain", "reward_model", "reward_model_path"),
     ),
     *no_counterpart("loss.scale_rewards divides advantages by group, batch or none", "normalize_reward"),
 ]

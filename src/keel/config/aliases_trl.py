@@ -15,26 +15,27 @@ from keel.config.alias import (
     boolean,
     choice,
     first_set,
+    group_size,
     harmless,
     no_counterpart,
-    number,
     unless_null,
+    whole,
 )
 from keel.config.verl_values import LORA_RANK
 
 
 def _per_device(value: Any, settings: Settings) -> Options:
     """TRL counts completions: per device × slices of a batch of rollouts."""
-    number("per_device_train_batch_size", value, "give a whole number of completions")
+    completions = whole("per_device_train_batch_size", value)
     if settings.get("generation_batch_size") is not None:
         return {}  # which says it all
-    group = first_set(settings, "num_generations", "rollout.num_generations", default=8)
     steps, _ = trl_steps.slices(settings)
-    prompts, remainder = divmod(int(value) * int(steps), int(group))
-    if remainder or not prompts:
+    group = group_size(settings)
+    prompts, remainder = divmod(completions * steps, group)
+    if remainder:
         raise KeelError(
-            f"per_device_train_batch_size={value} × {steps} accumulated is {value * steps} completions, which is no "
-            f"multiple of num_generations={group}: set rollout.prompts_per_step"
+            f"per_device_train_batch_size={value} × {steps} accumulated is {completions * steps} completions, which is "
+            f"no multiple of num_generations={group}: set rollout.prompts_per_step"
         )
     return {"rollout.prompts_per_step": prompts}
 
@@ -42,11 +43,10 @@ def _per_device(value: Any, settings: Settings) -> Options:
 def _generation_batch(value: Any, settings: Settings) -> Options:
     if value is None:
         return {}
-    group = first_set(settings, "num_generations", "rollout.num_generations", default=8)
     slices, _ = trl_steps.slices(settings)
-    completions = slices * int(first_set(settings, "per_device_train_batch_size", default=8))
-    prompts, remainder = divmod(completions, int(group))
-    if remainder or not prompts:
+    group = group_size(settings)
+    prompts, remainder = divmod(slices * int(first_set(settings, "per_device_train_batch_size", default=8)), group)
+    if remainder:
         raise KeelError(f"generation_batch_size={value} is no multiple of num_generations={group}")
     return {"rollout.prompts_per_step": prompts, **trl_steps.minibatches(settings)}
 
@@ -121,10 +121,10 @@ def _min_p(value: Any, settings: Settings) -> Options:
 
 
 def _of_adapter(option: str) -> Convert:
-    """An option of the adapter, which `use_peft: false` and `lora_rank: 0` leave out."""
+    """An option of the adapter, which `use_peft: false`, `use_lora: false` and `lora_rank: 0` leave out."""
 
     def convert(value: Any, settings: Settings) -> Options:
-        off = settings.get("use_peft") is False or settings.get(LORA_RANK) == 0
+        off = any(settings.get(name) is False for name in ("use_peft", "use_lora")) or settings.get(LORA_RANK) == 0
         return {} if off else {f"model.lora.{option}": value}
 
     return convert
@@ -289,7 +289,12 @@ TRL = [
     harmless("use_adaptive_entropy", "loss.entropy_coef is constant", False),
     Alias("num_train_epochs", "", "set run.max_steps; Keel counts steps, not passes over the data", trl_steps.epochs),
     *(
-        Alias(name, f"model.lora.{option}", "read unless use_peft is false or lora_rank 0", _of_adapter(option))
+        Alias(
+            name,
+            f"model.lora.{option}",
+            "read unless use_peft or use_lora is false or lora_rank 0",
+            _of_adapter(option),
+        )
         for name, option in (
             *(("lora_r", "r"), ("lora_alpha", "alpha"), ("lora_dropout", "dropout")),
             *(("target_modules", "targets"), ("lora_target_modules", "targets")),
@@ -297,7 +302,10 @@ TRL = [
     ),
     *(Alias(name, "model.dtype") for name in ("torch_dtype", "dtype")),
     Alias("attn_implementation", "model.attn_implementation"),
-    choice("use_peft", "model.lora", {True: {"model.lora": {}}, False: {}}, "true is LoRA of rank 16, as in TRL"),
+    *(
+        choice(name, "model.lora", {True: {"model.lora": {}}, False: {}}, "true is LoRA of rank 16, as in TRL")
+        for name in ("use_peft", "use_lora")
+    ),
     Alias("train_dataset", "data.path", "a file or hub name"),
     Alias("eval_dataset", "task.eval_path", "a file or hub name"),
     *no_counterpart(

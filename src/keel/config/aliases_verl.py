@@ -1,4 +1,4 @@
-"""verl's YAML (0.9) as data: what each option becomes."""
+"""verl's YAML as data: what each option becomes."""
 
 from __future__ import annotations
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from keel.base.errors import KeelError
 from keel.base.moved import current_names
 from keel.base.options import PluginOptions
+from keel.base.parts import options_class, parameters_of
 from keel.base.redact import MASK, hide, remember
 from keel.base.validation import may_be_a_name, model_of, no_such_option, one_line, option_names
 from keel.config import aliases, text
@@ -90,12 +91,15 @@ def validate(tree: Mapping[str, Any], given: Sequence[str] = ()) -> Config:
 
     def unknown(name: str) -> KeelError:
         inside = [option for option in given if option.startswith(f"{name}.") and option.isprintable()]
-        return unknown_option(inside[0] if inside and not is_option(name) else name)
+        task = tree.get("task")
+        task_name = task.get("name") if isinstance(task, Mapping) else None
+        given_name = inside[0] if inside and not is_option(name) else name
+        return unknown_option(given_name, task=task_name if isinstance(task_name, str) else Config().task.name)
 
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        raise KeelError(one_line(error, unknown)) from None
+        raise KeelError(one_line(error, unknown, instead=_instead)) from None
     declared = get_loss(config.loss.loss_type).options.model_fields.keys() - LossOptions.model_fields.keys()
     for name in config.loss.params.keys() - declared:
         raise unknown_option(f"loss.{name}", more=[f"loss.{option}" for option in declared])
@@ -192,16 +196,65 @@ def _section(name: str) -> type[BaseModel] | None:
 _NAMES = option_names(Config)
 
 
-def unknown_option(name: str, origin: str = "", more: Iterable[str] = ()) -> KeelError:
-    """The error for a name that is no option, under our names (and `more`) or those of other trainers."""
+def _instead(name: str, value: Any) -> str:
+    """What to write for a value that stands where a section belongs: its first option, where the value fits that."""
+    item = _items(name.partition("[")[0])
+    section = item or _section(name)
+    if section is None:
+        return ""
+    first = next(iter(section.model_fields))
+    options = value if isinstance(value, Mapping) else {first: value}
+    try:
+        section.model_validate(options)
+    except ValidationError:
+        return f"expected a {'list of sections' if item else 'section'}, with {', '.join(section.model_fields)}"
+    if item is None:
+        return f"write {name}.{first}={text.dump(value)}"
+    return f"write {text.dump(options)}" if "[" in name else f"write {name}={text.dump([options])}"
+
+
+def _items(name: str) -> type[BaseModel] | None:
+    """The options class of each item of a list, None of what is no list of sections."""
+    annotation = Config.model_fields[name].annotation if name in Config.model_fields else None
+    return model_of(get_args(annotation)[0]) if get_origin(annotation) is tuple else None
+
+
+def _task_parameters(task: str) -> list[str]:
+    """The parameters of a task by name; none where it cannot be loaded here."""
+    from keel.envs.registry import get_task  # these rooms are large
+
+    try:
+        factory = get_task(task)
+    except KeelError:
+        return []
+    declared = options_class(factory)
+    return list((parameters_of(factory) or {}) if declared is None else declared.model_fields)
+
+
+def _tasks_with(parameter: str) -> list[str]:
+    """The built-in tasks that have a parameter of that name."""
+    from keel.envs.registry import TASKS
+
+    return [task for task in TASKS if parameter in _task_parameters(task)]
+
+
+def unknown_option(name: str, origin: str = "", more: Iterable[str] = (), task: str = "") -> KeelError:
+    """The error for a name that is no option, under our names (and `more`) or those of other trainers.
+
+    `task` is the task that is configured, whose parameters the name may be near to.
+    """
     where = f" in {origin}" if origin else ""
     section, _, rest = name.partition(".")
     if rest and section in aliases.WITHOUT:
         return KeelError(f"unknown option {name}{where}: {aliases.WITHOUT[section]}")
-    known = [*_NAMES, *more]
+    known = [*_NAMES, *more, *(f"task.{parameter}" for parameter in (_task_parameters(task) if task else ()))]
     alias = aliases.find(rest, is_option) if "_" in rest else None
     if alias is not None and alias.target:
         same = [option for option in known if option.endswith(f".{rest}") and option != alias.target]
         return KeelError(f"unknown option {name}{where}: did you mean {' or '.join([alias.target, *same[:2]])}?")
+    leaf = name.rpartition(".")[2]
+    is_leaf = any(option.rpartition(".")[2] == leaf for option in known)
+    if section not in Config.model_fields and not is_leaf and (tasks := _tasks_with(leaf)):
+        return KeelError(f"unknown option {name}{where}: did you mean task.{leaf}, of {', '.join(tasks)}?")
     others = {other: alias.target for other, alias in aliases.table().items() if alias.target}
     return no_such_option(name, known, also=others, origin=origin, meant=aliases.without_sections(name))

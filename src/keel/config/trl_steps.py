@@ -11,16 +11,13 @@ import math
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.config.alias import Convert, Options, Settings, first_set, number
+from keel.config.alias import Convert, Options, Settings, first_set, number, whole
 
 COUNTED = "TRL counts updates, Keel batches: divided by num_iterations × minibatches, rounded up"
 
 
 def _positive_int(settings: Settings, name: str, default: int) -> int:
-    value = number(name, first_set(settings, name, default=default), "give a whole number")
-    if value < 1 or value != int(value):
-        raise KeelError(f"{name} is {value:g}: give a whole number, at least 1")
-    return int(value)
+    return whole(name, first_set(settings, name, default=default))
 
 
 def slices(settings: Settings) -> tuple[int, int]:
