@@ -150,21 +150,23 @@ def _attacks(rows: Any) -> Any:
     from rich.table import Table
 
     paid = [row for row in rows if row.highest > 0 or row.verdict != "fine" or row.name == "empty"]
-    title = f"attacks: what is paid for nothing, as a reward (gold: {rows[0].gold_reward:.3g}) and as a share of gold's"
+    gold = f"{rows[0].gold_reward:.3g}"
+    title = f"attacks: what is paid for nothing, as a reward (gold: {gold}) and as a share of gold's; mean ≤ highest"
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("", width=1)
-    table.add_column("attack", no_wrap=True)
-    for column in ("reward", "highest", "share", "highest", "problems", "correct"):
+    table.add_column("attack", overflow="fold")
+    for column in ("reward", "share", "correct"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("such as", overflow="fold")
     for row in paid:
-        rewards = (f"{row.mean_reward:.3g}", f"{row.highest_reward:.3g}")
-        figures = (*rewards, f"{row.mean:.2f}", f"{row.highest:.2f}", str(row.problems), str(row.correct))
-        table.add_row(MARKS[row.verdict], row.name, *figures, escape(repr(row.example[:40])))
+        reward = f"{row.mean_reward:.3g} ≤ {row.highest_reward:.3g}"
+        share = f"{row.mean:.2f} ≤ {row.highest:.2f}"
+        correct = f"{row.correct} of {row.problems}"
+        table.add_row(MARKS[row.verdict], row.name, reward, share, correct, escape(repr(row.example[:40])))
     others = [row for row in rows if row not in paid]
     if others:
-        rewards = (f"≤ {max(row.mean_reward for row in others):.3g}", f"≤ {max(r.highest_reward for r in others):.3g}")
-        table.add_row("", f"{len(others)} others", *rewards, "≤ 0.00", "≤ 0.00", *[""] * 3)
+        highest = max(row.highest_reward for row in others)
+        table.add_row("", f"{len(others)} others", f"≤ {highest:.3g}", "≤ 0.00", "", "")
     return table
 
 
