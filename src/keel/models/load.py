@@ -101,9 +101,8 @@ def load_model(
     align_parameters(policy)
     if device.type == "cuda":
         fuse_modules(policy)
-        torch.backends.cuda.enable_cudnn_sdp(
-            False
-        )  # it makes a plan for every new shape, and lengths are never the same
+        # cuDNN makes a plan for every new shape, and lengths are never the same
+        torch.backends.cuda.enable_cudnn_sdp(False)
     if options.gradient_checkpointing:
         # The reentrant form drops gradients when the first input needs none, as with a frozen embedding under LoRA.
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
