@@ -1,8 +1,8 @@
-"""Norms and gated activations of a model on a GPU as one kernel each, forward and backward.
+"""Norms, gated activations and rotations of a model on a GPU as one kernel each, forward and backward.
 
-Written out, an RMS norm is six passes over its input and a gated activation two, and nearly as many backward: in a
-training pass of a small or middle-sized model they take as long as the matrix products. A module is replaced only
-where its numbers have been found to be the same on random input.
+Written out, an RMS norm is six passes over its input, a gated activation two and the rotation of queries and keys ten,
+and nearly as many backward: in a training pass of a small or middle-sized model they take as long as the matrix
+products. A module is replaced only where its numbers have been found to be the same on random input.
 """
 
 from __future__ import annotations
@@ -15,7 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from keel.models.flash_prefix import flash_attend, flash_dtype, why_not_flash
+from keel.models.prefix_attention import (
+    RowStructure,
+    active_structure,
+    prefix_attention,
+    refuse_variants,
+    small_rows,
+)
+
 _GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 def fuse_modules(model: nn.Module) -> int:
@@ -29,9 +39,11 @@ def fuse_modules(model: nn.Module) -> int:
         if forward is None:
             continue
         parameter = next(module.parameters())
-        kind = (type(module), parameter.shape, parameter.dtype)
+        kind: tuple[Any, ...] = (type(module), parameter.shape, parameter.dtype)
+        if forward is _attention:
+            kind = (module,)  # layers of one kind may rotate or not
         if kind not in agreeing:
-            agreeing[kind] = _agrees(module, forward)
+            agreeing[kind] = _attention_agrees(module) if forward is _attention else _agrees(module, forward)
         if agreeing[kind]:
             module.forward = MethodType(forward, module)
             count += 1
@@ -42,6 +54,8 @@ def _fused_forward(module: nn.Module) -> Any:
     names = {name for name, _ in module.named_children()}
     if hasattr(module, "variance_epsilon") and not names and [n for n, _ in module.named_parameters()] == ["weight"]:
         return _rms_norm
+    if names - {"q_norm", "k_norm"} == _ATTENTION:
+        return _attention
     silu = names == _GATED and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
     return _gated_mlp if silu and importlib.util.find_spec("triton") is not None else None
 
@@ -55,8 +69,27 @@ def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
 def _gated_mlp(self: Any, x: Tensor) -> Tensor:
     from keel.models.gated import gated_silu
 
+    x = x.to(flash_dtype(x))  # once for both products
     y: Tensor = self.down_proj(gated_silu(self.gate_proj(x), self.up_proj(x)))
     return y
+
+
+def _attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+    """Where rows are attended by structure and flash kernels take them, rotations beside them; else the class's own."""
+    structure, rotation = active_structure(self.config), kwargs.get("position_embeddings")
+    dropout = self.attention_dropout if self.training else 0.0
+    usual = structure is not None and not args and rotation is not None and not getattr(self, "sliding_window", None)
+    if not usual or why_not_flash(hidden_states, self.head_dim, dropout) is not None:
+        result: tuple[Tensor, Any] = type(self).forward(self, hidden_states, *args, **kwargs)
+        return result
+    refuse_variants({name: value for name, value in kwargs.items() if name != "position_embeddings"})
+    x = hidden_states.to(flash_dtype(hidden_states)).flatten(0, 1)  # once for three products
+    q, k, v = (p(x).view(len(x), -1, self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
+    if hasattr(self, "q_norm"):
+        q, k = self.q_norm(q), self.k_norm(k)
+    cos, sin = (part.expand(*hidden_states.shape[:2], -1).flatten(0, 1) for part in rotation)
+    out = flash_attend(q, k, v, structure.segments, self.scaling, (cos, sin))
+    return self.o_proj(out.view(*hidden_states.shape[:2], -1)), None
 
 
 @torch.no_grad()
@@ -73,3 +106,25 @@ def _agrees(module: Any, forward: Any) -> bool:
     half = parameter.dtype in (torch.float16, torch.bfloat16)
     error = (result - expected).norm() / expected.norm().clamp_min(1e-12)
     return bool(error < (1e-2 if half else 1e-5))
+
+
+@torch.no_grad()
+def _attention_agrees(module: Any) -> bool:
+    """The same of attention, on small shared-prefix rows in half precision, against the class's own by mask."""
+    parameter = next(module.parameters())
+    packed = small_rows().to(parameter.device)
+    generator = torch.Generator(parameter.device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*packed.input_ids.shape, *shape, generator=generator, device=parameter.device)
+
+    try:
+        x, angles = normal(module.q_proj.in_features).to(parameter.dtype), normal(module.head_dim // 2).repeat(1, 1, 2)
+        inputs = {"hidden_states": x, "position_embeddings": (angles.cos().to(x.dtype), angles.sin().to(x.dtype))}
+        with torch.autocast("cuda", torch.bfloat16, enabled=x.dtype == torch.float32):
+            expected = type(module).forward(module, **inputs, attention_mask=packed.mask_4d())[0].float()
+            with prefix_attention(module.config, RowStructure(packed)):
+                result = _attention(module, **inputs, attention_mask=None)[0].float()
+    except Exception:  # whatever a foreign module raises here, its own forward still serves
+        return False
+    return bool((result - expected).norm() < 2e-2 * expected.norm())
