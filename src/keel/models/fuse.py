@@ -128,9 +128,9 @@ def attention_agrees(module: Any) -> bool:
         # scores of size one: where a softmax is flat, a rotation more or less does not show
         x = x * (module.q_proj(x).std() * module.k_proj(x).std() * module.head_dim**0.5 * module.scaling).rsqrt()
         inputs = {"hidden_states": x, "position_embeddings": (angles.cos().to(x.dtype), angles.sin().to(x.dtype))}
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=x.dtype == torch.float32):
-            with prefix_attention(module.config, RowStructure(packed)):  # which refuses windows, soft caps and the like
-                own, mine = (forward(module, **inputs, attention_mask=None)[0].float() for forward in forwards)
+        half = torch.autocast(x.device.type, torch.bfloat16, enabled=x.dtype == torch.float32)
+        with half, prefix_attention(module.config, RowStructure(packed)):  # which refuses windows, soft caps and so on
+            own, mine = (forward(module, **inputs, attention_mask=None)[0].float() for forward in forwards)
     except Exception:  # whatever a foreign module raises here, its own forward still serves
         return False
     return bool((mine - own).norm() < 5e-2 * own.norm())
