@@ -53,14 +53,19 @@ def default_chunk(vocabulary: int, device: torch.device) -> int:
     return max(16, budget // vocabulary)
 
 
-def why_not_one_kernel(hidden: Tensor, head: Head) -> str | None:
-    """Why the statistics of a chunk are computed formula by formula; None where one kernel does it."""
-    if not hidden.is_cuda:
+def why_not_one_kernel(hidden: Tensor, head: Head, *, planned: bool = False) -> str | None:
+    """Why the statistics of a chunk are computed formula by formula; None where one kernel does it.
+
+    `planned`: it will be on a GPU.
+    """
+    if not hidden.is_cuda and not planned:
         return "there is no CUDA device"
-    if importlib.util.find_spec("triton") is None:
+    if not planned and importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if hidden.dtype == torch.float64:
         return "it computes in float64"
+    if head.linear() is None:
+        return "its head is no plain matrix"
     return None if head.softcap is None else "its logits have a soft cap"
 
 

@@ -207,8 +207,22 @@ def use_prefix_attention(body: Any, packed: PackedBatch) -> bool:
     The model is tried once, on small rows against the mask: one with another kind of attention would silently give
     other numbers.
     """
-    if not may_use_prefix_attention(body, packed):
-        return False
+    return may_use_prefix_attention(body, packed) and _is_exact(body)
+
+
+def attends_by_flash(body: Any) -> bool:
+    """Whether flash kernels score this model's rows: then one row may hold any number of groups, without padding."""
+    like = next(body.parameters())
+    return why_not_flash(like, head_size(body)) is None and why_not_by_structure(body) is None and _is_exact(body)
+
+
+def head_size(body: Any) -> int | None:
+    """The size of a head of the model's attention, where its config tells."""
+    size, heads = getattr(body.config, "head_dim", None), getattr(body.config, "num_attention_heads", None)
+    return size if size or not heads else body.config.hidden_size // heads
+
+
+def _is_exact(body: Any) -> bool:
     exact, dtype = _exact.setdefault(body, {}), flash_dtype(next(body.parameters()))
     if dtype not in exact:
         exact[dtype] = _agrees(body)

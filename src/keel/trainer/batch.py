@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby, pairwise
@@ -13,9 +14,10 @@ from torch.nn import functional
 
 from keel.base.types import Batch, Completion, Group
 from keel.kl.measure import MaskIndex
-from keel.models.head import Head, frozen_head
+from keel.models.head import Head, body_of, frozen_head
 from keel.models.logprobs import FullScores, hidden_states, score_hidden, score_tokens
 from keel.models.pack import PackedBatch, microbatches, pack, right_pad
+from keel.models.prefix_attention import attends_by_flash
 from keel.models.scorer import score_with
 from keel.models.segments import to_device
 from keel.trainer.state import TrainingRun
@@ -78,8 +80,13 @@ class StepBatch:
 
 
 def pack_step(groups: Sequence[Group], run: TrainingRun) -> StepBatch:
-    """One row a group where the model can, the prompt once; microbatches by tokens, groups whole where they fit."""
+    """One row a group where the model can, the prompt once; microbatches by tokens, groups whole where they fit.
+
+    Where flash kernels attend, which know no rows, a microbatch is one row without padding.
+    """
     device, shared, budget = run.policy.device, run.shared_prefix, run.optim.microbatch_tokens
+    with run.autocast():
+        one_row = shared and attends_by_flash(body_of(run.policy.model))
     completions = [completion for group in groups for completion in group.completions]
     micros, start = [], 0
     for number, members in enumerate(_parts(groups, run.optim.minibatches)):
@@ -88,7 +95,7 @@ def pack_step(groups: Sequence[Group], run: TrainingRun) -> StepBatch:
                 part,
                 run.policy.pad_id,
                 shared_prefix=shared,
-                max_row_tokens=_row_budget(part, budget) if shared else None,
+                max_row_tokens=sys.maxsize if one_row else _row_budget(part, budget) if shared else None,
                 context_length=run.policy.context_length,
             )
             stop = start + len(packed.tokens)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, count
@@ -21,9 +22,11 @@ from keel.envs.base import played
 from keel.envs.episode import step_now
 from keel.envs.problems import stream
 from keel.kl import masked_mean
+from keel.models.head import body_of
 from keel.models.load import LoadedModel
 from keel.models.logprobs import score_tokens
 from keel.models.pack import microbatches, pack
+from keel.models.prefix_attention import attends_by_flash
 from keel.trainer.optim import Optimizer, build_schedule, resolve_amp_dtype
 from keel.trainer.options import OptimOptions, WarmstartOptions
 
@@ -86,10 +89,17 @@ def sft_step(
     _check_lengths(groups, loaded.context_length)
     tokens, amp_dtype = _learned(groups), resolve_amp_dtype(optim, loaded.dtype)
     shared = masked_by_structure(loaded)
+
+    def autocast() -> AbstractContextManager[Any]:
+        return torch.autocast(loaded.device.type, dtype=amp_dtype) if amp_dtype is not None else nullcontext()
+
+    with autocast():
+        one_row = shared and attends_by_flash(body_of(loaded.model))
+    rows = {"shared_prefix": shared, "max_row_tokens": sys.maxsize if one_row else None}
     info: Metrics = {"loss/total": Sum(0.0)}
     for part in microbatches(groups, optim.microbatch_tokens, shared_prefix=shared):
-        packed = pack(part, loaded.pad_id, shared_prefix=shared, context_length=loaded.context_length).to(loaded.device)
-        with torch.autocast(loaded.device.type, dtype=amp_dtype) if amp_dtype is not None else nullcontext():
+        packed = pack(part, loaded.pad_id, **rows, context_length=loaded.context_length).to(loaded.device)
+        with autocast():
             scores = score_tokens(loaded.model, packed, entropy=options.entropy_coef > 0)
         gain = scores.logp if scores.entropy is None else scores.logp + options.entropy_coef * scores.entropy
         loss = -masked_mean(gain, packed.action_mask) * (_learned(part) / max(tokens, 1))
