@@ -9,10 +9,11 @@ from transformers import AutoModelForCausalLM
 from transformers import models as zoo
 
 from keel.base.types import Completion, Group, Problem
-from keel.models import chunked, prefix_kernels
+from keel.models import chunked, fuse, prefix_kernels
 from keel.models.chunked import StatsOptions, token_stats
 from keel.models.flash_prefix import Formulas, flash_attend
 from keel.models.fuse import fuse_modules
+from keel.models.gated import gated_silu
 from keel.models.head import Head, body_of
 from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
@@ -103,23 +104,54 @@ def test_what_stands_around_the_flash_calls_equals_its_formulas(heads, kv_heads,
     def normal(*shape):
         return torch.randn(*shape, generator=generator, device="cuda")
 
-    q, k, more_q, more_k = (normal(501, count, size) for count in (heads, kv_heads) * 2)
+    joint = normal(501, heads + 2 * kv_heads, size)  # queries, keys and values of a token side by side
+    q, k, v = joint.split([heads, kv_heads, kv_heads], dim=1)
+    more_q, more_k = normal(501, heads, size), normal(501, kv_heads, size)
     cos, sin, lse, more_lse = normal(501, size), normal(501, size), normal(heads, 501), normal(heads, 501)
     in_completion = normal(501) > 0
     more_lse[:, ~in_completion] = torch.inf  # as flash kernels leave it where there is no key
     for mine, formula in (
-        (prefix_kernels.rotate(q, k, cos, sin), Formulas.rotate(q, k, cos, sin)),
+        (prefix_kernels.rotate(q, k, v, cos, sin), Formulas.rotate(q, k, v, cos, sin)),
         (
-            prefix_kernels.join(q.clone(), lse.clone(), more_q, more_lse, in_completion),
-            Formulas.join(q, lse, more_q, more_lse, in_completion),
+            prefix_kernels.join(more_q.clone(), lse.clone(), q.contiguous(), more_lse, in_completion),
+            Formulas.join(more_q, lse, q, more_lse, in_completion),
         ),
         (
-            prefix_kernels.add_gradients((q.clone(), k.clone(), k.clone()), (more_q, more_k, more_k), cos, sin),
-            Formulas.add_gradients((q, k, k), (more_q, more_k, more_k), cos, sin),
+            prefix_kernels.add_gradients(tuple(x.contiguous() for x in (q, k, v)), (more_q, more_k, more_k), cos, sin),
+            Formulas.add_gradients((q, k, v), (more_q, more_k, more_k), cos, sin),
         ),
     ):
         for result, expected in zip(mine, formula, strict=True):
             torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(5, 7, 1536), (3, 100)])
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_gated_activation_equals_its_formula(shape, joint):
+    torch.manual_seed(0)
+    gate, up, weight = (torch.randn(shape, device="cuda", requires_grad=True) for _ in range(3))
+    expected = torch.nn.functional.silu(gate) * up
+    mine = gated_silu(torch.cat((gate, up), dim=-1)) if joint else gated_silu(gate, up)
+    torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
+    gradients = (torch.autograd.grad((x * weight).sum(), (gate, up)) for x in (mine, expected))
+    for gradient, truth in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, truth, atol=1e-5, rtol=1e-5)
+
+
+def test_mixed_precision_gradients_are_nearer_to_fp32_by_joint_products(monkeypatch):
+    packed, gradients = pack(ragged(3, 4, (5, 40), (1, 30)), 0).to("cuda"), []
+    for mode in ("joint", "autocast", "fp32"):
+        model = model_of("qwen2")
+        fuse_modules(model)
+        if mode == "autocast":
+            monkeypatch.setattr(fuse, "joint_product", lambda *_: None)
+        with torch.autocast("cuda", torch.bfloat16, enabled=mode != "fp32"):
+            logp = score_tokens(model, packed).logp
+        logp.sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    joint, autocast = ((g - gradients[2]).norm() / gradients[2].norm() for g in gradients[:2])
+    assert joint < 0.02
+    assert joint < 1.2 * autocast
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -7,7 +7,6 @@ GPU one kernel reads a chunk and another turns it into its gradient; elsewhere i
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from keel.base.errors import KeelError
+from keel.models.flash_prefix import has_triton
 from keel.models.head import Head, LogitsOf, at_least_fp32, shape_logits
 
 
@@ -60,7 +60,7 @@ def why_not_one_kernel(hidden: Tensor, head: Head, *, planned: bool = False) -> 
     """
     if not hidden.is_cuda and not planned:
         return "there is no CUDA device"
-    if not planned and importlib.util.find_spec("triton") is None:
+    if not planned and not has_triton():
         return "Triton is not installed"
     if hidden.dtype == torch.float64:
         return "it computes in float64"
@@ -257,7 +257,7 @@ class _Chunked(torch.autograd.Function):
             if d_weight is not None and accumulate_dtype == weight.dtype:
                 d_weight.addmm_(d_raw.T, hidden[chunk])
             elif d_weight is not None:
-                d_weight += d_raw.T @ hidden[chunk]
+                _add_product(d_weight, d_raw.T, hidden[chunk])
         return (
             d_hidden,
             None if d_weight is None else d_weight.to(weight.dtype),
@@ -313,6 +313,14 @@ def _raw_logits_gradient(
     if tanh_slope is not None:
         d_raw.mul_(tanh_slope)
     return d_raw if scale == 1.0 else d_raw.mul_(scale)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, in the total's precision where there is a product for it."""
+    if total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -48,15 +49,29 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) ->
 def _flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, runs: Runs, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    no_dropout = _no_dropout(q.device)
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse, *runs[:4], 0.0, runs.causal, no_dropout, no_dropout, scale=scale
     )
     return gradients
 
 
+@lru_cache
+def _no_dropout(device: torch.device) -> Tensor:
+    return torch.zeros(2, dtype=torch.uint64, device=device)
+
+
 FLASH = Kernels(_flash_forward, _flash_backward)
 LARGEST_HEAD = 256
+
+
+_capability = lru_cache(torch.cuda.get_device_capability)  # asked for in every layer
+
+
+@lru_cache
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def flash_dtype(query: Tensor) -> torch.dtype:
@@ -75,7 +90,7 @@ def why_not_flash(
     dtype = flash_dtype(like)
     if not like.is_cuda and not planned:
         return "there is no CUDA device"
-    if not planned and torch.cuda.get_device_capability(like.device) < (8, 0):
+    if not planned and _capability(like.device) < (8, 0):
         return "the GPU is older than Ampere"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"it computes in {str(dtype).removeprefix('torch.')}"
@@ -96,7 +111,7 @@ def flash_attend(
     """Attention of tokens `[N, H, D]` over `[N, K, D]`, queries and keys rotated before; differentiable."""
     dtype = flash_dtype(q)
     cos, sin = rotation if rotation is not None else (None, None)
-    inputs = (x.to(dtype).contiguous() for x in (q, k, v))
+    inputs = (x.to(dtype) for x in (q, k, v))
     out: Tensor = _FlashPrefix.apply(*inputs, cos, sin, segments, scale, kernels)
     return out
 
@@ -117,7 +132,9 @@ class _FlashPrefix(torch.autograd.Function):
         own, to_prompt = _both_runs(segments)
         around = _around_the_calls(q)
         if cos is not None:
-            q, k = around.rotate(q, k, cos, sin)
+            q, k, v = around.rotate(q, k, v, cos, sin)
+        else:
+            q, k, v = (x.contiguous() for x in (q, k, v))
         out, lse = kernels.forward(q, k, v, own, scale)
         if segments.has_completions:
             out, lse = around.join(out, lse, *kernels.forward(q, k, v, to_prompt, scale), segments.in_completion)
@@ -146,14 +163,17 @@ class Formulas:
     """What stands around the calls, in plain torch."""
 
     @staticmethod
-    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """x cos + (−x₂, x₁) sin, with x₁ and x₂ the halves of a head; in fp32, rounded once."""
+    def rotate(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x cos + (−x₂, x₁) sin of q and k, with x₁ and x₂ the halves of a head; in fp32, rounded once.
+
+        All three come back contiguous; they may be parts of one tensor.
+        """
 
         def rotated(x: Tensor) -> Tensor:
             first, second = at_least_fp32(x).chunk(2, dim=-1)
             return (x * cos[:, None].float() + torch.cat((-second, first), dim=-1) * sin[:, None].float()).to(x.dtype)
 
-        return rotated(q), rotated(k)
+        return rotated(q), rotated(k), v.contiguous()
 
     @staticmethod
     def join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, in_completion: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,11 +192,11 @@ class Formulas:
         if cos is None or sin is None:
             return parts
         swapped = torch.cat(tuple(reversed(sin.chunk(2, dim=-1))), dim=-1)
-        return (*Formulas.rotate(parts[0], parts[1], cos, -swapped), parts[2])
+        return Formulas.rotate(*parts, cos, -swapped)
 
 
 def _around_the_calls(like: Tensor) -> Any:
-    if not like.is_cuda or importlib.util.find_spec("triton") is None:
+    if not like.is_cuda or not has_triton():
         return Formulas
     from keel.models import prefix_kernels
 

@@ -7,7 +7,6 @@ products. A module is replaced only where its numbers have been found to be the 
 
 from __future__ import annotations
 
-import importlib.util
 from types import MethodType
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from keel.models.flash_prefix import flash_attend, flash_dtype, why_not_flash
+from keel.models.flash_prefix import flash_attend, flash_dtype, has_triton, why_not_flash
 from keel.models.prefix_attention import (
     RowStructure,
     active_structure,
@@ -23,6 +22,7 @@ from keel.models.prefix_attention import (
     refuse_variants,
     small_rows,
 )
+from keel.models.products import joint_product
 
 _GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -61,7 +61,7 @@ def fused_forward(module: nn.Module) -> Any:
     if names - {"q_norm", "k_norm"} == _ATTENTION:
         return attention
     silu = names == _GATED and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
-    return _gated_mlp if silu and importlib.util.find_spec("triton") is not None else None
+    return _gated_mlp if silu and has_triton() else None
 
 
 def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
@@ -73,9 +73,16 @@ def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
 def _gated_mlp(self: Any, x: Tensor) -> Tensor:
     from keel.models.gated import gated_silu
 
+    joint = joint_product(x, self.gate_proj, self.up_proj)
+    if joint is not None:
+        return _product(gated_silu(joint), self.down_proj)
     x = x.to(flash_dtype(x))  # once for both products
-    y: Tensor = self.down_proj(gated_silu(self.gate_proj(x), self.up_proj(x)))
-    return y
+    return _product(gated_silu(self.gate_proj(x), self.up_proj(x)), self.down_proj)
+
+
+def _product(x: Tensor, linear: nn.Module) -> Tensor:
+    y = joint_product(x, linear)
+    return linear(x) if y is None else y
 
 
 def attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
@@ -87,13 +94,19 @@ def attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tu
         result: tuple[Tensor, Any] = type(self).forward(self, hidden_states, *args, **kwargs)
         return result
     refuse_variants({name: value for name, value in kwargs.items() if name != "position_embeddings"})
-    x = hidden_states.to(flash_dtype(hidden_states)).flatten(0, 1)  # once for three products
-    q, k, v = (p(x).view(len(x), -1, self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
+    x, projections = hidden_states.flatten(0, 1), (self.q_proj, self.k_proj, self.v_proj)
+    joint = joint_product(x, *projections)
+    if joint is None:
+        x = x.to(flash_dtype(x))  # once for three products
+        parts = [projection(x) for projection in projections]
+    else:
+        parts = joint.split([projection.out_features for projection in projections], dim=-1)
+    q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
     if hasattr(self, "q_norm"):
         q, k = self.q_norm(q), self.k_norm(k)
     cos, sin = (part.expand(*hidden_states.shape[:2], -1).flatten(0, 1) for part in rotation)
     out = flash_attend(q, k, v, structure.segments, self.scaling, (cos, sin))
-    return self.o_proj(out.view(*hidden_states.shape[:2], -1)), None
+    return _product(out.view(*hidden_states.shape[:2], -1), self.o_proj), None
 
 
 @torch.no_grad()

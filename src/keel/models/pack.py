@@ -8,7 +8,7 @@ scores nothing and nothing attends to it: it is left out of the row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any
@@ -160,7 +160,7 @@ def _flat(rows: Sequence[Sequence[float]], dtype: Any) -> NDArray[Any]:
     return np.fromiter(chain.from_iterable(rows), dtype, sum(map(len, rows)))
 
 
-def _lengths(rows: Iterable[Sequence[float]]) -> Numbers:
+def _lengths(rows: Iterable[Sized]) -> Numbers:
     return np.fromiter(map(len, rows), np.int64)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 @triton.jit
 def _rotate_heads(
     x,
+    stride,
     more,
     out,
     cos,
@@ -28,15 +29,16 @@ def _rotate_heads(
     ROTATE: tl.constexpr,
     BACK: tl.constexpr,
 ):
-    """out = rotated x, or x + more; `BACK`: by the transposed rotation."""
+    """out = x, or x + more, rotated where asked for; `BACK`: by the transposed rotation. x has rows `stride` apart."""
     half: tl.constexpr = SIZE // 2
     heads = tl.arange(0, HEAD_BLOCK)[:, None]
     columns = tl.arange(0, HALF_BLOCK)[None, :]
     inside = (heads < HEADS) & (columns < half)
     first = token * HEADS * SIZE + heads * SIZE + columns
     second = first + half
-    x1 = tl.load(x + first, mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(x + second, mask=inside, other=0.0).to(tl.float32)
+    x += token * stride + heads * SIZE + columns
+    x1 = tl.load(x, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(x + half, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         x1 += tl.load(more + first, mask=inside, other=0.0).to(tl.float32)
         x2 += tl.load(more + second, mask=inside, other=0.0).to(tl.float32)
@@ -63,8 +65,13 @@ def _rotate_heads(
 def _rotate_kernel(
     q,
     k,
+    v,
+    q_stride,
+    k_stride,
+    v_stride,
     q_out,
     k_out,
+    v_out,
     cos,
     sin,
     HEADS: tl.constexpr,
@@ -75,8 +82,9 @@ def _rotate_kernel(
     HALF_BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    _rotate_heads(q, q, q_out, cos, sin, token, HEADS, SIZE, HEAD_BLOCK, HALF_BLOCK, False, True, False)
-    _rotate_heads(k, k, k_out, cos, sin, token, KV_HEADS, SIZE, KV_BLOCK, HALF_BLOCK, False, True, False)
+    _rotate_heads(q, q_stride, q, q_out, cos, sin, token, HEADS, SIZE, HEAD_BLOCK, HALF_BLOCK, False, True, False)
+    _rotate_heads(k, k_stride, k, k_out, cos, sin, token, KV_HEADS, SIZE, KV_BLOCK, HALF_BLOCK, False, True, False)
+    _rotate_heads(v, v_stride, v, v_out, cos, sin, token, KV_HEADS, SIZE, KV_BLOCK, HALF_BLOCK, False, False, False)
 
 
 @triton.jit
@@ -99,10 +107,14 @@ def _add_gradients_kernel(
     ROTATE: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    _rotate_heads(d_q, more_q, d_q, cos, sin, token, HEADS, SIZE, HEAD_BLOCK, HALF_BLOCK, ADD, ROTATE, True)
-    _rotate_heads(d_k, more_k, d_k, cos, sin, token, KV_HEADS, SIZE, KV_BLOCK, HALF_BLOCK, ADD, ROTATE, True)
+    row: tl.constexpr = HEADS * SIZE
+    kv_row: tl.constexpr = KV_HEADS * SIZE
+    _rotate_heads(d_q, row, more_q, d_q, cos, sin, token, HEADS, SIZE, HEAD_BLOCK, HALF_BLOCK, ADD, ROTATE, True)
+    _rotate_heads(d_k, kv_row, more_k, d_k, cos, sin, token, KV_HEADS, SIZE, KV_BLOCK, HALF_BLOCK, ADD, ROTATE, True)
     if ADD:
-        _rotate_heads(d_v, more_v, d_v, cos, sin, token, KV_HEADS, SIZE, KV_BLOCK, HALF_BLOCK, True, False, True)
+        _rotate_heads(
+            d_v, kv_row, more_v, d_v, cos, sin, token, KV_HEADS, SIZE, KV_BLOCK, HALF_BLOCK, True, False, True
+        )
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -143,10 +155,12 @@ def _sizes(q: Tensor, k: Tensor) -> dict[str, int]:
     return sizes | {name: triton.next_power_of_2(count) for name, count in blocks.items()}
 
 
-def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As `Formulas.rotate`."""
-    rotated = torch.empty_like(q), torch.empty_like(k)
-    _rotate_kernel[(len(q),)](q, k, *rotated, cos, sin, **_sizes(q, k))
+def rotate(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """As `Formulas.rotate`; heads of a token must be neighbours."""
+    inputs = (q, k, v)
+    strides = tuple(x.stride(0) for x in inputs)
+    rotated = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
+    _rotate_kernel[(len(q),)](*inputs, *strides, *rotated, cos, sin, **_sizes(q, k))
     return rotated
 
 

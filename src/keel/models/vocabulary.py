@@ -24,7 +24,7 @@ def _tempered(logits, at, inside, inverse_temperature):
     return tl.where(z < _FLOOR, _FLOOR, z)  # NaN stays NaN
 
 
-@triton.jit(do_not_specialize=["vocabulary"])
+@triton.jit
 def _stats_kernel(
     logits,
     ref_logits,
@@ -95,7 +95,7 @@ def _stats_kernel(
         tl.store(ref_policy_kl + row, tl.sum(ref_shrink * ref_d, 0) / ref_total + gap)
 
 
-@triton.jit(do_not_specialize=["vocabulary"])
+@triton.jit
 def _gradient_kernel(
     logits,
     ref_logits,

@@ -18,6 +18,7 @@ from keel.models.head import Head, body_of, frozen_head
 from keel.models.logprobs import FullScores, hidden_states, score_hidden, score_tokens
 from keel.models.pack import PackedBatch, microbatches, pack, right_pad
 from keel.models.prefix_attention import attends_by_flash
+from keel.models.products import cast_once
 from keel.models.scorer import score_with
 from keel.models.segments import to_device
 from keel.trainer.state import TrainingRun
@@ -143,7 +144,7 @@ def score_reference(batch: StepBatch, run: TrainingRun) -> StepBatch:
     assert run.reference is not None
     logps, micros, head = [], [], None
     with run.reference.model() as reference, torch.no_grad(), run.autocast():
-        for micro in batch.micros:
+        for micro in cast_once(batch.micros):
             if run.scorer is not None:
                 logps.append(score_with(run.scorer, reference, micro.packed, temperature=run.rollout.temperature).logp)
                 micros.append(micro)
@@ -161,7 +162,7 @@ def score_reference(batch: StepBatch, run: TrainingRun) -> StepBatch:
 def score_policy(batch: StepBatch, run: TrainingRun) -> StepBatch:
     """`old_logp` by a pass of its own, for what needs it before the first update."""
     with torch.no_grad():
-        return keep_scores(batch, [score_micro(micro, batch, run) for micro in batch.micros])
+        return keep_scores(batch, [score_micro(micro, batch, run) for micro in cast_once(batch.micros)])
 
 
 def keep_scores(batch: StepBatch, scores: Sequence[FullScores]) -> StepBatch:
