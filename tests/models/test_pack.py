@@ -127,10 +127,12 @@ def test_a_split_group_keeps_each_completion_with_its_reward(shared_prefix: bool
     )
 
 
-def slow_microbatches(groups: list[Group], budget: int, shared_prefix: bool) -> list[list[Group]]:
+def slow_microbatches(groups: list[Group], budget: int, shared_prefix: bool, one_row: bool) -> list[list[Group]]:
     """The same rule read off its sentence: every candidate is packed to see what it costs."""
 
     def fits(part: list[Group]) -> bool:
+        if one_row:
+            return pack(part, 0, max_row_tokens=10**6).input_ids.numel() <= budget
         if not shared_prefix:  # an empty completion behind its prompt is a row too
             spans = [len(g.prompt_tokens) + len(c.tokens) - 1 for g in part for c in g.completions]
             return len(spans) * max(spans) <= budget
@@ -188,12 +190,14 @@ SHAPES = st.lists(
 )
 
 
-@given(shapes=SHAPES, budget=st.integers(1, 120), shared_prefix=st.booleans())
+@pytest.mark.parametrize(("shared_prefix", "one_row"), [(True, False), (False, False), (True, True)])
+@given(shapes=SHAPES, budget=st.integers(1, 120))
 def test_microbatches_are_the_partition_of_the_slow_rule(
-    shapes: list[tuple[int, tuple[int, ...]]], budget: int, shared_prefix: bool
+    shared_prefix: bool, one_row: bool, shapes: list[tuple[int, tuple[int, ...]]], budget: int
 ) -> None:
     groups = make_groups(shapes)
-    assert microbatches(groups, budget, shared_prefix=shared_prefix) == slow_microbatches(groups, budget, shared_prefix)
+    parts = microbatches(groups, budget, shared_prefix=shared_prefix, one_row=one_row)
+    assert parts == slow_microbatches(groups, budget, shared_prefix, one_row)
 
 
 @given(shapes=SHAPES, row_tokens=st.none() | st.integers(1, 120), shared_prefix=st.booleans())

@@ -247,24 +247,28 @@ def check_groups(groups: Sequence[Group], context_length: int | None = None) -> 
             )
 
 
-def microbatches(groups: Sequence[Group], max_tokens: int, *, shared_prefix: bool = True) -> list[list[Group]]:
+def microbatches(
+    groups: Sequence[Group], max_tokens: int, *, shared_prefix: bool = True, one_row: bool = False
+) -> list[list[Group]]:
     """Split by a budget of computed tokens (rows × longest row), in order, without splitting groups that fit.
 
-    A group beyond the budget becomes sub-groups that repeat the prompt; a single completion beyond it goes alone.
-    Concatenating the parts gives the completions in their first order.
+    With `one_row` they will be packed into one, whose tokens are the sum of theirs. A group beyond the budget becomes
+    sub-groups that repeat the prompt; a single completion beyond it goes alone. Concatenating the parts gives the
+    completions in their first order.
     """
     if max_tokens < 1:
         raise KeelError(f"microbatch_tokens must be at least 1, got {max_tokens}")
     batches: list[list[Group]] = []
     size = _Size()
     for part in (part for group in groups for part in _split(group, max_tokens, shared_prefix)):
-        grown = size.plus(_size(part, shared_prefix))
+        other = _size(part, shared_prefix)
+        grown = _Size(1, size.longest + other.longest) if one_row else size.plus(other)
         if batches and grown.area <= max_tokens:
             batches[-1].append(part)
             size = grown
         else:
             batches.append([part])
-            size = _size(part, shared_prefix)
+            size = other
     return batches
 
 

@@ -44,6 +44,8 @@ def joint_product(x: Tensor, *linears: nn.Module) -> Tensor | None:
     biases = [linear.bias for linear in linears if linear.bias is not None]
     if dtype not in (torch.float16, torch.bfloat16) or len(biases) not in (0, len(linears)):
         return None
+    if not torch.is_grad_enabled():
+        return functional.linear(x.to(dtype), *_cast(linears, dtype))
     y: Tensor = _JointProduct.apply(x, linears, dtype, *(linear.weight for linear in linears), *biases)
     return y
 
@@ -55,8 +57,7 @@ class _JointProduct(torch.autograd.Function):
         half = x.to(dtype)
         ctx.save_for_backward(half, weight)
         ctx.sizes, ctx.input_dtype, ctx.has_bias = [len(linear.weight) for linear in linears], x.dtype, bias is not None
-        with torch.autocast(x.device.type, enabled=False):
-            return functional.linear(half, weight, bias)
+        return functional.linear(half, weight, bias)
 
     @staticmethod
     @once_differentiable

@@ -91,7 +91,7 @@ def pack_step(groups: Sequence[Group], run: TrainingRun) -> StepBatch:
     completions = [completion for group in groups for completion in group.completions]
     micros, start = [], 0
     for number, members in enumerate(_parts(groups, run.optim.minibatches)):
-        for part in microbatches(members, budget, shared_prefix=shared):
+        for part in microbatches(members, budget, shared_prefix=shared, one_row=one_row):
             packed = pack(
                 part,
                 run.policy.pad_id,

@@ -98,7 +98,7 @@ def sft_step(
         one_row = shared and attends_by_flash(body_of(loaded.model))
     rows = {"shared_prefix": shared, "max_row_tokens": sys.maxsize if one_row else None}
     info: Metrics = {"loss/total": Sum(0.0)}
-    for part in cast_once(microbatches(groups, optim.microbatch_tokens, shared_prefix=shared)):
+    for part in cast_once(microbatches(groups, optim.microbatch_tokens, shared_prefix=shared, one_row=one_row)):
         packed = pack(part, loaded.pad_id, **rows, context_length=loaded.context_length).to(loaded.device)
         with autocast():
             scores = score_tokens(loaded.model, packed, entropy=options.entropy_coef > 0)
