@@ -19,7 +19,7 @@ from keel.envs.mixture import mixture
 from keel.envs.registry import reads_data
 from keel.envs.rewards import wrap
 from keel.kl import controller_of
-from keel.models.load import LoadedModel, load_model
+from keel.models.load import DTYPES, LoadedModel, load_model
 from keel.models.lora import adapter_is_zero
 from keel.models.scorer import build_scorer
 from keel.reference import build_reference
@@ -28,6 +28,7 @@ from keel.rollout.collect import collect
 from keel.rollout.options import RolloutOptions
 from keel.rollout.render import Renderer, fit
 from keel.trainer.integrity import check_model
+from keel.trainer.memory import Remedy, memory_guard
 from keel.trainer.optim import Optimizer, Schedule, build_schedule, resolve_amp_dtype
 from keel.trainer.options import OptimOptions, WarmstartOptions
 from keel.trainer.sft import DrawCount, Encode, Examples, file_examples, gold_examples
@@ -45,8 +46,15 @@ def build_policy(config: Config, weights: Path | None = None, *, probe: bool = T
     for folder in (model.lora and model.lora.adapter, model.name):  # another run's checkpoint, perhaps
         if folder and weights is None:
             check_model(Path(folder).expanduser())
-    loaded = load_model(model if weights is None else model.at(weights), seed=config.run.seed, probe=probe)
+    with memory_guard("loading the policy", lambda: _smaller_policy(config)):
+        loaded = load_model(model if weights is None else model.at(weights), seed=config.run.seed, probe=probe)
     return replace(loaded, name=model.name)
+
+
+def _smaller_policy(config: Config) -> Remedy:
+    if DTYPES.get(config.model.dtype, torch.float32).itemsize > 2:
+        return Remedy("model.dtype", config.model.dtype, "bfloat16")
+    return Remedy("model.quantization", "null", "4bit")
 
 
 def build_named_task(spec: TaskOptions | str, config: Config | None = None) -> Task:
@@ -125,6 +133,18 @@ def build_run(
     config: Config, loaded: LoadedModel, *, task: Task | None = None, reward: RewardFunction | None = None
 ) -> Built:
     """Everything that a step needs; the reference is the policy as it is now."""
+    with memory_guard("building the run", lambda: _less_beside(config)):
+        return _build_run(config, loaded, task, reward)
+
+
+def _less_beside(config: Config) -> Remedy:
+    """Less than now beside the policy: of its frozen copy, or of what is trained."""
+    if config.model.lora is None and not config.reference.params.get("offload"):
+        return Remedy("reference.offload", "false", "true")
+    return _smaller_policy(config)
+
+
+def _build_run(config: Config, loaded: LoadedModel, task: Task | None, reward: RewardFunction | None) -> Built:
     build_renderer(config, loaded.tokenizer)  # a template that is not there is found before anything is sampled
     task = task or build_named_task(config.task, config)
     task, dropped = without_long_prompts(config, loaded.tokenizer, task)

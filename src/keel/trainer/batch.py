@@ -59,6 +59,11 @@ class StepBatch:
         return self.rows.action_mask.shape[1]
 
     @property
+    def largest(self) -> int:
+        """Tokens of the largest microbatch, padding included."""
+        return max(micro.packed.input_ids.numel() for micro in self.micros)
+
+    @property
     def minibatches(self) -> list[list[Microbatch]]:
         """Microbatches by the update they belong to."""
         return [list(members) for _, members in groupby(self.micros, key=lambda micro: micro.minibatch)]
@@ -79,7 +84,7 @@ class StepBatch:
 
 def pack_step(groups: Sequence[Group], run: TrainingRun) -> StepBatch:
     """One row a group where the model can, the prompt once; microbatches by tokens, groups whole where they fit."""
-    device, shared, budget = run.policy.device, run.shared_prefix, run.optim.microbatch_tokens
+    device, shared, budget = run.policy.device, run.shared_prefix, run.microbatch_tokens
     completions = [completion for group in groups for completion in group.completions]
     micros, start = [], 0
     for number, members in enumerate(_parts(groups, run.optim.minibatches)):

@@ -120,6 +120,7 @@ class Optimizer:
         self.applied_norms: list[float] = []  # gradient norms of the updates that were made
         self.spiked = 0.0  # the largest norm that was a spike
         self.nonfinite: str | None = None
+        self.stepped = False  # whether weights, moments or loss scale may be other than at the step's start
 
     def reset(self) -> None:
         """Forget the moments, as after a hard reset of the reference (ProRL)."""
@@ -146,6 +147,7 @@ class Optimizer:
         and with `skip_spike` skipped like one that is not finite. `nonfinite` is the first parameter whose gradient
         was not.
         """
+        self.stepped = True
         lr, max_norm = self.lr, self.options.max_grad_norm
         for group in self.inner.param_groups:
             group["lr"] = lr

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from keel.kl import masked_mean
 from keel.models.load import LoadedModel
 from keel.models.logprobs import score_tokens
 from keel.models.pack import microbatches, pack
+from keel.trainer.memory import Remedy, memory_guard, smaller_passes
 from keel.trainer.optim import Optimizer, build_schedule, resolve_amp_dtype
 from keel.trainer.options import OptimOptions, WarmstartOptions
 
@@ -68,7 +69,9 @@ def sft(
     optimizer = Optimizer(loaded.model, options.optim, schedule, amp_dtype=resolve_amp_dtype(optim, loaded.dtype))
     loss = 0.0
     for step in range(options.steps):
-        line = sft_step(loaded, examples(step), optimizer, options, optim)
+        groups = examples(step)
+        with memory_guard(f"step {step + 1} of the supervised start", partial(_remedy, loaded, groups, optim)):
+            line = sft_step(loaded, groups, optimizer, options, optim)
         loss = line["loss/total"]
         if report is not None:
             report(step + 1, line)
@@ -96,6 +99,13 @@ def sft_step(
         optimizer.backward(loss)
         info = merge(info, {"loss/total": Sum(loss.detach().double())})
     return values(optimizer.step(info))
+
+
+def _remedy(loaded: LoadedModel, groups: Sequence[Group], optim: OptimOptions) -> Remedy:
+    lengths = [len(group.prompt_tokens) + len(c.tokens) for group in groups for c in group.completions]
+    largest = min(optim.microbatch_tokens, len(lengths) * max(lengths))
+    remedy = smaller_passes(loaded, optim.microbatch_tokens, largest, max(lengths))
+    return remedy or Remedy("model.lora", "null", "{r: 16}")
 
 
 def masked_by_structure(loaded: LoadedModel) -> bool:

@@ -55,6 +55,11 @@ class TrainingRun:
     amp_dtype: torch.dtype | None = None
     scorer: Scorer | None = None
 
+    @property
+    def microbatch_tokens(self) -> int:
+        """Tokens that a pass holds at most."""
+        return self.optim.microbatch_tokens
+
     def autocast(self) -> AbstractContextManager[Any]:
         """Mixed precision for the body of a model; scores are fp32 either way."""
         if self.amp_dtype is None:
