@@ -19,7 +19,8 @@ from keel.envs.mixture import mixture
 from keel.envs.registry import reads_data
 from keel.envs.rewards import wrap
 from keel.kl import controller_of
-from keel.models.load import DTYPES, LoadedModel, load_model
+from keel.models.fallbacks import fallback_notes
+from keel.models.load import DTYPES, LoadedModel, check_bfloat16, load_model
 from keel.models.lora import adapter_is_zero
 from keel.models.scorer import build_scorer
 from keel.reference import build_reference
@@ -150,8 +151,10 @@ def _build_run(config: Config, loaded: LoadedModel, task: Task | None, reward: R
     task, dropped = without_long_prompts(config, loaded.tokenizer, task)
     judge = build_judge(config, task, reward)
     sampling = SamplingParams.of(config.rollout)
-    amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype)
-    engine = build_engine(sampler_options(config, loaded.device.type, amp_dtype), loaded.model, loaded.tokenizer)
+    amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype, loaded.device)
+    sampler = sampler_options(config, loaded.device.type, amp_dtype)
+    check_bfloat16("rollout.dtype", DTYPES.get(sampler.dtype), loaded.device, "rollout.dtype=float16")
+    engine = build_engine(sampler, loaded.model, loaded.tokenizer)
     _check_logp(config, engine, sampling)
     scorer = build_scorer(config.model.scorer)
     shared = engine.shares_weights and amp_dtype is None and scorer is None
@@ -178,6 +181,8 @@ def _build_run(config: Config, loaded: LoadedModel, task: Task | None, reward: R
     )
     packing = [] if loaded.packing_note is None else [loaded.packing_note]
     notes = (*packing, *task.notes, *dropped, *_turn_notes(config, task), *_adapter_notes(config, run))
+    if loaded.device.type == "cuda":
+        notes += device_notes(run, sampler)
     return Built(run, judge, sampling, notes)
 
 
@@ -189,7 +194,26 @@ def sampler_options(config: Config, device: str, amp_dtype: torch.dtype | None) 
         return rollout
     if config.model.quantization is not None:  # those weights are in a type of their own
         return rollout
-    return rollout.model_copy(update={"dtype": str(amp_dtype).removeprefix("torch.")})
+    return rollout.model_copy(update={"dtype": _name(amp_dtype)})
+
+
+def device_notes(run: TrainingRun, sampler: RolloutOptions) -> tuple[str, ...]:
+    """What a GPU does for a run that its options do not say: types, kernels that do not serve, what is switched off."""
+    weights = run.policy.dtype
+    dtype = DTYPES.get(sampler.dtype, weights)
+    copied = f"rollout.dtype: completions are sampled by a copy of the weights in {_name(dtype)}, the policy's own are"
+    fallbacks = () if run.scorer is not None else fallback_notes(run.policy.model, run.amp_dtype)
+    cudnn_on = torch.backends.cuda.cudnn_sdp_enabled()
+    return (
+        *(() if dtype == weights else (f"{copied} {_name(weights)}",)),
+        *run.engine.notes,
+        *fallbacks,
+        *(() if cudnn_on else ("cuDNN's attention is off in this process: it makes a plan for every new length",)),
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_logp(config: Config, engine: Engine, sampling: SamplingParams) -> None:

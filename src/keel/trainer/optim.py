@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from keel.base.errors import KeelError
 from keel.base.metrics import Mean, Metric, Metrics, to_host
-from keel.models.load import DTYPES
+from keel.models.load import DTYPES, check_bfloat16
 from keel.trainer.options import OptimOptions
 
 Schedule = Callable[[int], float]
@@ -76,13 +76,14 @@ def _adamw_8bit(params: list[Any], device: torch.device, **settings: Any) -> tor
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": _adamw, "adamw8bit": _adamw_8bit}
 
 
-def resolve_amp_dtype(options: OptimOptions, weights: torch.dtype) -> torch.dtype | None:
+def resolve_amp_dtype(options: OptimOptions, weights: torch.dtype, device: torch.device) -> torch.dtype | None:
     """The type of the mixed-precision passes, None where the weights' own is used."""
     name = options.precision
     if name == "auto" or DTYPES[name] == weights:
         return None
     if name == "float32":
         raise KeelError(f"optim.precision=float32 needs model.dtype=float32: the weights are {weights}")
+    check_bfloat16("optim.precision", DTYPES[name], device, "optim.precision=float16")
     return DTYPES[name]
 
 

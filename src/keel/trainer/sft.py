@@ -66,7 +66,8 @@ def sft(
     same update. Prompts are read and never learned. Of `optim` only what cuts and casts a pass is read.
     """
     schedule = build_schedule(options.optim, options.steps)
-    optimizer = Optimizer(loaded.model, options.optim, schedule, amp_dtype=resolve_amp_dtype(optim, loaded.dtype))
+    amp_dtype = resolve_amp_dtype(optim, loaded.dtype, loaded.device)
+    optimizer = Optimizer(loaded.model, options.optim, schedule, amp_dtype=amp_dtype)
     loss = 0.0
     for step in range(options.steps):
         groups = examples(step)
@@ -87,7 +88,7 @@ def sft_step(
 ) -> dict[str, float]:
     """One update on one batch of examples; returns its metrics."""
     _check_lengths(groups, loaded.context_length)
-    tokens, amp_dtype = _learned(groups), resolve_amp_dtype(optim, loaded.dtype)
+    tokens, amp_dtype = _learned(groups), resolve_amp_dtype(optim, loaded.dtype, loaded.device)
     shared = masked_by_structure(loaded)
     info: Metrics = {"loss/total": Sum(0.0)}
     for part in microbatches(groups, optim.microbatch_tokens, shared_prefix=shared):

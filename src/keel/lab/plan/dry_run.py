@@ -105,7 +105,7 @@ class _DryRun:
     ) -> None:
         self.config, self.loaded, self.reference = config, loaded, reference
         self.micros, self.hardware = micros, hardware
-        self.amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype)
+        self.amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype, loaded.device)
         self.traits = decoding_traits(config, loaded, hardware)
         self.live = LiveBytes()
         self.cost = StepCost(micros=len(micros))
