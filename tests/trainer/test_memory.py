@@ -10,12 +10,17 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import keel
 from keel.base.errors import KeelError
+from keel.base.types import Completion, Group, Problem
 from keel.cli import main
 from keel.models.load import load_model
+from keel.models.pack import microbatches, pack
 from keel.rollout.options import RolloutOptions
+from keel.trainer.batch import split
 from keel.trainer.memory import OutOfMemory, Remedy, fewer_rows, memory_guard, smaller_passes
 from trainer import exhausted
 from trainer.small import BASE
@@ -131,6 +136,40 @@ def test_an_evaluation_that_runs_out_of_memory(tmp_path: Path, capsys: pytest.Ca
     assert main(["eval", str(config), OVERRIDES[0]]) == 2
     line = f"the evaluation of letters {CAUSE}: {ALL_4}, try rollout.max_batch=2"
     assert line in capsys.readouterr().err.splitlines()[-1]
+
+
+def group(number: int, prompt: int, *lengths: int) -> Group:
+    completions = tuple(Completion((1,) * n, (True,) * n, (0.0,) * n, (0.0,) * n, "", "length") for n in lengths)
+    return Group(Problem(str(number), ""), (1,) * prompt, completions)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 20), min_size=1, max_size=4)), min_size=1),
+    st.integers(1, 200),
+    st.booleans(),
+)
+def test_even_passes_are_as_many_and_no_larger(shapes: list[Any], budget: int, shared: bool) -> None:
+    groups = [group(number, prompt, *lengths) for number, (prompt, lengths) in enumerate(shapes)]
+    plain, even = (split(groups, budget, shared_prefix=shared, even=even) for even in (False, True))
+
+    def area(parts: list[list[Group]]) -> int:
+        return max(pack(part, 0, shared_prefix=shared).input_ids.numel() for part in parts)
+
+    def completions(parts: list[list[Group]]) -> list[tuple[str, Completion]]:
+        return [(g.problem.key, completion) for part in parts for g in part for completion in g.completions]
+
+    assert plain == microbatches(groups, budget, shared_prefix=shared)
+    assert len(even) <= len(plain)
+    assert area(even) <= area(plain)
+    assert completions(even) == completions(plain)
+
+
+def test_groups_of_one_size_are_dealt_out_evenly() -> None:
+    groups = [group(number, 4, 5, 5) for number in range(10)]  # 12 tokens each
+    assert [len(part) for part in split(groups, 50, shared_prefix=True, even=False)] == [4, 4, 2]
+    assert [len(part) for part in split(groups, 60, shared_prefix=True, even=False)] == [5, 5]
+    assert [len(part) for part in split(groups, 100, shared_prefix=True, even=True)] == [5, 5]
 
 
 def test_what_else_is_out_of_memory_and_what_is_not() -> None:

@@ -29,7 +29,7 @@ from keel.rollout.collect import collect
 from keel.rollout.options import RolloutOptions
 from keel.rollout.render import Renderer, fit
 from keel.trainer.integrity import check_model
-from keel.trainer.memory import Remedy, memory_guard
+from keel.trainer.memory import Remedy, measure_fit, memory_guard
 from keel.trainer.optim import Optimizer, Schedule, build_schedule, resolve_amp_dtype
 from keel.trainer.options import OptimOptions, WarmstartOptions
 from keel.trainer.sft import DrawCount, Encode, Examples, file_examples, gold_examples
@@ -179,6 +179,11 @@ def _build_run(config: Config, loaded: LoadedModel, task: Task | None, reward: R
         thresholds=thresholds_of(config.model_dump()),
         scorer=scorer,
     )
+    if scorer is None:
+        kept = config.episodes_per_step * config.rollout.max_completion_length if config.kl.needs_exact else 0
+        run.fitting_tokens = measure_fit(
+            loaded, run.optimizer, run.autocast, shared_prefix=run.shared_prefix, kept_tokens=kept
+        )
     packing = [] if loaded.packing_note is None else [loaded.packing_note]
     notes = (*packing, *task.notes, *dropped, *_turn_notes(config, task), *_adapter_notes(config, run))
     if loaded.device.type == "cuda":
@@ -203,11 +208,14 @@ def device_notes(run: TrainingRun, sampler: RolloutOptions) -> tuple[str, ...]:
     dtype = DTYPES.get(sampler.dtype, weights)
     copied = f"rollout.dtype: completions are sampled by a copy of the weights in {_name(dtype)}, the policy's own are"
     fallbacks = () if run.scorer is not None else fallback_notes(run.policy.model, run.amp_dtype)
+    fits, asked = run.microbatch_tokens, run.optim.microbatch_tokens
+    short = f"optim.microbatch_tokens is {asked}, and {fits} are used: free memory holds no larger passes"
     cudnn_on = torch.backends.cuda.cudnn_sdp_enabled()
     return (
         *(() if dtype == weights else (f"{copied} {_name(weights)}",)),
         *run.engine.notes,
         *fallbacks,
+        *(() if fits == asked else (short,)),
         *(() if cudnn_on else ("cuDNN's attention is off in this process: it makes a plan for every new length",)),
     )
 

@@ -1,4 +1,4 @@
-"""Out of memory: one line that names the phase and the option that asks for less, in place of a traceback."""
+"""Memory: how large a pass may be, and where it runs out one line that names the phase and the option to lower."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from keel.base.errors import KeelError, first_line
 from keel.eval.options import EvalOptions
-from keel.models.head import body_of
+from keel.models.chunked import LOGIT_BYTES, default_chunk
+from keel.models.head import body_of, causal_lm
 from keel.models.load import LoadedModel
+from keel.models.memory import count_pass_bytes, fitting_tokens, free_bytes
 from keel.rollout.options import RolloutOptions
 from keel.trainer.batch import StepBatch
+from keel.trainer.optim import Optimizer
 from keel.trainer.state import TrainingRun
 
 # Libraries behind torch, and torch on a CPU, have no exception of their own for it.
@@ -68,6 +71,33 @@ def free_frames(error: BaseException) -> None:
             traceback.clear_frames(raised.__traceback__)
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def measure_fit(
+    loaded: LoadedModel,
+    optimizer: Optimizer,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    *,
+    shared_prefix: bool,
+    kept_tokens: int = 0,
+) -> int | None:
+    """Tokens of the largest pass that a GPU's free memory holds, counted on the model itself before training begins.
+
+    None on a CPU, and for a model of which it cannot be counted: then the option alone decides. `kept_tokens` are those
+    whose hidden states a step keeps beside its passes.
+    """
+    if loaded.device.type != "cuda" or getattr(body_of(loaded.model), "_compiled_call_impl", None):
+        return None
+    try:
+        passes = count_pass_bytes(loaded.model, autocast, shared_prefix=shared_prefix)
+    except Exception as error:  # whatever a foreign model raises here, a step may still work
+        if is_out_of_memory(error):
+            raise
+        return None
+    vocabulary, width = causal_lm(loaded.model).get_output_embeddings().weight.shape
+    chunk = LOGIT_BYTES * vocabulary * default_chunk(vocabulary, loaded.device)
+    kept = kept_tokens * width * loaded.dtype.itemsize
+    return fitting_tokens(free_bytes(loaded.device), passes, optimizer.moment_bytes + chunk + kept)
 
 
 class StepMemory:

@@ -130,6 +130,12 @@ class Optimizer:
         self.inner = make(groups, self.device, lr=options.learning_rate, betas=options.betas, eps=options.eps)
 
     @property
+    def moment_bytes(self) -> int:
+        """Bytes of the moments beside a pass; they are allocated by the first update."""
+        sizes = (p.numel() * (1 if self.options.optimizer == "adamw8bit" else p.itemsize) for p in self.parameters)
+        return 0 if self.options.offload else 2 * sum(sizes)
+
+    @property
     def lr(self) -> float:
         """The learning rate of the next update; `factor` is what rollbacks have left of it."""
         return self.learning_rate * self.schedule(self.updates) * self.factor

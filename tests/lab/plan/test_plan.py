@@ -14,10 +14,11 @@ from keel.base.errors import KeelError
 from keel.base.types import Completion
 from keel.cli import main
 from keel.config import load_config
-from keel.lab.plan.counters import CudaAutocast, FlopCounter, LiveBytes
+from keel.lab.plan.counters import CudaAutocast, FlopCounter
 from keel.lab.plan.dry_run import decoding_traits, rollout_passes
 from keel.lab.plan.hardware import KNOWN, find_hardware
 from keel.lab.plan.plan import make_it_fit, plan
+from keel.models.memory import LiveBytes
 from keel.rollout import Engine, Request, SamplingParams
 from keel.rollout.native.decode import SharedPrefixDecoder
 from keel.rollout.native.scheduler import Passes, Scheduler

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from keel.base.types import Completion, Group, Problem, Reward
 from keel.config import Config
-from keel.lab.plan.counters import CudaAutocast, FlopCounter, LiveBytes
+from keel.lab.plan.counters import CudaAutocast, FlopCounter
 from keel.lab.plan.hardware import Hardware
 from keel.models.chunked import default_chunk
 from keel.models.head import Head, body_of, causal_lm, evaluating
 from keel.models.load import DTYPES, LoadedModel
 from keel.models.logprobs import hidden_states_in_one_pass, score_hidden
+from keel.models.memory import LiveBytes
 from keel.models.pack import PackedBatch, microbatches, pack
 from keel.models.prefix_attention import RowStructure, as_on_cuda, may_use_prefix_attention
 from keel.rollout.native.graph import has_fixed_rotations
@@ -210,7 +211,8 @@ class _DryRun:
     def _chunk(self, head: Head) -> int:
         """As scoring chooses it on the planned device."""
         weight = getattr(head.module, "weight", None)
-        return default_chunk(len(weight) if weight is not None else 2**17, torch.device(self.hardware.kind))
+        vocabulary = len(weight) if weight is not None else 2**17
+        return default_chunk(vocabulary, torch.device(self.hardware.kind), self.hardware.memory_bytes)
 
     def _score_reference(self, reference: nn.Module) -> list[Tensor]:
         """One microbatch's pass; with exact KL the hidden states of all of them, which are kept."""
