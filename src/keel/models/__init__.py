@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from keel.base.moved import refuse_renamed
-from keel.models.fallbacks import fallback_notes
 from keel.models.fingerprint import fingerprint
 from keel.models.load import LoadedModel, load_model
 from keel.models.options import LoraOptions, ModelOptions
@@ -11,4 +10,4 @@ from keel.models.options import LoraOptions, ModelOptions
 if not TYPE_CHECKING:  # type checkers see the names that are there
     __getattr__ = refuse_renamed(__name__, {"LoraSettings": "keel.models.LoraOptions"})
 
-__all__ = ["LoadedModel", "LoraOptions", "ModelOptions", "fallback_notes", "fingerprint", "load_model"]
+__all__ = ["LoadedModel", "LoraOptions", "ModelOptions", "fingerprint", "load_model"]

@@ -245,7 +245,7 @@ def why_not_by_structure(body: Any) -> str | None:
     if getattr(body, "_compiled_call_impl", None):
         return "it is compiled"
     if body.training and any(not isinstance(context, AttendAgain) for context in _recompute_contexts(body)):
-        return "its gradient checkpointing was not set up by Keel"
+        return "its activations are recomputed, outside the context that says how rows attend"
     return None
 
 

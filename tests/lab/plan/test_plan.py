@@ -14,10 +14,11 @@ from keel.base.errors import KeelError
 from keel.base.types import Completion
 from keel.cli import main
 from keel.config import load_config
-from keel.lab.plan.counters import CudaAutocast, FlopCounter, LiveBytes
+from keel.lab.plan.counters import CudaAutocast, FlopCounter
 from keel.lab.plan.dry_run import decoding_traits, rollout_passes
 from keel.lab.plan.hardware import KNOWN, find_hardware
 from keel.lab.plan.plan import make_it_fit, plan
+from keel.models.memory import LiveBytes
 from keel.rollout import Engine, Request, SamplingParams
 from keel.rollout.native.decode import SharedPrefixDecoder
 from keel.rollout.native.scheduler import Passes, Scheduler
@@ -276,6 +277,17 @@ def test_what_does_not_fit_is_told_how_to(capsys):
     data = json.loads(capsys.readouterr().out)
     assert data["fits"] is True
     assert data["peak"] == max(data["phases"].values())
+
+
+def test_a_gpu_with_less_memory_is_planned_with_the_smaller_passes_that_a_run_makes_there():
+    config = load_config({}, job("rollout.max_completion_length=160", "rollout.prompts_per_step=8"))
+    roomy = plan(config, KNOWN["a100"])
+    held = roomy.parts["weights"] + roomy.parts["reference"] + roomy.parts["workspaces"]
+    need = roomy.parts["optimizer"] + roomy.parts["gradients"] + 0.5 * roomy.parts["activations"]
+    tight = plan(config, find_hardware("a100", memory_gib=(held + need / 0.8) / 2**30))
+    assert tight.fits
+    assert 256 <= tight.pass_tokens <= 0.5 * roomy.pass_tokens
+    assert tight.parts["activations"] < 0.6 * roomy.parts["activations"]
 
 
 def test_a_large_model_is_planned_without_its_weights(tmp_path):

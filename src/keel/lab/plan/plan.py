@@ -15,6 +15,7 @@ from keel.lab.plan.hardware import Hardware
 from keel.lab.plan.shapes import longest_prompt, materialize, model_source, policy_shape, reference_shape
 from keel.models.head import causal_lm
 from keel.models.load import LoadedModel
+from keel.models.memory import PassBytes, fitting_tokens
 from keel.rollout.native.scheduler import Traits
 
 GIB = 2**30
@@ -26,7 +27,8 @@ _SAMPLING_LAYERS = 6  # sampling a token is about as many small operations as th
 class Plan:
     """Bytes by part, peaks by phase, and seconds of one step; `parts` are the update's, which is mostly the peak.
 
-    `host` are bytes in main memory beside the device (offloaded parts); on a CPU they count in the peaks.
+    `host` are bytes in main memory beside the device (offloaded parts); on a CPU they count in the peaks. The largest
+    pass of the update has `pass_tokens` tokens.
     """
 
     parameters: int
@@ -36,6 +38,7 @@ class Plan:
     host: int
     seconds: dict[str, float]
     flops: float
+    pass_tokens: int
     prompt_tokens: int
     hardware: Hardware
 
@@ -57,14 +60,32 @@ def plan(config: Config, hardware: Hardware, prompt_tokens: int | None = None) -
     """The worst step of a run: every completion as long as it may be, every prompt as long as the longest seen.
 
     The reference's pass and the update's are the real ones, run on tensors that have shapes and no memory, so that
-    their peaks are counted rather than guessed; times are counted operations over the hardware's speed.
+    their peaks are counted rather than guessed; times are counted operations over the hardware's speed. On a GPU passes
+    are as large as its memory allows, as a run makes them.
     """
+    whole = _plan(config, hardware, prompt_tokens)
+    fitting = _fitting_tokens(whole, config)
+    if hardware.kind == "cpu" or fitting >= min(whole.pass_tokens, config.optim.microbatch_tokens):
+        return whole
+    return _plan(load_config(config, [f"optim.microbatch_tokens={fitting}"]), hardware, whole.prompt_tokens)
+
+
+def _fitting_tokens(plan: Plan, config: Config) -> int:
+    """Tokens of the largest pass that fits beside the rest, by the count that a run goes by."""
+    parts = plan.parts
+    free = plan.hardware.memory_bytes - sum(parts[name] for name in ("weights", "sampler", "reference", "workspaces"))
+    moments = 0 if config.optim.offload else parts["optimizer"]
+    passes = PassBytes(parts["gradients"], parts["activations"] / plan.pass_tokens)
+    return fitting_tokens(free, passes, moments + parts["reference states"])
+
+
+def _plan(config: Config, hardware: Hardware, prompt_tokens: int | None) -> Plan:
     tokenizer, build = model_source(config)
     prompt = prompt_tokens or longest_prompt(config, tokenizer)
     with torch.device("meta"):  # shapes alone: nothing is allocated and nothing is read
         loaded = policy_shape(config, tokenizer, build, hardware)
         reference = reference_shape(config, loaded, build)
-    micros = full_microbatches(config, loaded, prompt)
+    micros = full_microbatches(config, loaded, prompt, hardware)
     with FakeTensorMode(allow_non_fake_inputs=True):
         for model in {id(m): m for m in (loaded.model, reference) if m is not None}.values():
             materialize(model)
@@ -77,6 +98,7 @@ def plan(config: Config, hardware: Hardware, prompt_tokens: int | None = None) -
         host=cost.host,
         seconds=_seconds(config, loaded, hardware, cost),
         flops=sum(cost.flops.values()),
+        pass_tokens=cost.pass_tokens,
         prompt_tokens=prompt,
         hardware=hardware,
     )
