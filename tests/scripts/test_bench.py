@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from keel.rollout import registry
 
@@ -84,10 +85,13 @@ def test_all_sides_draw_the_same_ragged_lengths(tiny_ragged: tuple[Any, Any], si
     assert all(line["rollout"] > 0 and line["reference"] > 0 and line["update"] > 0 for line in taken)
 
 
-def test_the_supervised_start_is_timed_step_by_step(tiny_ragged: tuple[Any, Any]) -> None:
+def test_the_supervised_start_learns_texts_of_these_lengths(tiny_ragged: tuple[Any, Any]) -> None:
     step, work = tiny_ragged
-    taken = step.run_keel_sft(replace(work, job=step.JOBS["tiny-sft"]))
-    assert [line["tokens"] > 0 for line in taken] == [True, True]
+    work = replace(work, job=step.JOBS["tiny-sft"])
+    tokenizer = AutoTokenizer.from_pretrained(work.model)
+    texts = [problem.answer for problem in step.keel_task(work.job, tokenizer).sample(4, seed=0, step=1)]
+    assert [len(tokenizer(text)["input_ids"]) + 1 for text in texts] == work.job.lengths(1)  # 1 for the end
+    assert [line["tokens"] for line in step.run_keel_sft(work)] == [sum(work.job.lengths(i)) for i in range(2)]
 
 
 def test_another_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
