@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers import models as zoo
 
 from keel.base.types import Completion, Group, Problem
-from keel.models import chunked, fuse, prefix_kernels
+from keel.models import chunked, fuse, gated, prefix_kernels
 from keel.models.chunked import StatsOptions, token_stats
 from keel.models.flash_prefix import Formulas, flash_attend
 from keel.models.fuse import fuse_modules
@@ -172,6 +172,27 @@ def test_statistics_by_one_kernel_equal_the_formulas(vocabulary, bias, monkeypat
         results.append([*values, stats.ref_logp, hidden.grad, *(p.grad for p in head.parameters())])
     for mine, formula in zip(*results, strict=True):
         assert (mine - formula).norm() < 1e-5 * formula.norm()
+
+
+def compiled(*jitted):
+    return sum(len(cache[0]) for kernel in jitted for cache in kernel.device_caches.values())
+
+
+def test_new_lengths_compile_nothing_after_the_second_step():
+    model = model_of("llama")
+    fuse_modules(model)
+    modules = (chunked._kernels(), prefix_kernels, gated)
+    kernels = [x for module in modules for x in vars(module).values() if hasattr(x, "device_caches")]
+    counts = []
+    for step in range(6):
+        groups = ragged(3, 4, (5, 40), (1, 30), seed=step)
+        packed = pack(groups, 0, max_row_tokens=10**6).to("cuda")
+        with torch.autocast("cuda", torch.bfloat16):
+            scores = score_tokens(model, packed, entropy=True, chunk_tokens=37)
+        (scores.logp.sum() + scores.entropy.sum()).backward()
+        counts.append(compiled(*kernels))
+    assert counts[1] > 5
+    assert counts[1:] == [counts[1]] * 5
 
 
 def test_recomputed_activations_attend_by_flash_too():

@@ -111,36 +111,40 @@ def flash_attend(
     """Attention of tokens `[N, H, D]` over `[N, K, D]`, queries and keys rotated before; differentiable."""
     dtype = flash_dtype(q)
     cos, sin = rotation if rotation is not None else (None, None)
-    inputs = (x.to(dtype) for x in (q, k, v))
-    out: Tensor = _FlashPrefix.apply(*inputs, cos, sin, segments, scale, kernels)
+    inputs = (*(x.to(dtype) for x in (q, k, v)), cos, sin, segments, scale, kernels)
+    if not torch.is_grad_enabled():
+        return _attend(*inputs)[3]
+    out: Tensor = _FlashPrefix.apply(*inputs)
     return out
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    segments: Segments,
+    scale: float,
+    kernels: Kernels,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Rotated q and k, v, and the attention's output and log-sum-exp."""
+    own, to_prompt = _both_runs(segments)
+    around = _around_the_calls(q)
+    q, k, v = (x.contiguous() for x in (q, k, v)) if cos is None else around.rotate(q, k, v, cos, sin)
+    out, lse = kernels.forward(q, k, v, own, scale)
+    if segments.has_completions:
+        out, lse = around.join(out, lse, *kernels.forward(q, k, v, to_prompt, scale), segments.in_completion)
+    return q, k, v, out, lse
 
 
 class _FlashPrefix(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        segments: Segments,
-        scale: float,
-        kernels: Kernels,
-    ) -> Tensor:
-        own, to_prompt = _both_runs(segments)
-        around = _around_the_calls(q)
-        if cos is not None:
-            q, k, v = around.rotate(q, k, v, cos, sin)
-        else:
-            q, k, v = (x.contiguous() for x in (q, k, v))
-        out, lse = kernels.forward(q, k, v, own, scale)
-        if segments.has_completions:
-            out, lse = around.join(out, lse, *kernels.forward(q, k, v, to_prompt, scale), segments.in_completion)
-        ctx.save_for_backward(q, k, v, out, lse, cos, sin)
-        ctx.segments, ctx.scale, ctx.kernels = segments, scale, kernels
-        return out
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        _, _, _, cos, sin, ctx.segments, ctx.scale, ctx.kernels = inputs
+        saved = _attend(*inputs)
+        ctx.save_for_backward(*saved, cos, sin)
+        return saved[3]
 
     @staticmethod
     @once_differentiable

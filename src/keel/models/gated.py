@@ -46,15 +46,19 @@ def _launch(kernel, first: Tensor, gate: Tensor, *others: Tensor) -> None:
         kernel[(rows, triton.cdiv(width, block))](*others, gate.stride(-2), width, BLOCK=block)
 
 
+def _gated(gate: Tensor, up: Tensor | None) -> Tensor:
+    gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    _launch(_forward_kernel, out, gate, gate, up, out)
+    return out
+
+
 class _GatedSilu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor | None) -> Tensor:
         gate, up = gate.contiguous(), None if up is None else up.contiguous()
         ctx.save_for_backward(gate, up)
-        gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
-        out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        _launch(_forward_kernel, out, gate, gate, up, out)
-        return out
+        return _gated(gate, up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -69,4 +73,6 @@ class _GatedSilu(torch.autograd.Function):
 
 def gated_silu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """silu(gate) · up, of tensors of one shape and dtype; both halves of the first one without a second."""
-    return _GatedSilu.apply(gate, up)
+    if torch.is_grad_enabled():
+        return _GatedSilu.apply(gate, up)
+    return _gated(gate.contiguous(), None if up is None else up.contiguous())

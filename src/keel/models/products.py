@@ -20,12 +20,12 @@ from keel.models.head import is_plain_linear
 T = TypeVar("T")
 Cast = tuple[Tensor, Tensor | None]  # weight and bias
 
-_passes: list[dict[nn.Module, Cast]] = []
+_passes: list[dict[nn.Module, tuple[list[int], Cast]]] = []  # with the versions of the weights
 
 
 def cast_once(items: Iterable[T]) -> Iterator[T]:
-    """The items; while they last each weight is cast to half precision once, so that it must not change."""
-    casts: dict[nn.Module, Cast] = {}
+    """The items; while they last each weight is cast to half precision once, or again after an update."""
+    casts: dict[nn.Module, tuple[list[int], Cast]] = {}
     _passes.append(casts)
     try:
         yield from items
@@ -75,12 +75,12 @@ class _JointProduct(torch.autograd.Function):
 
 
 def _cast(linears: tuple[nn.Linear, ...], dtype: torch.dtype) -> Cast:
-    casts = _passes[-1] if _passes else {}
-    if linears[0] not in casts:
+    casts, versions = _passes[-1] if _passes else {}, [linear.weight._version for linear in linears]
+    if casts.get(linears[0], (None,))[0] != versions:
         weight = torch.cat([linear.weight for linear in linears]) if len(linears) > 1 else linears[0].weight
         biases = [linear.bias.to(dtype) for linear in linears if linear.bias is not None]
-        casts[linears[0]] = weight.to(dtype), torch.cat(biases) if biases else None
-    return casts[linears[0]]
+        casts[linears[0]] = versions, (weight.to(dtype), torch.cat(biases) if biases else None)
+    return casts[linears[0]][1]
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

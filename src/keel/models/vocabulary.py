@@ -17,6 +17,10 @@ from keel.models.head import Head
 _BLOCK = 4096
 _FLOOR = tl.constexpr(torch.finfo(torch.float32).min / 4)  # for logits of −inf: 0 · (−inf) in a sum would be NaN
 
+# Parts of longer tensors, cut where a chunk begins: compiled once, however they are aligned.
+_BY_TOKEN = ["tokens", "log_z", "ref_log_z", "logp", "ref_logp", "entropy", "kl", "ref_policy_kl"]
+_BY_TOKEN += ["grad_logp", "grad_entropy", "grad_kl", "grad_ref_policy"]
+
 
 @triton.jit
 def _tempered(logits, at, inside, inverse_temperature):
@@ -24,7 +28,7 @@ def _tempered(logits, at, inside, inverse_temperature):
     return tl.where(z < _FLOOR, _FLOOR, z)  # NaN stays NaN
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_BY_TOKEN)
 def _stats_kernel(
     logits,
     ref_logits,
@@ -95,7 +99,7 @@ def _stats_kernel(
         tl.store(ref_policy_kl + row, tl.sum(ref_shrink * ref_d, 0) / ref_total + gap)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_BY_TOKEN)
 def _gradient_kernel(
     logits,
     ref_logits,
