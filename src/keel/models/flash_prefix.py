@@ -111,10 +111,10 @@ def flash_attend(
     """Attention of tokens `[N, H, D]` over `[N, K, D]`, queries and keys rotated before; differentiable."""
     dtype = flash_dtype(q)
     cos, sin = rotation if rotation is not None else (None, None)
-    inputs = (*(x.to(dtype) for x in (q, k, v)), cos, sin, segments, scale, kernels)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
     if not torch.is_grad_enabled():
-        return _attend(*inputs)[3]
-    out: Tensor = _FlashPrefix.apply(*inputs)
+        return _attend(q, k, v, cos, sin, segments, scale, kernels)[3]
+    out: Tensor = _FlashPrefix.apply(q, k, v, cos, sin, segments, scale, kernels)
     return out
 
 
@@ -196,7 +196,8 @@ class Formulas:
         if cos is None or sin is None:
             return parts
         swapped = torch.cat(tuple(reversed(sin.chunk(2, dim=-1))), dim=-1)
-        return Formulas.rotate(*parts, cos, -swapped)
+        d_q, d_k, d_v = parts
+        return Formulas.rotate(d_q, d_k, d_v, cos, -swapped)
 
 
 def _around_the_calls(like: Tensor) -> Any:

@@ -89,8 +89,8 @@ def attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tu
     """Where rows are attended by structure and flash kernels take them, rotations beside them; else the class's own."""
     structure, rotation = active_structure(self.config), kwargs.get("position_embeddings")
     dropout = self.attention_dropout if self.training else 0.0
-    unusual = structure is None or args or rotation is None
-    if unusual or why_not_flash(hidden_states, self.head_dim, dropout) is not None:
+    flash = why_not_flash(hidden_states, self.head_dim, dropout) is None
+    if structure is None or rotation is None or args or not flash:
         result: tuple[Tensor, Any] = type(self).forward(self, hidden_states, *args, **kwargs)
         return result
     refuse_variants({name: value for name, value in kwargs.items() if name != "position_embeddings"})
@@ -98,7 +98,7 @@ def attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tu
     joint = joint_product(x, *projections)
     if joint is None:
         x = x.to(flash_dtype(x))  # once for three products
-        parts = [projection(x) for projection in projections]
+        parts = tuple(projection(x) for projection in projections)
     else:
         parts = joint.split([projection.out_features for projection in projections], dim=-1)
     q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)

@@ -89,8 +89,8 @@ def attend(
 ) -> Tensor:
     """Attention of rows `[R, H, L, D]` over `[R, K, L, D]`, as `[R, L, H, D]`; differentiable."""
     if why_not_flash(query, query.shape[-1], dropout, planned=bool(_like_cuda)) is None:
-        tokens = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-        return flash_attend(*tokens, structure.segments, scale).unflatten(0, (len(query), -1))
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        return flash_attend(q, k, v, structure.segments, scale).unflatten(0, (len(query), -1))
     return attend_by_group(query, key, value, structure.groups, scale, dropout)
 
 

@@ -39,14 +39,15 @@ def joint_product(x: Tensor, *linears: nn.Module) -> Tensor | None:
     Gradients by weights, and by an input in fp32, are sums in fp32 that are never rounded to half precision.
     """
     dtype = flash_dtype(x)
-    if not all(is_plain_linear(linear) and linear.weight.dtype == torch.float32 for linear in linears):
+    plain = tuple(linear for linear in linears if is_plain_linear(linear) and linear.weight.dtype == torch.float32)
+    biases = [linear.bias for linear in plain if linear.bias is not None]
+    if len(plain) < len(linears) or len(biases) not in (0, len(plain)):
         return None
-    biases = [linear.bias for linear in linears if linear.bias is not None]
-    if dtype not in (torch.float16, torch.bfloat16) or len(biases) not in (0, len(linears)):
+    if dtype not in (torch.float16, torch.bfloat16):
         return None
     if not torch.is_grad_enabled():
-        return functional.linear(x.to(dtype), *_cast(linears, dtype))
-    y: Tensor = _JointProduct.apply(x, linears, dtype, *(linear.weight for linear in linears), *biases)
+        return functional.linear(x.to(dtype), *_cast(plain, dtype))
+    y: Tensor = _JointProduct.apply(x, plain, dtype, *(linear.weight for linear in plain), *biases)
     return y
 
 

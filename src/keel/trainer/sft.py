@@ -101,10 +101,12 @@ def sft_step(
     shared = masked_by_structure(loaded)
     with _autocast(loaded, amp_dtype):
         one_row = shared and attends_by_flash(body_of(loaded.model))
-    rows = {"shared_prefix": shared, "max_row_tokens": sys.maxsize if one_row else None}
+    context, longest_row = loaded.context_length, sys.maxsize if one_row else None
     info: Metrics = {"loss/total": Sum(0.0)}
     for part in cast_once(microbatches(groups, optim.microbatch_tokens, shared_prefix=shared, one_row=one_row)):
-        packed = pack(part, loaded.pad_id, **rows, context_length=loaded.context_length).to(loaded.device)
+        packed = pack(part, loaded.pad_id, shared_prefix=shared, max_row_tokens=longest_row, context_length=context).to(
+            loaded.device
+        )
         with _autocast(loaded, amp_dtype):
             scores = score_tokens(loaded.model, packed, entropy=options.entropy_coef > 0)
         gain = scores.logp if scores.entropy is None else scores.logp + options.entropy_coef * scores.entropy
