@@ -75,7 +75,5 @@ def test_memory_that_runs_out_is_one_line() -> None:
         return hungry(*args, **options)
 
     run.collect = collect  # type: ignore[assignment]
-    with pytest.raises(
-        KeelError, match=r"out of memory in the rollout of step 1 \(CUDA out of memory\. Tried to alloc"
-    ):
+    with pytest.raises(KeelError, match=r"out of memory in the rollout of step 1 \(CUDA out of memory\. Tried"):
         train_step(run, State(kl=run.controller.init()))
