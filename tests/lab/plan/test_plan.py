@@ -376,8 +376,8 @@ class Operations:
 DEEP = [
     "model.name=lab.plan.test_plan:deep_llama",
     "rollout.engine=native",
-    "rollout.prompts_per_step=12",
-    "rollout.max_completion_length=60",
+    "rollout.prompts_per_step=8",
+    "rollout.max_completion_length=50",
     "optim.microbatch_tokens=512",
 ]
 
@@ -388,14 +388,16 @@ DEEP = [
 def test_a_part_of_a_step_is_scaled_to_the_whole(more, monkeypatch):
     """Few of its layers, groups and tokens are run, and the whole step takes as many operations as that foretells."""
     clock = Operations(monkeypatch)
-    monkeypatch.setattr("keel.lab.plan.measure.STEP_S", 0.0)
+    monkeypatch.setattr("keel.lab.plan.measure.choose_sample", lambda job: Sample(2, 2, 4))
     config = load_config({}, job(*DEEP, *more))
     with clock.counter:
         foretold = plan(config, cpu(), 20, measured=True)
         run = build_run(config, build_policy(config)).run
         generate, groups = run.engine.generate, run.collect
         run.engine.generate = lambda requests, sampling, **when: generate(  # type: ignore[method-assign]
-            [replace(r, tokens=(7,) * 20) for r in requests], replace(sampling, ignore_eos=True), **when
+            [replace(r, tokens=(10 + i,) * 20) for i, r in enumerate(requests)],
+            replace(sampling, ignore_eos=True),
+            **when,
         )
         run.collect = lambda problems, **when: [  # type: ignore[assignment]
             replace(group, prompt_tokens=(7,) * 20) for group in groups(problems, **when)
