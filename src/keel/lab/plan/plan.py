@@ -29,8 +29,8 @@ class Plan:
     """Bytes by part, peaks by phase, and seconds of one step; `parts` are the update's, which is mostly the peak.
 
     `host` are bytes in main memory beside the device (offloaded parts); on a CPU they count in the peaks. The largest
-    pass of the update has `pass_tokens` tokens. `run` are seconds of the whole run. `timing` says what the seconds are: measured here, or computed and why; `computed` are a
-    step's in any case.
+    pass of the update has `pass_tokens` tokens. `run` are seconds of the whole run. `timing` says what the seconds are:
+    measured here, or computed and why; `computed` are a step's in any case.
     """
 
     parameters: int
@@ -73,8 +73,8 @@ def plan(
 
     The reference's pass and the update's are the real ones, run on tensors that have shapes and no memory, so that
     their peaks are counted rather than guessed. Times are counted operations over the hardware's speed, or, `measured`
-    and where the hardware is this machine's, those of real passes on it; `report` is told what runs. On a GPU passes are
-    as large as its memory allows, as a run makes them.
+    and where the hardware is this machine's, those of real passes on it; `report` is told what runs. On a GPU passes
+    are as large as its memory allows, as a run makes them.
     """
     return _plan(config, hardware, prompt_tokens, measured, report)
 
