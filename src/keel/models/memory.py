@@ -17,7 +17,7 @@ from keel.models.logprobs import hidden_states
 from keel.models.pack import pack
 
 _USED = 0.8  # of what is free: the rest is for fragments, workspaces and the graphs of decode steps
-_GRID = 256  # tokens: a little more or less free memory gives the same microbatches
+SMALLEST_PASS = 256  # tokens, and in steps of so many: a little more or less free memory gives the same passes
 
 
 class PassBytes(NamedTuple):
@@ -33,7 +33,7 @@ def fitting_tokens(free: int, passes: PassBytes, later: int = 0) -> int:
     At least a few: whether even those do not fit, the allocator has to tell.
     """
     tokens = (_USED * free - later - passes.fixed) / max(passes.per_token, 1.0)
-    return max(_GRID, int(tokens) // _GRID * _GRID)
+    return max(SMALLEST_PASS, int(tokens) // SMALLEST_PASS * SMALLEST_PASS)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -47,27 +47,38 @@ def count_pass_bytes(
 ) -> PassBytes:
     """By two small passes, forward and backward, as the step makes them: the second tells what a token more takes.
 
-    Gradients are as they were afterwards.
+    Gradients are let go at once, since in small passes they would hide the activations, and added afterwards; those
+    that were there are put back.
     """
-    parameters = list(model.parameters())
-    before, device = [p.grad for p in parameters], parameters[0].device
-    sizes: list[tuple[int, int]] = []
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # of dropout
-        for groups in (1, 1, 3):  # the first is a warm-up: whether rows are attended by structure is tried out once
-            packed = pack([_GROUP] * groups, 0, shared_prefix=shared_prefix).to(device)
-            for parameter in parameters:
-                parameter.grad = None
-            with LiveBytes() as live, autocast():
-                hidden = hidden_states(model, packed)
-                if hidden.requires_grad:
-                    hidden.backward(torch.ones_like(hidden))
-                del hidden
-            sizes.append((packed.input_ids.numel(), live.peak))
-    for parameter, gradient in zip(parameters, before, strict=True):
-        parameter.grad = gradient
-    _, (tokens, peak), (more_tokens, more) = sizes
-    per_token = (more - peak) / (more_tokens - tokens)
-    return PassBytes(max(0, int(peak - per_token * tokens)), per_token)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    before, device = [p.grad for p in trained], next(model.parameters()).device
+    hooks = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in trained]
+    sizes: list[tuple[int, int, int]] = []
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # of dropout
+            for groups in (1, 2, 6):  # the first is a warm-up: whether rows are attended by structure is tried out once
+                packed = pack([_GROUP] * groups, 0, shared_prefix=shared_prefix).to(device)
+                with LiveBytes() as live:
+                    with autocast():
+                        hidden = hidden_states(model, packed)
+                    held = live.now
+                    if hidden.requires_grad:
+                        hidden.backward(torch.ones_like(hidden))
+                    del hidden
+                sizes.append((packed.input_ids.numel(), held, live.peak))
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter, gradient in zip(trained, before, strict=True):
+            parameter.grad = gradient
+    _, (tokens, held, peak), (more_tokens, more_held, more_peak) = sizes
+    per_token = max(more_held - held, more_peak - peak) / (more_tokens - tokens)
+    gradients = sum(p.numel() * p.itemsize for p in trained)
+    return PassBytes(gradients + max(0, int(held - per_token * tokens)), per_token)
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 def _completion(length: int) -> Completion:

@@ -15,7 +15,7 @@ from keel.eval.options import EvalOptions
 from keel.models.chunked import LOGIT_BYTES, default_chunk
 from keel.models.head import body_of, causal_lm
 from keel.models.load import LoadedModel
-from keel.models.memory import count_pass_bytes, fitting_tokens, free_bytes
+from keel.models.memory import SMALLEST_PASS, count_pass_bytes, fitting_tokens, free_bytes
 from keel.rollout.options import RolloutOptions
 from keel.trainer.batch import StepBatch
 from keel.trainer.optim import Optimizer
@@ -91,9 +91,7 @@ def measure_fit(
     try:
         passes = count_pass_bytes(loaded.model, autocast, shared_prefix=shared_prefix)
     except Exception as error:  # whatever a foreign model raises here, a step may still work
-        if is_out_of_memory(error):
-            raise
-        return None
+        return SMALLEST_PASS if is_out_of_memory(error) else None
     vocabulary, width = causal_lm(loaded.model).get_output_embeddings().weight.shape
     chunk = LOGIT_BYTES * vocabulary * default_chunk(vocabulary, loaded.device)
     kept = kept_tokens * width * loaded.dtype.itemsize
