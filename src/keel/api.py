@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from keel.base.world import first_process
 from keel.envs import Task
 from keel.envs.options import SourceOptions
 from keel.lab.hooks import AT_END
@@ -44,7 +45,8 @@ def main(
 ) -> TrainResult:
     """`keel train`: the same, with a last line that says how it went and where it is."""
     result = train(config, overrides=overrides, resume=resume, dry_run=dry_run)
-    print(closing_line(result))
+    if first_process():
+        print(closing_line(result))
     return result
 
 

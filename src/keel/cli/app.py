@@ -43,13 +43,14 @@ CONFIG_ARGS = typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="A YAML fil
 
 def configuration(args: list[str], *, resume: bool = False) -> Any:
     """The configuration that the arguments name; notes on renamed options and advice go to stderr."""
+    from keel.base.world import first_process
     from keel.config import arguments, read_config
     from keel.config.checks import advice
 
     paths, overrides = arguments.split(args)
     source, implied = arguments.choose(paths, resume=resume, overrides=overrides)
     config, renamed = read_config(source, [*implied, *overrides])
-    for note in (*renamed, *advice(config)):
+    for note in (*renamed, *advice(config)) if first_process() else ():
         typer.echo(f"keel: note: {note}", err=True)
     return config
 

@@ -12,6 +12,7 @@ import torch
 from keel.base.errors import KeelError
 from keel.base.thresholds import thresholds_of
 from keel.base.types import Problem
+from keel.base.world import ALONE, World
 from keel.config import Config, TaskOptions, kl_pairing
 from keel.envs import Task, build_task
 from keel.envs.judge import Judge
@@ -122,7 +123,12 @@ class Built:
 
 
 def build_run(
-    config: Config, loaded: LoadedModel, *, task: Task | None = None, reward: RewardFunction | None = None
+    config: Config,
+    loaded: LoadedModel,
+    *,
+    task: Task | None = None,
+    reward: RewardFunction | None = None,
+    world: World = ALONE,
 ) -> Built:
     """Everything that a step needs; the reference is the policy as it is now."""
     build_renderer(config, loaded.tokenizer)  # a template that is not there is found before anything is sampled
@@ -139,9 +145,11 @@ def build_run(
         policy=loaded,
         task=task,
         engine=engine,
-        collect=_collector(config, engine, task, loaded, sampling, judge),
+        collect=_collector(config, engine, task, loaded, sampling, judge, world),
         reference=_reference(config, loaded),
-        optimizer=Optimizer(loaded.model, config.optim, learning_rate_schedule(config), amp_dtype=amp_dtype),
+        optimizer=Optimizer(
+            loaded.model, config.optim, learning_rate_schedule(config), amp_dtype=amp_dtype, world=world
+        ),
         controller=controller_of(config.kl, config.episodes_per_step),
         loss=config.loss,
         kl=config.kl,
@@ -155,6 +163,7 @@ def build_run(
         amp_dtype=amp_dtype,
         thresholds=thresholds_of(config.model_dump()),
         scorer=scorer,
+        world=world,
     )
     packing = [] if loaded.packing_note is None else [loaded.packing_note]
     notes = (*packing, *task.notes, *dropped, *_turn_notes(config, task), *_adapter_notes(config, run))
@@ -209,7 +218,13 @@ def _reference(config: Config, loaded: LoadedModel) -> Any:
 
 
 def _collector(
-    config: Config, engine: Engine, task: Task, loaded: LoadedModel, sampling: SamplingParams, judge: Judge
+    config: Config,
+    engine: Engine,
+    task: Task,
+    loaded: LoadedModel,
+    sampling: SamplingParams,
+    judge: Judge,
+    world: World,
 ) -> Any:
     def collected(problems: Sequence[Any], *, attempt: int, step: int, sampling: SamplingParams = sampling) -> Any:
         groups = collect(
@@ -224,6 +239,7 @@ def _collector(
             **config.rollout.turns,
             judge=judge,
             **config.data.prompts,
+            world=world,
         )
         engine.release()  # the update needs the memory
         return groups

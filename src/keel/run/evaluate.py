@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
+from keel.base.world import ALONE, World
 from keel.config import Config, TaskOptions, load_config, text
 from keel.envs import Task
 from keel.envs.judge import Judge
@@ -104,6 +105,7 @@ def evaluate_entry(
     *,
     sampling: SamplingParams | None = None,
     seed: int | None = None,
+    world: World = ALONE,
 ) -> EvalResult:
     """One task as the configuration says: fixed held-out problems under fixed noise (`seed`, default run.seed + 1)."""
     return evaluate(
@@ -119,6 +121,7 @@ def evaluate_entry(
         **config.rollout.turns
         | {"max_turns": config.rollout.max_turns if entry.task.several_turns else 1, "overlap_tools": False},
         **config.data.prompts,
+        world=world,
     )
 
 

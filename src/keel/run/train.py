@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from keel.base.errors import KeelError
+from keel.base.world import ALONE, World, open_world
 from keel.config import Config, load_config
 from keel.config.checks import advice
 from keel.envs import Task
@@ -108,8 +109,12 @@ def train(
         probe_rewards(reward_entries(checked))
     if dry_run:
         return _dry_run(checked, task, reward)
-    with interruptible() as interrupt, open_run(checked, resume=resume) as (directory, resumed):
-        return _train(checked, directory, resumed, interrupt, task, reward, callbacks, at_end)
+    with (
+        open_world(checked.model.device) as world,
+        interruptible() as interrupt,
+        open_run(checked, resume=resume, world=world) as (directory, resumed),
+    ):
+        return _train(checked, directory, resumed, interrupt, task, reward, callbacks, at_end, world)
 
 
 def _check_arguments(task: Any, reward: Any) -> None:
@@ -159,36 +164,23 @@ def _train(
     reward: Callable[..., Any] | None,
     callbacks: Sequence[Callback],
     at_end: EndHooks,
+    world: World,
 ) -> TrainResult:
     began = time.monotonic()
-    clean(directory.checkpoints)
-    checkpoint: Path | None = None
-    events: list[ResumeEvent] = []
-    decay_before: int | None = None
-    if resumed:
-        check_same_run(directory.path, config)
-        finish_rollback(directory)
-        checkpoint, events = choose_checkpoint(
-            directory, lambda: _start_reference(config, directory.path, task, reward)
-        )
-        if checkpoint is not None:
-            check_same_data(checkpoint, config, task)
-            config, decay_before, schedule_events = keep_schedule(directory.path, config)
-            events += schedule_events
-        step = -1 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
-        passed_over = any(event.damaged is not None for event in events)
-        state = saved_state(checkpoint) if passed_over and checkpoint is not None else None
-        events += cut_lines(directory, step, keep_as=None if state is None else state.attempt)
+    begun = world.agree(_begin(config, directory, resumed, task, reward) if world.leads else None)
+    assert begun is not None
+    config, checkpoint, events, decay_before = begun
+    step = -1 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
     write_config(directory, config)
     directory.write_json("env.json", environment())
-    loggers = open_loggers(config, directory, None if checkpoint is None else step)
+    loggers = open_loggers(config, directory, None if checkpoint is None else step, world=world)
     try:
         for event in events:
             loggers.event(event.kind, step=max(step, 0), message=event.message)
-            if event.damaged is not None:
+            if event.damaged is not None and world.leads:
                 quarantine(event.damaged)
-        loaded = _policy(config, directory.path, checkpoint, loggers, task, interrupt)
-        built = build_run(config, loaded, task=task, reward=reward)
+        loaded = _policy(config, directory.path, checkpoint, loggers, task, interrupt, world)
+        built = build_run(config, loaded, task=task, reward=reward, world=world)
         for note in (*built.notes, *advice(config)):
             loggers.event("note", step=0 if checkpoint is None else step, message=note)
         job = _job(config, built, directory, loggers, callbacks)
@@ -207,6 +199,38 @@ def _train(
         loggers.close()
 
 
+class Begun(NamedTuple):
+    """How a run begins: its configuration, the checkpoint it goes on from, what is to be said of it, and the end that
+    the learning rate's decay had before."""
+
+    config: Config
+    checkpoint: Path | None = None
+    events: Sequence[ResumeEvent] = ()
+    decay_before: int | None = None
+
+
+def _begin(
+    config: Config, directory: RunDirectory, resumed: bool, task: Task | None, reward: Callable[..., Any] | None
+) -> Begun:
+    """Where the run directory stands, put in order to go on from there."""
+    clean(directory.checkpoints)
+    if not resumed:
+        return Begun(config)
+    check_same_run(directory.path, config)
+    finish_rollback(directory)
+    checkpoint, events = choose_checkpoint(directory, lambda: _start_reference(config, directory.path, task, reward))
+    decay_before: int | None = None
+    if checkpoint is not None:
+        check_same_data(checkpoint, config, task)
+        config, decay_before, schedule_events = keep_schedule(directory.path, config)
+        events += schedule_events
+    step = -1 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
+    passed_over = any(event.damaged is not None for event in events)
+    state = saved_state(checkpoint) if passed_over and checkpoint is not None else None
+    events += cut_lines(directory, step, keep_as=None if state is None else state.attempt)
+    return Begun(config, checkpoint, events, decay_before)
+
+
 def _finish(
     config: Config, built: Built, job: Job, state: State, interrupt: Interrupt, at_end: EndHooks
 ) -> TrainResult:
@@ -217,6 +241,15 @@ def _finish(
         message = f"{name}: stopped after step {state.step}, saved {saved}; go on with: {resume_command(config)}"
         job.loggers.event("interrupted", step=state.step, message=message)
         return TrainResult({}, directory.path, state.step, interrupt.status)
+    summary = built.run.world.agree(_conclude(built, job, state, at_end) if built.run.world.leads else {})
+    best = None if state.best is None else directory.checkpoints / f"step-{int(state.best['step'])}"
+    best_folder = best if best is not None and best.is_dir() else None
+    return TrainResult(summary, directory.path, state.step, int(job.stopped is not None), best_folder, job.stopped)
+
+
+def _conclude(built: Built, job: Job, state: State, at_end: EndHooks) -> dict[str, Any]:
+    """Findings, summary and report of a finished run."""
+    directory = job.directory
     directory.sync()
     findings = findings_of(directory, job.loggers, at_end)
     directory.write_json("findings.json", findings)
@@ -224,9 +257,7 @@ def _finish(
     directory.write_json("summary.json", summary)
     directory.sync()
     write_report_of(directory.path, job.loggers, at_end)
-    best = None if state.best is None else directory.checkpoints / f"step-{int(state.best['step'])}"
-    best_folder = best if best is not None and best.is_dir() else None
-    return TrainResult(summary, directory.path, state.step, int(job.stopped is not None), best_folder, job.stopped)
+    return summary
 
 
 def resume_command(config: Config) -> str:
@@ -293,7 +324,9 @@ def evaluator(
     def records() -> list[dict[str, Any]]:
         options: dict[str, Any] = {"sampling": built.sampling}
         return [
-            evaluate_entry(config, run.engine, run.policy.tokenizer, entry, **options).record(entry.split)
+            evaluate_entry(config, run.engine, run.policy.tokenizer, entry, **options, world=run.world).record(
+                entry.split
+            )
             for entry in chosen
         ]
 
@@ -307,6 +340,7 @@ def _policy(
     loggers: MultiLogger,
     task: Task | None,
     interrupt: Interrupt,
+    world: World = ALONE,
 ) -> LoadedModel:
     """The checkpoint's weights, or the warm start's (made now if it is not there yet), or the named model's."""
     if checkpoint is not None:
@@ -314,11 +348,11 @@ def _policy(
     if config.warmstart is None:
         return build_policy(config)
     start = warmstart_folder(folder, config)
-    wrong = damages(start) if is_complete(start) else []
+    complete, wrong = world.agree((is_complete(start), damages(start) if is_complete(start) else []))
     if wrong:
         message = f"the warm start {start.relative_to(folder)} is damaged: {wrong[0]}; it is made again"
         loggers.event("checkpoint/damaged", step=0, message=message)
-    elif is_complete(start):
+    elif complete:
         loggers.event("warmstart", step=0, message="the warm start of this configuration is there: loaded")
         return build_policy(config, start)
     loaded, began = build_policy(config), time.monotonic()
@@ -331,7 +365,7 @@ def _policy(
             loggers.event("warmstart", step=0, message=f"supervised step {step}: loss {line['loss/total']:.3f}")
 
     draws = DrawCount()
-    loss = warmstart(start, loaded, lambda model: build_warmstart(config, model, task, draws), report)
+    loss = warmstart(start, loaded, lambda model: build_warmstart(config, model, task, draws), report, world)
     for note in draws.notes:
         loggers.event("note", step=0, message=note)
     spent = time.monotonic() - began
@@ -350,9 +384,16 @@ def _start_reference(
 
 
 def open_loggers(
-    config: Config, directory: RunDirectory, resumed_from: int | None, total_steps: int | None = None
+    config: Config,
+    directory: RunDirectory,
+    resumed_from: int | None,
+    total_steps: int | None = None,
+    *,
+    world: World = ALONE,
 ) -> MultiLogger:
-    """JSONL always, and what `log` asks for."""
+    """JSONL always, and what `log` asks for; of several processes the first logs."""
+    if not world.leads:
+        return MultiLogger(Logger())
     return build_loggers(
         config.log,
         directory,
@@ -364,12 +405,13 @@ def open_loggers(
 
 
 @contextmanager
-def open_run(config: Config, *, resume: bool) -> Iterator[tuple[RunDirectory, bool]]:
-    """The run directory, new or gone on with, as `--resume` and `run.if_exists` say."""
+def open_run(config: Config, *, resume: bool, world: World = ALONE) -> Iterator[tuple[RunDirectory, bool]]:
+    """The run directory, new or gone on with, as `--resume` and `run.if_exists` say; the first process owns it."""
     path = Path(config.run.dir) / config.run.name
-    exists = (path / "config.yaml").exists()
-    resumed = resume or (config.run.if_exists == "resume" and exists)
-    if resumed:
+    resumed = world.agree(resume or (config.run.if_exists == "resume" and (path / "config.yaml").exists()))
+    if not world.leads:
+        directory = RunDirectory.follow(path)
+    elif resumed:
         directory = RunDirectory.resume(path)
     else:
         directory = RunDirectory.create(path, overwrite=config.run.if_exists == "replace")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from keel.base.world import ALONE, World
 from keel.models.load import LoadedModel
 from keel.run.build import Supervised
 from keel.run.paths import absolute_paths
@@ -54,12 +55,15 @@ def warmstart(
     loaded: LoadedModel,
     recipe: Callable[[LoadedModel], Supervised],
     report: Report | None = None,
+    world: World = ALONE,
 ) -> float:
     """Train the loaded model in place and keep its weights; returns the last loss."""
     start = recipe(loaded)
-    loss = sft(loaded, *start, report)
-    with atomic_folder(folder) as temporary:
-        save_weights(temporary, loaded.model, loaded.tokenizer)
-        record = with_checksums({"loss": loss, "steps": start.options.steps}, checksums(temporary))
-        (temporary / WARMSTART).write_text(record, encoding="utf-8")
+    loss = sft(loaded, *start, report, world)
+    if world.leads:
+        with atomic_folder(folder) as temporary:
+            save_weights(temporary, loaded.model, loaded.tokenizer)
+            record = with_checksums({"loss": loss, "steps": start.options.steps}, checksums(temporary))
+            (temporary / WARMSTART).write_text(record, encoding="utf-8")
+    world.wait()
     return loss

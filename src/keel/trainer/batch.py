@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import groupby, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -30,22 +31,37 @@ class Microbatch:
     minibatch: int = 0
     ref_hidden: Tensor | None = None
 
+    @property
+    def width(self) -> int:
+        return self.packed.action_mask.shape[1]
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """The part of a batch that one update is made of: its rows, their width, and this process's microbatches of it."""
+
+    rows: slice
+    width: int
+    micros: tuple[Microbatch, ...]
+
 
 @dataclass(frozen=True)
 class StepBatch:
     """One step's data. `rows` is what the losses read; B is group-major, in the order of `groups`.
 
-    `actions` is where the action mask is true. `scores` are the rollout weights' own, one a microbatch, once there are
-    any. `kl` `[B, T]` is the detached estimate of a penalty in the reward, `penalty` `[B]` what it adds to each reward.
+    Rows and groups are those of all processes, `micros` the passes of this one, `spans` the rows and the width of each
+    minibatch. `actions` is where the action mask is true. `scores` are the rollout weights' own, once there are any.
+    `kl` `[B, T]` is the detached estimate of a penalty in the reward, `penalty` `[B]` what it adds to each reward.
     `rejected` `[B]` are the completions that `kl.collect_max` turned away.
     """
 
     groups: tuple[Group, ...]
     rows: Batch
     micros: tuple[Microbatch, ...]
+    spans: tuple[tuple[slice, int], ...]
     actions: MaskIndex
     ref_head: Head | None = None
-    scores: tuple[FullScores, ...] = ()
+    scores: FullScores | None = None
     kl: Tensor | None = None
     penalty: Tensor | None = None
     rejected: Tensor | None = None
@@ -59,17 +75,17 @@ class StepBatch:
         return self.rows.action_mask.shape[1]
 
     @property
-    def minibatches(self) -> list[list[Microbatch]]:
+    def minibatches(self) -> list[Minibatch]:
         """Microbatches by the update they belong to."""
-        return [list(members) for _, members in groupby(self.micros, key=lambda micro: micro.minibatch)]
+        numbers = range(len(self.spans))
+        by_update = [tuple(micro for micro in self.micros if micro.minibatch == number) for number in numbers]
+        return [Minibatch(*span, micros) for span, micros in zip(self.spans, by_update, strict=True)]
 
-    def view(self, *micros: Microbatch) -> Batch:
-        """The rows of neighbouring microbatches, cut to the widest of them."""
-        rows = slice(micros[0].rows.start, micros[-1].rows.stop)
-        width = max(micro.packed.action_mask.shape[1] for micro in micros)
+    def view(self, part: Microbatch | Minibatch) -> Batch:
+        """The rows of a part, cut to its width."""
 
         def cut(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[rows] if x.dim() == 1 else x[rows, :width]
+            return None if x is None else x[part.rows] if x.dim() == 1 else x[part.rows, : part.width]
 
         return Batch(**{f.name: cut(getattr(self.rows, f.name)) for f in fields(Batch)})  # type: ignore[arg-type]
 
@@ -78,22 +94,30 @@ class StepBatch:
 
 
 def pack_step(groups: Sequence[Group], run: TrainingRun) -> StepBatch:
-    """One row a group where the model can, the prompt once; microbatches by tokens, groups whole where they fit."""
+    """One row a group where the model can, the prompt once; microbatches by tokens, groups whole where they fit.
+
+    Each process packs its share of every minibatch.
+    """
     device, shared, budget = run.policy.device, run.shared_prefix, run.optim.microbatch_tokens
     completions = [completion for group in groups for completion in group.completions]
-    micros, start = [], 0
+    micros, spans, start = [], [], 0
     for number, members in enumerate(_parts(groups, run.optim.minibatches)):
-        for part in microbatches(members, budget, shared_prefix=shared):
-            packed = pack(
-                part,
-                run.policy.pad_id,
-                shared_prefix=shared,
-                max_row_tokens=_row_budget(part, budget) if shared else None,
-                context_length=run.policy.context_length,
-            )
-            stop = start + len(packed.tokens)
-            micros.append(Microbatch(packed.to(device), slice(start, stop), number))
-            start = stop
+        first = start
+        for rank, share in enumerate(_shares(members, run.world.size)):
+            for part in microbatches(share, budget, shared_prefix=shared) if rank == run.world.rank else ():
+                packed = pack(
+                    part,
+                    run.policy.pad_id,
+                    shared_prefix=shared,
+                    max_row_tokens=_row_budget(part, budget) if shared else None,
+                    context_length=run.policy.context_length,
+                )
+                stop = start + len(packed.tokens)
+                micros.append(Microbatch(packed.to(device), slice(start, stop), number))
+                start = stop
+            if rank != run.world.rank:
+                start += sum(len(group.completions) for group in share)
+        spans.append((slice(first, start), max(len(c.tokens) for c in completions[first:start])))
     actions = right_pad((c.action for c in completions), False, dtype=torch.bool)
     index, (rewards, group) = MaskIndex.of(actions), rewards_of(groups)
     rows = Batch(
@@ -103,7 +127,7 @@ def pack_step(groups: Sequence[Group], run: TrainingRun) -> StepBatch:
         group=to_device(group, device),
     )
     on_device = MaskIndex(to_device(index.tokens, device), to_device(index.rows, device))
-    return StepBatch(tuple(groups), rows, tuple(micros), on_device)
+    return StepBatch(tuple(groups), rows, tuple(micros), tuple(spans), on_device)
 
 
 def rewards_of(groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
@@ -120,6 +144,14 @@ def _parts(groups: Sequence[Group], count: int) -> list[Sequence[Group]]:
     return [groups[start:stop] for start, stop in pairwise(edges)]
 
 
+def _shares(groups: Sequence[Group], count: int) -> list[Sequence[Group]]:
+    """Neighbouring groups for each process, of about as many tokens as they can be; empty where there are too few."""
+    tokens = [len(g.prompt_tokens) + sum(len(c.tokens) for c in g.completions) for g in groups]
+    middles = [after - own / 2 for after, own in zip(accumulate(tokens), tokens, strict=True)]
+    edges = [bisect(middles, sum(tokens) * i / count) for i in range(count)]
+    return [groups[start:stop] for start, stop in pairwise([*edges, len(groups)])]
+
+
 def _row_budget(groups: Sequence[Group], budget: int) -> int:
     """Rows as long as the longest group's: short groups share a row, and padding stays small."""
     longest = max(len(g.prompt_tokens) + sum(max(len(c.tokens) - 1, 0) for c in g.completions) for g in groups)
@@ -129,6 +161,17 @@ def _row_budget(groups: Sequence[Group], budget: int) -> int:
 def stitch(parts: Iterable[Tensor], width: int) -> Tensor:
     """Microbatches `[b, t]` back to one `[B, T]`, zero where a microbatch was narrower."""
     return torch.cat([functional.pad(part.detach(), (0, width - part.shape[1])) for part in parts])
+
+
+def assemble(batch: StepBatch, parts: Sequence[Tensor], run: TrainingRun) -> Tensor:
+    """The passes of all processes, one a microbatch, as one `[B, T]`."""
+    if run.world.size == 1:
+        return stitch(parts, batch.width)
+    whole = torch.zeros(batch.rows.action_mask.shape, device=run.policy.device)
+    for micro, part in zip(batch.micros, parts, strict=True):
+        whole[micro.rows, : part.shape[1]] = part.detach()
+    run.world.sum_([whole])
+    return whole
 
 
 def score_reference(batch: StepBatch, run: TrainingRun) -> StepBatch:
@@ -145,7 +188,7 @@ def score_reference(batch: StepBatch, run: TrainingRun) -> StepBatch:
             head = head or frozen_head(reference)
             logps.append(score_hidden(hidden, head, micro.packed, temperature=run.rollout.temperature).logp)
             micros.append(replace(micro, ref_hidden=hidden) if run.kl.needs_exact else micro)
-    ref_logp = stitch(logps, batch.width)
+    ref_logp = assemble(batch, logps, run)
     return replace(
         batch.with_rows(ref_logp=ref_logp), micros=tuple(micros), ref_head=head if run.kl.needs_exact else None
     )
@@ -154,13 +197,15 @@ def score_reference(batch: StepBatch, run: TrainingRun) -> StepBatch:
 def score_policy(batch: StepBatch, run: TrainingRun) -> StepBatch:
     """`old_logp` by a pass of its own, for what needs it before the first update."""
     with torch.no_grad():
-        return keep_scores(batch, [score_micro(micro, batch, run) for micro in batch.micros])
+        return keep_scores(batch, [score_micro(micro, batch, run) for micro in batch.micros], run)
 
 
-def keep_scores(batch: StepBatch, scores: Sequence[FullScores]) -> StepBatch:
-    """The rollout weights' scores of all microbatches: from now on `old_logp` is theirs."""
-    old_logp = stitch((s.logp for s in scores), batch.width)
-    return replace(batch.with_rows(old_logp=old_logp), scores=tuple(scores))
+def keep_scores(batch: StepBatch, passes: Sequence[FullScores], run: TrainingRun) -> StepBatch:
+    """The rollout weights' scores of the whole batch: from now on `old_logp` is theirs."""
+    own = {f.name for f in fields(FullScores) for scores in passes if getattr(scores, f.name) is not None}
+    names = sorted(set().union(*run.world.gather(own)))
+    scores = FullScores(**{name: assemble(batch, [getattr(s, name) for s in passes], run) for name in names})
+    return replace(batch.with_rows(old_logp=scores.logp), scores=scores)
 
 
 def detached(scores: FullScores) -> FullScores:

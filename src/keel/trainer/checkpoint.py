@@ -39,15 +39,26 @@ _TEMPORARY = ".writing-"
 
 
 def save_checkpoint(folder: Path, run: TrainingRun, state: State, *, about: Mapping[str, Any] | None = None) -> Path:
-    """Write `step-N` completely or not at all; what fails (a full disk) is one line, and earlier checkpoints stay."""
+    """Write `step-N` completely or not at all; what fails (a full disk) is one line, and earlier checkpoints stay.
+
+    The first process writes; the others return when it is there.
+    """
     target = folder / f"step-{state.step}"
+    if run.world.leads:
+        _write_checkpoint(target, run, state, about or {})
+    run.world.wait()
+    return target
+
+
+def _write_checkpoint(target: Path, run: TrainingRun, state: State, about: Mapping[str, Any]) -> None:
+    folder = target.parent
     temporary = folder / f"{_TEMPORARY}step-{state.step}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         (temporary / TRAINER).mkdir(parents=True)
         save_weights(temporary, run.policy.model, run.policy.tokenizer)
-        (temporary / "README.md").write_text(model_card(run, state, about or {}), encoding="utf-8")
+        (temporary / "README.md").write_text(model_card(run, state, about), encoding="utf-8")
         _save_trainer(temporary / TRAINER, run, state, newest(folder))
         _flush(temporary)
         if target.exists():  # a rollback came past this step again
@@ -60,7 +71,6 @@ def save_checkpoint(folder: Path, run: TrainingRun, state: State, *, about: Mapp
             f"cannot save the checkpoint {target}: {_reason(error)}; earlier checkpoints are intact: free some space "
             "and resume the run with --resume"
         ) from error
-    return target
 
 
 def save_weights(folder: Path, model: Any, tokenizer: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from keel.base.types import Problem
+from keel.base.world import World
 from keel.eval.options import EvalOptions
 from keel.loggers import MultiLogger, RunDirectory
 from keel.loggers.options import LogOptions
@@ -81,6 +82,11 @@ class Interrupt:
             raise KeyboardInterrupt
         self.signal = number
 
+    def anywhere(self, world: World) -> bool:
+        """Whether any process has had a signal; from then on all of them have."""
+        self.signal = next((number for number in world.gather(self.signal) if number is not None), None)
+        return self.signal is not None
+
     @property
     def status(self) -> int:
         """The exit status a shell expects: 128 + the signal's number."""
@@ -104,7 +110,7 @@ def interruptible() -> Iterator[Interrupt]:
 
 def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
     """From `state` to the last step, to a guard's stop, or to a signal; a failed evaluation is saved before."""
-    guards, budget = job.run.guards, job.run.kl.budget
+    guards, budget, world = job.run.guards, job.run.kl.budget, job.run.world
     began, before = time.monotonic(), state.wall_s
     if state.step == 0 and state.evaluated_at is None:
         state = _evaluate(job, state)
@@ -114,12 +120,12 @@ def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
             save(job, state)
     elif state.step >= job.max_steps:  # a finished run, gone on with: its summary says the same again
         _measure_final(job, state)
-    while state.step < job.max_steps and interrupt.signal is None:
-        torch.manual_seed(step_seed(job.run.seed, state))  # for dropout: sampling has noise of its own
+    while state.step < job.max_steps and not interrupt.anywhere(world):
+        torch.manual_seed(step_seed(job.run.seed, state) + world.rank)  # for dropout: sampling has noise of its own
         step = train_step(job.run, state)
         earlier, state = state, replace(step.state, wall_s=before + time.monotonic() - began)
         _log(job, step, earlier, state)
-        stop = [callback(state, step.metrics) for callback in job.callbacks]
+        stop = world.agree([callback(state, step.metrics) for callback in job.callbacks] if world.leads else [])
         last = state.step == job.max_steps or any(stop)
         violation = find_violation(state, step.metrics, guards, budget)
         if violation is not None and _is_new(violation, earlier, state, guards):
@@ -194,7 +200,7 @@ def _stop(job: Job, state: State, violation: GuardViolation) -> State:
     checkpoint = job.directory.checkpoints / f"step-{state.step}"
     if went_back is None:
         save(job, state)
-    else:
+    elif job.run.world.leads:
         job.directory.sync()
         rewrite_state(checkpoint, state)
     return state
@@ -204,10 +210,11 @@ def save(job: Job, state: State) -> None:
     """Lines to the disk first, then the checkpoint, then the ones that are no longer wanted."""
     job.directory.sync()
     saved = save_checkpoint(job.directory.checkpoints, job.run, state, about=job.about)
-    best = int(state.best["step"]) if state.best and job.checkpoint.best else None
-    finished = state.step >= job.max_steps
-    good = None if finished else last_good(job.directory.checkpoints, state.confirmed)
-    clean(job.directory.checkpoints, keep=job.checkpoint.keep, also=(best, None if good is None else step_of(good)))
+    if job.run.world.leads:
+        best = int(state.best["step"]) if state.best and job.checkpoint.best else None
+        finished = state.step >= job.max_steps
+        good = None if finished else last_good(job.directory.checkpoints, state.confirmed)
+        clean(job.directory.checkpoints, keep=job.checkpoint.keep, also=(best, None if good is None else step_of(good)))
     job.saved_at = state.step
     job.loggers.event("checkpoint", step=state.step, path=str(saved.relative_to(job.directory.path)))
 
@@ -218,6 +225,9 @@ def _due(step: int, every: int) -> bool:
 
 def _log(job: Job, step: Step, before: State, state: State) -> None:
     """A complete line a step, skipped or not; a few rollouts; what went wrong in the rewards."""
+    if not job.run.world.leads:
+        job.failures()
+        return
     job.loggers.step(state.step, step.metrics)
     if _due(state.step - 1, job.log.rollouts_every) or state.step == job.max_steps:
         records = rollout_records(step.batch, job.run.policy.tokenizer, groups=ROLLOUT_GROUPS)

@@ -16,6 +16,7 @@ from keel.base.errors import KeelError
 from keel.base.files import json_lines
 from keel.base.metrics import Metrics, Sum, merge, values
 from keel.base.types import Completion, Group, Problem
+from keel.base.world import ALONE, World
 from keel.envs import Task
 from keel.envs.base import played
 from keel.envs.episode import step_now
@@ -58,14 +59,16 @@ def sft(
     options: WarmstartOptions,
     optim: OptimOptions,
     report: Report | None = None,
+    world: World = ALONE,
 ) -> float:
     """Minimise −mean(log π(completion | prompt) + entropy_coef · H) over completion tokens; returns the last loss.
 
     The mean is over all completion tokens of the batch, counted before its microbatches, so that any split gives the
-    same update. Prompts are read and never learned. Of `optim` only what cuts and casts a pass is read.
+    same update. Prompts are read and never learned. Of `optim` only what cuts and casts a pass is read. Each process of
+    `world` learns from its share of the batch.
     """
-    schedule = build_schedule(options.optim, options.steps)
-    optimizer = Optimizer(loaded.model, options.optim, schedule, amp_dtype=resolve_amp_dtype(optim, loaded.dtype))
+    schedule, amp_dtype = build_schedule(options.optim, options.steps), resolve_amp_dtype(optim, loaded.dtype)
+    optimizer = Optimizer(loaded.model, options.optim, schedule, amp_dtype=amp_dtype, world=world)
     loss = 0.0
     for step in range(options.steps):
         line = sft_step(loaded, examples(step), optimizer, options, optim)
@@ -87,7 +90,7 @@ def sft_step(
     tokens, amp_dtype = _learned(groups), resolve_amp_dtype(optim, loaded.dtype)
     shared = masked_by_structure(loaded)
     info: Metrics = {"loss/total": Sum(0.0)}
-    for part in microbatches(groups, optim.microbatch_tokens, shared_prefix=shared):
+    for part in microbatches(optimizer.world.share(groups), optim.microbatch_tokens, shared_prefix=shared):
         packed = pack(part, loaded.pad_id, shared_prefix=shared, context_length=loaded.context_length).to(loaded.device)
         with torch.autocast(loaded.device.type, dtype=amp_dtype) if amp_dtype is not None else nullcontext():
             scores = score_tokens(loaded.model, packed, entropy=options.entropy_coef > 0)

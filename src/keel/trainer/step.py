@@ -32,10 +32,9 @@ from keel.trainer.batch import (
     score_micro,
     score_policy,
     score_reference,
-    stitch,
 )
 from keel.trainer.guards import over_budget, spike_limit, update_guard_state
-from keel.trainer.measure import Clock, describe_groups, measure, task_totals
+from keel.trainer.measure import Clock, counted, describe_groups, measure, task_totals
 from keel.trainer.state import Skipped, State, TrainingRun
 
 
@@ -66,10 +65,11 @@ def train_step(run: TrainingRun, state: State) -> Step:
     with clock("update"):
         for _ in range(run.loss.num_iterations):
             passes: list[FullScores] = []
-            for minibatch in batch.minibatches:
-                counts = global_denominators(batch.view(*minibatch), run.rollout.max_completion_length)
+            minibatches = batch.minibatches
+            for minibatch in minibatches:
+                counts = global_denominators(batch.view(minibatch), run.rollout.max_completion_length)
                 info: Metrics = {}
-                for micro in minibatch:
+                for micro in minibatch.micros:                          # this process's share
                     scores = score_micro(micro, batch, run)             # logp, entropy, exact KL: each [b, t]
                     out = objective(                                    # KL placement: advantage or loss
                         scores, batch.view(micro), run.loss, run.kl, state.beta, counts,
@@ -78,11 +78,12 @@ def train_step(run: TrainingRun, state: State) -> Step:
                     run.optimizer.backward(out.loss)
                     info = merge(info, out.metrics)
                     passes.append(detached(scores))
-                batch = batch if batch.scores else keep_scores(batch, passes)
-                info = {**per_update(info), **measure(batch, passes, run)}      # on the device still: nobody waits
-                metrics = merge(metrics, run.optimizer.step(info, **guard))     # guarded: here the host waits
-    line = {**values(metrics), **describe_groups(batch), "kl/beta": state.beta}
-    line |= {name: total - before.get(name, 0.0) for name, total in task_totals(run.task).items()}
+                batch = batch if batch.scores else keep_scores(batch, passes, run)
+                if minibatch is minibatches[-1]:
+                    info = {**info, **measure(batch, passes, run)}      # on the device still: nobody waits
+                metrics = merge(metrics, per_update(run.optimizer.step(info, **guard)))     # here the host waits
+    line = {**values(metrics), **describe_groups(batch), **counted(run.task, before, run.world), "kl/beta": state.beta}
+    line = run.world.agree(line)                                        # one mind: what follows is decided from it
     line["guard/over_budget"] = float(over_budget(line, run.kl.budget) is not None)
     skipped = Skipped.of(line)
     tokens = len(batch.actions.tokens)
@@ -150,7 +151,8 @@ def sampled_kl(batch: StepBatch, run: TrainingRun) -> Tensor:
     """The KL `[B, T]` of a penalty in the reward, under the rollout weights: the vocabulary's sum, or the estimate."""
     rows, kl = batch.rows, run.kl
     if kl.estimator.startswith("exact"):
-        return stitch((vocabulary_kl(kl, scores) for scores in batch.scores), batch.width)
+        assert batch.scores is not None
+        return vocabulary_kl(kl, batch.scores)
     assert rows.old_logp is not None
     assert rows.ref_logp is not None
     return estimate(kl.estimator, rows.old_logp, rows.ref_logp, rows.action_mask, clamp=kl.log_ratio_clamp)
