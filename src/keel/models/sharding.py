@@ -1,0 +1,112 @@
+"""Weights spread over processes by FSDP2 (`fully_shard`): each holds a part of every tensor, and has a block whole only
+while it computes it.
+
+Whoever runs a pass calls it by `through`; whoever reads a weight asks for it `whole`; whoever writes one uses `put`. All
+three are plain on a model that is not sharded, and are called by all processes on one that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from keel.base.errors import KeelError
+from keel.models.head import body_of
+from keel.models.rope import length_regimes
+
+R = TypeVar("R")
+_roots: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
+
+
+class Sharded(nn.Module):
+    """The root that FSDP sees: inside its forward, embedding, final norm and head are whole."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = function(self.module, *args, **kwargs)
+        if not is_dataclass(result):
+            return result
+        # FSDP looks for the tensors of a pass in tuples and dicts, and its hooks do not hold on views.
+        parts = {f.name: _own(getattr(result, f.name)) for f in fields(result)}
+        return {"class": type(result), "fields": parts}
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and value._base is not None else value
+
+
+def through(model: nn.Module, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+    """`function(model, …)`, with the weights whole where the model is sharded."""
+    root = _roots.get(model)
+    if root is None:
+        return function(model, *args, **kwargs)
+    result = root(function, *args, **kwargs)
+    if isinstance(result, dict) and result.keys() == {"class", "fields"}:
+        result = result["class"](**result["fields"])
+    return result  # type: ignore[no-any-return]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether the weights are spread over processes."""
+    return model in _roots
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor itself, or all of it where it is spread over processes."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def put(target: Tensor, source: Tensor) -> None:
+    """Write a whole tensor into one that may be spread over processes."""
+    if isinstance(target, DTensor) and not isinstance(source, DTensor):
+        local = source.to(target.to_local().device, target.dtype)
+        source = distribute_tensor(local, target.device_mesh, target.placements, src_data_rank=None)
+    target.copy_(source)
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, *, amp_dtype: torch.dtype | None = None, offload: bool = False) -> None:
+    """Spread the weights over the mesh, a block at a time; gradients are summed over it, in fp32 under `amp_dtype`.
+
+    Adapters stay whole everywhere, being small. `offload` keeps this process's part in main memory.
+    """
+    body = body_of(model)
+    if length_regimes(body) is not None:
+        raise KeelError(
+            f"{type(body).__name__} takes another number of passes a batch by its lengths (rotary scaling), which "
+            "sharded processes cannot keep in step: use parallel.sharding=none"
+        )
+    base = [p for p in model.parameters() if not p.requires_grad]
+    adapters = {p for p in model.parameters() if p.requires_grad} if base else set()
+    policy: OffloadPolicy = CPUOffloadPolicy() if offload else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": mesh, "offload_policy": policy, "ignored_params": adapters}
+    mixed = MixedPrecisionPolicy(param_dtype=amp_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    precision = {} if amp_dtype is None else {"mp_policy": mixed}
+    root = Sharded(model)
+    sharded: list[Any] = [fully_shard(block, **options, **precision) for block in _blocks(body)]
+    # The rest is gathered in its own type: its products are cast as autocast casts them in one process.
+    sharded.append(fully_shard(root, **options, reshard_after_forward=True))
+    for part in sharded:
+        part.set_gradient_divide_factor(1.0)  # losses are divided by what all processes counted
+        part.set_force_sum_reduction_for_comms(True)
+    _roots[model] = root
+
+
+def _blocks(body: nn.Module) -> list[nn.Module]:
+    """The layers of the transformer: the largest list of modules in it."""
+    lists = [module for module in body.modules() if isinstance(module, nn.ModuleList)]
+    size = max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=None)
+    if size is None:
+        raise KeelError(f"{type(body).__name__} has no list of layers to shard by: use parallel.sharding=none")
+    return list(size)
