@@ -37,6 +37,7 @@ from keel.run.build import (
 from keel.run.environment import environment
 from keel.run.evaluate import configured_tasks, entries, evaluate_entry
 from keel.run.hooks import NO_HOOKS, EndHooks
+from keel.run.layout import spread, spreads
 from keel.run.resume import (
     ResumeEvent,
     check_same_data,
@@ -53,6 +54,7 @@ from keel.trainer.checkpoint import clean, load_checkpoint, quarantine, saved_st
 from keel.trainer.guards import guard_findings
 from keel.trainer.integrity import damages
 from keel.trainer.loop import Callback, Interrupt, Job, interruptible, train_loop
+from keel.trainer.optim import resolve_amp_dtype
 from keel.trainer.rollback import finish_rollback
 from keel.trainer.sft import DrawCount
 from keel.trainer.state import State
@@ -364,13 +366,15 @@ def _policy(
         if step % every == 0:
             loggers.event("warmstart", step=0, message=f"supervised step {step}: loss {line['loss/total']:.3f}")
 
-    draws = DrawCount()
+    spreading, draws = spreads(config, loaded, world), DrawCount()
+    if spreading:
+        spread(config, loaded, None, world, resolve_amp_dtype(config.optim, loaded.dtype))
     loss = warmstart(start, loaded, lambda model: build_warmstart(config, model, task, draws), report, world)
     for note in draws.notes:
         loggers.event("note", step=0, message=note)
     spent = time.monotonic() - began
     loggers.event("warmstart", step=0, message=f"done in {spent:.1f} s, loss {loss:.3f}: this is the reference")
-    return loaded
+    return build_policy(config, start) if spreading else loaded  # engine and reference are made of whole weights
 
 
 def _start_reference(

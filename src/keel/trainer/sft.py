@@ -25,6 +25,7 @@ from keel.kl import masked_mean
 from keel.models.load import LoadedModel
 from keel.models.logprobs import score_tokens
 from keel.models.pack import microbatches, pack
+from keel.models.sharding import is_sharded, through
 from keel.trainer.optim import Optimizer, build_schedule, resolve_amp_dtype
 from keel.trainer.options import OptimOptions, WarmstartOptions
 
@@ -90,12 +91,17 @@ def sft_step(
     tokens, amp_dtype = _learned(groups), resolve_amp_dtype(optim, loaded.dtype)
     shared = masked_by_structure(loaded)
     info: Metrics = {"loss/total": Sum(0.0)}
-    for part in microbatches(optimizer.world.share(groups), optim.microbatch_tokens, shared_prefix=shared):
+    world = optimizer.world
+    parts = microbatches(world.share(groups), optim.microbatch_tokens, shared_prefix=shared)
+    passes = max(world.gather(len(parts))) if is_sharded(loaded.model) else len(parts)
+    idle = [groups[:1]] * (passes - len(parts))  # sharded weights need all processes to pass together
+    for number, part in enumerate([*parts, *idle]):
         packed = pack(part, loaded.pad_id, shared_prefix=shared, context_length=loaded.context_length).to(loaded.device)
         with torch.autocast(loaded.device.type, dtype=amp_dtype) if amp_dtype is not None else nullcontext():
-            scores = score_tokens(loaded.model, packed, entropy=options.entropy_coef > 0)
+            scores = through(loaded.model, score_tokens, packed, entropy=options.entropy_coef > 0)
         gain = scores.logp if scores.entropy is None else scores.logp + options.entropy_coef * scores.entropy
-        loss = -masked_mean(gain, packed.action_mask) * (_learned(part) / max(tokens, 1))
+        weight = _learned(part) / max(tokens, 1) if number < len(parts) else 0.0
+        loss = -masked_mean(gain, packed.action_mask) * weight
         optimizer.backward(loss)
         info = merge(info, {"loss/total": Sum(loss.detach().double())})
     return values(optimizer.step(info))
