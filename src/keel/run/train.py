@@ -379,7 +379,7 @@ def _policy(
 
     spreading, draws = spreads(config, loaded, world), DrawCount()
     if spreading:
-        spread(config, loaded, None, world, resolve_amp_dtype(config.optim, loaded.dtype))
+        spread(config, loaded, None, world, resolve_amp_dtype(config.optim, loaded.dtype, loaded.device))
     loss = warmstart(start, loaded, lambda model: build_warmstart(config, model, task, draws), report, world)
     for note in draws.notes:
         loggers.event("note", step=0, message=note)
