@@ -41,8 +41,8 @@ ANY_OPTION = {"ignore_unknown_options": True, "allow_interspersed_args": True}
 CONFIG_ARGS = typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="A YAML file, a run's folder, and options.")
 
 
-def configuration(args: list[str], *, resume: bool = False) -> Any:
-    """The configuration that the arguments name; notes on renamed options and advice go to stderr."""
+def configuration(args: list[str], *, resume: bool = False, notes: bool = True) -> Any:
+    """The configuration that the arguments name; `notes` on renamed options and advice go to stderr."""
     from keel.base.world import first_process
     from keel.config import arguments, read_config
     from keel.config.checks import advice
@@ -50,7 +50,7 @@ def configuration(args: list[str], *, resume: bool = False) -> Any:
     paths, overrides = arguments.split(args)
     source, implied = arguments.choose(paths, resume=resume, overrides=overrides)
     config, renamed = read_config(source, [*implied, *overrides])
-    for note in (*renamed, *advice(config)) if first_process() else ():
+    for note in (*renamed, *advice(config)) if notes and first_process() else ():
         typer.echo(f"keel: note: {note}", err=True)
     return config
 

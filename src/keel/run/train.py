@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import signal
 import tempfile
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from keel.base.alive import process_count
 from keel.base.errors import KeelError
 from keel.base.world import ALONE, World, open_world
 from keel.config import Config, load_config
@@ -34,7 +36,7 @@ from keel.run.build import (
     learning_rate_schedule,
     reward_entries,
 )
-from keel.run.environment import environment
+from keel.run.environment import environment, settings_of
 from keel.run.evaluate import configured_tasks, entries, evaluate_entry
 from keel.run.hooks import NO_HOOKS, EndHooks
 from keel.run.resume import (
@@ -109,9 +111,10 @@ def train(
         probe_rewards(reward_entries(checked))
     if dry_run:
         return _dry_run(checked, task, reward)
+    path = Path(checked.run.dir) / checked.run.name
     with (
-        open_world(checked.model.device) as world,
         interruptible() as interrupt,
+        open_world(checked.model.device, settings=settings_of(checked), resume=resume_command(path)) as world,
         open_run(checked, resume=resume, world=world) as (directory, resumed),
     ):
         return _train(checked, directory, resumed, interrupt, task, reward, callbacks, at_end, world)
@@ -142,7 +145,7 @@ def closing_line(result: TrainResult) -> str:
             f"stopped by a guard: {result.stopped}; the model is that of step {result.steps}; report: {result.report}"
         )
     if result.exit_status:
-        return f"stopped after step {result.steps}; go on with: keel train --resume {result.directory}"
+        return f"stopped after step {result.steps}; go on with: {resume_command(result.directory)}"
     parts = [f"{summary['task']}, {result.steps} steps in {summary['wall_s']:.0f} s"]
     before, after = summary["accuracy"]["before"], summary["accuracy"]["after"]
     if before is not None and after is not None:
@@ -235,10 +238,12 @@ def _finish(
     config: Config, built: Built, job: Job, state: State, interrupt: Interrupt, at_end: EndHooks
 ) -> TrainResult:
     directory = job.directory
-    if interrupt.signal is not None and state.step < config.run.max_steps:
+    if interrupt.anywhere(built.run.world) and interrupt.signal and state.step < config.run.max_steps:
         name = signal.Signals(interrupt.signal).name
         saved = f"step {state.step}" if job.saved_at == state.step else "nothing yet"
-        message = f"{name}: stopped after step {state.step}, saved {saved}; go on with: {resume_command(config)}"
+        message = (
+            f"{name}: stopped after step {state.step}, saved {saved}; go on with: {resume_command(directory.path)}"
+        )
         job.loggers.event("interrupted", step=state.step, message=message)
         return TrainResult({}, directory.path, state.step, interrupt.status)
     summary = built.run.world.agree(_conclude(built, job, state, at_end) if built.run.world.leads else {})
@@ -260,9 +265,11 @@ def _conclude(built: Built, job: Job, state: State, at_end: EndHooks) -> dict[st
     return summary
 
 
-def resume_command(config: Config) -> str:
-    """What to type to go on with an interrupted run."""
-    return f"keel train --resume {Path(config.run.dir) / config.run.name}"
+def resume_command(directory: Path) -> str:
+    """What to type to go on with an interrupted run, in as many processes of this machine."""
+    size = process_count()
+    here = size > 1 and os.environ.get("LOCAL_WORLD_SIZE") == str(size)
+    return f"keel train --resume {directory}{f' --nproc {size}' if here else ''}"
 
 
 def findings_of(directory: RunDirectory, loggers: MultiLogger, at_end: EndHooks) -> list[dict[str, Any]]:
