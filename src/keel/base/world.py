@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from keel.base.alive import joined, process_count, process_rank, watched
 from keel.base.errors import KeelError
@@ -78,6 +79,18 @@ class World:
         for part in self.gather(to_host(metrics)):
             merged = merge(merged, part)
         return merged
+
+    def mesh(self, device: torch.device, shard_size: int | None = None) -> DeviceMesh:
+        """All processes in one row, or in rows of `shard_size` that each hold one copy of the weights."""
+        if shard_size is None:
+            return init_device_mesh(device.type, (self.size,), mesh_dim_names=("shard",))
+        if self.size % shard_size:
+            raise KeelError(
+                f"{self.size} processes cannot be divided into rows of {shard_size}: set parallel.shard_size to a "
+                f"divisor of {self.size}"
+            )
+        shape = (self.size // shard_size, shard_size)
+        return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor by its sum over all processes; of half precision in fp32."""

@@ -184,8 +184,11 @@ def use_prefix_attention(body: Any, packed: PackedBatch) -> bool:
     The model is tried once, on small rows against the mask: one with another kind of attention would silently give
     other numbers.
     """
-    if not may_use_prefix_attention(body, packed):
-        return False
+    return may_use_prefix_attention(body, packed) and try_prefix_attention(body)
+
+
+def try_prefix_attention(body: Any) -> bool:
+    """Whether attention by structure is exact for this model: tried at the first call for each dtype."""
     exact, dtype = _exact.setdefault(body, {}), flash_dtype(next(body.parameters()))
     if dtype not in exact:
         exact[dtype] = _agrees(body)

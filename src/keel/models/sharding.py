@@ -1,8 +1,7 @@
-"""Weights spread over processes by FSDP2 (`fully_shard`): each holds a part of every tensor, and has a block whole only
-while it computes it.
+"""Weights spread over processes by FSDP2: each holds a part of every tensor, and a block is whole while it computes.
 
-Whoever runs a pass calls it by `through`; whoever reads a weight asks for it `whole`; whoever writes one uses `put`. All
-three are plain on a model that is not sharded, and are called by all processes on one that is.
+Whoever runs a pass calls it by `through`, which is plain on a model that is not sharded; on one that is, all processes
+call it together.
 """
 
 from __future__ import annotations
@@ -16,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from keel.base.errors import KeelError
-from keel.models.head import body_of
+from keel.models.fingerprint import adapter_prefixes
+from keel.models.head import body_of, head_of
+from keel.models.lora import is_lora
+from keel.models.prefix_attention import try_prefix_attention
 from keel.models.rope import length_regimes
 
 R = TypeVar("R")
@@ -62,20 +63,6 @@ def is_sharded(model: nn.Module) -> bool:
     return model in _roots
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The tensor itself, or all of it where it is spread over processes."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-@torch.no_grad()
-def put(target: Tensor, source: Tensor) -> None:
-    """Write a whole tensor into one that may be spread over processes."""
-    if isinstance(target, DTensor) and not isinstance(source, DTensor):
-        local = source.to(target.to_local().device, target.dtype)
-        source = distribute_tensor(local, target.device_mesh, target.placements, src_data_rank=None)
-    target.copy_(source)
-
-
 def shard(model: nn.Module, mesh: DeviceMesh, *, amp_dtype: torch.dtype | None = None, offload: bool = False) -> None:
     """Spread the weights over the mesh, a block at a time; gradients are summed over it, in fp32 under `amp_dtype`.
 
@@ -87,10 +74,11 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, amp_dtype: torch.dtype | None =
             f"{type(body).__name__} takes another number of passes a batch by its lengths (rotary scaling), which "
             "sharded processes cannot keep in step: use parallel.sharding=none"
         )
-    base = [p for p in model.parameters() if not p.requires_grad]
-    adapters = {p for p in model.parameters() if p.requires_grad} if base else set()
+    head_of(model)  # measured by a pass of its own, as is attention by structure: now, while weights are plain
+    with torch.autocast(next(body.parameters()).device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
+        try_prefix_attention(body)
     policy: OffloadPolicy = CPUOffloadPolicy() if offload else OffloadPolicy()
-    options: dict[str, Any] = {"mesh": mesh, "offload_policy": policy, "ignored_params": adapters}
+    options: dict[str, Any] = {"mesh": mesh, "offload_policy": policy, "ignored_params": _adapters(model)}
     mixed = MixedPrecisionPolicy(param_dtype=amp_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     precision = {} if amp_dtype is None else {"mp_policy": mixed}
     root = Sharded(model)
@@ -101,6 +89,15 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, amp_dtype: torch.dtype | None =
         part.set_gradient_divide_factor(1.0)  # losses are divided by what all processes counted
         part.set_force_sum_reduction_for_comms(True)
     _roots[model] = root
+
+
+def _adapters(model: nn.Module) -> set[nn.Parameter]:
+    """What peft has added to a model, trained or kept; empty for a model without adapters."""
+    if not is_lora(model):
+        return set()
+    idle, active = adapter_prefixes(model)
+    added = tuple(f"{prefix}." for prefix in (*idle, *active))
+    return {p for name, p in model.named_parameters() if p.requires_grad or name.startswith(added)}
 
 
 def _blocks(body: nn.Module) -> list[nn.Module]:

@@ -12,7 +12,7 @@ from keel.base.world import ALONE, World
 from keel.models.load import LoadedModel
 from keel.run.build import Supervised
 from keel.run.paths import absolute_paths
-from keel.trainer.checkpoint import atomic_folder, save_weights
+from keel.trainer.checkpoint import atomic_folder, save_weights, whole_state
 from keel.trainer.integrity import WARMSTART, checksums, with_checksums
 from keel.trainer.sft import Report, sft
 
@@ -60,9 +60,10 @@ def warmstart(
     """Train the loaded model in place and keep its weights; returns the last loss."""
     start = recipe(loaded)
     loss = sft(loaded, *start, report, world)
+    weights = whole_state(loaded.model, wanted=world.leads)
     if world.leads:
         with atomic_folder(folder) as temporary:
-            save_weights(temporary, loaded.model, loaded.tokenizer)
+            save_weights(temporary, loaded.model, loaded.tokenizer, weights)
             record = with_checksums({"loss": loss, "steps": start.options.steps}, checksums(temporary))
             (temporary / WARMSTART).write_text(record, encoding="utf-8")
     world.wait()

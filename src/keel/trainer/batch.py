@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from keel.base.types import Batch, Completion, Group
+from keel.base.types import Batch, Completion, Group, Problem
 from keel.kl.measure import MaskIndex
 from keel.models.head import Head, frozen_head
 from keel.models.logprobs import FullScores, hidden_states, score_hidden, score_tokens
 from keel.models.pack import PackedBatch, microbatches, pack, right_pad
 from keel.models.scorer import score_with
 from keel.models.segments import to_device
+from keel.models.sharding import is_sharded, through
 from keel.trainer.state import TrainingRun
 
 
@@ -38,10 +41,14 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """The part of a batch that one update is made of: its rows, their width, and this process's microbatches of it."""
+    """The part of a batch that one update is made of: its rows, their width, and this process's microbatches of it.
+
+    `idle` are the passes that another process has more of, where weights are spread and all must pass together.
+    """
 
     rows: slice
     width: int
+    idle: int
     micros: tuple[Microbatch, ...]
 
 
@@ -49,8 +56,9 @@ class Minibatch:
 class StepBatch:
     """One step's data. `rows` is what the losses read; B is group-major, in the order of `groups`.
 
-    Rows and groups are those of all processes, `micros` the passes of this one, `spans` the rows and the width of each
-    minibatch. `actions` is where the action mask is true. `scores` are the rollout weights' own, once there are any.
+    Rows and groups are those of all processes, `micros` the passes of this one, `spans` the rows, width and
+    idle passes of each minibatch. `actions` is where the action mask is true. `scores` are the rollout weights' own,
+    once there are any.
     `kl` `[B, T]` is the detached estimate of a penalty in the reward, `penalty` `[B]` what it adds to each reward.
     `rejected` `[B]` are the completions that `kl.collect_max` turned away.
     """
@@ -58,7 +66,7 @@ class StepBatch:
     groups: tuple[Group, ...]
     rows: Batch
     micros: tuple[Microbatch, ...]
-    spans: tuple[tuple[slice, int], ...]
+    spans: tuple[tuple[slice, int, int], ...]
     actions: MaskIndex
     ref_head: Head | None = None
     scores: FullScores | None = None
@@ -73,6 +81,11 @@ class StepBatch:
     @property
     def width(self) -> int:
         return self.rows.action_mask.shape[1]
+
+    @property
+    def idle(self) -> int:
+        """Passes over the whole batch that another process has more of."""
+        return sum(idle for *_, idle in self.spans)
 
     @property
     def minibatches(self) -> list[Minibatch]:
@@ -117,7 +130,9 @@ def pack_step(groups: Sequence[Group], run: TrainingRun) -> StepBatch:
                 start = stop
             if rank != run.world.rank:
                 start += sum(len(group.completions) for group in share)
-        spans.append((slice(first, start), max(len(c.tokens) for c in completions[first:start])))
+        own = sum(micro.minibatch == number for micro in micros)
+        idle = max(run.world.gather(own)) - own if is_sharded(run.policy.model) else 0
+        spans.append((slice(first, start), max(len(c.tokens) for c in completions[first:start]), idle))
     actions = right_pad((c.action for c in completions), False, dtype=torch.bool)
     index, (rewards, group) = MaskIndex.of(actions), rewards_of(groups)
     rows = Batch(
@@ -177,27 +192,52 @@ def assemble(batch: StepBatch, parts: Sequence[Tensor], run: TrainingRun) -> Ten
 def score_reference(batch: StepBatch, run: TrainingRun) -> StepBatch:
     """`ref_logp` of every token; with exact KL also the hidden states, kept over all updates of the batch."""
     assert run.reference is not None
-    logps, micros, head = [], [], None
+    logps, micros, temperature = [], [], run.rollout.temperature
     with run.reference.model() as reference, torch.no_grad(), run.autocast():
+        head = through(reference, _whole_head) if run.scorer is None else None
         for micro in batch.micros:
-            if run.scorer is not None:
-                logps.append(score_with(run.scorer, reference, micro.packed, temperature=run.rollout.temperature).logp)
+            if head is None:
+                scores = through(reference, partial(score_with, run.scorer), micro.packed, temperature=temperature)
+                logps.append(scores.logp)
                 micros.append(micro)
                 continue
-            hidden = hidden_states(reference, micro.packed)
-            head = head or frozen_head(reference)
-            logps.append(score_hidden(hidden, head, micro.packed, temperature=run.rollout.temperature).logp)
+            hidden = through(reference, hidden_states, micro.packed)
+            logps.append(score_hidden(hidden, head, micro.packed, temperature=temperature).logp)
             micros.append(replace(micro, ref_hidden=hidden) if run.kl.needs_exact else micro)
+        for _ in range(batch.idle):
+            through(reference, hidden_states, idle_pass(run))
     ref_logp = assemble(batch, logps, run)
     return replace(
         batch.with_rows(ref_logp=ref_logp), micros=tuple(micros), ref_head=head if run.kl.needs_exact else None
     )
 
 
+def _whole_head(reference: nn.Module) -> Head:
+    """The reference's head as it is now; of a sharded one a copy, which is whole outside of its passes too."""
+    head = frozen_head(reference)
+    return replace(head, module=copy.deepcopy(head.module)) if is_sharded(reference) else head
+
+
+def idle_pass(run: TrainingRun) -> PackedBatch:
+    """The least that a model can read: for a process that only keeps the others company."""
+    token = (run.policy.pad_id,)
+    group = Group(Problem("idle", ""), token, (Completion(token, (False,), (0.0,), (0.0,), "", "length"),))
+    return pack([group], run.policy.pad_id, shared_prefix=run.shared_prefix).to(run.policy.device)
+
+
+def idle_loss(run: TrainingRun) -> Tensor:
+    """A pass whose gradient is 0."""
+    with run.autocast():
+        return 0.0 * through(run.policy.model, score_tokens, idle_pass(run)).logp.sum()
+
+
 def score_policy(batch: StepBatch, run: TrainingRun) -> StepBatch:
     """`old_logp` by a pass of its own, for what needs it before the first update."""
     with torch.no_grad():
-        return keep_scores(batch, [score_micro(micro, batch, run) for micro in batch.micros], run)
+        passes = [score_micro(micro, batch, run) for micro in batch.micros]
+        for _ in range(batch.idle):
+            idle_loss(run)
+        return keep_scores(batch, passes, run)
 
 
 def keep_scores(batch: StepBatch, passes: Sequence[FullScores], run: TrainingRun) -> StepBatch:
@@ -220,9 +260,11 @@ def score_micro(micro: Microbatch, batch: StepBatch, run: TrainingRun) -> FullSc
     exact = micro.ref_hidden is not None
     with run.autocast():
         if run.scorer is not None:
-            return score_with(run.scorer, run.policy.model, micro.packed, temperature=run.rollout.temperature)
-        return score_tokens(
+            scorer = partial(score_with, run.scorer)
+            return through(run.policy.model, scorer, micro.packed, temperature=run.rollout.temperature)
+        return through(
             run.policy.model,
+            score_tokens,
             micro.packed,
             temperature=run.rollout.temperature,
             entropy=True,

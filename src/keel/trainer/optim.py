@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from keel.base.errors import KeelError
 from keel.base.metrics import Mean, Metric, Metrics
 from keel.base.world import ALONE, World
 from keel.models.load import DTYPES
+from keel.models.whole import own_part, whole
 from keel.trainer.options import OptimOptions
 
 Schedule = Callable[[int], float]
@@ -158,7 +160,7 @@ class Optimizer:
             self.scaler.unscale_(self.inner)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         total = torch.nn.utils.get_total_norm(gradients)
-        numbers = self.world.reduce({**(info or {}), "grad/norm": Mean(total, 1.0)})
+        numbers = self.world.reduce({**(info or {}), "grad/norm": Mean(whole(total), 1.0)})
         norm = numbers["grad/norm"].value
         finite = math.isfinite(norm) and ("loss/total" not in numbers or math.isfinite(numbers["loss/total"].value))
         is_spike = finite and spike is not None and norm > spike
@@ -191,17 +193,19 @@ class Optimizer:
         """Gradients of all processes together; a parameter that none of them has used stays without one."""
         if self.world.size == 1:
             return
-        used = torch.tensor([float(p.grad is not None) for p in self.parameters], device=self.device)
+        replicated = [p for p in self.parameters if not isinstance(p, DTensor)]  # FSDP has summed the others
+        used = torch.tensor([float(p.grad is not None) for p in replicated], device=self.device)
         self.world.sum_([used])
-        chosen = [p for p, count in zip(self.parameters, used.tolist(), strict=True) if count]
+        chosen = [p for p, count in zip(replicated, used.tolist(), strict=True) if count]
         for parameter in chosen:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         self.world.sum_(p.grad for p in chosen if p.grad is not None)
 
     def _first_nonfinite(self) -> str | None:
-        bad = (p for p in self.parameters if p.grad is not None and not bool(p.grad.isfinite().all()))
+        bad = (p for p in self.parameters if p.grad is not None and not bool(own_part(p.grad).isfinite().all()))
         parameter = next(bad, None)
-        return None if parameter is None else self._names[parameter]
+        names = self.world.gather(None if parameter is None else self._names[parameter])
+        return next((name for name in names if name is not None), None)
 
     def _move_state(self, device: torch.device) -> None:
         for state in self.inner.state.values():

@@ -27,6 +27,7 @@ from keel.models.segments import to_device
 from keel.trainer.batch import (
     StepBatch,
     detached,
+    idle_loss,
     keep_scores,
     pack_step,
     score_micro,
@@ -78,6 +79,8 @@ def train_step(run: TrainingRun, state: State) -> Step:
                     run.optimizer.backward(out.loss)
                     info = merge(info, out.metrics)
                     passes.append(detached(scores))
+                for _ in range(minibatch.idle):                         # others pass on: sharded weights need all
+                    run.optimizer.backward(idle_loss(run))
                 batch = batch if batch.scores else keep_scores(batch, passes, run)
                 if minibatch is minibatches[-1]:
                     info = {**info, **measure(batch, passes, run)}      # on the device still: nobody waits
