@@ -31,9 +31,11 @@ LOOK_S = 1.0  # between two looks at the store
 ECHO_S = 10.0  # in which the cause of a broken collective becomes known
 GOODBYE = 20_001  # the message's tag
 LOST = 128 + signal.SIGKILL  # exit status where a process has died
+DIED = "has died (killed, crashed, or its machine is gone)"
 FAILURE = "failure"
 
 _openings = itertools.count()
+_ending = threading.Lock()  # taken by the thread that ends this process
 
 
 class Failure(NamedTuple):
@@ -128,7 +130,7 @@ def _fail(error: BaseException, resume: str) -> None:
         status = error.code if isinstance(error.code, int) else 1
     first = _claim(status)
     if first.rank != process_rank():
-        end(first.status)
+        _end_after(first)
     error.add_note(f"This was rank {process_rank()} of {process_count()}; the others have ended{_go_on(resume)}.")
     if _hosts():
         time.sleep(2 * LOOK_S)  # until the others have seen it
@@ -149,15 +151,12 @@ def _follow_failures(closing: threading.Event, resume: str) -> None:
         try:
             first = _first_failure()
         except RuntimeError:
-            if closing.is_set():
-                return
-            lost = "the process that started this run" if _by_torchrun() else f"rank 0 of {process_count()}"
-            if process_rank() == process_count() - 1:  # nobody else can be asked who speaks
-                _say(f"{lost} has died{_go_on(resume)}")
-            end(LOST)
+            if not closing.is_set():
+                _end_without_store(resume)
+            return
         if first is not None:
             if first.rank != process_rank():
-                end(first.status)
+                _end_after(first)
             return
 
 
@@ -170,13 +169,31 @@ def _watch_neighbour(neighbour: int, resume: str) -> None:
         assert message is not None
         message.wait(FOREVER)
     except RuntimeError:
-        with suppress(RuntimeError):
+        try:
             first = _claim(LOST)
-            if first.rank == process_rank() and first.status == LOST:
-                how = "has died (killed, crashed, or its machine is gone)"
-                _say(f"rank {neighbour} of {process_count()} {how}{_go_on(resume)}")
-            end(first.status)
-        end(LOST)
+        except RuntimeError:
+            _end_without_store(resume)
+        if first.rank == process_rank():
+            if first.status != LOST:  # this process has failed, and is about to say so
+                return
+            _say(f"rank {neighbour} of {process_count()} {DIED}{_go_on(resume)}")
+        _end_after(first)
+
+
+def _end_after(first: Failure) -> NoReturn:
+    """End because of a failure, which has been named."""
+    if _hosts():
+        time.sleep(2 * LOOK_S)  # until the others have seen it too
+    end(first.status)
+
+
+def _end_without_store(resume: str) -> NoReturn:
+    """End because whoever holds the store is gone: nobody can be asked who speaks, so the last rank does."""
+    _ending.acquire()
+    if process_rank() == process_count() - 1:
+        lost = "the process that started this run" if _by_torchrun() else f"rank 0 of {process_count()}"
+        _say(f"{lost} {DIED}{_go_on(resume)}")
+    end(LOST)
 
 
 def _say(line: str) -> None:

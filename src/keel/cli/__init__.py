@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 import traceback
 
@@ -41,6 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show ‖ gets a question mark, not a crash
+    if process_count() > 1:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a connection that ends is not told by every rank
     command = typer.main.get_command(app)
     arguments = sys.argv[1:] if argv is None else argv
     try:

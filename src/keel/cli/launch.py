@@ -18,7 +18,7 @@ from keel.base.errors import KeelError
 STEP_S = 3600  # a signal waits for the step in flight and its checkpoint, up to this
 
 Nproc = Annotated[
-    int | None,
+    int,
     typer.Option("--nproc", metavar="N", help="Run in N processes of this machine, such as one a GPU (torchrun)."),
 ]
 
@@ -32,10 +32,7 @@ def launch(arguments: list[str], nproc: int, *, device: str = "auto") -> int:
 
     _check(nproc, device, torch.cuda.device_count())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // nproc)))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    quiet = logging.getLogger("torch.distributed")
-    quiet.addHandler(logging.NullHandler())
-    quiet.propagate = False
+    logging.disable()  # in this process only, which has nothing to say but torch's reports on the others
     with tempfile.TemporaryDirectory(prefix="keel-launch-") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -55,6 +52,8 @@ def launch(arguments: list[str], nproc: int, *, device: str = "auto") -> int:
             return _status({rank: failure.exitcode for rank, failure in error.failures.items()}, nproc)
         except SignalException as error:
             return 128 + error.sigval
+        finally:
+            logging.disable(logging.NOTSET)
     return 0
 
 

@@ -43,12 +43,12 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last checkpoint; a run's folder may stand for CONFIG.")
     ] = False,
-    nproc: Nproc = None,
+    nproc: Nproc = 1,
 ) -> int:
-    config = configuration(args or [], resume=resume, notes=nproc is None)
+    config = configuration(args or [], resume=resume, notes=nproc == 1)
     if print_config:
         return print_config_of(config)
-    if nproc is not None:
+    if nproc != 1:
         return launch(context.obj, nproc, device=config.model.device)
     from keel import api
 

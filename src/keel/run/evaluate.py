@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
-from keel.base.world import ALONE, World
+from keel.base.world import ALONE, World, open_world
 from keel.config import Config, TaskOptions, load_config, text
 from keel.envs import Task
 from keel.envs.judge import Judge
@@ -24,6 +24,7 @@ from keel.run.build import (
     reward_entries,
     without_long_prompts,
 )
+from keel.run.environment import settings_of
 from keel.run.model_ref import ModelRef
 
 # Called with what is sampled and how many completions that will be; returns a callback for those that end.
@@ -146,8 +147,9 @@ def run_evaluation(
             f"{model_ref.name} is a model and names no task: say what to evaluate, such as --task arithmetic"
         )
     chosen = _named_tasks(model_ref, tasks, data) if tasks else configured_tasks(config)
-    after = _evaluated(model_ref, config, chosen, seed, watch)
-    before = None if baseline is None else _evaluated(baseline, config, chosen, seed, watch)
+    with open_world(config.model.device, settings=settings_of(config)) as world:
+        after = _evaluated(model_ref, config, chosen, seed, watch, world)
+        before = None if baseline is None else _evaluated(baseline, config, chosen, seed, watch, world)
     records = []
     for number, ((_, split), result) in enumerate(zip(chosen, after, strict=True)):
         record = result.record(split)
@@ -175,7 +177,12 @@ def _samples(config: Config) -> int:
 
 
 def _evaluated(
-    model_ref: ModelRef, config: Config, chosen: Sequence[tuple[Task, str]], seed: int | None, watch: Watch | None
+    model_ref: ModelRef,
+    config: Config,
+    chosen: Sequence[tuple[Task, str]],
+    seed: int | None,
+    watch: Watch | None,
+    world: World,
 ) -> list[EvalResult]:
     """All tasks on one model, which is let go before the next one is loaded."""
     loaded = model_ref.load()
@@ -187,6 +194,7 @@ def _evaluated(
     results = []
     for entry in entries(config, tasks):
         if watch is not None:
-            engine.on_finished = watch(f"{model_ref.name}: {entry.task.name}", config.eval.samples * _samples(config))
-        results.append(evaluate_entry(config, engine, loaded.tokenizer, entry, seed=seed))
+            total = len(world.share(range(config.eval.samples))) * _samples(config)
+            engine.on_finished = watch(f"{model_ref.name}: {entry.task.name}", total)
+        results.append(evaluate_entry(config, engine, loaded.tokenizer, entry, seed=seed, world=world))
     return results
