@@ -32,6 +32,7 @@ def launch(arguments: list[str], nproc: int, *, device: str = "auto") -> int:
 
     _check(nproc, device, torch.cuda.device_count())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // nproc)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(STEP_S))
     logging.disable()  # in this process only, which has nothing to say but torch's reports on the others
     with tempfile.TemporaryDirectory(prefix="keel-launch-") as folder:
         config = LaunchConfig(
@@ -44,7 +45,6 @@ def launch(arguments: list[str], nproc: int, *, device: str = "auto") -> int:
             local_addr="127.0.0.1",
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
-            shutdown_timeout=STEP_S,
         )
         try:
             elastic_launch(config, sys.executable)("-m", "keel", *without_nproc(arguments))

@@ -92,9 +92,8 @@ class Interrupt:
     def anywhere(self, world: World) -> bool:
         """Whether any process has had a signal; from then on all of them have."""
         first = next((number for number in world.gather(self.signal) if number is not None), None)
-        if first is not None and self.signal is None:
-            self.since = time.monotonic()
-        self.signal = first
+        if first is not None and self.signal is None:  # an own one may have come while the others were asked
+            self.signal, self.since = first, time.monotonic()
         return first is not None
 
     @property
