@@ -46,7 +46,8 @@ def test_sigterm_at_the_launcher_saves_and_the_run_goes_on_to_its_end(config: Pa
     assert (tmp_path / "small" / "checkpoints" / f"step-{step}").is_dir()
     process = start("keel", "train", "--resume", str(tmp_path / "small"), f"run.max_steps={step + 2}", "--nproc=2")
     out, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (0, "")
+    assert process.returncode == 0, err
+    assert err.count("100%") <= 1  # one bar of transformers, not one a rank
     assert out.startswith(f"letters, {step + 2} steps")
 
 

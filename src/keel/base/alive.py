@@ -30,7 +30,7 @@ FOREVER = timedelta(days=3650)
 LOOK_S = 1.0  # between two looks at the store
 ECHO_S = 10.0  # in which the cause of a broken collective becomes known
 GOODBYE = 20_001  # the message's tag
-LOST = 128 + signal.SIGKILL  # exit status where a process has died
+LOST = 137  # exit status where a process has died: that of kill -9
 DIED = "has died (killed, crashed, or its machine is gone)"
 FAILURE = "failure"
 

@@ -44,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal that cannot show ‖ gets a question mark, not a crash
     if process_count() > 1:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a connection that ends is not told by every rank
+    if process_rank() > 0:
+        os.environ.setdefault("TQDM_DISABLE", "1")  # one bar for all
     command = typer.main.get_command(app)
     arguments = sys.argv[1:] if argv is None else argv
     try:

@@ -109,12 +109,14 @@ def train(
     if reward is None:
         build_rewards(reward_entries(checked), task)  # rewards that cannot judge this task are found now
         probe_rewards(reward_entries(checked))
+    settings = settings_of(checked)
     if dry_run:
-        return _dry_run(checked, task, reward)
+        with open_world(checked.model.device, settings=settings) as world:
+            return _dry_run(checked, task, reward, world)
     path = Path(checked.run.dir) / checked.run.name
     with (
         interruptible() as interrupt,
-        open_world(checked.model.device, settings=settings_of(checked), resume=resume_command(path)) as world,
+        open_world(checked.model.device, settings=settings, resume=resume_command(path)) as world,
         open_run(checked, resume=resume, world=world) as (directory, resumed),
     ):
         return _train(checked, directory, resumed, interrupt, task, reward, callbacks, at_end, world)
@@ -426,7 +428,7 @@ def open_run(config: Config, *, resume: bool, world: World = ALONE) -> Iterator[
         yield directory, resumed
 
 
-def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | None) -> TrainResult:
+def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | None, world: World) -> TrainResult:
     """Build everything, take one step on one group, save and load nothing that stays."""
     changes = {"rollout.prompts_per_step": 1, "optim.minibatches": 1, "eval.samples": 1}
     overrides = [f"{name}={value}" for name, value in changes.items()]
@@ -437,8 +439,8 @@ def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | Non
     try:
         with RunDirectory.create(folder) as directory:
             loggers = MultiLogger(Logger())  # it leaves nothing behind
-            loaded = _policy(small, directory.path, None, loggers, task, Interrupt())
-            built = build_run(small, loaded, task=task, reward=reward)
+            loaded = _policy(small, directory.path, None, loggers, task, Interrupt(), world)
+            built = build_run(small, loaded, task=task, reward=reward, world=world)
             evaluator(small, built)
             step = train_step(built.run, State(kl=built.run.controller.init()))
     finally:
