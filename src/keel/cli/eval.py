@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from keel.base.alive import process_rank
 from keel.base.errors import KeelError
 from keel.cli.app import ANY_OPTION, app, bar, print_json
 from keel.cli.launch import Nproc, launch
@@ -67,6 +66,7 @@ def eval(
     nproc: Nproc = 1,
 ) -> int:
     from keel.base.files import write_atomic
+    from keel.base.world import first_process
     from keel.config import arguments
     from keel.lab.plots.picture import check_picture
 
@@ -97,7 +97,7 @@ def eval(
             seed=seed,
             watch=watch,
         )
-    if process_rank() > 0:
+    if not first_process():
         return 0
     if out is not None:
         write_atomic(out, json.dumps(data, ensure_ascii=False, allow_nan=False, indent=2) + "\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
@@ -26,6 +27,7 @@ from keel.run.build import (
 )
 from keel.run.environment import settings_of
 from keel.run.model_ref import ModelRef
+from keel.trainer.memory import fewer_rows, memory_guard
 
 # Called with what is sampled and how many completions that will be; returns a callback for those that end.
 Watch = Callable[[str, int], Callable[[int], None]]
@@ -193,8 +195,10 @@ def _evaluated(
     ]
     results = []
     for entry in entries(config, tasks):
+        rows = config.eval.samples * _samples(config)
         if watch is not None:
-            total = len(world.share(range(config.eval.samples))) * _samples(config)
-            engine.on_finished = watch(f"{model_ref.name}: {entry.task.name}", total)
-        results.append(evaluate_entry(config, engine, loaded.tokenizer, entry, seed=seed, world=world))
+            own = len(world.share(range(config.eval.samples))) * _samples(config)
+            engine.on_finished = watch(f"{model_ref.name}: {entry.task.name}", own)
+        with memory_guard(f"the evaluation of {entry.task.name}", partial(fewer_rows, config.rollout, rows)):
+            results.append(evaluate_entry(config, engine, loaded.tokenizer, entry, seed=seed, world=world))
     return results

@@ -16,7 +16,7 @@ from keel.run.environment import environment, settings_of
 from keel.run.hooks import NO_HOOKS, EndHooks
 from keel.run.resume import write_config
 from keel.run.train import ConfigSource, TrainResult, evaluator, open_loggers, open_run, write_report_of
-from keel.trainer.checkpoint import atomic_folder, save_manifest, save_weights
+from keel.trainer.checkpoint import atomic_folder, save_manifest, save_weights, whole_state
 from keel.trainer.sft import DrawCount, sft
 from keel.trainer.state import State
 from keel.trainer.summary import summarise
@@ -55,14 +55,13 @@ def _supervise(config: Config, directory: RunDirectory, at_end: EndHooks, world:
             loggers.step(step, line)
 
         sft(loaded, *start, report, world)
+        built.run.engine.sync(loaded.model)
         for note in draws.notes:
             loggers.event("note", step=steps, message=note)
         after = evaluate()
         for record in after:
             loggers.evaluation(steps, record)
-        checkpoint = directory.checkpoints / f"step-{steps}"
-        if world.leads:
-            _save(checkpoint, config, loaded)
+        checkpoint = _save(directory.checkpoints / f"step-{steps}", config, loaded, world)
         loggers.event("checkpoint", step=steps, path=str(checkpoint.relative_to(directory.path)))
         state = State(
             kl=built.run.controller.init(),
@@ -82,9 +81,17 @@ def _supervise(config: Config, directory: RunDirectory, at_end: EndHooks, world:
     return TrainResult(summary, directory.path, steps)
 
 
-def _save(target: Path, config: Config, loaded: Any) -> None:
+def _save(target: Path, config: Config, loaded: Any, world: World) -> Path:
+    weights = whole_state(loaded.model, wanted=world.leads)
+    if world.leads:
+        _write(target, config, loaded, weights)
+    world.wait()
+    return target
+
+
+def _write(target: Path, config: Config, loaded: Any, weights: Any) -> None:
     card = f"# {config.run.name}\n\n`{config.model.name}` after supervised fine-tuning with Keel (`keel sft`).\n"
     with atomic_folder(target) as temporary:
-        save_weights(temporary, loaded.model, loaded.tokenizer)
+        save_weights(temporary, loaded.model, loaded.tokenizer, weights)
         (temporary / "README.md").write_text(card, encoding="utf-8")
         save_manifest(temporary)
