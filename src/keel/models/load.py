@@ -65,7 +65,13 @@ class LoadedModel:
 
 
 def load_model(
-    model: ModelOptions | str, *, seed: int = 0, probe: bool = True, longest: int | None = None, **overrides: Any
+    model: ModelOptions | str,
+    *,
+    seed: int = 0,
+    probe: bool = True,
+    longest: int | None = None,
+    loader: Loader | None = None,
+    **overrides: Any,
 ) -> LoadedModel:
     """A model with its tokenizer, checked before any compute is spent on it.
 
@@ -78,14 +84,14 @@ def load_model(
     `quantization` (4bit, 8bit) is for the frozen base under LoRA (QLoRA, arXiv:2305.14314) and needs bitsandbytes.
     `probe` measures whether the model computes shared-prefix rows rightly (a few short forwards); `longest` is the
     job's longest prompt plus completion, for attention windows that it never exceeds (None: the context). Without the
-    probe, one row a completion is used.
+    probe, one row a completion is used. `loader` takes the place of what loads a model of this name.
     """
     options = model_options(model, **overrides)
     name, lora = options.name, options.lora
     check_adapter(lora)
     device = _resolve_device(options.device)
     dtype = _resolve_dtype(options.dtype, device)
-    loader = _loader(name)
+    loader = loader or _loader(name)
     quantization = _quantization_kwargs(options.quantization, loader, lora, device)
     policy, tokenizer, notes = loader(options, dtype=dtype, seed=seed, quantization=quantization)
     notes += check_tokenizer(tokenizer, policy, name)

@@ -140,10 +140,13 @@ class _DryRun:
             cost.flops["reference"] *= len(self.micros) * config.optim.minibatches
         parts["reference states"] = sum(x.untyped_storage().nbytes() for x in ref_hidden)
         with self._phase("update"):
-            for number, micro in enumerate(self.micros[:2]):  # with the second, gradients are there beside activations
-                self._backward(micro, ref_hidden[number] if ref_hidden else None)
+            if self._rehearsed() == [1]:
+                for parameter in trainable:
+                    parameter.grad = torch.zeros_like(parameter)
+            for number in self._rehearsed():
+                self._backward(self.micros[number], ref_hidden[number] if ref_hidden else None)
             parts["gradients"] = sum(p.grad.untyped_storage().nbytes() for p in trainable if p.grad is not None)
-        cost.flops["update"] *= len(self.micros) / min(2, len(self.micros))
+        cost.flops["update"] *= len(self.micros) / len(self._rehearsed())
         cost.flops["update"] *= config.optim.minibatches * config.loss.num_iterations
         with self._phase("optimizer step", onloaded=offloaded_moments):
             optimizer.inner.step()
@@ -158,6 +161,14 @@ class _DryRun:
         parts["activations"] = cost.phases["update"] - sum(parts[name] for name in held) + cost.host
         parts["cache"] = cache
         return cost
+
+    def _rehearsed(self) -> list[int]:
+        """The microbatches whose passes tell the update's peak.
+
+        With the second, gradients are there beside activations; the first counts where it is alone or larger.
+        """
+        sizes = [micro.packed.tokens.numel() for micro in self.micros[:2]]
+        return [1] if len(sizes) == 2 and sizes[1] >= sizes[0] else list(range(len(sizes)))
 
     def _sampler_bytes(self) -> int:
         """Bytes of the weights that sample, where they are a copy in another type."""
