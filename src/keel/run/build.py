@@ -28,7 +28,7 @@ from keel.rollout import Engine, SamplingParams, build_engine
 from keel.rollout.collect import collect
 from keel.rollout.options import RolloutOptions
 from keel.rollout.render import Renderer, fit
-from keel.run.layout import spread, spreads
+from keel.run.layout import layout_of, spread
 from keel.trainer.integrity import check_model
 from keel.trainer.optim import Optimizer, Schedule, build_schedule, resolve_amp_dtype
 from keel.trainer.options import OptimOptions, WarmstartOptions
@@ -138,20 +138,20 @@ def build_run(
     judge = build_judge(config, task, reward)
     sampling = SamplingParams.of(config.rollout)
     amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype)
-    spreading = spreads(config, loaded, world)
     options = sampler_options(config, loaded.device.type, amp_dtype)
-    engine = build_engine(options, loaded.model, loaded.tokenizer, own_weights=spreading)
+    layout = layout_of(config, loaded, options, amp_dtype, world)
+    engine = build_engine(options, loaded.model, loaded.tokenizer, own_weights=layout.spread)
     _check_logp(config, engine, sampling)
     scorer = build_scorer(config.model.scorer)
     shared = engine.shares_weights and amp_dtype is None and scorer is None
     reference = _reference(config, loaded)
-    if spreading:  # engine and reference were made of whole weights
+    if layout.spread:  # engine and reference were made of whole weights
         if engine.shares_weights:
             raise KeelError(
                 f"rollout.engine={config.rollout.named_engine.name} samples with the policy's own weights, which are "
                 "spread over processes: use native, or parallel.sharding=none"
             )
-        spread(config, loaded, reference, world, amp_dtype)
+        spread(layout, loaded, reference, world, amp_dtype)
     run = TrainingRun(
         policy=loaded,
         task=task,

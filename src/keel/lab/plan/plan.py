@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from keel.config import Config, load_config
 from keel.lab.plan.dry_run import StepCost, decoding_traits, dry_run, full_microbatches, rollout_passes
 from keel.lab.plan.hardware import Hardware
 from keel.lab.plan.measure import Job, measure
+from keel.lab.plan.ranks import DEVICES, RankPlan, rank_plans
 from keel.lab.plan.shapes import materialize, model_source, policy_shape, prompt_lengths, reference_shape
 from keel.models.head import causal_lm
 from keel.models.load import LoadedModel
@@ -29,7 +30,7 @@ class Plan:
 
     `host` are bytes in main memory beside the device (offloaded parts); on a CPU they count in the peaks. `run` are
     seconds of the whole run. `timing` says what the seconds are: measured here, or computed and why; `computed` are a
-    step's in any case.
+    step's in any case. `ranks` are each layout on several devices.
     """
 
     parameters: int
@@ -44,6 +45,7 @@ class Plan:
     flops: float
     prompt_tokens: int
     hardware: Hardware
+    ranks: tuple[RankPlan, ...]
 
     @property
     def peak(self) -> int:
@@ -55,8 +57,9 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain data."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "hardware"}
-        return {**plain, "peak": self.peak, "fits": self.fits, "hardware": vars(self.hardware)}
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("hardware", "ranks")}
+        ranks = [rank.as_dict() for rank in self.ranks]
+        return {**plain, "peak": self.peak, "fits": self.fits, "hardware": vars(self.hardware), "ranks": ranks}
 
 
 def plan(
@@ -64,6 +67,7 @@ def plan(
     hardware: Hardware,
     prompt_tokens: int | None = None,
     *,
+    devices: Sequence[int] = DEVICES,
     measured: bool = False,
     report: Callable[[str], None] = lambda text: None,
 ) -> Plan:
@@ -98,6 +102,7 @@ def plan(
         flops=sum(cost.flops.values()),
         prompt_tokens=prompt,
         hardware=hardware,
+        ranks=rank_plans(config, loaded, cost, hardware, devices),
     )
     obstacle = _obstacle(config, computed)
     if not measured or obstacle:
