@@ -226,7 +226,7 @@ def measure(config: Any) -> dict[str, Any]:
     import torch
 
     import keel.trainer.step as step
-    from keel.lab.plan.counters import LiveBytes
+    from keel.models.memory import LiveBytes
     from keel.run.build import build_policy, build_run
     from keel.trainer.state import State
 

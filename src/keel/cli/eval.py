@@ -61,6 +61,7 @@ def eval(
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw bars with their intervals.")] = None,
 ) -> int:
     from keel.base.files import write_atomic
+    from keel.base.world import first_process
     from keel.config import arguments
     from keel.lab.plots.picture import check_picture
 
@@ -88,6 +89,8 @@ def eval(
             seed=seed,
             watch=watch,
         )
+    if not first_process():
+        return 0
     if out is not None:
         write_atomic(out, json.dumps(data, ensure_ascii=False, allow_nan=False, indent=2) + "\n")
     if plot is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from keel.models.prefix_attention import try_prefix_attention
 from keel.models.rope import length_regimes
 
 R = TypeVar("R")
-_roots: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
+_ROOT = "_keel_sharded_root"  # where a sharded model knows its root: outside of its modules, which the root holds
 
 
 class Sharded(nn.Module):
@@ -49,7 +48,7 @@ def _own(value: Any) -> Any:
 
 def through(model: nn.Module, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
     """`function(model, …)`, with the weights whole where the model is sharded."""
-    root = _roots.get(model)
+    root = vars(model).get(_ROOT)
     if root is None:
         return function(model, *args, **kwargs)
     result = root(function, *args, **kwargs)
@@ -60,7 +59,7 @@ def through(model: nn.Module, function: Callable[..., R], *args: Any, **kwargs: 
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether the weights are spread over processes."""
-    return model in _roots
+    return _ROOT in vars(model)
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, *, amp_dtype: torch.dtype | None = None, offload: bool = False) -> None:
@@ -91,7 +90,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, amp_dtype: torch.dtype | None =
     for part in sharded:
         part.set_gradient_divide_factor(1.0)  # losses are divided by what all processes counted
         part.set_force_sum_reduction_for_comms(True)
-    _roots[model] = root
+    vars(model)[_ROOT] = root
 
 
 def adapters_of(model: nn.Module) -> set[nn.Parameter]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
-from keel.base.world import ALONE, World
+from keel.base.world import ALONE, World, open_world
 from keel.config import Config, TaskOptions, load_config, text
 from keel.envs import Task
 from keel.envs.judge import Judge
@@ -25,6 +26,7 @@ from keel.run.build import (
     without_long_prompts,
 )
 from keel.run.model_ref import ModelRef
+from keel.trainer.memory import fewer_rows, memory_guard
 
 # Called with what is sampled and how many completions that will be; returns a callback for those that end.
 Watch = Callable[[str, int], Callable[[int], None]]
@@ -146,8 +148,9 @@ def run_evaluation(
             f"{model_ref.name} is a model and names no task: say what to evaluate, such as --task arithmetic"
         )
     chosen = _named_tasks(model_ref, tasks, data) if tasks else configured_tasks(config)
-    after = _evaluated(model_ref, config, chosen, seed, watch)
-    before = None if baseline is None else _evaluated(baseline, config, chosen, seed, watch)
+    with open_world(config.model.device) as world:
+        after = _evaluated(model_ref, config, chosen, seed, watch, world)
+        before = None if baseline is None else _evaluated(baseline, config, chosen, seed, watch, world)
     records = []
     for number, ((_, split), result) in enumerate(zip(chosen, after, strict=True)):
         record = result.record(split)
@@ -175,7 +178,12 @@ def _samples(config: Config) -> int:
 
 
 def _evaluated(
-    model_ref: ModelRef, config: Config, chosen: Sequence[tuple[Task, str]], seed: int | None, watch: Watch | None
+    model_ref: ModelRef,
+    config: Config,
+    chosen: Sequence[tuple[Task, str]],
+    seed: int | None,
+    watch: Watch | None,
+    world: World,
 ) -> list[EvalResult]:
     """All tasks on one model, which is let go before the next one is loaded."""
     loaded = model_ref.load()
@@ -186,7 +194,9 @@ def _evaluated(
     ]
     results = []
     for entry in entries(config, tasks):
+        rows = config.eval.samples * _samples(config)
         if watch is not None:
-            engine.on_finished = watch(f"{model_ref.name}: {entry.task.name}", config.eval.samples * _samples(config))
-        results.append(evaluate_entry(config, engine, loaded.tokenizer, entry, seed=seed))
+            engine.on_finished = watch(f"{model_ref.name}: {entry.task.name}", rows)
+        with memory_guard(f"the evaluation of {entry.task.name}", partial(fewer_rows, config.rollout, rows)):
+            results.append(evaluate_entry(config, engine, loaded.tokenizer, entry, seed=seed, world=world))
     return results

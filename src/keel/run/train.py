@@ -37,6 +37,7 @@ from keel.run.build import (
 from keel.run.environment import environment
 from keel.run.evaluate import configured_tasks, entries, evaluate_entry
 from keel.run.hooks import NO_HOOKS, EndHooks
+from keel.run.layout import spread, spreads
 from keel.run.resume import (
     ResumeEvent,
     check_same_data,
@@ -45,6 +46,7 @@ from keel.run.resume import (
     cut_lines,
     fingerprint,
     keep_schedule,
+    may_change,
     schedule_change,
     write_config,
 )
@@ -53,6 +55,8 @@ from keel.trainer.checkpoint import clean, load_checkpoint, quarantine, saved_st
 from keel.trainer.guards import guard_findings
 from keel.trainer.integrity import damages
 from keel.trainer.loop import Callback, Interrupt, Job, interruptible, train_loop
+from keel.trainer.memory import OutOfMemory, Remedy
+from keel.trainer.optim import resolve_amp_dtype
 from keel.trainer.rollback import finish_rollback
 from keel.trainer.sft import DrawCount
 from keel.trainer.state import State
@@ -195,6 +199,8 @@ def _train(
                 loggers.event("schedule", step=state.step, message=changed)
         state = train_loop(job, state, interrupt)
         return _finish(config, built, job, state, interrupt, at_end)
+    except OutOfMemory as error:
+        raise KeelError(f"{error}; {how_to_go_on(config, error.remedy)}") from None
     finally:
         loggers.close()
 
@@ -263,6 +269,13 @@ def _conclude(built: Built, job: Job, state: State, at_end: EndHooks) -> dict[st
 def resume_command(config: Config) -> str:
     """What to type to go on with an interrupted run."""
     return f"keel train --resume {Path(config.run.dir) / config.run.name}"
+
+
+def how_to_go_on(config: Config, remedy: Remedy) -> str:
+    """What to type after memory ran out: the run goes on if the option may change, and begins anew if not."""
+    if may_change(remedy.option):
+        return f"go on with: {resume_command(config)} {remedy.override}"
+    return "with that it is another run: give it another run.name"
 
 
 def findings_of(directory: RunDirectory, loggers: MultiLogger, at_end: EndHooks) -> list[dict[str, Any]]:
@@ -364,13 +377,15 @@ def _policy(
         if step % every == 0:
             loggers.event("warmstart", step=0, message=f"supervised step {step}: loss {line['loss/total']:.3f}")
 
-    draws = DrawCount()
+    spreading, draws = spreads(config, loaded, world), DrawCount()
+    if spreading:
+        spread(config, loaded, None, world, resolve_amp_dtype(config.optim, loaded.dtype))
     loss = warmstart(start, loaded, lambda model: build_warmstart(config, model, task, draws), report, world)
     for note in draws.notes:
         loggers.event("note", step=0, message=note)
     spent = time.monotonic() - began
     loggers.event("warmstart", step=0, message=f"done in {spent:.1f} s, loss {loss:.3f}: this is the reference")
-    return loaded
+    return build_policy(config, start) if spreading else loaded  # engine and reference are made of whole weights
 
 
 def _start_reference(

@@ -18,12 +18,13 @@ from keel.base.errors import KeelError
 from keel.base.types import Completion
 from keel.cli import main
 from keel.config import load_config
-from keel.lab.plan.counters import CudaAutocast, FlopCounter, LiveBytes
+from keel.lab.plan.counters import CudaAutocast, FlopCounter
 from keel.lab.plan.dry_run import decoding_traits, rollout_passes
 from keel.lab.plan.hardware import KNOWN, Hardware, find_hardware
 from keel.lab.plan.measure import Job, Sample, choose_sample
 from keel.lab.plan.plan import Plan, make_it_fit, plan
 from keel.lab.plan.shapes import with_layers
+from keel.models.memory import LiveBytes
 from keel.models.tiny import tiny_tokenizer
 from keel.rollout import Engine, Request, SamplingParams
 from keel.rollout.native.decode import SharedPrefixDecoder
@@ -323,6 +324,17 @@ def test_what_does_not_fit_is_told_how_to(capsys):
     assert data["timing"].endswith("rollout.engine=lab.plan.test_plan:FullLength is not measured")
 
 
+def test_a_gpu_with_less_memory_is_planned_with_the_smaller_passes_that_a_run_makes_there():
+    config = load_config({}, job("rollout.max_completion_length=160", "rollout.prompts_per_step=8"))
+    roomy = plan(config, KNOWN["a100"])
+    held = roomy.parts["weights"] + roomy.parts["reference"] + roomy.parts["workspaces"]
+    need = roomy.parts["optimizer"] + roomy.parts["gradients"] + 0.5 * roomy.parts["activations"]
+    tight = plan(config, find_hardware("a100", memory_gib=(held + need / 0.8) / 2**30))
+    assert tight.fits
+    assert 256 <= tight.pass_tokens <= 0.5 * roomy.pass_tokens
+    assert tight.parts["activations"] < 0.6 * roomy.parts["activations"]
+
+
 def test_a_large_model_is_planned_without_its_weights(tmp_path):
     """A folder with a config and a tokenizer is enough; a 7B shape in bf16 has the weights it should have."""
     LlamaConfig(
@@ -376,8 +388,8 @@ class Operations:
 DEEP = [
     "model.name=lab.plan.test_plan:deep_llama",
     "rollout.engine=native",
-    "rollout.prompts_per_step=12",
-    "rollout.max_completion_length=60",
+    "rollout.prompts_per_step=8",
+    "rollout.max_completion_length=50",
     "optim.microbatch_tokens=512",
 ]
 
@@ -388,14 +400,16 @@ DEEP = [
 def test_a_part_of_a_step_is_scaled_to_the_whole(more, monkeypatch):
     """Few of its layers, groups and tokens are run, and the whole step takes as many operations as that foretells."""
     clock = Operations(monkeypatch)
-    monkeypatch.setattr("keel.lab.plan.measure.STEP_S", 0.0)
+    monkeypatch.setattr("keel.lab.plan.measure.choose_sample", lambda job: Sample(2, 2, 4))
     config = load_config({}, job(*DEEP, *more))
     with clock.counter:
         foretold = plan(config, cpu(), 20, measured=True)
         run = build_run(config, build_policy(config)).run
         generate, groups = run.engine.generate, run.collect
         run.engine.generate = lambda requests, sampling, **when: generate(  # type: ignore[method-assign]
-            [replace(r, tokens=(7,) * 20) for r in requests], replace(sampling, ignore_eos=True), **when
+            [replace(r, tokens=(10 + i,) * 20) for i, r in enumerate(requests)],
+            replace(sampling, ignore_eos=True),
+            **when,
         )
         run.collect = lambda problems, **when: [  # type: ignore[assignment]
             replace(group, prompt_tokens=(7,) * 20) for group in groups(problems, **when)

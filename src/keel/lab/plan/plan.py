@@ -17,6 +17,7 @@ from keel.lab.plan.ranks import DEVICES, RankPlan, rank_plans
 from keel.lab.plan.shapes import materialize, model_source, policy_shape, prompt_lengths, reference_shape
 from keel.models.head import causal_lm
 from keel.models.load import LoadedModel
+from keel.models.memory import PassBytes, fitting_tokens
 from keel.rollout.native.scheduler import Traits
 
 GIB = 2**30
@@ -28,9 +29,9 @@ _SAMPLING_LAYERS = 6  # sampling a token is about as many small operations as th
 class Plan:
     """Bytes by part, peaks by phase, and seconds of one step; `parts` are the update's, which is mostly the peak.
 
-    `host` are bytes in main memory beside the device (offloaded parts); on a CPU they count in the peaks. `run` are
-    seconds of the whole run. `timing` says what the seconds are: measured here, or computed and why; `computed` are a
-    step's in any case. `ranks` are each layout on several devices.
+    `host` are bytes in main memory beside the device (offloaded parts); on a CPU they count in the peaks. The largest
+    pass of the update has `pass_tokens` tokens. `run` are seconds of the whole run. `timing` says what the seconds are:
+    measured here, or computed and why; `computed` are a step's in any case. `ranks` are each layout on several devices.
     """
 
     parameters: int
@@ -43,6 +44,7 @@ class Plan:
     run: dict[str, float]
     timing: str
     flops: float
+    pass_tokens: int
     prompt_tokens: int
     hardware: Hardware
     ranks: tuple[RankPlan, ...]
@@ -75,15 +77,29 @@ def plan(
 
     The reference's pass and the update's are the real ones, run on tensors that have shapes and no memory, so that
     their peaks are counted rather than guessed. Times are counted operations over the hardware's speed, or, `measured`
-    and where the hardware is this machine's, those of real passes on it; `report` is told what runs.
+    and where the hardware is this machine's, those of real passes on it; `report` is told what runs. On a GPU passes
+    are as large as its memory allows, as a run makes them.
     """
+    return _plan(config, hardware, prompt_tokens, devices, measured, report)
+
+
+def _plan(
+    config: Config,
+    hardware: Hardware,
+    prompt_tokens: int | None,
+    devices: Sequence[int],
+    measured: bool,
+    report: Callable[[str], None],
+    *,
+    sized: bool = False,
+) -> Plan:
     tokenizer, shape = model_source(config)
     lengths = [prompt_tokens] if prompt_tokens else prompt_lengths(config, tokenizer)
     prompt = max(lengths)
     with torch.device("meta"):  # shapes alone: nothing is allocated and nothing is read
         loaded = policy_shape(config, tokenizer, shape, hardware)
         reference = reference_shape(config, loaded, shape)
-    micros = full_microbatches(config, loaded, prompt)
+    micros = full_microbatches(config, loaded, prompt, hardware)
     with FakeTensorMode(allow_non_fake_inputs=True):
         for model in {id(m): m for m in (loaded.model, reference) if m is not None}.values():
             materialize(model)
@@ -100,10 +116,18 @@ def plan(
         run=_run_seconds(config, hardware, seconds, 0.0),
         timing="computed from counted operations",
         flops=sum(cost.flops.values()),
+        pass_tokens=cost.pass_tokens,
         prompt_tokens=prompt,
         hardware=hardware,
         ranks=rank_plans(config, loaded, cost, hardware, devices),
     )
+    fitting = _fitting_tokens(computed, config)
+    if not sized and hardware.kind != "cpu" and fitting < min(computed.pass_tokens, config.optim.microbatch_tokens):
+        smaller = load_config(config, [f"optim.microbatch_tokens={fitting}"])
+        sized_plan = _plan(smaller, hardware, prompt, devices, measured, report, sized=True)
+        # Where weights are spread, passes are as configured.
+        pairs = zip(computed.ranks, sized_plan.ranks, strict=True)
+        return replace(sized_plan, ranks=tuple(own if own.layout.spread else other for own, other in pairs))
     obstacle = _obstacle(config, computed)
     if not measured or obstacle:
         return replace(computed, timing=f"{computed.timing}{f': {obstacle}' if measured else ''}")
@@ -126,6 +150,15 @@ def plan(
         run=_run_seconds(config, hardware, result.seconds, result.warmstart_s),
         timing=f"measured here on random weights, {result.extent(job)}",
     )
+
+
+def _fitting_tokens(plan: Plan, config: Config) -> int:
+    """Tokens of the largest pass that fits beside the rest, by the count that a run goes by."""
+    parts = plan.parts
+    free = plan.hardware.memory_bytes - sum(parts[name] for name in ("weights", "sampler", "reference", "workspaces"))
+    moments = 0 if config.optim.offload else parts["optimizer"]
+    passes = PassBytes(parts["gradients"], parts["activations"] / plan.pass_tokens)
+    return fitting_tokens(free, passes, moments + parts["reference states"])
 
 
 def _obstacle(config: Config, computed: Plan) -> str | None:

@@ -49,7 +49,7 @@ def rank_plans(
     config: Config, loaded: LoadedModel, cost: StepCost, hardware: Hardware, devices: Sequence[int] = DEVICES
 ) -> tuple[RankPlan, ...]:
     """Every layout on each number of devices; one device whole is the dry run itself."""
-    amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype)
+    amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype, loaded.device)
     job = job_of(config, loaded, sampler_options(config, hardware.kind, amp_dtype), amp_dtype)
     shape = shape_of(loaded.model)
     plans: list[RankPlan] = []
