@@ -12,7 +12,7 @@ from keel.base.errors import KeelError
 from keel.base.world import World
 from keel.config import load_config
 from keel.models.whole import own_part
-from keel.run.build import build_policy, build_run, sampler_options
+from keel.run.build import build_policy, build_run
 from keel.run.footprint import Job, Layout, ModelShape, Parameter, Passes, held, passing, sent, shape_of
 from keel.run.layout import choose, job_of, layouts
 from keel.trainer.state import State
@@ -198,8 +198,7 @@ def _process(rank, folder):
         for overrides in ([], ["model.lora={r: 4}"]):
             config = load_config(TINY, overrides)
             loaded = build_policy(config)
-            job = job_of(config, loaded, sampler_options(config, "cpu", None), None)
-            counted = held(shape_of(loaded.model), job, Layout(2, "full", 2))
+            counted = held(shape_of(loaded.model), job_of(config, loaded, "cpu"), Layout(2, "full", 2))
             built = build_run(config, loaded, world=World(rank, 2))
             train_step(built.run, State(kl=built.run.controller.init()))
             results.append((counted, lying_here(built)))

@@ -67,7 +67,8 @@ def shape_of(model: nn.Module) -> ModelShape:
     adapters = adapters_of(model)
     block_of = {p: number for number, block in enumerate(blocks_of(body_of(model))) for p in block.parameters()}
     blocks: dict[int, list[Parameter]] = {number: [] for number in sorted(set(block_of.values()))}
-    rest, added = [], []
+    rest: list[Parameter] = []
+    added: list[Parameter] = []
     for p in model.parameters():
         own = rest if p not in block_of else blocks[block_of[p]]
         (added if p in adapters else own).append(Parameter(tuple(p.shape), p.element_size(), p.requires_grad))

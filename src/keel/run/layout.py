@@ -17,13 +17,12 @@ from keel.models.sharding import shard
 from keel.reference.kinds import RuleReference
 from keel.rollout.options import RolloutOptions
 from keel.run.footprint import Job, Layout, ModelShape, held, shape_of
+from keel.trainer.optim import resolve_amp_dtype
 
 ROOM = 0.6  # share of a device's memory that may be taken for good: activations and samples need the rest
 
 
-def layout_of(
-    config: Config, loaded: LoadedModel, sampler: RolloutOptions, amp_dtype: torch.dtype | None, world: World
-) -> Layout:
+def layout_of(config: Config, loaded: LoadedModel, world: World) -> Layout:
     """The layout of this run: as configured, or what has room on this device."""
     chosen = config.parallel.sharding
     if not dist.is_initialized() or (world.size == 1 and chosen == "auto"):
@@ -31,7 +30,7 @@ def layout_of(
     memory = None
     if loaded.device.type == "cuda":
         memory = torch.cuda.get_device_properties(loaded.device).total_memory
-    job = job_of(config, loaded, sampler, amp_dtype)
+    job = job_of(config, loaded, loaded.device.type)
     machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return choose(config, shape_of(loaded.model), job, world.size, machine=machine, memory=memory)
 
@@ -70,8 +69,21 @@ def layouts(config: Config, shape: ModelShape, devices: int, machine: int) -> li
     ]
 
 
-def job_of(config: Config, loaded: LoadedModel, sampler: RolloutOptions, amp_dtype: torch.dtype | None) -> Job:
-    """What this run holds beside the policy's weights."""
+def sampler_options(config: Config, device: str, amp_dtype: torch.dtype | None) -> RolloutOptions:
+    """`rollout` with its dtype decided: on a GPU a sampler in the type of the training passes is faster, and nearer."""
+    rollout = config.rollout
+    native = rollout.named_engine.name == "native"
+    if rollout.dtype != "auto" or not native or amp_dtype is None or device != "cuda":
+        return rollout
+    if config.model.quantization is not None:  # those weights are in a type of their own
+        return rollout
+    return rollout.model_copy(update={"dtype": str(amp_dtype).removeprefix("torch.")})
+
+
+def job_of(config: Config, loaded: LoadedModel, device: str) -> Job:
+    """What this run holds beside the policy's weights on such a device."""
+    amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype, loaded.device)
+    sampler = sampler_options(config, device, amp_dtype)
     same = sampler.dtype == "auto" or DTYPES[sampler.dtype] == loaded.dtype
     sampler_item = None if same else DTYPES[sampler.dtype].itemsize
     reference = (config.needs_reference or config.kl.collect_max is not None) and loaded.lora is None

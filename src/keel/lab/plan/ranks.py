@@ -11,10 +11,8 @@ from keel.config import Config
 from keel.lab.plan.dry_run import StepCost
 from keel.lab.plan.hardware import Hardware
 from keel.models.load import LoadedModel
-from keel.run.build import sampler_options
 from keel.run.footprint import Job, Layout, ModelShape, Passes, held, passing, sent, shape_of
 from keel.run.layout import choose, job_of, layouts
-from keel.trainer.optim import resolve_amp_dtype
 
 DEVICES = (1, 2, 4, 8)
 MACHINE = 8  # devices of a machine, where more of them are planned
@@ -49,9 +47,7 @@ def rank_plans(
     config: Config, loaded: LoadedModel, cost: StepCost, hardware: Hardware, devices: Sequence[int] = DEVICES
 ) -> tuple[RankPlan, ...]:
     """Every layout on each number of devices; one device whole is the dry run itself."""
-    amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype, loaded.device)
-    job = job_of(config, loaded, sampler_options(config, hardware.kind, amp_dtype), amp_dtype)
-    shape = shape_of(loaded.model)
+    shape, job = shape_of(loaded.model), job_of(config, loaded, hardware.kind)
     plans: list[RankPlan] = []
     for count in devices:
         # Processes on a CPU share its memory.
