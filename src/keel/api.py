@@ -15,7 +15,7 @@ from keel.lab.hooks import AT_END
 from keel.run import sft
 from keel.run import train as runs
 from keel.run.evaluate import Watch, run_evaluation
-from keel.run.model_ref import resolve_model
+from keel.run.model_ref import ModelRef, resolve_model
 from keel.run.train import ConfigSource, TrainResult, closing_line
 from keel.trainer.loop import Callback
 
@@ -69,6 +69,14 @@ def evaluate(
 
     `tasks` are texts such as `arithmetic:skill=sort,digits=4`; without any, the configuration's own are evaluated.
     """
+    model_ref, baseline_ref, data = evaluated_models(model, tasks, overrides, checkpoint, baseline)
+    return run_evaluation(model_ref, tasks=tasks, data=data, baseline=baseline_ref, seed=seed, watch=watch)
+
+
+def evaluated_models(
+    model: str, tasks: Sequence[str], overrides: Sequence[str], checkpoint: str | None, baseline: str | None
+) -> tuple[ModelRef, ModelRef | None, list[str]]:
+    """The model and the baseline that `evaluate`'s arguments name, not loaded, and the settings of the tasks' data."""
     # what a task reads is the given tasks' where there are any, not that of the task a run was trained on
     data = [item for item in overrides if tasks and _is_data(item)]
     model_overrides = [item for item in overrides if item not in data]
@@ -79,8 +87,7 @@ def evaluate(
         for item in model_overrides
         if item.startswith(("model.device=", "model.dtype=", "model.trust_remote_code="))
     ]
-    baseline_ref = None if baseline is None else resolve_model(baseline, device_overrides)
-    return run_evaluation(model_ref, tasks=tasks, data=data, baseline=baseline_ref, seed=seed, watch=watch)
+    return model_ref, None if baseline is None else resolve_model(baseline, device_overrides), data
 
 
 def _is_data(setting: str) -> bool:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -19,11 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from keel.base.alive import joined, process_count, process_rank, watched
 from keel.base.errors import KeelError
 from keel.base.metrics import Metric, Metrics, merge, to_host
 
 T = TypeVar("T")
 BUCKET = 2**24  # numbers that one sum carries
+COLLECTIVE = timedelta(minutes=30)  # the longest wait for a rank that is there, such as for rank 0's report
 
 
 @dataclass(frozen=True)
@@ -106,31 +109,49 @@ ALONE = World()
 
 def first_process() -> bool:
     """Whether this process speaks: it was started alone, or as the first of several."""
-    return os.environ.get("RANK", "0") == "0"
+    return process_rank() == 0
 
 
 @contextmanager
-def open_world(device: str = "auto") -> Iterator[World]:
-    """The processes that torchrun (or what sets its variables) has started; ALONE where there is one."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
+def open_world(device: str = "auto", *, settings: Mapping[str, Any] | None = None, resume: str = "") -> Iterator[World]:
+    """The processes that torchrun (or what sets its variables) has started; ALONE where there is one.
+
+    All must have the same `settings`; a failure of one ends all of them, and says to go on by `resume`.
+    """
+    if process_count() == 1:
         yield ALONE
         return
     if dist.is_initialized():  # by an outer call, which also closes it
         yield World(dist.get_rank(), dist.get_world_size())
         return
-    cuda = torch.cuda.is_available() and device != "cpu"
-    if cuda:
-        _take_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    world = World(dist.get_rank(), dist.get_world_size())
+    world = World(process_rank(), process_count())
     if not world.leads:
         logging.getLogger("keel").setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
-    try:
-        yield world
-    finally:
+    with joined(resume) as store:
+        cuda = torch.cuda.is_available() and device != "cpu"
+        if cuda:
+            _take_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=COLLECTIVE)
+        with watched(resume):
+            _check_alike(world, settings or {})
+            yield world
         dist.destroy_process_group()
+
+
+def _check_alike(world: World, own: Mapping[str, Any]) -> None:
+    """Refuse ranks that were started with something else than rank 0."""
+    first = world.agree(own)
+    different = [name for name in dict.fromkeys((*first, *own)) if first.get(name) != own.get(name)]
+    for rank, names in enumerate(world.gather([(name, own.get(name)) for name in different])):
+        if names:
+            name, value = names[0]
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise KeelError(
+                f"rank {rank} of {world.size} has {name} {value}, rank 0 has {first.get(name)}{more}: start all ranks "
+                "with the same command on the same installation"
+            )
 
 
 def _take_device(local_rank: int) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import keel
+from keel.base.alive import process_rank
 
 app = typer.Typer(
     name="keel",
@@ -41,16 +42,15 @@ ANY_OPTION = {"ignore_unknown_options": True, "allow_interspersed_args": True}
 CONFIG_ARGS = typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="A YAML file, a run's folder, and options.")
 
 
-def configuration(args: list[str], *, resume: bool = False) -> Any:
-    """The configuration that the arguments name; notes on renamed options and advice go to stderr."""
-    from keel.base.world import first_process
+def configuration(args: list[str], *, resume: bool = False, notes: bool = True) -> Any:
+    """The configuration that the arguments name; `notes` on renamed options and advice go to stderr."""
     from keel.config import arguments, read_config
     from keel.config.checks import advice
 
     paths, overrides = arguments.split(args)
     source, implied = arguments.choose(paths, resume=resume, overrides=overrides)
     config, renamed = read_config(source, [*implied, *overrides])
-    for note in (*renamed, *advice(config)) if first_process() else ():
+    for note in (*renamed, *advice(config)) if notes and process_rank() == 0 else ():
         typer.echo(f"keel: note: {note}", err=True)
     return config
 
@@ -67,7 +67,8 @@ def bar() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    hidden = not console.is_terminal or process_rank() > 0
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
 
         def watch(label: str, total: int) -> Callable[[int], None]:
             task = progress.add_task(label, total=total)

@@ -25,6 +25,7 @@ from keel.run.build import (
     reward_entries,
     without_long_prompts,
 )
+from keel.run.environment import settings_of
 from keel.run.model_ref import ModelRef
 from keel.trainer.memory import fewer_rows, memory_guard
 
@@ -148,7 +149,7 @@ def run_evaluation(
             f"{model_ref.name} is a model and names no task: say what to evaluate, such as --task arithmetic"
         )
     chosen = _named_tasks(model_ref, tasks, data) if tasks else configured_tasks(config)
-    with open_world(config.model.device) as world:
+    with open_world(config.model.device, settings=settings_of(config)) as world:
         after = _evaluated(model_ref, config, chosen, seed, watch, world)
         before = None if baseline is None else _evaluated(baseline, config, chosen, seed, watch, world)
     records = []
@@ -196,7 +197,8 @@ def _evaluated(
     for entry in entries(config, tasks):
         rows = config.eval.samples * _samples(config)
         if watch is not None:
-            engine.on_finished = watch(f"{model_ref.name}: {entry.task.name}", rows)
+            own = len(world.share(range(config.eval.samples))) * _samples(config)
+            engine.on_finished = watch(f"{model_ref.name}: {entry.task.name}", own)
         with memory_guard(f"the evaluation of {entry.task.name}", partial(fewer_rows, config.rollout, rows)):
             results.append(evaluate_entry(config, engine, loaded.tokenizer, entry, seed=seed, world=world))
     return results

@@ -12,7 +12,7 @@ from keel.base.world import World, open_world
 from keel.config import Config, load_config
 from keel.loggers import RunDirectory
 from keel.run.build import build_policy, build_run, build_warmstart
-from keel.run.environment import environment
+from keel.run.environment import environment, settings_of
 from keel.run.hooks import NO_HOOKS, EndHooks
 from keel.run.resume import write_config
 from keel.run.train import ConfigSource, TrainResult, evaluator, open_loggers, open_run, write_report_of
@@ -28,7 +28,7 @@ def supervise(config: ConfigSource, at_end: EndHooks = NO_HOOKS) -> TrainResult:
     if checked.run.if_exists == "resume":
         raise KeelError("keel sft cannot go on with a run: use run.if_exists=replace, or another run.name")
     with (
-        open_world(checked.model.device) as world,
+        open_world(checked.model.device, settings=settings_of(checked)) as world,
         open_run(checked, resume=False, world=world) as (directory, _),
     ):
         return _supervise(checked, directory, at_end, world)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import signal
 import tempfile
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from keel.base.alive import process_count
 from keel.base.errors import KeelError
 from keel.base.world import ALONE, World, open_world
 from keel.config import Config, load_config
@@ -34,7 +36,7 @@ from keel.run.build import (
     learning_rate_schedule,
     reward_entries,
 )
-from keel.run.environment import environment
+from keel.run.environment import environment, settings_of
 from keel.run.evaluate import configured_tasks, entries, evaluate_entry
 from keel.run.hooks import NO_HOOKS, EndHooks
 from keel.run.layout import layout_of, spread
@@ -111,11 +113,14 @@ def train(
     if reward is None:
         build_rewards(reward_entries(checked), task)  # rewards that cannot judge this task are found now
         probe_rewards(reward_entries(checked))
+    settings = settings_of(checked)
     if dry_run:
-        return _dry_run(checked, task, reward)
+        with open_world(checked.model.device, settings=settings) as world:
+            return _dry_run(checked, task, reward, world)
+    path = Path(checked.run.dir) / checked.run.name
     with (
-        open_world(checked.model.device) as world,
         interruptible() as interrupt,
+        open_world(checked.model.device, settings=settings, resume=resume_command(path)) as world,
         open_run(checked, resume=resume, world=world) as (directory, resumed),
     ):
         return _train(checked, directory, resumed, interrupt, task, reward, callbacks, at_end, world)
@@ -146,7 +151,7 @@ def closing_line(result: TrainResult) -> str:
             f"stopped by a guard: {result.stopped}; the model is that of step {result.steps}; report: {result.report}"
         )
     if result.exit_status:
-        return f"stopped after step {result.steps}; go on with: keel train --resume {result.directory}"
+        return f"stopped after step {result.steps}; go on with: {resume_command(result.directory)}"
     parts = [f"{summary['task']}, {result.steps} steps in {summary['wall_s']:.0f} s"]
     before, after = summary["accuracy"]["before"], summary["accuracy"]["after"]
     if before is not None and after is not None:
@@ -241,10 +246,12 @@ def _finish(
     config: Config, built: Built, job: Job, state: State, interrupt: Interrupt, at_end: EndHooks
 ) -> TrainResult:
     directory = job.directory
-    if interrupt.signal is not None and state.step < config.run.max_steps:
+    if interrupt.anywhere(built.run.world) and interrupt.signal and state.step < config.run.max_steps:
         name = signal.Signals(interrupt.signal).name
         saved = f"step {state.step}" if job.saved_at == state.step else "nothing yet"
-        message = f"{name}: stopped after step {state.step}, saved {saved}; go on with: {resume_command(config)}"
+        message = (
+            f"{name}: stopped after step {state.step}, saved {saved}; go on with: {resume_command(directory.path)}"
+        )
         job.loggers.event("interrupted", step=state.step, message=message)
         return TrainResult({}, directory.path, state.step, interrupt.status)
     summary = built.run.world.agree(_conclude(built, job, state, at_end) if built.run.world.leads else {})
@@ -266,15 +273,17 @@ def _conclude(built: Built, job: Job, state: State, at_end: EndHooks) -> dict[st
     return summary
 
 
-def resume_command(config: Config) -> str:
-    """What to type to go on with an interrupted run."""
-    return f"keel train --resume {Path(config.run.dir) / config.run.name}"
+def resume_command(directory: Path) -> str:
+    """What to type to go on with an interrupted run, in as many processes of this machine."""
+    size = process_count()
+    here = size > 1 and os.environ.get("LOCAL_WORLD_SIZE") == str(size)
+    return f"keel train --resume {directory}{f' --nproc {size}' if here else ''}"
 
 
 def how_to_go_on(config: Config, remedy: Remedy) -> str:
     """What to type after memory ran out: the run goes on if the option may change, and begins anew if not."""
     if may_change(remedy.option):
-        return f"go on with: {resume_command(config)} {remedy.override}"
+        return f"go on with: {resume_command(Path(config.run.dir) / config.run.name)} {remedy.override}"
     return "with that it is another run: give it another run.name"
 
 
@@ -434,7 +443,7 @@ def open_run(config: Config, *, resume: bool, world: World = ALONE) -> Iterator[
         yield directory, resumed
 
 
-def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | None) -> TrainResult:
+def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | None, world: World) -> TrainResult:
     """Build everything, take one step on one group, save and load nothing that stays."""
     changes = {"rollout.prompts_per_step": 1, "optim.minibatches": 1, "eval.samples": 1}
     overrides = [f"{name}={value}" for name, value in changes.items()]
@@ -445,8 +454,8 @@ def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | Non
     try:
         with RunDirectory.create(folder) as directory:
             loggers = MultiLogger(Logger())  # it leaves nothing behind
-            loaded = _policy(small, directory.path, None, loggers, task, Interrupt())
-            built = build_run(small, loaded, task=task, reward=reward)
+            loaded = _policy(small, directory.path, None, loggers, task, Interrupt(), world)
+            built = build_run(small, loaded, task=task, reward=reward, world=world)
             evaluator(small, built)
             step = train_step(built.run, State(kl=built.run.controller.init()))
     finally:

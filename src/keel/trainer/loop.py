@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from keel.base.alive import process_count
 from keel.base.types import Problem
 from keel.base.world import World
 from keel.eval.options import EvalOptions
@@ -43,6 +44,7 @@ from keel.trainer.step import Step, train_step
 Record = dict[str, Any]
 Callback = Callable[[State, Mapping[str, float]], bool | None]
 MAX_SKIPPED_FILES = 20  # batches kept for inspection, at most
+ECHO_S = 3.0  # in which all processes have had the same signal
 ROLLOUT_GROUPS = 2  # groups of a step that rollouts.jsonl shows
 
 
@@ -73,20 +75,27 @@ class Job:
 
 
 class Interrupt:
-    """Remembers a signal until the step is done; a second one ends the program at once."""
+    """Remembers a signal until the step is done; a second one ends the program at once.
 
-    def __init__(self) -> None:
+    What comes within `echo_s` of the first is the same signal, which torchrun has passed on once more.
+    """
+
+    def __init__(self, echo_s: float = 0.0) -> None:
         self.signal: int | None = None
+        self.echo_s, self.since = echo_s, 0.0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
+        if self.signal is None:
+            self.signal, self.since = number, time.monotonic()
+        elif time.monotonic() - self.since >= self.echo_s:
             raise KeyboardInterrupt
-        self.signal = number
 
     def anywhere(self, world: World) -> bool:
         """Whether any process has had a signal; from then on all of them have."""
-        self.signal = next((number for number in world.gather(self.signal) if number is not None), None)
-        return self.signal is not None
+        first = next((number for number in world.gather(self.signal) if number is not None), None)
+        if first is not None and self.signal is None:  # an own one may have come while the others were asked
+            self.signal, self.since = first, time.monotonic()
+        return first is not None
 
     @property
     def status(self) -> int:
@@ -97,7 +106,7 @@ class Interrupt:
 @contextmanager
 def interruptible() -> Iterator[Interrupt]:
     """Ctrl-C and SIGTERM wait for the step in flight; outside the main thread signals are left as they are."""
-    interrupt = Interrupt()
+    interrupt = Interrupt(ECHO_S if process_count() > 1 else 0.0)
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
         return
@@ -149,7 +158,7 @@ def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
         state = _evaluate_and_save(job, state, last=last)
         if any(stop):
             break
-    if interrupt.signal is not None and job.saved_at != state.step and state.step > 0:
+    if interrupt.anywhere(world) and job.saved_at != state.step and state.step > 0:
         save(job, state)
     return state
 
