@@ -77,11 +77,14 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, amp_dtype: torch.dtype | None =
     with torch.autocast(next(body.parameters()).device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
         try_prefix_attention(body)
     policy: OffloadPolicy = CPUOffloadPolicy() if offload else OffloadPolicy()
-    options: dict[str, Any] = {"mesh": mesh, "offload_policy": policy, "ignored_params": _adapters(model)}
+    options: dict[str, Any] = {"mesh": mesh, "offload_policy": policy, "ignored_params": adapters_of(model)}
     mixed = MixedPrecisionPolicy(param_dtype=amp_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     precision: dict[str, Any] = {} if amp_dtype is None else {"mp_policy": mixed}
+    blocks = blocks_of(body)
+    if not blocks:
+        raise KeelError(f"{type(body).__name__} has no list of layers to shard by: use parallel.sharding=none")
     root = Sharded(model)
-    sharded: list[Any] = [fully_shard(block, **options, **precision) for block in _blocks(body)]
+    sharded: list[Any] = [fully_shard(block, **options, **precision) for block in blocks]
     # The rest is gathered in its own type: its products are cast as autocast casts them in one process.
     sharded.append(fully_shard(root, **options, reshard_after_forward=True))
     for part in sharded:
@@ -90,7 +93,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, amp_dtype: torch.dtype | None =
     vars(model)[_ROOT] = root
 
 
-def _adapters(model: nn.Module) -> set[nn.Parameter]:
+def adapters_of(model: nn.Module) -> set[nn.Parameter]:
     """What peft has added to a model, trained or kept; empty for a model without adapters."""
     if not is_lora(model):
         return set()
@@ -99,10 +102,7 @@ def _adapters(model: nn.Module) -> set[nn.Parameter]:
     return {p for name, p in model.named_parameters() if p.requires_grad or name.startswith(added)}
 
 
-def _blocks(body: nn.Module) -> list[nn.Module]:
-    """The layers of the transformer: the largest list of modules in it."""
+def blocks_of(body: nn.Module) -> list[nn.Module]:
+    """The layers of the transformer: the largest list of modules in it; empty where it has none."""
     lists = [module for module in body.modules() if isinstance(module, nn.ModuleList)]
-    size = max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=None)
-    if size is None:
-        raise KeelError(f"{type(body).__name__} has no list of layers to shard by: use parallel.sharding=none")
-    return list(size)
+    return list(max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=()))

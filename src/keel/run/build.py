@@ -29,7 +29,7 @@ from keel.rollout import Engine, SamplingParams, build_engine
 from keel.rollout.collect import collect
 from keel.rollout.options import RolloutOptions
 from keel.rollout.render import Renderer, fit
-from keel.run.layout import spread, spreads
+from keel.run.layout import layout_of, sampler_options, spread
 from keel.trainer.integrity import check_model
 from keel.trainer.memory import Remedy, measure_fit, memory_guard
 from keel.trainer.optim import Optimizer, Schedule, build_schedule, resolve_amp_dtype
@@ -163,19 +163,19 @@ def _build_run(
     amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype, loaded.device)
     sampler = sampler_options(config, loaded.device.type, amp_dtype)
     check_bfloat16("rollout.dtype", DTYPES.get(sampler.dtype), loaded.device, "rollout.dtype=float16")
-    spreading = spreads(config, loaded, world)
-    engine = build_engine(sampler, loaded.model, loaded.tokenizer, own_weights=spreading)
+    layout = layout_of(config, loaded, world)
+    engine = build_engine(sampler, loaded.model, loaded.tokenizer, own_weights=layout.spread)
     _check_logp(config, engine, sampling)
     scorer = build_scorer(config.model.scorer)
     shared = engine.shares_weights and amp_dtype is None and scorer is None
     reference = _reference(config, loaded)
-    if spreading:  # engine and reference were made of whole weights
+    if layout.spread:  # engine and reference were made of whole weights
         if engine.shares_weights:
             raise KeelError(
                 f"rollout.engine={config.rollout.named_engine.name} samples with the policy's own weights, which are "
                 "spread over processes: use native, or parallel.sharding=none"
             )
-        spread(config, loaded, reference, world, amp_dtype)
+        spread(layout, loaded, reference, world, amp_dtype)
     run = TrainingRun(
         policy=loaded,
         task=task,
@@ -200,7 +200,7 @@ def _build_run(
         scorer=scorer,
         world=world,
     )
-    if scorer is None and not spreading:
+    if scorer is None and not layout.spread:
         kept = config.episodes_per_step * config.rollout.max_completion_length if config.kl.needs_exact else 0
         run.fitting_tokens = measure_fit(
             loaded, run.optimizer, run.autocast, shared_prefix=run.shared_prefix, kept_tokens=kept
@@ -210,17 +210,6 @@ def _build_run(
     if loaded.device.type == "cuda":
         notes += device_notes(run, sampler)
     return Built(run, judge, sampling, notes)
-
-
-def sampler_options(config: Config, device: str, amp_dtype: torch.dtype | None) -> RolloutOptions:
-    """`rollout` with its dtype decided: on a GPU a sampler in the type of the training passes is faster, and nearer."""
-    rollout = config.rollout
-    native = rollout.named_engine.name == "native"
-    if rollout.dtype != "auto" or not native or amp_dtype is None or device != "cuda":
-        return rollout
-    if config.model.quantization is not None:  # those weights are in a type of their own
-        return rollout
-    return rollout.model_copy(update={"dtype": _name(amp_dtype)})
 
 
 def device_notes(run: TrainingRun, sampler: RolloutOptions) -> tuple[str, ...]:

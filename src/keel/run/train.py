@@ -39,7 +39,7 @@ from keel.run.build import (
 from keel.run.environment import environment, settings_of
 from keel.run.evaluate import configured_tasks, entries, evaluate_entry
 from keel.run.hooks import NO_HOOKS, EndHooks
-from keel.run.layout import spread, spreads
+from keel.run.layout import layout_of, spread
 from keel.run.resume import (
     ResumeEvent,
     check_same_data,
@@ -386,15 +386,15 @@ def _policy(
         if step % every == 0:
             loggers.event("warmstart", step=0, message=f"supervised step {step}: loss {line['loss/total']:.3f}")
 
-    spreading, draws = spreads(config, loaded, world), DrawCount()
-    if spreading:
-        spread(config, loaded, None, world, resolve_amp_dtype(config.optim, loaded.dtype, loaded.device))
+    layout, draws = layout_of(config, loaded, world), DrawCount()
+    if layout.spread:
+        spread(layout, loaded, None, world, resolve_amp_dtype(config.optim, loaded.dtype, loaded.device))
     loss = warmstart(start, loaded, lambda model: build_warmstart(config, model, task, draws), report, world)
     for note in draws.notes:
         loggers.event("note", step=0, message=note)
     spent = time.monotonic() - began
     loggers.event("warmstart", step=0, message=f"done in {spent:.1f} s, loss {loss:.3f}: this is the reference")
-    return build_policy(config, start) if spreading else loaded  # engine and reference are made of whole weights
+    return build_policy(config, start) if layout.spread else loaded  # engine and reference are made of whole weights
 
 
 def _start_reference(
