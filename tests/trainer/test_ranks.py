@@ -52,7 +52,7 @@ def alone():
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_gradient_and_the_metrics_of_several_processes_are_those_of_one(size, alone, tmp_path):
-    results = in_processes(size, list(CASES.values()), tmp_path)
+    results = in_processes(size, [(overrides, {}) for overrides in CASES.values()], tmp_path)
     for (name, _), (expected, lines), ranks in zip(CASES.items(), alone, results, strict=True):
         for updates, metrics in ranks:
             assert len(updates) == len(expected), name
