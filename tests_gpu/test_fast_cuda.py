@@ -9,10 +9,15 @@ from transformers import AutoModelForCausalLM
 from transformers import models as zoo
 
 from keel.base.types import Completion, Group, Problem
-from keel.models.flash_prefix import flash_attend
+from keel.models import chunked, fuse, gated, prefix_kernels
+from keel.models.chunked import StatsOptions, token_stats
+from keel.models.flash_prefix import Formulas, flash_attend
 from keel.models.fuse import fuse_modules
+from keel.models.gated import gated_silu
+from keel.models.head import Head, body_of
 from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
+from keel.models.prefix_attention import AttendAgain, use_prefix_attention
 from keel.rollout import NativeEngine, Request, SamplingParams
 from keel.rollout.native import kernels
 from keel.rollout.native.fused import FusedStep
@@ -85,10 +90,124 @@ def test_flash_over_ragged_rows_equals_the_mask_in_fp64(heads, kv_heads, size, d
     expected = expected.transpose(1, 2) * real
     gradients = torch.autograd.grad((expected * weight).sum(), inputs)
     on_gpu = [x.detach().to("cuda", dtype).requires_grad_() for x in inputs]
-    out = flash_attend(*on_gpu, packed.to("cuda").segments, size**-0.5) * real.cuda()
+    tokens = (x.transpose(1, 2).flatten(0, 1) for x in on_gpu)
+    out = flash_attend(*tokens, packed.to("cuda").segments, size**-0.5).view_as(expected) * real.cuda()
     mine = torch.autograd.grad((out * weight.to("cuda", dtype)).sum(), on_gpu)
     for result, truth in zip((out, *mine), (expected, *gradients), strict=True):
         assert (result.double().cpu() - truth).norm() < allowed * truth.norm()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(12, 2, 128), (9, 3, 64), (4, 4, 80)])
+def test_what_stands_around_the_flash_calls_equals_its_formulas(heads, kv_heads, size):
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    joint = normal(501, heads + 2 * kv_heads, size)  # queries, keys and values of a token side by side
+    q, k, v = joint.split([heads, kv_heads, kv_heads], dim=1)
+    more_q, more_k = normal(501, heads, size), normal(501, kv_heads, size)
+    cos, sin, lse, more_lse = normal(501, size), normal(501, size), normal(heads, 501), normal(heads, 501)
+    in_completion = normal(501) > 0
+    more_lse[:, ~in_completion] = torch.inf  # as flash kernels leave it where there is no key
+    for mine, formula in (
+        (prefix_kernels.rotate(q, k, v, cos, sin), Formulas.rotate(q, k, v, cos, sin)),
+        (
+            prefix_kernels.join(more_q.clone(), lse.clone(), q.contiguous(), more_lse, in_completion),
+            Formulas.join(more_q, lse, q, more_lse, in_completion),
+        ),
+        (
+            prefix_kernels.add_gradients(tuple(x.contiguous() for x in (q, k, v)), (more_q, more_k, more_k), cos, sin),
+            Formulas.add_gradients((q, k, v), (more_q, more_k, more_k), cos, sin),
+        ),
+    ):
+        for result, expected in zip(mine, formula, strict=True):
+            torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(5, 7, 1536), (3, 100)])
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_gated_activation_equals_its_formula(shape, joint):
+    torch.manual_seed(0)
+    gate, up, weight = (torch.randn(shape, device="cuda", requires_grad=True) for _ in range(3))
+    expected = torch.nn.functional.silu(gate) * up
+    mine = gated_silu(torch.cat((gate, up), dim=-1)) if joint else gated_silu(gate, up)
+    torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
+    gradients = (torch.autograd.grad((x * weight).sum(), (gate, up)) for x in (mine, expected))
+    for gradient, truth in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, truth, atol=1e-5, rtol=1e-5)
+
+
+def test_mixed_precision_gradients_are_nearer_to_fp32_by_joint_products(monkeypatch):
+    packed, gradients = pack(ragged(3, 4, (5, 40), (1, 30)), 0).to("cuda"), []
+    for mode in ("joint", "autocast", "fp32"):
+        model = model_of("qwen2")
+        fuse_modules(model)
+        if mode == "autocast":
+            monkeypatch.setattr(fuse, "joint_product", lambda *_: None)
+        with torch.autocast("cuda", torch.bfloat16, enabled=mode != "fp32"):
+            logp = score_tokens(model, packed).logp
+        logp.sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    joint, autocast = ((g - gradients[2]).norm() / gradients[2].norm() for g in gradients[:2])
+    assert joint < 0.02
+    assert joint < 1.2 * autocast
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("vocabulary", [97, 49152, 151936])
+def test_statistics_by_one_kernel_equal_the_formulas(vocabulary, bias, monkeypatch):
+    results = []
+    for by_kernel in (True, False):
+        torch.manual_seed(0)
+        head, reference = (torch.nn.Linear(64, vocabulary, bias=bias, device="cuda") for _ in range(2))
+        hidden = (20 * torch.randn(45, 64, device="cuda")).requires_grad_()
+        tokens, weights = torch.randint(vocabulary, (45,), device="cuda"), torch.randn(4, 45, device="cuda")
+        options = StatsOptions(0.7, True, True, Head(reference, 0.5), chunk_tokens=20, ref_policy_grad=True)
+        if not by_kernel:
+            monkeypatch.setattr(chunked, "why_not_one_kernel", lambda *_: "for comparison")
+        stats = token_stats(hidden, Head(head, 0.5), tokens, options, hidden.detach() + 1)
+        values = (stats.logp, stats.entropy, stats.kl, stats.ref_policy_kl)
+        sum((w * x).sum() for w, x in zip(weights, values, strict=True)).backward()
+        results.append([*values, stats.ref_logp, hidden.grad, *(p.grad for p in head.parameters())])
+    for mine, formula in zip(*results, strict=True):
+        assert (mine - formula).norm() < 1e-5 * formula.norm()
+
+
+def compiled(*jitted):
+    return sum(len(cache[0]) for kernel in jitted for cache in kernel.device_caches.values())
+
+
+def test_new_lengths_compile_nothing_after_the_second_step():
+    model = model_of("llama")
+    fuse_modules(model)
+    modules = (chunked._kernels(), prefix_kernels, gated)
+    kernels = [x for module in modules for x in vars(module).values() if hasattr(x, "device_caches")]
+    counts = []
+    for step in range(6):
+        groups = ragged(3, 4, (5, 40), (1, 30), seed=step)
+        packed = pack(groups, 0, max_row_tokens=10**6).to("cuda")
+        with torch.autocast("cuda", torch.bfloat16):
+            scores = score_tokens(model, packed, entropy=True, chunk_tokens=37)
+        (scores.logp.sum() + scores.entropy.sum()).backward()
+        counts.append(compiled(*kernels))
+    assert counts[1] > 5
+    assert counts[1:] == [counts[1]] * 5
+
+
+def test_recomputed_activations_attend_by_flash_too():
+    packed, gradients = pack(ragged(3, 4, (5, 40), (1, 30)), 0).to("cuda"), []
+    for checkpointing in (False, True):
+        model = model_of("llama", torch.bfloat16)
+        fuse_modules(model)
+        if checkpointing:
+            kwargs = {"use_reentrant": False, "context_fn": AttendAgain()}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+        model.train()
+        assert use_prefix_attention(body_of(model), packed)
+        score_tokens(model, packed).logp.sum().backward()
+        gradients.append(torch.cat([p.grad.float().flatten() for p in model.parameters()]))
+    assert (gradients[0] - gradients[1]).norm() < 1e-2 * gradients[0].norm()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -110,7 +229,7 @@ def test_half_precision_scores_and_gradients_are_near_fp32_on_the_cpu(name):
 def test_fused_modules_are_exact_in_fp32(name):
     model = model_of(name)
     twin = copy.deepcopy(model)
-    assert fuse_modules(model) >= 3 * 3 + 1
+    assert fuse_modules(model) >= 4 * 3 + 1
     packed = pack(ragged(2, 3, (5, 20), (1, 12)), 0).to("cuda")
     results = []
     for one in (model, twin):
