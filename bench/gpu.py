@@ -123,7 +123,11 @@ def measure(job: Job, steps: int) -> dict[str, float]:
     parts: dict[str, list[float]] = {name: [] for name in PARTS}
     for step in range(steps):
         groups = groups_of(job, rng)
-        requests = [Request(group.problem.key, group.prompt_tokens) for group in groups]
+        requests = [
+            Request(group.problem.key, group.prompt_tokens, (i,), max_new=len(completion.tokens))
+            for group in groups
+            for i, completion in enumerate(group.completions)
+        ]
         parts["rollout"].append(seconds(lambda: engine.generate(requests, sampling, step=step)))  # noqa: B023
         parts["reference"].append(seconds(lambda: passes(model, job, groups, update=False)))  # noqa: B023
         parts["update"].append(seconds(lambda: passes(model, job, groups, update=True)))  # noqa: B023
