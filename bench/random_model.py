@@ -1,38 +1,41 @@
-"""A random Llama of 19M parameters with a word-level tokenizer, for jobs whose time does not depend on the weights."""
+"""Random Llamas with a word-level tokenizer, for jobs whose time does not depend on the weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-VOCABULARY = 16384
 WORDS_BEFORE = ("<pad>", "<bos>", "<eos>", "<unk>")
+SMALL = {  # 19M parameters
+    "vocab_size": 16384,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+}
 
 
-def save_random_llama(folder: Path, words: tuple[str, ...]) -> None:
+def save_random_llama(
+    folder: Path, words: tuple[str, ...], shape: dict[str, int] | None = None, *, dtype: str = "float32"
+) -> None:
     """Write the model and a tokenizer of one token a word, `words` among them, as from_pretrained reads them."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    filled = (f"w{number}" for number in range(VOCABULARY - len(WORDS_BEFORE) - len(words)))
+    shape = SMALL if shape is None else shape
+    filled = (f"w{number}" for number in range(shape["vocab_size"] - len(WORDS_BEFORE) - len(words)))
     names = (*WORDS_BEFORE, *words, *filled)
     core = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
     ).save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=384,
-        intermediate_size=1024,
-        num_hidden_layers=8,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    special: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True}
+    large = shape["vocab_size"] * shape["hidden_size"] > 2**26  # a GPU draws these weights in a second
     torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    with torch.device("cuda" if large and torch.cuda.is_available() else "cpu"):
+        model = LlamaForCausalLM(LlamaConfig(**shape, **special))
+    model.to(getattr(torch, dtype)).save_pretrained(folder)

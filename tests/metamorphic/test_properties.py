@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,8 +24,10 @@ from hypothesis import strategies as st
 
 import keel
 from keel.base.types import Completion, Group
+from keel.models import logprobs
 from keel.rollout import Request, SamplingParams
-from keel.trainer.batch import StepBatch, pack_step, score_policy
+from keel.trainer import batch as batch_module
+from keel.trainer.batch import StepBatch, pack_step, score_policy, split
 from keel.trainer.state import TrainingRun
 from keel.trainer.step import train_step
 from metamorphic.worlds import BASE, budget, configure, groups, make_run, options
@@ -115,6 +118,36 @@ def test_a_gradient_does_not_depend_on_order_or_microbatches(chosen, rollouts, o
     for tokens in (7, 8192):
         split = configure({**chosen, **size, "optim.microbatch_tokens": tokens})
         assert same(found, step_gradient(*make_run(split, rollouts))[0])
+
+
+@budget(12)
+@given(options(), groups(), st.integers(1, 200), st.booleans(), st.integers(1, 64))
+def test_a_step_is_the_same_however_memory_cuts_it(chosen, rollouts, fitting, even, chunk):
+    config = configure(chosen, **{"rollout.num_generations": len(rollouts[0].completions)})
+
+    def cut(groups: Sequence[Group], budget: int, *, shared_prefix: bool, **_: Any) -> list[list[Group]]:
+        return split(groups, budget, shared_prefix=shared_prefix, even=even)
+
+    def step(fitting_tokens: int | None) -> tuple[torch.Tensor, dict[str, float]]:
+        run, state = make_run(config, rollouts)
+        run.fitting_tokens = fitting_tokens
+        gradients: list[torch.Tensor] = []
+        update = run.optimizer.step
+
+        def spy(info: Any, **guard: Any) -> Any:
+            gradients.append(torch.cat([p.grad.flatten() for p in run.optimizer.parameters if p.grad is not None]))
+            return update(info, **guard)
+
+        run.optimizer.step = spy  # type: ignore[method-assign]
+        timed = ("time/", "speed/", "memory/")
+        metrics = train_step(run, state).metrics
+        return gradients[0], {name: value for name, value in metrics.items() if not name.startswith(timed)}
+
+    gradient, metrics = step(None)
+    with patch.object(batch_module, "split", cut), patch.object(logprobs, "default_chunk", lambda *_: chunk):
+        other_gradient, other_metrics = step(fitting)
+    assert same(gradient, other_gradient)
+    assert other_metrics == pytest.approx(metrics, rel=1e-3, abs=1e-4, nan_ok=True)
 
 
 MASKS: dict[str, dict[str, Any]] = {

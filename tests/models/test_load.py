@@ -26,7 +26,7 @@ from keel.base.errors import KeelError
 from keel.models import fingerprint, load_model
 from keel.models.dropout import disable_dropout
 from keel.models.head import body_of
-from keel.models.load import cast_parameters
+from keel.models.load import cast_parameters, resolve_dtype
 from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
 from keel.models.tiny import tiny_model, tiny_tokenizer
@@ -318,3 +318,19 @@ def test_weights_from_a_file_lie_where_computed_ones_do(tmp_path: Path) -> None:
     again = load_model(str(tmp_path))
     assert {p.data_ptr() % 64 for p in again.model.parameters()} == {0}
     assert fingerprint(again.model) == fingerprint(first.model)
+
+
+def test_a_gpu_without_bfloat16_gets_float32_weights_and_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    assert resolve_dtype("auto", gpu) == ("auto", ())
+    assert resolve_dtype("bfloat16", gpu) == (torch.bfloat16, ())
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
+    dtype, (note,) = resolve_dtype("auto", gpu)
+    assert dtype == torch.float32
+    assert "no bfloat16" in note
+    assert "optim.precision=float16" in note
+    assert resolve_dtype("float16", gpu) == (torch.float16, ())
+    assert resolve_dtype("auto", torch.device("cpu")) == (torch.float32, ())
+    with pytest.raises(KeelError, match=r"model\.dtype=bfloat16: this GPU has no bfloat16 .* model\.dtype=float32"):
+        resolve_dtype("bf16", gpu)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
+
+from keel.rollout import registry
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
 def bench(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
     spec = importlib.util.spec_from_file_location(f"bench_{name}", BENCH / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -27,24 +30,68 @@ def bench(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_the_sides_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     step, order = bench("step", monkeypatch), []
-    monkeypatch.setattr(step, "measure_apart", lambda side, _: order.append(side) or {"total": 1.0})
-    turns = step.take_turns(["keel", "trl"], argparse.Namespace(repeats=3))
+    turns = step.take_turns(["keel", "trl"], 3, lambda side: order.append(side) or {"total": 1.0})
     assert order == ["keel", "trl", "trl", "keel", "keel", "trl"]
     assert {side: len(taken) for side, taken in turns.items()} == {"keel": 3, "trl": 3}
+
+
+def turn(tokens: float = 64.0, **figures: float) -> dict[str, float]:
+    shown = ("rollout", "reference", "update", "rest", "total", "first", "second", "token_us", "peak_gib")
+    return {**dict.fromkeys(shown, 1.0), "tokens": tokens, **figures}
 
 
 def test_the_ratio_is_within_turns_and_trl_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step = bench("step", monkeypatch)
-    phases = {"rollout": 0.1, "reference": 0.1, "update": 0.1, "peak_gib": 1.0}
     slowing = {"keel": [1.0, 2.0, 4.0], "trl": [3.0, 6.0, 12.0]}  # a machine that slows down under both
-    turns = {side: [{**phases, "total": total} for total in totals] for side, totals in slowing.items()}
-    step.show("tiny", "cpu", step.JOBS["tiny"], turns)
+    turns = {side: [turn(total=total, update=total**2) for total in totals] for side, totals in slowing.items()}
+    step.show(step.Work("tiny", step.JOBS["tiny"], "", 2, "cpu"), turns)
     out = capsys.readouterr().out
-    assert '"ratio": 3.0' in out
+    assert '"ratio": 3.0, "update_ratio": 9.0' in out
     assert out.count(step.TRL_VERSION) == 2
     assert '"device": "cpu"' in out
+
+
+def test_sides_with_different_work_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = bench("step", monkeypatch)
+    work = step.Work("tiny", step.JOBS["tiny"], "", 2, "cpu")
+    with pytest.raises(SystemExit, match=r"\[64\.0, 65\.0\] tokens"):
+        step.show(work, {"keel": [turn()], "trl": [turn(tokens=65.0)]})
+
+
+def test_the_first_step_is_shown_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [{"rollout": 1.0, "update": 0.5, "total": total, "tokens": 10.0, "peak_gib": 2.0} for total in (9, 2, 4, 3)]
+    figures = bench("step", monkeypatch).summarise(steps)
+    assert (figures["first"], figures["second"], figures["total"]) == (9, 2, 3)
+    assert (figures["reference"], figures["rest"], figures["token_us"]) == (0.0, 1.5, 3e5)
+
+
+@pytest.fixture
+def tiny_ragged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Any, Any]:
+    step = bench("step", monkeypatch)
+    monkeypatch.setattr(registry, "ENGINES", {**registry.ENGINES})  # a side registers an engine of its own
+    step.save_random_llama(tmp_path, step.WORDS, step.TINY)
+    return step, step.Work("tiny-ragged", step.JOBS["tiny-ragged"], str(tmp_path), 2, "cpu")
+
+
+@pytest.mark.parametrize("side", ["keel", "trl", "keel-exact-kl"])
+def test_all_sides_draw_the_same_ragged_lengths(tiny_ragged: tuple[Any, Any], side: str) -> None:
+    step, work = tiny_ragged
+    lengths = [work.job.lengths(number) for number in range(2)]
+    assert len(set(lengths[0])) > 2
+    taken = step.SIDES[side](work)
+    assert [line["tokens"] for line in taken] == [sum(row) for row in lengths]
+    assert all(line["rollout"] > 0 and line["reference"] > 0 and line["update"] > 0 for line in taken)
+
+
+def test_the_supervised_start_learns_texts_of_these_lengths(tiny_ragged: tuple[Any, Any]) -> None:
+    step, work = tiny_ragged
+    work = replace(work, job=replace(work.job, group=1))
+    tokenizer = AutoTokenizer.from_pretrained(work.model)
+    texts = [problem.answer for problem in step.keel_task(work.job, tokenizer).sample(2, seed=0, step=1)]
+    assert [len(tokenizer(text)["input_ids"]) + 1 for text in texts] == work.job.lengths(1)  # 1 for the end
+    assert [line["tokens"] for line in step.run_keel_sft(work)] == [sum(work.job.lengths(i)) for i in range(2)]
 
 
 def test_another_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,8 +105,8 @@ def test_another_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_reward_is_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """`hash` of a string is salted anew in each process, so the sides would have trained on other rewards."""
     texts = [f"completion {i}" for i in range(12)]
-    here = bench("step", monkeypatch).checksum_reward(texts)
-    code = f"import sys; sys.path.insert(0, {str(BENCH)!r}); import step; print(step.checksum_reward({texts!r}))"
+    here = list(map(bench("step", monkeypatch).checksum, texts))
+    code = f"import sys; sys.path.insert(0, {str(BENCH)!r}); import step; print(list(map(step.checksum, {texts!r})))"
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert there.strip() == str(here)
     assert len(set(here)) > 1

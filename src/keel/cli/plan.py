@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 PLAN_HELP = """Estimate memory and time of a step before anything runs, and say what would make it fit.
 
 The passes of the reference and of the update are rehearsed on tensors that have shapes and no memory, with every
-completion as long as it may be, so that peaks are counted; no weights are read. Times are operations over the
-hardware's speed, without Python's own work and without other jobs on the machine: steps take longer, small models
-many times. Exit status 1 if a step does not fit.
+completion as long as it may be, so that peaks are counted; no weights are read. Where the hardware is this machine's,
+times are measured for a few seconds: real steps of a random model of this shape, or of a part of it, scaled to the
+whole. For other hardware, and with --no-measure, they are counted operations over an assumed speed, without Python's
+own work: steps take longer, small models many times. Exit status 1 if a step does not fit.
 
 Examples:
 
@@ -34,6 +35,7 @@ def plan(
     hardware: Annotated[str, typer.Option(help="auto, cpu, h200, h100, a100, l40s or rtx4090.")] = "auto",
     memory_gib: Annotated[float | None, typer.Option(help="Memory of the device in GiB, in place of its own.")] = None,
     prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of a prompt; by default the task's.")] = None,
+    measure: Annotated[bool, typer.Option(help="Measure times here, where this is the hardware.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
 ) -> int:
     from keel.base.errors import KeelError
@@ -48,7 +50,7 @@ def plan(
     from keel.lab.plan.plan import plan as planned
 
     device = find_hardware(hardware, memory_gib)
-    estimate = planned(config, device, prompt_tokens)
+    estimate = planned(config, device, prompt_tokens, measured=measure, report=_report)
     remedies = [] if estimate.fits else make_it_fit(config, device, prompt_tokens)
     if as_json:
         rows = [{"overrides": overrides, "peak": after.peak, "fits": after.fits} for overrides, after in remedies]
@@ -56,6 +58,10 @@ def plan(
     else:
         _show(estimate, remedies)
     return 0 if estimate.fits else 1
+
+
+def _report(text: str) -> None:
+    typer.echo(f"{text} …", err=True)
 
 
 def _show(plan: Plan, remedies: list[tuple[list[str], Plan]]) -> None:
@@ -74,11 +80,15 @@ def _show(plan: Plan, remedies: list[tuple[list[str], Plan]]) -> None:
     if plan.host:
         table.add_row("in main memory", _size(plan.host))
     console.print(table)
-    times = ", ".join(f"{name} {value:.2g} s" for name, value in plan.seconds.items())
     console.print(
         f"{plan.parameters:,} parameters, {plan.trainable:,} trained; prompts of {plan.prompt_tokens} tokens; "
-        f"{plan.flops:.3g} operations a step; about {times}"
+        f"{plan.flops:.3g} operations a step"
     )
+    step, run = (
+        ", ".join(f"{name} {_duration(value)}" for name, value in parts.items() if value)
+        for parts in (plan.seconds, plan.run)
+    )
+    console.print(f"a step: {step}\nthe run: {run}\n({plan.timing})")
     total = plan.hardware.memory_bytes
     if plan.fits:
         console.print(f"fits: {_size(plan.peak)} of {_size(total)} on {plan.hardware.name}")
@@ -93,3 +103,9 @@ def _show(plan: Plan, remedies: list[tuple[list[str], Plan]]) -> None:
 
 def _size(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.1f} MiB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.2g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

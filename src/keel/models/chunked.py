@@ -45,10 +45,19 @@ class TokenStats:
     ref_policy_kl: Tensor | None = None
 
 
-def default_chunk(vocabulary: int, device: torch.device) -> int:
-    """Tokens a chunk for a fixed number of logits: 2²³ (32 MB in fp32) on a CPU, 2²⁷ (512 MB) on an accelerator."""
-    budget = 2**23 if device.type == "cpu" else 2**27
-    return max(16, budget // vocabulary)
+LOGIT_BYTES = 6 * 4  # of a chunk: logits, log-probabilities, probabilities and the reference's, in fp32
+
+
+def default_chunk(vocabulary: int, device: torch.device, memory: int | None = None) -> int:
+    """Tokens a chunk for a fixed number of logits: 2²³ (32 MB in fp32) on a CPU, up to 2²⁷ (512 MB) on an accelerator.
+
+    There all that is made of a chunk takes a twentieth of its `memory` at most (None: as the device says).
+    """
+    if device.type == "cpu":
+        return max(16, 2**23 // vocabulary)
+    if memory is None:
+        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**37
+    return max(16, min(2**27, memory // (20 * LOGIT_BYTES)) // vocabulary)
 
 
 def token_stats(

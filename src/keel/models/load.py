@@ -65,7 +65,13 @@ class LoadedModel:
 
 
 def load_model(
-    model: ModelOptions | str, *, seed: int = 0, probe: bool = True, longest: int | None = None, **overrides: Any
+    model: ModelOptions | str,
+    *,
+    seed: int = 0,
+    probe: bool = True,
+    longest: int | None = None,
+    loader: Loader | None = None,
+    **overrides: Any,
 ) -> LoadedModel:
     """A model with its tokenizer, checked before any compute is spent on it.
 
@@ -78,17 +84,17 @@ def load_model(
     `quantization` (4bit, 8bit) is for the frozen base under LoRA (QLoRA, arXiv:2305.14314) and needs bitsandbytes.
     `probe` measures whether the model computes shared-prefix rows rightly (a few short forwards); `longest` is the
     job's longest prompt plus completion, for attention windows that it never exceeds (None: the context). Without the
-    probe, one row a completion is used.
+    probe, one row a completion is used. `loader` takes the place of what loads a model of this name.
     """
     options = model_options(model, **overrides)
     name, lora = options.name, options.lora
     check_adapter(lora)
     device = _resolve_device(options.device)
-    dtype = _resolve_dtype(options.dtype, device)
-    loader = _loader(name)
+    dtype, dtype_notes = resolve_dtype(options.dtype, device)
+    loader = loader or _loader(name)
     quantization = _quantization_kwargs(options.quantization, loader, lora, device)
     policy, tokenizer, notes = loader(options, dtype=dtype, seed=seed, quantization=quantization)
-    notes += check_tokenizer(tokenizer, policy, name)
+    notes += (*dtype_notes, *check_tokenizer(tokenizer, policy, name))
     if not options.dropout:
         disable_dropout(policy)
     elif not has_dropout(policy):
@@ -190,10 +196,28 @@ def _resolve_device(name: str) -> torch.device:
     return device
 
 
-def _resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
-    if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else "auto"
-    return DTYPES[dtype]
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether a device computes in bfloat16 itself: GPUs before Ampere do not."""
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def check_bfloat16(option: str, dtype: torch.dtype | None, device: torch.device, instead: str) -> None:
+    """Refuse bfloat16 where a GPU would only emulate it."""
+    if dtype == torch.bfloat16 and not has_bfloat16(device):
+        raise KeelError(f"{option}=bfloat16: this GPU has no bfloat16 (those before Ampere have none): use {instead}")
+
+
+def resolve_dtype(name: str, device: torch.device) -> tuple[torch.dtype | str, tuple[str, ...]]:
+    """The type of the weights, "auto" for the checkpoint's own, and a note where that cannot be."""
+    if name != "auto":
+        check_bfloat16("model.dtype", DTYPES[name], device, "model.dtype=float32 with optim.precision=float16")
+        return DTYPES[name], ()
+    if device.type == "cpu":
+        return torch.float32, ()
+    if has_bfloat16(device):
+        return "auto", ()
+    note = "this GPU has no bfloat16: the weights are float32; optim.precision=float16 makes the passes faster"
+    return torch.float32, (note,)
 
 
 def _packing(model: nn.Module, tokenizer: Any, name: str, longest: int | None) -> tuple[bool, str | None]:
@@ -220,7 +244,8 @@ def _quantization_kwargs(
         raise KeelError(f"model.quantization={bits} needs a CUDA device: leave it out here")
     from transformers import BitsAndBytesConfig
 
-    nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+    half = torch.bfloat16 if has_bfloat16(device) else torch.float16
+    nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": half}
     config = BitsAndBytesConfig(**(nf4 if bits == "4bit" else {"load_in_8bit": True}))
     return {"quantization_config": config, "device_map": {"": device}}
 

@@ -193,17 +193,21 @@ def use_prefix_attention(body: Any, packed: PackedBatch) -> bool:
 
 
 def may_use_prefix_attention(body: Any, packed: PackedBatch) -> bool:
-    """Whether it is fast for such rows (long ones, or any where flash kernels run) and nothing known forbids it.
-
-    Gradient checkpointing does: its second forward runs outside the context.
-    """
+    """Whether it is fast for such rows (long ones, or any where flash kernels run) and nothing known forbids it."""
     flash = why_not_flash(next(body.parameters()), planned=bool(_like_cuda)) is None
     if not packed.shared_prefix or (packed.input_ids.shape[1] < LONG_ROW and not flash):
         return False
+    return why_not_by_structure(body) is None
+
+
+def why_not_by_structure(body: Any) -> str | None:
+    """Why a model attends by mask however its rows are; None where a trial has to tell."""
     if body.training and getattr(body, "is_gradient_checkpointing", False):
-        return False
-    sdpa = getattr(body.config, "_attn_implementation", None) == "sdpa"
-    return sdpa and not getattr(body, "_compiled_call_impl", None)
+        return "its activations are recomputed, outside the context that says how rows attend"
+    implementation = getattr(body.config, "_attn_implementation", None)
+    if implementation != "sdpa":
+        return f"its attention is {implementation}"
+    return "it is compiled" if getattr(body, "_compiled_call_impl", None) else None
 
 
 def _agrees(body: Any) -> bool:

@@ -27,7 +27,7 @@ class Engine:
     logp_after_filters: bool = False  # `sample_logp` is of the distribution that top-p, top-k and min-p leave
     context: int | None = None  # tokens that prompt and completion may have together; None where nothing limits them
     version: int | None = None  # the policy version of the last `sync`; None where weights are shared
-    notes: tuple[str, ...] = ()  # what it has to do without for this model, and why: a run records them
+    notes: tuple[str, ...] = ()  # what it does another way than the fastest, and why; a run on a GPU shows them
     on_finished: Callable[[int], None] | None = None  # called with the number of completions that have just ended
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -19,7 +19,8 @@ from keel.envs.mixture import mixture
 from keel.envs.registry import reads_data
 from keel.envs.rewards import wrap
 from keel.kl import controller_of
-from keel.models.load import LoadedModel, load_model
+from keel.models.fallbacks import fallback_notes
+from keel.models.load import DTYPES, LoadedModel, check_bfloat16, load_model
 from keel.models.lora import adapter_is_zero
 from keel.models.scorer import build_scorer
 from keel.reference import build_reference
@@ -28,6 +29,7 @@ from keel.rollout.collect import collect
 from keel.rollout.options import RolloutOptions
 from keel.rollout.render import Renderer, fit
 from keel.trainer.integrity import check_model
+from keel.trainer.memory import Remedy, measure_fit, memory_guard
 from keel.trainer.optim import Optimizer, Schedule, build_schedule, resolve_amp_dtype
 from keel.trainer.options import OptimOptions, WarmstartOptions
 from keel.trainer.sft import DrawCount, Encode, Examples, file_examples, gold_examples
@@ -45,8 +47,15 @@ def build_policy(config: Config, weights: Path | None = None, *, probe: bool = T
     for folder in (model.lora and model.lora.adapter, model.name):  # another run's checkpoint, perhaps
         if folder and weights is None:
             check_model(Path(folder).expanduser())
-    loaded = load_model(model if weights is None else model.at(weights), seed=config.run.seed, probe=probe)
+    with memory_guard("loading the policy", lambda: _smaller_policy(config)):
+        loaded = load_model(model if weights is None else model.at(weights), seed=config.run.seed, probe=probe)
     return replace(loaded, name=model.name)
+
+
+def _smaller_policy(config: Config) -> Remedy:
+    if DTYPES.get(config.model.dtype, torch.float32).itemsize > 2:
+        return Remedy("model.dtype", config.model.dtype, "bfloat16")
+    return Remedy("model.quantization", "null", "4bit")
 
 
 def build_named_task(spec: TaskOptions | str, config: Config | None = None) -> Task:
@@ -125,13 +134,27 @@ def build_run(
     config: Config, loaded: LoadedModel, *, task: Task | None = None, reward: RewardFunction | None = None
 ) -> Built:
     """Everything that a step needs; the reference is the policy as it is now."""
+    with memory_guard("building the run", lambda: _less_beside(config)):
+        return _build_run(config, loaded, task, reward)
+
+
+def _less_beside(config: Config) -> Remedy:
+    """Less than now beside the policy: of its frozen copy, or of what is trained."""
+    if config.model.lora is None and not config.reference.params.get("offload"):
+        return Remedy("reference.offload", "false", "true")
+    return _smaller_policy(config)
+
+
+def _build_run(config: Config, loaded: LoadedModel, task: Task | None, reward: RewardFunction | None) -> Built:
     build_renderer(config, loaded.tokenizer)  # a template that is not there is found before anything is sampled
     task = task or build_named_task(config.task, config)
     task, dropped = without_long_prompts(config, loaded.tokenizer, task)
     judge = build_judge(config, task, reward)
     sampling = SamplingParams.of(config.rollout)
-    amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype)
-    engine = build_engine(sampler_options(config, loaded.device.type, amp_dtype), loaded.model, loaded.tokenizer)
+    amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype, loaded.device)
+    sampler = sampler_options(config, loaded.device.type, amp_dtype)
+    check_bfloat16("rollout.dtype", DTYPES.get(sampler.dtype), loaded.device, "rollout.dtype=float16")
+    engine = build_engine(sampler, loaded.model, loaded.tokenizer)
     _check_logp(config, engine, sampling)
     scorer = build_scorer(config.model.scorer)
     shared = engine.shares_weights and amp_dtype is None and scorer is None
@@ -156,8 +179,15 @@ def build_run(
         thresholds=thresholds_of(config.model_dump()),
         scorer=scorer,
     )
+    if scorer is None:
+        kept = config.episodes_per_step * config.rollout.max_completion_length if config.kl.needs_exact else 0
+        run.fitting_tokens = measure_fit(
+            loaded, run.optimizer, run.autocast, shared_prefix=run.shared_prefix, kept_tokens=kept
+        )
     packing = [] if loaded.packing_note is None else [loaded.packing_note]
     notes = (*packing, *task.notes, *dropped, *_turn_notes(config, task), *_adapter_notes(config, run))
+    if loaded.device.type == "cuda":
+        notes += device_notes(run, sampler)
     return Built(run, judge, sampling, notes)
 
 
@@ -169,7 +199,29 @@ def sampler_options(config: Config, device: str, amp_dtype: torch.dtype | None) 
         return rollout
     if config.model.quantization is not None:  # those weights are in a type of their own
         return rollout
-    return rollout.model_copy(update={"dtype": str(amp_dtype).removeprefix("torch.")})
+    return rollout.model_copy(update={"dtype": _name(amp_dtype)})
+
+
+def device_notes(run: TrainingRun, sampler: RolloutOptions) -> tuple[str, ...]:
+    """What a GPU does for a run that its options do not say: types, kernels that do not serve, what is switched off."""
+    weights = run.policy.dtype
+    dtype = DTYPES.get(sampler.dtype, weights)
+    copied = f"rollout.dtype: completions are sampled by a copy of the weights in {_name(dtype)}, the policy's own are"
+    fallbacks = () if run.scorer is not None else fallback_notes(run.policy.model, run.amp_dtype)
+    fits, asked = run.microbatch_tokens, run.optim.microbatch_tokens
+    short = f"optim.microbatch_tokens is {asked}, and {fits} are used: free memory holds no larger passes"
+    cudnn_on = torch.backends.cuda.cudnn_sdp_enabled()
+    return (
+        *(() if dtype == weights else (f"{copied} {_name(weights)}",)),
+        *run.engine.notes,
+        *fallbacks,
+        *(() if fits == asked else (short,)),
+        *(() if cudnn_on else ("cuDNN's attention is off in this process: it makes a plan for every new length",)),
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_logp(config: Config, engine: Engine, sampling: SamplingParams) -> None:

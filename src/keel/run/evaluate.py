@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
@@ -24,6 +25,7 @@ from keel.run.build import (
     without_long_prompts,
 )
 from keel.run.model_ref import ModelRef
+from keel.trainer.memory import fewer_rows, memory_guard
 
 # Called with what is sampled and how many completions that will be; returns a callback for those that end.
 Watch = Callable[[str, int], Callable[[int], None]]
@@ -183,7 +185,9 @@ def _evaluated(
     ]
     results = []
     for entry in entries(config, tasks):
+        rows = config.eval.samples * _samples(config)
         if watch is not None:
-            engine.on_finished = watch(f"{model_ref.name}: {entry.task.name}", config.eval.samples * _samples(config))
-        results.append(evaluate_entry(config, engine, loaded.tokenizer, entry, seed=seed))
+            engine.on_finished = watch(f"{model_ref.name}: {entry.task.name}", rows)
+        with memory_guard(f"the evaluation of {entry.task.name}", partial(fewer_rows, config.rollout, rows)):
+            results.append(evaluate_entry(config, engine, loaded.tokenizer, entry, seed=seed))
     return results

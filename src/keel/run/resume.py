@@ -40,9 +40,19 @@ FREE_TO_CHANGE = (
     "doctor.",
     "kl.budget",
     "optim.decay_steps",  # kept from before unless it is given: `keep_schedule`
+    "optim.microbatch_tokens",  # these five change how much memory a step takes, and its numbers by rounding alone
+    "optim.offload",
+    "reference.offload",
+    "rollout.max_batch",
+    "model.gradient_checkpointing",
     "reward.timeout_s",
     "reward.on_error",
 )
+
+
+def may_change(option: str) -> bool:
+    """Whether a run can be resumed with another value of an option."""
+    return option != "run.seed" and option.startswith(FREE_TO_CHANGE)
 
 
 def check_same_run(folder: Path, config: Config) -> None:
@@ -57,7 +67,7 @@ def check_same_run(folder: Path, config: Config) -> None:
     own = _leaves(own_defaults(config))  # one that is written out is the one that is not
     before, now = {**own, **before}, {**own, **now}
     for name in sorted({*before, *now}):
-        if before.get(name) != now.get(name) and (name == "run.seed" or not name.startswith(FREE_TO_CHANGE)):
+        if before.get(name) != now.get(name) and not may_change(name):
             was, is_now = (masked(settings.get(name), name) for settings in (before, now))
             raise KeelError(
                 f"{name} was {was!r} in {folder} and is {is_now!r} now: resume with what it was, or start a new run "

@@ -44,6 +44,7 @@ from keel.run.resume import (
     cut_lines,
     fingerprint,
     keep_schedule,
+    may_change,
     schedule_change,
     write_config,
 )
@@ -52,6 +53,7 @@ from keel.trainer.checkpoint import clean, load_checkpoint, quarantine, saved_st
 from keel.trainer.guards import guard_findings
 from keel.trainer.integrity import damages
 from keel.trainer.loop import Callback, Interrupt, Job, interruptible, train_loop
+from keel.trainer.memory import OutOfMemory, Remedy
 from keel.trainer.rollback import finish_rollback
 from keel.trainer.sft import DrawCount
 from keel.trainer.state import State
@@ -203,6 +205,8 @@ def _train(
                 loggers.event("schedule", step=state.step, message=changed)
         state = train_loop(job, state, interrupt)
         return _finish(config, built, job, state, interrupt, at_end)
+    except OutOfMemory as error:
+        raise KeelError(f"{error}; {how_to_go_on(config, error.remedy)}") from None
     finally:
         loggers.close()
 
@@ -232,6 +236,13 @@ def _finish(
 def resume_command(config: Config) -> str:
     """What to type to go on with an interrupted run."""
     return f"keel train --resume {Path(config.run.dir) / config.run.name}"
+
+
+def how_to_go_on(config: Config, remedy: Remedy) -> str:
+    """What to type after memory ran out: the run goes on if the option may change, and begins anew if not."""
+    if may_change(remedy.option):
+        return f"go on with: {resume_command(config)} {remedy.override}"
+    return "with that it is another run: give it another run.name"
 
 
 def findings_of(directory: RunDirectory, loggers: MultiLogger, at_end: EndHooks) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from keel.base.metrics import values
 from keel.trainer.batch import pack_step, score_policy, score_reference
 from keel.trainer.checkpoint import rng_state, set_rng_state
 from keel.trainer.measure import measure_policy
+from keel.trainer.memory import StepMemory
 from keel.trainer.state import State, TrainingRun, step_seed
 from keel.trainer.step import sample_groups
 
@@ -24,11 +25,14 @@ def measure_final(run: TrainingRun, state: State) -> dict[str, float]:
         return {"logp/policy_mean": math.nan}
     if run.reference is None:
         return {}
-    before = rng_state()
+    before, memory = rng_state(), StepMemory(run, state.step)
     try:
         torch.manual_seed(step_seed(run.seed, state))
-        batch = score_reference(pack_step(sample_groups(run, state), run), run)
-        measured = values(measure_policy(score_policy(batch, run), run))
+        with memory("rollout"):
+            groups = sample_groups(run, state)
+        with memory("score"):
+            batch = score_reference(pack_step(groups, run), run)
+            measured = values(measure_policy(score_policy(batch, run), run))
     finally:
         set_rng_state(before)
     prefixes = ("kl/policy_ref/", "logp/policy_mean")

@@ -32,6 +32,7 @@ from keel.trainer.guards import (
     skipped_record,
     tool_error_event,
 )
+from keel.trainer.memory import OutOfMemory, evaluation_memory, free_frames
 from keel.trainer.options import CheckpointOptions, GuardOptions
 from keel.trainer.records import rollout_records, tracked_records
 from keel.trainer.rollback import roll_back, stop_at_last_good
@@ -114,9 +115,11 @@ def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
             save(job, state)
     elif state.step >= job.max_steps:  # a finished run, gone on with: its summary says the same again
         _measure_final(job, state)
+    if _owes_evaluation(job, state):
+        state = _evaluate_and_save(job, state, last=state.step >= job.max_steps, owed=True)
     while state.step < job.max_steps and interrupt.signal is None:
         torch.manual_seed(step_seed(job.run.seed, state))  # for dropout: sampling has noise of its own
-        step = train_step(job.run, state)
+        step = _step(job, state)
         earlier, state = state, replace(step.state, wall_s=before + time.monotonic() - began)
         _log(job, step, earlier, state)
         stop = [callback(state, step.metrics) for callback in job.callbacks]
@@ -137,20 +140,46 @@ def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
                     state = _at_checkpoint(job, went_back)
                     continue
             return _stop(job, state, violation)
-        try:
-            if last or _due(state.step, job.eval.every):
-                state = _evaluate(job, state)
-            if last:
-                _track(job, state.step)
-        except Exception:  # whatever stops an evaluation must not cost the steps before it
-            save(job, state)
-            raise
-        better = job.checkpoint.best and state.best is not None and state.best["step"] == state.step
-        if last or better or _due(state.step, job.checkpoint.every):
-            save(job, state)
+        state = _evaluate_and_save(job, state, last=last)
         if any(stop):
             break
     if interrupt.signal is not None and job.saved_at != state.step and state.step > 0:
+        save(job, state)
+    return state
+
+
+def _step(job: Job, state: State) -> Step:
+    """One step; where it runs out of memory before its first update, the state before it is saved: no step is lost."""
+    try:
+        return train_step(job.run, state)
+    except OutOfMemory as error:
+        job.loggers.event("out-of-memory", step=state.step, message=str(error))
+        free_frames(error)
+        if not job.run.optimizer.stepped and job.saved_at != state.step:
+            save(job, state)
+        raise
+
+
+def _owes_evaluation(job: Job, state: State) -> bool:
+    """Whether a checkpoint was saved because the evaluation after its step failed."""
+    due = state.step >= job.max_steps or _due(state.step, job.eval.every)
+    return state.step > 0 and due and state.evaluated_at != state.step
+
+
+def _evaluate_and_save(job: Job, state: State, *, last: bool, owed: bool = False) -> State:
+    """What is due after a step; whatever stops an evaluation must not cost the steps before it."""
+    try:
+        if last or _due(state.step, job.eval.every):
+            state = _evaluate(job, state)
+        if last:
+            _track(job, state.step)
+    except Exception as error:
+        if isinstance(error, OutOfMemory):
+            free_frames(error)
+        save(job, state)
+        raise
+    better = job.checkpoint.best and state.best is not None and state.best["step"] == state.step
+    if last or owed or better or _due(state.step, job.checkpoint.every):
         save(job, state)
     return state
 
@@ -259,7 +288,8 @@ def _keep_skipped(job: Job, step: Step, state: State) -> None:
 
 def _evaluate(job: Job, state: State) -> State:
     """Evaluate all tasks, write the lines, and remember the best of the trained one."""
-    records = job.evaluate()
+    with evaluation_memory(job.run, job.eval, state.step):
+        records = job.evaluate()
     for record in records:
         job.loggers.evaluation(state.step, record)
     for failure in job.failures():
@@ -274,5 +304,7 @@ def _evaluate(job: Job, state: State) -> State:
 
 def _track(job: Job, step: int) -> None:
     if job.tracked:
-        job.loggers.rollouts(step, tracked_records(job.run, job.tracked, step=step))
+        with evaluation_memory(job.run, job.eval, step):
+            records = tracked_records(job.run, job.tracked, step=step)
+        job.loggers.rollouts(step, records)
         job.failures()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from keel.base.errors import KeelError
 from keel.base.metrics import Mean, Metric, Metrics, to_host
-from keel.models.load import DTYPES
+from keel.models.load import DTYPES, check_bfloat16
 from keel.trainer.options import OptimOptions
 
 Schedule = Callable[[int], float]
@@ -76,13 +76,14 @@ def _adamw_8bit(params: list[Any], device: torch.device, **settings: Any) -> tor
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": _adamw, "adamw8bit": _adamw_8bit}
 
 
-def resolve_amp_dtype(options: OptimOptions, weights: torch.dtype) -> torch.dtype | None:
+def resolve_amp_dtype(options: OptimOptions, weights: torch.dtype, device: torch.device) -> torch.dtype | None:
     """The type of the mixed-precision passes, None where the weights' own is used."""
     name = options.precision
     if name == "auto" or DTYPES[name] == weights:
         return None
     if name == "float32":
         raise KeelError(f"optim.precision=float32 needs model.dtype=float32: the weights are {weights}")
+    check_bfloat16("optim.precision", DTYPES[name], device, "optim.precision=float16")
     return DTYPES[name]
 
 
@@ -120,12 +121,19 @@ class Optimizer:
         self.applied_norms: list[float] = []  # gradient norms of the updates that were made
         self.spiked = 0.0  # the largest norm that was a spike
         self.nonfinite: str | None = None
+        self.stepped = False  # whether weights, moments or loss scale may be other than at the step's start
 
     def reset(self) -> None:
         """Forget the moments, as after a hard reset of the reference (ProRL)."""
         options, groups = self.options, _decayed(self.parameters, self.options.weight_decay)
         make = OPTIMIZERS[options.optimizer]
         self.inner = make(groups, self.device, lr=options.learning_rate, betas=options.betas, eps=options.eps)
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of the moments beside a pass; they are allocated by the first update."""
+        sizes = (p.numel() * (1 if self.options.optimizer == "adamw8bit" else p.itemsize) for p in self.parameters)
+        return 0 if self.options.offload else 2 * sum(sizes)
 
     @property
     def lr(self) -> float:
@@ -146,6 +154,7 @@ class Optimizer:
         and with `skip_spike` skipped like one that is not finite. `nonfinite` is the first parameter whose gradient
         was not.
         """
+        self.stepped = True
         lr, max_norm = self.lr, self.options.max_grad_norm
         for group in self.inner.param_groups:
             group["lr"] = lr

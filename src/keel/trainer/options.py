@@ -38,7 +38,8 @@ class OptimOptions(Options):
     )
     minibatches: Positive = Field(default=1, description="Parts into which a step's groups are cut, one update each.")
     microbatch_tokens: Positive = Field(
-        default=8192, description="Tokens a pass holds at most; gradients are accumulated."
+        default=8192,
+        description="Tokens a pass holds at most, fewer where a GPU's free memory is short; gradients are accumulated.",
     )
     precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Type of the mixed-precision passes; auto is the weights' own type."

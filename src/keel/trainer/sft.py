@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from keel.kl import masked_mean
 from keel.models.load import LoadedModel
 from keel.models.logprobs import score_tokens
 from keel.models.pack import microbatches, pack
+from keel.trainer.memory import Remedy, measure_fit, memory_guard, smaller_passes
 from keel.trainer.optim import Optimizer, build_schedule, resolve_amp_dtype
 from keel.trainer.options import OptimOptions, WarmstartOptions
 
@@ -65,10 +66,18 @@ def sft(
     same update. Prompts are read and never learned. Of `optim` only what cuts and casts a pass is read.
     """
     schedule = build_schedule(options.optim, options.steps)
-    optimizer = Optimizer(loaded.model, options.optim, schedule, amp_dtype=resolve_amp_dtype(optim, loaded.dtype))
+    amp_dtype = resolve_amp_dtype(optim, loaded.dtype, loaded.device)
+    optimizer = Optimizer(loaded.model, options.optim, schedule, amp_dtype=amp_dtype)
+    fitting = measure_fit(
+        loaded, optimizer, partial(_autocast, loaded, amp_dtype), shared_prefix=masked_by_structure(loaded)
+    )
+    if fitting is not None and fitting < optim.microbatch_tokens:
+        optim = optim.model_copy(update={"microbatch_tokens": fitting})
     loss = 0.0
     for step in range(options.steps):
-        line = sft_step(loaded, examples(step), optimizer, options, optim)
+        groups = examples(step)
+        with memory_guard(f"step {step + 1} of the supervised start", partial(_remedy, loaded, groups, optim)):
+            line = sft_step(loaded, groups, optimizer, options, optim)
         loss = line["loss/total"]
         if report is not None:
             report(step + 1, line)
@@ -84,18 +93,29 @@ def sft_step(
 ) -> dict[str, float]:
     """One update on one batch of examples; returns its metrics."""
     _check_lengths(groups, loaded.context_length)
-    tokens, amp_dtype = _learned(groups), resolve_amp_dtype(optim, loaded.dtype)
+    tokens, amp_dtype = _learned(groups), resolve_amp_dtype(optim, loaded.dtype, loaded.device)
     shared = masked_by_structure(loaded)
     info: Metrics = {"loss/total": Sum(0.0)}
     for part in microbatches(groups, optim.microbatch_tokens, shared_prefix=shared):
         packed = pack(part, loaded.pad_id, shared_prefix=shared, context_length=loaded.context_length).to(loaded.device)
-        with torch.autocast(loaded.device.type, dtype=amp_dtype) if amp_dtype is not None else nullcontext():
+        with _autocast(loaded, amp_dtype):
             scores = score_tokens(loaded.model, packed, entropy=options.entropy_coef > 0)
         gain = scores.logp if scores.entropy is None else scores.logp + options.entropy_coef * scores.entropy
         loss = -masked_mean(gain, packed.action_mask) * (_learned(part) / max(tokens, 1))
         optimizer.backward(loss)
         info = merge(info, {"loss/total": Sum(loss.detach().double())})
     return values(optimizer.step(info))
+
+
+def _autocast(loaded: LoadedModel, amp_dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    return nullcontext() if amp_dtype is None else torch.autocast(loaded.device.type, dtype=amp_dtype)
+
+
+def _remedy(loaded: LoadedModel, groups: Sequence[Group], optim: OptimOptions) -> Remedy:
+    lengths = [len(group.prompt_tokens) + len(c.tokens) for group in groups for c in group.completions]
+    largest = min(optim.microbatch_tokens, len(lengths) * max(lengths))
+    remedy = smaller_passes(loaded, optim.microbatch_tokens, largest, max(lengths))
+    return remedy or Remedy("model.lora", "null", "{r: 16}")
 
 
 def masked_by_structure(loaded: LoadedModel) -> bool:

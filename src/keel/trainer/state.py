@@ -54,6 +54,12 @@ class TrainingRun:
     shared_prefix: bool = True
     amp_dtype: torch.dtype | None = None
     scorer: Scorer | None = None
+    fitting_tokens: int | None = None  # of the largest pass that the device's free memory holds, where that is known
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """Tokens that a pass holds at most: as the option says, or fewer where memory is short."""
+        return min(self.optim.microbatch_tokens, self.fitting_tokens or self.optim.microbatch_tokens)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Mixed precision for the body of a model; scores are fp32 either way."""

@@ -36,6 +36,7 @@ from keel.trainer.batch import (
 )
 from keel.trainer.guards import over_budget, spike_limit, update_guard_state
 from keel.trainer.measure import Clock, describe_groups, measure, task_totals
+from keel.trainer.memory import StepMemory
 from keel.trainer.state import Skipped, State, TrainingRun
 
 
@@ -50,10 +51,11 @@ class Step(NamedTuple):
 def train_step(run: TrainingRun, state: State) -> Step:
     """Sample, collect, pack, score, shape, update, measure, steer: one update of the policy (or `num_iterations`)."""
     # fmt: off
-    clock, before = Clock(run.policy.device), task_totals(run.task)
-    with clock("rollout"):
+    clock, memory, before = Clock(run.policy.device), StepMemory(run, state.step), task_totals(run.task)
+    run.optimizer.begin()
+    with clock("rollout"), memory("rollout"):
         groups = sample_groups(run, state)                              # rollouts with rewards and sample_logp
-    with clock("score"):
+    with clock("score"), memory("score"):
         batch = pack_step(groups, run)                                  # one row a group, the prompt once
         batch = score(batch, run, state)                                # ref_logp (old_logp where it is needed now)
     batch = reject(batch, run)                                          # kl.collect_max, truncated completions
@@ -62,8 +64,7 @@ def train_step(run: TrainingRun, state: State) -> Step:
     metrics: Metrics = {}
     spike = spike_limit(state.norms, run.thresholds)
     guard: dict[str, Any] = {"spike": spike, "skip_spike": run.guards.on_spike == "skip"}
-    run.optimizer.begin()
-    with clock("update"):
+    with clock("update"), memory("update", batch):
         for _ in range(run.loss.num_iterations):
             passes: list[FullScores] = []
             for minibatch in batch.minibatches:
@@ -80,7 +81,8 @@ def train_step(run: TrainingRun, state: State) -> Step:
                     passes.append(detached(scores))
                 batch = batch if batch.scores else keep_scores(batch, passes)
                 info = {**per_update(info), **measure(batch, passes, run)}      # on the device still: nobody waits
-                metrics = merge(metrics, run.optimizer.step(info, **guard))     # guarded: here the host waits
+                with memory("optimizer"):
+                    metrics = merge(metrics, run.optimizer.step(info, **guard)) # guarded: here the host waits
     line = {**values(metrics), **describe_groups(batch), "kl/beta": state.beta}
     line |= {name: total - before.get(name, 0.0) for name, total in task_totals(run.task).items()}
     line["guard/over_budget"] = float(over_budget(line, run.kl.budget) is not None)
@@ -91,7 +93,7 @@ def train_step(run: TrainingRun, state: State) -> Step:
     state = state.next(kl=kl, skipped=skipped, tokens=tokens, last_kl=last_kl)
     norms, baseline = run.optimizer.applied_norms, run.loss.baseline
     state = update_guard_state(state, line, batch, run.kl.budget, applied_norms=norms, baseline=baseline)
-    with clock("sync"):
+    with clock("sync"), memory("sync"):
         move_reference(run, state, line)
         run.engine.sync(run.policy.model, state.policy_version)
     line |= {"guard/rollbacks": float(state.rollbacks), **clock.metrics(tokens)}

@@ -13,19 +13,21 @@ from torch import Tensor, nn
 
 from keel.base.types import Completion, Group, Problem, Reward
 from keel.config import Config
-from keel.lab.plan.counters import CudaAutocast, FlopCounter, LiveBytes
+from keel.lab.plan.counters import CudaAutocast, FlopCounter
 from keel.lab.plan.hardware import Hardware
 from keel.models.chunked import default_chunk
 from keel.models.head import Head, body_of, causal_lm, evaluating
 from keel.models.load import DTYPES, LoadedModel
 from keel.models.logprobs import hidden_states_in_one_pass, score_hidden
-from keel.models.pack import PackedBatch, microbatches, pack
+from keel.models.memory import LiveBytes
+from keel.models.pack import PackedBatch, pack
 from keel.models.prefix_attention import RowStructure, as_on_cuda, may_use_prefix_attention
 from keel.rollout.native.graph import has_fixed_rotations
 from keel.rollout.native.llama import is_llama_shaped
 from keel.rollout.native.scheduler import NOISE_AHEAD, Passes, Traits, prefill_chunks, simulate
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
 from keel.run.build import sampler_options
+from keel.trainer.batch import split
 from keel.trainer.optim import Optimizer, resolve_amp_dtype
 
 
@@ -50,16 +52,20 @@ class Micro:
 
 @dataclass
 class StepCost:
-    """What a step costs: bytes by part, peak bytes and FLOPs by phase, bytes offloaded to main memory."""
+    """What a step costs: bytes by part, peak bytes and FLOPs by phase, bytes offloaded to main memory.
+
+    Its passes are so many, `pass_tokens` tokens the largest.
+    """
 
     parts: dict[str, int] = field(default_factory=dict)
     phases: dict[str, int] = field(default_factory=dict)
     flops: dict[str, float] = field(default_factory=dict)
     host: int = 0
     micros: int = 0
+    pass_tokens: int = 0
 
 
-def full_microbatches(config: Config, loaded: LoadedModel, prompt: int) -> list[Micro]:
+def full_microbatches(config: Config, loaded: LoadedModel, prompt: int, hardware: Hardware) -> list[Micro]:
     """The microbatches of one update at full length, as `pack_step` cuts them."""
     rollout, length = config.rollout, config.rollout.max_completion_length
     tokens = (1,) * length
@@ -70,7 +76,7 @@ def full_microbatches(config: Config, loaded: LoadedModel, prompt: int) -> list[
         for i in range(math.ceil(rollout.prompts_per_step / config.optim.minibatches))
     ]
     packed: list[Micro] = []
-    for part in microbatches(groups, config.optim.microbatch_tokens, shared_prefix=True):
+    for part in split(groups, config.optim.microbatch_tokens, shared_prefix=True, even=hardware.kind == "cuda"):
         row = min(max(prompt + len(g.completions) * (length - 1) for g in part), config.optim.microbatch_tokens)
         batch = pack(part, loaded.pad_id, shared_prefix=True, max_row_tokens=row)
         full = FullLength(**{f.name: getattr(batch, f.name) for f in fields(PackedBatch)})
@@ -105,10 +111,11 @@ class _DryRun:
     ) -> None:
         self.config, self.loaded, self.reference = config, loaded, reference
         self.micros, self.hardware = micros, hardware
-        self.amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype)
+        self.amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype, loaded.device)
         self.traits = decoding_traits(config, loaded, hardware)
         self.live = LiveBytes()
-        self.cost = StepCost(micros=len(micros))
+        pass_tokens = max(micro.packed.input_ids.numel() for micro in micros)
+        self.cost = StepCost(micros=len(micros), pass_tokens=pass_tokens)
 
     def run(self, prompt: int) -> StepCost:
         config, live, cost, model = self.config, self.live, self.cost, self.loaded.model
@@ -140,10 +147,13 @@ class _DryRun:
             cost.flops["reference"] *= len(self.micros) * config.optim.minibatches
         parts["reference states"] = sum(x.untyped_storage().nbytes() for x in ref_hidden)
         with self._phase("update"):
-            for number, micro in enumerate(self.micros[:2]):  # with the second, gradients are there beside activations
-                self._backward(micro, ref_hidden[number] if ref_hidden else None)
+            if self._rehearsed() == [1]:
+                for parameter in trainable:
+                    parameter.grad = torch.zeros_like(parameter)
+            for number in self._rehearsed():
+                self._backward(self.micros[number], ref_hidden[number] if ref_hidden else None)
             parts["gradients"] = sum(p.grad.untyped_storage().nbytes() for p in trainable if p.grad is not None)
-        cost.flops["update"] *= len(self.micros) / min(2, len(self.micros))
+        cost.flops["update"] *= len(self.micros) / len(self._rehearsed())
         cost.flops["update"] *= config.optim.minibatches * config.loss.num_iterations
         with self._phase("optimizer step", onloaded=offloaded_moments):
             optimizer.inner.step()
@@ -158,6 +168,14 @@ class _DryRun:
         parts["activations"] = cost.phases["update"] - sum(parts[name] for name in held) + cost.host
         parts["cache"] = cache
         return cost
+
+    def _rehearsed(self) -> list[int]:
+        """The microbatches whose passes tell the update's peak.
+
+        With the second, gradients are there beside activations; the first counts where it is alone or larger.
+        """
+        sizes = [micro.packed.tokens.numel() for micro in self.micros[:2]]
+        return [1] if len(sizes) == 2 and sizes[1] >= sizes[0] else list(range(len(sizes)))
 
     def _sampler_bytes(self) -> int:
         """Bytes of the weights that sample, where they are a copy in another type."""
@@ -210,7 +228,8 @@ class _DryRun:
     def _chunk(self, head: Head) -> int:
         """As scoring chooses it on the planned device."""
         weight = getattr(head.module, "weight", None)
-        return default_chunk(len(weight) if weight is not None else 2**17, torch.device(self.hardware.kind))
+        vocabulary = len(weight) if weight is not None else 2**17
+        return default_chunk(vocabulary, torch.device(self.hardware.kind), self.hardware.memory_bytes)
 
     def _score_reference(self, reference: nn.Module) -> list[Tensor]:
         """One microbatch's pass; with exact KL the hidden states of all of them, which are kept."""

@@ -17,7 +17,7 @@ GIB = 2**30
 class Hardware:
     """Memory in bytes; operations a second that matrix products really reach, in half and single precision; bytes a
     second from memory; `layer_s` is the time to launch one layer's kernels; `workspace_bytes` are cuBLAS's workspaces,
-    once for forward passes and once for backward ones.
+    once for forward passes and once for backward ones. `here` is true of this machine's own device.
     """
 
     name: str
@@ -28,6 +28,7 @@ class Hardware:
     bytes_per_s: float
     layer_s: float
     workspace_bytes: int = 0
+    here: bool = False
 
 
 _HOPPER, _OTHERS = 2 * 32 * 2**20, 2 * 8519680  # torch's cuBLAS workspaces
@@ -58,7 +59,7 @@ def find_hardware(name: str = "auto", memory_gib: float | None = None) -> Hardwa
 def _gpu() -> Hardware:
     properties = torch.cuda.get_device_properties(0)
     near = next((hw for key, hw in KNOWN.items() if key in properties.name.lower().replace(" ", "")), KNOWN["a100"])
-    return replace(near, name=properties.name, memory_bytes=int(properties.total_memory))
+    return replace(near, name=properties.name, memory_bytes=int(properties.total_memory), here=True)
 
 
 def _cpu() -> Hardware:
@@ -67,7 +68,7 @@ def _cpu() -> Hardware:
     block = torch.empty(2**24)
     rate = 2 * block.nbytes / _fastest(lambda: block.clone())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 16 * GIB
-    return Hardware("this CPU", "cpu", memory, speed, speed, rate, 2e-4)
+    return Hardware("this CPU", "cpu", memory, speed, speed, rate, 2e-4, here=True)
 
 
 def _fastest(work: object, seconds: float = 0.1) -> float:

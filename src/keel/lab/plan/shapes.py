@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,26 +18,33 @@ from keel.lab.plan.hardware import Hardware
 from keel.models.head import causal_lm
 from keel.models.load import DTYPES, LoadedModel, disable_dropout
 from keel.models.lora import add_lora, is_lora
-from keel.models.tiny import tiny_model
+from keel.models.tiny import tiny_config, tiny_tokenizer
 from keel.models.tokenizer import load_tokenizer
 from keel.run.build import build_named_task, build_renderer
 
-Build = Callable[[], nn.Module]
 _SAMPLED_PROBLEMS = 16  # problems whose prompts tell how long prompts are
 
 
-def model_source(config: Config) -> tuple[Any, Build]:
-    """The tokenizer, and a function that builds the model."""
+def model_source(config: Config) -> tuple[Any, Any]:
+    """The tokenizer, and the transformers config that a model is built from."""
     name = config.model.name
     if name == "tiny":
-        return tiny_model()[1], lambda: tiny_model(attn_implementation=config.model.attn_implementation)[0]
+        tokenizer = tiny_tokenizer()
+        return tokenizer, tiny_config(tokenizer)
     if is_import_path(name):
         model, tokenizer = import_object(name, "model loader")()
-        shape = causal_lm(model).config
-        del model
-        return tokenizer, lambda: _from_config(shape, config)
-    tokenizer = load_tokenizer(name)
-    return tokenizer, lambda: _from_config(_read_shape(name, config), config)
+        return tokenizer, causal_lm(model).config
+    return load_tokenizer(name), _read_shape(name, config)
+
+
+def with_layers(shape: Any, layers: int) -> Any:
+    """The same model with its first layers alone."""
+    cut = copy.deepcopy(shape)
+    for name, value in vars(shape).items():
+        if isinstance(value, list) and len(value) == shape.num_hidden_layers:  # layer_types and the like
+            setattr(cut, name, value[:layers])
+    cut.num_hidden_layers = layers
+    return cut
 
 
 def _read_shape(name: str, config: Config) -> Any:
@@ -54,16 +61,18 @@ def _read_shape(name: str, config: Config) -> Any:
         raise KeelError(f"cannot read the shape of {name!r}: {first_line(error)}; check model.name") from error
 
 
-def _from_config(shape: Any, config: Config) -> nn.Module:
+def random_model(shape: Any, config: Config, **options: Any) -> nn.Module:
+    """A model of this shape with random weights."""
     from transformers import AutoModelForCausalLM
 
-    model: nn.Module = AutoModelForCausalLM.from_config(shape, attn_implementation=config.model.attn_implementation)
+    attention = config.model.attn_implementation
+    model: nn.Module = AutoModelForCausalLM.from_config(shape, attn_implementation=attention, **options)
     return model
 
 
-def policy_shape(config: Config, tokenizer: Any, build: Build, hardware: Hardware) -> LoadedModel:
+def policy_shape(config: Config, tokenizer: Any, shape: Any, hardware: Hardware) -> LoadedModel:
     """The policy as loading leaves it: its type, dropout, adapters and mode."""
-    model: Any = _shape(build, _dtype(config, build, hardware))
+    model: Any = _empty_model(shape, config, weights_dtype(config, shape, hardware.kind))
     if not config.model.dropout:
         disable_dropout(model)
     dtype = next(model.parameters()).dtype
@@ -83,25 +92,25 @@ def policy_shape(config: Config, tokenizer: Any, build: Build, hardware: Hardwar
     )
 
 
-def reference_shape(config: Config, loaded: LoadedModel, build: Build) -> nn.Module | None:
+def reference_shape(config: Config, loaded: LoadedModel, shape: Any) -> nn.Module | None:
     """The model that scores as the reference: none, the policy itself under LoRA, or a second one."""
     if not (config.needs_reference or config.kl.collect_max is not None):
         return None
     if is_lora(loaded.model):
         return loaded.model
-    return _shape(build, loaded.dtype).requires_grad_(False)
+    return _empty_model(shape, config, loaded.dtype).requires_grad_(False)
 
 
-def _dtype(config: Config, build: Build, hardware: Hardware) -> torch.dtype:
+def weights_dtype(config: Config, shape: Any, device: str) -> torch.dtype:
     """As loading chooses it: fp32 on a CPU, the checkpoint's own elsewhere, unless one is named."""
     if config.model.dtype != "auto":
         return DTYPES[config.model.dtype]
-    checkpoint_dtype = getattr(causal_lm(build()).config, "dtype", None)
-    return checkpoint_dtype if hardware.kind != "cpu" and isinstance(checkpoint_dtype, torch.dtype) else torch.float32
+    checkpoint_dtype = getattr(shape, "dtype", None)
+    return checkpoint_dtype if device != "cpu" and isinstance(checkpoint_dtype, torch.dtype) else torch.float32
 
 
-def _shape(build: Build, dtype: torch.dtype) -> nn.Module:
-    model = build()
+def _empty_model(shape: Any, config: Config, dtype: torch.dtype) -> nn.Module:
+    model = random_model(shape, config)
     causal_lm(model).config.pad_token_id = None  # transformers would look for it among tokens that have no numbers
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -125,9 +134,9 @@ def materialize(model: nn.Module) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
 
 
-def longest_prompt(config: Config, tokenizer: Any) -> int:
-    """The longest of a few prompts of the task, within data.max_prompt_length."""
+def prompt_lengths(config: Config, tokenizer: Any) -> list[int]:
+    """Tokens of a few prompts of the task, within data.max_prompt_length."""
     renderer, limit = build_renderer(config, tokenizer), config.data.max_prompt_length
     problems = build_named_task(config.task, config).sample(_SAMPLED_PROBLEMS, seed=config.run.seed, step=0)
-    longest = max(len(renderer.prompt(problem)) for problem in problems)
-    return min(longest, limit or longest)
+    lengths = [len(renderer.prompt(problem)) for problem in problems]
+    return [min(length, limit or length) for length in lengths]

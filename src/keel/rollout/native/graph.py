@@ -119,6 +119,7 @@ class DecodeGraphs:
     def step(self, tokens: Tensor, cache: SharedPrefixCache) -> Tensor:
         """The logits after these tokens."""
         state = self._attach(cache)
+        state.restart(len(tokens), cache.length)
         state.feed(tokens)
         self._run(len(tokens), None)
         return self.logits(cache)

@@ -1,0 +1,35 @@
+"""What a model's training passes on a GPU compute another way than the fastest, and why: for the notes of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from keel.models.flash_prefix import why_not_flash
+from keel.models.head import body_of
+from keel.models.prefix_attention import why_not_by_structure
+
+
+def fallback_notes(model: nn.Module, amp_dtype: torch.dtype | None = None, *, planned: bool = False) -> tuple[str, ...]:
+    """A line for each: attention, norms and MLPs. `planned`: it will be on a GPU, which is taken for a new one."""
+    body: Any = body_of(model)
+    like = next(body.parameters())
+    with torch.autocast(like.device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
+        reason = why_not_flash(like, _head_size(body.config), planned=planned) or why_not_by_structure(body)
+    attention = () if reason is None else (f"attention of the training passes is not by flash kernels: {reason}",)
+    written_out = sorted({type(module).__name__ for module in body.modules() if _is_written_out(module)})
+    modules = (f"{', '.join(written_out)} have no fused form and are computed by single operations",)
+    return (*attention, *(modules if written_out else ()))
+
+
+def _head_size(config: Any) -> int | None:
+    size = getattr(config, "head_dim", None)
+    heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    return size or (width // heads if heads and width else None)
+
+
+def _is_written_out(module: nn.Module) -> bool:
+    """Whether it is an RMS norm or an MLP with the forward of its class; torch's own norms are one kernel anyway."""
+    return type(module).__name__.endswith(("RMSNorm", "MLP")) and "forward" not in vars(module)

@@ -1,0 +1,132 @@
+"""How much of a batch fits at a time: the bytes that a pass takes, counted, against those that are free."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from keel.base.types import Completion, Group, Problem
+from keel.models.logprobs import hidden_states
+from keel.models.pack import pack
+
+_USED = 0.8  # of what is free: the rest is for fragments, workspaces and the graphs of decode steps
+SMALLEST_PASS = 256  # tokens, and in steps of so many: a little more or less free memory gives the same passes
+
+
+class PassBytes(NamedTuple):
+    """Bytes that a training pass of the body takes at its peak: `fixed` (gradients, casts), and more a token."""
+
+    fixed: int
+    per_token: float
+
+
+def fitting_tokens(free: int, passes: PassBytes, later: int = 0) -> int:
+    """Tokens of the largest pass that `free` bytes hold, beside `later` ones that are allocated once training begins.
+
+    At least a few: whether even those do not fit, the allocator has to tell.
+    """
+    tokens = (_USED * free - later - passes.fixed) / max(passes.per_token, 1.0)
+    return max(SMALLEST_PASS, int(tokens) // SMALLEST_PASS * SMALLEST_PASS)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that nobody holds, those that torch's allocator has in reserve included."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def count_pass_bytes(
+    model: nn.Module, autocast: Callable[[], AbstractContextManager[Any]], *, shared_prefix: bool
+) -> PassBytes:
+    """By two small passes, forward and backward, as the step makes them: the second tells what a token more takes.
+
+    Gradients are let go at once, since in small passes they would hide the activations, and added afterwards; those
+    that were there are put back.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    before, device = [p.grad for p in trained], next(model.parameters()).device
+    hooks = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in trained]
+    sizes: list[tuple[int, int, int]] = []
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # of dropout
+            for groups in (1, 2, 6):  # the first is a warm-up: whether rows are attended by structure is tried out once
+                packed = pack([_GROUP] * groups, 0, shared_prefix=shared_prefix).to(device)
+                with LiveBytes() as live:
+                    with autocast():
+                        hidden = hidden_states(model, packed)
+                    held = live.now
+                    if hidden.requires_grad:
+                        hidden.backward(torch.ones_like(hidden))
+                    del hidden
+                sizes.append((packed.input_ids.numel(), held, live.peak))
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter, gradient in zip(trained, before, strict=True):
+            parameter.grad = gradient
+    _, (tokens, held, peak), (more_tokens, more_held, more_peak) = sizes
+    per_token = max(more_held - held, more_peak - peak) / (more_tokens - tokens)
+    gradients = sum(p.numel() * p.itemsize for p in trained)
+    return PassBytes(gradients + max(0, int(held - per_token * tokens)), per_token)
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _completion(length: int) -> Completion:
+    zeros = (0.0,) * length
+    return Completion((1,) * length, (True,) * length, zeros, zeros, "", "length")
+
+
+_GROUP = Group(Problem("", ""), (1,) * 32, (_completion(33),) * 3)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations make while the mode is on, each once, until they are freed.
+
+    What was allocated before is counted by `hold`. What an allocator holds besides (fragments, workspaces) is not
+    counted; on fake tensors nothing is allocated.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.peak = 0
+        self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def hold(self, tensors: Iterable[Tensor]) -> int:
+        """Count tensors that exist already; returns the bytes that were new."""
+        before = self.now
+        for tensor in tensors:
+            self._add(tensor)
+        return self.now - before
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for item in tree_iter(result):
+            if isinstance(item, torch.Tensor):
+                self._add(item)
+        return result
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage in self._seen:
+            return
+        size = storage.nbytes()
+        self._seen[storage] = size
+        weakref.finalize(storage, self._free, size)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def _free(self, size: int) -> None:
+        self.now -= size
