@@ -16,6 +16,7 @@ from keel.models import load_model
 from keel.rollout import NativeEngine, Request, SamplingParams, build_engine
 from keel.rollout.native import graph
 from keel.rollout.native.batch import DecodeBatch
+from keel.rollout.native.cache import SharedPrefixCache
 from keel.rollout.native.fused import join_projections
 from keel.rollout.native.scheduler import bucket, buckets
 from keel.rollout.native.state import KEY_BLOCK, PROMPT_PARTS, prompt_items
@@ -68,12 +69,23 @@ def test_graphs_draw_what_plain_steps_draw(name: str, max_batch: int | None) -> 
 
 
 @pytest.mark.usefixtures("graphed")
-def test_a_buffer_that_grows_is_found_again() -> None:
+def test_a_buffer_that_grows_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that have joined others are given columns as they need them."""
-    sampling = SamplingParams(num_generations=4, max_completion_length=70, max_batch=5)
-    engine, twin = engine_of(shapes.model("llama")), plain("llama")
-    engine.eos_ids = twin.eos_ids = frozenset({1, 2})
-    assert_close(engine.generate(REQUESTS[:3], sampling, seed=4), twin.generate(REQUESTS[:3], sampling, seed=4))
+    grown, grow = [], SharedPrefixCache.grow_if_full
+
+    def noted(self: SharedPrefixCache) -> None:
+        before = self.suffix_kv
+        grow(self)
+        grown.append(before is not self.suffix_kv)
+
+    monkeypatch.setattr(SharedPrefixCache, "grow_if_full", noted)
+    one, two, three = shapes.prompts(3)
+    requests = [Request("a", one, (0, 1, 2), max_new=3), Request("b", two, (0,), max_new=75)]
+    requests += [Request("c", three, (0, 1, 2), max_new=72)]
+    sampling = SamplingParams(max_completion_length=75, max_batch=4, ignore_eos=True)
+    sampled = engine_of(shapes.model("llama")).generate(requests, sampling, seed=4)
+    assert any(grown)
+    assert_close(sampled, plain("llama").generate(requests, sampling, seed=4))
 
 
 WAYS: dict[str, dict[str, Any]] = {
