@@ -54,7 +54,7 @@ def through(model: nn.Module, function: Callable[..., R], *args: Any, **kwargs: 
     result = root(function, *args, **kwargs)
     if isinstance(result, dict) and result.keys() == {"class", "fields"}:
         result = result["class"](**result["fields"])
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -79,7 +79,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, amp_dtype: torch.dtype | None =
     policy: OffloadPolicy = CPUOffloadPolicy() if offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": policy, "ignored_params": adapters_of(model)}
     mixed = MixedPrecisionPolicy(param_dtype=amp_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    precision = {} if amp_dtype is None else {"mp_policy": mixed}
+    precision: dict[str, Any] = {} if amp_dtype is None else {"mp_policy": mixed}
     blocks = blocks_of(body)
     if not blocks:
         raise KeelError(f"{type(body).__name__} has no list of layers to shard by: use parallel.sharding=none")

@@ -86,5 +86,5 @@ def check_rollout(rollout: RolloutOptions) -> None:
 def _arguments(
     chosen: EngineOptions, make: Callable[..., Engine], rollout: RolloutOptions, own_weights: bool = False
 ) -> dict[str, Any]:
-    offered = {"rollout": rollout, "own_weights": own_weights}
+    offered: dict[str, Any] = {"rollout": rollout, "own_weights": own_weights}
     return part_arguments(f"engine {chosen.name}", make, chosen.params, positional=2, **offered)

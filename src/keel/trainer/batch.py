@@ -214,13 +214,14 @@ def score_reference(batch: StepBatch, run: TrainingRun) -> StepBatch:
     assert run.reference is not None
     logps, micros, temperature = [], [], run.rollout.temperature
     with run.reference.model() as reference, torch.no_grad(), run.autocast():
-        head = through(reference, _whole_head) if run.scorer is None else None
+        scorer = None if run.scorer is None else partial(score_with, run.scorer)
+        head = through(reference, _whole_head) if scorer is None else None
         for micro in batch.micros:
-            if head is None:
-                scores = through(reference, partial(score_with, run.scorer), micro.packed, temperature=temperature)
-                logps.append(scores.logp)
+            if scorer is not None:
+                logps.append(through(reference, scorer, micro.packed, temperature=temperature).logp)
                 micros.append(micro)
                 continue
+            assert head is not None
             hidden = through(reference, hidden_states, micro.packed)
             logps.append(score_hidden(hidden, head, micro.packed, temperature=temperature).logp)
             micros.append(replace(micro, ref_hidden=hidden) if run.kl.needs_exact else micro)
