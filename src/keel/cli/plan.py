@@ -90,6 +90,8 @@ def _show(plan: Plan, remedies: list[tuple[list[str], Plan]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from keel.lab.plan.ranks import fewest
+
     console = Console()
     table = Table(title="Memory", title_justify="left")
     table.add_column("part")
@@ -121,7 +123,10 @@ def _show(plan: Plan, remedies: list[tuple[list[str], Plan]]) -> None:
         verdict = "fits" if after.fits else "does not fit yet"
         console.print(f"  {' '.join(overrides)}: {_size(after.peak)}, {verdict}", markup=False)
     if not remedies or not remedies[-1][1].fits:
-        console.print("  nothing of this is enough: take a smaller model or a larger device")
+        console.print("  nothing of this is enough: take a smaller model, a larger device or more of them")
+    if (several := fewest(plan.ranks)) is not None:
+        devices, sharding = several.layout.devices, several.layout.sharding
+        console.print(f"  --nproc {devices} parallel.sharding={sharding}: {_size(several.peak)}, fits", markup=False)
 
 
 def _show_devices(ranks: Sequence[RankPlan]) -> None:

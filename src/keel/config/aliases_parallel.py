@@ -13,13 +13,10 @@ from keel.config.alias import Alias, Options, Settings, boolean, choice, harmles
 
 SHARDING = "parallel.sharding"
 LAUNCHED = "the number of devices is the launcher's: keel train CONFIG --nproc N, or torchrun on several machines"
-TENSOR = (
-    "tensor parallelism is not built in, each layer is computed on one device: weights that do not fit one are spread "
-    "by parallel.sharding=full, and each device samples from a whole copy (rollout.dtype)"
-)
+TENSOR = "tensor parallelism is not built in: weights that do not fit a device are spread by parallel.sharding=full"
 CONTEXT = (
-    "context (sequence) parallelism is not built in, each row is computed on one device: a smaller "
-    "optim.microbatch_tokens and model.gradient_checkpointing=true save memory"
+    "context (sequence) parallelism is not built in: a smaller optim.microbatch_tokens and "
+    "model.gradient_checkpointing=true save memory"
 )
 PIPELINE = "pipeline parallelism is not built in: parallel.sharding=full spreads every layer over all devices"
 EXPERT = "expert parallelism is not built in: parallel.sharding=full spreads experts like all weights"

@@ -27,12 +27,11 @@ def layout_of(config: Config, loaded: LoadedModel, world: World) -> Layout:
     chosen = config.parallel.sharding
     if not dist.is_initialized() or (world.size == 1 and chosen == "auto"):
         return Layout(world.size)
-    memory = None
-    if loaded.device.type == "cuda":
-        memory = torch.cuda.get_device_properties(loaded.device).total_memory
+    machine, memory = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), None
+    if loaded.device.type == "cuda":  # the smallest of all devices, so that all processes choose alike
+        memory = min(world.gather(torch.cuda.get_device_properties(loaded.device).total_memory))
     job = job_of(config, loaded, loaded.device.type)
-    machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return choose(config, shape_of(loaded.model), job, world.size, machine=machine, memory=memory)
+    return choose(config, shape_of(loaded.model), job, world.size, machine=world.agree(machine), memory=memory)
 
 
 def choose(config: Config, shape: ModelShape, job: Job, devices: int, *, machine: int, memory: int | None) -> Layout:

@@ -8,7 +8,7 @@ from keel.cli import main
 from keel.config import load_config
 from keel.lab.plan.hardware import find_hardware
 from keel.lab.plan.plan import plan
-from keel.lab.plan.ranks import step_passes
+from keel.lab.plan.ranks import fewest, step_passes
 from keel.run.footprint import Passes
 
 BASE = {
@@ -53,6 +53,8 @@ def test_a_device_that_is_too_small_for_whole_weights():
     none, full = plan(config, tight, 12, devices=(2,)).ranks
     assert full.fits
     assert not none.fits
+    assert fewest([none, full]) == full
+    assert fewest([none]) is None
 
 
 def test_processes_on_a_cpu_share_its_memory():

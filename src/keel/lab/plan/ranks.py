@@ -113,4 +113,10 @@ def _shares(config: Config, micros: int, devices: int) -> dict[str, float]:
     }
 
 
-__all__ = ["DEVICES", "RankPlan", "rank_plans", "step_passes"]
+def fewest(plans: Sequence[RankPlan]) -> RankPlan | None:
+    """The fewest devices on which a step fits, in the layout that a run takes there if it can."""
+    fitting = [plan for plan in plans if plan.fits]
+    return min(fitting, key=lambda plan: (plan.layout.devices, not plan.chosen), default=None)
+
+
+__all__ = ["DEVICES", "RankPlan", "fewest", "rank_plans", "step_passes"]
