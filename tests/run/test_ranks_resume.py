@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.trainer.ranks import in_processes, training
 
 from keel.base.world import ALONE
+from trainer.ranks import in_processes, training
 
 FULL = "parallel.sharding=full"
 STEPS, HALF = 4, 2

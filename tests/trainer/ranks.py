@@ -22,14 +22,14 @@ BASE = {
     "model": {"name": "tiny", "device": "cpu"},
     "task": {"name": "arithmetic", "skill": "sort", "digits": 3},
     "rollout": {
-        "engine": "tests.trainer.ranks:HashedEngine",
+        "engine": "trainer.ranks:HashedEngine",
         "prompts_per_step": 5,
         "num_generations": 4,
         "max_completion_length": 9,
     },
     "kl": {"beta": 0.05},
     "optim": {"learning_rate": 1e-3, "microbatch_tokens": 96, "max_grad_norm": None},
-    "rewards": [{"name": "tests.trainer.ranks:hashed_reward"}],
+    "rewards": [{"name": "trainer.ranks:hashed_reward"}],
 }
 
 

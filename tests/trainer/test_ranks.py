@@ -3,9 +3,9 @@
 import math
 
 import pytest
-from tests.trainer.ranks import gradients, in_processes, relative_error
 
 from keel.base.world import ALONE
+from trainer.ranks import gradients, in_processes, relative_error
 
 FULL, HYBRID = "parallel.sharding=full", ["parallel.sharding=hybrid", "parallel.shard_size=2"]
 LORA = "model.lora.r=4"
