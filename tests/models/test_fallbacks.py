@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from keel.models.fallbacks import fallback_notes
 
@@ -45,6 +45,13 @@ def test_attention_that_is_not_by_flash_kernels_is_named_with_the_reason(case: s
     (note,) = fallback_notes(make(), amp_dtype, planned=True)
     assert note.startswith("attention of the training passes is not by flash kernels: ")
     assert reason in note
+
+
+def test_a_soft_cap_on_the_logits_is_named() -> None:
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = Gemma2ForCausalLM(Gemma2Config(vocab_size=64, num_key_value_heads=2, head_dim=8, **shape))
+    reason = "statistics of the vocabulary are not by one kernel: its logits have a soft cap"
+    assert reason in fallback_notes(model.eval(), torch.bfloat16, planned=True)
 
 
 def test_modules_without_a_fused_form_are_named_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -126,10 +127,12 @@ def test_a_split_group_keeps_each_completion_with_its_reward(shared_prefix: bool
     )
 
 
-def slow_microbatches(groups: list[Group], budget: int, shared_prefix: bool) -> list[list[Group]]:
+def slow_microbatches(groups: list[Group], budget: int, shared_prefix: bool, one_row: bool) -> list[list[Group]]:
     """The same rule read off its sentence: every candidate is packed to see what it costs."""
 
     def fits(part: list[Group]) -> bool:
+        if one_row:
+            return pack(part, 0, max_row_tokens=10**6).input_ids.numel() <= budget
         if not shared_prefix:  # an empty completion behind its prompt is a row too
             spans = [len(g.prompt_tokens) + len(c.tokens) - 1 for g in part for c in g.completions]
             return len(spans) * max(spans) <= budget
@@ -155,17 +158,64 @@ def slow_microbatches(groups: list[Group], budget: int, shared_prefix: bool) -> 
     return batches
 
 
+def slow_rows(groups: list[Group], shared_prefix: bool, row_tokens: int | None) -> dict[str, Any]:
+    """Rows written token by token, and the flat position that scores each token of each completion."""
+    units = groups if shared_prefix else [replace(g, completions=(c,)) for g in groups for c in g.completions]
+    sizes = [len(g.prompt_tokens) + sum(len(c.tokens[:-1]) for c in g.completions) for g in units]
+    rows, scoring = [], {}
+    for number, members in enumerate(_bins(sizes, row_tokens if shared_prefix else None)):
+        row: list[tuple[int, int, int, int]] = []  # token, position, prefix, branch
+        for prefix, index in enumerate(members):
+            prompt = units[index].prompt_tokens
+            row += [(token, position, prefix, 0) for position, token in enumerate(prompt)]
+            last = len(row) - 1
+            for branch, c in enumerate(units[index].completions, start=1):
+                columns = [last, *range(len(row), len(row) + len(c.tokens) - 1)] if c.tokens else []
+                scoring[index, branch] = (number, columns)
+                row += [(t, p, prefix, branch) for p, t in enumerate(c.tokens[:-1], start=len(prompt))]
+        rows.append(row)
+    length, width = max(map(len, rows)), max(len(c.tokens) for g in groups for c in g.completions)
+    padded = [row + [(9, 0 if shared_prefix else None, -1, 0)] * (length - len(row)) for row in rows]
+    columns = [[[cell[part] for cell in row] for row in padded] for part in range(4)]
+    gather = [
+        [row * length + c for c in cells] + [0] * (width - len(cells)) for _, (row, cells) in sorted(scoring.items())
+    ]
+    if not shared_prefix:
+        columns[1] = [list(range(length)) for _ in rows]
+    return dict(zip(("input_ids", "position_ids", "prefix", "branch", "gather"), [*columns, gather], strict=True))
+
+
 SHAPES = st.lists(
     st.tuples(st.integers(1, 6), st.lists(st.integers(0, 7), min_size=1, max_size=6).map(tuple)), min_size=1, max_size=8
 )
 
 
-@given(shapes=SHAPES, budget=st.integers(1, 120), shared_prefix=st.booleans())
+@pytest.mark.parametrize(("shared_prefix", "one_row"), [(True, False), (False, False), (True, True)])
+@given(shapes=SHAPES, budget=st.integers(1, 120))
 def test_microbatches_are_the_partition_of_the_slow_rule(
-    shapes: list[tuple[int, tuple[int, ...]]], budget: int, shared_prefix: bool
+    shared_prefix: bool, one_row: bool, shapes: list[tuple[int, tuple[int, ...]]], budget: int
 ) -> None:
     groups = make_groups(shapes)
-    assert microbatches(groups, budget, shared_prefix=shared_prefix) == slow_microbatches(groups, budget, shared_prefix)
+    parts = microbatches(groups, budget, shared_prefix=shared_prefix, one_row=one_row)
+    assert parts == slow_microbatches(groups, budget, shared_prefix, one_row)
+
+
+@given(shapes=SHAPES, row_tokens=st.none() | st.integers(1, 120), shared_prefix=st.booleans())
+def test_rows_are_those_written_token_by_token(
+    shapes: list[tuple[int, tuple[int, ...]]], row_tokens: int | None, shared_prefix: bool
+) -> None:
+    groups = make_groups(shapes, tool=slice(1, 3))
+    packed = pack(groups, 9, shared_prefix=shared_prefix, max_row_tokens=row_tokens)
+    for name, rows in slow_rows(groups, shared_prefix, row_tokens).items():
+        assert getattr(packed, name).tolist() == rows
+        assert getattr(packed, name).dtype == torch.long
+    completions = [c for g in groups for c in g.completions]
+    width = max(len(c.tokens) for c in completions)
+    for name in ("tokens", "action"):
+        rows = [[*getattr(c, name), *[0] * (width - len(c.tokens))] for c in completions]
+        assert (packed.tokens if name == "tokens" else packed.action_mask).tolist() == rows
+    assert packed.completion_mask.tolist() == [[t < len(c.tokens) for t in range(width)] for c in completions]
+    assert packed.existing.tolist() == packed.completion_mask.flatten().nonzero().flatten().tolist()
 
 
 @given(lengths=st.lists(st.integers(0, 12), max_size=30), capacity=st.integers(1, 20))

@@ -79,20 +79,35 @@ def test_values_and_gradients_equal_the_masks(
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_short_rows_and_recomputed_activations_keep_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second forward of gradient checkpointing runs outside the context of prefix attention."""
+def test_short_rows_keep_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     model, packed = model_of(EXACT["llama"]), batch(None)
     assert not prefix_attention.use_prefix_attention(body_of(model), packed)
     monkeypatch.setattr(prefix_attention, "LONG_ROW", 1)
     assert prefix_attention.use_prefix_attention(body_of(model), packed)
+
+
+@pytest.mark.parametrize("by_structure", [True, False])
+def test_recomputed_activations_attend_as_the_first_ones(by_structure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second forward of gradient checkpointing runs after the context of prefix attention has been left."""
+    model, packed = model_of(EXACT["llama"]), batch(None)
     expected, gradients = scored(model, packed)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    calls = []
+    monkeypatch.setattr(prefix_attention, "LONG_ROW", 1)
+    attend = prefix_attention.attend
+    monkeypatch.setattr(prefix_attention, "attend", lambda *args: calls.append(1) or attend(*args))
+    context = {"context_fn": prefix_attention.AttendAgain()} if by_structure else {}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **context})
     model.train()
-    assert not prefix_attention.use_prefix_attention(body_of(model), packed)
+    reason = prefix_attention.why_not_by_structure(body_of(model))
+    assert (reason is None) == by_structure
+    assert prefix_attention.use_prefix_attention(body_of(model), packed) == by_structure
+    calls.clear()
     logp, others = scored(model, packed)
+    assert len(calls) == (2 * model.config.num_hidden_layers if by_structure else 0)
     torch.testing.assert_close(logp, expected, atol=1e-5, rtol=0)
     for gradient, expected_gradient in zip(others, gradients, strict=True):
         torch.testing.assert_close(gradient, expected_gradient, atol=1e-3, rtol=1e-4)
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_model_that_disagrees_keeps_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,14 +25,16 @@ def test_a_gpu_has_one_for_each_thing_that_the_options_do_not_say(monkeypatch: p
     run = built("optim.precision=bfloat16").run
     monkeypatch.setattr(type(run.engine), "notes", ("decoding without CUDA graphs: the heads have size 7",))
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
-    sampler, decoding, attention, modules, cudnn = device_notes(run, run.rollout.model_copy(update={"dtype": "bf16"}))
+    notes = device_notes(run, run.rollout.model_copy(update={"dtype": "bf16"}))
+    sampler, decoding, attention, statistics, modules, cudnn = notes
     assert "sampled by a copy of the weights in bfloat16, the policy's own are float32" in sampler
     assert decoding == "decoding without CUDA graphs: the heads have size 7"
     assert "not by flash kernels: there is no CUDA device" in attention
+    assert "not by one kernel: there is no CUDA device" in statistics
     assert modules.startswith("LlamaMLP, LlamaRMSNorm have no fused form")
     assert "cuDNN" in cudnn
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
-    assert device_notes(run, run.rollout) == (decoding, attention, modules)
+    assert device_notes(run, run.rollout) == (decoding, attention, statistics, modules)
 
 
 def test_bfloat16_is_refused_by_name_where_a_gpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

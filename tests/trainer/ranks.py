@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import keel
 from keel.base.types import Completion
 from keel.base.world import World
 from keel.config import load_config
@@ -21,14 +22,14 @@ BASE = {
     "model": {"name": "tiny", "device": "cpu"},
     "task": {"name": "arithmetic", "skill": "sort", "digits": 3},
     "rollout": {
-        "engine": "tests.trainer.ranks:HashedEngine",
+        "engine": "trainer.ranks:HashedEngine",
         "prompts_per_step": 5,
         "num_generations": 4,
         "max_completion_length": 9,
     },
     "kl": {"beta": 0.05},
     "optim": {"learning_rate": 1e-3, "microbatch_tokens": 96, "max_grad_norm": None},
-    "rewards": [{"name": "tests.trainer.ranks:hashed_reward"}],
+    "rewards": [{"name": "trainer.ranks:hashed_reward"}],
 }
 
 
@@ -82,20 +83,27 @@ def gradients(overrides, world, steps=2):
     return updates, lines
 
 
-def _process(rank, size, cases, folder):
+def training(overrides, world, *, resume=False):
+    """A whole run by `keel.train`; its exit status."""
+    torch.set_num_threads(1)
+    quiet = {"log": {"console": "none", "tensorboard": False}, "eval": {"samples": 4, "every": 0}}
+    return keel.train({**BASE, **quiet}, overrides=overrides, resume=resume).exit_status
+
+
+def _process(rank, size, function, cases, folder):
     os.environ["WORLD_SIZE"], os.environ["RANK"] = str(size), str(rank)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous-{size}", rank=rank, world_size=size)
     try:
-        for number, overrides in enumerate(cases):
-            updates, lines = gradients(overrides, World(rank, size))
-            torch.save((updates, lines), Path(folder) / f"{size}-{number}-{rank}.pt")
+        for number, (overrides, options) in enumerate(cases):
+            torch.save(function(overrides, World(rank, size), **options), Path(folder) / f"{size}-{number}-{rank}.pt")
     finally:
         dist.destroy_process_group()
 
 
-def in_processes(size, cases, folder):
-    """What `gradients` gives on each process, a case at a time: results[case][rank]."""
-    mp.spawn(_process, args=(size, cases, str(folder)), nprocs=size)
+def in_processes(size, cases, folder, function=gradients):
+    """What the function gives on each process, a case (overrides, options) at a time: results[case][rank]."""
+    folder.mkdir(exist_ok=True)
+    mp.spawn(_process, args=(size, function, cases, str(folder)), nprocs=size)
     load = lambda number, rank: torch.load(Path(folder) / f"{size}-{number}-{rank}.pt", weights_only=False)  # noqa: E731
     return [[load(number, rank) for rank in range(size)] for number in range(len(cases))]
 

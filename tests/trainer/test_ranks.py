@@ -3,9 +3,9 @@
 import math
 
 import pytest
-from tests.trainer.ranks import gradients, in_processes, relative_error
 
 from keel.base.world import ALONE
+from trainer.ranks import gradients, in_processes, relative_error
 
 FULL, HYBRID = "parallel.sharding=full", ["parallel.sharding=hybrid", "parallel.shard_size=2"]
 LORA = "model.lora.r=4"
@@ -52,7 +52,7 @@ def alone():
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_gradient_and_the_metrics_of_several_processes_are_those_of_one(size, alone, tmp_path):
-    results = in_processes(size, list(CASES.values()), tmp_path)
+    results = in_processes(size, [(overrides, {}) for overrides in CASES.values()], tmp_path)
     for (name, _), (expected, lines), ranks in zip(CASES.items(), alone, results, strict=True):
         for updates, metrics in ranks:
             assert len(updates) == len(expected), name

@@ -1,7 +1,8 @@
 """Log-probability, entropy and exact KL a chunk of tokens at a time: the logits of a batch never exist at once.
 
 Forward keeps one number a token, backward recomputes the logits of each chunk: one more product with the head than a
-pass that keeps `[tokens, vocabulary]`. Policy logits and, for the exact KL, reference logits live for one chunk.
+pass that keeps `[tokens, vocabulary]`. Policy logits and, for the exact KL, reference logits live for one chunk. On a
+GPU one kernel reads a chunk and another turns it into its gradient; elsewhere it is done formula by formula.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from keel.base.errors import KeelError
+from keel.models.flash_prefix import has_triton
 from keel.models.head import Head, LogitsOf, at_least_fp32, shape_logits
 
 
@@ -60,6 +62,22 @@ def default_chunk(vocabulary: int, device: torch.device, memory: int | None = No
     return max(16, min(2**27, memory // (20 * LOGIT_BYTES)) // vocabulary)
 
 
+def why_not_one_kernel(hidden: Tensor, head: Head, *, planned: bool = False) -> str | None:
+    """Why the statistics of a chunk are computed formula by formula; None where one kernel does it.
+
+    `planned`: it will be on a GPU.
+    """
+    if not hidden.is_cuda and not planned:
+        return "there is no CUDA device"
+    if not planned and not has_triton():
+        return "Triton is not installed"
+    if hidden.dtype == torch.float64:
+        return "it computes in float64"
+    if head.linear() is None:
+        return "its head is no plain matrix"
+    return None if head.softcap is None else "its logits have a soft cap"
+
+
 def token_stats(
     hidden: Tensor, head: Head, tokens: Tensor, options: StatsOptions, ref_hidden: Tensor | None = None
 ) -> TokenStats:
@@ -85,17 +103,22 @@ def _logprobs(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _ref_logprobs(ref_hidden: Tensor, options: StatsOptions, vocabulary: int) -> Tensor:
-    assert options.ref_head is not None
     with torch.no_grad():
-        logits = _ref_logits(options.ref_head, ref_hidden, options.dtype)
-        if logits.shape[-1] != vocabulary:
-            raise KeelError(
-                f"exact KL needs one vocabulary: the policy has {vocabulary} tokens, the reference {logits.shape[-1]}"
-            )
-        return _logprobs(logits, options.temperature)
+        return _logprobs(_ref_logits(ref_hidden, options, vocabulary), options.temperature)
 
 
-def _ref_logits(head: LogitsOf, hidden: Tensor, dtype: torch.dtype | None) -> Tensor:
+@torch.no_grad()
+def _ref_logits(ref_hidden: Tensor, options: StatsOptions, vocabulary: int) -> Tensor:
+    assert options.ref_head is not None
+    logits = _logits_of(options.ref_head, ref_hidden, options.dtype)
+    if logits.shape[-1] != vocabulary:
+        raise KeelError(
+            f"exact KL needs one vocabulary: the policy has {vocabulary} tokens, the reference {logits.shape[-1]}"
+        )
+    return logits
+
+
+def _logits_of(head: LogitsOf, hidden: Tensor, dtype: torch.dtype | None) -> Tensor:
     """By the same products as the policy's: where both are one model, their KL is exactly 0."""
     linear = head.linear() if isinstance(head, Head) else None
     if linear is None or not isinstance(head, Head):
@@ -129,6 +152,23 @@ def _chunk_stats(
         if options.ref_policy:
             ref_policy = (ref.exp() * (ref - (logprobs if options.ref_policy_grad else logprobs.detach()))).sum(dim=-1)
     return logp, entropy, kl, ref_logp, ref_policy
+
+
+def _kernels() -> Any:
+    from keel.models import vocabulary  # needs Triton
+
+    return vocabulary
+
+
+def _stats_by_kernel(
+    logits: Tensor, tokens: Tensor, options: StatsOptions, ref_hidden: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The same in one pass over the logits, and log Σ exp of both sets of logits, which the gradient wants back."""
+    ref = None if ref_hidden is None else _ref_logits(ref_hidden, options, logits.shape[-1])
+    log_z, logp, entropy, ref_log_z, ref_logp, kl, ref_policy = out = logits.new_empty(7, len(logits)).unbind()
+    _kernels().stats(logits, ref, tokens, options.temperature, out)
+    by_ref = (None,) * 4 if ref is None else (kl, ref_logp, ref_policy if options.ref_policy else None, ref_log_z)
+    return logp, entropy if options.entropy else None, *by_ref[:3], log_z, by_ref[3]
 
 
 def _chunks(count: int, size: int) -> list[slice]:
@@ -174,13 +214,15 @@ class _Chunked(torch.autograd.Function):
         options: StatsOptions,
     ) -> tuple[Tensor | None, ...]:
         parts = []
+        by_kernel = why_not_one_kernel(hidden, head) is None
+        chunk_stats = _stats_by_kernel if by_kernel else _chunk_stats
         for chunk in _chunks(max(len(tokens), 1), options.chunk_tokens):
             ref_chunk = None if ref_hidden is None else ref_hidden[chunk]
-            parts.append(_chunk_stats(_logits(hidden[chunk], weight, bias, head), tokens[chunk], options, ref_chunk))
-        logp, entropy, kl, ref_logp, ref_policy = _join(parts)
+            parts.append(chunk_stats(_logits(hidden[chunk], weight, bias, head), tokens[chunk], options, ref_chunk))
+        logp, entropy, kl, ref_logp, ref_policy, *normalisers = _join(parts)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, tokens, ref_hidden, entropy, kl)
-        ctx.head, ctx.options = head, options
+        ctx.save_for_backward(hidden, weight, bias, tokens, ref_hidden, entropy, kl, *normalisers)
+        ctx.head, ctx.options, ctx.by_kernel = head, options, by_kernel
         constant = (ref_logp, None if options.ref_policy_grad else ref_policy)
         ctx.mark_non_differentiable(*(x for x in constant if x is not None))
         return logp, entropy, kl, ref_logp, ref_policy
@@ -188,10 +230,11 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, tokens, ref_hidden, entropy, kl = ctx.saved_tensors
+        hidden, weight, bias, tokens, ref_hidden, entropy, kl, *normalisers = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_logp, grad_entropy, grad_kl, _, grad_ref_policy = grads
-        if all(grad is None for grad in (grad_logp, grad_entropy, grad_kl, grad_ref_policy)):
+        upstream = (grad_logp, grad_entropy, grad_kl, grad_ref_policy)
+        if all(grad is None for grad in upstream):
             return (None,) * 7
         needs_ref = grad_kl is not None or grad_ref_policy is not None
         accumulate_dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -199,17 +242,21 @@ class _Chunked(torch.autograd.Function):
         # Half-precision sums over many chunks lose small terms: accumulate in fp32, round once.
         d_weight = torch.zeros_like(weight, dtype=accumulate_dtype) if needs_weight else None
         d_bias = torch.zeros_like(bias, dtype=accumulate_dtype) if needs_bias else None
+        logits_gradient = _kernels().gradient if ctx.by_kernel else _raw_logits_gradient
         for chunk in _chunks(len(tokens), ctx.options.chunk_tokens):
-            d_raw = _raw_logits_gradient(
+
+            def cut(x: Tensor | None, chunk: slice = chunk) -> Tensor | None:
+                return None if x is None else x[chunk]
+
+            d_raw = logits_gradient(
                 _logits(hidden[chunk], weight, bias, ctx.head),
+                _ref_logits(ref_hidden[chunk], ctx.options, len(weight)) if needs_ref else None,
                 tokens[chunk],
                 ctx.head,
                 ctx.options.temperature,
-                grad_logp=None if grad_logp is None else grad_logp[chunk, None],
-                grad_entropy=None if grad_entropy is None else (grad_entropy[chunk, None], entropy[chunk, None]),
-                grad_kl=None if grad_kl is None else (grad_kl[chunk, None], kl[chunk, None]),
-                grad_ref_policy=None if grad_ref_policy is None else grad_ref_policy[chunk, None],
-                ref=_ref_logprobs(ref_hidden[chunk], ctx.options, len(weight)) if needs_ref else None,
+                values=tuple(map(cut, (entropy, kl, *normalisers))),
+                grads=tuple(map(cut, upstream)),
+                dtype=weight.dtype if d_bias is None else accumulate_dtype,
             )
             if d_bias is not None:
                 d_bias += d_raw.sum(dim=0)
@@ -219,7 +266,7 @@ class _Chunked(torch.autograd.Function):
             if d_weight is not None and accumulate_dtype == weight.dtype:
                 d_weight.addmm_(d_raw.T, hidden[chunk])
             elif d_weight is not None:
-                d_weight += d_raw.T @ hidden[chunk]
+                _add_product(d_weight, d_raw.T, hidden[chunk])
         return (
             d_hidden,
             None if d_weight is None else d_weight.to(weight.dtype),
@@ -230,20 +277,23 @@ class _Chunked(torch.autograd.Function):
 
 def _raw_logits_gradient(
     logits: Tensor,
+    ref_logits: Tensor | None,
     tokens: Tensor,
     head: Head,
     temperature: float,
     *,
-    grad_logp: Tensor | None,
-    grad_entropy: tuple[Tensor, Tensor] | None,
-    grad_kl: tuple[Tensor, Tensor] | None,
-    grad_ref_policy: Tensor | None,
-    ref: Tensor | None,
+    values: tuple[Tensor | None, ...],
+    grads: tuple[Tensor | None, ...],
+    dtype: torch.dtype,
 ) -> Tensor:
     """The gradient of the loss by the raw logits W h of one chunk, back through temperature, soft cap and scale.
 
-    `grad_entropy` and `grad_kl` are pairs of the upstream gradient and the value, all `[n, 1]`.
+    `values` are entropy and KL, `grads` the loss's gradients by log-probability, entropy, KL and reverse KL, all `[n]`.
     """
+    entropy, kl = (None if x is None else x[:, None] for x in values)
+    grad_logp, grad_entropy, grad_kl, grad_ref_policy = (None if x is None else x[:, None] for x in grads)
+    ref = None if ref_logits is None else _logprobs(ref_logits, temperature)
+    del ref_logits
     scale = head.scale / temperature
     tanh_slope = None if head.softcap is None else 1 - (logits / head.softcap).square()
     logprobs = _logprobs(logits, temperature)
@@ -251,9 +301,11 @@ def _raw_logits_gradient(
     factor: Tensor | None = None
     if grad_kl is not None:
         assert ref is not None
-        factor = (logprobs - ref).sub_(grad_kl[1]).mul_(grad_kl[0])
+        assert kl is not None
+        factor = (logprobs - ref).sub_(kl).mul_(grad_kl)
     if grad_entropy is not None:
-        term = (logprobs + grad_entropy[1]).mul_(-grad_entropy[0])
+        assert entropy is not None
+        term = (logprobs + entropy).mul_(-grad_entropy)
         factor = term if factor is None else factor.add_(term)
     if grad_logp is not None:
         factor = -grad_logp if factor is None else factor.sub_(grad_logp)
@@ -270,6 +322,14 @@ def _raw_logits_gradient(
     if tanh_slope is not None:
         d_raw.mul_(tanh_slope)
     return d_raw if scale == 1.0 else d_raw.mul_(scale)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, in the total's precision where there is a product for it."""
+    if total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> Tensor:

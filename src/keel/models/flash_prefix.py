@@ -3,19 +3,25 @@
 The first call lets every prompt and every completion attend to itself, the second lets the completions of a group
 attend to its prompt. Both are parts of one softmax, joined by their log-sum-exp. Backward, flash attention takes the
 probabilities from the log-sum-exp it is given and the rest from the output: given those of the joined softmax, each
-call returns its own part of the gradient, and the parts add up.
+call returns its own part of the gradient, and the parts add up. What stands around the calls, rotations among it, is a
+Triton kernel each where there is Triton, and the formulas below elsewhere.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from keel.models.head import at_least_fp32
 from keel.models.segments import Segments
+
+Rotation = tuple[Tensor, Tensor]  # cosines and sines [N, D] of the tokens' positions
 
 
 class Kernels(NamedTuple):
@@ -43,15 +49,29 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) ->
 def _flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, runs: Runs, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    no_dropout = _no_dropout(q.device)
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse, *runs[:4], 0.0, runs.causal, no_dropout, no_dropout, scale=scale
     )
     return gradients
 
 
+@lru_cache
+def _no_dropout(device: torch.device) -> Tensor:
+    return torch.zeros(2, dtype=torch.uint64, device=device)
+
+
 FLASH = Kernels(_flash_forward, _flash_backward)
 LARGEST_HEAD = 256
+
+
+_capability = lru_cache(torch.cuda.get_device_capability)  # asked for in every layer
+
+
+@lru_cache
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def flash_dtype(query: Tensor) -> torch.dtype:
@@ -70,7 +90,7 @@ def why_not_flash(
     dtype = flash_dtype(like)
     if not like.is_cuda and not planned:
         return "there is no CUDA device"
-    if not planned and torch.cuda.get_device_capability(like.device) < (8, 0):
+    if not planned and _capability(like.device) < (8, 0):
         return "the GPU is older than Ampere"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"it computes in {str(dtype).removeprefix('torch.')}"
@@ -80,58 +100,109 @@ def why_not_flash(
 
 
 def flash_attend(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, kernels: Kernels = FLASH
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Segments,
+    scale: float,
+    rotation: Rotation | None = None,
+    kernels: Kernels = FLASH,
 ) -> Tensor:
-    """Attention of rows `[R, H, L, D]` over `[R, K, L, D]`, as `[R, L, H, D]`; differentiable."""
-    rows, _, length, _ = query.shape
-    dtype = flash_dtype(query)
-    q, k, v = (x.transpose(1, 2).flatten(0, 1).to(dtype) for x in (query, key, value))
-    out: Tensor = _FlashPrefix.apply(q, k, v, segments, scale, kernels)
-    return out.view(rows, length, *out.shape[1:])
+    """Attention of tokens `[N, H, D]` over `[N, K, D]`, queries and keys rotated before; differentiable."""
+    dtype = flash_dtype(q)
+    cos, sin = rotation if rotation is not None else (None, None)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    if not torch.is_grad_enabled():
+        return _attend(q, k, v, cos, sin, segments, scale, kernels)[3]
+    out: Tensor = _FlashPrefix.apply(q, k, v, cos, sin, segments, scale, kernels)
+    return out
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    segments: Segments,
+    scale: float,
+    kernels: Kernels,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Rotated q and k, v, and the attention's output and log-sum-exp."""
+    own, to_prompt = _both_runs(segments)
+    around = _around_the_calls(q)
+    q, k, v = (x.contiguous() for x in (q, k, v)) if cos is None else around.rotate(q, k, v, cos, sin)
+    out, lse = kernels.forward(q, k, v, own, scale)
+    if segments.has_completions:
+        out, lse = around.join(out, lse, *kernels.forward(q, k, v, to_prompt, scale), segments.in_completion)
+    return q, k, v, out, lse
 
 
 class _FlashPrefix(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, kernels: Kernels
-    ) -> Tensor:
-        own, to_prompt = _both_runs(segments)
-        out, lse = kernels.forward(q, k, v, own, scale)
-        at = segments.completions
-        if len(at):
-            keys, values = (x.index_select(0, segments.prompts) for x in (k, v))
-            more, more_lse = kernels.forward(q.index_select(0, at), keys, values, to_prompt, scale)
-            own_lse = lse.index_select(1, at)
-            joined = torch.logaddexp(own_lse, more_lse)
-            shares = ((part - joined).exp().t().unsqueeze(-1) for part in (own_lse, more_lse))
-            parts = (out.index_select(0, at), more)
-            out.index_copy_(0, at, sum(x * share for x, share in zip(parts, shares, strict=True)).to(out.dtype))  # type: ignore[union-attr]
-            lse.index_copy_(1, at, joined)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.segments, ctx.scale, ctx.kernels = segments, scale, kernels
-        return out
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        _, _, _, cos, sin, ctx.segments, ctx.scale, ctx.kernels = inputs
+        saved = _attend(*inputs)
+        ctx.save_for_backward(*saved, cos, sin)
+        return saved[3]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        segments: Segments = ctx.segments
-        own, to_prompt = _both_runs(segments)
-        grad = grad.contiguous()
-        d_q, d_k, d_v = ctx.kernels.backward(grad, q, k, v, out, lse, own, ctx.scale)
-        at, prompts = segments.completions, segments.prompts
-        if len(at):
-            keys, values = (x.index_select(0, prompts) for x in (k, v))
-            queries, part, part_grad = (x.index_select(0, at) for x in (q, out, grad))
-            part_lse = lse.index_select(1, at)
-            more = ctx.kernels.backward(part_grad, queries, keys, values, part, part_lse, to_prompt, ctx.scale)
-            d_q.index_add_(0, at, more[0])
-            d_k.index_add_(0, prompts, more[1])
-            d_v.index_add_(0, prompts, more[2])
-        return d_q, d_k, d_v, None, None, None
+        q, k, v, out, lse, cos, sin = ctx.saved_tensors
+        own, to_prompt = _both_runs(ctx.segments)
+        inputs = (grad.contiguous(), q, k, v, out, lse)
+        parts = ctx.kernels.backward(*inputs, own, ctx.scale)
+        more = ctx.kernels.backward(*inputs, to_prompt, ctx.scale) if ctx.segments.has_completions else None
+        return (*_around_the_calls(q).add_gradients(parts, more, cos, sin), *(None,) * 5)
 
 
 def _both_runs(s: Segments) -> tuple[Runs, Runs]:
     """Of the call within prompts and completions, and of that from completions to prompts."""
     own = Runs(s.bounds, s.bounds, s.longest, s.longest, causal=True)
-    return own, Runs(s.completion_bounds, s.prompt_bounds, s.longest_completions, s.longest_prompt, causal=False)
+    return own, Runs(s.query_bounds, s.key_bounds, s.longest_query, s.longest_key, causal=False)
+
+
+class Formulas:
+    """What stands around the calls, in plain torch."""
+
+    @staticmethod
+    def rotate(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x cos + (−x₂, x₁) sin of q and k, with x₁ and x₂ the halves of a head; in fp32, rounded once.
+
+        All three come back contiguous; they may be parts of one tensor.
+        """
+
+        def rotated(x: Tensor) -> Tensor:
+            first, second = at_least_fp32(x).chunk(2, dim=-1)
+            return (x * cos[:, None].float() + torch.cat((-second, first), dim=-1) * sin[:, None].float()).to(x.dtype)
+
+        return rotated(q), rotated(k), v.contiguous()
+
+    @staticmethod
+    def join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, in_completion: Tensor) -> tuple[Tensor, Tensor]:
+        """Two parts of one softmax as one, for tokens of completions; the others have only the first."""
+        joined = torch.where(in_completion, torch.logaddexp(lse, more_lse), lse)
+        share, more_share = ((part - joined).exp().t().unsqueeze(-1) for part in (lse, more_lse))
+        return torch.where(in_completion[:, None, None], (out * share + more * more_share).to(out.dtype), out), joined
+
+    @staticmethod
+    def add_gradients(
+        parts: tuple[Tensor, ...], more: tuple[Tensor, ...] | None, cos: Tensor | None, sin: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """The sum of both calls' gradients by q, k and v, of q and k before they were rotated."""
+        if more is not None:
+            parts = tuple(part + other for part, other in zip(parts, more, strict=True))
+        if cos is None or sin is None:
+            return parts
+        swapped = torch.cat(tuple(reversed(sin.chunk(2, dim=-1))), dim=-1)
+        d_q, d_k, d_v = parts
+        return Formulas.rotate(d_q, d_k, d_v, cos, -swapped)
+
+
+def _around_the_calls(like: Tensor) -> Any:
+    if not like.is_cuda or not has_triton():
+        return Formulas
+    from keel.models import prefix_kernels
+
+    return prefix_kernels

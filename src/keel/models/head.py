@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -42,9 +42,12 @@ class Head:
     def linear(self) -> tuple[Tensor, Tensor | None] | None:
         """Weight and bias if the module is a plain linear map; None for adapters, quantised weights and hooks."""
         module = self.module
-        if type(module) is not nn.Linear or _hooked(module):
-            return None
-        return module.weight, module.bias
+        return (module.weight, module.bias) if is_plain_linear(module) else None
+
+
+def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is its weight and bias and nothing more: no adapter, no quantised weight, no hook."""
+    return type(module) is nn.Linear and not _hooked(module)
 
 
 def _hooked(module: nn.Module) -> bool:

@@ -23,6 +23,7 @@ from keel.models.gguf import check_gguf, load_gguf
 from keel.models.head import body_of
 from keel.models.lora import add_lora, check_adapter, options_in
 from keel.models.options import LoraOptions, ModelOptions
+from keel.models.prefix_attention import AttendAgain
 from keel.models.probe import probe_packing
 from keel.models.tiny import tiny_model
 
@@ -111,7 +112,9 @@ def load_model(
         torch.backends.cuda.enable_cudnn_sdp(False)
     if options.gradient_checkpointing:
         # The reentrant form drops gradients when the first input needs none, as with a frozen embedding under LoRA.
-        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        policy.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": AttendAgain()}
+        )
     policy.train(options.gradient_checkpointing or options.dropout or (lora is not None and lora.dropout > 0))
     shared_prefix = False
     packing_note: str | None = f"{name!r} was loaded without the packing probe: one row a completion"

@@ -8,16 +8,21 @@ scores nothing and nothing attends to it: it is left out of the row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group
 from keel.models.segments import PADDING, Segments, to_device
+
+Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -81,16 +86,6 @@ class PackedBatch:
         return flat.view(self.completion_mask.shape)
 
 
-@dataclass(frozen=True)
-class _Row:
-    """One row under construction; lists of the same length."""
-
-    ids: list[int]
-    positions: list[int]
-    prefix: list[int]
-    branch: list[int]
-
-
 def pack(
     groups: Sequence[Group],
     pad_token_id: int,
@@ -105,44 +100,121 @@ def pack(
     row a group). Without it, one right-padded row a completion.
     """
     check_groups(groups, context_length)
-    if shared_prefix:
-        rows, scoring = _shared_rows(groups, max_row_tokens)
-    else:
-        rows, scoring = _single_rows(groups)
-    length = max(len(row.ids) for row in rows)
-    gather = [[row * length + column for column in columns] for row, columns in scoring]
     completions = [completion for group in groups for completion in group.completions]
-    tokens = right_pad((c.tokens for c in completions), 0)
-    existing = [b * tokens.shape[1] + t for b, c in enumerate(completions) for t in range(len(c.tokens))]
-    positions = right_pad((row.positions for row in rows), 0, width=length)
+    if shared_prefix:
+        units = [(group.prompt_tokens, group.completions) for group in groups]
+        bins = _bins([_row_length(group) for group in groups], max_row_tokens)
+    else:
+        units = [(group.prompt_tokens, (completion,)) for group in groups for completion in group.completions]
+        bins = [[index] for index in range(len(units))]
+    runs = _Runs.of(units, bins)
+    shape = (len(bins), runs.row_length)
+    in_run = _ramp(runs.counts)
+    cells = runs.starts.repeat(runs.counts) + in_run
+
+    def rows(values: Numbers, fill: int) -> Tensor:
+        """One value a token of the rows, `fill` on their padding."""
+        filled = np.full(shape[0] * shape[1], fill, dtype=np.int64)
+        filled[cells] = values
+        return torch.from_numpy(filled).view(shape)
+
+    positions = rows(runs.positions.repeat(runs.counts) + in_run, 0)
     if not shared_prefix:
         # Padding continues the count: transformers takes a jump for a second sequence in the row.
-        positions = torch.arange(length).expand(len(rows), length).contiguous()
-    prefix = right_pad((row.prefix for row in rows), PADDING, width=length)
-    branch = right_pad((row.branch for row in rows), 0, width=length)
+        positions = torch.arange(shape[1]).expand(shape).contiguous()
+    prefix, branch = rows(runs.prefixes.repeat(runs.counts), PADDING), rows(runs.branches.repeat(runs.counts), 0)
+    counts = _lengths(completion.tokens for completion in completions)
+    width, token = int(counts.max()), _ramp(counts)
+    existing = _right_padded_index(counts, width)
+    gather, mask = np.zeros(len(counts) * width, np.int64), np.zeros(len(counts) * width, np.bool_)
+    # the prompt's last token scores a completion's first, and the completion's own those that follow
+    gather[existing] = np.where(token == 0, runs.last_of_prompt.repeat(counts), runs.first.repeat(counts) + token - 1)
+    mask[existing] = True
     return PackedBatch(
-        input_ids=right_pad((row.ids for row in rows), pad_token_id, width=length),
+        input_ids=rows(_flat(runs.tokens, np.int64), pad_token_id),
         position_ids=positions,
         prefix=prefix,
         branch=branch,
-        gather=right_pad(gather, 0),
-        tokens=tokens,
+        gather=torch.from_numpy(gather).view(len(counts), width),
+        tokens=right_pad((c.tokens for c in completions), 0),
         action_mask=right_pad((c.action for c in completions), False, dtype=torch.bool),
-        completion_mask=right_pad(([True] * len(c.tokens) for c in completions), False, dtype=torch.bool),
-        existing=torch.tensor(existing, dtype=torch.long),
+        completion_mask=torch.from_numpy(mask).view(len(counts), width),
+        existing=torch.from_numpy(existing),
         group=torch.tensor([i for i, group in enumerate(groups) for _ in group.completions]),
         segments=Segments.of(prefix, branch),
         shared_prefix=shared_prefix,
     )
 
 
-def right_pad(
-    rows: Iterable[Sequence[float]], fill: float, *, width: int | None = None, dtype: torch.dtype = torch.long
-) -> Tensor:
-    """Ragged rows as one tensor `[rows, width]`, filled on the right; width None: the longest row."""
-    listed = [list(row) for row in rows]
-    width = max((len(row) for row in listed), default=0) if width is None else width
-    return torch.tensor([row + [fill] * (width - len(row)) for row in listed], dtype=dtype).view(len(listed), width)
+def right_pad(rows: Iterable[Sequence[float]], fill: float, *, dtype: torch.dtype = torch.long) -> Tensor:
+    """Ragged rows as one tensor, as wide as the longest and filled on the right."""
+    listed = list(rows)
+    counts = _lengths(listed)
+    width = int(counts.max(initial=0))
+    padded = np.full(len(listed) * width, fill, dtype=torch.empty(0, dtype=dtype).numpy().dtype)
+    padded[_right_padded_index(counts, width)] = _flat(listed, padded.dtype)
+    return torch.from_numpy(padded).view(len(listed), width)
+
+
+def _flat(rows: Sequence[Sequence[float]], dtype: Any) -> NDArray[Any]:
+    return np.fromiter(chain.from_iterable(rows), dtype, sum(map(len, rows)))
+
+
+def _lengths(rows: Iterable[Sized]) -> Numbers:
+    return np.fromiter(map(len, rows), np.int64)
+
+
+def _ramp(counts: Numbers) -> Numbers:
+    """0, 1, … within each run of that many."""
+    return np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
+
+
+def _right_padded_index(counts: Numbers, width: int) -> Numbers:
+    """Where the values of ragged rows stand in the flattened `[rows, width]`."""
+    return np.arange(len(counts)).repeat(counts) * width + _ramp(counts)
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Prompts and completions in the order of their rows; cells are positions in the flattened rows.
+
+    An entry a run: its tokens, first cell, number of tokens, first position id, prefix and branch. An entry a
+    completion: the cell of its first token (if that enters the row) and of its prompt's last.
+    """
+
+    tokens: list[Sequence[int]]
+    starts: Numbers
+    counts: Numbers
+    positions: Numbers
+    prefixes: Numbers
+    branches: Numbers
+    first: Numbers
+    last_of_prompt: Numbers
+    row_length: int
+
+    @staticmethod
+    def of(units: Sequence[tuple[Sequence[int], Sequence[Completion]]], bins: Sequence[Sequence[int]]) -> _Runs:
+        """Of prompts with their completions; a bin lists those of a row."""
+        tokens: list[Sequence[int]] = []
+        placed: list[tuple[int, int, int, int, int]] = []  # row, column, position, prefix, branch
+        prompt_runs, row_length = np.zeros(len(units), np.int64), 0
+        for row, members in enumerate(bins):
+            column = 0
+            for prefix, index in enumerate(members):
+                prompt, completions = units[index]
+                prompt_runs[index] = len(tokens)
+                for branch, ids in enumerate((prompt, *(completion.tokens[:-1] for completion in completions))):
+                    tokens.append(ids)
+                    placed.append((row, column, len(prompt) if branch else 0, prefix, branch))
+                    column += len(ids)
+            row_length = max(row_length, column)
+        numbers, columns, positions, prefixes, branches = np.array(placed, np.int64).T
+        starts, counts = numbers * row_length + columns, _lengths(tokens)
+        completions_each = _lengths(completions for _, completions in units)
+        prompts = prompt_runs.repeat(completions_each)
+        first = starts[prompts + 1 + _ramp(completions_each)]
+        last_of_prompt = starts[prompts] + counts[prompts] - 1
+        return _Runs(tokens, starts, counts, positions, prefixes, branches, first, last_of_prompt, row_length)
 
 
 def check_groups(groups: Sequence[Group], context_length: int | None = None) -> None:
@@ -175,24 +247,28 @@ def check_groups(groups: Sequence[Group], context_length: int | None = None) -> 
             )
 
 
-def microbatches(groups: Sequence[Group], max_tokens: int, *, shared_prefix: bool = True) -> list[list[Group]]:
+def microbatches(
+    groups: Sequence[Group], max_tokens: int, *, shared_prefix: bool = True, one_row: bool = False
+) -> list[list[Group]]:
     """Split by a budget of computed tokens (rows × longest row), in order, without splitting groups that fit.
 
-    A group beyond the budget becomes sub-groups that repeat the prompt; a single completion beyond it goes alone.
-    Concatenating the parts gives the completions in their first order.
+    With `one_row` they will be packed into one, whose tokens are the sum of theirs. A group beyond the budget becomes
+    sub-groups that repeat the prompt; a single completion beyond it goes alone. Concatenating the parts gives the
+    completions in their first order.
     """
     if max_tokens < 1:
         raise KeelError(f"microbatch_tokens must be at least 1, got {max_tokens}")
     batches: list[list[Group]] = []
     size = _Size()
     for part in (part for group in groups for part in _split(group, max_tokens, shared_prefix)):
-        grown = size.plus(_size(part, shared_prefix))
+        other = _size(part, shared_prefix)
+        grown = _Size(1, size.longest + other.longest) if one_row else size.plus(other)
         if batches and grown.area <= max_tokens:
             batches[-1].append(part)
             size = grown
         else:
             batches.append([part])
-            size = _size(part, shared_prefix)
+            size = other
     return batches
 
 
@@ -253,48 +329,6 @@ def _row_length(group: Group) -> int:
 def _longest_sequence(group: Group) -> int:
     """Prompt plus the longest completion."""
     return len(group.prompt_tokens) + max((len(c.tokens) for c in group.completions), default=0)
-
-
-def _add_group(row: _Row, group: Group, prefix: int) -> list[list[int]]:
-    """Append a group to a row; returns, for each completion, the columns that score its tokens."""
-    prompt = len(group.prompt_tokens)
-    row.ids.extend(group.prompt_tokens)
-    row.positions.extend(range(prompt))
-    row.prefix.extend([prefix] * prompt)
-    row.branch.extend([0] * prompt)
-    last = len(row.ids) - 1
-    scoring = []
-    for branch, completion in enumerate(group.completions, start=1):
-        count, start = _input_length(completion), len(row.ids)
-        row.ids.extend(completion.tokens[:count])
-        row.positions.extend(range(prompt, prompt + count))
-        row.prefix.extend([prefix] * count)
-        row.branch.extend([branch] * count)
-        scoring.append([last, *range(start, start + count)] if completion.tokens else [])
-    return scoring
-
-
-def _shared_rows(groups: Sequence[Group], max_row_tokens: int | None) -> tuple[list[_Row], list[tuple[int, list[int]]]]:
-    """Rows, and for each completion (group-major) its row and scoring columns."""
-    rows: list[_Row] = []
-    scoring: list[list[tuple[int, list[int]]]] = [[] for _ in groups]
-    for number, members in enumerate(_bins([_row_length(group) for group in groups], max_row_tokens)):
-        row = _Row([], [], [], [])
-        for prefix, index in enumerate(members):
-            scoring[index] = [(number, columns) for columns in _add_group(row, groups[index], prefix)]
-        rows.append(row)
-    return rows, [completion for group in scoring for completion in group]
-
-
-def _single_rows(groups: Sequence[Group]) -> tuple[list[_Row], list[tuple[int, list[int]]]]:
-    rows: list[_Row] = []
-    scoring: list[tuple[int, list[int]]] = []
-    for group in groups:
-        for completion in group.completions:
-            row = _Row([], [], [], [])
-            scoring.append((len(rows), _add_group(row, replace(group, completions=(completion,)), 0)[0]))
-            rows.append(row)
-    return rows, scoring
 
 
 def _bins(lengths: Sequence[int], capacity: int | None) -> list[list[int]]:

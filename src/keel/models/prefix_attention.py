@@ -7,8 +7,8 @@ GPU in half precision flash kernels do it in two calls a layer; elsewhere it is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from keel.base.types import Completion, Group, Problem
 from keel.models.flash_prefix import flash_attend, flash_dtype, why_not_flash
-from keel.models.pack import PackedBatch
+from keel.models.head import evaluating
+from keel.models.pack import PackedBatch, pack
 from keel.models.segments import Segments, to_device
 
 ATTENTION = "keel_prefix_scoring"  # the engine registers one for decoding
@@ -87,7 +89,8 @@ def attend(
 ) -> Tensor:
     """Attention of rows `[R, H, L, D]` over `[R, K, L, D]`, as `[R, L, H, D]`; differentiable."""
     if why_not_flash(query, query.shape[-1], dropout, planned=bool(_like_cuda)) is None:
-        return flash_attend(query, key, value, structure.segments, scale)
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        return flash_attend(q, k, v, structure.segments, scale).unflatten(0, (len(query), -1))
     return attend_by_group(query, key, value, structure.groups, scale, dropout)
 
 
@@ -122,7 +125,7 @@ def attend_by_group(
     return out
 
 
-_active: list[RowStructure] = []
+_active: list[tuple[Any, RowStructure]] = []  # the model's config, and how its rows attend
 _like_cuda: list[bool] = []
 
 
@@ -156,7 +159,7 @@ def _attention(
     """The attention function that transformers calls inside `prefix_attention`."""
     refuse_variants(kwargs)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    return attend(query, key, value, _active[-1], scale, dropout), None
+    return attend(query, key, value, _active[-1][1], scale, dropout), None
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -167,12 +170,32 @@ def prefix_attention(config: Any, structure: RowStructure) -> Iterator[None]:
     """Inside, the model of this config attends by structure; its own attention is put back afterwards."""
     before = config._attn_implementation
     config._attn_implementation = ATTENTION
-    _active.append(structure)
+    _active.append((config, structure))
     try:
         yield
     finally:
         _active.pop()
         config._attn_implementation = before
+
+
+def active_structure(config: Any) -> RowStructure | None:
+    """How rows attend in the model of this config; None outside of `prefix_attention`."""
+    return _active[-1][1] if config._attn_implementation == ATTENTION else None
+
+
+@dataclass(frozen=True)
+class AttendAgain:
+    """The `context_fn` of gradient checkpointing: the second forward attends as the first did, inside `within` too."""
+
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), self._second(_active[-1] if _active else None)
+
+    @contextmanager
+    def _second(self, active: tuple[Any, RowStructure] | None) -> Iterator[None]:
+        with prefix_attention(*active) if active else nullcontext(), self.within():
+            yield
 
 
 _exact: WeakKeyDictionary[nn.Module, dict[torch.dtype, bool]] = WeakKeyDictionary()  # by the dtype it computes in
@@ -185,6 +208,22 @@ def use_prefix_attention(body: Any, packed: PackedBatch) -> bool:
     other numbers.
     """
     return may_use_prefix_attention(body, packed) and try_prefix_attention(body)
+
+
+def attends_by_flash(body: Any) -> bool:
+    """Whether flash kernels score this model's rows: then one row may hold any number of groups, without padding."""
+    like = next(body.parameters())
+    return (
+        why_not_flash(like, head_size(body)) is None
+        and why_not_by_structure(body) is None
+        and try_prefix_attention(body)
+    )
+
+
+def head_size(body: Any) -> int | None:
+    """The size of a head of the model's attention, where its config tells."""
+    size, heads = getattr(body.config, "head_dim", None), getattr(body.config, "num_attention_heads", None)
+    return size if size or not heads else body.config.hidden_size // heads
 
 
 def try_prefix_attention(body: Any) -> bool:
@@ -205,32 +244,25 @@ def may_use_prefix_attention(body: Any, packed: PackedBatch) -> bool:
 
 def why_not_by_structure(body: Any) -> str | None:
     """Why a model attends by mask however its rows are; None where a trial has to tell."""
-    if body.training and getattr(body, "is_gradient_checkpointing", False):
-        return "its activations are recomputed, outside the context that says how rows attend"
     implementation = getattr(body.config, "_attn_implementation", None)
     if implementation != "sdpa":
         return f"its attention is {implementation}"
-    return "it is compiled" if getattr(body, "_compiled_call_impl", None) else None
+    if getattr(body, "_compiled_call_impl", None):
+        return "it is compiled"
+    if body.training and any(not isinstance(context, AttendAgain) for context in _recompute_contexts(body)):
+        return "its activations are recomputed, outside the context that says how rows attend"
+    return None
+
+
+def _recompute_contexts(body: Any) -> Iterator[Any]:
+    for module in body.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            yield getattr(module._gradient_checkpointing_func, "keywords", {}).get("context_fn")
 
 
 def _agrees(body: Any) -> bool:
     """Whether hidden states of two small groups in a row are the same by prefix attention and by mask."""
-    from keel.base.types import Completion, Group, Problem
-    from keel.models.head import evaluating
-    from keel.models.pack import pack
-
-    vocabulary = body.get_input_embeddings().num_embeddings
-    tokens = torch.randint(0, vocabulary, (64,), generator=torch.Generator().manual_seed(0)).tolist()
-
-    def completion(start: int, stop: int) -> Completion:
-        zeros = (0.0,) * (stop - start)
-        return Completion(tuple(tokens[start:stop]), (True,) * (stop - start), zeros, zeros, "", "length")
-
-    groups = [
-        Group(Problem("a", ""), tuple(tokens[:9]), (completion(9, 14), completion(14, 22), completion(22, 23))),
-        Group(Problem("b", ""), tuple(tokens[23:28]), (completion(28, 40), completion(40, 47))),
-    ]
-    packed = pack(groups, 0, max_row_tokens=64).to(next(body.parameters()).device)
+    packed = small_rows(body.get_input_embeddings().num_embeddings).to(next(body.parameters()).device)
     inputs = {"input_ids": packed.input_ids, "position_ids": packed.position_ids, "use_cache": False}
     try:
         with evaluating(body):
@@ -243,3 +275,18 @@ def _agrees(body: Any) -> bool:
     error = (hidden - expected)[valid].abs().max() / expected[valid].std().clamp(min=1e-6)
     half_precision = flash_dtype(next(body.parameters())) in (torch.float16, torch.bfloat16)
     return bool(error < (0.2 if half_precision else 1e-3))
+
+
+def small_rows(vocabulary: int = 2) -> PackedBatch:
+    """Two small groups in a row, of random tokens: enough to see whether a way of attention is right."""
+    tokens = torch.randint(0, vocabulary, (64,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def completion(start: int, stop: int) -> Completion:
+        zeros = (0.0,) * (stop - start)
+        return Completion(tuple(tokens[start:stop]), (True,) * (stop - start), zeros, zeros, "", "length")
+
+    groups = [
+        Group(Problem("a", ""), tuple(tokens[:9]), (completion(9, 14), completion(14, 22), completion(22, 23))),
+        Group(Problem("b", ""), tuple(tokens[23:28]), (completion(28, 40), completion(40, 47))),
+    ]
+    return pack(groups, 0, max_row_tokens=64)

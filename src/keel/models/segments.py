@@ -22,19 +22,19 @@ def to_device(x: Tensor, device: torch.device | str) -> Tensor:
 class Segments:
     """Runs of tokens in the flattened rows `[R·L]`, as cumulative lengths (int32).
 
-    Each prompt, each completion and the padding of each row is a run of `bounds`. `completions` indexes the tokens of
-    all completions and `prompts` those of their prompts; a group's are a run of `completion_bounds` and of
-    `prompt_bounds`.
+    Each prompt, each completion and the padding of each row is a run of `bounds`. For the attention of completions to
+    their prompts, run i of `query_bounds` looks at run i of `key_bounds`: all of a group's completions at its prompt,
+    what else there is at nothing, so that no token has to be moved. `in_completion` `[R·L]` says who looks at a prompt.
     """
 
     bounds: Tensor
-    completions: Tensor
-    completion_bounds: Tensor
-    prompts: Tensor
-    prompt_bounds: Tensor
+    query_bounds: Tensor
+    key_bounds: Tensor
+    in_completion: Tensor
     longest: int
-    longest_completions: int
-    longest_prompt: int
+    longest_query: int
+    longest_key: int
+    has_completions: bool
 
     @staticmethod
     def of(prefix: Tensor, branch: Tensor) -> Segments:
@@ -44,22 +44,22 @@ class Segments:
         prefix, branch = prefix.flatten(), branch.flatten()
         group = _numbered(_changes(row) | _changes(prefix))  # each prompt with its completions, each row's padding
         run = _numbered(_changes(group) | _changes(branch))
-        is_completion = branch > 0
-        counts = torch.bincount(group[is_completion], minlength=int(group[-1]) + 1)
-        is_prompt = ~is_completion & (prefix != PADDING) & (counts > 0)[group]
+        in_completion = branch > 0
+        totals = torch.bincount(group)
+        completions = torch.bincount(group[in_completion], minlength=len(totals))
+        prompts, nothing = totals - completions, torch.zeros_like(totals)
         bounds, longest = _bounds(torch.bincount(run))
-        completion_bounds, longest_completions = _bounds(counts[counts > 0])
-        prompt_bounds, longest_prompt = _bounds(torch.bincount(group[is_prompt], minlength=len(counts))[counts > 0])
-        completions, prompts = (mask.nonzero().squeeze(1) for mask in (is_completion, is_prompt))
+        query_bounds, longest_query = _bounds(torch.stack((prompts, completions, nothing), dim=1).flatten())
+        key_bounds, longest_key = _bounds(torch.stack((nothing, prompts, completions), dim=1).flatten())
         return Segments(
             bounds,
-            completions,
-            completion_bounds,
-            prompts,
-            prompt_bounds,
+            query_bounds,
+            key_bounds,
+            in_completion,
             longest,
-            longest_completions,
-            longest_prompt,
+            longest_query,
+            longest_key,
+            bool(in_completion.any()),
         )
 
     def to(self, device: torch.device | str) -> Segments:

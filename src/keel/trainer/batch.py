@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -16,9 +17,11 @@ from torch.nn import functional
 
 from keel.base.types import Batch, Completion, Group, Problem
 from keel.kl.measure import MaskIndex
-from keel.models.head import Head, frozen_head
+from keel.models.head import Head, body_of, frozen_head
 from keel.models.logprobs import FullScores, hidden_states, score_hidden, score_tokens
 from keel.models.pack import PackedBatch, microbatches, pack, right_pad
+from keel.models.prefix_attention import attends_by_flash
+from keel.models.products import cast_once
 from keel.models.scorer import score_with
 from keel.models.segments import to_device
 from keel.models.sharding import is_sharded, through
@@ -114,21 +117,24 @@ class StepBatch:
 def pack_step(groups: Sequence[Group], run: TrainingRun) -> StepBatch:
     """One row a group where the model can, the prompt once; microbatches by tokens, groups whole where they fit.
 
+    Where flash kernels attend, which know no rows, a microbatch is one row without padding.
     Each process packs its share of every minibatch.
     """
     device, shared, budget = run.policy.device, run.shared_prefix, run.microbatch_tokens
+    with run.autocast():
+        one_row = shared and attends_by_flash(body_of(run.policy.model))
     completions = [completion for group in groups for completion in group.completions]
     micros, spans, start = [], [], 0
     for number, members in enumerate(_parts(groups, run.optim.minibatches)):
         first = start
         for rank, share in enumerate(_shares(members, run.world.size)):
             own = share if rank == run.world.rank else ()
-            for part in split(own, budget, shared_prefix=shared, even=device.type == "cuda"):
+            for part in split(own, budget, shared_prefix=shared, one_row=one_row, even=device.type == "cuda"):
                 packed = pack(
                     part,
                     run.policy.pad_id,
                     shared_prefix=shared,
-                    max_row_tokens=_row_budget(part, budget) if shared else None,
+                    max_row_tokens=sys.maxsize if one_row else _row_budget(part, budget) if shared else None,
                     context_length=run.policy.context_length,
                 )
                 stop = start + len(packed.tokens)
@@ -151,13 +157,15 @@ def pack_step(groups: Sequence[Group], run: TrainingRun) -> StepBatch:
     return StepBatch(tuple(groups), rows, tuple(micros), tuple(spans), on_device)
 
 
-def split(groups: Sequence[Group], budget: int, *, shared_prefix: bool, even: bool) -> list[list[Group]]:
+def split(
+    groups: Sequence[Group], budget: int, *, shared_prefix: bool, even: bool, one_row: bool = False
+) -> list[list[Group]]:
     """`microbatches`; with `even` as many, of nearly one size where that splits no group more: less memory for free."""
-    parts = microbatches(groups, budget, shared_prefix=shared_prefix)
+    parts = microbatches(groups, budget, shared_prefix=shared_prefix, one_row=one_row)
     low, high = budget * (len(parts) - 1) // max(1, len(parts)), budget
     for _ in range(3 if even and len(parts) > 1 else 0):  # an eighth of what is to be gained is left
         middle = (low + high) // 2
-        trial = microbatches(groups, max(middle, 1), shared_prefix=shared_prefix)
+        trial = microbatches(groups, max(middle, 1), shared_prefix=shared_prefix, one_row=one_row)
         if len(trial) > len(parts) or sum(map(len, trial)) > sum(map(len, parts)):
             low = middle
         else:
@@ -216,7 +224,7 @@ def score_reference(batch: StepBatch, run: TrainingRun) -> StepBatch:
     with run.reference.model() as reference, torch.no_grad(), run.autocast():
         scorer = None if run.scorer is None else partial(score_with, run.scorer)
         head = through(reference, _whole_head) if scorer is None else None
-        for micro in batch.micros:
+        for micro in cast_once(batch.micros):
             if scorer is not None:
                 logps.append(through(reference, scorer, micro.packed, temperature=temperature).logp)
                 micros.append(micro)
@@ -255,7 +263,7 @@ def idle_loss(run: TrainingRun) -> Tensor:
 def score_policy(batch: StepBatch, run: TrainingRun) -> StepBatch:
     """`old_logp` by a pass of its own, for what needs it before the first update."""
     with torch.no_grad():
-        passes = [score_micro(micro, batch, run) for micro in batch.micros]
+        passes = [score_micro(micro, batch, run) for micro in cast_once(batch.micros)]
         for _ in range(batch.idle):
             idle_loss(run)
         return keep_scores(batch, passes, run)

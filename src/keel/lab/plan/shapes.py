@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from keel.lab.plan.hardware import Hardware
 from keel.models.head import causal_lm
 from keel.models.load import DTYPES, LoadedModel, disable_dropout
 from keel.models.lora import add_lora, is_lora
+from keel.models.prefix_attention import AttendAgain
 from keel.models.tiny import tiny_config, tiny_tokenizer
 from keel.models.tokenizer import load_tokenizer
 from keel.run.build import build_named_task, build_renderer
@@ -80,10 +80,9 @@ def policy_shape(config: Config, tokenizer: Any, shape: Any, hardware: Hardware)
     if lora is not None:
         model = add_lora(model, lora.model_copy(update={"adapter": None}), seed=0)
     if config.model.gradient_checkpointing:
-        checkpointing: dict[str, Any] = {"use_reentrant": False}
-        if hardware.kind == "cuda":  # the dry run's own does not reach into the backward pass
-            checkpointing["context_fn"] = lambda: (nullcontext(), CudaAutocast())
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
+        # the dry run's own autocast does not reach into the backward pass
+        again = AttendAgain(CudaAutocast) if hardware.kind == "cuda" else AttendAgain()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": again})
     adapters_drop = lora is not None and lora.dropout > 0
     model.train(config.model.gradient_checkpointing or config.model.dropout or adapters_drop)
     eos = int(tokenizer.eos_token_id)

@@ -1,0 +1,185 @@
+"""What stands around the flash calls of shared-prefix attention, a Triton kernel each. Imported on a GPU alone.
+
+A program does one token: all heads of its queries and keys. Everything is computed in fp32 and rounded once.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _rotate_heads(
+    x,
+    stride,
+    more,
+    out,
+    cos,
+    sin,
+    token,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    ROTATE: tl.constexpr,
+    BACK: tl.constexpr,
+):
+    """out = x, or x + more, rotated where asked for; `BACK`: by the transposed rotation. x has rows `stride` apart."""
+    half: tl.constexpr = SIZE // 2
+    heads = tl.arange(0, HEAD_BLOCK)[:, None]
+    columns = tl.arange(0, HALF_BLOCK)[None, :]
+    inside = (heads < HEADS) & (columns < half)
+    first = token * HEADS * SIZE + heads * SIZE + columns
+    second = first + half
+    x += token * stride + heads * SIZE + columns
+    x1 = tl.load(x, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(x + half, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        x1 += tl.load(more + first, mask=inside, other=0.0).to(tl.float32)
+        x2 += tl.load(more + second, mask=inside, other=0.0).to(tl.float32)
+    if ROTATE:
+        at = token * SIZE + columns
+        in_half = columns < half
+        cos1 = tl.load(cos + at, mask=in_half, other=0.0).to(tl.float32)
+        cos2 = tl.load(cos + at + half, mask=in_half, other=0.0).to(tl.float32)
+        sin1 = tl.load(sin + at, mask=in_half, other=0.0).to(tl.float32)
+        sin2 = tl.load(sin + at + half, mask=in_half, other=0.0).to(tl.float32)
+        if BACK:
+            y1 = x1 * cos1 + x2 * sin2
+            y2 = x2 * cos2 - x1 * sin1
+        else:
+            y1 = x1 * cos1 - x2 * sin1
+            y2 = x2 * cos2 + x1 * sin2
+        x1 = y1
+        x2 = y2
+    tl.store(out + first, x1, mask=inside)
+    tl.store(out + second, x2, mask=inside)
+
+
+@triton.jit
+def _rotate_kernel(
+    q,
+    k,
+    v,
+    q_stride,
+    k_stride,
+    v_stride,
+    q_out,
+    k_out,
+    v_out,
+    cos,
+    sin,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    _rotate_heads(q, q_stride, q, q_out, cos, sin, token, HEADS, SIZE, HEAD_BLOCK, HALF_BLOCK, False, True, False)
+    _rotate_heads(k, k_stride, k, k_out, cos, sin, token, KV_HEADS, SIZE, KV_BLOCK, HALF_BLOCK, False, True, False)
+    _rotate_heads(v, v_stride, v, v_out, cos, sin, token, KV_HEADS, SIZE, KV_BLOCK, HALF_BLOCK, False, False, False)
+
+
+@triton.jit
+def _add_gradients_kernel(
+    d_q,
+    d_k,
+    d_v,
+    more_q,
+    more_k,
+    more_v,
+    cos,
+    sin,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    ROTATE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    row: tl.constexpr = HEADS * SIZE
+    kv_row: tl.constexpr = KV_HEADS * SIZE
+    _rotate_heads(d_q, row, more_q, d_q, cos, sin, token, HEADS, SIZE, HEAD_BLOCK, HALF_BLOCK, ADD, ROTATE, True)
+    _rotate_heads(d_k, kv_row, more_k, d_k, cos, sin, token, KV_HEADS, SIZE, KV_BLOCK, HALF_BLOCK, ADD, ROTATE, True)
+    if ADD:
+        _rotate_heads(
+            d_v, kv_row, more_v, d_v, cos, sin, token, KV_HEADS, SIZE, KV_BLOCK, HALF_BLOCK, True, False, True
+        )
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _join_kernel(
+    out,
+    lse,
+    more,
+    more_lse,
+    in_completion,
+    tokens,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    if tl.load(in_completion + token):
+        heads = tl.arange(0, HEAD_BLOCK)
+        at = heads * tokens + token
+        own = tl.load(lse + at, mask=heads < HEADS, other=0.0)
+        other = tl.load(more_lse + at, mask=heads < HEADS, other=0.0)
+        top = tl.maximum(own, other)
+        joined = top + tl.log(tl.exp(own - top) + tl.exp(other - top))
+        tl.store(lse + at, joined, mask=heads < HEADS)
+        columns = tl.arange(0, SIZE_BLOCK)[None, :]
+        cells = token * HEADS * SIZE + heads[:, None] * SIZE + columns
+        inside = (heads[:, None] < HEADS) & (columns < SIZE)
+        value = tl.load(out + cells, mask=inside, other=0.0).to(tl.float32) * tl.exp(own - joined)[:, None]
+        value += tl.load(more + cells, mask=inside, other=0.0).to(tl.float32) * tl.exp(other - joined)[:, None]
+        tl.store(out + cells, value, mask=inside)
+
+
+def _sizes(q: Tensor, k: Tensor) -> dict[str, int]:
+    """Heads, keys' heads and the size of one, with the powers of two that hold them."""
+    (_, heads, size), kv_heads = q.shape, k.shape[1]
+    blocks = {"HEAD_BLOCK": heads, "KV_BLOCK": kv_heads, "HALF_BLOCK": size // 2}
+    sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "SIZE": size}
+    return sizes | {name: triton.next_power_of_2(count) for name, count in blocks.items()}
+
+
+def rotate(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """As `Formulas.rotate`; heads of a token must be neighbours."""
+    inputs = (q, k, v)
+    strides = tuple(x.stride(0) for x in inputs)
+    rotated = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
+    _rotate_kernel[(len(q),)](*inputs, *strides, *rotated, cos, sin, **_sizes(q, k))
+    return rotated
+
+
+def join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, in_completion: Tensor) -> tuple[Tensor, Tensor]:
+    """As `Formulas.join`, over the first part."""
+    tokens, heads, size = out.shape
+    blocks = {"HEAD_BLOCK": triton.next_power_of_2(heads), "SIZE_BLOCK": triton.next_power_of_2(size)}
+    _join_kernel[(tokens,)](out, lse, more, more_lse, in_completion, tokens, HEADS=heads, SIZE=size, **blocks)
+    return out, lse
+
+
+def add_gradients(
+    parts: tuple[Tensor, ...], more: tuple[Tensor, ...] | None, cos: Tensor | None, sin: Tensor | None
+) -> tuple[Tensor, ...]:
+    """As `Formulas.add_gradients`, over the first call's."""
+    d_q, d_k, _ = parts
+    if more is None and cos is None:
+        return parts
+    rotation = (d_q, d_q) if cos is None else (cos, sin)
+    flags = {"ADD": more is not None, "ROTATE": cos is not None}
+    _add_gradients_kernel[(len(d_q),)](*parts, *(more or parts), *rotation, **_sizes(d_q, d_k), **flags)
+    return parts

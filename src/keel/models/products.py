@@ -1,0 +1,91 @@
+"""Products of one input with several weights as one, in half precision, each weight cast once a pass.
+
+Autocast casts every weight for every microbatch, its input once a weight, and rounds every gradient to half precision
+before it is cast back: a small model on a GPU waits for these launches longer than for its arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from keel.models.flash_prefix import flash_dtype
+from keel.models.head import is_plain_linear
+
+T = TypeVar("T")
+Cast = tuple[Tensor, Tensor | None]  # weight and bias
+
+_passes: list[dict[nn.Module, tuple[list[int], Cast]]] = []  # with the versions of the weights
+
+
+def cast_once(items: Iterable[T]) -> Iterator[T]:
+    """The items; while they last each weight is cast to half precision once, or again after an update."""
+    casts: dict[nn.Module, tuple[list[int], Cast]] = {}
+    _passes.append(casts)
+    try:
+        yield from items
+    finally:
+        _passes[:] = [other for other in _passes if other is not casts]
+
+
+def joint_product(x: Tensor, *linears: nn.Module) -> Tensor | None:
+    """`linear(x)` of all, side by side, where autocast computes in another dtype than theirs; None where it cannot be.
+
+    Gradients by weights, and by an input in fp32, are sums in fp32 that are never rounded to half precision.
+    """
+    dtype = flash_dtype(x)
+    plain = tuple(linear for linear in linears if is_plain_linear(linear) and linear.weight.dtype == torch.float32)
+    biases = [linear.bias for linear in plain if linear.bias is not None]
+    if len(plain) < len(linears) or len(biases) not in (0, len(plain)):
+        return None
+    if dtype not in (torch.float16, torch.bfloat16):
+        return None
+    if not torch.is_grad_enabled():
+        return functional.linear(x.to(dtype), *_cast(plain, dtype))
+    y: Tensor = _JointProduct.apply(x, plain, dtype, *(linear.weight for linear in plain), *biases)
+    return y
+
+
+class _JointProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, linears: tuple[nn.Linear, ...], dtype: torch.dtype, *parameters: Tensor) -> Tensor:
+        weight, bias = _cast(linears, dtype)
+        half = x.to(dtype)
+        ctx.save_for_backward(half, weight)
+        ctx.sizes, ctx.input_dtype, ctx.has_bias = [len(linear.weight) for linear in linears], x.dtype, bias is not None
+        return functional.linear(half, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        grad, flat = grad.flatten(0, -2), x.flatten(0, -2)
+        d_x, gradients = None, [None] * (len(ctx.sizes) * (1 + ctx.has_bias))
+        if ctx.needs_input_grad[0]:
+            d_x = _product(grad, weight, ctx.input_dtype).view_as(x)
+        if any(ctx.needs_input_grad[3:]):
+            parts = [_product(grad.t(), flat, torch.float32)]
+            parts += [grad.sum(0, dtype=torch.float32)] if ctx.has_bias else []
+            gradients = [part for whole in parts for part in whole.split(ctx.sizes)]
+        return d_x, None, None, *gradients
+
+
+def _cast(linears: tuple[nn.Linear, ...], dtype: torch.dtype) -> Cast:
+    casts, versions = _passes[-1] if _passes else {}, [linear.weight._version for linear in linears]
+    if casts.get(linears[0], (None,))[0] != versions:
+        weight = torch.cat([linear.weight for linear in linears]) if len(linears) > 1 else linears[0].weight
+        biases = [linear.bias.to(dtype) for linear in linears if linear.bias is not None]
+        casts[linears[0]] = versions, (weight.to(dtype), torch.cat(biases) if biases else None)
+    return casts[linears[0]][1]
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a b, summed in fp32 and rounded once."""
+    if a.dtype == dtype:
+        return a @ b
+    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)

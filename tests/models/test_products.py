@@ -1,0 +1,78 @@
+"""Several products of one input as one: the numbers of each alone, with gradients in fp32 and casts made once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from keel.models import products
+from keel.models.products import cast_once, joint_product
+
+
+def linears_of(bias: bool, *sizes: int) -> list[nn.Linear]:
+    torch.manual_seed(0)
+    return [nn.Linear(24, size, bias=bias) for size in sizes]
+
+
+@pytest.mark.parametrize("half_input", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_values_and_gradients_are_those_of_each_alone(bias: bool, half_input: bool) -> None:
+    linears = linears_of(bias, 16, 8, 8)
+    x = torch.randn(3, 5, 24).to(torch.bfloat16 if half_input else torch.float32).requires_grad_()
+    weight = torch.randn(3, 5, 32).bfloat16().float()  # exact in half precision, as upstream gradients are
+    parameters = [x, *(p for linear in linears for p in linear.parameters())]
+    with torch.autocast("cpu", torch.bfloat16):
+        joint = joint_product(x, *linears)
+        alone = torch.cat([linear(x) for linear in linears], dim=-1)
+    assert joint is not None
+    torch.testing.assert_close(joint, alone, atol=2e-2, rtol=2e-2)
+    mine = torch.autograd.grad((joint.float() * weight).sum(), parameters)
+    rounded = torch.cat([linear.weight for linear in linears]).bfloat16().float()
+    d_weights = (weight.flatten(0, 1).t() @ x.detach().bfloat16().float().flatten(0, 1)).split([16, 8, 8])
+    d_biases = weight.sum((0, 1)).split([16, 8, 8])
+    truths = [weight @ rounded, *(d for pair in zip(d_weights, d_biases, strict=True) for d in pair[: 1 + bias])]
+    for gradient, truth, parameter in zip(mine, truths, parameters, strict=True):
+        assert gradient.dtype == parameter.dtype
+        allowed = 1e-2 if gradient.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(gradient.float(), truth, atol=allowed, rtol=allowed)
+
+
+def test_weights_are_cast_once_a_pass_or_update() -> None:
+    linears, x, results = linears_of(False, 4, 4), torch.randn(2, 24), []
+    for number in cast_once(range(3)):
+        if number == 1:  # behind torch's back: that the old cast is used shows that there is only one
+            linears[0].weight.data.zero_()
+        if number == 2:
+            torch.nn.init.ones_(linears[1].weight)  # as an update does it
+        with torch.autocast("cpu", torch.bfloat16):
+            results.append(joint_product(x, *linears))
+    assert torch.equal(results[0], results[1])
+    assert not results[2][:, :4].any()
+    assert torch.equal(results[2][:, 4], results[2][:, 5])
+    assert products._passes == []
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    (linear,) = linears_of(True, 8)
+    linear.requires_grad_(False)
+    x = torch.randn(2, 24, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = joint_product(x, linear)
+    assert y is not None
+    y.sum().backward()
+    assert linear.weight.grad is None
+    assert x.grad is not None
+
+
+def test_what_is_no_plain_product_is_left_to_its_module() -> None:
+    plain, other = linears_of(False, 8, 8)
+    x = torch.randn(2, 24)
+    assert joint_product(x, plain) is None  # no autocast
+    with torch.autocast("cpu", torch.bfloat16):
+        assert joint_product(x, plain) is not None
+        assert joint_product(x, plain, *linears_of(True, 8)) is None  # one has a bias
+        assert joint_product(x, plain, nn.Sequential(other)) is None  # an adapter, say
+        other.register_forward_hook(lambda *_: None)
+        assert joint_product(x, plain, other) is None
+        assert joint_product(x, plain.bfloat16()) is None  # nothing to cast
