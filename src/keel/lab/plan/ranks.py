@@ -68,6 +68,7 @@ def _rank(
     shares = _shares(config, cost.micros, layout.devices)
     parts = {name: int(size * shares.get(name, 1.0)) for name, size in cost.parts.items()}
     parts |= {**(held(shape, job, layout) if layout.spread else {}), **temporary}
+    stepped = parts["gradients"] / cost.parts["gradients"]  # of the numbers that the optimizer updates
     fixed, states = cost.parts["workspaces"], cost.parts["reference states"]
     moments_host = cost.parts["optimizer"] if config.optim.offload else 0
     phases = {}
@@ -75,12 +76,12 @@ def _rank(
         scoring = name in ("reference", "update")
         lasting = (*_HELD, "gradients") if name in ("update", "optimizer step") else _HELD
         away = min(moments_host, cost.host) if name == "reference" else cost.host  # the reference is back by then
-        besides = fixed + (states if scoring else 0)
+        besides = fixed + (states if name != "rollout" else 0)
         working = peak - (sum(cost.parts[part] for part in lasting) - away) - besides
-        share = shares["activations"] if scoring else shares["cache"] if name == "rollout" else 1.0
+        share = shares["activations"] if scoring else shares["cache"] if name == "rollout" else stepped
         now = sum(parts[part] for part in lasting) - (0 if layout.spread else away)
-        besides = fixed + ((parts["reference states"] + sum(temporary.values())) if scoring else 0)
-        phases[name] = now + int(working * share) + besides
+        besides = fixed + (parts["reference states"] if name != "rollout" else 0)
+        phases[name] = now + int(working * share) + besides + (sum(temporary.values()) if scoring else 0)
     return RankPlan(layout, parts, phases, sent(shape, job, layout, passes), limit, chosen)
 
 
