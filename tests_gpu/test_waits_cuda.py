@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from keel.base import world
 from keel.models import prefix_attention
 from keel.run.build import build_policy, build_run
-from keel.base import world
 from keel.trainer.optim import Optimizer
 from keel.trainer.options import OptimOptions, WarmstartOptions
 from keel.trainer.sft import as_example, sft_step
