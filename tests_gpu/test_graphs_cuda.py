@@ -177,8 +177,8 @@ def test_nothing_is_built_after_the_second_step(tmp_path, monkeypatch):
     """A real run with random lengths: graphs and what Dynamo compiles are counted in every step."""
     made, build = [], keel.run.build.build_engine
 
-    def wrapped(*arguments):
-        made.append(Lengths(build(*arguments)))
+    def wrapped(*arguments, **named):
+        made.append(Lengths(build(*arguments, **named)))
         return made[-1]
 
     monkeypatch.setattr(keel.run.build, "build_engine", wrapped)
