@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.keel-installed
 SEED   ?= 0
+NPROC  ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-architectures test-gpu test-metamorphic soak lint verify clean
@@ -19,8 +20,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 
-train: setup  ## warm start, GRPO under a KL leash, evaluation and report: configs/default.yaml (under 5 minutes)
-	$(BIN)/keel train configs/default.yaml run.if_exists=replace
+train: setup  ## warm start, GRPO under a KL leash, evaluation and report: configs/default.yaml (under 5 minutes); NPROC=2 for two processes
+	$(BIN)/keel train configs/default.yaml run.if_exists=replace --nproc $(NPROC)
 
 test: setup  ## run all tests
 	$(BIN)/python -m pytest -n 2

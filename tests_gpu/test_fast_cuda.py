@@ -2,6 +2,8 @@
 
 import copy
 import random
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +22,11 @@ from keel.models.pack import pack
 from keel.models.prefix_attention import AttendAgain, use_prefix_attention
 from keel.rollout import NativeEngine, Request, SamplingParams
 from keel.rollout.native import kernels
-from keel.rollout.native.fused import FusedStep
-from keel.rollout.sampling import block_shape, draw, gumbel
+from keel.rollout.native.cache import Prefix, SharedPrefixCache
+from keel.rollout.native.state import ENDED, DecodeState
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from rollout import torch_kernels
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "eos_token_id": 0}
 GROUPED = {**SIZES, "intermediate_size": 96, "max_position_embeddings": 256, "num_key_value_heads": 2, "head_dim": 16}
@@ -246,7 +251,7 @@ def test_the_fused_step_draws_what_the_cpu_draws(name):
     """In fp32, by the same noise: rows of several lengths that end one after the other, prompts longer than a block."""
     model = model_of(name)
     engine, plain = NativeEngine(model, Tokens()), NativeEngine(copy.deepcopy(model).cpu(), Tokens())
-    assert isinstance(engine._new_decoder().own_step.step, FusedStep)
+    assert engine._new_decoder().traits.graphed
     rng = random.Random(2)
     requests = [
         Request(str(i), tuple(rng.randrange(1, 97) for _ in range(length))) for i, length in enumerate((3, 150, 70))
@@ -264,7 +269,7 @@ def test_the_fused_step_draws_what_the_cpu_draws(name):
 def test_a_half_precision_copy_samples_what_half_precision_passes_score(name):
     model = model_of(name)
     engine = NativeEngine(model, Tokens(), dtype=torch.bfloat16)
-    assert isinstance(engine._new_decoder().own_step.step, FusedStep)
+    assert engine._new_decoder().traits.graphed
     requests = [Request(str(i), tuple(range(1 + i, 30 + i))) for i in range(4)]
     sampling = SamplingParams(max_completion_length=40, num_generations=8)
     answers = engine.generate(requests, sampling, seed=1)
@@ -280,14 +285,63 @@ def test_a_half_precision_copy_samples_what_half_precision_passes_score(name):
 
 @pytest.mark.parametrize("vocabulary", [97, 49152, 151936])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_drawing_by_masses_is_drawing(vocabulary, dtype):
-    logits = 3 * torch.randn(37, vocabulary, device="cuda", dtype=dtype)
-    keys = torch.randint(-(2**62), 2**62, (37,), device="cuda")
-    noise = gumbel(keys, torch.arange(37, device="cuda"), sum(block_shape(vocabulary)))
-    sampling = SamplingParams(temperature=0.8)
-    tokens, logp, _ = draw(logits, sampling, noise)
-    mine, my_logp, _ = draw(logits, sampling, noise, kernels.log_masses)
-    assert (tokens == mine).float().mean() > 0.9
-    expected = torch.log_softmax(logits.float() / 0.8, -1).gather(-1, mine[:, None]).squeeze(-1)
-    torch.testing.assert_close(my_logp, expected, atol=1e-4, rtol=1e-5)
-    torch.testing.assert_close(my_logp[tokens == mine], logp[tokens == mine], atol=1e-4, rtol=1e-5)
+def test_the_kernel_draws_what_torch_draws(vocabulary, dtype):
+    rows, states = 37, []
+    kv = (torch.zeros(1, 1, 1, 16, device="cuda", dtype=dtype),)
+    cache = SharedPrefixCache(Prefix(((1,),), kv, kv), [0] * rows, 8)
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(rows, vocabulary, generator=generator)
+    keys = torch.randint(-(2**62), 2**62, (rows,), generator=generator).tolist()
+    for _ in range(2):
+        state = DecodeState(40, vocabulary, cache)
+        state.restart(rows, 0)
+        state.begin(
+            logits.to("cuda", dtype), keys, list(range(rows)), [1, 2, *[9] * (rows - 2)], range(vocabulary // 4)
+        )
+        states.append(state)
+    for _ in range(3):
+        kernels.draw(states[0], rows, 0.8)
+        states[1].draw(rows, SamplingParams(temperature=0.8))
+    mine, theirs = states
+    same = mine.numbers[0, :rows] == theirs.numbers[0, :rows]
+    assert same.float().mean() > 0.9
+    logp = torch.log_softmax(mine.logits[:rows].float() / 0.8, -1)
+    expected = logp.gather(-1, mine.numbers[0, :rows, None].long()).squeeze(-1)
+    torch.testing.assert_close(mine.numbers[1, :rows].float(), expected, atol=1e-4, rtol=1e-5)
+    assert torch.equal(mine.numbers[1], mine.numbers[2])
+    for table in ("tokens", "lengths", "left", "positions"):
+        assert torch.equal(getattr(mine, table)[:rows][same], getattr(theirs, table)[:rows][same])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(12, 2, 128), (9, 3, 64), (4, 4, 80), (8, 1, 16)])
+@pytest.mark.parametrize("norms", [False, True])
+def test_attention_of_a_step_is_that_of_plain_torch(heads, kv_heads, size, norms):
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    prompts, layers, rows = (5, 700, 64), 2, 9
+    kv = [tuple(normal(3, kv_heads, max(prompts), size) for _ in range(layers)) for _ in range(2)]
+    qkv, tables = normal(12, (heads + 2 * kv_heads) * size), (normal(12, size), normal(12, size))
+    weights = (normal(size), normal(size), 1e-5, 0.5) if norms else None
+    own, results = normal(layers, 2, rows, kv_heads, 270, size), []
+    for device, module in (("cuda", kernels), ("cpu", torch_kernels)):
+
+        def on(x, device=device):
+            return tuple(y.to(device, copy=True) if torch.is_tensor(y) else y for y in x)
+
+        prefix = Prefix(tuple(tuple(range(n)) for n in prompts), on(kv[0]), on(kv[1]))
+        cache = SharedPrefixCache(prefix, [0, 1, 1, 2, 1, 0, 2, 1, 1], 8, [0, 3, 262, 9, 70, 64, 65, 1, 128])
+        cache.suffix_kv.copy_(own)
+        state = DecodeState(12, 97, cache)
+        state.load(cache, heads // kv_heads)
+        state.restart(rows, cache.past)
+        state.lengths[4] = ENDED
+        state.feed(torch.zeros(rows, dtype=torch.int64, device=device))
+        (x,), t = on([qkv]), on(tables)
+        w = on(weights) if norms else None
+        out = [module.attend(x.clone(), t, w, state, i, 0.1, heads, kv_heads, state.tile).cpu() for i in range(layers)]
+        results.append((torch.stack(out), cache.suffix_kv.cpu()))
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from keel.base import world
 from keel.models import prefix_attention
 from keel.run.build import build_policy, build_run
-from keel.trainer import optim
 from keel.trainer.optim import Optimizer
 from keel.trainer.options import OptimOptions, WarmstartOptions
 from keel.trainer.sft import as_example, sft_step
@@ -43,7 +43,7 @@ CASES = {
 @pytest.fixture
 def waits(monkeypatch):
     """The number of times that the guard has waited; every other wait is an error while it is forbidden."""
-    count, inner = [], optim.to_host
+    count, inner = [], world.to_host
 
     def to_host(metrics):
         mode = torch.cuda.get_sync_debug_mode()
@@ -53,7 +53,7 @@ def waits(monkeypatch):
         torch.cuda.set_sync_debug_mode(mode)
         return numbers
 
-    monkeypatch.setattr(optim, "to_host", to_host)
+    monkeypatch.setattr(world, "to_host", to_host)
     yield count
     torch.cuda.set_sync_debug_mode("default")
 

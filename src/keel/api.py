@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from keel.base.world import first_process
 from keel.envs import Task
 from keel.envs.options import SourceOptions
 from keel.lab.hooks import AT_END
 from keel.run import sft
 from keel.run import train as runs
 from keel.run.evaluate import Watch, run_evaluation
-from keel.run.model_ref import resolve_model
+from keel.run.model_ref import ModelRef, resolve_model
 from keel.run.train import ConfigSource, TrainResult, closing_line
 from keel.trainer.loop import Callback
 
@@ -44,7 +45,8 @@ def main(
 ) -> TrainResult:
     """`keel train`: the same, with a last line that says how it went and where it is."""
     result = train(config, overrides=overrides, resume=resume, dry_run=dry_run)
-    print(closing_line(result))
+    if first_process():
+        print(closing_line(result))
     return result
 
 
@@ -67,6 +69,14 @@ def evaluate(
 
     `tasks` are texts such as `arithmetic:skill=sort,digits=4`; without any, the configuration's own are evaluated.
     """
+    model_ref, baseline_ref, data = evaluated_models(model, tasks, overrides, checkpoint, baseline)
+    return run_evaluation(model_ref, tasks=tasks, data=data, baseline=baseline_ref, seed=seed, watch=watch)
+
+
+def evaluated_models(
+    model: str, tasks: Sequence[str], overrides: Sequence[str], checkpoint: str | None, baseline: str | None
+) -> tuple[ModelRef, ModelRef | None, list[str]]:
+    """The model and the baseline that `evaluate`'s arguments name, not loaded, and the settings of the tasks' data."""
     # what a task reads is the given tasks' where there are any, not that of the task a run was trained on
     data = [item for item in overrides if tasks and _is_data(item)]
     model_overrides = [item for item in overrides if item not in data]
@@ -77,8 +87,7 @@ def evaluate(
         for item in model_overrides
         if item.startswith(("model.device=", "model.dtype=", "model.trust_remote_code="))
     ]
-    baseline_ref = None if baseline is None else resolve_model(baseline, device_overrides)
-    return run_evaluation(model_ref, tasks=tasks, data=data, baseline=baseline_ref, seed=seed, watch=watch)
+    return model_ref, None if baseline is None else resolve_model(baseline, device_overrides), data
 
 
 def _is_data(setting: str) -> bool:

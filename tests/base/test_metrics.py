@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,11 +16,9 @@ from keel.base.metrics import (
     Share,
     Sum,
     merge,
-    reduce_across_ranks,
     to_host,
     values,
 )
-from keel.losses import Denominators, count_denominators
 
 numbers = st.lists(st.floats(-100, 100), min_size=1, max_size=12)
 positive = st.lists(st.floats(0.01, 100), min_size=1, max_size=12)
@@ -104,38 +101,3 @@ def test_tensors_merge_as_numbers_do_and_come_over_in_one_transfer(monkeypatch):
 def test_the_last_takes_the_place_of_what_was_there():
     merged = merge({"a": Mean(1.0, 2), "b": Last(1.0)}, {"a": Last(torch.tensor(3.0)), "b": Last(4.0)})
     assert values(merged) == {"a": 3.0, "b": 4.0}
-
-
-def test_alone_a_process_gets_its_own_back():
-    metrics = {"a": Sum(1.0)}
-    assert reduce_across_ranks(metrics) == metrics
-
-
-def _rank(rank, folder):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    try:
-        metrics = {
-            "sum": Sum(1.0 + rank),
-            "mean": Mean(10.0 * rank, 1 + 2 * rank),
-            "max": Max(float(-rank)),
-            "ess": ess([1.0] if rank == 0 else [3.0, 3.0]),
-            "median": Quantile(0.5, (1.0, 2.0) if rank == 0 else (9.0,)),
-        }
-        if rank == 1:
-            metrics["only"] = Sum(7.0)
-        mask = torch.ones(2 + rank, 3, dtype=torch.bool)
-        mask[0, 0] = False
-        counts = count_denominators(mask, 11)
-        torch.save((values(reduce_across_ranks(metrics)), counts), f"{folder}/rank-{rank}.pt")
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_two_processes_agree(tmp_path):
-    mp.spawn(_rank, args=(str(tmp_path),), nprocs=2)
-    results = [torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
-    expected = {"sum": 3.0, "mean": 2.5, "max": 0.0, "ess": 7**2 / (3 * 19), "median": 2.0, "only": 7.0}
-    for rank, (metrics, counts) in enumerate(results):
-        assert metrics == pytest.approx(expected)
-        assert counts == Denominators(5.0, 13.0, [5.0, 8.0][rank], 2, 11)

@@ -166,7 +166,7 @@ def test_impossible_tokens_do_not_make_a_sequence_ratio_nan(name):
 
 DEFAULTS = {
     "grpo": (0.2, 0.2, "token", "sequence_mean", "group"),
-    "bnpo": (0.2, 0.2, "token", "local_token_mean", "group"),
+    "bnpo": (0.2, 0.2, "token", "token_mean", "group"),
     "dr_grpo": (0.2, 0.2, "token", "constant", "none"),
     "dapo": (0.2, 0.28, "token", "token_mean", "group"),
     "gspo": (3e-4, 4e-4, "sequence", "sequence_mean", "group"),

@@ -17,7 +17,7 @@ MASK = torch.tensor([[True, True, True], [True, False, True], [False, False, Fal
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("sequence_mean", (3 + 6 + 0) / 3), ("token_mean", 21 / 5), ("local_token_mean", 21 / 5), ("constant", 21 / 30)],
+    [("sequence_mean", (3 + 6 + 0) / 3), ("token_mean", 21 / 5), ("constant", 21 / 30)],
 )
 def test_literal_values(name, expected):
     got = REDUCTIONS[name](VALUES, MASK, count_denominators(MASK, 10))
@@ -25,15 +25,15 @@ def test_literal_values(name, expected):
 
 
 def test_counts_by_hand():
-    assert count_denominators(MASK, 7) == Denominators(3.0, 5.0, 5.0, 1, 7)
+    assert count_denominators(MASK, 7) == Denominators(3.0, 5.0, 7)
 
 
-def test_two_ranks_by_hand():
-    """2 ranks, 4 sequences and 10 tokens in all, of which this rank holds 2 and 4."""
-    by = Denominators(4.0, 10.0, 4.0, 2, 5)
+def test_a_share_of_the_minibatch_by_hand():
+    """4 sequences and 10 tokens in all, of which this process holds 2 and 4."""
+    by = Denominators(4.0, 10.0, 5)
     values, mask = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bool)
     got = {name: reduce(values, mask, by).item() for name, reduce in REDUCTIONS.items()}
-    expected = {"sequence_mean": 0.5, "token_mean": 0.4, "local_token_mean": 0.5, "constant": 0.2}
+    expected = {"sequence_mean": 0.5, "token_mean": 0.4, "constant": 0.2}
     assert got == pytest.approx(expected)
 
 

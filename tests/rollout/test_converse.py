@@ -105,7 +105,6 @@ def in_step(engine: NativeEngine, sampling: SamplingParams = SAMPLING) -> Talk:
 def cheap_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows join soon: turns are short here."""
     monkeypatch.setattr("keel.rollout.native.scheduler.JOIN_STEPS", 0.5)
-    monkeypatch.setattr("keel.rollout.native.scheduler.JOIN_STEPS_GRAPHED", 0.5)
 
 
 @pytest.fixture

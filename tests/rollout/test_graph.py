@@ -1,165 +1,279 @@
-"""Steps in a window of fixed size equal plain steps; on a CPU the graph's work is simply done again at each replay."""
+"""Fused steps on a state of fixed addresses equal plain steps; on a CPU a graph's work is simply done again."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from keel.config import load_config
 from keel.models import load_model
 from keel.rollout import NativeEngine, Request, SamplingParams, build_engine
 from keel.rollout.native import graph
-from keel.rollout.native.batch import DecodeBatch, DecodeRow
+from keel.rollout.native.batch import DecodeBatch
+from keel.rollout.native.cache import SharedPrefixCache
+from keel.rollout.native.fused import join_projections
+from keel.rollout.native.scheduler import bucket, buckets
+from keel.rollout.native.state import KEY_BLOCK, PROMPT_PARTS, prompt_items
 
-from . import shapes
+from . import shapes, torch_kernels
 from .test_converse import assert_same, engine_of, in_step, talked
 
-MADE: list[int] = []
-
-
-def replayed(work: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], None], Tensor]:
-    """In the place of a recording: `work` runs at once and its window is set back, then anew at each replay."""
-    window = work.__self__._window  # type: ignore[attr-defined]
-    MADE.append(window.columns)
-    result = work()
-    window.newest.sub_(1)
-
-    def run() -> None:
-        result.copy_(work())
-
-    return run, result
+FUSED = (*shapes.LLAMA_STEP, "gpt2", "gemma")
 
 
 @pytest.fixture
 def graphed(monkeypatch: pytest.MonkeyPatch) -> None:
-    MADE.clear()
-    monkeypatch.setattr("keel.rollout.native.choose.can_be_graphed", lambda model: True)
-    monkeypatch.setattr(graph, "capture", replayed)
-    monkeypatch.setattr(graph, "_warm", {torch.device("cpu")})
-    monkeypatch.setattr("keel.rollout.native.scheduler.JOIN_STEPS_GRAPHED", 0.5)
-    monkeypatch.setattr(graph, "_WINDOW", 8)
-    monkeypatch.setattr(graph, "_MIN_STEPS", 2)
+    """As on a GPU: the kernels in torch, and a replay does the work again."""
+    monkeypatch.setitem(sys.modules, "keel.rollout.native.kernels", torch_kernels)
+    monkeypatch.setattr("keel.rollout.native.kernels", torch_kernels, raising=False)
+    for why in ("why_not_graphed", "why_not_fused"):
+        monkeypatch.setattr(f"keel.rollout.native.choose.{why}", lambda model: None)
+    monkeypatch.setattr(graph, "capture", lambda work, device: work)
+    monkeypatch.setattr("keel.rollout.native.scheduler.JOIN_STEPS", 0.5)
 
 
 def plain(name: str, kept_bytes: int = 2**24) -> NativeEngine:
-    """An engine that keeps its steps as they are; made before `graphed` is asked for, or with graphs=False."""
+    """An engine that keeps its steps as they are."""
     made = NativeEngine(shapes.model(name), shapes.tokenizer(), kept_bytes=kept_bytes, graphs=False)
     made.eos_ids = frozenset(range(200, 257))
     return made
 
 
-@pytest.mark.usefixtures("graphed")
-@pytest.mark.parametrize("name", shapes.LLAMA_STEP)
-@pytest.mark.parametrize("max_batch", [None, 5])
-def test_a_window_draws_what_plain_steps_draw(name: str, max_batch: int | None) -> None:
-    sampling = SamplingParams(num_generations=6, max_completion_length=40, max_batch=max_batch)
-    requests = [Request(f"p{i}", tokens) for i, tokens in enumerate(shapes.prompts(5))]
-    sampled = engine_of(shapes.model(name)).generate(requests, sampling, seed=4)
-    assert len(MADE) > 3
-    assert set(MADE) >= {8, 16}
-    made = len(MADE)
-    expected = plain(name).generate(requests, sampling, seed=4)
-    assert len(MADE) == made
+def assert_close(sampled: Any, expected: Any) -> None:
     for mine, theirs in zip(sampled, expected, strict=True):
         assert [c.tokens for c in mine] == [c.tokens for c in theirs]
         assert [c.stop_reason for c in mine] == [c.stop_reason for c in theirs]
         for one, other in zip(mine, theirs, strict=True):
-            torch.testing.assert_close(
-                torch.tensor(one.sample_logp), torch.tensor(other.sample_logp), atol=2e-5, rtol=0
-            )
+            for field in ("sample_logp", "filtered_logp"):
+                pair = (torch.tensor(getattr(c, field)) for c in (one, other))
+                torch.testing.assert_close(*pair, atol=2e-5, rtol=0)
+
+
+REQUESTS = [Request(f"p{i}", tokens) for i, tokens in enumerate(shapes.prompts(5))]
+
+
+@pytest.mark.usefixtures("graphed")
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("max_batch", [None, 5])
+def test_graphs_draw_what_plain_steps_draw(name: str, max_batch: int | None) -> None:
+    sampling = SamplingParams(num_generations=6, max_completion_length=40, max_batch=max_batch)
+    engine = engine_of(shapes.model(name))
+    assert engine._new_decoder().traits.graphed
+    assert_close(engine.generate(REQUESTS, sampling, seed=4), plain(name).generate(REQUESTS, sampling, seed=4))
+
+
+@pytest.mark.usefixtures("graphed")
+def test_a_buffer_that_grows_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that have joined others are given columns as they need them."""
+    grown, grow = [], SharedPrefixCache.grow_if_full
+
+    def noted(self: SharedPrefixCache) -> None:
+        before = self.suffix_kv
+        grow(self)
+        grown.append(before is not self.suffix_kv)
+
+    monkeypatch.setattr(SharedPrefixCache, "grow_if_full", noted)
+    one, two, three = shapes.prompts(3)
+    requests = [Request("a", one, (0, 1, 2), max_new=3), Request("b", two, (0,), max_new=75)]
+    requests += [Request("c", three, (0, 1, 2), max_new=72)]
+    sampling = SamplingParams(max_completion_length=75, max_batch=4, ignore_eos=True)
+    sampled = engine_of(shapes.model("llama")).generate(requests, sampling, seed=4)
+    assert any(grown)
+    assert_close(sampled, plain("llama").generate(requests, sampling, seed=4))
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "hot": {"temperature": 1.3},
+    "top k": {"top_k": 5},
+    "top k and p": {"top_k": 20, "top_p": 0.8},
+    "top p": {"top_p": 0.7},
+    "min p": {"min_p": 0.1},
+    "all lengths": {"ignore_eos": True},
+    "stop strings": {"stop": ("a", "Q")},
+}
+
+
+@pytest.mark.usefixtures("graphed")
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_draw(way: str) -> None:
+    sampling = SamplingParams(num_generations=4, max_completion_length=24, **WAYS[way])
+    engine = engine_of(shapes.model("qwen2"))
+    assert_close(engine.generate(REQUESTS, sampling, seed=4), plain("qwen2").generate(REQUESTS, sampling, seed=4))
+
+
+@pytest.mark.usefixtures("graphed")
+def test_graphs_are_captured_once() -> None:
+    """Those of all fewer rows with the first, none when rows leave, in later rollouts and with other lengths."""
+    engine = engine_of(shapes.model("llama"))
+    sampling = SamplingParams(num_generations=5, max_completion_length=30)
+    before = engine.captured_graphs
+    engine.generate(REQUESTS, sampling, seed=1)
+    assert engine.captured_graphs - before == len(buckets(25)) == 3
+    captured = engine.captured_graphs
+    for seed in range(2, 5):
+        requests = [replace(r, tokens=r.tokens * (1 + (i + seed) % 3)) for i, r in enumerate(REQUESTS[seed % 2 :])]
+        rollout = replace(sampling, max_completion_length=10 + seed)
+        engine.generate(requests, rollout, seed=seed)
+        with torch.no_grad():  # weights move in place: the next rollout sees them
+            next(engine.model.parameters()).mul_(1.01)
+        engine.sync(engine.model)
+    assert engine.captured_graphs == captured
+    twin = plain("llama")
+    twin.model.load_state_dict(engine.model.state_dict())
+    assert_close(engine.generate(REQUESTS, sampling, seed=9), twin.generate(REQUESTS, sampling, seed=9))
+    engine.generate(REQUESTS, replace(sampling, num_generations=20), seed=1)
+    assert engine.captured_graphs == captured + len(buckets(100)), "more rows than there was room for"
+
+
+@pytest.mark.usefixtures("graphed")
+def test_weights_elsewhere_are_captured_anew() -> None:
+    engine = engine_of(shapes.model("llama"))
+    sampling = SamplingParams(num_generations=2, max_completion_length=12)
+    engine.generate(REQUESTS, sampling)
+    captured, other = engine.captured_graphs, shapes.model("llama", seed=1)
+    for mine, theirs in zip(engine.model.parameters(), other.parameters(), strict=True):
+        mine.data = theirs.data
+    sampled = engine.generate(REQUESTS, sampling)
+    assert engine.captured_graphs > captured
+    twin = plain("llama")
+    twin.model.load_state_dict(other.state_dict())
+    assert_close(sampled, twin.generate(REQUESTS, sampling))
+
+
+@pytest.mark.usefixtures("graphed")
+@pytest.mark.parametrize("name", ["qwen2", "llama"])
+def test_projections_side_by_side_are_one_product(name: str) -> None:
+    model = shapes.model(name)
+    join_projections(model)
+    sampling = SamplingParams(num_generations=2, max_completion_length=12)
+    sampled = engine_of(model).generate(REQUESTS, sampling, seed=4)
+    assert_close(sampled, plain(name).generate(REQUESTS, sampling, seed=4))
 
 
 @pytest.mark.usefixtures("graphed")
 @pytest.mark.parametrize("max_batch", [None, 4])
 def test_conversations_are_the_same(max_batch: int | None) -> None:
     sampling = SamplingParams(num_generations=3, max_completion_length=12, max_batch=max_batch)
-    sampled = talked(engine_of(shapes.model("qwen3")), sampling)
-    assert len(MADE) > 3
-    assert_same(sampled, in_step(plain("qwen3", 0), sampling))
+    engine = engine_of(shapes.model("qwen3"))
+    assert_same(talked(engine, sampling), in_step(plain("qwen3", 0), sampling))
+    captured = engine.captured_graphs
+    talked(engine, sampling)
+    assert engine.captured_graphs == captured, "rows that join cost none"
 
 
 @pytest.mark.usefixtures("graphed")
-def test_rows_that_have_ended_are_carried_up_to_a_fourth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_have_ended_are_carried_within_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     carried, step = [], DecodeBatch.step
 
-    def noted(self: DecodeBatch) -> list[DecodeRow]:
-        ended = step(self)
-        carried.append((len(self.rows) - self.live, len(self.rows)))
-        return ended
+    def noted(self: DecodeBatch) -> None:
+        step(self)
+        carried.append((self.live, len(self.rows)))
 
     monkeypatch.setattr(DecodeBatch, "step", noted)
     sampling = SamplingParams(num_generations=8, max_completion_length=40)
-    requests = [Request(f"p{i}", tokens) for i, tokens in enumerate(shapes.prompts(4))]
-    engine_of(shapes.model("llama")).generate(requests, sampling, seed=4)
-    assert max(idle for idle, _ in carried) > 0
-    assert all(4 * idle <= rows for idle, rows in carried)
+    engine_of(shapes.model("llama")).generate(REQUESTS, sampling, seed=4)
+    assert any(live < rows for live, rows in carried)
+    assert all(bucket(live) == bucket(rows) for live, rows in carried if live)
 
 
-@pytest.mark.usefixtures("graphed")
-def test_short_completions_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph, "_MIN_STEPS", 16)
-    engine = engine_of(shapes.model("llama"))
-    MADE.clear()
-    sampling = SamplingParams(num_generations=4, max_completion_length=12)
-    engine.generate([Request("p", (1, 2, 3))], sampling)
-    assert not MADE
-    engine.generate([Request("p", (1, 2, 3))], replace(sampling, max_completion_length=40, ignore_eos=True))
-    assert MADE
+def test_buckets_are_few_and_near() -> None:
+    assert buckets(128) == [128, 96, 64, 48, 32, 16, 8]
+    assert buckets(1) == buckets(8) == [8]
+    for rows in range(1, 1500):
+        assert rows <= bucket(rows) <= max(8, 2 * rows - 1)
+        assert bucket(bucket(rows)) == bucket(rows)
+        assert rows < 33 or bucket(rows) <= 1.5 * rows
+
+
+@pytest.mark.parametrize("widths", [[8] * 16, [1], [3, 0, 20], [40]])
+@pytest.mark.parametrize("longest", [1, 63, 64, 65, 512, 2300])
+@pytest.mark.parametrize(("repeats", "tile"), [(6, 64), (1, 16), (71, 64)])
+def test_pieces_of_prompts_cover_every_key_of_every_query_once(
+    widths: list[int], longest: int, repeats: int, tile: int
+) -> None:
+    lengths = [max(1, longest - 7 * i) for i in range(len(widths))]
+    items = prompt_items(widths, lengths, repeats, 2, tile)
+    seen = set()
+    for group, first_row, width, first_query, start, stop, part, _ in items:
+        assert first_row == sum(widths[:group])
+        assert width == widths[group]
+        assert start < stop <= lengths[group]
+        assert start % KEY_BLOCK == 0
+        assert part < PROMPT_PARTS
+        for query in range(first_query, min(first_query + tile, width * repeats)):
+            piece = {(group, query, key) for key in range(start, stop, 7)} | {(group, query, stop - 1)}
+            assert piece.isdisjoint(seen)
+            seen |= piece
+    queries = {(group, query) for group, query, _ in seen}
+    assert queries == {(g, q) for g, width in enumerate(widths) for q in range(width * repeats)}
+    for group, query in queries:
+        spans = sorted({(i[4], i[5]) for i in items if i[0] == group and i[3] <= query < i[3] + tile})
+        assert spans[0][0] == 0
+        assert spans[-1][1] == lengths[group]
+        assert all(a[1] == b[0] for a, b in pairwise(spans))
 
 
 @pytest.mark.usefixtures("graphed")
 def test_the_option_reaches_the_engine() -> None:
-    def carries(*overrides: str) -> float:
+    def graphed(*overrides: str) -> bool:
         config = load_config({}, ["model.name=tiny", *overrides])
         loaded = load_model("tiny")
         engine: Any = build_engine(config.rollout, loaded.model, loaded.tokenizer)
-        return float(engine._new_decoder().traits.max_finished)
+        return bool(engine._new_decoder().traits.graphed)
 
-    assert carries() > 0.0
-    assert carries("rollout.cuda_graphs=false") == 0.0
+    assert graphed()
+    assert not graphed("rollout.cuda_graphs=false")
 
 
 @pytest.mark.parametrize("kind", ["default", "dynamic", "longrope"])
 def test_only_a_gpu_and_fixed_rotations_are_graphed(kind: str) -> None:
     model = shapes.model("llama")
     model.model.rotary_emb.rope_type = kind
-    assert not graph.can_be_graphed(model)  # on a CPU
+    assert "CUDA" in str(graph.why_not_graphed(model))
 
     class OnGpu:
         is_cuda = True
 
     model.parameters = lambda: iter([OnGpu()])
-    assert graph.can_be_graphed(model) == (kind == "default")
+    assert (graph.why_not_graphed(model) is None) == (kind == "default")
 
 
 @pytest.mark.usefixtures("graphed")
 def test_a_graph_that_cannot_be_made_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(shapes.model("llama"))
-    requests = [Request(f"p{i}", tokens) for i, tokens in enumerate(shapes.prompts(4))]
+    assert engine.notes == ()
     sampling = SamplingParams(num_generations=4, max_completion_length=30)
 
-    def fails(work: Callable[[], Tensor], device: torch.device) -> Any:
-        work()  # as far as it comes
+    def fails(work: Callable[[], None], device: torch.device) -> Any:
         raise RuntimeError("CUDA out of memory\nand more")
 
     monkeypatch.setattr(graph, "capture", fails)
     with pytest.warns(RuntimeWarning, match="without CUDA graphs: CUDA out of memory$"):
-        sampled = engine.generate(requests, sampling, seed=4)
-    expected = plain("llama").generate(requests, sampling, seed=4)
-    assert [[c.tokens for c in group] for group in sampled] == [[c.tokens for c in group] for group in expected]
+        sampled = engine.generate(REQUESTS, sampling, seed=4)
+    assert engine.notes == ("sampling goes without CUDA graphs: CUDA out of memory",)
+    assert_close(sampled, plain("llama").generate(REQUESTS, sampling, seed=4))
 
 
 @pytest.mark.usefixtures("graphed")
 def test_a_model_that_fails_in_the_probe_is_never_graphed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(work: Callable[[], Tensor], device: torch.device) -> Any:
+    def fails(work: Callable[[], None], device: torch.device) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(graph, "capture", fails)
     engine = engine_of(shapes.model("llama"))
-    assert engine._new_decoder().traits.max_finished == 0.0
+    assert not engine._new_decoder().traits.graphed
     assert engine.fallback_reason is None
+    assert "not permitted" in str(engine._ungraphed)
+
+
+def test_a_model_that_decodes_in_the_plain_way_says_so() -> None:
+    with pytest.warns(RuntimeWarning, match="without shared prompts"):
+        engine = NativeEngine(shapes.model("mamba"), shapes.tokenizer())
+    assert engine.notes == (f"sampling goes without shared prompts: {engine.fallback_reason}",)

@@ -171,8 +171,8 @@ def test_experts_in_half_precision_are_decoded_as_in_full(name: str) -> None:
     for seed in range(10 if name == "mixtral" else 2):
         model = build(name, seed)
         with torch.no_grad():
-            full = choose_decoder(model, graphs=False)
-            half = choose_decoder(model.to(torch.bfloat16), graphs=False)
+            full = choose_decoder(model)
+            half = choose_decoder(model.to(torch.bfloat16))
         assert (half.decoder, half.reason) == (full.decoder, full.reason), seed
 
 
@@ -192,7 +192,7 @@ def test_a_wrong_cache_is_seen_in_half_precision(name: str) -> None:
         forgetful.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
         model.forward = forgetful
     with torch.no_grad():
-        chosen: Any = choose_decoder(model, graphs=False).decoder
+        chosen: Any = choose_decoder(model).decoder
     assert chosen.keywords == (
         {"drop": None, "cached": False} if name == "mixtral" else {"drop": "batch_select_indices"}
     )
@@ -215,7 +215,7 @@ def test_a_probe_out_of_memory_is_no_verdict_on_a_decoder() -> None:
 
     model.forward = full
     with pytest.raises(torch.OutOfMemoryError):
-        choose_decoder(model, graphs=False)
+        choose_decoder(model)
 
 
 def test_a_probe_of_decoders_computes_no_logits_of_the_prompt() -> None:

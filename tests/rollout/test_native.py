@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from keel.base.errors import KeelError
 from keel.rollout import NativeEngine, Request, SamplingParams
@@ -299,43 +298,3 @@ def test_a_tokenizer_without_eos_is_refused() -> None:
     tokenizer.eos_token = None
     with pytest.raises(KeelError, match="end-of-sequence"):
         NativeEngine(shapes.model("llama"), tokenizer)
-
-
-@pytest.mark.parametrize("max_batch", [None, 8, 5])
-def test_a_step_ahead_of_the_host_draws_the_same(max_batch: int | None) -> None:
-    """As on a GPU: the next step is under way before tokens are recorded, and rows that have ended leave later."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=60,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            eos_token_id=2,
-        )
-    ).eval()
-
-    class Tokens:
-        eos_token_id = 2
-
-        def decode(self, tokens: Any, **_: Any) -> str:
-            return " ".join(map(str, tokens))
-
-    requests = [Request(str(i), tuple(range(3 + i, 6 + 2 * i))) for i in range(6)]
-    sampling = SamplingParams(max_completion_length=40, num_generations=4, max_batch=max_batch)
-    plain, ahead = NativeEngine(model, Tokens()), NativeEngine(model, Tokens())
-    make = ahead._decoder
-
-    def graphed(model: Any) -> Any:
-        decoder: Any = make(model)
-        decoder.traits = replace(decoder.traits, graphed=True)
-        return decoder
-
-    ahead._decoder, ahead._traits = graphed, graphed(model).traits
-    expected, drawn = (
-        [[c.tokens for c in group] for group in e.generate(requests, sampling, seed=1)] for e in (plain, ahead)
-    )
-    assert drawn == expected
-    assert len({len(tokens) for group in expected for tokens in group}) > 3  # they end one after the other

@@ -21,8 +21,8 @@ CPU = Traits("cpu", joins=True)
 
 
 def test_what_a_join_costs_depends_on_the_device_and_the_way_to_decode() -> None:
-    assert Traits("cuda", joins=True).join_steps(1000) == scheduler.JOIN_STEPS
-    assert Traits("cuda", joins=True, graphed=True).join_steps(1000) == scheduler.JOIN_STEPS_GRAPHED
+    for graphed in (False, True):
+        assert Traits("cuda", joins=True, graphed=graphed).join_steps(1000) == scheduler.JOIN_STEPS
     assert CPU.join_steps(scheduler.CPU_ROWS) == scheduler.JOIN_STEPS
     assert CPU.join_steps(scheduler.CPU_ROWS + 1) == math.inf
     assert Traits("cuda").join_steps(1) == math.inf
@@ -51,13 +51,17 @@ def test_empty_slots_cost_until_a_join_is_worth_it() -> None:
 
 
 def test_rows_that_end_are_carried_along_where_steps_are_graphs() -> None:
-    graphed, plain = Scheduler(8, None, Traits("cuda", True, True)), Scheduler(8, None, Traits("cuda", True))
+    graphed, plain = Scheduler(50, None, Traits("cuda", True, True)), Scheduler(50, None, Traits("cuda", True))
     for made in (graphed, plain):
-        made.admit([8])
-    assert [graphed.finish(1) for _ in range(3)] == [False, False, True]
-    assert (graphed.live, graphed.rows) == (5, 5)
+        made.admit([50])
+    assert graphed.rows == 64
+    assert [graphed.finish(1) for _ in range(3)] == [False, True, False]
+    assert (graphed.live, graphed.rows) == (47, 48)
+    assert not graphed.finish(14)
+    assert graphed.finish(33)
+    assert (graphed.live, graphed.rows) == (0, 0)
     assert plain.finish(1)
-    assert plain.rows == 7
+    assert plain.rows == 49
 
 
 def test_chunks_of_a_prefill_cover_all_prompts() -> None:

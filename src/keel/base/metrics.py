@@ -1,4 +1,4 @@
-"""Numbers that know how to be merged: over microbatches with `+`, over ranks with `reduce_across_ranks`.
+"""Numbers that know how to be merged: over microbatches with `+`, over processes with `World.reduce`.
 
 They may be tensors of one element, still on a device: `to_host` waits for all of them at once.
 """
@@ -169,15 +169,3 @@ def python_numbers(numbers: Iterable[Any]) -> list[Any]:
 def values(metrics: Metrics) -> dict[str, float]:
     """Plain numbers, for the loggers."""
     return {name: metric.value for name, metric in to_host(metrics).items()}
-
-
-def reduce_across_ranks(metrics: Metrics) -> dict[str, Metric]:
-    """The same on every rank; a process that runs alone gets its own back."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return dict(metrics)
-    gathered: list[Metrics] = [{} for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather_object(gathered, to_host(metrics))
-    merged: dict[str, Metric] = {}
-    for part in gathered:
-        merged = merge(merged, part)
-    return merged

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
+import traceback
 
 import typer
 
+from keel.base.alive import end, first_to_fail, process_count, process_rank
 from keel.base.errors import KeelError
 from keel.cli import (
     ablate,
@@ -32,29 +35,47 @@ from keel.cli.app import app
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; what a user can cause is one line on stderr and exit status 2."""
+    """Run the command line; what a user can cause is one line on stderr and exit status 2.
+
+    Of several processes rank 0 has the run's exit status, and the first that fails says why.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show ‖ gets a question mark, not a crash
+    if process_count() > 1:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a connection that ends is not told by every rank
+    if process_rank() > 0:
+        os.environ.setdefault("TQDM_DISABLE", "1")  # one bar for all
     command = typer.main.get_command(app)
+    arguments = sys.argv[1:] if argv is None else argv
     try:
-        result = command.main(args=argv, prog_name="keel", standalone_mode=False)
+        result = command.main(args=arguments, prog_name="keel", standalone_mode=False, obj=arguments)
     except KeelError as error:
-        message = str(error)
+        line, status = f"keel: error: {_rank()}{' '.join(str(error).split())}\n", 2
     except (KeyboardInterrupt, typer.Abort):
-        sys.stderr.write("keel: interrupted\n")
-        return 130
+        line, status = "keel: interrupted\n", 130
     except Exception as error:
         # typer's own usage errors carry an exit code and a message; anything else is our bug and keeps its traceback
-        if not hasattr(error, "format_message"):
+        if hasattr(error, "format_message"):
+            if not error.format_message():  # `keel` alone: the help has been printed
+                return 2
+            line, status = f"keel: error: {' '.join(error.format_message().split())} (see keel --help)\n", 2
+        elif process_count() == 1:
             raise
-        if not error.format_message():  # `keel` alone: the help has been printed
-            return 2
-        message = f"{error.format_message()} (see keel --help)"
+        else:
+            line, status = traceback.format_exc(), 1
     else:
-        return result if isinstance(result, int) else 0
-    sys.stderr.write(f"keel: error: {' '.join(message.split())}\n")
-    return 2
+        return result if isinstance(result, int) and process_rank() == 0 else 0
+    if first_to_fail(status):
+        sys.stderr.write(line)
+    if process_count() > 1:
+        end(status)  # the group of processes is broken: nothing waits for it
+    return status
+
+
+def _rank() -> str:
+    """Who speaks, where it is not the first of several processes."""
+    return f"rank {process_rank()} of {process_count()}: " if process_rank() > 0 else ""
 
 
 __all__ = [

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import typer
 
 import keel
+from keel.base.alive import process_count, process_rank
+from keel.base.errors import KeelError
 
 app = typer.Typer(
     name="keel",
@@ -27,13 +29,20 @@ def _show_version(enabled: bool) -> None:
         raise typer.Exit
 
 
+SEVERAL = ("train", "sft", "eval")  # commands that run in several processes
+
+
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
     """Options that come before the command."""
+    command = context.invoked_subcommand
+    if process_count() > 1 and command is not None and command not in SEVERAL:
+        raise KeelError(f"keel {command} runs in one process: leave torchrun out ({', '.join(SEVERAL)} run in several)")
 
 
 # Options under any name Keel knows are arguments beside the configuration's path; `arguments.split` tells them apart.
@@ -41,15 +50,15 @@ ANY_OPTION = {"ignore_unknown_options": True, "allow_interspersed_args": True}
 CONFIG_ARGS = typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="A YAML file, a run's folder, and options.")
 
 
-def configuration(args: list[str], *, resume: bool = False) -> Any:
-    """The configuration that the arguments name; notes on renamed options and advice go to stderr."""
+def configuration(args: list[str], *, resume: bool = False, notes: bool = True) -> Any:
+    """The configuration that the arguments name; `notes` on renamed options and advice go to stderr."""
     from keel.config import arguments, read_config
     from keel.config.checks import advice
 
     paths, overrides = arguments.split(args)
     source, implied = arguments.choose(paths, resume=resume, overrides=overrides)
     config, renamed = read_config(source, [*implied, *overrides])
-    for note in (*renamed, *advice(config)):
+    for note in (*renamed, *advice(config)) if notes and process_rank() == 0 else ():
         typer.echo(f"keel: note: {note}", err=True)
     return config
 
@@ -66,7 +75,8 @@ def bar() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    hidden = not console.is_terminal or process_rank() > 0
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
 
         def watch(label: str, total: int) -> Callable[[int], None]:
             task = progress.add_task(label, total=total)

@@ -10,6 +10,7 @@ import typer
 
 from keel.base.errors import KeelError
 from keel.cli.app import ANY_OPTION, app, bar, print_json
+from keel.cli.launch import Nproc, launch
 
 EVAL_HELP = """Evaluate a model, a run's checkpoint or a configuration's model on held-out problems.
 
@@ -30,12 +31,15 @@ Examples:
 
   keel eval runs/chess --task chess_puzzles data.path=puzzles.csv data.on_broken=skip
 
+  keel eval runs/default --nproc 2
+
 Whole games of chess are played by keel play-chess.
 """
 
 
 @app.command(help=EVAL_HELP, context_settings=ANY_OPTION)
 def eval(
+    context: typer.Context,
     args: Annotated[
         list[str],
         typer.Argument(metavar="MODEL|RUN|CONFIG [KEY=VALUE]...", help="What to evaluate, and options of its own."),
@@ -59,8 +63,10 @@ def eval(
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Also write the data to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw bars with their intervals.")] = None,
+    nproc: Nproc = 1,
 ) -> int:
     from keel.base.files import write_atomic
+    from keel.base.world import first_process
     from keel.config import arguments
     from keel.lab.plots.picture import check_picture
 
@@ -72,12 +78,15 @@ def eval(
     if len(paths) != 1:
         raise KeelError(f"keel eval takes one model, run or configuration, not {len(paths)}: {' '.join(paths)}")
     _check_tasks(overrides, task)
-    from keel.api import evaluate
+    from keel.api import evaluate, evaluated_models
 
     flags = {"eval.samples": samples, "eval.temperature": temperature, "rollout.max_completion_length": max_tokens}
     overrides += [f"{name}={value}" for name, value in flags.items() if value is not None]
     if k is not None or temperature == 0:
         overrides.append(f"eval.k=[{k or 1}]")
+    if nproc != 1:
+        device = evaluated_models(paths[0], task or [], overrides, checkpoint, baseline)[0].config.model.device
+        return launch(context.obj, nproc, device=device)
     with bar() as watch:
         data = evaluate(
             paths[0],
@@ -88,6 +97,8 @@ def eval(
             seed=seed,
             watch=watch,
         )
+    if not first_process():
+        return 0
     if out is not None:
         write_atomic(out, json.dumps(data, ensure_ascii=False, allow_nan=False, indent=2) + "\n")
     if plot is not None:

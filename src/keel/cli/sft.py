@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import typer
+
 from keel.base.errors import KeelError
 from keel.cli.app import ANY_OPTION, CONFIG_ARGS, PrintConfig, app, configuration, print_config_of
+from keel.cli.launch import Nproc, launch
 
 HELP = """Supervised fine-tuning by the warmstart section: behaviour cloning of gold answers or of a JSONL file.
 
@@ -14,16 +17,25 @@ Examples:
   keel sft configs/default.yaml
 
   keel sft configs/default.yaml warmstart.steps=500 warmstart.learning_rate=3e-4
+
+  keel sft configs/default.yaml --nproc 2
 """
 
 
 @app.command(help=HELP, context_settings=ANY_OPTION)
-def sft(args: Annotated[list[str] | None, CONFIG_ARGS] = None, print_config: PrintConfig = False) -> int:
-    config = configuration(args or [])
+def sft(
+    context: typer.Context,
+    args: Annotated[list[str] | None, CONFIG_ARGS] = None,
+    print_config: PrintConfig = False,
+    nproc: Nproc = 1,
+) -> int:
+    config = configuration(args or [], notes=nproc == 1)
     if config.warmstart is None:
         raise KeelError("keel sft needs a warmstart section: set warmstart.steps=200, or add it to the configuration")
     if print_config:
         return print_config_of(config)
+    if nproc != 1:
+        return launch(context.obj, nproc, device=config.model.device)
     from keel import api
 
     return int(api.supervise(config).exit_status)

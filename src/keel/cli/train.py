@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from keel.cli.app import ANY_OPTION, CONFIG_ARGS, PrintConfig, app, configuration, print_config_of
+from keel.cli.launch import Nproc, launch
 
 HELP = """Train a model: warm start, GRPO under the KL term, evaluation, checkpoints, report.
 
@@ -24,11 +25,16 @@ Examples:
   keel train configs/default.yaml --print-config
 
   keel train --resume runs/default
+
+  keel train configs/default.yaml --nproc 2
+
+Several machines: torchrun's own flags, as in examples/slurm.sh.
 """
 
 
 @app.command(help=HELP, context_settings=ANY_OPTION)
 def train(
+    context: typer.Context,
     args: Annotated[list[str] | None, CONFIG_ARGS] = None,
     print_config: PrintConfig = False,
     dry_run: Annotated[
@@ -37,10 +43,13 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last checkpoint; a run's folder may stand for CONFIG.")
     ] = False,
+    nproc: Nproc = 1,
 ) -> int:
-    config = configuration(args or [], resume=resume)
+    config = configuration(args or [], resume=resume, notes=nproc == 1)
     if print_config:
         return print_config_of(config)
+    if nproc != 1:
+        return launch(context.obj, nproc, device=config.model.device)
     from keel import api
 
     return int(api.main(config, resume=resume, dry_run=dry_run).exit_status)

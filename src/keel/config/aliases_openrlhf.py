@@ -20,6 +20,7 @@ from keel.config.alias import (
     unless_null,
     whole,
 )
+from keel.config.aliases_parallel import CONTEXT, LAUNCHED, TENSOR, only_one, zero_stage
 from keel.config.aliases_trl import output_dir
 from keel.config.verl_values import IN_LOSS, pass_at
 
@@ -233,10 +234,13 @@ OPENRLHF = [
     ),
     harmless("packing_samples", "batches are always packed by tokens"),
     harmless("apply_chat_template", "data.chat_template is the model's own unless set", True),
+    zero_stage("zero_stage"),
+    *only_one(LAUNCHED, "actor_num_nodes", "actor_num_gpus_per_node", "ref_num_nodes", "ref_num_gpus_per_node"),
+    *only_one(TENSOR, "ds_tensor_parallel_size"),
+    *only_one(CONTEXT, "ring_attn_size"),
     *no_counterpart(
-        "how models are spread over devices and engines has no options here",
-        *("zero_stage", "colocate_all_models", "vllm_num_engines", "vllm_sync_backend", "vllm_enable_sleep"),
-        *("actor_num_nodes", "actor_num_gpus_per_node", "ref_num_nodes", "ref_num_gpus_per_node"),
+        "every device trains, scores and samples: models and engines have no devices of their own",
+        *("colocate_all_models", "vllm_num_engines", "vllm_sync_backend", "vllm_enable_sleep"),
         *("deepspeed_enable_sleep", "enforce_eager", "async_train"),
     ),
     *no_counterpart(

@@ -7,6 +7,7 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.config import text
 from keel.config.alias import GROUP, Alias, Convert, Options, Settings, boolean, choice, first_set, harmless, refer
+from keel.config.aliases_parallel import OTHER_PARALLEL
 from keel.config.aliases_trl import output_dir
 from keel.config.verl_values import BETA, A
 
@@ -237,7 +238,7 @@ OTHER = [
         "a run's logs and checkpoints are in one folder, run.name inside run.dir: set run.dir={value}",
         *("log_dir", "logging_dir"),
     ),
-    harmless("num_gpus", "Keel trains on one device", 1),
+    *OTHER_PARALLEL,
     choice("with_tracking", "log.wandb", {True: {"log.wandb": {}}, False: {}}),
     harmless("log_freq", "every step is logged; log.rollouts_every sets how often rollouts are"),
 ]

@@ -21,6 +21,7 @@ from keel.config.alias import (
     unless_null,
     whole,
 )
+from keel.config.aliases_parallel import TRL_PARALLEL
 from keel.config.verl_values import LORA_RANK
 
 
@@ -334,7 +335,7 @@ TRL = [
         "settings of the vLLM engine itself have no options here",
         *("vllm_mode", "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_structured_outputs_regex"),
         *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port"),
-        *("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size"),
+        *("vllm_gpu_memory_utilization", "vllm_max_model_length"),
     ),
     *no_counterpart(
         "the native engine does its own batching and caching",
@@ -342,7 +343,9 @@ TRL = [
         *("transformers_continuous_batching_config", "pad_to_multiple_of", "ds3_gather_for_generation"),
     ),
     *no_counterpart("nothing is uploaded", "log_completions_hub_repo"),
-    harmless("num_processes", "one device: multiply rollout.prompts_per_step by hand", 1),
+    *TRL_PARALLEL,
+    *no_counterpart("weights are spread by PyTorch's FSDP2: parallel.sharding, parallel.offload", "deepspeed"),
+    *no_counterpart("a layer at a time is sharded; what can be chosen is in parallel", "fsdp_config"),
     harmless("push_to_hub", "nothing is uploaded", False),
     harmless("do_train", "a run trains", True),
     harmless("eval_on_start", "a run is evaluated before it trains, always", True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from keel.config import verl_values as values
 from keel.config.alias import Alias, choice, harmless, no_counterpart, unless_null
+from keel.config.aliases_parallel import CONTEXT, EXPERT, LAUNCHED, PIPELINE, SHARDING, TENSOR, fsdp_size, only_one
 from keel.config.verl_values import IN_LOSS, IN_REWARD, A, M, R
 
 VERL = [
@@ -175,7 +176,25 @@ VERL = [
         "null is 0",
         lambda value, settings: {"optim.final_ratio": value or 0.0},
     ),
-    Alias(A + "fsdp_config.optimizer_offload", "optim.offload"),
+    Alias(
+        A + "fsdp_config.optimizer_offload",
+        "optim.offload",
+        "beside param_offload it is parallel.offload, which moves both",
+        values.optimizer_offload,
+    ),
+    choice(
+        A + "fsdp_config.param_offload",
+        "parallel.offload",
+        {True: {"parallel.offload": True}, False: {}},
+        "acts on sharded weights",
+    ),
+    fsdp_size(A + "fsdp_config.fsdp_size"),
+    choice(
+        A + "strategy",
+        SHARDING,
+        {"fsdp": {SHARDING: "full"}, "fsdp2": {SHARDING: "full"}},
+        "fsdp and fsdp2 are full; megatron has no counterpart",
+    ),
     Alias("actor_rollout_ref.ref.fsdp_config.param_offload", "reference.offload"),
     Alias("trainer.total_training_steps", "run.max_steps", "null leaves Keel's", unless_null("run.max_steps")),
     Alias("trainer.experiment_name", "run.name"),
@@ -190,18 +209,18 @@ VERL = [
         values.positive_or("eval.every", {"eval.every": 0}),
     ),
     Alias("trainer.max_actor_ckpt_to_keep", "checkpoint.keep", "null leaves Keel's", unless_null("checkpoint.keep")),
-    harmless("trainer.nnodes", "one machine", 1),
+    *only_one(LAUNCHED, "trainer.nnodes", "trainer.n_gpus_per_node"),
     harmless("trainer.critic_warmup", "there is no critic", 0),
     Alias("trainer.total_epochs", "", "set run.max_steps; Keel counts steps, not passes over the data", values.epochs),
     harmless(A + "policy_loss.loss_mode", "another loss is loss.loss_type, by hand", "vanilla"),
     harmless(M + "use_remove_padding", "batches are cut by tokens"),
-    harmless("trainer.balance_batch", "one device"),
+    harmless("trainer.balance_batch", "each device gets about as many tokens as the others"),
     harmless("trainer.resume_mode", "a run is resumed by run.if_exists=resume"),
     harmless("trainer.val_before_train", "a run is evaluated before it trains, always", True),
-    harmless(A + "fsdp_config.param_offload", "weights stay on the device", False),
-    harmless("trainer.n_gpus_per_node", "Keel trains on one device", 1),
-    harmless(R + "tensor_model_parallel_size", "Keel samples on one device", 1),
-    harmless(A + "ulysses_sequence_parallel_size", "Keel trains on one device", 1),
+    *only_one(TENSOR, R + "tensor_model_parallel_size", A + "megatron.tensor_model_parallel_size"),
+    *only_one(CONTEXT, A + "ulysses_sequence_parallel_size", A + "megatron.context_parallel_size"),
+    *only_one(PIPELINE, A + "megatron.pipeline_model_parallel_size"),
+    *only_one(EXPERT, A + "megatron.expert_model_parallel_size"),
     harmless("actor_rollout_ref.hybrid_engine", "the engine shares the policy's weights", True),
     harmless("reward_model.enable", "rewards are functions", False),
     *no_counterpart(
@@ -211,7 +230,6 @@ VERL = [
         *(R + name for name in ("log_prob_micro_batch_size_per_gpu", "enable_chunked_prefill", "mode")),
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
     ),
-    *no_counterpart("Keel trains on one device", A + "strategy"),
     *(
         Alias(
             "custom_reward_function." + name,

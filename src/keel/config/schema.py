@@ -15,7 +15,7 @@ from keel.losses.options import LossOptions
 from keel.models.options import ModelOptions
 from keel.reference.options import ReferenceOptions
 from keel.rollout.options import RolloutOptions
-from keel.trainer.options import CheckpointOptions, GuardOptions, OptimOptions, WarmstartOptions
+from keel.trainer.options import CheckpointOptions, GuardOptions, OptimOptions, ParallelOptions, WarmstartOptions
 
 
 class RunOptions(Options):
@@ -75,6 +75,9 @@ class Config(Options):
     loss: LossOptions = Field(default=LossOptions(), description="The policy loss.")
     optim: OptimOptions = Field(default=OptimOptions(), description="The optimizer and how a batch is cut.")
     eval: EvalOptions = Field(default=EvalOptions(), description="Evaluation on held-out problems.")
+    parallel: ParallelOptions = Field(
+        default=ParallelOptions(), description="Layout of the weights over several devices."
+    )
     guards: GuardOptions = Field(default=GuardOptions(), description="What the loop does when numbers go wrong.")
     log: LogOptions = Field(
         default=LogOptions(), description="Where metrics go besides metrics.jsonl, which is always written."

@@ -119,7 +119,8 @@ def _row(alias: Alias) -> str:
 
 
 def _row_without_target(alias: Alias) -> str:
-    return f"| `{alias.name}` | {'refused' if alias.convert is None else 'not needed'} | {alias.note} |"
+    refused = alias.convert is None or alias.note.startswith("refused")
+    return f"| `{alias.name}` | {'refused' if refused else 'not needed'} | {alias.note} |"
 
 
 if __name__ == "__main__":

@@ -123,6 +123,12 @@ def custom_reward(value: Any, settings: Settings) -> Options:
     )
 
 
+def optimizer_offload(value: Any, settings: Settings) -> Options:
+    """Moments in main memory; FSDP moves them with the weights."""
+    both = settings.get(A + "fsdp_config.param_offload") is True
+    return {"parallel.offload" if both else "optim.offload": value}
+
+
 def truncation(value: Any, settings: Settings) -> Options:
     """verl drops too long prompts first, so that its rule for them never acts."""
     if value in ("right", "middle"):

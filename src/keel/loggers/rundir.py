@@ -59,7 +59,7 @@ class RunDirectory:
     then `cut_after(N)` on resume leaves the files exactly as they were.
     """
 
-    def __init__(self, path: Path, lock: RunLock) -> None:
+    def __init__(self, path: Path, lock: RunLock | None) -> None:
         self.path = path
         self._lock = lock
         self._lines: dict[str, LineFile] = {}
@@ -86,6 +86,11 @@ class RunDirectory:
             lock.release()
             raise
         return cls(path, lock)
+
+    @classmethod
+    def follow(cls, path: str | Path) -> RunDirectory:
+        """The run of another process: it may be looked at, and what is written to it here is not."""
+        return cls(Path(path), None)
 
     @classmethod
     def resume(cls, path: str | Path) -> RunDirectory:
@@ -119,7 +124,8 @@ class RunDirectory:
 
     def append(self, name: str, record: Mapping[str, Any]) -> None:
         """One complete line onto one of the line files."""
-        self._file(name).append(record)
+        if self._lock is not None:
+            self._file(name).append(record)
 
     def cut_after(self, step: int) -> dict[str, int]:
         """Drop every line past `step`, atomically a file; how many, a file. A run without a checkpoint: `step=-1`."""
@@ -166,8 +172,9 @@ class RunDirectory:
     def write_text(self, name: str, text: str, *, private: bool = False) -> Path:
         """A whole text file, atomically; a private one can be read by its owner alone."""
         path = self.path / name
-        _make_folder(path.parent)
-        write_atomic(path, text, mode=0o600 if private else 0o666)
+        if self._lock is not None:
+            _make_folder(path.parent)
+            write_atomic(path, text, mode=0o600 if private else 0o666)
         return path
 
     def write_json(self, name: str, data: Any, *, raw: bool = False) -> Path:
@@ -202,7 +209,8 @@ class RunDirectory:
         for file in self._lines.values():
             file.close()
         self._lines.clear()
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
 
     def __enter__(self) -> RunDirectory:
         return self

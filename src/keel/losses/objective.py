@@ -32,7 +32,7 @@ class Counts:
 
 
 def global_denominators(batch: Batch, max_completion_length: int | None = None) -> Counts:
-    """Count a minibatch before its microbatches are looked at, one all-reduce a term."""
+    """Count a minibatch before its microbatches are looked at."""
     policy_mask = batch.action_mask if batch.policy_mask is None else batch.policy_mask
     return Counts(
         count_denominators(policy_mask, max_completion_length),

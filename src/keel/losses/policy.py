@@ -117,7 +117,7 @@ LOSSES: Mapping[str, Recipe] = MappingProxyType(
     {
         "policy_gradient": Recipe(policy_gradient, low=None, high=None, takes_level=False, has_ratio=False),
         "grpo": Recipe(clipped, "sequence_mean", takes_delta=True),
-        "bnpo": Recipe(clipped, "local_token_mean", takes_delta=True),
+        "bnpo": Recipe(clipped, "token_mean", takes_delta=True),
         "dr_grpo": Recipe(clipped, "constant", scale_rewards="none", takes_delta=True),
         "dapo": Recipe(clipped, high=0.28, takes_delta=True),
         "gspo": Recipe(clipped, "sequence_mean", low=3e-4, high=4e-4, level="sequence", takes_delta=True),

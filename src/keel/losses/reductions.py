@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from keel.base.errors import KeelError, unknown
@@ -15,29 +14,21 @@ from keel.kl.ratios import check_mask, select
 
 @dataclass(frozen=True)
 class Denominators:
-    """What a minibatch is divided by. Counted before the microbatch loop, so that any split gives the same loss.
+    """What a minibatch is divided by. Counted before the microbatch loop, over the minibatch of all processes, so that
+    any split gives the same loss.
 
-    `sequences` and `tokens` span all ranks; `local_tokens` this rank only (bnpo's mean), `ranks` how many there are.
     A count of a mask stays a tensor on the mask's device.
     """
 
     sequences: Number
     tokens: Number
-    local_tokens: Number
-    ranks: int = 1
     max_completion_length: int | None = None
 
 
 def count_denominators(mask: Tensor, max_completion_length: int | None = None) -> Denominators:
-    """Sequences and tokens of a minibatch `[B, T]`, summed over ranks with one all-reduce when distributed."""
+    """Sequences and tokens of a minibatch `[B, T]`."""
     check_mask(mask, mask.shape)
-    local_tokens = mask.sum().double()
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return Denominators(float(len(mask)), local_tokens, local_tokens, 1, max_completion_length)
-    counts = torch.stack((torch.full_like(local_tokens, len(mask)), local_tokens))
-    torch.distributed.all_reduce(counts)
-    ranks = torch.distributed.get_world_size()
-    return Denominators(counts[0], counts[1], local_tokens, ranks, max_completion_length)
+    return Denominators(float(len(mask)), mask.sum().double(), max_completion_length)
 
 
 def divide(total: Tensor, count: Number) -> Tensor:
@@ -57,13 +48,8 @@ def sequence_mean(values: Tensor, mask: Tensor, by: Denominators) -> Tensor:
 
 
 def token_mean(values: Tensor, mask: Tensor, by: Denominators) -> Tensor:
-    """Mean over all tokens of the global batch (DAPO)."""
+    """Mean over all tokens of the minibatch (DAPO, BNPO)."""
     return divide(_selected(values, mask).sum(), by.tokens)
-
-
-def local_token_mean(values: Tensor, mask: Tensor, by: Denominators) -> Tensor:
-    """Mean over this rank's tokens, averaged over ranks (BNPO)."""
-    return divide(_selected(values, mask).sum(), by.local_tokens * by.ranks)
 
 
 def constant(values: Tensor, mask: Tensor, by: Denominators) -> Tensor:
@@ -79,7 +65,6 @@ Reduction = Callable[[Tensor, Tensor, Denominators], Tensor]
 REDUCTIONS: dict[str, Reduction] = {
     "sequence_mean": sequence_mean,
     "token_mean": token_mean,
-    "local_token_mean": local_token_mean,
     "constant": constant,
 }
 

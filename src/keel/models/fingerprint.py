@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from keel.models.whole import whole
+
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
@@ -54,7 +56,7 @@ def fingerprint(model: nn.Module, *, dtype: torch.dtype | None = None) -> str:
 def fingerprint_tensors(named: Iterable[tuple[str, Tensor]], *, extra: Iterable[str] = ()) -> str:
     """The digest of named tensors, whatever their order."""
     # All sums are queued before any is read, so that a GPU is waited for once.
-    sums = [(name, str(x.dtype), tuple(x.shape), _row_sums(x.detach())) for name, x in named]
+    sums = [(name, str(x.dtype), tuple(x.shape), _row_sums(whole(x.detach()))) for name, x in named]
     digest = hashlib.sha256()
     for name, kind, shape, rows in sorted(sums, key=lambda part: part[0]):
         digest.update(f"{name}|{kind}|{shape}|".encode())
@@ -66,7 +68,7 @@ def fingerprint_tensors(named: Iterable[tuple[str, Tensor]], *, extra: Iterable[
 
 def effective_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The named weights that the next forward pass would use, without adapters that are idle, off or merged."""
-    idle, active = _adapter_keys(model)
+    idle, active = adapter_prefixes(model)
     for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
         pieces = name.split(".")
         if any(".".join(pieces[:end]) in idle for end in range(1, len(pieces) + 1)):
@@ -90,7 +92,7 @@ def _base_name(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
-def _adapter_keys(model: nn.Module) -> tuple[set[str], set[str]]:
+def adapter_prefixes(model: nn.Module) -> tuple[set[str], set[str]]:
     """Name prefixes `layer.lora_A.<adapter>` of a peft model's idle and active adapters (empty for other models)."""
     idle: set[str] = set()
     active: set[str] = set()

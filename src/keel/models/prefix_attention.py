@@ -207,13 +207,17 @@ def use_prefix_attention(body: Any, packed: PackedBatch) -> bool:
     The model is tried once, on small rows against the mask: one with another kind of attention would silently give
     other numbers.
     """
-    return may_use_prefix_attention(body, packed) and _is_exact(body)
+    return may_use_prefix_attention(body, packed) and try_prefix_attention(body)
 
 
 def attends_by_flash(body: Any) -> bool:
     """Whether flash kernels score this model's rows: then one row may hold any number of groups, without padding."""
     like = next(body.parameters())
-    return why_not_flash(like, head_size(body)) is None and why_not_by_structure(body) is None and _is_exact(body)
+    return (
+        why_not_flash(like, head_size(body)) is None
+        and why_not_by_structure(body) is None
+        and try_prefix_attention(body)
+    )
 
 
 def head_size(body: Any) -> int | None:
@@ -222,7 +226,8 @@ def head_size(body: Any) -> int | None:
     return size if size or not heads else body.config.hidden_size // heads
 
 
-def _is_exact(body: Any) -> bool:
+def try_prefix_attention(body: Any) -> bool:
+    """Whether attention by structure is exact for this model: tried at the first call for each dtype."""
     exact, dtype = _exact.setdefault(body, {}), flash_dtype(next(body.parameters()))
     if dtype not in exact:
         exact[dtype] = _agrees(body)

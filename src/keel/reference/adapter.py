@@ -15,7 +15,7 @@ from keel.base.errors import KeelError
 from keel.models.fingerprint import effective_weights, fingerprint, fingerprint_tensors
 from keel.models.head import evaluating
 from keel.models.lora import adapter_is_zero, check_bias, check_unmerged, is_lora
-from keel.reference.weights import OffloadedTensors, unwrap
+from keel.reference.weights import OffloadedTensors, Shard, unwrap
 
 
 class AdapterWeights:
@@ -85,6 +85,9 @@ class AdapterWeights:
     def fingerprint(self) -> str:
         with self.model() as model:
             return fingerprint(model)
+
+    def spread(self, shard: Shard) -> None:
+        """Nothing to do: the base is the policy's, and adapters stay whole."""
 
     def _add(self) -> None:
         """A second adapter beside the policy's, frozen; the policy's stays active and trainable."""
@@ -190,6 +193,9 @@ class DeltaAverage:
         with _adapters_off(self._model):
             base = list(effective_weights(self._model))
         return fingerprint_tensors([*base, *((f"{name}|delta", delta) for name, delta in self._deltas.items())])
+
+    def spread(self, shard: Shard) -> None:
+        """Nothing to do: the base is the policy's, and the average stays whole."""
 
     def _stored(self, delta: Tensor) -> Tensor:
         return delta if self._storage_device is None else delta.to(self._storage_device)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from keel.base.errors import KeelError
 from keel.models.fingerprint import fingerprint, persistent_buffers
 from keel.models.head import evaluating
-from keel.reference.weights import OffloadedTensors, unwrap
+from keel.models.whole import put, whole
+from keel.reference.weights import OffloadedTensors, Shard, unwrap
 
 
 class FullCopy:
@@ -38,7 +39,7 @@ class FullCopy:
     @torch.no_grad()
     def assign(self, policy: nn.Module) -> None:
         for name, source in self._sources(policy):
-            self._tensors[name].copy_(source)
+            put(self._tensors[name], source)
         self._masters.clear()
 
     @torch.no_grad()
@@ -55,7 +56,7 @@ class FullCopy:
             tensor.copy_(master.lerp_(source.to(master), alpha))
 
     def tensors(self) -> dict[str, Tensor]:
-        return {name: self._masters.get(name, tensor.detach()).clone() for name, tensor in self._tensors.items()}
+        return {name: whole(self._masters.get(name, tensor.detach())).clone() for name, tensor in self._tensors.items()}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -68,9 +69,18 @@ class FullCopy:
                 )
         self._masters.clear()
         for name, tensor in self._tensors.items():
-            tensor.copy_(tensors[name])
+            put(tensor, tensors[name])
             if tensors[name].dtype != tensor.dtype:
-                self._masters[name] = tensors[name].to(tensor.device, copy=True)
+                master = torch.empty_like(tensor, dtype=tensors[name].dtype)
+                put(master, tensors[name])
+                self._masters[name] = master
+
+    def spread(self, shard: Shard) -> None:
+        offloaded, self._offloaded = self._offloaded, None
+        if offloaded is not None:
+            offloaded.restore()
+        shard(self._copy, offload=offloaded is not None)
+        self._tensors = _state(self._copy)
 
     def fingerprint(self) -> str:
         return fingerprint(self._copy)

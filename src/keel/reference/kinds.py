@@ -15,7 +15,7 @@ from keel.models.load import LoadedModel
 from keel.models.lora import is_lora
 from keel.reference.adapter import AdapterWeights, DeltaAverage
 from keel.reference.full import FullCopy
-from keel.reference.weights import ReferenceWeights, unwrap
+from keel.reference.weights import ReferenceWeights, Shard, unwrap
 
 
 @runtime_checkable
@@ -102,6 +102,10 @@ class RuleReference:
 
     def fingerprint(self) -> str:
         return self._weights.fingerprint()
+
+    def spread(self, shard: Shard) -> None:
+        """Spread the weights over the processes, where they are not the policy's own."""
+        self._weights.spread(shard)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,12 @@ import torch
 from torch import Tensor, nn
 
 
+class Shard(Protocol):
+    """Spreads a model's weights over the processes, in place."""
+
+    def __call__(self, model: nn.Module, *, offload: bool = False) -> None: ...
+
+
 class ReferenceWeights(Protocol):
     """Weights to score with: a full copy, or adapters over the policy's own base."""
 
@@ -31,6 +37,9 @@ class ReferenceWeights(Protocol):
     def fingerprint(self) -> str:
         """A digest of the effective weights."""
 
+    def spread(self, shard: Shard) -> None:
+        """Spread weights that are a model of their own over the processes, as the policy's are by now."""
+
 
 def unwrap(model: nn.Module) -> Any:
     """The model inside a distributed wrapper."""
@@ -45,6 +54,11 @@ class OffloadedTensors:
         self.device = tensors[0].device if tensors else torch.device("cpu")
         self.pairs = [(tensor, tensor.data.to("cpu")) for tensor in tensors]
         self.offload()
+
+    def restore(self) -> None:
+        """All tensors back on the device, for good."""
+        for tensor, in_memory in self.pairs:
+            tensor.data = in_memory.to(self.device)
 
     def offload(self) -> None:
         """Point each tensor at its copy in main memory; the device's copy is dropped, nothing travels."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem
+from keel.base.world import ALONE, World
 from keel.envs.base import Task
 from keel.envs.calls import CallFailed, call_now
 from keel.envs.episode import Episode, EpisodeRunner, Key, Transcript
@@ -18,6 +19,8 @@ from keel.rollout.engine import Engine, check_engine, turn_by_turn
 from keel.rollout.render import Renderer, Reply, fit
 from keel.rollout.request import Request, Turn
 from keel.rollout.sampling import SamplingParams
+
+_NOTED = ("prompt_tokens_cut",)
 
 
 @dataclass
@@ -82,8 +85,11 @@ def collect(
     system_prompt: str | None = None,
     max_prompt_length: int | None = None,
     truncation: str = "error",
+    world: World = ALONE,
 ) -> list[Group]:
     """One judged group a problem, in order, except groups that the judge skips (its `failures` name them).
+
+    Each process of `world` collects its share of the problems; all of them return all groups and record all failures.
 
     Several turns: each completion has an `Episode` of the task's, which takes the model's turns; the tokens of its
     replies are appended with action False. `max_completion_length` is the budget of a whole episode, replies included;
@@ -101,6 +107,7 @@ def collect(
         raise KeelError(f"rollout.max_turns is {max_turns}, but task {task.name!r} has one turn: set it to 1")
     _check_keys(problems)
     judge = judge or Judge.of(task)
+    all_problems, problems, recorded = problems, world.share(problems), len(judge.failures)
     renderer = Renderer(tokenizer, chat_template=chat_template, system_prompt=system_prompt)
     full_prompts = [renderer.prompt(problem) for problem in problems]
     prompts = [fit(t, max_prompt_length, truncation, p.key) for t, p in zip(full_prompts, problems, strict=True)]
@@ -145,12 +152,35 @@ def collect(
         cut = [len(full) - len(prompt) for full, prompt in zip(full_prompts, prompts, strict=True)]
         noted = [_with_cut_noted(problem, count) for problem, count in zip(problems, cut, strict=True)]
         finished = [trajectories[key] for key in sorted(trajectories)]
-        groups = _judged(task, noted, prompts, finished, runner.episodes, judge, step)
+        groups = _judged(task, noted, prompts, finished, runner.episodes, judge)
     finally:
         failures = runner.close()
     for key, failure in failures:
         judge.record(f"{task.name}.close", problems[key[0]], key[1], failure)
+    groups = _of_all(world, groups, judge, recorded, all_problems)
+    if all_problems and not groups:
+        raise KeelError(f"every group of step {step} was skipped, the last for reward {judge.failures[-1]}")
     return groups
+
+
+def _of_all(world: World, groups: list[Group], judge: Judge, recorded: int, problems: Sequence[Problem]) -> list[Group]:
+    """The groups of all processes, in the order of the problems; the judge records their failures past `recorded`."""
+    if world.size == 1:
+        return groups
+    travelling = [replace(group, problem=_without_contents(group.problem)) for group in groups]
+    parts = world.gather((travelling, judge.failures[recorded:]))
+    judge.failures[recorded:] = [failure for _, failures in parts for failure in failures]
+    by_key = {group.problem.key: group for part, _ in parts for group in part}
+    return [
+        replace(group, problem=_with_cut_noted(problem, group.problem.info.get("prompt_tokens_cut", 0)))
+        for problem in problems
+        if (group := by_key.get(problem.key)) is not None
+    ]
+
+
+def _without_contents(problem: Problem) -> Problem:
+    """What the others do not know of a problem: they have drawn it too, and it may hold what cannot be sent."""
+    return Problem(problem.key, "", info={name: problem.info[name] for name in _NOTED if name in problem.info})
 
 
 def _append_reply(
@@ -196,7 +226,6 @@ def _judged(
     trajectories: Sequence[_Trajectory],
     episodes: Mapping[Key, Episode],
     judge: Judge,
-    step: int,
 ) -> list[Group]:
     groups = []
     by_group: list[list[_Trajectory]] = [[] for _ in problems]
@@ -210,9 +239,6 @@ def _judged(
         if rewards is not None:
             completions = tuple(t.completion(c) for t, c in zip(members, counts, strict=True))
             groups.append(Group(problem, prompt, completions, rewards))
-    if problems and not groups:
-        last = judge.failures[-1]
-        raise KeelError(f"every group of step {step} was skipped, the last for reward {last}")
     return groups
 
 

@@ -19,13 +19,17 @@ from keel.rollout.options import EngineOptions, RolloutOptions
 NATIVE_OPTIONS = ("kept_gib", "cuda_graphs", "dtype")  # options of `rollout` that only the native engine reads
 
 
-def native(model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions) -> NativeEngine:
-    """Keel's own engine; with one turn there is no KV cache to keep between turns. `auto` shares the weights here."""
+def native(model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions, own_weights: bool = False) -> NativeEngine:
+    """Keel's own engine; with one turn there is no KV cache to keep between turns.
+
+    `auto` shares the weights here, unless it is to have its own.
+    """
     kept_bytes = int(rollout.kept_gib * 2**30) if rollout.max_turns > 1 else 0
     dtype = None if rollout.dtype == "auto" else DTYPES[rollout.dtype]
     return NativeEngine(
         model,
         tokenizer,
+        copy=own_weights,
         dtype=None if dtype == module_dtype(model) else dtype,
         kept_bytes=kept_bytes,
         graphs=rollout.cuda_graphs,
@@ -49,14 +53,15 @@ def find_engine(name: str, option: str = "rollout.engine") -> Callable[..., Engi
     return make
 
 
-def build_engine(rollout: RolloutOptions, model: nn.Module, tokenizer: Any) -> Engine:
+def build_engine(rollout: RolloutOptions, model: nn.Module, tokenizer: Any, *, own_weights: bool = False) -> Engine:
     """The engine that `rollout.engine` names, on a model and its tokenizer, with its own parameters.
 
-    One with a parameter `rollout` receives the whole section.
+    One with a parameter `rollout` receives the whole section; one with `own_weights` is told whether the policy's
+    weights will be spread over processes, so that it must hold its own.
     """
     chosen = rollout.named_engine
     make = find_engine(chosen.name)
-    engine = make(model, tokenizer, **_arguments(chosen, make, rollout))
+    engine = make(model, tokenizer, **_arguments(chosen, make, rollout, own_weights))
     check_engine(engine, f"rollout.engine={chosen.name}")
     return engine
 
@@ -78,5 +83,8 @@ def check_rollout(rollout: RolloutOptions) -> None:
     _arguments(chosen, find_engine(chosen.name), rollout)
 
 
-def _arguments(chosen: EngineOptions, make: Callable[..., Engine], rollout: RolloutOptions) -> dict[str, Any]:
-    return part_arguments(f"engine {chosen.name}", make, chosen.params, positional=2, rollout=rollout)
+def _arguments(
+    chosen: EngineOptions, make: Callable[..., Engine], rollout: RolloutOptions, own_weights: bool = False
+) -> dict[str, Any]:
+    offered: dict[str, Any] = {"rollout": rollout, "own_weights": own_weights}
+    return part_arguments(f"engine {chosen.name}", make, chosen.params, positional=2, **offered)

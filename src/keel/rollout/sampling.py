@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -142,12 +141,7 @@ def _nucleus_edge(ordered: Tensor, normaliser: Tensor, top_p: float) -> Tensor:
     return ordered.gather(-1, edge)
 
 
-Masses = Callable[[Tensor, float, int, int], Tensor]
-
-
-def draw(
-    logits: Tensor, params: SamplingParams, noise: Tensor | None, masses: Masses | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def draw(logits: Tensor, params: SamplingParams, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Sample one token a row from logits `[B, V]`: (token, sample_logp, filtered_logp), each `[B]`.
 
     Gumbel-argmax in two stages, first a block of the vocabulary by its probability and then a token within it: exact
@@ -156,12 +150,8 @@ def draw(
     1e-6, and argmax turns that into another token with that probability only; the cumulative distribution has a
     boundary at each of V tokens, and every one of them moves.
 
-    `masses(logits, temperature, blocks, size)` gives the blocks' log-probabilities by a kernel that reads the logits
-    once; it serves where nothing is filtered. A greedy choice has `sample_logp` at temperature 1 and `filtered_logp` 0,
-    being certain.
+    A greedy choice has `sample_logp` at temperature 1 and `filtered_logp` 0, being certain.
     """
-    if masses is not None and noise is not None and not params.filtered:
-        return _draw_by_masses(logits, params.temperature, noise, masses)
     logits = logits.float()
     if params.greedy:
         token = logits.argmax(-1)
@@ -188,15 +178,3 @@ def draw(
     offset = (inside.double() + noise[:, blocks:]).argmax(-1)
     logit = inside.gather(-1, offset.unsqueeze(-1)).squeeze(-1)
     return block * size + offset, logit - normaliser, logit - filtered_normaliser
-
-
-def _draw_by_masses(logits: Tensor, temperature: float, noise: Tensor, masses: Masses) -> tuple[Tensor, Tensor, Tensor]:
-    blocks, size = block_shape(logits.shape[-1])
-    mass = masses(logits, temperature, blocks, size)
-    block = (mass.double() + noise[:, :blocks]).argmax(-1)
-    tokens = block[:, None] * size + torch.arange(size, device=logits.device)
-    beyond = tokens >= logits.shape[-1]
-    inside = logits.gather(-1, tokens.masked_fill(beyond, 0)).float() / temperature
-    offset = (inside.double() + noise[:, blocks:]).masked_fill(beyond, -torch.inf).argmax(-1, keepdim=True)
-    logp = inside.gather(-1, offset).squeeze(-1) - mass.logsumexp(-1)
-    return tokens.gather(-1, offset).squeeze(-1), logp, logp

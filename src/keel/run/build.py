@@ -12,6 +12,7 @@ import torch
 from keel.base.errors import KeelError
 from keel.base.thresholds import thresholds_of
 from keel.base.types import Problem
+from keel.base.world import ALONE, World
 from keel.config import Config, TaskOptions, kl_pairing
 from keel.envs import Task, build_task
 from keel.envs.judge import Judge
@@ -28,6 +29,7 @@ from keel.rollout import Engine, SamplingParams, build_engine
 from keel.rollout.collect import collect
 from keel.rollout.options import RolloutOptions
 from keel.rollout.render import Renderer, fit
+from keel.run.layout import layout_of, sampler_options, spread
 from keel.trainer.integrity import check_model
 from keel.trainer.memory import Remedy, measure_fit, memory_guard
 from keel.trainer.optim import Optimizer, Schedule, build_schedule, resolve_amp_dtype
@@ -131,11 +133,16 @@ class Built:
 
 
 def build_run(
-    config: Config, loaded: LoadedModel, *, task: Task | None = None, reward: RewardFunction | None = None
+    config: Config,
+    loaded: LoadedModel,
+    *,
+    task: Task | None = None,
+    reward: RewardFunction | None = None,
+    world: World = ALONE,
 ) -> Built:
     """Everything that a step needs; the reference is the policy as it is now."""
     with memory_guard("building the run", lambda: _less_beside(config)):
-        return _build_run(config, loaded, task, reward)
+        return _build_run(config, loaded, task, reward, world)
 
 
 def _less_beside(config: Config) -> Remedy:
@@ -145,7 +152,9 @@ def _less_beside(config: Config) -> Remedy:
     return _smaller_policy(config)
 
 
-def _build_run(config: Config, loaded: LoadedModel, task: Task | None, reward: RewardFunction | None) -> Built:
+def _build_run(
+    config: Config, loaded: LoadedModel, task: Task | None, reward: RewardFunction | None, world: World
+) -> Built:
     build_renderer(config, loaded.tokenizer)  # a template that is not there is found before anything is sampled
     task = task or build_named_task(config.task, config)
     task, dropped = without_long_prompts(config, loaded.tokenizer, task)
@@ -154,17 +163,28 @@ def _build_run(config: Config, loaded: LoadedModel, task: Task | None, reward: R
     amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype, loaded.device)
     sampler = sampler_options(config, loaded.device.type, amp_dtype)
     check_bfloat16("rollout.dtype", DTYPES.get(sampler.dtype), loaded.device, "rollout.dtype=float16")
-    engine = build_engine(sampler, loaded.model, loaded.tokenizer)
+    layout = layout_of(config, loaded, world)
+    engine = build_engine(sampler, loaded.model, loaded.tokenizer, own_weights=layout.spread)
     _check_logp(config, engine, sampling)
     scorer = build_scorer(config.model.scorer)
     shared = engine.shares_weights and amp_dtype is None and scorer is None
+    reference = _reference(config, loaded)
+    if layout.spread:  # engine and reference were made of whole weights
+        if engine.shares_weights:
+            raise KeelError(
+                f"rollout.engine={config.rollout.named_engine.name} samples with the policy's own weights, which are "
+                "spread over processes: use native, or parallel.sharding=none"
+            )
+        spread(layout, loaded, reference, world, amp_dtype)
     run = TrainingRun(
         policy=loaded,
         task=task,
         engine=engine,
-        collect=_collector(config, engine, task, loaded, sampling, judge),
-        reference=_reference(config, loaded),
-        optimizer=Optimizer(loaded.model, config.optim, learning_rate_schedule(config), amp_dtype=amp_dtype),
+        collect=_collector(config, engine, task, loaded, sampling, judge, world),
+        reference=reference,
+        optimizer=Optimizer(
+            loaded.model, config.optim, learning_rate_schedule(config), amp_dtype=amp_dtype, world=world
+        ),
         controller=controller_of(config.kl, config.episodes_per_step),
         loss=config.loss,
         kl=config.kl,
@@ -178,8 +198,9 @@ def _build_run(config: Config, loaded: LoadedModel, task: Task | None, reward: R
         amp_dtype=amp_dtype,
         thresholds=thresholds_of(config.model_dump()),
         scorer=scorer,
+        world=world,
     )
-    if scorer is None:
+    if scorer is None and not layout.spread:
         kept = config.episodes_per_step * config.rollout.max_completion_length if config.kl.needs_exact else 0
         run.fitting_tokens = measure_fit(
             loaded, run.optimizer, run.autocast, shared_prefix=run.shared_prefix, kept_tokens=kept
@@ -189,17 +210,6 @@ def _build_run(config: Config, loaded: LoadedModel, task: Task | None, reward: R
     if loaded.device.type == "cuda":
         notes += device_notes(run, sampler)
     return Built(run, judge, sampling, notes)
-
-
-def sampler_options(config: Config, device: str, amp_dtype: torch.dtype | None) -> RolloutOptions:
-    """`rollout` with its dtype decided: on a GPU a sampler in the type of the training passes is faster, and nearer."""
-    rollout = config.rollout
-    native = rollout.named_engine.name == "native"
-    if rollout.dtype != "auto" or not native or amp_dtype is None or device != "cuda":
-        return rollout
-    if config.model.quantization is not None:  # those weights are in a type of their own
-        return rollout
-    return rollout.model_copy(update={"dtype": _name(amp_dtype)})
 
 
 def device_notes(run: TrainingRun, sampler: RolloutOptions) -> tuple[str, ...]:
@@ -261,7 +271,13 @@ def _reference(config: Config, loaded: LoadedModel) -> Any:
 
 
 def _collector(
-    config: Config, engine: Engine, task: Task, loaded: LoadedModel, sampling: SamplingParams, judge: Judge
+    config: Config,
+    engine: Engine,
+    task: Task,
+    loaded: LoadedModel,
+    sampling: SamplingParams,
+    judge: Judge,
+    world: World,
 ) -> Any:
     def collected(problems: Sequence[Any], *, attempt: int, step: int, sampling: SamplingParams = sampling) -> Any:
         groups = collect(
@@ -276,6 +292,7 @@ def _collector(
             **config.rollout.turns,
             judge=judge,
             **config.data.prompts,
+            world=world,
         )
         engine.release()  # the update needs the memory
         return groups

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 import keel
+from keel.config import Config
+from keel.config.load import leaves
 
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "safetensors", "accelerate", "peft", "numpy", "pydantic"),
@@ -33,6 +35,12 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "memory_gib": _memory_gib(),
     }
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """What all processes of a run must have alike: versions and every option."""
+    versions = {"Keel": keel.__version__, "Python": platform.python_version(), "torch": torch.__version__}
+    return {**versions, "transformers": _version("transformers"), **dict(leaves("", config.to_dict()))}
 
 
 def _version(name: str) -> str | None:

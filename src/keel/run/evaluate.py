@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
+from keel.base.world import ALONE, World, open_world
 from keel.config import Config, TaskOptions, load_config, text
 from keel.envs import Task
 from keel.envs.judge import Judge
@@ -24,6 +25,7 @@ from keel.run.build import (
     reward_entries,
     without_long_prompts,
 )
+from keel.run.environment import settings_of
 from keel.run.model_ref import ModelRef
 from keel.trainer.memory import fewer_rows, memory_guard
 
@@ -106,6 +108,7 @@ def evaluate_entry(
     *,
     sampling: SamplingParams | None = None,
     seed: int | None = None,
+    world: World = ALONE,
 ) -> EvalResult:
     """One task as the configuration says: fixed held-out problems under fixed noise (`seed`, default run.seed + 1)."""
     return evaluate(
@@ -121,6 +124,7 @@ def evaluate_entry(
         **config.rollout.turns
         | {"max_turns": config.rollout.max_turns if entry.task.several_turns else 1, "overlap_tools": False},
         **config.data.prompts,
+        world=world,
     )
 
 
@@ -145,8 +149,9 @@ def run_evaluation(
             f"{model_ref.name} is a model and names no task: say what to evaluate, such as --task arithmetic"
         )
     chosen = _named_tasks(model_ref, tasks, data) if tasks else configured_tasks(config)
-    after = _evaluated(model_ref, config, chosen, seed, watch)
-    before = None if baseline is None else _evaluated(baseline, config, chosen, seed, watch)
+    with open_world(config.model.device, settings=settings_of(config)) as world:
+        after = _evaluated(model_ref, config, chosen, seed, watch, world)
+        before = None if baseline is None else _evaluated(baseline, config, chosen, seed, watch, world)
     records = []
     for number, ((_, split), result) in enumerate(zip(chosen, after, strict=True)):
         record = result.record(split)
@@ -174,7 +179,12 @@ def _samples(config: Config) -> int:
 
 
 def _evaluated(
-    model_ref: ModelRef, config: Config, chosen: Sequence[tuple[Task, str]], seed: int | None, watch: Watch | None
+    model_ref: ModelRef,
+    config: Config,
+    chosen: Sequence[tuple[Task, str]],
+    seed: int | None,
+    watch: Watch | None,
+    world: World,
 ) -> list[EvalResult]:
     """All tasks on one model, which is let go before the next one is loaded."""
     loaded = model_ref.load()
@@ -187,7 +197,8 @@ def _evaluated(
     for entry in entries(config, tasks):
         rows = config.eval.samples * _samples(config)
         if watch is not None:
-            engine.on_finished = watch(f"{model_ref.name}: {entry.task.name}", rows)
+            own = len(world.share(range(config.eval.samples))) * _samples(config)
+            engine.on_finished = watch(f"{model_ref.name}: {entry.task.name}", own)
         with memory_guard(f"the evaluation of {entry.task.name}", partial(fewer_rows, config.rollout, rows)):
-            results.append(evaluate_entry(config, engine, loaded.tokenizer, entry, seed=seed))
+            results.append(evaluate_entry(config, engine, loaded.tokenizer, entry, seed=seed, world=world))
     return results

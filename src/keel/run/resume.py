@@ -38,6 +38,7 @@ FREE_TO_CHANGE = (
     "checkpoint.",
     "guards.",
     "doctor.",
+    "parallel.",  # checkpoints are read on any number of processes
     "kl.budget",
     "optim.decay_steps",  # kept from before unless it is given: `keep_schedule`
     "optim.microbatch_tokens",  # these five change how much memory a step takes, and its numbers by rounding alone

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from keel.base.errors import KeelError
+from keel.base.world import World, open_world
 from keel.config import Config, load_config
 from keel.loggers import RunDirectory
 from keel.run.build import build_policy, build_run, build_warmstart
-from keel.run.environment import environment
+from keel.run.environment import environment, settings_of
 from keel.run.hooks import NO_HOOKS, EndHooks
 from keel.run.resume import write_config
 from keel.run.train import ConfigSource, TrainResult, evaluator, open_loggers, open_run, write_report_of
-from keel.trainer.checkpoint import atomic_folder, save_manifest, save_weights
+from keel.trainer.checkpoint import atomic_folder, save_manifest, save_weights, whole_state
 from keel.trainer.sft import DrawCount, sft
 from keel.trainer.state import State
 from keel.trainer.summary import summarise
@@ -26,11 +27,14 @@ def supervise(config: ConfigSource, at_end: EndHooks = NO_HOOKS) -> TrainResult:
     checked = load_config(config)
     if checked.run.if_exists == "resume":
         raise KeelError("keel sft cannot go on with a run: use run.if_exists=replace, or another run.name")
-    with open_run(checked, resume=False) as (directory, _):
-        return _supervise(checked, directory, at_end)
+    with (
+        open_world(checked.model.device, settings=settings_of(checked)) as world,
+        open_run(checked, resume=False, world=world) as (directory, _),
+    ):
+        return _supervise(checked, directory, at_end, world)
 
 
-def _supervise(config: Config, directory: RunDirectory, at_end: EndHooks) -> TrainResult:
+def _supervise(config: Config, directory: RunDirectory, at_end: EndHooks, world: World) -> TrainResult:
     began = time.monotonic()
     write_config(directory, config)
     directory.write_json("env.json", environment())
@@ -38,10 +42,10 @@ def _supervise(config: Config, directory: RunDirectory, at_end: EndHooks) -> Tra
     draws = DrawCount()
     start = build_warmstart(config, loaded, draws=draws)
     steps = start.options.steps
-    loggers = open_loggers(config, directory, None, total_steps=steps)
+    loggers = open_loggers(config, directory, None, total_steps=steps, world=world)
     try:
         # no KL here: nothing is sampled to measure it on, so no reference is built
-        built = build_run(load_config(config, ["kl.beta=0", "kl.measure_every=0"]), loaded)
+        built = build_run(load_config(config, ["kl.beta=0", "kl.measure_every=0"]), loaded, world=world)
         evaluate = evaluator(config, built)
         before = evaluate()
         for record in before:
@@ -50,13 +54,14 @@ def _supervise(config: Config, directory: RunDirectory, at_end: EndHooks) -> Tra
         def report(step: int, line: Mapping[str, float]) -> None:
             loggers.step(step, line)
 
-        sft(loaded, *start, report)
+        sft(loaded, *start, report, world)
+        built.run.engine.sync(loaded.model)
         for note in draws.notes:
             loggers.event("note", step=steps, message=note)
         after = evaluate()
         for record in after:
             loggers.evaluation(steps, record)
-        checkpoint = _save(directory.checkpoints / f"step-{steps}", config, loaded)
+        checkpoint = _save(directory.checkpoints / f"step-{steps}", config, loaded, world)
         loggers.event("checkpoint", step=steps, path=str(checkpoint.relative_to(directory.path)))
         state = State(
             kl=built.run.controller.init(),
@@ -69,16 +74,24 @@ def _supervise(config: Config, directory: RunDirectory, at_end: EndHooks) -> Tra
         directory.write_json("findings.json", [])
         directory.write_json("summary.json", summary)
         directory.sync()
-        write_report_of(directory.path, loggers, at_end)
+        if world.leads:
+            write_report_of(directory.path, loggers, at_end)
     finally:
         loggers.close()
     return TrainResult(summary, directory.path, steps)
 
 
-def _save(target: Path, config: Config, loaded: Any) -> Path:
+def _save(target: Path, config: Config, loaded: Any, world: World) -> Path:
+    weights = whole_state(loaded.model, wanted=world.leads)
+    if world.leads:
+        _write(target, config, loaded, weights)
+    world.wait()
+    return target
+
+
+def _write(target: Path, config: Config, loaded: Any, weights: Any) -> None:
     card = f"# {config.run.name}\n\n`{config.model.name}` after supervised fine-tuning with Keel (`keel sft`).\n"
     with atomic_folder(target) as temporary:
-        save_weights(temporary, loaded.model, loaded.tokenizer)
+        save_weights(temporary, loaded.model, loaded.tokenizer, weights)
         (temporary / "README.md").write_text(card, encoding="utf-8")
         save_manifest(temporary)
-    return target

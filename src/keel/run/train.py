@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import signal
 import tempfile
@@ -11,9 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from keel.base.alive import process_count
 from keel.base.errors import KeelError
+from keel.base.world import ALONE, World, open_world
 from keel.config import Config, load_config
 from keel.config.checks import advice
 from keel.envs import Task
@@ -33,9 +36,10 @@ from keel.run.build import (
     learning_rate_schedule,
     reward_entries,
 )
-from keel.run.environment import environment
+from keel.run.environment import environment, settings_of
 from keel.run.evaluate import configured_tasks, entries, evaluate_entry
 from keel.run.hooks import NO_HOOKS, EndHooks
+from keel.run.layout import layout_of, spread
 from keel.run.resume import (
     ResumeEvent,
     check_same_data,
@@ -54,6 +58,7 @@ from keel.trainer.guards import guard_findings
 from keel.trainer.integrity import damages
 from keel.trainer.loop import Callback, Interrupt, Job, interruptible, train_loop
 from keel.trainer.memory import OutOfMemory, Remedy
+from keel.trainer.optim import resolve_amp_dtype
 from keel.trainer.rollback import finish_rollback
 from keel.trainer.sft import DrawCount
 from keel.trainer.state import State
@@ -108,10 +113,17 @@ def train(
     if reward is None:
         build_rewards(reward_entries(checked), task)  # rewards that cannot judge this task are found now
         probe_rewards(reward_entries(checked))
+    settings = settings_of(checked)
     if dry_run:
-        return _dry_run(checked, task, reward)
-    with interruptible() as interrupt, open_run(checked, resume=resume) as (directory, resumed):
-        return _train(checked, directory, resumed, interrupt, task, reward, callbacks, at_end)
+        with open_world(checked.model.device, settings=settings) as world:
+            return _dry_run(checked, task, reward, world)
+    path = Path(checked.run.dir) / checked.run.name
+    with (
+        interruptible() as interrupt,
+        open_world(checked.model.device, settings=settings, resume=resume_command(path)) as world,
+        open_run(checked, resume=resume, world=world) as (directory, resumed),
+    ):
+        return _train(checked, directory, resumed, interrupt, task, reward, callbacks, at_end, world)
 
 
 def _check_arguments(task: Any, reward: Any) -> None:
@@ -139,7 +151,7 @@ def closing_line(result: TrainResult) -> str:
             f"stopped by a guard: {result.stopped}; the model is that of step {result.steps}; report: {result.report}"
         )
     if result.exit_status:
-        return f"stopped after step {result.steps}; go on with: keel train --resume {result.directory}"
+        return f"stopped after step {result.steps}; go on with: {resume_command(result.directory)}"
     parts = [f"{summary['task']}, {result.steps} steps in {summary['wall_s']:.0f} s"]
     before, after = summary["accuracy"]["before"], summary["accuracy"]["after"]
     if before is not None and after is not None:
@@ -161,36 +173,23 @@ def _train(
     reward: Callable[..., Any] | None,
     callbacks: Sequence[Callback],
     at_end: EndHooks,
+    world: World,
 ) -> TrainResult:
     began = time.monotonic()
-    clean(directory.checkpoints)
-    checkpoint: Path | None = None
-    events: list[ResumeEvent] = []
-    decay_before: int | None = None
-    if resumed:
-        check_same_run(directory.path, config)
-        finish_rollback(directory)
-        checkpoint, events = choose_checkpoint(
-            directory, lambda: _start_reference(config, directory.path, task, reward)
-        )
-        if checkpoint is not None:
-            check_same_data(checkpoint, config, task)
-            config, decay_before, schedule_events = keep_schedule(directory.path, config)
-            events += schedule_events
-        step = -1 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
-        passed_over = any(event.damaged is not None for event in events)
-        state = saved_state(checkpoint) if passed_over and checkpoint is not None else None
-        events += cut_lines(directory, step, keep_as=None if state is None else state.attempt)
+    begun = world.agree(_begin(config, directory, resumed, task, reward) if world.leads else None)
+    assert begun is not None
+    config, checkpoint, events, decay_before = begun
+    step = -1 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
     write_config(directory, config)
     directory.write_json("env.json", environment())
-    loggers = open_loggers(config, directory, None if checkpoint is None else step)
+    loggers = open_loggers(config, directory, None if checkpoint is None else step, world=world)
     try:
         for event in events:
             loggers.event(event.kind, step=max(step, 0), message=event.message)
-            if event.damaged is not None:
+            if event.damaged is not None and world.leads:
                 quarantine(event.damaged)
-        loaded = _policy(config, directory.path, checkpoint, loggers, task, interrupt)
-        built = build_run(config, loaded, task=task, reward=reward)
+        loaded = _policy(config, directory.path, checkpoint, loggers, task, interrupt, world)
+        built = build_run(config, loaded, task=task, reward=reward, world=world)
         for note in (*built.notes, *advice(config)):
             loggers.event("note", step=0 if checkpoint is None else step, message=note)
         job = _job(config, built, directory, loggers, callbacks)
@@ -211,16 +210,59 @@ def _train(
         loggers.close()
 
 
+class Begun(NamedTuple):
+    """How a run begins: its configuration, the checkpoint it goes on from, what is to be said of it, and the end that
+    the learning rate's decay had before."""
+
+    config: Config
+    checkpoint: Path | None = None
+    events: Sequence[ResumeEvent] = ()
+    decay_before: int | None = None
+
+
+def _begin(
+    config: Config, directory: RunDirectory, resumed: bool, task: Task | None, reward: Callable[..., Any] | None
+) -> Begun:
+    """Where the run directory stands, put in order to go on from there."""
+    clean(directory.checkpoints)
+    if not resumed:
+        return Begun(config)
+    check_same_run(directory.path, config)
+    finish_rollback(directory)
+    checkpoint, events = choose_checkpoint(directory, lambda: _start_reference(config, directory.path, task, reward))
+    decay_before: int | None = None
+    if checkpoint is not None:
+        check_same_data(checkpoint, config, task)
+        config, decay_before, schedule_events = keep_schedule(directory.path, config)
+        events += schedule_events
+    step = -1 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
+    passed_over = any(event.damaged is not None for event in events)
+    state = saved_state(checkpoint) if passed_over and checkpoint is not None else None
+    events += cut_lines(directory, step, keep_as=None if state is None else state.attempt)
+    return Begun(config, checkpoint, events, decay_before)
+
+
 def _finish(
     config: Config, built: Built, job: Job, state: State, interrupt: Interrupt, at_end: EndHooks
 ) -> TrainResult:
     directory = job.directory
-    if interrupt.signal is not None and state.step < config.run.max_steps:
+    if interrupt.anywhere(built.run.world) and interrupt.signal and state.step < config.run.max_steps:
         name = signal.Signals(interrupt.signal).name
         saved = f"step {state.step}" if job.saved_at == state.step else "nothing yet"
-        message = f"{name}: stopped after step {state.step}, saved {saved}; go on with: {resume_command(config)}"
+        message = (
+            f"{name}: stopped after step {state.step}, saved {saved}; go on with: {resume_command(directory.path)}"
+        )
         job.loggers.event("interrupted", step=state.step, message=message)
         return TrainResult({}, directory.path, state.step, interrupt.status)
+    summary = built.run.world.agree(_conclude(built, job, state, at_end) if built.run.world.leads else {})
+    best = None if state.best is None else directory.checkpoints / f"step-{int(state.best['step'])}"
+    best_folder = best if best is not None and best.is_dir() else None
+    return TrainResult(summary, directory.path, state.step, int(job.stopped is not None), best_folder, job.stopped)
+
+
+def _conclude(built: Built, job: Job, state: State, at_end: EndHooks) -> dict[str, Any]:
+    """Findings, summary and report of a finished run."""
+    directory = job.directory
     directory.sync()
     findings = findings_of(directory, job.loggers, at_end)
     directory.write_json("findings.json", findings)
@@ -228,20 +270,20 @@ def _finish(
     directory.write_json("summary.json", summary)
     directory.sync()
     write_report_of(directory.path, job.loggers, at_end)
-    best = None if state.best is None else directory.checkpoints / f"step-{int(state.best['step'])}"
-    best_folder = best if best is not None and best.is_dir() else None
-    return TrainResult(summary, directory.path, state.step, int(job.stopped is not None), best_folder, job.stopped)
+    return summary
 
 
-def resume_command(config: Config) -> str:
-    """What to type to go on with an interrupted run."""
-    return f"keel train --resume {Path(config.run.dir) / config.run.name}"
+def resume_command(directory: Path) -> str:
+    """What to type to go on with an interrupted run, in as many processes of this machine."""
+    size = process_count()
+    here = size > 1 and os.environ.get("LOCAL_WORLD_SIZE") == str(size)
+    return f"keel train --resume {directory}{f' --nproc {size}' if here else ''}"
 
 
 def how_to_go_on(config: Config, remedy: Remedy) -> str:
     """What to type after memory ran out: the run goes on if the option may change, and begins anew if not."""
     if may_change(remedy.option):
-        return f"go on with: {resume_command(config)} {remedy.override}"
+        return f"go on with: {resume_command(Path(config.run.dir) / config.run.name)} {remedy.override}"
     return "with that it is another run: give it another run.name"
 
 
@@ -304,7 +346,9 @@ def evaluator(
     def records() -> list[dict[str, Any]]:
         options: dict[str, Any] = {"sampling": built.sampling}
         return [
-            evaluate_entry(config, run.engine, run.policy.tokenizer, entry, **options).record(entry.split)
+            evaluate_entry(config, run.engine, run.policy.tokenizer, entry, **options, world=run.world).record(
+                entry.split
+            )
             for entry in chosen
         ]
 
@@ -318,6 +362,7 @@ def _policy(
     loggers: MultiLogger,
     task: Task | None,
     interrupt: Interrupt,
+    world: World = ALONE,
 ) -> LoadedModel:
     """The checkpoint's weights, or the warm start's (made now if it is not there yet), or the named model's."""
     if checkpoint is not None:
@@ -325,11 +370,11 @@ def _policy(
     if config.warmstart is None:
         return build_policy(config)
     start = warmstart_folder(folder, config)
-    wrong = damages(start) if is_complete(start) else []
+    complete, wrong = world.agree((is_complete(start), damages(start) if is_complete(start) else []))
     if wrong:
         message = f"the warm start {start.relative_to(folder)} is damaged: {wrong[0]}; it is made again"
         loggers.event("checkpoint/damaged", step=0, message=message)
-    elif is_complete(start):
+    elif complete:
         loggers.event("warmstart", step=0, message="the warm start of this configuration is there: loaded")
         return build_policy(config, start)
     loaded, began = build_policy(config), time.monotonic()
@@ -341,13 +386,15 @@ def _policy(
         if step % every == 0:
             loggers.event("warmstart", step=0, message=f"supervised step {step}: loss {line['loss/total']:.3f}")
 
-    draws = DrawCount()
-    loss = warmstart(start, loaded, lambda model: build_warmstart(config, model, task, draws), report)
+    layout, draws = layout_of(config, loaded, world), DrawCount()
+    if layout.spread:
+        spread(layout, loaded, None, world, resolve_amp_dtype(config.optim, loaded.dtype, loaded.device))
+    loss = warmstart(start, loaded, lambda model: build_warmstart(config, model, task, draws), report, world)
     for note in draws.notes:
         loggers.event("note", step=0, message=note)
     spent = time.monotonic() - began
     loggers.event("warmstart", step=0, message=f"done in {spent:.1f} s, loss {loss:.3f}: this is the reference")
-    return loaded
+    return build_policy(config, start) if layout.spread else loaded  # engine and reference are made of whole weights
 
 
 def _start_reference(
@@ -361,9 +408,16 @@ def _start_reference(
 
 
 def open_loggers(
-    config: Config, directory: RunDirectory, resumed_from: int | None, total_steps: int | None = None
+    config: Config,
+    directory: RunDirectory,
+    resumed_from: int | None,
+    total_steps: int | None = None,
+    *,
+    world: World = ALONE,
 ) -> MultiLogger:
-    """JSONL always, and what `log` asks for."""
+    """JSONL always, and what `log` asks for; of several processes the first logs."""
+    if not world.leads:
+        return MultiLogger(Logger())
     return build_loggers(
         config.log,
         directory,
@@ -375,12 +429,13 @@ def open_loggers(
 
 
 @contextmanager
-def open_run(config: Config, *, resume: bool) -> Iterator[tuple[RunDirectory, bool]]:
-    """The run directory, new or gone on with, as `--resume` and `run.if_exists` say."""
+def open_run(config: Config, *, resume: bool, world: World = ALONE) -> Iterator[tuple[RunDirectory, bool]]:
+    """The run directory, new or gone on with, as `--resume` and `run.if_exists` say; the first process owns it."""
     path = Path(config.run.dir) / config.run.name
-    exists = (path / "config.yaml").exists()
-    resumed = resume or (config.run.if_exists == "resume" and exists)
-    if resumed:
+    resumed = world.agree(resume or (config.run.if_exists == "resume" and (path / "config.yaml").exists()))
+    if not world.leads:
+        directory = RunDirectory.follow(path)
+    elif resumed:
         directory = RunDirectory.resume(path)
     else:
         directory = RunDirectory.create(path, overwrite=config.run.if_exists == "replace")
@@ -388,7 +443,7 @@ def open_run(config: Config, *, resume: bool) -> Iterator[tuple[RunDirectory, bo
         yield directory, resumed
 
 
-def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | None) -> TrainResult:
+def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | None, world: World) -> TrainResult:
     """Build everything, take one step on one group, save and load nothing that stays."""
     changes = {"rollout.prompts_per_step": 1, "optim.minibatches": 1, "eval.samples": 1}
     overrides = [f"{name}={value}" for name, value in changes.items()]
@@ -399,8 +454,8 @@ def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | Non
     try:
         with RunDirectory.create(folder) as directory:
             loggers = MultiLogger(Logger())  # it leaves nothing behind
-            loaded = _policy(small, directory.path, None, loggers, task, Interrupt())
-            built = build_run(small, loaded, task=task, reward=reward)
+            loaded = _policy(small, directory.path, None, loggers, task, Interrupt(), world)
+            built = build_run(small, loaded, task=task, reward=reward, world=world)
             evaluator(small, built)
             step = train_step(built.run, State(kl=built.run.controller.init()))
     finally:

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from keel.base.world import ALONE, World
 from keel.models.load import LoadedModel
 from keel.run.build import Supervised
 from keel.run.paths import absolute_paths
-from keel.trainer.checkpoint import atomic_folder, save_weights
+from keel.trainer.checkpoint import atomic_folder, save_weights, whole_state
 from keel.trainer.integrity import WARMSTART, checksums, with_checksums
 from keel.trainer.sft import Report, sft
 
@@ -54,12 +55,16 @@ def warmstart(
     loaded: LoadedModel,
     recipe: Callable[[LoadedModel], Supervised],
     report: Report | None = None,
+    world: World = ALONE,
 ) -> float:
     """Train the loaded model in place and keep its weights; returns the last loss."""
     start = recipe(loaded)
-    loss = sft(loaded, *start, report)
-    with atomic_folder(folder) as temporary:
-        save_weights(temporary, loaded.model, loaded.tokenizer)
-        record = with_checksums({"loss": loss, "steps": start.options.steps}, checksums(temporary))
-        (temporary / WARMSTART).write_text(record, encoding="utf-8")
+    loss = sft(loaded, *start, report, world)
+    weights = whole_state(loaded.model, wanted=world.leads)
+    if world.leads:
+        with atomic_folder(folder) as temporary:
+            save_weights(temporary, loaded.model, loaded.tokenizer, weights)
+            record = with_checksums({"loss": loss, "steps": start.options.steps}, checksums(temporary))
+            (temporary / WARMSTART).write_text(record, encoding="utf-8")
+    world.wait()
     return loss

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import sys
+from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import groupby, pairwise
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from keel.base.types import Batch, Completion, Group
+from keel.base.types import Batch, Completion, Group, Problem
 from keel.kl.measure import MaskIndex
 from keel.models.head import Head, body_of, frozen_head
 from keel.models.logprobs import FullScores, hidden_states, score_hidden, score_tokens
@@ -21,6 +24,7 @@ from keel.models.prefix_attention import attends_by_flash
 from keel.models.products import cast_once
 from keel.models.scorer import score_with
 from keel.models.segments import to_device
+from keel.models.sharding import is_sharded, through
 from keel.trainer.state import TrainingRun
 
 
@@ -33,22 +37,42 @@ class Microbatch:
     minibatch: int = 0
     ref_hidden: Tensor | None = None
 
+    @property
+    def width(self) -> int:
+        return self.packed.action_mask.shape[1]
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """The part of a batch that one update is made of: its rows, their width, and this process's microbatches of it.
+
+    `idle` are the passes that another process has more of, where weights are spread and all must pass together.
+    """
+
+    rows: slice
+    width: int
+    idle: int
+    micros: tuple[Microbatch, ...]
+
 
 @dataclass(frozen=True)
 class StepBatch:
     """One step's data. `rows` is what the losses read; B is group-major, in the order of `groups`.
 
-    `actions` is where the action mask is true. `scores` are the rollout weights' own, one a microbatch, once there are
-    any. `kl` `[B, T]` is the detached estimate of a penalty in the reward, `penalty` `[B]` what it adds to each reward.
+    Rows and groups are those of all processes, `micros` the passes of this one, `spans` the rows, width and
+    idle passes of each minibatch. `actions` is where the action mask is true. `scores` are the rollout weights' own,
+    once there are any.
+    `kl` `[B, T]` is the detached estimate of a penalty in the reward, `penalty` `[B]` what it adds to each reward.
     `rejected` `[B]` are the completions that `kl.collect_max` turned away.
     """
 
     groups: tuple[Group, ...]
     rows: Batch
     micros: tuple[Microbatch, ...]
+    spans: tuple[tuple[slice, int, int], ...]
     actions: MaskIndex
     ref_head: Head | None = None
-    scores: tuple[FullScores, ...] = ()
+    scores: FullScores | None = None
     kl: Tensor | None = None
     penalty: Tensor | None = None
     rejected: Tensor | None = None
@@ -62,22 +86,27 @@ class StepBatch:
         return self.rows.action_mask.shape[1]
 
     @property
-    def largest(self) -> int:
-        """Tokens of the largest microbatch, padding included."""
-        return max(micro.packed.input_ids.numel() for micro in self.micros)
+    def idle(self) -> int:
+        """Passes over the whole batch that another process has more of."""
+        return sum(idle for *_, idle in self.spans)
 
     @property
-    def minibatches(self) -> list[list[Microbatch]]:
-        """Microbatches by the update they belong to."""
-        return [list(members) for _, members in groupby(self.micros, key=lambda micro: micro.minibatch)]
+    def largest(self) -> int:
+        """Tokens of this process's largest microbatch, padding included."""
+        return max((micro.packed.input_ids.numel() for micro in self.micros), default=0)
 
-    def view(self, *micros: Microbatch) -> Batch:
-        """The rows of neighbouring microbatches, cut to the widest of them."""
-        rows = slice(micros[0].rows.start, micros[-1].rows.stop)
-        width = max(micro.packed.action_mask.shape[1] for micro in micros)
+    @property
+    def minibatches(self) -> list[Minibatch]:
+        """Microbatches by the update they belong to."""
+        numbers = range(len(self.spans))
+        by_update = [tuple(micro for micro in self.micros if micro.minibatch == number) for number in numbers]
+        return [Minibatch(*span, micros) for span, micros in zip(self.spans, by_update, strict=True)]
+
+    def view(self, part: Microbatch | Minibatch) -> Batch:
+        """The rows of a part, cut to its width."""
 
         def cut(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[rows] if x.dim() == 1 else x[rows, :width]
+            return None if x is None else x[part.rows] if x.dim() == 1 else x[part.rows, : part.width]
 
         return Batch(**{f.name: cut(getattr(self.rows, f.name)) for f in fields(Batch)})  # type: ignore[arg-type]
 
@@ -89,24 +118,33 @@ def pack_step(groups: Sequence[Group], run: TrainingRun) -> StepBatch:
     """One row a group where the model can, the prompt once; microbatches by tokens, groups whole where they fit.
 
     Where flash kernels attend, which know no rows, a microbatch is one row without padding.
+    Each process packs its share of every minibatch.
     """
     device, shared, budget = run.policy.device, run.shared_prefix, run.microbatch_tokens
     with run.autocast():
         one_row = shared and attends_by_flash(body_of(run.policy.model))
     completions = [completion for group in groups for completion in group.completions]
-    micros, start = [], 0
+    micros, spans, start = [], [], 0
     for number, members in enumerate(_parts(groups, run.optim.minibatches)):
-        for part in split(members, budget, shared_prefix=shared, one_row=one_row, even=device.type == "cuda"):
-            packed = pack(
-                part,
-                run.policy.pad_id,
-                shared_prefix=shared,
-                max_row_tokens=sys.maxsize if one_row else _row_budget(part, budget) if shared else None,
-                context_length=run.policy.context_length,
-            )
-            stop = start + len(packed.tokens)
-            micros.append(Microbatch(packed.to(device), slice(start, stop), number))
-            start = stop
+        first = start
+        for rank, share in enumerate(_shares(members, run.world.size)):
+            own = share if rank == run.world.rank else ()
+            for part in split(own, budget, shared_prefix=shared, one_row=one_row, even=device.type == "cuda"):
+                packed = pack(
+                    part,
+                    run.policy.pad_id,
+                    shared_prefix=shared,
+                    max_row_tokens=sys.maxsize if one_row else _row_budget(part, budget) if shared else None,
+                    context_length=run.policy.context_length,
+                )
+                stop = start + len(packed.tokens)
+                micros.append(Microbatch(packed.to(device), slice(start, stop), number))
+                start = stop
+            if rank != run.world.rank:
+                start += sum(len(group.completions) for group in share)
+        passes = sum(micro.minibatch == number for micro in micros)
+        idle = max(run.world.gather(passes)) - passes if is_sharded(run.policy.model) else 0
+        spans.append((slice(first, start), max(len(c.tokens) for c in completions[first:start]), idle))
     actions = right_pad((c.action for c in completions), False, dtype=torch.bool)
     index, (rewards, group) = MaskIndex.of(actions), rewards_of(groups)
     rows = Batch(
@@ -116,7 +154,7 @@ def pack_step(groups: Sequence[Group], run: TrainingRun) -> StepBatch:
         group=to_device(group, device),
     )
     on_device = MaskIndex(to_device(index.tokens, device), to_device(index.rows, device))
-    return StepBatch(tuple(groups), rows, tuple(micros), on_device)
+    return StepBatch(tuple(groups), rows, tuple(micros), tuple(spans), on_device)
 
 
 def split(
@@ -124,7 +162,7 @@ def split(
 ) -> list[list[Group]]:
     """`microbatches`; with `even` as many, of nearly one size where that splits no group more: less memory for free."""
     parts = microbatches(groups, budget, shared_prefix=shared_prefix, one_row=one_row)
-    low, high = budget * (len(parts) - 1) // len(parts), budget
+    low, high = budget * (len(parts) - 1) // max(1, len(parts)), budget
     for _ in range(3 if even and len(parts) > 1 else 0):  # an eighth of what is to be gained is left
         middle = (low + high) // 2
         trial = microbatches(groups, max(middle, 1), shared_prefix=shared_prefix, one_row=one_row)
@@ -149,6 +187,14 @@ def _parts(groups: Sequence[Group], count: int) -> list[Sequence[Group]]:
     return [groups[start:stop] for start, stop in pairwise(edges)]
 
 
+def _shares(groups: Sequence[Group], count: int) -> list[Sequence[Group]]:
+    """Neighbouring groups for each process, of about as many tokens as they can be; empty where there are too few."""
+    tokens = [len(g.prompt_tokens) + sum(len(c.tokens) for c in g.completions) for g in groups]
+    middles = [after - own / 2 for after, own in zip(accumulate(tokens), tokens, strict=True)]
+    edges = [bisect(middles, sum(tokens) * i / count) for i in range(count)]
+    return [groups[start:stop] for start, stop in pairwise([*edges, len(groups)])]
+
+
 def _row_budget(groups: Sequence[Group], budget: int) -> int:
     """Rows as long as the longest group's: short groups share a row, and padding stays small."""
     longest = max(len(g.prompt_tokens) + sum(max(len(c.tokens) - 1, 0) for c in g.completions) for g in groups)
@@ -160,36 +206,75 @@ def stitch(parts: Iterable[Tensor], width: int) -> Tensor:
     return torch.cat([functional.pad(part.detach(), (0, width - part.shape[1])) for part in parts])
 
 
+def assemble(batch: StepBatch, parts: Sequence[Tensor], run: TrainingRun) -> Tensor:
+    """The passes of all processes, one a microbatch, as one `[B, T]`."""
+    if run.world.size == 1:
+        return stitch(parts, batch.width)
+    whole = torch.zeros(batch.rows.action_mask.shape, device=run.policy.device)
+    for micro, part in zip(batch.micros, parts, strict=True):
+        whole[micro.rows, : part.shape[1]] = part.detach()
+    run.world.sum_([whole])
+    return whole
+
+
 def score_reference(batch: StepBatch, run: TrainingRun) -> StepBatch:
     """`ref_logp` of every token; with exact KL also the hidden states, kept over all updates of the batch."""
     assert run.reference is not None
-    logps, micros, head = [], [], None
+    logps, micros, temperature = [], [], run.rollout.temperature
     with run.reference.model() as reference, torch.no_grad(), run.autocast():
+        scorer = None if run.scorer is None else partial(score_with, run.scorer)
+        head = through(reference, _whole_head) if scorer is None else None
         for micro in cast_once(batch.micros):
-            if run.scorer is not None:
-                logps.append(score_with(run.scorer, reference, micro.packed, temperature=run.rollout.temperature).logp)
+            if scorer is not None:
+                logps.append(through(reference, scorer, micro.packed, temperature=temperature).logp)
                 micros.append(micro)
                 continue
-            hidden = hidden_states(reference, micro.packed)
-            head = head or frozen_head(reference)
-            logps.append(score_hidden(hidden, head, micro.packed, temperature=run.rollout.temperature).logp)
+            assert head is not None
+            hidden = through(reference, hidden_states, micro.packed)
+            logps.append(score_hidden(hidden, head, micro.packed, temperature=temperature).logp)
             micros.append(replace(micro, ref_hidden=hidden) if run.kl.needs_exact else micro)
-    ref_logp = stitch(logps, batch.width)
+        for _ in range(batch.idle):
+            through(reference, hidden_states, idle_pass(run))
+    ref_logp = assemble(batch, logps, run)
     return replace(
         batch.with_rows(ref_logp=ref_logp), micros=tuple(micros), ref_head=head if run.kl.needs_exact else None
     )
 
 
+def _whole_head(reference: nn.Module) -> Head:
+    """The reference's head as it is now; of a sharded one a copy, which is whole outside of its passes too."""
+    head = frozen_head(reference)
+    return replace(head, module=copy.deepcopy(head.module)) if is_sharded(reference) else head
+
+
+def idle_pass(run: TrainingRun) -> PackedBatch:
+    """The least that a model can read: for a process that only keeps the others company."""
+    token = (run.policy.pad_id,)
+    group = Group(Problem("idle", ""), token, (Completion(token, (False,), (0.0,), (0.0,), "", "length"),))
+    return pack([group], run.policy.pad_id, shared_prefix=run.shared_prefix).to(run.policy.device)
+
+
+def idle_loss(run: TrainingRun) -> Tensor:
+    """A pass whose gradient is 0."""
+    with run.autocast():
+        return 0.0 * through(run.policy.model, score_tokens, idle_pass(run)).logp.sum()
+
+
 def score_policy(batch: StepBatch, run: TrainingRun) -> StepBatch:
     """`old_logp` by a pass of its own, for what needs it before the first update."""
     with torch.no_grad():
-        return keep_scores(batch, [score_micro(micro, batch, run) for micro in cast_once(batch.micros)])
+        passes = [score_micro(micro, batch, run) for micro in cast_once(batch.micros)]
+        for _ in range(batch.idle):
+            idle_loss(run)
+        return keep_scores(batch, passes, run)
 
 
-def keep_scores(batch: StepBatch, scores: Sequence[FullScores]) -> StepBatch:
-    """The rollout weights' scores of all microbatches: from now on `old_logp` is theirs."""
-    old_logp = stitch((s.logp for s in scores), batch.width)
-    return replace(batch.with_rows(old_logp=old_logp), scores=tuple(scores))
+def keep_scores(batch: StepBatch, passes: Sequence[FullScores], run: TrainingRun) -> StepBatch:
+    """The rollout weights' scores of the whole batch: from now on `old_logp` is theirs."""
+    own = {f.name for f in fields(FullScores) for scores in passes if getattr(scores, f.name) is not None}
+    names = sorted(set().union(*run.world.gather(own)))
+    scores = FullScores(**{name: assemble(batch, [getattr(s, name) for s in passes], run) for name in names})
+    return replace(batch.with_rows(old_logp=scores.logp), scores=scores)
 
 
 def detached(scores: FullScores) -> FullScores:
@@ -204,9 +289,11 @@ def score_micro(micro: Microbatch, batch: StepBatch, run: TrainingRun) -> FullSc
     exact = micro.ref_hidden is not None
     with run.autocast():
         if run.scorer is not None:
-            return score_with(run.scorer, run.policy.model, micro.packed, temperature=run.rollout.temperature)
-        return score_tokens(
+            scorer = partial(score_with, run.scorer)
+            return through(run.policy.model, scorer, micro.packed, temperature=run.rollout.temperature)
+        return through(
             run.policy.model,
+            score_tokens,
             micro.packed,
             temperature=run.rollout.temperature,
             entropy=True,

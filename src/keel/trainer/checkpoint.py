@@ -20,56 +20,87 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor, nn
 
 import keel
 from keel.base.errors import KeelError
 from keel.base.files import write_atomic
 from keel.models.dropout import original_dropout
+from keel.models.fingerprint import persistent_buffers
 from keel.models.lora import is_lora
+from keel.models.sharding import is_sharded
+from keel.models.whole import put, whole
 from keel.reference import Reference
 from keel.reference.weights import unwrap
 from keel.trainer.card import model_card
 from keel.trainer.integrity import MANIFEST, TRAINER, Damage, checksum, checksums, damages, saved_sums, with_checksums
 from keel.trainer.integrity import STATE as RECORD
+from keel.trainer.moments import load_optimizer, saved_optimizer
 from keel.trainer.state import State, TrainingRun
 
 STATE, OPTIMIZER, REFERENCE, RNG = "state.json", "optimizer.pt", "reference.pt", "rng.pt"
+MOMENTS = "optimizer"  # a folder of torch.distributed.checkpoint, where moments are spread over processes
 _NAME = re.compile(r"step-(\d+)")
 _TEMPORARY = ".writing-"
 
 
 def save_checkpoint(folder: Path, run: TrainingRun, state: State, *, about: Mapping[str, Any] | None = None) -> Path:
-    """Write `step-N` completely or not at all; what fails (a full disk) is one line, and earlier checkpoints stay."""
-    target = folder / f"step-{state.step}"
+    """Write `step-N` completely or not at all; what fails (a full disk) is one line, and earlier checkpoints stay.
+
+    All processes take part: weights that are spread over them are gathered, and the first writes what is whole.
+    """
+    target, world, model = folder / f"step-{state.step}", run.world, run.policy.model
     temporary = folder / f"{_TEMPORARY}step-{state.step}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        (temporary / TRAINER).mkdir(parents=True)
-        save_weights(temporary, run.policy.model, run.policy.tokenizer)
-        (temporary / "README.md").write_text(model_card(run, state, about or {}), encoding="utf-8")
-        _save_trainer(temporary / TRAINER, run, state, newest(folder))
-        _flush(temporary)
-        if target.exists():  # a rollback came past this step again
-            shutil.rmtree(target)
-        temporary.rename(target)
-        _flush_folder(folder)
+        if world.leads:
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            (temporary / TRAINER).mkdir(parents=True)
+        world.wait()
+        weights = whole_state(model, wanted=world.leads)
+        optimizer = saved_optimizer(run.optimizer, model, temporary / TRAINER / MOMENTS)
+        reference = None if run.reference is None else _reference_state(run.reference)
+        if world.leads:
+            save_weights(temporary, model, run.policy.tokenizer, weights)
+            (temporary / "README.md").write_text(model_card(run, state, about or {}), encoding="utf-8")
+            _save_trainer(temporary / TRAINER, state, optimizer, reference, newest(folder))
+            _flush(temporary)
+            if target.exists():  # a rollback came past this step again
+                shutil.rmtree(target)
+            temporary.rename(target)
+            _flush_folder(folder)
     except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
         shutil.rmtree(temporary, ignore_errors=True)
         raise KeelError(
             f"cannot save the checkpoint {target}: {_reason(error)}; earlier checkpoints are intact: free some space "
             "and resume the run with --resume"
         ) from error
+    world.wait()
     return target
 
 
-def save_weights(folder: Path, model: Any, tokenizer: Any) -> None:
+def whole_state(model: nn.Module, *, wanted: bool = True) -> dict[str, Tensor] | None:
+    """The weights of a model that is spread over processes, in main memory where they are wanted; None of any other.
+
+    Adapters are whole everywhere, and all that is saved of a model that has some.
+    """
+    if not is_sharded(model) or is_lora(model):
+        return None
+    tensors = {**dict(model.named_parameters()), **dict(persistent_buffers(model))}
+    gathered = ((name, whole(tensor.detach())) for name, tensor in tensors.items())
+    return {name: tensor.cpu() for name, tensor in gathered if wanted}
+
+
+def save_weights(folder: Path, model: Any, tokenizer: Any, weights: Mapping[str, Tensor] | None = None) -> None:
     """In the ordinary format: a transformers folder, or the trained adapter alone in peft's.
 
-    The config keeps the model's own dropout values, which are off in the model that runs.
+    The config keeps the model's own dropout values, which are off in the model that runs. `weights` are those of a
+    model that does not have them whole.
     """
     inner = unwrap(model)
-    chosen = {"selected_adapters": [inner.active_adapters[0]]} if is_lora(inner) else {}
+    chosen: dict[str, Any] = {"selected_adapters": [inner.active_adapters[0]]} if is_lora(inner) else {}
+    if weights is not None:
+        chosen["state_dict"] = dict(weights)
     try:
         with no_progress_bars(), original_dropout(inner):
             inner.save_pretrained(str(folder), **chosen)
@@ -112,12 +143,17 @@ def save_manifest(folder: Path) -> None:
     (folder / MANIFEST).write_text(with_checksums({"keel": keel.__version__}, checksums(folder)), encoding="utf-8")
 
 
-def _save_trainer(folder: Path, run: TrainingRun, state: State, previous: Path | None) -> None:
-    torch.save(run.optimizer.state_dict(), folder / OPTIMIZER)
+def _save_trainer(
+    folder: Path,
+    state: State,
+    optimizer: Mapping[str, Any],
+    reference_state: Mapping[str, Any] | None,
+    previous: Path | None,
+) -> None:
+    torch.save(dict(optimizer), folder / OPTIMIZER)
     torch.save(rng_state(), folder / RNG)
     reference = None
-    if run.reference is not None:
-        reference_state = _reference_state(run.reference)
+    if reference_state is not None:
         reference = {"kind": reference_state["kind"], "fingerprint": reference_state["fingerprint"]}
         _save_reference(folder / REFERENCE, reference_state, previous)
     record = {"keel": keel.__version__, "state": state.to_dict(), "reference": reference}
@@ -161,7 +197,7 @@ def load_checkpoint(folder: Path, run: TrainingRun) -> State:
     """Everything but the weights, which the model was built from; a reference that does not match is refused."""
     record = _record_of(folder)
     trainer = folder / TRAINER
-    run.optimizer.load_state_dict(_load(trainer / OPTIMIZER))
+    load_optimizer(run.optimizer, run.policy.model, _load(trainer / OPTIMIZER), trainer / MOMENTS)
     if (run.reference is None) != (record["reference"] is None):
         saved = "has a reference" if record["reference"] else "has no reference"
         raise KeelError(f"the checkpoint {folder} {saved} and this configuration wants it otherwise: keep kl as it was")
@@ -196,8 +232,13 @@ def restore_weights(folder: Path, model: Any) -> None:
     with no_progress_bars():
         fresh = type(inner).from_pretrained(str(folder), dtype=next(inner.parameters()).dtype)
     try:
-        inner.load_state_dict(fresh.state_dict())
-    except RuntimeError as error:
+        if is_sharded(model):
+            saved_weights = fresh.state_dict()
+            for name, tensor in inner.state_dict().items():
+                put(tensor, saved_weights[name])
+        else:
+            inner.load_state_dict(fresh.state_dict())
+    except (RuntimeError, KeyError) as error:
         raise KeelError(
             f"the checkpoint {folder} does not fit the model that wrote it ({_reason(error)}): the loader has to "
             "return a model that save_pretrained saves whole"

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from keel.base.alive import process_count
 from keel.base.types import Problem
+from keel.base.world import World
 from keel.eval.options import EvalOptions
 from keel.loggers import MultiLogger, RunDirectory
 from keel.loggers.options import LogOptions
@@ -42,6 +44,7 @@ from keel.trainer.step import Step, train_step
 Record = dict[str, Any]
 Callback = Callable[[State, Mapping[str, float]], bool | None]
 MAX_SKIPPED_FILES = 20  # batches kept for inspection, at most
+ECHO_S = 3.0  # in which all processes have had the same signal
 ROLLOUT_GROUPS = 2  # groups of a step that rollouts.jsonl shows
 
 
@@ -72,15 +75,27 @@ class Job:
 
 
 class Interrupt:
-    """Remembers a signal until the step is done; a second one ends the program at once."""
+    """Remembers a signal until the step is done; a second one ends the program at once.
 
-    def __init__(self) -> None:
+    What comes within `echo_s` of the first is the same signal, which torchrun has passed on once more.
+    """
+
+    def __init__(self, echo_s: float = 0.0) -> None:
         self.signal: int | None = None
+        self.echo_s, self.since = echo_s, 0.0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
+        if self.signal is None:
+            self.signal, self.since = number, time.monotonic()
+        elif time.monotonic() - self.since >= self.echo_s:
             raise KeyboardInterrupt
-        self.signal = number
+
+    def anywhere(self, world: World) -> bool:
+        """Whether any process has had a signal; from then on all of them have."""
+        first = next((number for number in world.gather(self.signal) if number is not None), None)
+        if first is not None and self.signal is None:  # an own one may have come while the others were asked
+            self.signal, self.since = first, time.monotonic()
+        return first is not None
 
     @property
     def status(self) -> int:
@@ -91,7 +106,7 @@ class Interrupt:
 @contextmanager
 def interruptible() -> Iterator[Interrupt]:
     """Ctrl-C and SIGTERM wait for the step in flight; outside the main thread signals are left as they are."""
-    interrupt = Interrupt()
+    interrupt = Interrupt(ECHO_S if process_count() > 1 else 0.0)
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
         return
@@ -105,7 +120,7 @@ def interruptible() -> Iterator[Interrupt]:
 
 def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
     """From `state` to the last step, to a guard's stop, or to a signal; a failed evaluation is saved before."""
-    guards, budget = job.run.guards, job.run.kl.budget
+    guards, budget, world = job.run.guards, job.run.kl.budget, job.run.world
     began, before = time.monotonic(), state.wall_s
     if state.step == 0 and state.evaluated_at is None:
         state = _evaluate(job, state)
@@ -117,12 +132,12 @@ def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
         _measure_final(job, state)
     if _owes_evaluation(job, state):
         state = _evaluate_and_save(job, state, last=state.step >= job.max_steps, owed=True)
-    while state.step < job.max_steps and interrupt.signal is None:
-        torch.manual_seed(step_seed(job.run.seed, state))  # for dropout: sampling has noise of its own
+    while state.step < job.max_steps and not interrupt.anywhere(world):
+        torch.manual_seed(step_seed(job.run.seed, state) + world.rank)  # for dropout: sampling has noise of its own
         step = _step(job, state)
         earlier, state = state, replace(step.state, wall_s=before + time.monotonic() - began)
         _log(job, step, earlier, state)
-        stop = [callback(state, step.metrics) for callback in job.callbacks]
+        stop = world.agree([callback(state, step.metrics) for callback in job.callbacks] if world.leads else [])
         last = state.step == job.max_steps or any(stop)
         violation = find_violation(state, step.metrics, guards, budget)
         if violation is not None and _is_new(violation, earlier, state, guards):
@@ -143,7 +158,7 @@ def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
         state = _evaluate_and_save(job, state, last=last)
         if any(stop):
             break
-    if interrupt.signal is not None and job.saved_at != state.step and state.step > 0:
+    if interrupt.anywhere(world) and job.saved_at != state.step and state.step > 0:
         save(job, state)
     return state
 
@@ -156,7 +171,7 @@ def _step(job: Job, state: State) -> Step:
         job.loggers.event("out-of-memory", step=state.step, message=str(error))
         free_frames(error)
         if not job.run.optimizer.stepped and job.saved_at != state.step:
-            save(job, state)
+            _save_alone(job, state)
         raise
 
 
@@ -176,7 +191,7 @@ def _evaluate_and_save(job: Job, state: State, *, last: bool, owed: bool = False
     except Exception as error:
         if isinstance(error, OutOfMemory):
             free_frames(error)
-        save(job, state)
+        _save_alone(job, state)
         raise
     better = job.checkpoint.best and state.best is not None and state.best["step"] == state.step
     if last or owed or better or _due(state.step, job.checkpoint.every):
@@ -223,7 +238,7 @@ def _stop(job: Job, state: State, violation: GuardViolation) -> State:
     checkpoint = job.directory.checkpoints / f"step-{state.step}"
     if went_back is None:
         save(job, state)
-    else:
+    elif job.run.world.leads:
         job.directory.sync()
         rewrite_state(checkpoint, state)
     return state
@@ -233,12 +248,19 @@ def save(job: Job, state: State) -> None:
     """Lines to the disk first, then the checkpoint, then the ones that are no longer wanted."""
     job.directory.sync()
     saved = save_checkpoint(job.directory.checkpoints, job.run, state, about=job.about)
-    best = int(state.best["step"]) if state.best and job.checkpoint.best else None
-    finished = state.step >= job.max_steps
-    good = None if finished else last_good(job.directory.checkpoints, state.confirmed)
-    clean(job.directory.checkpoints, keep=job.checkpoint.keep, also=(best, None if good is None else step_of(good)))
+    if job.run.world.leads:
+        best = int(state.best["step"]) if state.best and job.checkpoint.best else None
+        finished = state.step >= job.max_steps
+        good = None if finished else last_good(job.directory.checkpoints, state.confirmed)
+        clean(job.directory.checkpoints, keep=job.checkpoint.keep, also=(best, None if good is None else step_of(good)))
     job.saved_at = state.step
     job.loggers.event("checkpoint", step=state.step, path=str(saved.relative_to(job.directory.path)))
+
+
+def _save_alone(job: Job, state: State) -> None:
+    """Save after an error, which of several processes may have only this one: they go on from the last checkpoint."""
+    if job.run.world.size == 1:
+        save(job, state)
 
 
 def _due(step: int, every: int) -> bool:
@@ -247,6 +269,9 @@ def _due(step: int, every: int) -> bool:
 
 def _log(job: Job, step: Step, before: State, state: State) -> None:
     """A complete line a step, skipped or not; a few rollouts; what went wrong in the rewards."""
+    if not job.run.world.leads:
+        job.failures()
+        return
     job.loggers.step(state.step, step.metrics)
     if _due(state.step - 1, job.log.rollouts_every) or state.step == job.max_steps:
         records = rollout_records(step.batch, job.run.policy.tokenizer, groups=ROLLOUT_GROUPS)

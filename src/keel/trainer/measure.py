@@ -7,20 +7,21 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from keel.base.metrics import Last, Metric, Number
+from keel.base.metrics import Last, Metric, Number, Sum, values
 from keel.base.types import Completion
+from keel.base.world import World
 from keel.envs import Task
 from keel.kl import k3, log_ratio
 from keel.kl.measure import kl_statistics
 from keel.losses import group_statistics, zero_variance
 from keel.models.logprobs import FullScores
-from keel.trainer.batch import StepBatch, rewards_of, stitch
+from keel.trainer.batch import StepBatch, assemble, rewards_of
 from keel.trainer.state import TrainingRun
 
 _LOGGED = {"tool/calls": "tool/calls_mean", "turn/count": "turn/count_mean"}
@@ -70,35 +71,35 @@ def peak_gib(device: torch.device) -> float:
 
 
 def measure(batch: StepBatch, passes: Sequence[FullScores], run: TrainingRun) -> dict[str, Metric]:
-    """What only the device knows of a step, still there; nothing until all microbatches of an iteration have passed."""
-    if len(passes) < len(batch.micros):
-        return {}
+    """What only the device knows of a step, still there, once all microbatches of an iteration have passed."""
     assert batch.rejected is not None
     penalty = 0.0 if batch.penalty is None else batch.penalty.double().mean()
     shaped = {
         "reward/penalized": Last(rewards_of(batch.groups)[0].mean().item() + penalty),
         "kl/rejected_fraction": Last(batch.rejected.float().mean()),
     }
-    return {**shaped, **measure_policy(batch, run), **measure_old(batch, [scores.logp for scores in passes])}
+    return {
+        **shaped,
+        **measure_policy(batch, run),
+        **measure_old(batch, assemble(batch, [scores.logp for scores in passes], run)),
+    }
 
 
 def measure_policy(batch: StepBatch, run: TrainingRun) -> dict[str, Metric]:
     """The rollout's policy against reference and sampler, from the first update's own pass: no extra compute."""
-    rows, scores, width, mean = batch.rows, batch.scores, batch.width, batch.actions.mean
+    rows, scores, mean = batch.rows, batch.scores, batch.actions.mean
     mask, logp = rows.action_mask, rows.old_logp
+    assert scores is not None
     assert logp is not None
     metrics: dict[str, Number] = {"logp/policy_mean": mean(logp)}
-    entropy = _stitched([s.entropy for s in scores], width)
-    if entropy is not None:
-        metrics["entropy/mean"] = mean(entropy)
+    if scores.entropy is not None:
+        metrics["entropy/mean"] = mean(scores.entropy)
     if rows.ref_logp is not None:
-        exact = _stitched([s.exact_kl for s in scores], width)
         clamp = run.kl.log_ratio_clamp
-        metrics |= kl_statistics(logp, rows.ref_logp, mask, batch.actions, exact_kl=exact, clamp=clamp)
+        metrics |= kl_statistics(logp, rows.ref_logp, mask, batch.actions, exact_kl=scores.exact_kl, clamp=clamp)
         metrics["logp/ref_mean"] = mean(rows.ref_logp)
-        reverse = _stitched([s.ref_policy_kl for s in scores], width)
-        if reverse is not None:
-            metrics["kl/ref_policy/exact/mean"] = mean(reverse)
+        if scores.ref_policy_kl is not None:
+            metrics["kl/ref_policy/exact/mean"] = mean(scores.ref_policy_kl)
     if rows.sample_logp is not None:
         sampler = torch.where(rows.sample_logp.isnan(), logp, rows.sample_logp)
         d = log_ratio(sampler, logp, mask).d
@@ -108,11 +109,11 @@ def measure_policy(batch: StepBatch, run: TrainingRun) -> dict[str, Metric]:
     return {name: Last(number) for name, number in metrics.items()}
 
 
-def measure_old(batch: StepBatch, last: Sequence[Tensor]) -> dict[str, Metric]:
+def measure_old(batch: StepBatch, last: Tensor) -> dict[str, Metric]:
     """How far the updates of this batch went from its sampler: k3 of the old policy against the last passes."""
     rows = batch.rows
     assert rows.old_logp is not None
-    d = log_ratio(rows.old_logp, stitch(last, batch.width), rows.action_mask).d
+    d = log_ratio(rows.old_logp, last, rows.action_mask).d
     return {"kl/old_policy/k3/mean": Last(batch.actions.mean(k3(d)))}
 
 
@@ -153,6 +154,12 @@ def task_totals(task: Task) -> dict[str, float]:
     return {f"task/{name}": float(total) for name, total in task.totals().items()}
 
 
+def counted(task: Task, before: Mapping[str, float], world: World) -> dict[str, float]:
+    """What the task has counted since `before`, in all processes."""
+    counts = {name: Sum(total - before.get(name, 0.0)) for name, total in task_totals(task).items()}
+    return values(world.reduce(counts)) if counts else {}
+
+
 def describe_episodes(completions: Sequence[Completion]) -> dict[str, float]:
     """What episodes of several turns counted: each figure's mean over episodes, errors as a share of the calls.
 
@@ -168,8 +175,3 @@ def describe_episodes(completions: Sequence[Completion]) -> dict[str, float]:
         means["tool/error_fraction"] = totals["tool/errors"] / max(1.0, totals["tool/calls"])
     unfinished = statistics.fmean(completion.stop_reason == "turns" for completion in completions)
     return {**means, "turn/unfinished_fraction": unfinished}
-
-
-def _stitched(parts: Sequence[Tensor | None], width: int) -> Tensor | None:
-    present = [part for part in parts if part is not None]
-    return stitch(present, width) if present else None

@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from keel.base.errors import KeelError
-from keel.base.metrics import Mean, Metric, Metrics, to_host
+from keel.base.metrics import Mean, Metric, Metrics
+from keel.base.world import ALONE, World
 from keel.models.load import DTYPES, check_bfloat16
+from keel.models.whole import own_part, whole
 from keel.trainer.options import OptimOptions
 
 Schedule = Callable[[int], float]
@@ -102,12 +105,13 @@ class Optimizer:
         schedule: Schedule | None = None,
         *,
         amp_dtype: torch.dtype | None = None,
+        world: World = ALONE,
     ) -> None:
         self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.parameters = list(self._names)
         if not self.parameters:
             raise KeelError("the model has no parameter to train: every one is frozen")
-        self.options = options
+        self.options, self.world = options, world
         self.device = self.parameters[0].device
         self.learning_rate, self.schedule = options.learning_rate, schedule or build_schedule(options)
         self.updates, self.factor = 0, 1.0
@@ -160,11 +164,12 @@ class Optimizer:
             group["lr"] = lr
         if self.options.offload:
             self._move_state(self.device)
+        self._sum_gradients()
         if self.scaler:
             self.scaler.unscale_(self.inner)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         total = torch.nn.utils.get_total_norm(gradients)
-        numbers = to_host({**(info or {}), "grad/norm": Mean(total, 1.0)})
+        numbers = self.world.reduce({**(info or {}), "grad/norm": Mean(whole(total), 1.0)})
         norm = numbers["grad/norm"].value
         finite = math.isfinite(norm) and ("loss/total" not in numbers or math.isfinite(numbers["loss/total"].value))
         is_spike = finite and spike is not None and norm > spike
@@ -193,10 +198,23 @@ class Optimizer:
             "guard/spike": Mean(float(is_spike), 1.0),
         }
 
+    def _sum_gradients(self) -> None:
+        """Gradients of all processes together; a parameter that none of them has used stays without one."""
+        if self.world.size == 1:
+            return
+        replicated = [p for p in self.parameters if not isinstance(p, DTensor)]  # FSDP has summed the others
+        used = torch.tensor([float(p.grad is not None) for p in replicated], device=self.device)
+        self.world.sum_([used])
+        chosen = [p for p, count in zip(replicated, used.tolist(), strict=True) if count]
+        for parameter in chosen:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        self.world.sum_(p.grad for p in chosen if p.grad is not None)
+
     def _first_nonfinite(self) -> str | None:
-        bad = (p for p in self.parameters if p.grad is not None and not bool(p.grad.isfinite().all()))
+        bad = (p for p in self.parameters if p.grad is not None and not bool(own_part(p.grad).isfinite().all()))
         parameter = next(bad, None)
-        return None if parameter is None else self._names[parameter]
+        names = self.world.gather(None if parameter is None else self._names[parameter])
+        return next((name for name in names if name is not None), None)
 
     def _move_state(self, device: torch.device) -> None:
         for state in self.inner.state.values():

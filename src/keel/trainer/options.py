@@ -60,6 +60,22 @@ def check_optim(optim: OptimOptions, max_steps: int) -> None:
         raise KeelError("optim.decay_steps has no meaning with optim.schedule=constant: use linear or cosine")
 
 
+class ParallelOptions(Options):
+    """How the weights of a run on several devices are laid out; `keel train --nproc N` starts one."""
+
+    sharding: Literal["auto", "none", "full", "hybrid"] = Field(
+        default="auto",
+        description="Weights whole on every device (none), spread over all of them (full), or over shard_size of them "
+        "and repeated (hybrid); auto is none where training fits one device.",
+    )
+    shard_size: Positive | None = Field(
+        default=None, description="Devices that hold one copy of the weights under hybrid; null is those of a machine."
+    )
+    offload: Flag = Field(
+        default=False, description="Keep sharded weights, gradients and moments in the CPU's memory between passes."
+    )
+
+
 class GuardOptions(Options):
     """What the loop does when numbers go wrong."""
 

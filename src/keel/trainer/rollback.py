@@ -84,9 +84,27 @@ def _go_back(
     outcome: str,
     **changes: Any,
 ) -> State | None:
-    target = _intact_target(directory, loggers, state)
+    world = run.world
+    target = world.agree(_intact_target(directory, loggers, state) if world.leads else None)
     if target is None:
         return None
+    if world.leads:
+        _decide(directory, loggers, state, violation, target, kind, outcome, **changes)
+    world.wait()
+    restore_weights(target, run.policy.model)
+    return load_checkpoint(target, run)
+
+
+def _decide(
+    directory: RunDirectory,
+    loggers: MultiLogger,
+    state: State,
+    violation: GuardViolation,
+    target: Path,
+    kind: str,
+    outcome: str,
+    **changes: Any,
+) -> None:
     step = step_of(target)
     plan = Rollback(
         kind=kind,
@@ -102,8 +120,6 @@ def _go_back(
     directory.write_json(ROLLBACK, asdict(plan))
     _announce(loggers, plan)
     _carry_out(directory, plan)
-    restore_weights(target, run.policy.model)
-    return load_checkpoint(target, run)
 
 
 def _intact_target(directory: RunDirectory, loggers: MultiLogger, state: State) -> Path | None:

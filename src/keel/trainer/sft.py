@@ -17,6 +17,7 @@ from keel.base.errors import KeelError
 from keel.base.files import json_lines
 from keel.base.metrics import Metrics, Sum, merge, values
 from keel.base.types import Completion, Group, Problem
+from keel.base.world import ALONE, World
 from keel.envs import Task
 from keel.envs.base import played
 from keel.envs.episode import step_now
@@ -28,6 +29,7 @@ from keel.models.logprobs import score_tokens
 from keel.models.pack import microbatches, pack
 from keel.models.prefix_attention import attends_by_flash
 from keel.models.products import cast_once
+from keel.models.sharding import is_sharded, through
 from keel.trainer.memory import Remedy, measure_fit, memory_guard, smaller_passes
 from keel.trainer.optim import Optimizer, build_schedule, resolve_amp_dtype
 from keel.trainer.options import OptimOptions, WarmstartOptions
@@ -63,18 +65,20 @@ def sft(
     options: WarmstartOptions,
     optim: OptimOptions,
     report: Report | None = None,
+    world: World = ALONE,
 ) -> float:
     """Minimise −mean(log π(completion | prompt) + entropy_coef · H) over completion tokens; returns the last loss.
 
     The mean is over all completion tokens of the batch, counted before its microbatches, so that any split gives the
-    same update. Prompts are read and never learned. Of `optim` only what cuts and casts a pass is read.
+    same update. Prompts are read and never learned. Of `optim` only what cuts and casts a pass is read. Each process of
+    `world` learns from its share of the batch.
     """
     schedule = build_schedule(options.optim, options.steps)
     amp_dtype = resolve_amp_dtype(optim, loaded.dtype, loaded.device)
-    optimizer = Optimizer(loaded.model, options.optim, schedule, amp_dtype=amp_dtype)
-    fitting = measure_fit(
-        loaded, optimizer, partial(_autocast, loaded, amp_dtype), shared_prefix=masked_by_structure(loaded)
-    )
+    optimizer = Optimizer(loaded.model, options.optim, schedule, amp_dtype=amp_dtype, world=world)
+    autocast, structured = partial(_autocast, loaded, amp_dtype), masked_by_structure(loaded)
+    spreading = is_sharded(loaded.model)
+    fitting = None if spreading else measure_fit(loaded, optimizer, autocast, shared_prefix=structured)
     if fitting is not None and fitting < optim.microbatch_tokens:
         optim = optim.model_copy(update={"microbatch_tokens": fitting})
     loss = 0.0
@@ -103,14 +107,19 @@ def sft_step(
         one_row = shared and attends_by_flash(body_of(loaded.model))
     context, longest_row = loaded.context_length, sys.maxsize if one_row else None
     info: Metrics = {"loss/total": Sum(0.0)}
-    for part in cast_once(microbatches(groups, optim.microbatch_tokens, shared_prefix=shared, one_row=one_row)):
+    world = optimizer.world
+    parts = microbatches(world.share(groups), optim.microbatch_tokens, shared_prefix=shared, one_row=one_row)
+    passes = max(world.gather(len(parts))) if is_sharded(loaded.model) else len(parts)
+    idle = [groups[:1]] * (passes - len(parts))  # sharded weights need all processes to pass together
+    for number, part in enumerate(cast_once([*parts, *idle])):
         packed = pack(part, loaded.pad_id, shared_prefix=shared, max_row_tokens=longest_row, context_length=context).to(
             loaded.device
         )
         with _autocast(loaded, amp_dtype):
-            scores = score_tokens(loaded.model, packed, entropy=options.entropy_coef > 0)
+            scores = through(loaded.model, score_tokens, packed, entropy=options.entropy_coef > 0)
         gain = scores.logp if scores.entropy is None else scores.logp + options.entropy_coef * scores.entropy
-        loss = -masked_mean(gain, packed.action_mask) * (_learned(part) / max(tokens, 1))
+        weight = _learned(part) / max(tokens, 1) if number < len(parts) else 0.0
+        loss = -masked_mean(gain, packed.action_mask) * weight
         optimizer.backward(loss)
         info = merge(info, {"loss/total": Sum(loss.detach().double())})
     return values(optimizer.step(info))

@@ -12,6 +12,7 @@ import torch
 from keel.base.errors import KeelError
 from keel.base.thresholds import Thresholds, load_thresholds
 from keel.base.types import Group, Problem
+from keel.base.world import ALONE, World
 from keel.envs import Task
 from keel.envs.options import RewardOptions
 from keel.kl import BetaController, KLOptions, KLState, Pairing
@@ -54,6 +55,7 @@ class TrainingRun:
     shared_prefix: bool = True
     amp_dtype: torch.dtype | None = None
     scorer: Scorer | None = None
+    world: World = ALONE
     fitting_tokens: int | None = None  # of the largest pass that the device's free memory holds, where that is known
 
     @property

@@ -28,15 +28,15 @@ from keel.models.segments import to_device
 from keel.trainer.batch import (
     StepBatch,
     detached,
+    idle_loss,
     keep_scores,
     pack_step,
     score_micro,
     score_policy,
     score_reference,
-    stitch,
 )
 from keel.trainer.guards import over_budget, spike_limit, update_guard_state
-from keel.trainer.measure import Clock, describe_groups, measure, task_totals
+from keel.trainer.measure import Clock, counted, describe_groups, measure, task_totals
 from keel.trainer.memory import StepMemory
 from keel.trainer.state import Skipped, State, TrainingRun
 
@@ -68,10 +68,11 @@ def train_step(run: TrainingRun, state: State) -> Step:
     with clock("update"), memory("update", batch):
         for _ in range(run.loss.num_iterations):
             passes: list[FullScores] = []
-            for minibatch in batch.minibatches:
-                counts = global_denominators(batch.view(*minibatch), run.rollout.max_completion_length)
+            minibatches = batch.minibatches
+            for minibatch in minibatches:
+                counts = global_denominators(batch.view(minibatch), run.rollout.max_completion_length)
                 info: Metrics = {}
-                for micro in cast_once(minibatch):
+                for micro in cast_once(minibatch.micros):               # this process's share
                     scores = score_micro(micro, batch, run)             # logp, entropy, exact KL: each [b, t]
                     out = objective(                                    # KL placement: advantage or loss
                         scores, batch.view(micro), run.loss, run.kl, state.beta, counts,
@@ -80,12 +81,15 @@ def train_step(run: TrainingRun, state: State) -> Step:
                     run.optimizer.backward(out.loss)
                     info = merge(info, out.metrics)
                     passes.append(detached(scores))
-                batch = batch if batch.scores else keep_scores(batch, passes)
-                info = {**per_update(info), **measure(batch, passes, run)}      # on the device still: nobody waits
-                with memory("optimizer"):
-                    metrics = merge(metrics, run.optimizer.step(info, **guard)) # guarded: here the host waits
-    line = {**values(metrics), **describe_groups(batch), "kl/beta": state.beta}
-    line |= {name: total - before.get(name, 0.0) for name, total in task_totals(run.task).items()}
+                for _ in range(minibatch.idle):                         # others pass on: sharded weights need all
+                    run.optimizer.backward(idle_loss(run))
+                batch = batch if batch.scores else keep_scores(batch, passes, run)
+                if minibatch is minibatches[-1]:
+                    info = {**info, **measure(batch, passes, run)}      # on the device still: nobody waits
+                with memory("optimizer"):                               # guarded: here the host waits
+                    metrics = merge(metrics, per_update(run.optimizer.step(info, **guard)))
+    line = {**values(metrics), **describe_groups(batch), **counted(run.task, before, run.world), "kl/beta": state.beta}
+    line = run.world.agree(line)                                        # one mind: what follows is decided from it
     line["guard/over_budget"] = float(over_budget(line, run.kl.budget) is not None)
     skipped = Skipped.of(line)
     tokens = len(batch.actions.tokens)
@@ -153,7 +157,8 @@ def sampled_kl(batch: StepBatch, run: TrainingRun) -> Tensor:
     """The KL `[B, T]` of a penalty in the reward, under the rollout weights: the vocabulary's sum, or the estimate."""
     rows, kl = batch.rows, run.kl
     if kl.estimator.startswith("exact"):
-        return stitch((vocabulary_kl(kl, scores) for scores in batch.scores), batch.width)
+        assert batch.scores is not None
+        return vocabulary_kl(kl, batch.scores)
     assert rows.old_logp is not None
     assert rows.ref_logp is not None
     return estimate(kl.estimator, rows.old_logp, rows.ref_logp, rows.action_mask, clamp=kl.log_ratio_clamp)

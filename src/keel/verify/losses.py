@@ -27,7 +27,7 @@ from keel.losses import (
 from keel.verify.check import EXACT, Check
 from keel.verify.oracle import OFF, ON, SequenceWorld, relative_error, sequence_world
 
-ONE = Denominators(1.0, 1.0, 1.0, 1, 1)  # every reduction then weighs a token by 1, or by 1/length
+ONE = Denominators(1.0, 1.0, 1)  # every reduction then weighs a token by 1, or by 1/length
 # estimator, placement, gradient, level, kl.reduction
 PENALTIES = (
     ("k1", "reward", "auto", "sequence", "token_mean"),

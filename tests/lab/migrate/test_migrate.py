@@ -257,7 +257,8 @@ def test_openrlhf(tmp_path):
     path.write_text(OPENRLHF)
     result = migrate(path)
     assert (result.origin, result.refused) == ("OpenRLHF", None)
-    assert {row.name for row in result.unmapped} == {"lr_warmup_ratio", "num_episodes", "zero_stage"}
+    assert {row.name for row in result.unmapped} == {"lr_warmup_ratio", "num_episodes"}
+    assert result.tree["parallel"] == {"sharding": "full"}
     assert result.tree["kl"] == {
         **{"beta": 0.001, "placement": "loss", "reduction": "loss", "estimator": "k3", "gradient": "plain"}
     }

@@ -495,10 +495,10 @@ def test_an_option_given_twice_in_a_script_is_refused(tmp_path):
 
 
 def test_what_keel_does_anyway_is_not_counted_as_lost(tmp_path, capsys):
-    fine = {"push_to_hub": False, "trainer.val_before_train": True, A + "fsdp_config.param_offload": False}
+    fine = {"push_to_hub": False, "trainer.val_before_train": True, "trainer.nnodes": 1}
     result = migrate(written(tmp_path, "a.json", {**GRPO, **fine}))
     assert not [row for row in result.unmapped if not row.silent]
-    odd = {"push_to_hub": True, "trainer.val_before_train": False, A + "fsdp_config.param_offload": True}
+    odd = {"push_to_hub": True, "trainer.val_before_train": False, "trainer.nnodes": 2}
     lost = reasons(migrate(written(tmp_path, "b.json", {**GRPO, **odd})))
     assert set(odd) <= set(lost)
 

@@ -33,7 +33,7 @@ class ModelSource:
         for folder in (Path(self.base), *(() if adapter is None else (adapter,))):
             check_model(folder.expanduser())
         lora = None if adapter is None else {"adapter": str(adapter)}
-        plain = {"dropout": False, "gradient_checkpointing": False, "compile": False}
+        plain: dict[str, Any] = {"dropout": False, "gradient_checkpointing": False, "compile": False}
         return load_model(model, name=self.base, lora=lora, seed=self.config.run.seed, **plain)
 
     def same_base(self, other: ModelSource) -> bool:

@@ -26,7 +26,7 @@ from keel.rollout.native.graph import has_fixed_rotations
 from keel.rollout.native.llama import is_llama_shaped
 from keel.rollout.native.scheduler import NOISE_AHEAD, Passes, Traits, prefill_chunks, simulate
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
-from keel.run.build import sampler_options
+from keel.run.layout import sampler_options
 from keel.trainer.batch import split
 from keel.trainer.optim import Optimizer, resolve_amp_dtype
 

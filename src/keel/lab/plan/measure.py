@@ -309,7 +309,7 @@ def _step_s(job: Job, run: TrainingRun, sample: Sample) -> dict[str, float]:
         judged = (
             [Group(p, (), completions()) for p in problems]
             if several
-            else collect(problems, sampling=SamplingParams.of(rollout), **when)
+            else collect(problems, sampling=SamplingParams.of(rollout), **when)  # type: ignore[call-arg]
         )
         rewards = tuple(Reward(float(i % 2)) for i in range(sample.completions))  # a signal, whatever the judge said
         return [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from keel.config import Config, load_config
 from keel.lab.plan.dry_run import StepCost, decoding_traits, dry_run, full_microbatches, rollout_passes
 from keel.lab.plan.hardware import Hardware
 from keel.lab.plan.measure import Job, measure
+from keel.lab.plan.ranks import DEVICES, RankPlan, rank_plans
 from keel.lab.plan.shapes import materialize, model_source, policy_shape, prompt_lengths, reference_shape
 from keel.models.head import causal_lm
 from keel.models.load import LoadedModel
@@ -30,7 +31,7 @@ class Plan:
 
     `host` are bytes in main memory beside the device (offloaded parts); on a CPU they count in the peaks. The largest
     pass of the update has `pass_tokens` tokens. `run` are seconds of the whole run. `timing` says what the seconds are:
-    measured here, or computed and why; `computed` are a step's in any case.
+    measured here, or computed and why; `computed` are a step's in any case. `ranks` are each layout on several devices.
     """
 
     parameters: int
@@ -46,6 +47,7 @@ class Plan:
     pass_tokens: int
     prompt_tokens: int
     hardware: Hardware
+    ranks: tuple[RankPlan, ...]
 
     @property
     def peak(self) -> int:
@@ -57,8 +59,9 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain data."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "hardware"}
-        return {**plain, "peak": self.peak, "fits": self.fits, "hardware": vars(self.hardware)}
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("hardware", "ranks")}
+        ranks = [rank.as_dict() for rank in self.ranks]
+        return {**plain, "peak": self.peak, "fits": self.fits, "hardware": vars(self.hardware), "ranks": ranks}
 
 
 def plan(
@@ -66,6 +69,7 @@ def plan(
     hardware: Hardware,
     prompt_tokens: int | None = None,
     *,
+    devices: Sequence[int] = DEVICES,
     measured: bool = False,
     report: Callable[[str], None] = lambda text: None,
 ) -> Plan:
@@ -76,13 +80,14 @@ def plan(
     and where the hardware is this machine's, those of real passes on it; `report` is told what runs. On a GPU passes
     are as large as its memory allows, as a run makes them.
     """
-    return _plan(config, hardware, prompt_tokens, measured, report)
+    return _plan(config, hardware, prompt_tokens, devices, measured, report)
 
 
 def _plan(
     config: Config,
     hardware: Hardware,
     prompt_tokens: int | None,
+    devices: Sequence[int],
     measured: bool,
     report: Callable[[str], None],
     *,
@@ -114,11 +119,15 @@ def _plan(
         pass_tokens=cost.pass_tokens,
         prompt_tokens=prompt,
         hardware=hardware,
+        ranks=rank_plans(config, loaded, cost, hardware, devices),
     )
     fitting = _fitting_tokens(computed, config)
     if not sized and hardware.kind != "cpu" and fitting < min(computed.pass_tokens, config.optim.microbatch_tokens):
         smaller = load_config(config, [f"optim.microbatch_tokens={fitting}"])
-        return _plan(smaller, hardware, prompt, measured, report, sized=True)
+        sized_plan = _plan(smaller, hardware, prompt, devices, measured, report, sized=True)
+        # Where weights are spread, passes are as configured.
+        pairs = zip(computed.ranks, sized_plan.ranks, strict=True)
+        return replace(sized_plan, ranks=tuple(own if own.layout.spread else other for own, other in pairs))
     obstacle = _obstacle(config, computed)
     if not measured or obstacle:
         return replace(computed, timing=f"{computed.timing}{f': {obstacle}' if measured else ''}")

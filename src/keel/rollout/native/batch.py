@@ -33,15 +33,14 @@ class DecodeRow:
 
 
 class _Drawn:
-    """The tokens drawn for these rows, on their way from the device."""
+    """The tokens drawn for these rows, with their log-probabilities `[3, B]`, on their way from the device."""
 
-    def __init__(self, rows: list[DecodeRow], token: Tensor, logp: Tensor, filtered: Tensor) -> None:
-        self.rows, self.token = rows, token
-        self._numbers = torch.stack((token.double(), logp.double(), filtered.double()))  # one transfer
+    def __init__(self, rows: list[DecodeRow], numbers: Tensor) -> None:
+        self.rows = rows
+        self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
+        self._numbers.copy_(numbers, non_blocking=True)
         self._arrived: Any = None
-        if token.is_cuda:
-            pinned = torch.empty(self._numbers.shape, dtype=self._numbers.dtype, pin_memory=True)
-            self._numbers = pinned.copy_(self._numbers, non_blocking=True)
+        if numbers.is_cuda:
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
@@ -54,7 +53,10 @@ class _Drawn:
 
 
 class DecodeBatch:
-    """The rows that a scheduler lets run; `record` appends drawn tokens and sets the stop_reason of finished rows."""
+    """The rows that a scheduler lets run; `record` appends drawn tokens and sets the stop_reason of finished rows.
+
+    `stops` are the tokens that end a row, for decoders that draw for themselves.
+    """
 
     def __init__(
         self,
@@ -63,13 +65,15 @@ class DecodeBatch:
         sampling: SamplingParams,
         scheduler: Scheduler,
         record: Callable[[list[DecodeRow], list[list[float]], SamplingParams], None],
+        stops: Sequence[int] = (),
     ) -> None:
+        self._stops = stops
         self.rows: list[DecodeRow] = []  # as the decoder has them; some may have ended
         self.scheduler = scheduler
         self._new_decoder, self._turn_cache, self._sampling, self._record = decoder, turn_cache, sampling, record
         self._decoder: Any = None
         self._logits: Tensor
-        self._noise: _Noise
+        self._noise: _Noise | None = None
         self._pending: _Drawn | None = None  # drawn and not yet recorded
         self._ended: list[DecodeRow] = []
 
@@ -92,22 +96,25 @@ class DecodeBatch:
         return ended
 
     def step(self) -> None:
-        """Draw a token for each row and decode it; rows that end are for `take_ended`.
-
-        Where steps are graphs the next one is under way before the tokens are looked at: the device does not wait for
-        the host, and a row that has ended is computed once more.
-        """
-        drawn = _Drawn(list(self.rows), *draw(self._logits, self._sampling, self._noise.next(), self._decoder.masses))
-        if not self._decoder.traits.graphed:
-            order = self._settle(drawn)
-            if self.live:
-                self._logits = self._decoder.step(drawn.token if order is None else drawn.token[order])
-                self.scheduler.step()
+        """Draw a token for each row and decode it; rows that end are for `take_ended`."""
+        if self._decoder.traits.graphed:
+            self._step_ahead()
             return
+        assert self._noise is not None
+        token, *logp = draw(self._logits, self._sampling, self._noise.next())
+        order = self._settle(_Drawn(list(self.rows), torch.stack([x.double() for x in (token, *logp)])))
+        if self.live:
+            live = token if order is None else token[torch.tensor(order, device=token.device)]
+            self._logits = self._decoder.step(live)
+            self.scheduler.step()
+
+    def _step_ahead(self) -> None:
+        """The same where steps are graphs, with drawing in them: the next step is under way before the tokens are
+        looked at. The device does not wait for the host, and a row whose end only the host finds is computed once more.
+        """
         unrecorded = 1 if self._pending is None else 2
         last = all(row.stop_reason or len(row.tokens) + unrecorded >= row.limit for row in self.rows)
-        if not last:
-            self._logits = self._decoder.step(drawn.token)
+        drawn = _Drawn(list(self.rows), self._decoder.draw_and_step(self._sampling, last=last))
         self._settle_pending()
         if self.live:
             self._pending = drawn
@@ -119,11 +126,9 @@ class DecodeBatch:
         """Record what was drawn in the step before, where that is still to do."""
         drawn, self._pending = self._pending, None
         if drawn is not None:
-            order = self._settle(drawn)
-            if order is not None:
-                self._logits = self._logits[order]
+            self._settle(drawn)
 
-    def _settle(self, drawn: _Drawn) -> Tensor | None:
+    def _settle(self, drawn: _Drawn) -> list[int] | None:
         """Record drawn tokens, and drop rows that have ended where it pays: the old index of each that is left."""
         running = [row for row in drawn.rows if not row.stop_reason]
         self._record(drawn.rows, drawn.numbers(), self._sampling)
@@ -134,18 +139,22 @@ class DecodeBatch:
             self._cache_contexts(ended)
         if not self.live:
             self.rows, self._decoder = [], None
-        return torch.tensor(self._drop_ended(), device=drawn.token.device) if drops and self.live else None
+        return self._drop_ended() if drops and self.live else None
 
     def _drop_ended(self) -> list[int]:
         """Drop the rows that have ended; returns the old index of each row that is left."""
         order: list[int] = self._decoder.keep_rows([i for i, row in enumerate(self.rows) if not row.stop_reason])
         self.rows = [self.rows[i] for i in order]
-        self._noise.keep_rows(order)
+        if self._noise is not None:
+            self._noise.keep_rows(order)
         return order
 
     def _join(self, rows: Sequence[DecodeRow]) -> None:
-        if any(row.stop_reason for row in self.rows):
-            self._logits = self._logits[torch.tensor(self._drop_ended(), device=self._logits.device)]
+        order = self._drop_ended() if any(row.stop_reason for row in self.rows) else None
+        if self._decoder is not None and self._decoder.traits.graphed:
+            self._logits = self._decoder.logits()
+        elif order is not None:
+            self._logits = self._logits[torch.tensor(order, device=self._logits.device)]
         cached = [self._turn_cache.lookup(row.key, row.request.tokens) for row in rows]
         hits = [row for row, past in zip(rows, cached, strict=True) if past]
         misses = [row for row, past in zip(rows, cached, strict=True) if not past]
@@ -160,7 +169,17 @@ class DecodeBatch:
             else:
                 self._decoder.join(decoder, max(row.limit - len(row.tokens) for row in self.rows))
                 self._logits = torch.cat((self._logits, logits))
-        self._noise = _Noise(self.rows, self._logits, self._sampling)
+        if self._decoder.traits.graphed:
+            self._begin_drawing()
+        else:
+            self._noise = _Noise(self.rows, self._logits, self._sampling)
+
+    def _begin_drawing(self) -> None:
+        """Hand the rows' logits and noise over to a decoder that draws for itself."""
+        keys, positions = [row.key for row in self.rows], [row.request.start + len(row.tokens) for row in self.rows]
+        left = [row.limit - len(row.tokens) for row in self.rows]
+        self._decoder.begin(self._logits, keys, positions, left, self._stops)
+        del self._logits
 
     def _prefill(self, rows: list[DecodeRow], pasts: list[CachedRow], decoder: Any) -> Tensor:
         """Prefill rows that all have a cached past, or none of them; returns the logits of their first tokens."""

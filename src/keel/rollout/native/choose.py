@@ -18,8 +18,8 @@ from keel.models.head import causal_lm
 from keel.models.probe import last_logits, length_past, local_windows, longest_probe, position_switches
 from keel.models.rope import length_regimes
 from keel.rollout.native.decode import Decoder, SharedPrefixDecoder, SwitchingDecoder, UnsharedPrefixDecoder
-from keel.rollout.native.fused import FusedStep, can_be_fused
-from keel.rollout.native.graph import GraphedStep, can_be_graphed
+from keel.rollout.native.fused import why_not_fused
+from keel.rollout.native.graph import DecodeGraphs, why_not_graphed
 from keel.rollout.native.llama import LlamaStep, is_llama_shaped
 from keel.rollout.native.turn_cache import CachedRow
 
@@ -90,8 +90,6 @@ def _probe(model: nn.Module, make_decoder: Callable[..., Decoder], case: _Case, 
     prompts, prompt_of = (tokens[: case.prompts[0]], tokens[case.prompts[0] :]), (0, 0, 1, 1)
     device = next(model.parameters()).device
     decoder: Any = make_decoder(model, origin=case.origin) if case.origin else make_decoder(model)
-    if isinstance(decoder, SharedPrefixDecoder) and isinstance(decoder.own_step, GraphedStep):
-        decoder.own_step.strict = True
     logits = [decoder.prefill(prompts, prompt_of, _PROBE_LENGTH)]
     sampled = torch.randint(0, vocabulary, (case.steps, 4), generator=generator)
     for column in sampled.to(device):
@@ -160,15 +158,17 @@ def _resumed(
 class Choice:
     """The fastest decoder that is exact for a model; `reason` says why prompts are not shared where they are not.
 
-    `verified_length` is the longest context that a probe vouches for, None where there is no limit.
+    `verified_length` is the longest context that a probe vouches for, None where there is no limit. `ungraphed` says
+    why steps are no CUDA graphs where they should have been.
     """
 
     decoder: Callable[[nn.Module], Decoder]
     reason: str | None = None
     verified_length: int | None = None
+    ungraphed: str | None = None
 
 
-def choose_decoder(model: nn.Module, *, graphs: bool = True) -> Choice:
+def choose_decoder(model: nn.Module, *, graphs: DecodeGraphs | None = None) -> Choice:
     """Probe the candidates, fastest first, across the lengths at which the model changes: the first that is exact.
 
     The cache's layer types tell of windows and recurrent states; the probe finds everything else, since a model that
@@ -176,13 +176,18 @@ def choose_decoder(model: nn.Module, *, graphs: bool = True) -> Choice:
     """
     inner = causal_lm(model)
     half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)
-    shared, reason = _shared_candidates(inner, graphs)
+    shared, reason = _shared_candidates(inner)
     regimes = length_regimes(inner)
+    ungraphed = None
+    if graphs is not None:
+        ungraphed = why_not_graphed(inner) or why_not_fused(inner) or (None if shared else reason)
+        if ungraphed is None:
+            shared = [partial(SharedPrefixDecoder, graphs=graphs), *shared]
     for candidate in (*shared, *_UNSHARED):
         make_decoder = candidate if regimes is None else partial(SwitchingDecoder, inner=candidate, regimes=regimes)
         # a model's own cache may be wrong by little (NemotronH, Zamba 2): where rounding is finer, so is the limit
         allowed = _HALF_NOISE[0] if half else 1e-3 if candidate in shared or next(model.parameters()).is_cuda else 1e-4
-        own_step = isinstance(candidate, partial) and "own_step" in candidate.keywords
+        own_step = isinstance(candidate, partial) and not candidate.keywords.keys().isdisjoint(("own_step", "graphs"))
         plain = candidate is _UNSHARED[-1]
         # without a cache it is the plain forward itself: in half precision only rounding can differ
         limit = math.inf if plain and half else allowed
@@ -190,10 +195,12 @@ def choose_decoder(model: nn.Module, *, graphs: bool = True) -> Choice:
         fault = _fault(model, make_decoder, cases, limit, half=half)
         if fault is None:
             note = None if candidate in shared else f"{reason}{_REREAD_NOTES.get(candidate, '')}"
-            return Choice(make_decoder, note, None if plain else _verified_length(model))
+            return Choice(make_decoder, note, None if plain else _verified_length(model), ungraphed)
+        if isinstance(candidate, partial) and "graphs" in candidate.keywords:
+            ungraphed = fault
         reason = reason if reason and candidate in _UNSHARED else fault
     if (model_fault := _model_fault(model)) is not None:
-        return Choice(UnsharedPrefixDecoder, model_fault)
+        return Choice(UnsharedPrefixDecoder, model_fault, ungraphed=ungraphed)
     raise KeelError(
         f"{type(inner).__name__} cannot be sampled from: without any cache its logits still are not those of a plain "
         f"forward of the same tokens ({reason}): give an engine of your own as rollout.engine=module:attr"
@@ -222,7 +229,7 @@ _REREAD_NOTES = {
 }
 
 
-def _shared_candidates(inner: Any, graphs: bool) -> tuple[list[Callable[..., Decoder]], str]:
+def _shared_candidates(inner: Any) -> tuple[list[Callable[..., Decoder]], str]:
     """The decoders with shared prompts that the model's cache allows, or why it allows none."""
     try:
         layers = [layer for layer in DynamicCache(config=inner.config).layers if not _never_slides(inner, layer)]
@@ -234,10 +241,6 @@ def _shared_candidates(inner: Any, graphs: bool) -> tuple[list[Callable[..., Dec
     candidates: list[Callable[..., Decoder]] = [SharedPrefixDecoder]
     if is_llama_shaped(inner):
         candidates.insert(0, partial(SharedPrefixDecoder, own_step=LlamaStep))
-        if graphs and can_be_graphed(inner):
-            candidates.insert(0, partial(SharedPrefixDecoder, own_step=LlamaStep, graphs=True))
-    if graphs and can_be_graphed(inner) and can_be_fused(inner):
-        candidates.insert(0, partial(SharedPrefixDecoder, own_step=FusedStep, graphs=True))
     return candidates, ""
 
 

@@ -16,24 +16,22 @@ from transformers.cache_utils import DynamicCache
 from keel.models.head import causal_lm
 from keel.models.rope import LengthRegimes, reset_rope
 from keel.rollout.native.cache import Prefix, SharedPrefixCache, shared_prefix_attention
-from keel.rollout.native.fused import FusedStep
-from keel.rollout.native.graph import GraphedStep
+from keel.rollout.native.graph import DecodeGraphs
 from keel.rollout.native.llama import LlamaStep
 from keel.rollout.native.scheduler import Traits, prefill_chunks, resume_columns
 from keel.rollout.native.turn_cache import CachedPrompt, CachedRow, stack_prompts
-from keel.rollout.sampling import Masses
+from keel.rollout.sampling import SamplingParams
 
 
 class Decoder(Protocol):
     """What the engine drives: `prefill` reads prompts, `step` takes one token a row, `keep_rows` drops the other rows.
 
     `traits` are for the scheduler. A decoder with `can_resume` also copies out its KV cache, resumes from such copies,
-    and joins others of its kind.
+    and joins others of its kind. One whose traits are `graphed` draws for itself: `begin` and `draw_and_step`.
     """
 
     can_resume: bool
     traits: Traits
-    masses: Masses | None  # for `draw`
 
     def prefill(self, prompts: Sequence[Sequence[int]], prompt_of: Sequence[int], length: int) -> Tensor: ...
 
@@ -64,8 +62,8 @@ def _last_hidden_only(model: Any, last: Tensor) -> Iterator[None]:
 class SharedPrefixDecoder:
     """Prefills every distinct prompt once and holds its keys and values once.
 
-    With an `own_step` decode steps are Keel's own (`LlamaStep`, on a GPU `FusedStep`) in place of the model's forward;
-    with `graphs` these run as CUDA graphs.
+    With an `own_step` decode steps are Keel's own in place of the model's forward; with `graphs` they are fused and run
+    as CUDA graphs.
     """
 
     can_resume = True
@@ -74,18 +72,19 @@ class SharedPrefixDecoder:
         self,
         model: nn.Module,
         *,
-        own_step: type[LlamaStep | FusedStep] | None = None,
-        graphs: bool = False,
+        own_step: type[LlamaStep] | None = None,
+        graphs: DecodeGraphs | None = None,
         origin: int = 0,
     ) -> None:
         self.model = model
         self.origin = origin  # the position of the first token, which a probe moves to where a model might change
         self.inner = causal_lm(model)
-        step = None if own_step is None else own_step(self.inner)
-        self.own_step = GraphedStep(step) if graphs and step is not None else step
+        self.graphs = graphs
+        if graphs is not None:
+            graphs.use(model)
+        self.own_step = None if own_step is None else own_step(self.inner)
         self.device = next(model.parameters()).device
-        self.traits = Traits(self.device.type, joins=True, graphed=graphs)
-        self.masses: Masses | None = step.masses if isinstance(step, FusedStep) else None
+        self.traits = Traits(self.device.type, joins=True, graphed=graphs is not None)
         self.cache: SharedPrefixCache
 
     def prefill(self, prompts: Sequence[Sequence[int]], prompt_of: Sequence[int], length: int) -> Tensor:
@@ -168,8 +167,9 @@ class SharedPrefixDecoder:
     def step(self, tokens: Tensor) -> Tensor:
         cache = self.cache
         cache.grow_if_full()
-        if self.own_step is not None:
-            logits = self.own_step(tokens, cache)
+        step = self.own_step if self.graphs is None else self.graphs.step
+        if step is not None:
+            logits = step(tokens, cache)
             cache.advance()
             return logits
         positions = cache.next_positions.unsqueeze(1)
@@ -180,13 +180,32 @@ class SharedPrefixDecoder:
         cache.advance()
         return out.logits[:, -1]
 
+    def logits(self) -> Tensor:
+        """What the rows draw from next."""
+        assert self.graphs is not None
+        return self.graphs.logits(self.cache)
+
+    def begin(self, logits: Tensor, *draws: Sequence[int]) -> None:
+        """Let the rows draw for themselves from here on: see `DecodeState.begin`."""
+        assert self.graphs is not None
+        self.graphs.begin(self.cache, logits, *draws)
+
+    def draw_and_step(self, sampling: SamplingParams, *, last: bool) -> Tensor:
+        """Draw a token a row, and decode it unless it is the `last`: tokens and log-probabilities `[3, B]`."""
+        assert self.graphs is not None
+        self.cache.grow_if_full()
+        numbers = self.graphs.draw_and_step(self.cache, sampling, last=last)
+        self.cache.advance(0 if last else 1)
+        return numbers
+
     def keep_rows(self, live: list[int]) -> list[int]:
-        return self.cache.keep_rows(live)
+        order = self.cache.keep_rows(live)
+        if self.graphs is not None:
+            self.graphs.select(self.cache, order)
+        return order
 
     def join(self, other: SharedPrefixDecoder, length: int) -> None:
         """Put the other's rows behind these, with room for `length` more tokens of each."""
-        if isinstance(self.own_step, GraphedStep):
-            self.own_step.release()
         self.cache = self.cache.joined(other.cache, length)
 
 
@@ -201,7 +220,6 @@ class UnsharedPrefixDecoder:
     """
 
     can_resume = False
-    masses: Masses | None = None
     traits = Traits()  # rows that join would be a bucket of their own, one forward more in every later step
 
     def __init__(
@@ -271,7 +289,6 @@ class SwitchingDecoder:
     """
 
     can_resume = False
-    masses: Masses | None = None
     traits = Traits()  # rows that join would have to be split by length again
 
     def __init__(

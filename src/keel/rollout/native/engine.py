@@ -17,6 +17,7 @@ from keel.rollout.engine import Answer, Engine
 from keel.rollout.native.batch import DecodeBatch, DecodeRow
 from keel.rollout.native.choose import choose_decoder
 from keel.rollout.native.decode import Decoder
+from keel.rollout.native.graph import DecodeGraphs
 from keel.rollout.native.scheduler import Scheduler
 from keel.rollout.native.turn_cache import TurnCache, weights_version
 from keel.rollout.native.weights import WeightCopy
@@ -32,7 +33,8 @@ class NativeEngine(Engine):
     `device`) it holds its own, `merge=True` with the active adapters merged into them; `sync` updates them and
     `is_stale` tells whether that is due. `kept_bytes` is the memory of the KV cache between turns: a request that
     continues a turn prefills only its new tokens, the prompt of a group is held once, and `release` frees it.
-    `graphs` lets decode steps run as CUDA graphs where they can.
+    `graphs` lets decode steps run as CUDA graphs where they can; these are held from one rollout to the next, with
+    little memory, and `captured_graphs` counts them.
     """
 
     def __init__(
@@ -57,10 +59,13 @@ class NativeEngine(Engine):
         self._stops = StopStrings(tokenizer)
         self.eos_ids = frozenset(eos_ids(causal_lm(model), tokenizer))
         self.context = context_length(causal_lm(model))
-        with evaluating(self.model):
-            chosen = choose_decoder(self.model, graphs=graphs)
+        self._graphs = DecodeGraphs()
+        with evaluating(self.model), self._graphs.raising():
+            chosen = choose_decoder(self.model, graphs=self._graphs if graphs else None)
+            if graphs and chosen.ungraphed is None:
+                self._graphs.warm()
         self._decoder, self.fallback_reason = chosen.decoder, chosen.reason
-        self._verified_length = chosen.verified_length
+        self._verified_length, self._ungraphed = chosen.verified_length, chosen.ungraphed
         self._traits = self._new_decoder().traits
         self.turn_cache = TurnCache(kept_bytes)
         if self.fallback_reason:
@@ -74,6 +79,18 @@ class NativeEngine(Engine):
     def model(self) -> nn.Module:
         """The model that decodes."""
         return self._policy if self._copy is None else self._copy.model
+
+    @property
+    def captured_graphs(self) -> int:
+        """CUDA graphs captured so far."""
+        return self._graphs.captured
+
+    @property
+    def notes(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What this model decodes without, and why."""
+        ungraphed = self._graphs.failure or (self._ungraphed if next(self.model.parameters()).is_cuda else None)
+        reasons = {"shared prompts": self.fallback_reason, "CUDA graphs": ungraphed}
+        return tuple(f"sampling goes without {what}: {reason}" for what, reason in reasons.items() if reason)
 
     def sync(self, policy: nn.Module, version: int | None = None) -> None:
         """Take over the policy's weights; nothing to do where they are shared."""
@@ -89,6 +106,7 @@ class NativeEngine(Engine):
     def release(self) -> None:
         """Free the KV cache of past turns."""
         self.turn_cache.clear()
+        self._graphs.release()
 
     def is_stale(self, policy: nn.Module) -> bool:
         """Whether sampling now would use other weights than the policy's."""
@@ -166,13 +184,15 @@ class NativeEngine(Engine):
         """Sample rows to their ends, and the rows that `next_rows` returns for those that have ended."""
         waiting = _by_length(rows)
         scheduler = Scheduler(len(rows), sampling.max_batch, self._traits)
-        batch = DecodeBatch(self._new_decoder, self.turn_cache, sampling, scheduler, self._record)
+        stops = () if sampling.ignore_eos else tuple(self.eos_ids)
+        batch = DecodeBatch(self._new_decoder, self.turn_cache, sampling, scheduler, self._record, stops)
         while waiting or batch.live:
             if self.turn_cache.limit:
                 self.turn_cache.use_for(*noise, weights_version(self.model))
             waiting, ended = self._sample(batch, waiting, pausing=next_rows is not None)
             if next_rows is not None:  # a user's code: the model is as it was outside
                 waiting = [*_by_length(next_rows(ended)), *waiting]
+        self._graphs.release()
 
     def _sample(
         self, batch: DecodeBatch, waiting: list[DecodeRow], *, pausing: bool

@@ -1,7 +1,7 @@
 """The decode step on a GPU, for models of Llama's shape (Llama, Qwen2, Qwen3, Mistral, Gemma) and GPT-2's.
 
 Past the matrix products of a step there is little to compute and much to launch: norms, rotations, attention and
-activations are one kernel each (`kernels.py`), ten launches a layer in place of fifty. It reads the modules' live
+activations are one kernel each (`kernels.py`), nine launches a layer in place of fifty. It reads the modules' live
 weights and is used only where a numerical probe has found it equal to the model.
 """
 
@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keel.rollout.native.cache import SharedPrefixCache
 from keel.rollout.native.llama import is_llama_shaped
+from keel.rollout.native.state import DecodeState
+from keel.rollout.sampling import SamplingParams
 
 _ACTIVATIONS = {  # by the name of its module's class
     "SiLU": "silu",
@@ -30,72 +31,39 @@ _ACTIVATIONS = {  # by the name of its module's class
 _GPT2 = {"wte", "wpe", "drop", "h", "ln_f"}
 
 
-class FusedWindow:
-    """A KV cache as the kernels see it: which rows read which prompt, and each row's columns, on the device."""
-
-    def __init__(self, cache: SharedPrefixCache) -> None:
-        device = cache.suffix_kv.device
-        self.cache, self.rows, self.columns = cache, len(cache.group_of), cache.suffix_kv.shape[4]
-        rows_of: list[list[int]] = [[] for _ in cache.prefix.tokens]
-        for row, group in enumerate(cache.group_of):
-            rows_of[group].append(row)
-        width = max(map(len, rows_of))
-        table = [[*rows, *[-1] * (width - len(rows))] for rows in rows_of]
-        self.slots = torch.tensor(table, dtype=torch.int32, device=device)
-        self.prompt_lengths = cache.prefix.lengths.int()
-        self.starts = torch.tensor(cache.left_pad, dtype=torch.int32, device=device)
-        self.lengths = torch.full((self.rows,), cache.length, dtype=torch.int32, device=device)
-
-    def begin_step(self) -> None:
-        """Nothing is masked: the kernels read each row's columns from its own length."""
-
-    def end_step(self) -> None:
-        """The next column is the newest."""
-        self.lengths.add_(1)
-
-    @property
-    def next_positions(self) -> Tensor:
-        return self.cache.positions + self.lengths
-
-
 class FusedStep:
-    """Runs tokens `[B]` through the model's weights and a cache; returns logits `[B, V]`."""
+    """Runs the newest token of each row through the model's weights and its KV cache, all in a `DecodeState`."""
 
     def __init__(self, inner: Any) -> None:
+        self.blocks: _Llama | _GPT2Blocks = _Llama(inner) if is_llama_shaped(inner) else _GPT2Blocks(inner)
+        self.repeats = self.blocks.heads // self.blocks.kv_heads
+
+    def __call__(self, state: DecodeState, rows: int, tile: int) -> None:
+        """Compute the next logits of the first `rows` rows; `tile` queries share a read of a prompt's keys."""
         from keel.rollout.native import kernels  # needs Triton
 
-        self.blocks: _Llama | _GPT2Blocks = _Llama(inner) if is_llama_shaped(inner) else _GPT2Blocks(inner)
-        self.masses = kernels.log_masses
-
-    def __call__(self, tokens: Tensor, cache: SharedPrefixCache | FusedWindow) -> Tensor:
-        from keel.rollout.native import kernels
-
-        window = cache if isinstance(cache, FusedWindow) else FusedWindow(cache)
-        blocks, store = self.blocks, window.cache
-        positions = window.next_positions
-        residual = blocks.embed(tokens, positions)
+        blocks = self.blocks
+        positions = (state.offsets[:rows] + state.lengths[:rows] - 1).clamp(min=0)
+        residual = blocks.embed(state.tokens[:rows], positions)
         tables, x = blocks.rotations(residual, positions), None
         for index, layer in enumerate(blocks.layers):
             qkv = layer.qkv(kernels.norm(x, residual, *layer.first_norm))
-            suffix = store.suffix_kv[index, :, : window.rows]
-            kernels.rotate_and_store(
-                qkv, tables, layer.head_norms, suffix, window.lengths, blocks.heads, blocks.kv_heads, blocks.size
-            )
             attended = kernels.attend(
-                qkv,
-                store.prefix.keys[index],
-                store.prefix.values[index],
-                window.slots,
-                window.prompt_lengths,
-                suffix,
-                window.starts,
-                window.lengths,
-                layer.scaling,
-                blocks.heads,
+                qkv, tables, layer.head_norms, state, index, layer.scaling, blocks.heads, blocks.kv_heads, tile
             )
             x = layer.out(attended)
             x = layer.mlp(kernels.norm(x, residual, *layer.second_norm))
-        return blocks.head(kernels.norm(x, residual, *blocks.last_norm))
+        _project(blocks.lm_head, kernels.norm(x, residual, *blocks.last_norm), state.logits[:rows])
+
+
+def draw(state: DecodeState, rows: int, sampling: SamplingParams) -> None:
+    """Draw a token for each of the first rows: by a kernel, or by torch where a filter or a maximum is asked for."""
+    if sampling.greedy or sampling.filtered:
+        state.draw(rows, sampling)
+        return
+    from keel.rollout.native import kernels
+
+    kernels.draw(state, rows, sampling.temperature)
 
 
 _Norm = tuple[Tensor, Tensor | None, float, float, bool]  # weight, bias, eps, what is added to the weight, centred
@@ -111,7 +79,7 @@ def _norm(module: Any) -> _Norm:
 class _Llama:
     def __init__(self, inner: Any) -> None:
         base = inner.model
-        self._base, self._head = base, inner.lm_head
+        self._base, self.lm_head = base, inner.lm_head
         self.heads, self.kv_heads = inner.config.num_attention_heads, inner.config.num_key_value_heads
         self.size = base.layers[0].self_attn.head_dim
         self.layers: list[Any] = [_LlamaLayer(layer) for layer in base.layers]
@@ -124,10 +92,6 @@ class _Llama:
     def rotations(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self._base.rotary_emb(hidden, position_ids=positions.unsqueeze(0))
         return cos[0].contiguous(), sin[0].contiguous()
-
-    def head(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self._head(hidden)
-        return logits
 
 
 class _LlamaLayer:
@@ -159,7 +123,7 @@ class _LlamaLayer:
 class _GPT2Blocks:
     def __init__(self, inner: Any) -> None:
         base = inner.transformer
-        self._base, self._head = base, inner.lm_head
+        self._base, self.lm_head = base, inner.lm_head
         self.heads = self.kv_heads = inner.config.n_head
         self.size = inner.config.n_embd // inner.config.n_head
         self.layers: list[Any] = [_GPT2Layer(layer) for layer in base.h]
@@ -171,10 +135,6 @@ class _GPT2Blocks:
 
     def rotations(self, hidden: Tensor, positions: Tensor) -> None:
         """Positions are in the embedding."""
-
-    def head(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self._head(hidden)
-        return logits
 
 
 class _GPT2Layer:
@@ -197,19 +157,32 @@ class _Together:
 
     def __init__(self, modules: Sequence[Any]) -> None:
         self.modules = modules
-        self.plain = all(type(module) is nn.Linear for module in modules)
-        self.joined = self.plain and are_neighbours([module.weight for module in modules])
-        self.bias = None
+        self.joined = all(type(module) is nn.Linear for module in modules)
+        self.joined = self.joined and are_neighbours([module.weight for module in modules])
         if self.joined and modules[0].bias is not None:
-            self.bias = torch.cat([module.bias for module in modules])  # a copy: graphs do not outlive a sync
+            self.joined = are_neighbours([module.bias for module in modules])
+        self.sizes = [module.out_features for module in modules]
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.joined:
-            first = self.modules[0].weight
-            rows = sum(len(module.weight) for module in self.modules)
-            weight = first.detach().as_strided((rows, first.shape[1]), first.stride())
-            return nn.functional.linear(x, weight, self.bias)
-        return torch.cat([module(x) for module in self.modules], dim=1)
+            weight, bias = self.modules[0].weight, self.modules[0].bias
+            weight = weight.detach().as_strided((sum(self.sizes), weight.shape[1]), weight.stride())
+            bias = None if bias is None else bias.detach().as_strided((sum(self.sizes),), (1,))
+            return nn.functional.linear(x, weight, bias)
+        out = x.new_empty(len(x), sum(self.sizes))
+        for module, part in zip(self.modules, out.split(self.sizes, dim=1), strict=True):
+            _project(module, x, part)
+        return out
+
+
+def _project(module: Any, x: Tensor, out: Tensor) -> None:
+    """Write module(x) into `out`, without a copy where the layer is plain."""
+    if type(module) is not nn.Linear:
+        out.copy_(module(x))
+    elif module.bias is None:
+        torch.mm(x, module.weight.detach().t(), out=out)
+    else:
+        torch.addmm(module.bias.detach(), x, module.weight.detach().t(), out=out)
 
 
 def are_neighbours(weights: Sequence[Tensor]) -> bool:
@@ -226,10 +199,12 @@ def join_projections(model: nn.Module) -> None:
             parts = [getattr(module, name, None) for name in names]
             if not all(type(part) is nn.Linear for part in parts):
                 continue
-            weights = [part.weight for part in parts]  # type: ignore[union-attr]
-            joined = torch.cat([weight.detach() for weight in weights])
-            for weight, view in zip(weights, joined.split([len(weight) for weight in weights]), strict=True):
-                weight.data = view
+            for tensors in ([part.weight for part in parts], [part.bias for part in parts]):  # type: ignore[union-attr]
+                if tensors[0] is None:
+                    continue
+                joined = torch.cat([tensor.detach() for tensor in tensors])
+                for tensor, view in zip(tensors, joined.split([len(tensor) for tensor in tensors]), strict=True):
+                    tensor.data = view
 
 
 def _activation(module: nn.Module) -> str:
@@ -239,10 +214,10 @@ def _activation(module: nn.Module) -> str:
     return _ACTIVATIONS[name]
 
 
-def can_be_fused(inner: Any) -> bool:
-    """Whether the modules have a shape that is known here, on a GPU with Triton; the probe tells the rest."""
-    if not next(inner.parameters()).is_cuda or importlib.util.find_spec("triton") is None:
-        return False
+def why_not_fused(inner: Any) -> str | None:
+    """Why the fused step is not for this model: its shape is not known here, or Triton is not installed; or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
     base = getattr(inner, "transformer", None)
     gpt2 = isinstance(base, nn.Module) and {name for name, _ in base.named_children()} == _GPT2
-    return gpt2 or is_llama_shaped(inner)
+    return None if gpt2 or is_llama_shaped(inner) else f"{type(inner).__name__} has neither Llama's shape nor GPT-2's"

@@ -1,65 +1,29 @@
 """Decode steps as CUDA graphs: the hundreds of small kernels of a step are launched at once.
 
-A graph repeats fixed addresses and sizes, and a step has neither: its context grows, rows leave and join. So a graph is
-captured for a window of columns that fills up step by step, and again when the window is full or the rows have changed.
+A graph repeats fixed addresses and sizes. Those of a `DecodeState` do not change, so that a graph serves for as long as
+the weights stay where they are: one a bucket of rows and a way to draw, captured once and replayed in every rollout.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from keel.base.errors import first_line
+from keel.models.head import causal_lm
 from keel.rollout.native.cache import SharedPrefixCache
-from keel.rollout.native.fused import FusedStep, FusedWindow
-from keel.rollout.native.llama import LlamaStep
-
-_WINDOW = 64  # columns by which a window grows: wide ones attend in vain, narrow ones are captured more often
-_MIN_STEPS = 16  # steps that must be left for a graph to pay: a capture takes as long as two or three
-
-
-class Window:
-    """A KV cache as a graph sees it: a fixed number of columns, and the index of the newest one on the device."""
-
-    def __init__(self, cache: SharedPrefixCache) -> None:
-        device = cache.suffix_kv.device
-        self.cache, self.rows = cache, len(cache.group_of)
-        self.columns = min(cache.suffix_kv.shape[4], -(-(cache.length + _MIN_STEPS) // _WINDOW) * _WINDOW)
-        self.newest = torch.tensor([cache.length], device=device)
-        self._column = torch.arange(self.columns, device=device)
-        self._left_pad = self._column < torch.tensor(cache.left_pad, device=device)[:, None]
-        self._masked: Tensor
-        # a masked column still enters a product, with weight 0
-        cache.suffix_kv[..., cache.length : self.columns, :] = 0.0
-
-    def begin_step(self) -> None:
-        """Begin a step: unmask all up to the newest column."""
-        self._masked = (self._left_pad | (self._column > self.newest))[:, None, None]
-
-    def end_step(self) -> None:
-        """End a step: the next column is the newest."""
-        self.newest.add_(1)
-
-    @property
-    def next_positions(self) -> Tensor:
-        return self.cache.positions + self.newest
-
-    def store(self, layer: int, pair: Tensor) -> None:
-        """Write the newest token's keys and values `[2, B, kv_heads, 1, D]`."""
-        self.cache.suffix_kv[layer, :, : self.rows, :, : self.columns].index_copy_(3, self.newest, pair)
-
-    def attend(self, layer: int, query: Tensor, scaling: float) -> Tensor:
-        """As the cache's, over the whole window."""
-        return self.cache.attend_over(layer, query, scaling, self.columns, self._mask)
-
-    def _mask(self, scores: Tensor) -> None:
-        scores.masked_fill_(self._masked, -torch.inf)
+from keel.rollout.native.fused import FusedStep, draw
+from keel.rollout.native.scheduler import bucket, buckets
+from keel.rollout.native.state import DecodeState
+from keel.rollout.native.turn_cache import weights_layout
+from keel.rollout.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -74,22 +38,23 @@ class _GraphPool:
 _pools: dict[torch.device, _GraphPool] = {}
 
 
-def capture(work: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], None], Tensor]:
-    """Capture `work` as a graph: its replay, and the tensor that a replay writes. Nothing is computed yet."""
+def capture(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Capture `work` as a graph and return its replay. Nothing is computed yet."""
     with torch.cuda.device(device):
         pool = _pools.get(device) or _GraphPool(torch.cuda.Stream(), torch.cuda.graph_pool_handle(), None)
         if pool.anchor is None:
-            anchor, _ = _capture_graph(lambda: torch.zeros(1, device=device), pool)
+            anchor = _capture_graph(lambda: torch.zeros(1, device=device), pool)
             pool = _pools[device] = replace(pool, anchor=anchor)
         try:
-            graph, result = _capture_graph(work, pool)
+            graph = _capture_graph(work, pool)
         except BaseException:
             _pools.pop(device)  # its pool may be left half captured
             raise
-    return graph.replay, result
+    replay: Callable[[], None] = graph.replay
+    return replay
 
 
-def _capture_graph(work: Callable[[], Tensor], pool: _GraphPool) -> tuple[Any, Tensor]:
+def _capture_graph(work: Callable[[], Any], pool: _GraphPool) -> Any:
     graph = torch.cuda.CUDAGraph()
     random = torch.cuda.default_generators[pool.stream.device_index]
     before = random.clone_state()
@@ -97,7 +62,7 @@ def _capture_graph(work: Callable[[], Tensor], pool: _GraphPool) -> tuple[Any, T
     with torch.cuda.stream(pool.stream):
         graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")  # tools in threads may use the GPU
         try:
-            result = work()
+            work()
         except BaseException:
             with suppress(RuntimeError):  # it complains about the same failure
                 graph.capture_end()
@@ -105,80 +70,162 @@ def _capture_graph(work: Callable[[], Tensor], pool: _GraphPool) -> tuple[Any, T
             raise
         graph.capture_end()
     torch.cuda.current_stream().wait_stream(pool.stream)
-    return graph, result
+    return graph
 
 
-_warm: set[torch.device] = set()  # devices on which a step has run eagerly, which sets libraries up
+class DecodeGraphs:
+    """The graphs of one engine, with the state that they work on.
 
+    `captured` counts the graphs captured so far, `failure` says why no more can be, where that is so: steps then run
+    as they are.
+    """
 
-class GraphedStep:
-    """A step that runs as a CUDA graph where one pays, and eagerly where none can be captured."""
+    def __init__(self) -> None:
+        self.captured = 0
+        self.failure: str | None = None
+        self._raises = False
+        self.state: DecodeState | None = None
+        self._step: FusedStep
+        self._weights: Any = None
+        self._graphs: dict[tuple[Any, ...], Callable[[], None]] = {}
+        self._warm: set[tuple[Any, ...]] = set()
+        self._loaded: tuple[Any, ...] = ()
 
-    def __init__(self, step: LlamaStep | FusedStep) -> None:
-        self.step: Callable[..., Tensor] = step
-        self._open: type[Window | FusedWindow] = FusedWindow if isinstance(step, FusedStep) else Window
-        self.strict = False  # raise where no graph can be captured
-        self._disabled = False
-        self._cache: SharedPrefixCache | None = None
-        self._suffix_kv: Tensor | None = None
-        self._layout: Any = None
-        self._window: Window | FusedWindow
-        self._tokens: Tensor
-        self._logits: Tensor
-        self._run: Callable[[], None]
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """Raise where no graph can be captured, in place of going on without."""
+        self._raises = True
+        try:
+            yield
+        finally:
+            self._raises = False
 
-    def __call__(self, tokens: Tensor, cache: SharedPrefixCache) -> Tensor:
-        if not self._is_valid_for(cache) and not self._capture(tokens, cache):
-            return self.step(tokens, cache)
-        self._tokens.copy_(tokens)
-        self._run()
-        return self._logits.clone()  # the next replay overwrites it
+    def warm(self) -> None:
+        """Compile what a rollout will need, on rows of which none is computed."""
+        if self.state is not None:
+            self.release()
+            self.state.restart(0, 0)
+            self.state.geometry.zero_()  # no pieces of prompts
+            for tile in (16, 64):
+                self._work(min(8, self.state.rows), tile, SamplingParams())
+
+    def use(self, model: nn.Module) -> None:
+        """Decode with this model's weights, wherever they are now."""
+        weights = weights_layout(model)
+        if weights != self._weights:
+            self.clear()
+            self._step, self._weights = FusedStep(causal_lm(model)), weights
+
+    def step(self, tokens: Tensor, cache: SharedPrefixCache) -> Tensor:
+        """The logits after these tokens."""
+        state = self._attach(cache)
+        state.restart(len(tokens), cache.length)
+        state.feed(tokens)
+        self._run(len(tokens), None)
+        return self.logits(cache)
+
+    def logits(self, cache: SharedPrefixCache) -> Tensor:
+        """What the cache's rows draw from next."""
+        return self._attach(cache).logits[: len(cache.group_of)].clone()  # the next step overwrites them
+
+    def begin(self, cache: SharedPrefixCache, logits: Tensor, *draws: Sequence[int]) -> None:
+        """Let the cache's rows draw for themselves: see `DecodeState.begin`."""
+        self._loaded = ()  # rows may have ended that are there again
+        self._attach(cache).begin(logits, *draws)
+
+    def draw_and_step(self, cache: SharedPrefixCache, sampling: SamplingParams, *, last: bool) -> Tensor:
+        """Draw a token a row, and (unless it is the `last`) decode it: tokens and log-probabilities `[3, B]`."""
+        state, rows = self._attach(cache), len(cache.group_of)
+        if last:
+            draw(state, rows, sampling)
+        elif sampling.top_p < 1 and not sampling.top_k:  # the host looks at how many tokens it takes
+            draw(state, rows, sampling)
+            self._run(rows, None)
+        else:
+            self._run(rows, sampling)
+        return state.numbers[:, :rows]
+
+    def select(self, cache: SharedPrefixCache, order: Sequence[int]) -> None:
+        """Go on with these rows of the ones before, as the cache has them now."""
+        if self.state is not None and self._loaded and self._loaded[0] is cache:
+            self.state.select(order)
+            self._load(cache)
 
     def release(self) -> None:
-        """Drop the graph, and with it the cache that it was captured for."""
-        self._cache = self._suffix_kv = self._layout = None
-        for name in ("_window", "_run", "_logits"):
-            self.__dict__.pop(name, None)
+        """Let go of the KV cache; graphs stay."""
+        self._loaded = ()
+        if self.state is not None:
+            self.state.release()
 
-    def _is_valid_for(self, cache: SharedPrefixCache) -> bool:
-        return (
-            self._cache is cache
-            and self._suffix_kv is cache.suffix_kv
-            and self._layout is cache.layout
-            and cache.length < self._window.columns
-        )
-
-    def _capture(self, tokens: Tensor, cache: SharedPrefixCache) -> bool:
-        """Capture a graph for the cache as it is; False where the step should run eagerly."""
+    def clear(self) -> None:
+        """Drop all graphs."""
         self.release()
-        if tokens.device not in _warm:
-            _warm.add(tokens.device)
-            return False
-        if self._disabled or cache.max_columns - cache.length < _MIN_STEPS:
-            return False
-        self._window, self._tokens = self._open(cache), tokens.clone()
+        self.state, self._weights = None, None
+        self._graphs.clear()
+        self._warm.clear()
+
+    def _attach(self, cache: SharedPrefixCache) -> DecodeState:
+        """The state, with this cache in it."""
+        rows = len(cache.group_of)
+        if self.state is None or not self.state.fits(cache):
+            self._graphs.clear()
+            self._loaded = ()
+            blocks = self._step.blocks
+            self.state = DecodeState(bucket(rows), blocks.lm_head.out_features, cache)
+        if not self._loaded or self._loaded[0] is not cache:
+            self._load(cache)
+            self.state.restart(rows, cache.length)
+        elif self._loaded[1] is not cache.layout or self._loaded[2] is not cache.suffix_kv:
+            self._load(cache)
+        return self.state
+
+    def _load(self, cache: SharedPrefixCache) -> None:
+        assert self.state is not None
+        self.state.load(cache, self._step.repeats)
+        self._loaded = (cache, cache.layout, cache.suffix_kv)
+
+    def _run(self, rows: int, sampling: SamplingParams | None) -> None:
+        """Replay the graph of these rows. Its first use captures those of all fewer rows, which are about to come."""
+        assert self.state is not None
+        tile = self.state.tile
+        way = (tile, None) if sampling is None else (tile, sampling.temperature, sampling.top_k, sampling.min_p)
+        if (bucket(rows), *way) not in self._graphs:
+            for size in buckets(rows):
+                if (size, *way) not in self._graphs:
+                    self._graphs[size, *way] = self._captured(partial(self._work, size, tile, sampling), way)
+        self._graphs[bucket(rows), *way]()
+
+    def _work(self, rows: int, tile: int, sampling: SamplingParams | None) -> None:
+        assert self.state is not None
+        if sampling is not None:
+            draw(self.state, rows, sampling)
+        self._step(self.state, rows, tile)
+
+    def _captured(self, work: Callable[[], None], way: tuple[Any, ...]) -> Callable[[], None]:
+        assert self.state is not None
+        if self.failure is not None:
+            return work
+        if way not in self._warm:  # once as it is, which compiles kernels and sets libraries up
+            self._warm.add(way)
+            with self.state.unchanged():
+                work()
         try:
-            self._run, self._logits = capture(self._window_step, tokens.device)
+            replay = capture(work, self.state.lengths.device)
         except RuntimeError as error:  # out of memory, or an operation that no graph can hold
-            if self.strict:
+            if self._raises:
                 raise
-            self._disabled = True
-            self.release()
-            warnings.warn(f"decoding goes on without CUDA graphs: {first_line(error)}", RuntimeWarning, stacklevel=2)
-            return False
-        self._cache, self._suffix_kv, self._layout = cache, cache.suffix_kv, cache.layout
-        return True
-
-    def _window_step(self) -> Tensor:
-        self._window.begin_step()
-        logits = self.step(self._tokens, self._window)
-        self._window.end_step()
-        return logits
+            self.failure = first_line(error)
+            warnings.warn(f"decoding goes on without CUDA graphs: {self.failure}", RuntimeWarning, stacklevel=2)
+            return work
+        self.captured += 1
+        return replay
 
 
-def can_be_graphed(model: Any) -> bool:
-    """Whether a step of this model can be replayed: on CUDA, and with rotary tables that no batch changes."""
-    return bool(next(model.parameters()).is_cuda) and has_fixed_rotations(model)
+def why_not_graphed(model: Any) -> str | None:
+    """Why a step of this model cannot be replayed: not on CUDA, or rotary tables that a batch changes; or None."""
+    if not next(model.parameters()).is_cuda:
+        return "it is not on a CUDA device"
+    return None if has_fixed_rotations(model) else "its rotary tables change with the length of a context"
 
 
 def has_fixed_rotations(model: Any) -> bool:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 PREFILL_TOKENS = 16384  # prompts are prefilled in chunks of about this many tokens, to bound activations
 RESUME_SCORES = 2**25  # attention scores of one chunk of a resumed context, for the same reason
 NOISE_AHEAD = 16  # positions whose noise is made at once: it costs many small operations
-JOIN_STEPS, JOIN_STEPS_GRAPHED = 4.0, 16.0  # what a join costs: moving the KV cache, and a new capture
-MAX_FINISHED = 0.25  # share of a graph's rows that may have ended and still be computed: a new capture costs more
+JOIN_STEPS = 4.0  # what a join costs: moving the KV cache
 CPU_ROWS = 16  # with more slots a CPU's step costs by the row, and an empty slot hardly anything
 
 
@@ -27,18 +26,28 @@ class Traits:
         """What it costs to let rows join those running, in decode steps; infinite where they never should."""
         if not self.joins or (self.device == "cpu" and slots > CPU_ROWS):
             return math.inf
-        return JOIN_STEPS_GRAPHED if self.graphed else JOIN_STEPS
+        return JOIN_STEPS
 
-    @property
-    def max_finished(self) -> float:
-        """The largest share of rows that have ended and are still computed."""
-        return MAX_FINISHED if self.graphed else 0.0
+    def computed(self, live: int) -> int:
+        """The rows that a step computes for `live` of them."""
+        return bucket(live) if self.graphed and live else live
+
+
+def bucket(rows: int) -> int:
+    """The rows of the graph that serves this many: 8, 16, 32, 48, 64, 96, 128, 192 and so on."""
+    power = max(8, 1 << (rows - 1).bit_length())
+    return power * 3 // 4 if power >= 64 and rows <= power * 3 // 4 else power
+
+
+def buckets(rows: int) -> list[int]:
+    """The graphs that a rollout of this many rows comes to use as they leave, largest first."""
+    return sorted({bucket(count) for count in range(1, rows + 1)}, reverse=True)
 
 
 class Scheduler:
     """Decides for `rows` completions, of which at most `max_batch` (None: all) run at a time.
 
-    `live` counts the rows that run, `rows` those that a step computes: some may have ended.
+    `live` counts the rows that run, `rows` those that a step computes: a graph's, of which some may have ended.
     """
 
     def __init__(self, rows: int, max_batch: int | None, traits: Traits) -> None:
@@ -70,16 +79,16 @@ class Scheduler:
             self._idle_steps = 0.0  # nothing waits any more
         if count:
             self._idle_steps = 0.0
-            self.rows = self.live = self.live + count
+            self.live += count
+            self.rows = self.traits.computed(self.live)
         return count
 
     def finish(self, count: int) -> bool:
         """Count rows that have ended; whether the decoder should drop them now."""
         self.live -= count
-        drops = self.rows - self.live > self.traits.max_finished * self.rows
-        if drops or not self.live:
-            self.rows = self.live
-        return drops
+        computed, before = self.traits.computed(self.live), self.rows
+        self.rows = computed
+        return computed < before
 
     def step(self) -> None:
         """Count a decode step, and what its empty slots have cost."""

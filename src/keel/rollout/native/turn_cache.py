@@ -87,18 +87,22 @@ class TurnCache:
         return sum(kv.numel() * kv.element_size() for kv in tensors)
 
 
-def weights_version(model: nn.Module) -> tuple[Any, ...]:
-    """Changes when a weight is written to or replaced, or an adapter switched: cached KV is then another model's.
-
-    torch counts the writes to a tensor; writes through `.data` are not counted, and nothing in Keel makes any.
-    """
-    tensors = tuple((id(p), p.data_ptr(), p._version) for p in model.parameters())
+def weights_layout(model: nn.Module) -> tuple[Any, ...]:
+    """Changes when a weight is replaced or an adapter switched: a graph that was captured before is another model's."""
     adapters = tuple(
         (str(layer.active_adapters), layer.disable_adapters, str(getattr(layer, "merged_adapters", ())))
         for _, layer in adapter_layers(model)
     )
     scales = tuple(str(getattr(layer, "scaling", None)) for _, layer in adapter_layers(model))
-    return tensors, adapters, scales
+    return tuple((id(p), p.data_ptr()) for p in model.parameters()), adapters, scales
+
+
+def weights_version(model: nn.Module) -> tuple[Any, ...]:
+    """Changes with the layout and when a weight is written to: cached KV is then another model's.
+
+    torch counts the writes to a tensor; writes through `.data` are not counted, and nothing in Keel makes any.
+    """
+    return tuple(p._version for p in model.parameters()), *weights_layout(model)
 
 
 def stack_prompts(prompts: list[CachedPrompt]) -> Tensor:

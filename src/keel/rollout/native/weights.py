@@ -15,6 +15,8 @@ from keel.models.fingerprint import adapter_layers, fingerprint
 from keel.models.head import causal_lm, evaluating, module_dtype
 from keel.models.load import cast_parameters
 from keel.models.lora import adapter_is_zero, is_lora
+from keel.models.sharding import through
+from keel.models.whole import whole
 from keel.rollout.native.fused import join_projections
 
 _UNMERGED = "build the engine with merge=False"
@@ -61,7 +63,7 @@ def _merged_tensors(name: str, module: Any) -> Iterator[tuple[str, Tensor]]:
         if leaf == "weight" and not module.merged and not module.disable_adapters:
             for adapter in module.active_adapters:
                 if adapter in module.scaling:
-                    tensor = tensor + module.get_delta_weight(adapter).to(tensor.dtype)
+                    tensor = whole(tensor) + module.get_delta_weight(adapter).to(tensor.dtype)
         yield leaf, tensor
 
 
@@ -165,7 +167,7 @@ class WeightCopy:
             self.model = self._rebuild(policy)
             self._verified = False
         for name, tensor in _tensors(self.model).items():
-            tensor.copy_(source[name])
+            tensor.copy_(whole(source[name]))
         if is_lora(self.model):
             _copy_adapter_state(self.model, policy)
             self.model.requires_grad_(False)
@@ -202,6 +204,11 @@ def _check_not_merged_and_off(policy: nn.Module) -> None:
             raise KeelError(f"the adapter of {name} is merged and switched off at once: call unmerge_adapter() first")
 
 
+def _logits(model: nn.Module, ids: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
+
+
 def _logits_difference(policy: nn.Module, twin: nn.Module) -> tuple[float, float]:
     """Largest difference of two models' logits on a few tokens, relative to their spread, and what rounding allows."""
     vocabulary = causal_lm(policy).config.get_text_config().vocab_size
@@ -210,7 +217,7 @@ def _logits_difference(policy: nn.Module, twin: nn.Module) -> tuple[float, float
     for model in (policy, twin):
         with evaluating(model):
             device = next(model.parameters()).device
-            logits.append(model(input_ids=ids.to(device), use_cache=False).logits.float().cpu())
+            logits.append(through(model, _logits, ids.to(device)).float().cpu())
     half = {module_dtype(policy), module_dtype(twin)} & {torch.float16, torch.bfloat16}
     difference = float((logits[1] - logits[0]).abs().max() / logits[0].std().clamp(min=1e-6))
     return difference, 0.2 if half else 1e-3

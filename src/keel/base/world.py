@@ -1,0 +1,179 @@
+"""The processes of a run: which one this is, how many there are, and what they tell each other. One alone is silent.
+
+Every process draws all problems, samples its share, and then knows all groups; every process runs its share of the
+passes, and then knows all scores. What is decided from them is decided alike everywhere, and only the first writes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from keel.base.alive import joined, process_count, process_rank, watched
+from keel.base.errors import KeelError
+from keel.base.metrics import Metric, Metrics, merge, to_host
+
+T = TypeVar("T")
+BUCKET = 2**24  # numbers that one sum carries
+COLLECTIVE = timedelta(minutes=30)  # the longest wait for a rank that is there, such as for rank 0's report
+
+
+@dataclass(frozen=True)
+class World:
+    """`rank` of `size` processes. With a size of 1 nothing is sent and nobody waits.
+
+    Whatever sends is called by all processes, in the same order.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that writes and speaks."""
+        return self.rank == 0
+
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        """This process's part of what all have: every `size`-th, whole."""
+        return items[self.rank :: self.size]
+
+    def gather(self, value: T) -> list[T]:
+        """Everybody's value, by rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def agree(self, value: T) -> T:
+        """The first process's value."""
+        if self.size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def any(self, flag: bool) -> bool:
+        """Whether it holds anywhere."""
+        return flag if self.size == 1 else any(self.gather(flag))
+
+    def wait(self) -> None:
+        """Until all processes are here."""
+        if self.size > 1:
+            dist.barrier()
+
+    def reduce(self, metrics: Metrics) -> dict[str, Metric]:
+        """Partial results of all processes together, in Python's numbers: exact, quantiles too."""
+        merged: dict[str, Metric] = {}
+        for part in self.gather(to_host(metrics)):
+            merged = merge(merged, part)
+        return merged
+
+    def mesh(self, device: torch.device, shard_size: int | None = None) -> DeviceMesh:
+        """All processes in one row, or in rows of `shard_size` that each hold one copy of the weights."""
+        if shard_size is None:
+            return init_device_mesh(device.type, (self.size,), mesh_dim_names=("shard",))
+        if self.size % shard_size:
+            raise KeelError(
+                f"{self.size} processes cannot be divided into rows of {shard_size}: set parallel.shard_size to a "
+                f"divisor of {self.size}"
+            )
+        shape = (self.size // shard_size, shard_size)
+        return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+    def sum_(self, tensors: Iterable[Tensor]) -> None:
+        """Replace each tensor by its sum over all processes; of half precision in fp32."""
+        if self.size == 1:
+            return
+        for bucket in _buckets(tensors):
+            wide = torch.promote_types(bucket[0].dtype, torch.float32)
+            flat = torch.cat([tensor.detach().reshape(-1).to(wide) for tensor in bucket])
+            dist.all_reduce(flat)
+            for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+
+ALONE = World()
+
+
+def first_process() -> bool:
+    """Whether this process speaks: it was started alone, or as the first of several."""
+    return process_rank() == 0
+
+
+@contextmanager
+def open_world(device: str = "auto", *, settings: Mapping[str, Any] | None = None, resume: str = "") -> Iterator[World]:
+    """The processes that torchrun (or what sets its variables) has started; ALONE where there is one.
+
+    All must have the same `settings`; a failure of one ends all of them, and says to go on by `resume`.
+    """
+    if process_count() == 1:
+        yield ALONE
+        return
+    if dist.is_initialized():  # by an outer call, which also closes it
+        yield World(dist.get_rank(), dist.get_world_size())
+        return
+    world = World(process_rank(), process_count())
+    if not world.leads:
+        logging.getLogger("keel").setLevel(logging.ERROR)
+        warnings.simplefilter("ignore")
+    with joined(resume) as store:
+        cuda = torch.cuda.is_available() and device != "cpu"
+        if cuda:
+            _take_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=COLLECTIVE)
+        with watched(resume):
+            _check_alike(world, settings or {})
+            yield world
+        dist.destroy_process_group()
+
+
+def _check_alike(world: World, own: Mapping[str, Any]) -> None:
+    """Refuse ranks that were started with something else than rank 0."""
+    first = world.agree(own)
+    different = [name for name in dict.fromkeys((*first, *own)) if first.get(name) != own.get(name)]
+    for rank, names in enumerate(world.gather([(name, own.get(name)) for name in different])):
+        if names:
+            name, value = names[0]
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise KeelError(
+                f"rank {rank} of {world.size} has {name} {value}, rank 0 has {first.get(name)}{more}: start all ranks "
+                "with the same command on the same installation"
+            )
+
+
+def _take_device(local_rank: int) -> None:
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise KeelError(
+            f"process {local_rank} of this machine finds {count} CUDA devices: start at most {count} processes here, "
+            "or set model.device=cpu"
+        )
+    torch.cuda.set_device(local_rank)
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one type and device, as many as one sum carries."""
+    bucket: list[Tensor] = []
+    count = 0
+    for tensor in tensors:
+        alike = not bucket or (bucket[0].dtype, bucket[0].device) == (tensor.dtype, tensor.device)
+        if bucket and (not alike or count + tensor.numel() > BUCKET):
+            yield bucket
+            bucket, count = [], 0
+        bucket.append(tensor)
+        count += tensor.numel()
+    if bucket:
+        yield bucket

@@ -1,0 +1,123 @@
+"""A step on several devices: what each holds and sends, by layout, from the dry run of one device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from keel.config import Config
+from keel.lab.plan.dry_run import StepCost
+from keel.lab.plan.hardware import Hardware
+from keel.models.load import LoadedModel
+from keel.run.footprint import Job, Layout, ModelShape, Passes, held, passing, sent, shape_of
+from keel.run.layout import choose, job_of, layouts
+
+DEVICES = (1, 2, 4, 8)
+MACHINE = 8  # devices of a machine, where more of them are planned
+_HELD = ("weights", "sampler", "reference", "optimizer")
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One device of a layout: bytes by part, peaks by phase, bytes sent in a step; a run takes the `chosen` one."""
+
+    layout: Layout
+    parts: dict[str, int]
+    phases: dict[str, int]
+    sent: dict[str, int]
+    limit: int
+    chosen: bool
+
+    @property
+    def peak(self) -> int:
+        return max(self.phases.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.limit
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {**asdict(self), "peak": self.peak, "fits": self.fits}
+
+
+def rank_plans(
+    config: Config, loaded: LoadedModel, cost: StepCost, hardware: Hardware, devices: Sequence[int] = DEVICES
+) -> tuple[RankPlan, ...]:
+    """Every layout on each number of devices; one device whole is the dry run itself."""
+    shape, job = shape_of(loaded.model), job_of(config, loaded, hardware.kind)
+    plans: list[RankPlan] = []
+    for count in devices:
+        # Processes on a CPU share its memory.
+        limit = hardware.memory_bytes // (count if hardware.kind == "cpu" else 1)
+        machine = min(count, MACHINE)
+        memory = limit if hardware.kind == "cuda" else None
+        chosen = choose(config, shape, job, count, machine=machine, memory=memory)
+        for layout in layouts(config, shape, count, machine):
+            plans.append(_rank(config, shape, job, layout, cost, limit, chosen=layout == chosen))
+    return tuple(plans)
+
+
+def _rank(
+    config: Config, shape: ModelShape, job: Job, layout: Layout, cost: StepCost, limit: int, *, chosen: bool
+) -> RankPlan:
+    passes = step_passes(config, cost.micros, layout.devices)
+    temporary = passing(shape, job, layout, passes)
+    shares = _shares(config, cost.micros, layout.devices)
+    parts = {name: int(size * shares.get(name, 1.0)) for name, size in cost.parts.items()}
+    parts |= {**(held(shape, job, layout) if layout.spread else {}), **temporary}
+    stepped = parts["gradients"] / cost.parts["gradients"]  # of the numbers that the optimizer updates
+    fixed, states = cost.parts["workspaces"], cost.parts["reference states"]
+    moments_host = cost.parts["optimizer"] if config.optim.offload else 0
+    phases = {}
+    for name, peak in cost.phases.items():
+        scoring = name in ("reference", "update")
+        lasting = (*_HELD, "gradients") if name in ("update", "optimizer step") else _HELD
+        away = min(moments_host, cost.host) if name == "reference" else cost.host  # the reference is back by then
+        besides = fixed + (states if name != "rollout" else 0)
+        working = peak - (sum(cost.parts[part] for part in lasting) - away) - besides
+        share = shares["activations"] if scoring else shares["cache"] if name == "rollout" else stepped
+        now = sum(parts[part] for part in lasting) - (0 if layout.spread else away)
+        besides = fixed + (parts["reference states"] if name != "rollout" else 0)
+        phases[name] = now + int(working * share) + besides + (sum(temporary.values()) if scoring else 0)
+    return RankPlan(layout, parts, phases, sent(shape, job, layout, passes), limit, chosen)
+
+
+def step_passes(config: Config, micros: int, devices: int) -> Passes:
+    """The passes of one device in a step of full length, from the microbatches that one alone makes of an update."""
+    minibatches, loss, kl = config.optim.minibatches, config.loss, config.kl
+    own = math.ceil(micros / devices) * minibatches
+    needs_reference = config.needs_reference or kl.collect_max is not None
+    first = kl.collect_max is not None or (kl.placement == "reward" and config.needs_reference) or minibatches > 1
+    return Passes(
+        training=own * loss.num_iterations,
+        scoring=own if first else 0,
+        reference=own if needs_reference else 0,
+        updates=minibatches * loss.num_iterations,
+        tokens=config.episodes_per_step * config.rollout.max_completion_length,
+    )
+
+
+def _shares(config: Config, micros: int, devices: int) -> dict[str, float]:
+    """Of what one device holds for its batch, the share that each of several holds."""
+    rollout = config.rollout
+    groups = math.ceil(rollout.prompts_per_step / config.optim.minibatches)
+    own = math.ceil(groups / devices)
+    together = min(rollout.max_batch or config.episodes_per_step, config.episodes_per_step)
+    rows = math.ceil(rollout.prompts_per_step / devices) * rollout.num_generations
+    return {
+        "activations": min(1.0, own / math.ceil(groups / micros)),
+        "reference states": own / groups,
+        "cache": min(1.0, rows / together),
+    }
+
+
+def fewest(plans: Sequence[RankPlan]) -> RankPlan | None:
+    """The fewest devices on which a step fits, in the layout that a run takes there if it can."""
+    fitting = [plan for plan in plans if plan.fits]
+    return min(fitting, key=lambda plan: (plan.layout.devices, not plan.chosen), default=None)
+
+
+__all__ = ["DEVICES", "RankPlan", "fewest", "rank_plans", "step_passes"]

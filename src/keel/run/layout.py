@@ -1,0 +1,116 @@
+"""How the weights of a run are laid out over its processes: whole on each, or spread by FSDP2."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from keel.base.errors import KeelError
+from keel.base.world import World
+from keel.config import Config
+from keel.models.load import DTYPES, LoadedModel
+from keel.models.sharding import shard
+from keel.reference.kinds import RuleReference
+from keel.rollout.options import RolloutOptions
+from keel.run.footprint import Job, Layout, ModelShape, held, shape_of
+from keel.trainer.optim import resolve_amp_dtype
+
+ROOM = 0.6  # share of a device's memory that may be taken for good: activations and samples need the rest
+
+
+def layout_of(config: Config, loaded: LoadedModel, world: World) -> Layout:
+    """The layout of this run: as configured, or what has room on this device."""
+    chosen = config.parallel.sharding
+    if not dist.is_initialized() or (world.size == 1 and chosen == "auto"):
+        return Layout(world.size)
+    machine, memory = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), None
+    if loaded.device.type == "cuda":  # the smallest of all devices, so that all processes choose alike
+        memory = min(world.gather(torch.cuda.get_device_properties(loaded.device).total_memory))
+    job = job_of(config, loaded, loaded.device.type)
+    return choose(config, shape_of(loaded.model), job, world.size, machine=world.agree(machine), memory=memory)
+
+
+def choose(config: Config, shape: ModelShape, job: Job, devices: int, *, machine: int, memory: int | None) -> Layout:
+    """The layout of a run on `devices`, of which a `machine` has so many, each of so much `memory` (None: unknown).
+
+    `auto` takes the first of `layouts` whose lasting bytes leave room on a device, and the last where none does.
+    """
+    candidates = layouts(config, shape, devices, machine)
+    chosen = config.parallel.sharding
+    if chosen != "auto":
+        return next(layout for layout in candidates if layout.sharding == chosen)
+    if memory is None:
+        return candidates[0]
+    roomy = (layout for layout in candidates if sum(held(shape, job, layout).values()) <= ROOM * memory)
+    return next(roomy, candidates[-1])
+
+
+def layouts(config: Config, shape: ModelShape, devices: int, machine: int) -> list[Layout]:
+    """Every layout that this run can have on so many devices, in the order of what each device sends."""
+    parallel, unfit = config.parallel, _unfit(config)
+    if unfit and parallel.sharding in ("full", "hybrid"):
+        raise KeelError(
+            f"{unfit} does not work with parallel.sharding={parallel.sharding}: leave it out, or use "
+            "parallel.sharding=none"
+        )
+    rows = parallel.shard_size or machine
+    able = not unfit and bool(shape.blocks)
+    hybrid = parallel.sharding == "hybrid" or (able and devices > rows > 1 and devices % rows == 0)
+    full = parallel.sharding == "full" or (able and devices > 1)
+    return [
+        Layout(devices),
+        *([Layout(devices, "hybrid", rows, parallel.offload)] if hybrid else []),
+        *([Layout(devices, "full", devices, parallel.offload)] if full else []),
+    ]
+
+
+def sampler_options(config: Config, device: str, amp_dtype: torch.dtype | None) -> RolloutOptions:
+    """`rollout` with its dtype decided: on a GPU a sampler in the type of the training passes is faster, and nearer."""
+    rollout = config.rollout
+    native = rollout.named_engine.name == "native"
+    if rollout.dtype != "auto" or not native or amp_dtype is None or device != "cuda":
+        return rollout
+    if config.model.quantization is not None:  # those weights are in a type of their own
+        return rollout
+    return rollout.model_copy(update={"dtype": str(amp_dtype).removeprefix("torch.")})
+
+
+def job_of(config: Config, loaded: LoadedModel, device: str) -> Job:
+    """What this run holds beside the policy's weights on such a device."""
+    amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype, loaded.device)
+    sampler = sampler_options(config, device, amp_dtype)
+    same = sampler.dtype == "auto" or DTYPES[sampler.dtype] == loaded.dtype
+    sampler_item = None if same else DTYPES[sampler.dtype].itemsize
+    reference = (config.needs_reference or config.kl.collect_max is not None) and loaded.lora is None
+    return Job(
+        pass_item=None if amp_dtype is None else amp_dtype.itemsize,
+        sampler_item=sampler_item if sampler.named_engine.name == "native" else 0,
+        reference=reference,
+        reference_offload=bool(config.reference.params.get("offload")),
+        masters=config.reference.kind == "ema" and loaded.dtype.itemsize < 4,
+        exact=config.kl.needs_exact,
+    )
+
+
+def spread(layout: Layout, loaded: LoadedModel, reference: Any, world: World, amp_dtype: torch.dtype | None) -> None:
+    """Spread the policy's weights over the processes, and those of a reference that are a model of their own."""
+    mesh = world.mesh(loaded.device, layout.shards if layout.sharding == "hybrid" else None)
+    sharder = partial(shard, mesh=mesh, amp_dtype=amp_dtype)
+    sharder(loaded.model, offload=layout.offload)
+    if isinstance(reference, RuleReference):
+        reference.spread(sharder)
+
+
+def _unfit(config: Config) -> str | None:
+    """The option that does not work on spread weights, if there is one."""
+    wrong = {
+        "optim.optimizer=adamw8bit": config.optim.optimizer == "adamw8bit",
+        "optim.offload=true": config.optim.offload,
+        f"model.quantization={config.model.quantization}": config.model.quantization is not None,
+        "model.compile=true": config.model.compile,
+    }
+    return next((option for option, given in wrong.items() if given), None)

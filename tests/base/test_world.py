@@ -1,0 +1,72 @@
+"""Processes that tell each other what they have: the same everywhere, and nothing where there is one."""
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from keel.base import world as module
+from keel.base.errors import KeelError
+from keel.base.metrics import EffectiveSampleSize, Max, Mean, Quantile, Sum, values
+from keel.base.world import ALONE, World
+
+SIZE = 2
+
+
+def test_one_alone_gets_its_own_back():
+    tensor, metrics = torch.ones(2), {"a": Sum(1.0)}
+    ALONE.sum_([tensor])
+    ALONE.wait()
+    assert tensor.tolist() == [1.0, 1.0]
+    assert ALONE.reduce(metrics) == metrics
+    assert (ALONE.share([1, 2]), ALONE.gather(3), ALONE.agree(4), ALONE.any(False), ALONE.leads) == (
+        [1, 2],
+        [3],
+        4,
+        False,
+        True,
+    )
+
+
+@pytest.mark.parametrize(("count", "size"), [(7, 3), (2, 4), (0, 2)])
+def test_shares_are_disjoint_and_complete(count, size):
+    shares = [World(rank, size).share(range(count)) for rank in range(size)]
+    assert sorted(item for share in shares for item in share) == list(range(count))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_rows_that_do_not_divide_the_processes_are_refused():
+    with pytest.raises(KeelError, match="4 processes cannot be divided into rows of 3"):
+        World(0, 4).mesh(torch.device("cpu"), 3)
+
+
+def _process(rank, folder):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=SIZE)
+    try:
+        world, module.BUCKET = World(rank, SIZE), 5  # numbers: the sum below takes several
+        metrics = {
+            "sum": Sum(1.0 + rank),
+            "mean": Mean(10.0 * rank, 1 + 2 * rank),
+            "max": Max(float(-rank)),
+            "ess": EffectiveSampleSize(*((1.0, 1.0, 1.0) if rank == 0 else (6.0, 18.0, 2.0))),
+            "median": Quantile(0.5, (1.0, 2.0) if rank == 0 else (9.0,)),
+            **({"only": Sum(torch.tensor(7.0))} if rank == 1 else {}),
+        }
+        tensors = [torch.full((2, 3), 1.0 + rank), torch.tensor(rank + 0.5), torch.full((4,), 0.1 * rank).bfloat16()]
+        world.sum_(tensors)
+        told = (world.gather(f"rank {rank}"), world.agree(rank + 5), world.any(rank == 1), world.any(False))
+        torch.save((values(world.reduce(metrics)), told, tensors), f"{folder}/rank-{rank}.pt")
+        world.wait()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_two_processes_agree(tmp_path):
+    mp.spawn(_process, args=(str(tmp_path),), nprocs=SIZE)
+    expected = {"sum": 3.0, "mean": 2.5, "max": 0.0, "ess": 7**2 / (3 * 19), "median": 2.0, "only": 7.0}
+    for rank in range(SIZE):
+        metrics, told, tensors = torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False)
+        assert metrics == pytest.approx(expected)
+        assert told == (["rank 0", "rank 1"], 5, True, False)
+        assert [t.flatten().tolist() for t in tensors[:2]] == [[3.0] * 6, [2.0]]
+        assert torch.equal(tensors[2], torch.full((4,), 0.1).bfloat16())

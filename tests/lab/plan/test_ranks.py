@@ -1,0 +1,97 @@
+"""A plan of several devices: one of them is the dry run itself, and the others follow from it."""
+
+import json
+
+import pytest
+
+from keel.cli import main
+from keel.config import load_config
+from keel.lab.plan.hardware import find_hardware
+from keel.lab.plan.plan import plan
+from keel.lab.plan.ranks import fewest, step_passes
+from keel.run.footprint import Passes
+
+BASE = {
+    "task": {"name": "arithmetic", "skill": "max"},
+    "rollout": {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 24},
+    "optim": {"microbatch_tokens": 256},
+    "kl": {"beta": 0.01},
+}
+HELD = ("weights", "sampler", "reference", "optimizer", "gradients")
+JOBS = {
+    "full weights": [],
+    "bf16 passes, exact KL": ["optim.precision=bfloat16", "kl.estimator=exact"],
+    "LoRA": ["model.lora={r: 4}"],
+    "offloaded": ["reference.offload=true", "optim.offload=true"],
+}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_one_device_is_the_dry_run(job):
+    estimate = plan(load_config(BASE, JOBS[job]), find_hardware("h100"), 12)
+    alone = estimate.ranks[0]
+    assert (alone.layout.devices, alone.layout.sharding, alone.chosen) == (1, "none", True)
+    assert alone.phases == estimate.phases
+    assert alone.parts == {**estimate.parts, "gathered": 0, "rows": 0}
+    assert set(alone.sent.values()) == {0}
+    spread = [rank for rank in estimate.ranks if rank.layout.spread]
+    assert [rank.layout.devices for rank in spread] == ([] if job == "offloaded" else [2, 4, 8])
+    for rank in spread:
+        smaller = ("weights",) if job == "LoRA" else ("weights", "reference", "optimizer", "gradients")
+        for name in smaller:
+            assert estimate.parts[name] / rank.layout.devices <= rank.parts[name] < estimate.parts[name]
+        assert sum(rank.sent.values()) > 0
+
+
+def test_a_device_that_is_too_small_for_whole_weights():
+    """Weights and moments that two devices share leave room where one has none."""
+    config = load_config(BASE, ["rollout.dtype=bfloat16", "rollout.prompts_per_step=2"])
+    estimate = plan(config, find_hardware("h100", memory_gib=0.1), 12, devices=(2,))
+    none, full = estimate.ranks
+    assert full.peak < none.peak
+    tight = find_hardware("h100", memory_gib=(none.peak + full.peak) / 2 / 2**30)
+    none, full = plan(config, tight, 12, devices=(2,)).ranks
+    assert full.fits
+    assert not none.fits
+    assert fewest([none, full]) == full
+    assert fewest([none]) is None
+
+
+def test_processes_on_a_cpu_share_its_memory():
+    estimate = plan(load_config(BASE), find_hardware("cpu", memory_gib=8), 12)
+    assert {rank.layout.devices: rank.limit for rank in estimate.ranks} == {n: 2**33 // n for n in (1, 2, 4, 8)}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices", "expected"),
+    [
+        ([], 1, Passes(training=6, reference=6, updates=1, tokens=384)),
+        ([], 4, Passes(training=2, reference=2, updates=1, tokens=384)),
+        (["kl.beta=0", "kl.measure_every=0"], 8, Passes(training=1, tokens=384)),
+        (["optim.minibatches=2", "loss.num_iterations=3"], 2, Passes(18, 6, 6, 6, 384)),
+        (["kl.placement=reward", "kl.estimator=k1"], 6, Passes(training=1, scoring=1, reference=1, tokens=384)),
+    ],
+)
+def test_passes_of_a_device(overrides, devices, expected):
+    """Six microbatches an update on one device."""
+    assert step_passes(load_config(BASE, overrides), 6, devices) == expected
+
+
+def test_the_command_answers_for_a_number_of_devices(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(BASE))
+    asked = ["plan", str(path), "--hardware", "h100", "--prompt-tokens", "12"]
+    assert main([*asked, "--nproc", "16", "--json"]) == 0
+    ranks = json.loads(capsys.readouterr().out)["ranks"]
+    assert [(rank["layout"]["sharding"], rank["layout"]["shards"]) for rank in ranks] == [
+        ("none", 1),
+        ("hybrid", 8),
+        ("full", 16),
+    ]
+    assert [rank["chosen"] for rank in ranks] == [True, False, False]
+    assert main([*asked, "--nproc", "2", "--memory-gib", "0.001"]) == 1
+    shown = capsys.readouterr().out
+    assert "parallel.sharding=full is what this run takes, and does not fit" in shown
+    assert "no layout fits: take more devices" in shown
+    assert main([*asked, "--nproc", "0"]) == 2
+    assert "--nproc is 0: a run has at least one process" in capsys.readouterr().err

@@ -1,0 +1,217 @@
+"""What a layout costs: figures by hand for a 7B Llama, and what really lies on each of two processes."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from keel.base.errors import KeelError
+from keel.base.world import World
+from keel.config import load_config
+from keel.models.whole import own_part
+from keel.run.build import build_policy, build_run
+from keel.run.footprint import Job, Layout, ModelShape, Parameter, Passes, held, passing, sent, shape_of
+from keel.run.layout import choose, job_of, layouts
+from keel.trainer.state import State
+from keel.trainer.step import train_step
+
+H, INNER, LAYERS, VOCABULARY = 4096, 11008, 32, 32000
+BLOCK = 4 * H * H + 3 * H * INNER + 2 * H  # 202,383,360
+REST = 2 * VOCABULARY * H + H  # 262,148,096
+N = LAYERS * BLOCK + REST
+
+
+def llama_7b(item=4, trained=True, adapters=()):
+    """Llama 2 7B."""
+    weights = [(H, H)] * 4 + [(INNER, H)] * 2 + [(H, INNER)] + [(H,)] * 2
+    block = tuple(Parameter(shape, item, trained) for shape in weights)
+    rest = tuple(Parameter(shape, item, trained) for shape in ((VOCABULARY, H), (H,), (VOCABULARY, H)))
+    return ModelShape((block,) * LAYERS, rest, adapters)
+
+
+def test_the_shape_is_llama_7b():
+    assert sum(p.numel for p in llama_7b().parameters) == N == 6_738_415_616
+
+
+def test_whole_weights_on_each_of_8_devices():
+    """Weights, gradients, two moments and a frozen reference in fp32, a sampler in bf16: 22 bytes a parameter."""
+    parts = held(llama_7b(), Job(pass_item=2, sampler_item=2, reference=True), Layout(8))
+    assert parts == {"weights": 4 * N, "sampler": 2 * N, "reference": 4 * N, "optimizer": 8 * N, "gradients": 4 * N}
+
+
+def test_full_sharding_leaves_an_eighth_and_the_sampler():
+    parts = held(llama_7b(), Job(pass_item=2, sampler_item=2, reference=True), Layout(8, "full", 8))
+    assert parts == {
+        "weights": 4 * N // 8,
+        "sampler": 2 * N,
+        "reference": 4 * N // 8,
+        "optimizer": 8 * N // 8,
+        "gradients": 4 * N // 8,
+    }
+    assert round(sum(parts.values()) / 2**30, 2) == 28.24
+
+
+def test_hybrid_of_16_devices_in_rows_of_8_holds_what_8_hold():
+    job = Job(pass_item=2, sampler_item=2, reference=True)
+    assert held(llama_7b(), job, Layout(16, "hybrid", 8)) == held(llama_7b(), job, Layout(8, "full", 8))
+
+
+def test_adapters_stay_whole_and_a_frozen_base_has_no_moments():
+    adapters = (Parameter((16, H), 4), Parameter((H, 16), 4), Parameter((8, H), 4, trained=False))
+    parts = held(llama_7b(2, False, adapters), Job(pass_item=2), Layout(4, "full", 4))
+    trained, idle = 4 * 2 * 16 * H, 4 * 8 * H
+    assert parts == {
+        "weights": 2 * N // 4 + trained + idle,
+        "sampler": 2 * N + trained + idle,
+        "reference": 0,
+        "optimizer": 2 * trained,
+        "gradients": trained,
+    }
+
+
+def test_offload_leaves_the_sampler_and_the_reference():
+    parts = held(llama_7b(), Job(pass_item=2, sampler_item=2, reference=True), Layout(8, "full", 8, offload=True))
+    assert parts == {"weights": 0, "sampler": 2 * N, "reference": N // 2, "optimizer": 0, "gradients": 0}
+    job = Job(pass_item=2, sampler_item=2, reference=True, reference_offload=True)
+    assert held(llama_7b(), job, Layout(8, "full", 8, offload=True))["reference"] == 0
+
+
+def test_experts_are_cut_by_experts():
+    """128 experts in one tensor: 256 devices hold no less than 128."""
+    experts = Parameter((128, 1536, 2048), 4)
+    assert experts.part(64) == 2 * 1536 * 2048
+    assert experts.part(128) == experts.part(256) == 1536 * 2048
+    assert experts.part(3) == 43 * 1536 * 2048
+
+
+def test_what_is_gathered_for_a_pass():
+    """Two blocks in bf16, embeddings and head in fp32; gradients likewise, of one block; a buffer for their sum."""
+    parts = passing(llama_7b(), Job(pass_item=2), Layout(8, "full", 8), Passes(tokens=1000))
+    assert parts["gathered"] == 2 * 2 * BLOCK + 4 * REST + 2 * BLOCK + 4 * REST + 4 * REST
+    assert parts["rows"] == 10 * 4 * 1000
+    frozen = passing(llama_7b(2, False), Job(pass_item=2), Layout(8, "full", 8), Passes())
+    assert frozen["gathered"] == 2 * 2 * BLOCK + 2 * REST
+    assert passing(llama_7b(), Job(), Layout(1), Passes(tokens=1000)) == {"gathered": 0, "rows": 0}
+
+
+def test_bytes_on_the_wire_of_full_sharding():
+    """A step of 4 passes with a reference: forward and backward gather each, the reference once a pass."""
+    passes = Passes(training=4, reference=4, updates=1, tokens=10_000)
+    parts = sent(llama_7b(), Job(pass_item=2, sampler_item=2, reference=True), Layout(8, "full", 8), passes)
+    gathered = 2 * LAYERS * BLOCK + 4 * REST
+    assert parts == {
+        "update: gather": 2 * 4 * gathered * 7 // 8,
+        "update: gradients": 4 * 4 * N * 7 // 8,
+        "score: gather": 4 * gathered * 7 // 8,
+        "weight sync": (4 + 4 + 2) * N * 7 // 8,
+        "groups": 24 * 10_000 * 7 // 8,
+        "scores": 2 * 3 * 4 * 10_000 * 7 // 8,
+    }
+
+
+def test_bytes_on_the_wire_of_hybrid_and_replicated():
+    passes = Passes(training=4, updates=2)
+    hybrid = sent(llama_7b(), Job(), Layout(16, "hybrid", 8), passes)
+    assert hybrid["update: gather"] == 2 * 4 * 4 * N * 7 // 8
+    assert hybrid["update: gradients"] == 4 * (4 * N * 7 // 8 + 2 * (4 * N // 8) // 2)
+    replicated = sent(llama_7b(), Job(), Layout(4), passes)
+    assert replicated == dict.fromkeys(replicated, 0) | {"update: gradients": 2 * 2 * 4 * N * 3 // 4}
+    assert set(sent(llama_7b(), Job(), Layout(1), passes).values()) == {0}
+
+
+def test_adapters_are_summed_once_an_update():
+    adapters = (Parameter((16, H), 4), Parameter((H, 16), 4))
+    parts = sent(llama_7b(2, False, adapters), Job(pass_item=2), Layout(4, "full", 4), Passes(training=8, updates=2))
+    assert parts["update: gradients"] == 2 * 2 * 4 * 2 * 16 * H * 3 // 4
+    assert parts["update: gather"] == 2 * 8 * 2 * N * 3 // 4
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("devices", "memory", "expected"),
+    [
+        (8, 300 * GIB, Layout(8)),  # 138 GiB for good
+        (8, 139 * GIB, Layout(8, "full", 8)),
+        (16, 139 * GIB, Layout(16, "hybrid", 8)),
+        (16, 40 * GIB, Layout(16, "full", 16)),  # 28 GiB on 8 of them, 20 GiB on 16
+        (16, 30 * GIB, Layout(16, "full", 16)),  # nothing has room
+        (12, 139 * GIB, Layout(12, "full", 12)),  # no rows of 8
+        (1, 10 * GIB, Layout(1)),
+        (8, None, Layout(8)),
+    ],
+)
+def test_auto_takes_the_first_that_leaves_room(devices, memory, expected):
+    config = load_config({"task": {"name": "arithmetic", "skill": "max"}})
+    job = Job(pass_item=2, sampler_item=2, reference=True)
+    assert choose(config, llama_7b(), job, devices, machine=8, memory=memory) == expected
+
+
+def test_a_layout_that_is_named_is_taken_or_refused():
+    base = {"task": {"name": "arithmetic", "skill": "max"}}
+    job = Job()
+    named = load_config(base, ["parallel.sharding=hybrid", "parallel.shard_size=4", "parallel.offload=true"])
+    assert choose(named, llama_7b(), job, 8, machine=8, memory=None) == Layout(8, "hybrid", 4, True)
+    whole = load_config(base, ["parallel.sharding=none"])
+    assert choose(whole, llama_7b(), job, 8, machine=8, memory=1) == Layout(8)
+    with pytest.raises(KeelError, match=r"optim\.offload=true does not work with parallel\.sharding=full"):
+        choose(
+            load_config(base, ["parallel.sharding=full", "optim.offload=true"]), llama_7b(), job, 8, machine=8, memory=1
+        )
+    assert layouts(load_config(base, ["optim.offload=true"]), llama_7b(), 8, 8) == [Layout(8)]
+    assert layouts(load_config(base), ModelShape((), llama_7b().rest), 8, 8) == [Layout(8)]
+
+
+TINY = {
+    "model": {"name": "tiny", "device": "cpu"},
+    "task": {"name": "arithmetic", "skill": "max"},
+    "rollout": {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4},
+    "kl": {"beta": 0.05},
+    "parallel": {"sharding": "full"},
+}
+
+
+def lying_here(built):
+    """Bytes of this process's parts."""
+    run, bytes_of = built.run, lambda tensors: sum(own_part(x).nbytes for x in tensors)
+    with run.reference.model() as reference:
+        frozen = 0 if reference is run.policy.model else bytes_of(reference.parameters())
+    moments = [x for state in run.optimizer.inner.state.values() for x in state.values() if x.dim()]
+    return {
+        "weights": bytes_of(run.policy.model.parameters()),
+        "sampler": bytes_of(run.engine.model.parameters()),
+        "reference": frozen,
+        "optimizer": bytes_of(moments),
+    }
+
+
+def _process(rank, folder):
+    torch.set_num_threads(1)
+    os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    try:
+        results = []
+        for overrides in ([], ["model.lora={r: 4}"]):
+            config = load_config(TINY, overrides)
+            loaded = build_policy(config)
+            counted = held(shape_of(loaded.model), job_of(config, loaded, "cpu"), Layout(2, "full", 2))
+            built = build_run(config, loaded, world=World(rank, 2))
+            train_step(built.run, State(kl=built.run.controller.init()))
+            results.append((counted, lying_here(built)))
+        torch.save(results, Path(folder) / f"{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_counted_bytes_are_those_that_lie_on_two_processes(tmp_path):
+    """The first process has exactly what is counted; the second may have less, where a dimension is odd."""
+    mp.spawn(_process, args=(str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
+    for (counted, on_first), (_, on_second) in zip(first, second, strict=True):
+        assert on_first == {name: counted[name] for name in on_first}
+        for name, size in on_second.items():
+            assert 0.99 * counted[name] <= size <= counted[name]
