@@ -37,8 +37,8 @@ def nccl(tmp_path):
 @pytest.mark.parametrize("name", CASES)
 def test_a_sharded_policy_computes_the_step_of_a_plain_one(name, nccl):
     overrides = [*NATIVE, *CASES[name]]
-    expected, lines = gradients([*overrides, "parallel.sharding=none"], ALONE)
-    updates, sharded = gradients([*overrides, "parallel.sharding=full"], nccl)
+    expected, lines, _ = gradients([*overrides, "parallel.sharding=none"], ALONE)
+    updates, sharded, _ = gradients([*overrides, "parallel.sharding=full"], nccl)
     half = "bfloat16" in name  # norms are rounded to half precision in a sharded block, and weight gradients with them
     assert relative_error(updates[0], expected[0]) < (0.1 if half else 1e-4)
     for key in ("loss/total", "grad/norm", "kl/sampler_policy/k3/mean", "reward/mean", "length/mean"):
@@ -46,7 +46,13 @@ def test_a_sharded_policy_computes_the_step_of_a_plain_one(name, nccl):
     assert sharded[0]["kl/sampler_policy/k3/mean"] < 1e-3
 
 
-def test_gradients_travel_by_nccl(nccl):
+def test_gradients_travel_by_nccl(nccl, monkeypatch):
+    """One process alone, told that it is two: tensors go through NCCL in fp32 and come back as they were."""
+    sent, all_reduce = [], dist.all_reduce
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda flat: (sent.append((flat.dtype, flat.device.type)), all_reduce(flat))
+    )
     tensors = [torch.ones(3, device="cuda"), torch.ones(2, device="cuda", dtype=torch.bfloat16)]
-    World(0, 2).sum_(tensors)  # of one process in truth, so that the sum is what was there
+    World(0, 2).sum_(tensors)
+    assert sent == [(torch.float32, "cuda")] * 2
     assert all(bool((tensor == 1).all()) for tensor in tensors)

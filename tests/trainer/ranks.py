@@ -12,6 +12,7 @@ import keel
 from keel.base.types import Completion
 from keel.base.world import World
 from keel.config import load_config
+from keel.models.fingerprint import fingerprint
 from keel.models.whole import whole
 from keel.rollout import Engine
 from keel.run.build import build_policy, build_run
@@ -28,7 +29,7 @@ BASE = {
         "max_completion_length": 9,
     },
     "kl": {"beta": 0.05},
-    "optim": {"learning_rate": 1e-3, "microbatch_tokens": 96, "max_grad_norm": None},
+    "optim": {"learning_rate": 1e-3, "microbatch_tokens": 96, "max_grad_norm": 0.05, "eps": 0.01},
     "rewards": [{"name": "trainer.ranks:hashed_reward"}],
 }
 
@@ -62,7 +63,10 @@ class HashedEngine(Engine):
 
 
 def gradients(overrides, world, steps=2):
-    """The clipped gradient of each update of `steps` steps, whole, and their metrics."""
+    """The clipped gradient of each update of `steps` steps, whole, their metrics, and what a process is left with.
+
+    AdamW's eps is far above the gradients' size, so that an update follows them, and no rounding flips a sign.
+    """
     torch.set_num_threads(1)
     config = load_config(BASE, overrides)
     built = build_run(config, build_policy(config), world=world)
@@ -80,7 +84,8 @@ def gradients(overrides, world, steps=2):
     for _ in range(steps):
         state, metrics, _ = train_step(run, state)
         lines.append(metrics)
-    return updates, lines
+    left = {"norms": state.norms, "beta": state.beta, "weights": fingerprint(run.policy.model)}
+    return updates, lines, left
 
 
 def training(overrides, world, *, resume=False):

@@ -8,8 +8,10 @@ from keel.base.world import ALONE
 from trainer.ranks import gradients, in_processes, relative_error
 
 FULL, HYBRID = "parallel.sharding=full", ["parallel.sharding=hybrid", "parallel.shard_size=2"]
-LORA = "model.lora.r=4"
-CASES = {  # each on 2 and on 4 processes; 5 groups of unequal lengths
+LORA, NATIVE = "model.lora.r=4", "rollout.engine=native"
+# Clocks, and a share of two terms that may both be rounding: their losses are compared.
+NOT_COMPARED = ("time/", "speed/", "memory/", "loss/kl_share")
+CASES = {  # each on 2 processes, some on 4; 5 groups of unequal lengths
     "replicated": [],
     "replicated, exact KL, more processes than groups": [
         "rollout.prompts_per_step=1",
@@ -41,31 +43,46 @@ CASES = {  # each on 2 and on 4 processes; 5 groups of unequal lengths
         "model.gradient_checkpointing=true",
     ],
     "hybrid": HYBRID,
+    "sharded, native sampling": [FULL, NATIVE],
+    "sharded, native sampling, LoRA, a reference that becomes an adapter": [
+        FULL,
+        NATIVE,
+        LORA,
+        "reference.kind=snapshot",
+        "reference.every=1",
+    ],
 }
+
+
+ON_FOUR = [name for name in CASES if any(word in name for word in ("empty", "reward", "advantage", "off", "hybrid"))]
 
 
 @pytest.fixture(scope="module")
 def alone():
     """The same steps in one process; sharding has nothing to spread there."""
-    return [gradients([o for o in overrides if not o.startswith("parallel")], ALONE) for overrides in CASES.values()]
+    plain = {name: [o for o in overrides if not o.startswith("parallel")] for name, overrides in CASES.items()}
+    return {name: gradients(overrides, ALONE) for name, overrides in plain.items()}
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_gradient_and_the_metrics_of_several_processes_are_those_of_one(size, alone, tmp_path):
-    results = in_processes(size, [(overrides, {}) for overrides in CASES.values()], tmp_path)
-    for (name, _), (expected, lines), ranks in zip(CASES.items(), alone, results, strict=True):
-        for updates, metrics in ranks:
+@pytest.mark.parametrize(("size", "names"), [(2, list(CASES)), (4, ON_FOUR)])
+def test_the_gradient_and_the_metrics_of_several_processes_are_those_of_one(size, names, alone, tmp_path):
+    results = in_processes(size, [(CASES[name], {}) for name in names], tmp_path)
+    for name, ranks in zip(names, results, strict=True):
+        expected, lines, _ = alone[name]
+        for updates, metrics, left in ranks:
             assert len(updates) == len(expected), name
-            for got, wanted in zip(updates[:1], expected[:1], strict=True):  # later ones have Adam's signs of 0
-                assert relative_error(got, wanted) < 1e-5, name
-            for got, wanted in zip(metrics[:1], lines[:1], strict=True):
+            for number, (got, wanted) in enumerate(zip(updates, expected, strict=True)):
+                assert relative_error(got, wanted) < (1e-5 if number == 0 else 1e-3), (name, number)
+            for got, wanted in zip(metrics, lines, strict=True):
                 assert got.keys() == wanted.keys(), name
                 for key, value in wanted.items():
-                    if not key.startswith(("time/", "speed/", "memory/")):
-                        assert math.isclose(got[key], value, rel_tol=1e-4, abs_tol=1e-6), (name, key)
-        assert all(_decided(metrics) == _decided(ranks[0][1]) for _, metrics in ranks), name
+                    if not key.startswith(NOT_COMPARED):
+                        assert math.isclose(got[key], value, rel_tol=1e-3, abs_tol=1e-5), (name, key)
+            assert left == ranks[0][2], name  # to the last digit: all processes go on from the same
 
 
-def _decided(lines):
-    """All that a process could decide by, to the last digit."""
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "speed/", "memory/"))} for line in lines]
+def test_the_kl_term_is_in_what_is_compared():
+    """The second step's gradient depends on β: the policy has left its reference by then."""
+    weak, strong = (gradients([f"kl.beta={beta}"], ALONE)[0] for beta in (0.05, 5.0))
+    assert relative_error(weak[0], strong[0]) < 1e-6
+    assert relative_error(weak[1], strong[1]) > 1e-2

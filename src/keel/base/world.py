@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from keel.base.alive import joined, process_count, process_rank, watched
 from keel.base.errors import KeelError
 from keel.base.metrics import Metric, Metrics, merge, to_host
+from keel.base.redact import masked
 
 T = TypeVar("T")
 BUCKET = 2**24  # numbers that one sum carries
@@ -129,6 +130,8 @@ def open_world(device: str = "auto", *, settings: Mapping[str, Any] | None = Non
         logging.getLogger("keel").setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
     with joined(resume) as store:
+        if device.startswith("cuda:"):
+            raise KeelError(f"model.device={device} is one device for {world.size} processes: use cuda, one each")
         cuda = torch.cuda.is_available() and device != "cpu"
         if cuda:
             _take_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -149,7 +152,8 @@ def _check_alike(world: World, own: Mapping[str, Any]) -> None:
             name, value = names[0]
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             raise KeelError(
-                f"rank {rank} of {world.size} has {name} {value}, rank 0 has {first.get(name)}{more}: start all ranks "
+                f"rank {rank} of {world.size} has {name} {masked(value, name)}, rank 0 has "
+                f"{masked(first.get(name), name)}{more}: start all ranks "
                 "with the same command on the same installation"
             )
 

@@ -92,6 +92,17 @@ def _base_name(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
+def idle_adapters(model: nn.Module) -> set[str]:
+    """Name prefixes `layer.lora_A.<adapter>` of adapters that are not the active ones, whether these are on or off."""
+    prefixes = set()
+    for prefix, layer in adapter_layers(model):
+        for kind in (*layer.adapter_layer_names, *getattr(layer, "other_param_names", ())):
+            holder = getattr(layer, kind, None)
+            names = holder if isinstance(holder, nn.ModuleDict | nn.ParameterDict) else ()
+            prefixes |= {f"{prefix}.{kind}.{name}" for name in names if name not in layer.active_adapters}
+    return prefixes
+
+
 def adapter_prefixes(model: nn.Module) -> tuple[set[str], set[str]]:
     """Name prefixes `layer.lora_A.<adapter>` of a peft model's idle and active adapters (empty for other models)."""
     idle: set[str] = set()

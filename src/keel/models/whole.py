@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -10,6 +11,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 def whole(tensor: Tensor) -> Tensor:
     """The tensor itself, or all of it where it is spread over processes."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_in_memory(tensor: Tensor) -> Tensor:
+    """All of a tensor that is spread over processes, in main memory of the first of them (the others get nothing);
+    a copy of any other tensor."""
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    gathered = tensor.full_tensor()
+    return gathered.cpu() if dist.get_rank() == 0 else gathered.new_empty(0)
 
 
 def own_part(tensor: Tensor) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,6 +86,9 @@ class AdapterWeights:
     def fingerprint(self) -> str:
         with self.model() as model:
             return fingerprint(model)
+
+    def backup(self) -> Callable[[], None]:
+        return partial(self.load, self.tensors())
 
     def spread(self, shard: Shard) -> None:
         """Nothing to do: the base is the policy's, and adapters stay whole."""
@@ -193,6 +197,9 @@ class DeltaAverage:
         with _adapters_off(self._model):
             base = list(effective_weights(self._model))
         return fingerprint_tensors([*base, *((f"{name}|delta", delta) for name, delta in self._deltas.items())])
+
+    def backup(self) -> Callable[[], None]:
+        return partial(self.load, self.tensors())
 
     def spread(self, shard: Shard) -> None:
         """Nothing to do: the base is the policy's, and the average stays whole."""

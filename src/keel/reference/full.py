@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from keel.base.errors import KeelError
 from keel.models.fingerprint import fingerprint, persistent_buffers
 from keel.models.head import evaluating
-from keel.models.whole import put, whole
+from keel.models.whole import own_part, put, whole_in_memory
 from keel.reference.weights import OffloadedTensors, Shard, unwrap
 
 
@@ -56,7 +56,20 @@ class FullCopy:
             tensor.copy_(master.lerp_(source.to(master), alpha))
 
     def tensors(self) -> dict[str, Tensor]:
-        return {name: whole(self._masters.get(name, tensor.detach())).clone() for name, tensor in self._tensors.items()}
+        tensors = {name: self._masters.get(name, tensor.detach()) for name, tensor in self._tensors.items()}
+        return {name: whole_in_memory(tensor) for name, tensor in tensors.items()}
+
+    def backup(self) -> Callable[[], None]:
+        parts = {name: own_part(tensor.detach()).clone() for name, tensor in self._tensors.items()}
+        masters = {name: master.clone() for name, master in self._masters.items()}
+
+        def restore() -> None:
+            with torch.no_grad():
+                for name, tensor in self._tensors.items():
+                    own_part(tensor).copy_(parts[name])
+            self._masters = masters
+
+        return restore
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:

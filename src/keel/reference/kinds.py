@@ -83,12 +83,12 @@ class RuleReference:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["kind"] != self.kind:
             raise KeelError(f"the saved reference is {state['kind']!r} but reference.kind is {self.kind!r}: keep one")
-        before = self._weights.tensors()
+        restore = self._weights.backup()
         try:
             self._weights.load(state["weights"])
             self._check_restored(str(state["fingerprint"]))
         except Exception:
-            self._weights.load(before)  # a refused checkpoint leaves the reference as it was
+            restore()  # a refused checkpoint leaves the reference as it was
             raise
         self.moves, self.moved_at = int(state["moves"]), state["moved_at"]
 

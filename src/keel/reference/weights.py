@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -33,6 +33,9 @@ class ReferenceWeights(Protocol):
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what `tensors` gave."""
+
+    def backup(self) -> Callable[[], None]:
+        """Remember the weights as they are now; what is returned puts them back."""
 
     def fingerprint(self) -> str:
         """A digest of the effective weights."""

@@ -141,7 +141,7 @@ def collect(
 
     converse = engine.converse if join_turns and max_turns > 1 else partial(turn_by_turn, engine)
     # Where all wait for tools, sampling begins anew with the first reply: with slots for the others too.
-    capacity = sampling.max_batch or len(problems) * sampling.num_generations
+    capacity = sampling.max_batch or len(problems) * sampling.num_generations or None
     batched = replace(sampling, max_batch=capacity) if overlap_tools else sampling
     try:
         while requests:

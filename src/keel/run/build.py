@@ -21,6 +21,7 @@ from keel.envs.registry import reads_data
 from keel.envs.rewards import wrap
 from keel.kl import controller_of
 from keel.models.fallbacks import fallback_notes
+from keel.models.fingerprint import fingerprint
 from keel.models.load import DTYPES, LoadedModel, check_bfloat16, load_model
 from keel.models.lora import adapter_is_zero
 from keel.models.scorer import build_scorer
@@ -145,6 +146,19 @@ def build_run(
         return _build_run(config, loaded, task, reward, world)
 
 
+def _check_same_weights(loaded: LoadedModel, world: World) -> None:
+    """Refuse processes that have loaded other weights than the first: their gradients would be of different models."""
+    if world.size == 1:
+        return
+    digests = world.gather(fingerprint(loaded.model))
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise KeelError(
+                f"rank {rank} of {world.size} has loaded other weights of {loaded.name!r} than rank 0: give all the "
+                "same files, and a loader of your own its seed"
+            )
+
+
 def _less_beside(config: Config) -> Remedy:
     """Less than now beside the policy: of its frozen copy, or of what is trained."""
     if config.model.lora is None and not config.reference.params.get("offload"):
@@ -163,12 +177,13 @@ def _build_run(
     amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype, loaded.device)
     sampler = sampler_options(config, loaded.device.type, amp_dtype)
     check_bfloat16("rollout.dtype", DTYPES.get(sampler.dtype), loaded.device, "rollout.dtype=float16")
+    _check_same_weights(loaded, world)
     layout = layout_of(config, loaded, world)
     engine = build_engine(sampler, loaded.model, loaded.tokenizer, own_weights=layout.spread)
     _check_logp(config, engine, sampling)
     scorer = build_scorer(config.model.scorer)
     shared = engine.shares_weights and amp_dtype is None and scorer is None
-    reference = _reference(config, loaded)
+    reference = reference_of(config, loaded)
     if layout.spread:  # engine and reference were made of whole weights
         if engine.shares_weights:
             raise KeelError(
@@ -265,7 +280,8 @@ def _adapter_notes(config: Config, run: TrainingRun) -> list[str]:
     ]
 
 
-def _reference(config: Config, loaded: LoadedModel) -> Any:
+def reference_of(config: Config, loaded: LoadedModel) -> Any:
+    """The configured reference, of a policy as it is now; None where no KL is wanted."""
     needed = config.needs_reference or config.kl.collect_max is not None
     return build_reference(config.reference.kind, loaded, **config.reference.params) if needed else None
 

@@ -103,6 +103,11 @@ def spread(layout: Layout, loaded: LoadedModel, reference: Any, world: World, am
     sharder(loaded.model, offload=layout.offload)
     if isinstance(reference, RuleReference):
         reference.spread(sharder)
+    elif reference is not None:
+        raise KeelError(
+            f"the reference {type(reference).__name__} is of your own and cannot be spread over processes: use "
+            "parallel.sharding=none"
+        )
 
 
 def _unfit(config: Config) -> str | None:

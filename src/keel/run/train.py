@@ -34,6 +34,7 @@ from keel.run.build import (
     build_run,
     build_warmstart,
     learning_rate_schedule,
+    reference_of,
     reward_entries,
 )
 from keel.run.environment import environment, settings_of
@@ -176,7 +177,7 @@ def _train(
     world: World,
 ) -> TrainResult:
     began = time.monotonic()
-    begun = world.agree(_begin(config, directory, resumed, task, reward) if world.leads else None)
+    begun = world.agree(_begin(config, directory, resumed, task) if world.leads else None)
     assert begun is not None
     config, checkpoint, events, decay_before = begun
     step = -1 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
@@ -220,16 +221,14 @@ class Begun(NamedTuple):
     decay_before: int | None = None
 
 
-def _begin(
-    config: Config, directory: RunDirectory, resumed: bool, task: Task | None, reward: Callable[..., Any] | None
-) -> Begun:
+def _begin(config: Config, directory: RunDirectory, resumed: bool, task: Task | None) -> Begun:
     """Where the run directory stands, put in order to go on from there."""
     clean(directory.checkpoints)
     if not resumed:
         return Begun(config)
     check_same_run(directory.path, config)
     finish_rollback(directory)
-    checkpoint, events = choose_checkpoint(directory, lambda: _start_reference(config, directory.path, task, reward))
+    checkpoint, events = choose_checkpoint(directory, lambda: _start_reference(config, directory.path))
     decay_before: int | None = None
     if checkpoint is not None:
         check_same_data(checkpoint, config, task)
@@ -369,7 +368,7 @@ def _policy(
         return build_policy(config, checkpoint)
     if config.warmstart is None:
         return build_policy(config)
-    start = warmstart_folder(folder, config)
+    start = world.agree(warmstart_folder(folder, config))
     complete, wrong = world.agree((is_complete(start), damages(start) if is_complete(start) else []))
     if wrong:
         message = f"the warm start {start.relative_to(folder)} is damaged: {wrong[0]}; it is made again"
@@ -397,14 +396,12 @@ def _policy(
     return build_policy(config, start) if layout.spread else loaded  # engine and reference are made of whole weights
 
 
-def _start_reference(
-    config: Config, folder: Path, task: Task | None, reward: Callable[..., Any] | None
-) -> Reference | None:
+def _start_reference(config: Config, folder: Path) -> Reference | None:
     """The reference as it was when the run began: of the warm start where there was one, or of the named model."""
     start = None if config.warmstart is None else warmstart_folder(folder, config)
     if start is not None and (not is_complete(start) or damages(start)):
         return None
-    return build_run(config, build_policy(config, start), task=task, reward=reward).run.reference
+    return reference_of(config, build_policy(config, start))
 
 
 def open_loggers(
@@ -450,16 +447,17 @@ def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | Non
     if config.warmstart is not None:
         overrides.append("warmstart.steps=1")
     small = load_config(config, overrides)
-    folder = Path(tempfile.mkdtemp(prefix="keel-dry-run-"))
+    folder = world.agree(Path(tempfile.mkdtemp(prefix="keel-dry-run-")) if world.leads else Path())
     try:
-        with RunDirectory.create(folder) as directory:
+        with RunDirectory.create(folder) if world.leads else RunDirectory.follow(folder) as directory:
             loggers = MultiLogger(Logger())  # it leaves nothing behind
             loaded = _policy(small, directory.path, None, loggers, task, Interrupt(), world)
             built = build_run(small, loaded, task=task, reward=reward, world=world)
             evaluator(small, built)
             step = train_step(built.run, State(kl=built.run.controller.init()))
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if world.leads:
+            shutil.rmtree(folder, ignore_errors=True)
     return TrainResult({"dry_run": True, "metrics": step.metrics}, folder, 1)
 
 

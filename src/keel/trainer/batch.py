@@ -196,8 +196,8 @@ def _shares(groups: Sequence[Group], count: int) -> list[Sequence[Group]]:
     """Neighbouring groups for each process, of about as many tokens as they can be; empty where there are too few."""
     tokens = [len(g.prompt_tokens) + sum(len(c.tokens) for c in g.completions) for g in groups]
     middles = [after - own / 2 for after, own in zip(accumulate(tokens), tokens, strict=True)]
-    edges = [bisect(middles, sum(tokens) * i / count) for i in range(count)]
-    return [groups[start:stop] for start, stop in pairwise([*edges, len(groups)])]
+    edges = [bisect(middles, sum(tokens) * i / count) for i in range(1, count)]
+    return [groups[start:stop] for start, stop in pairwise([0, *edges, len(groups)])]
 
 
 def _row_budget(groups: Sequence[Group], budget: int) -> int:

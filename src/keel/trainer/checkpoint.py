@@ -51,16 +51,18 @@ def save_checkpoint(folder: Path, run: TrainingRun, state: State, *, about: Mapp
     """
     target, world, model = folder / f"step-{state.step}", run.world, run.policy.model
     temporary = folder / f"{_TEMPORARY}step-{state.step}"
-    try:
-        if world.leads:
+    if world.leads:
+        with _saving(target, temporary):
             folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)
             (temporary / TRAINER).mkdir(parents=True)
-        world.wait()
-        weights = whole_state(model, wanted=world.leads)
+    world.wait()
+    weights = whole_state(model, wanted=world.leads)
+    with _saving(target, temporary, (OSError,)):  # what else is raised here is another process's end
         optimizer = saved_optimizer(run.optimizer, model, temporary / TRAINER / MOMENTS)
-        reference = None if run.reference is None else _reference_state(run.reference)
-        if world.leads:
+    reference = None if run.reference is None else _reference_state(run.reference)
+    if world.leads:
+        with _saving(target, temporary):
             save_weights(temporary, model, run.policy.tokenizer, weights)
             (temporary / "README.md").write_text(model_card(run, state, about or {}), encoding="utf-8")
             _save_trainer(temporary / TRAINER, state, optimizer, reference, newest(folder))
@@ -69,14 +71,23 @@ def save_checkpoint(folder: Path, run: TrainingRun, state: State, *, about: Mapp
                 shutil.rmtree(target)
             temporary.rename(target)
             _flush_folder(folder)
-    except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
+    world.wait()
+    return target
+
+
+@contextmanager
+def _saving(
+    target: Path, temporary: Path, kinds: tuple[type[Exception], ...] = (OSError, RuntimeError)
+) -> Iterator[None]:
+    """What stops a save is one line, and leaves nothing of it behind; torch reports a failed write as RuntimeError."""
+    try:
+        yield
+    except kinds as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise KeelError(
             f"cannot save the checkpoint {target}: {_reason(error)}; earlier checkpoints are intact: free some space "
             "and resume the run with --resume"
         ) from error
-    world.wait()
-    return target
 
 
 def whole_state(model: nn.Module, *, wanted: bool = True) -> dict[str, Tensor] | None:

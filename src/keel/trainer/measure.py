@@ -157,7 +157,7 @@ def task_totals(task: Task) -> dict[str, float]:
 def counted(task: Task, before: Mapping[str, float], world: World) -> dict[str, float]:
     """What the task has counted since `before`, in all processes."""
     counts = {name: Sum(total - before.get(name, 0.0)) for name, total in task_totals(task).items()}
-    return values(world.reduce(counts)) if counts else {}
+    return values(world.reduce(counts))
 
 
 def describe_episodes(completions: Sequence[Completion]) -> dict[str, float]:

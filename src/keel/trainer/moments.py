@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -25,8 +26,12 @@ def saved_optimizer(optimizer: Optimizer, model: nn.Module, folder: Path) -> dic
     spread = is_sharded(model) and any(isinstance(p, DTensor) for p in optimizer.parameters)
     if not spread or not optimizer.inner.state:  # before its first update torch would make it one, to have a state
         return state
-    with _quiet():
-        dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer.inner)}, checkpoint_id=folder)
+    moments = {"optimizer": get_optimizer_state_dict(model, optimizer.inner)}
+    try:
+        with _quiet():
+            dcp.save(moments, checkpoint_id=folder)
+    except CheckpointException as error:
+        raise OSError(str(next(iter(error.failures.values()))[0])) from error
     return {**state, "inner": None}
 
 

@@ -118,6 +118,8 @@ class Optimizer:
         self.begin()
         scaled = amp_dtype == torch.float16 and self.device.type == "cuda"
         self.scaler = torch.amp.GradScaler(self.device.type) if scaled else None
+        if self.scaler:
+            self.scaler.scale(torch.zeros((), device=self.device))  # a process without passes unscales too
         self.reset()
 
     def begin(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from keel.base.errors import KeelError
-from keel.models.fingerprint import adapter_layers, fingerprint
+from keel.models.fingerprint import adapter_layers, fingerprint, idle_adapters
 from keel.models.head import causal_lm, evaluating, module_dtype
 from keel.models.load import cast_parameters
 from keel.models.lora import adapter_is_zero, is_lora
@@ -194,7 +194,10 @@ class WeightCopy:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    """What a model computes with; adapters that are not active, such as a reference's own, are none of it."""
+    idle = tuple(f"{prefix}." for prefix in idle_adapters(model))
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: tensor for name, tensor in tensors.items() if not idle or not f"{name}.".startswith(idle)}
 
 
 def _check_not_merged_and_off(policy: nn.Module) -> None:
