@@ -1,7 +1,7 @@
 """What several processes cost on one machine without a GPU: the default job, one process beside one and two ranks.
 
     python bench/ranks.py                   # five turns of all sides on two cores
-    python bench/ranks.py --repeats 1 --steps 4
+    python bench/ranks.py --side torchrun --repeats 1 --steps 4
 
 `plain` is `keel train` with one thread, `torchrun` the same as the only rank of torch's launcher; `threads` is one
 process with two threads, `replicated` and `sharded` are two gloo ranks with one thread each. The sides take turns, and
@@ -44,7 +44,7 @@ def run(side: str, steps: int) -> list[float]:
     start, threads = SIDES[side]
     with tempfile.TemporaryDirectory() as folder:
         settings = [f"run.dir={folder}", "run.name=timed", f"run.max_steps={steps + SKIPPED}", "warmstart.steps=20"]
-        settings += ["eval.every=0", "eval.samples=1", "eval.tasks=[]", "checkpoint.every=1000"]
+        settings += ["optim.warmup_steps=0", "eval.every=0", "eval.samples=1", "eval.tasks=[]", "checkpoint.every=1000"]
         settings += ["log.console=none", "log.tensorboard=false", "model.device=cpu"]
         settings += ["parallel.sharding=full"] * (side == "sharded")
         command = [sys.executable, *start, str(ROOT / "configs" / "default.yaml"), *settings]
@@ -66,7 +66,7 @@ def summarise(turns: dict[str, list[list[float]]]) -> dict[str, dict[str, float]
     for side, seconds in medians.items():
         quiet = statistics.mean(map(min, zip(*turns[side], strict=True)))
         figures[side] = {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds), "quiet": quiet}
-    for side, base in BASES.items():
+    for side, base in ((side, BASES[side]) for side in turns if side in BASES):
         ratios = [own / other for own, other in zip(medians[side], medians[base], strict=True)]
         figures[side] |= {"ratio": statistics.median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios)}
         figures[side]["quiet_ratio"] = figures[side]["quiet"] / figures[base]["quiet"]
@@ -77,8 +77,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="turns of each side")
     parser.add_argument("--steps", type=int, default=10, help="steps that count, after two that do not")
+    parser.add_argument("--side", action="append", choices=BASES, help="beside its base; may be given several times")
     given = parser.parse_args()
-    figures = summarise(take_turns(list(SIDES), given.repeats, lambda side: run(side, given.steps)))
+    wanted = {name for side in given.side or BASES for name in (side, BASES[side])}
+    sides = [side for side in SIDES if side in wanted]
+    figures = summarise(take_turns(sides, given.repeats, lambda side: run(side, given.steps)))
     for side, row in figures.items():
         line = f"{side:>10}  {row['median']:.3f} s ({row['min']:.3f} to {row['max']:.3f}), quiet {row['quiet']:.3f} s"
         if side in BASES:

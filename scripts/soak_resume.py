@@ -39,8 +39,10 @@ def command(folder: Path, name: str, options: argparse.Namespace, resume: bool) 
     settings = [f"run.dir={folder}", f"run.name={name}", f"run.max_steps={options.steps}", "checkpoint.every=5"]
     settings += ["warmstart.steps=100", "rollout.prompts_per_step=8", "eval.every=20", "eval.samples=16"]
     settings += ["task.skill=copy", "task.digits=4"]  # learnt soonest: rewards differ, so that every step moves weights
-    settings += ["log.console=plain", "log.tensorboard=false", *options.set]
-    return [*base, "configs/default.yaml", *settings]
+    settings += ["log.console=plain", "log.tensorboard=false"]
+    given = {text.partition("=")[0] for text in options.set}
+    settings = [text for text in settings if text.partition("=")[0] not in given]
+    return [*base, "configs/default.yaml", *settings, *options.set]
 
 
 def steady(line: dict[str, Any]) -> dict[str, Any]:
