@@ -42,7 +42,10 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
 def test_a_worker_that_outlives_a_killed_run_does_not_hold_its_lock(tmp_path):
     path = tmp_path / ".lock"
     worker = tmp_path / "worker"
-    fork = f"import os; pid = os.fork(); pid or time.sleep(600); open({str(worker)!r}, 'w').write(str(pid))"
+    fork = (  # the worker says that it runs: until then it is a copy of the run, lock and all
+        "import os; end, start = os.pipe(); pid = os.fork(); pid or (os.write(start, b'.'), time.sleep(600)); "
+        f"os.read(end, 1); open({str(worker)!r}, 'w').write(str(pid))"
+    )
     holder = start(path, fork)
     try:
         holder.send_signal(signal.SIGKILL)

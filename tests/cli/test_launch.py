@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,3 +112,11 @@ def test_the_processes_get_all_other_arguments() -> None:
     given = ["train", "c.yaml", "--nproc", "2", "a=b", "--resume"]
     assert launch.without_nproc(given) == ["train", "c.yaml", "a=b", "--resume"]
     assert launch.without_nproc(["train", "--nproc=4", "a=b"]) == ["train", "a=b"]
+
+
+def test_a_command_of_one_process_says_so_in_several(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("keel.cli.first_to_fail", lambda status: True)
+    monkeypatch.setattr("keel.cli.end", lambda status: None)  # it would end the tests
+    assert main(["kl", "tiny", "tiny"]) == 2
+    assert "keel kl runs in one process: leave torchrun out" in capsys.readouterr().err

@@ -22,10 +22,10 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-import keel
 from keel.base.types import Completion, Group
 from keel.models import logprobs
 from keel.rollout import Request, SamplingParams
+from keel.run.train import train as train_run
 from keel.trainer import batch as batch_module
 from keel.trainer.batch import StepBatch, pack_step, score_policy, split
 from keel.trainer.state import TrainingRun
@@ -100,7 +100,7 @@ def same(first: torch.Tensor, second: torch.Tensor) -> bool:
     return bool((first - second).norm() <= 1e-4 * max(first.norm(), second.norm()) + 1e-6)
 
 
-@budget(15)
+@budget(8)
 @given(options(), groups(), st.integers(0, 10))
 def test_a_gradient_does_not_depend_on_order_or_microbatches(chosen, rollouts, order):
     shuffled = []
@@ -158,7 +158,7 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-@budget(20)
+@budget(8)
 @given(options(), groups(), st.sampled_from([name for name in MASKS if name != "all stay"]))
 def test_the_penalty_is_the_same_whatever_leaves_the_policy_term(chosen, rollouts, reason):
     """∇(β = 0.5) − ∇(β = 0), with and without the mask; in the reward σ would depend on β, so it is switched off."""
@@ -181,7 +181,7 @@ def test_the_penalty_is_the_same_whatever_leaves_the_policy_term(chosen, rollout
     assert same(inside, outside)
 
 
-@budget(20)
+@budget(10)
 @given(options(), groups(), st.sampled_from(list(MASKS)))
 def test_the_penalty_acts_on_every_completion(chosen, rollouts, reason):
     """∂loss/∂logp of each completion by itself moves with β, so none is exempt."""
@@ -221,7 +221,7 @@ def test_the_penalty_acts_on_every_completion(chosen, rollouts, reason):
         assert bool(moved.all())
 
 
-@budget(21)
+@budget(10)
 @given(st.integers(0, 200), st.integers(1, 5), st.sampled_from([2, 5, 64]), st.sampled_from([0.8, 1.0]))
 def test_a_sample_depends_on_its_own_prompt_and_noise_alone(seed, count, max_batch, temperature):
     run, _ = make_run(configure({"run.seed": seed}))
@@ -245,7 +245,7 @@ def test_a_sample_depends_on_its_own_prompt_and_noise_alone(seed, count, max_bat
             assert torch.allclose(torch.tensor(completion.sample_logp), expected, atol=1e-4)
 
 
-@budget(12)
+@budget(8)
 @given(options(updates=True), st.sampled_from(list(MASKS)))
 def test_what_the_configuration_accepts_runs(chosen, reason):
     if reason == "no signal":
@@ -265,7 +265,7 @@ def lines(folder: Path, name: str) -> list[dict[str, Any]]:
     return [{key: value for key, value in record.items() if not key.startswith(TIMED)} for record in records]
 
 
-@budget(4)
+@budget(3)
 @given(options(updates=True), st.sampled_from(["constant", "linear", "cosine"]))
 def test_a_resumed_run_is_the_run_that_never_stopped(chosen, schedule):
     with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
@@ -276,7 +276,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(chosen, schedule):
 
         def train(where: str, steps: int, **more: Any) -> Path:
             overrides = [*given_, *decay, f"run.dir={folder / where}", f"run.max_steps={steps}"]
-            return keel.train(BASE, overrides=overrides, **more).directory
+            return train_run(BASE, overrides=overrides, **more).directory  # without findings and report
 
         whole = train("whole", 3)
         train("parts", 1)

@@ -84,3 +84,23 @@ def test_masks_are_left_to_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_attention_with_a_window_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONFIGS, "window", zoo.mistral.MistralConfig(sliding_window=64, **GROUPED))
     assert fuse_attention(model_of("window")) == [False] * 4
+
+
+def test_a_norm_that_takes_a_gate_keeps_its_own_forward() -> None:
+    from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
+
+    norm = BambaRMSNormGated(8)
+    assert fuse.fused_forward(norm) is None
+    assert norm(torch.ones(2, 8), torch.ones(2, 8)).shape == (2, 8)
+
+
+def test_heads_that_are_rotated_in_part_keep_their_own_attention() -> None:
+    torch.manual_seed(0)
+    config = zoo.nemotron.NemotronConfig(partial_rotary_factor=0.5, **GROUPED)
+    model = AutoModelForCausalLM.from_config(config).double().eval()
+    packed = small_rows()
+    with torch.no_grad():
+        expected = hidden_states_in_one_pass(model, packed, RowStructure(packed))
+        for layer in body_of(model).layers:
+            fuse.replace_forward(layer.self_attn, fuse.attention)
+        torch.testing.assert_close(hidden_states_in_one_pass(model, packed, RowStructure(packed)), expected)

@@ -8,6 +8,8 @@ from torch import nn
 
 from keel.models import products
 from keel.models.products import cast_once, joint_product
+from keel.trainer.optim import Optimizer
+from keel.trainer.options import OptimOptions
 
 
 def linears_of(bias: bool, *sizes: int) -> list[nn.Linear]:
@@ -44,13 +46,29 @@ def test_weights_are_cast_once_a_pass_or_update() -> None:
         if number == 1:  # behind torch's back: that the old cast is used shows that there is only one
             linears[0].weight.data.zero_()
         if number == 2:
-            torch.nn.init.ones_(linears[1].weight)  # as an update does it
+            with torch.no_grad():
+                linears[1].weight.fill_(1.0)
         with torch.autocast("cpu", torch.bfloat16):
             results.append(joint_product(x, *linears))
     assert torch.equal(results[0], results[1])
     assert not results[2][:, :4].any()
     assert torch.equal(results[2][:, 4], results[2][:, 5])
     assert products._passes == []
+
+
+def test_an_update_by_a_fused_optimizer_is_seen() -> None:
+    """torch's fused AdamW does not count its writes; Keel's optimizer does it."""
+    linears, x, results = linears_of(False, 4), torch.randn(2, 24), []
+    optimizer = Optimizer(linears[0], OptimOptions(learning_rate=0.5))
+    for number in cast_once(range(2)):
+        if number == 1:
+            linears[0](x).sum().backward()
+            optimizer.step()
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            results.append(joint_product(x, *linears))
+            truth = linears[0](x)
+        torch.testing.assert_close(results[-1], truth)
+    assert not torch.allclose(results[0], results[1])
 
 
 def test_frozen_weights_get_no_gradient() -> None:

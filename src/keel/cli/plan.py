@@ -19,8 +19,9 @@ PLAN_HELP = """Estimate memory and time of a step before anything runs, and say 
 The passes of the reference and of the update are rehearsed on tensors that have shapes and no memory, with every
 completion as long as it may be, so that peaks are counted; no weights are read. Where the hardware is this machine's,
 times are measured for a few seconds: real steps of a random model of this shape, or of a part of it, scaled to the
-whole. For other hardware, and with --no-measure, they are counted operations over an assumed speed, without Python's
-own work: steps take longer, small models many times. Exit status 1 if a step does not fit.
+whole; the run's own rewards are called for them. For other hardware, and with --no-measure, they are counted operations
+over an assumed speed, without Python's own work: steps take longer, small models many times. Exit status 1 if a step
+does not fit.
 
 A second table has each layout of the weights on 1, 2, 4 and 8 devices; with --nproc it is for that number, by part,
 and the exit status is that of the layout that such a run would take.

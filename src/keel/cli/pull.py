@@ -27,7 +27,7 @@ def pull(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to; it must be new or empty.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit; the default branch by default.")] = None,
 ) -> int:
-    from keel.lab.publish import hub
+    from keel.lab.publish import pull as hub
 
     model = hub.pull(name, folder, revision=revision)
     if hub.brings_code(model):

@@ -7,6 +7,7 @@ products. A module is replaced only where its numbers have been found to be the 
 
 from __future__ import annotations
 
+import inspect
 from types import MethodType
 from typing import Any
 
@@ -57,11 +58,13 @@ def replace_forward(module: Any, forward: Any) -> None:
 def fused_forward(module: nn.Module) -> Any:
     names = {name for name, _ in module.named_children()}
     if hasattr(module, "variance_epsilon") and not names and [n for n, _ in module.named_parameters()] == ["weight"]:
-        return _rms_norm
+        one_input = len(inspect.signature(type(module).forward).parameters) == 2  # a gated norm takes its gate too
+        return _rms_norm if one_input else None
     if names - {"q_norm", "k_norm"} == _ATTENTION:
         return attention
     silu = names == _GATED and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
-    return _gated_mlp if silu and has_triton() else None
+    double = any(parameter.dtype == torch.float64 for parameter in module.parameters())  # the kernel sums in fp32
+    return _gated_mlp if silu and has_triton() and not double else None
 
 
 def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
@@ -90,7 +93,8 @@ def attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tu
     structure, rotation = active_structure(self.config), kwargs.get("position_embeddings")
     dropout = self.attention_dropout if self.training else 0.0
     flash = why_not_flash(hidden_states, self.head_dim, dropout) is None
-    if structure is None or rotation is None or args or not flash:
+    whole = rotation is not None and rotation[0].shape[-1] == self.head_dim  # not a part of each head
+    if structure is None or rotation is None or not whole or args or not flash:
         result: tuple[Tensor, Any] = type(self).forward(self, hidden_states, *args, **kwargs)
         return result
     refuse_variants({name: value for name, value in kwargs.items() if name != "position_embeddings"})

@@ -119,6 +119,11 @@ def filter_threshold(logits: Tensor, params: SamplingParams) -> Tensor:
     return threshold
 
 
+def sorts_all(params: SamplingParams, vocabulary: int) -> bool:
+    """Whether top-p looks for its tokens among the whole vocabulary, and not among those that top-k leaves."""
+    return params.top_p < 1 and not (params.top_k and params.top_k < vocabulary)
+
+
 def _nucleus(logits: Tensor, top_p: float) -> Tensor:
     """The smallest logit in the smallest set of tokens whose probability reaches top_p.
 

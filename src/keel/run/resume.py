@@ -41,7 +41,7 @@ FREE_TO_CHANGE = (
     "parallel.",  # checkpoints are read on any number of processes
     "kl.budget",
     "optim.decay_steps",  # kept from before unless it is given: `keep_schedule`
-    "optim.microbatch_tokens",  # these five change how much memory a step takes, and its numbers by rounding alone
+    "optim.microbatch_tokens",  # these five change a step's memory, and its numbers by rounding (dropout: other masks)
     "optim.offload",
     "reference.offload",
     "rollout.max_batch",

@@ -96,6 +96,11 @@ class StepBatch:
         return max((micro.packed.input_ids.numel() for micro in self.micros), default=0)
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest completion with its prompt: no pass is smaller than that."""
+        return max(len(g.prompt_tokens) + len(c.tokens) for g in self.groups for c in g.completions)
+
+    @property
     def minibatches(self) -> list[Minibatch]:
         """Microbatches by the update they belong to."""
         numbers = range(len(self.spans))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from keel.base.alive import process_count
+from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.base.world import World
 from keel.eval.options import EvalOptions
@@ -171,7 +172,10 @@ def _step(job: Job, state: State) -> Step:
         job.loggers.event("out-of-memory", step=state.step, message=str(error))
         free_frames(error)
         if not job.run.optimizer.stepped and job.saved_at != state.step:
-            _save_alone(job, state)
+            try:
+                _save_alone(job, state)
+            except KeelError as failed:  # memory is what is to be said
+                job.loggers.event("checkpoint/failed", step=state.step, message=str(failed))
         raise
 
 

@@ -105,8 +105,9 @@ class StepMemory:
         self._run, self._step = run, step
 
     def __call__(self, phase: str, batch: StepBatch | None = None) -> AbstractContextManager[None]:
-        largest = self._run.microbatch_tokens if batch is None else batch.largest
-        passes = partial(self._passes, largest)
+        run = self._run
+        largest = run.microbatch_tokens if batch is None else batch.largest
+        passes = partial(self._passes, largest, run.rollout.max_completion_length if batch is None else batch.longest)
         remedies: dict[str, Callable[[], Remedy]] = {"rollout": self._sampling, "score": passes, "update": passes}
         return memory_guard(f"the {phase} of step {self._step + 1}", remedies.get(phase, self._held))
 
@@ -114,9 +115,9 @@ class StepMemory:
         rollout = self._run.rollout
         return fewer_rows(rollout, rollout.prompts_per_step * rollout.num_generations)
 
-    def _passes(self, largest: int) -> Remedy:
+    def _passes(self, largest: int, longest: int) -> Remedy:
         run = self._run
-        remedy = smaller_passes(run.policy, run.microbatch_tokens, largest, run.rollout.max_completion_length)
+        remedy = smaller_passes(run.policy, run.microbatch_tokens, largest, longest)
         if remedy is not None:
             return remedy
         if not run.optim.offload:

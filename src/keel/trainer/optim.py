@@ -177,6 +177,7 @@ class Optimizer:
         if applied:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm or math.inf, total)
             self.inner.step()
+            _count_writes(self.parameters)
             self.updates += 1
             self.applied_norms.append(norm)
         elif not finite:
@@ -233,6 +234,11 @@ class Optimizer:
         self.learning_rate = float(state["rate"])
         if self.scaler and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
+
+
+def _count_writes(parameters: Iterable[nn.Parameter]) -> None:
+    """Let torch count the update as a write: its fused optimizers do not, and what is kept of weights goes by that."""
+    torch.autograd.graph.increment_version([p for p in parameters if not isinstance(p, DTensor)])
 
 
 def _decayed(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,14 +62,16 @@ def audit(formula: Formula | UserCallable, text: str, bandits: list[Bandit] | No
         formula = formula.formula
     _check_usable(formula, text, bandits)
     value = _value(formula, bandits, equal)
-    in_loss = _gradients(formula, bandits, ON, gradient_in_loss, equal)
-    in_reward = _gradients(formula, bandits, ON, gradient_in_reward, equal)
+    targets = [kl_gradients(bandit) for bandit in bandits]
+
+    def gradients(gradient_of: Callable[[Formula, Bandit, str], Tensor], sampling: str) -> dict[str, Any]:
+        return _judged([gradient_of(formula, bandit, sampling) for bandit in bandits], targets, equal)
+
+    in_loss, in_reward = gradients(gradient_in_loss, ON), gradients(gradient_in_reward, ON)
     off_policy = {
-        "in_loss": _gradients(formula, bandits, OFF, gradient_in_loss, equal),
-        "in_reward": _gradients(formula, bandits, OFF, gradient_in_reward, equal),
-        "in_reward_without_ratio": _gradients(
-            formula, bandits, OFF, lambda f, b, s: gradient_in_reward(f, b, s, ratio=False), equal
-        ),
+        "in_loss": gradients(gradient_in_loss, OFF),
+        "in_reward": gradients(gradient_in_reward, OFF),
+        "in_reward_without_ratio": gradients(partial(gradient_in_reward, ratio=False), OFF),
     }
     report: dict[str, Any] = {
         "formula": text,
@@ -146,20 +149,14 @@ def _nonnegative(formula: Formula, bandits: list[Bandit]) -> bool:
     return True
 
 
-def _gradients(
-    formula: Formula,
-    bandits: list[Bandit],
-    sampling: str,
-    gradient_of: Callable[[Formula, Bandit, str], Tensor],
-    equal: float,
-) -> dict[str, Any]:
+def _judged(gradients: list[Tensor], targets: list[dict[str, Tensor]], equal: float) -> dict[str, Any]:
+    """Which divergence's gradient the formula's own are, one a distribution."""
     errors: dict[str, list[float]] = {name: [] for name in DIRECTIONS}
     sizes, cosines = [], []
-    for bandit in bandits:
-        measured, targets = gradient_of(formula, bandit, sampling), kl_gradients(bandit)
+    for measured, exact in zip(gradients, targets, strict=True):
         for name in DIRECTIONS:
-            errors[name].append(relative_error(measured, targets[name]))
-        target = targets[POLICY_REF]
+            errors[name].append(relative_error(measured, exact[name]))
+        target = exact[POLICY_REF]
         sizes.append((measured.norm() / target.norm()).item())
         cosines.append((measured @ target / (measured.norm() * target.norm()).clamp_min(1e-300)).item())
     if max(sizes, key=_size) < equal:
@@ -175,14 +172,17 @@ def _gradients(
 
 def _known_as(formula: Formula, bandits: list[Bandit], equal: float) -> str | None:
     """The usual name of a formula with the same values and gradients, if there is one."""
+
+    def values(f: Formula, bandit: Bandit) -> Tensor:
+        return f(bandit.old_logp(ON), bandit.ref_logp, bandit.old_logp(OFF))
+
+    own = [(bandit, values(formula, bandit), gradient_in_loss(formula, bandit, OFF)) for bandit in bandits]
     for name, known in KNOWN.items():
-        same = True
-        for bandit in bandits:
-            logp, ref, old = bandit.old_logp(ON), bandit.ref_logp, bandit.old_logp(OFF)
-            same = same and torch.allclose(formula(logp, ref, old), known(logp, ref, old), rtol=equal, atol=equal)
-            gradient, known_gradient = (gradient_in_loss(f, bandit, OFF) for f in (formula, known))
-            same = same and torch.allclose(gradient, known_gradient, rtol=10 * equal, atol=10 * equal)
-        if same:
+        if all(
+            torch.allclose(value, values(known, bandit), rtol=equal, atol=equal)
+            and torch.allclose(gradient, gradient_in_loss(known, bandit, OFF), rtol=10 * equal, atol=10 * equal)
+            for bandit, value, gradient in own
+        ):
             return name
     return None
 

@@ -265,18 +265,27 @@ class Wrapped(Engine):
     def generate(self, requests: Sequence[Request], sampling: SamplingParams, **noise: int) -> list[list[Completion]]:
         generated = self.native.generate(requests, self.ask(sampling), **self.noise(noise))
         pairs = zip(requests, generated, strict=True)
-        return [[self.change(request, c, sampling) for c in group] for request, group in pairs]
+        return [self.change_group(request, group, sampling) for request, group in pairs]
 
-    def rescored(self, model: nn.Module, request: Request, tokens: Sequence[int], temperature: float) -> list[float]:
-        ids = torch.tensor([[*request.tokens, *tokens]])
+    def change_group(self, request: Request, group: Sequence[Completion], sampling: SamplingParams) -> list[Completion]:
+        return [self.change(request, completion, sampling) for completion in group]
+
+    def rescored(
+        self, model: nn.Module, request: Request, group: Sequence[Completion], temperature: float
+    ) -> list[Completion]:
+        """The group with a model's log-probabilities, in one pass: no token moves those before it."""
+        width = max(len(completion.tokens) for completion in group)
+        padded = [(*completion.tokens, *(0,) * (width - len(completion.tokens))) for completion in group]
         with torch.no_grad():
-            logp = (model(input_ids=ids).logits[0].float() / temperature).log_softmax(-1)
-        return logp[len(request.tokens) - 1 : -1].gather(-1, torch.tensor(tokens)[:, None]).squeeze(-1).tolist()
+            logits = model(input_ids=torch.tensor([(*request.tokens, *row) for row in padded])).logits
+        logp = (logits[:, len(request.tokens) - 1 : -1].float() / temperature).log_softmax(-1)
+        rows = logp.gather(-1, torch.tensor(padded)[..., None]).squeeze(-1).tolist()
+        return [replace(c, sample_logp=tuple(row[: len(c.tokens)])) for c, row in zip(group, rows, strict=True)]
 
 
 class TemperatureNotApplied(Wrapped):
-    def change(self, request, completion, sampling):
-        return replace(completion, sample_logp=tuple(self.rescored(self.model, request, completion.tokens, 1.0)))
+    def change_group(self, request, group, sampling):
+        return self.rescored(self.model, request, group, 1.0)
 
 
 class HiddenTopP(Wrapped):
@@ -305,9 +314,8 @@ class AnotherTemperature(Wrapped):
     def ask(self, sampling):
         return replace(sampling, temperature=1.6)
 
-    def change(self, request, completion, sampling):
-        logp = self.rescored(self.model, request, completion.tokens, sampling.temperature)
-        return replace(completion, sample_logp=tuple(logp))
+    def change_group(self, request, group, sampling):
+        return self.rescored(self.model, request, group, sampling.temperature)
 
 
 class NeverSynced(Wrapped):
@@ -345,9 +353,8 @@ class StaleButReportsFresh(NeverSynced):
         super().__init__(model, tokenizer)
         self.live = model
 
-    def change(self, request, completion, sampling):
-        logp = self.rescored(self.live, request, completion.tokens, sampling.temperature)
-        return replace(completion, sample_logp=tuple(logp))
+    def change_group(self, request, group, sampling):
+        return self.rescored(self.live, request, group, sampling.temperature)
 
 
 class InBfloat16(Wrapped):
@@ -403,7 +410,8 @@ class TrainsTools(Wrapped):
         tokens = (*self.extra, *completion.tokens)
         logp = [0.0] * len(self.extra)
         if self.scored:
-            logp = self.rescored(self.model, request, self.extra, sampling.temperature)
+            written = replace(completion, tokens=self.extra)
+            logp = self.rescored(self.model, request, [written], sampling.temperature)[0].sample_logp
         return replace(
             completion,
             tokens=tokens,

@@ -24,7 +24,8 @@ from keel.api import train
 from keel.base.errors import KeelError
 from keel.cli import main
 from keel.config import load_config
-from keel.lab.publish.hub import brings_code, push
+from keel.lab.publish.hub import push
+from keel.lab.publish.pull import brings_code
 from keel.models.load import load_model
 from keel.models.tiny import tiny_model
 from keel.run.model_ref import resolve_model

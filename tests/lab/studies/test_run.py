@@ -18,11 +18,12 @@ import yaml
 import keel
 from keel.base.errors import KeelError
 from keel.config import load_config
-from keel.lab.studies import read_study
+from keel.lab.studies import point, read_study
 from keel.lab.studies.folder import jobs, open_folder
+from keel.lab.studies.process import CONFIG
 from keel.lab.studies.report import write_study
 from keel.lab.studies.results import read_result
-from keel.lab.studies.run import LocalPool, Process, run_study
+from keel.lab.studies.run import LocalPool, Process, open_pool, run_study
 from keel.lab.studies.table import points_csv
 from lab.studies.small_study import STUDY
 
@@ -48,8 +49,8 @@ def children_find_the_tests():
         os.environ["PYTHONPATH"] = before
 
 
-def finish(study, folder):
-    outcomes = run_study(study, folder, parallel=2, say=lambda line: None)
+def finish(study, folder, parallel=2):
+    outcomes = run_study(study, folder, parallel=parallel, say=lambda line: None)
     write_study(study, folder, outcomes)
     return outcomes
 
@@ -139,23 +140,41 @@ def test_finished_runs_are_not_run_again(finished_study):
 
 
 def test_killed_half_way_and_started_again(finished_study, tmp_path):
-    """SIGKILL while the runs train, then the same study one run at a time: the same bytes."""
-    _, folder, _ = finished_study
+    """SIGKILL with one run finished and one in training, then the same study again: the same bytes."""
+    study, folder, _ = finished_study
+    shutil.copytree(folder, tmp_path / "out")
+    run = tmp_path / "out" / "points" / "01-beta=0.5-seed0"
+    shutil.rmtree(run)
+    (tmp_path / "out" / "table.csv").unlink()
     (tmp_path / "s.yaml").write_text(yaml.safe_dump(STUDY))
-    command = [sys.executable, "-m", "keel.cli", "ablate", "s.yaml", "--out", "out", "--jobs"]
-    process = subprocess.Popen([*command, "2"], cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
-    metrics = tmp_path / "out" / "points" / "00-beta=0-seed0" / "metrics.jsonl"
+    command = [sys.executable, "-m", "keel.cli", "ablate", "s.yaml", "--out", "out", "--jobs", "2"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+    metrics = run / "metrics.jsonl"
     limit = time.monotonic() + 600
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 2) and time.monotonic() < limit:
         assert process.poll() is None
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    finished = [path.parent.name for path in (tmp_path / "out" / "points").rglob("outcome.json")]
-    assert len(finished) < 2
-    again = subprocess.run([*command, "1"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
-    assert again.returncode == 0, again.stderr
+    assert not (run / "outcome.json").exists()
+    assert not (tmp_path / "out" / "table.csv").exists()
+    finish(study, tmp_path / "out")
     assert (tmp_path / "out" / "table.csv").read_bytes() == (folder / "table.csv").read_bytes()
+
+
+def test_on_ray_it_is_the_same_table(finished_study, tmp_path, monkeypatch):
+    """On a cluster that is started here."""
+    study, folder, _ = finished_study
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    outcomes = run_study(study, tmp_path, parallel=2, on="ray", say=lambda line: None)
+    assert {outcome.state for outcome in outcomes.values()} == {"done"}, outcomes
+    write_study(study, tmp_path, outcomes)
+    assert (tmp_path / "table.csv").read_bytes() == (folder / "table.csv").read_bytes()
+
+
+def test_where_else():
+    with pytest.raises(KeelError, match="--on mars is not known: use local, ray or ray:ADDRESS"), open_pool("mars", 1):
+        pass
 
 
 def processes_of(folder):
@@ -242,8 +261,17 @@ def test_a_folder_that_holds_something_else_is_refused(finished_study, tmp_path)
         run_study(read_study(STUDY), folder)
 
 
-def test_a_guard_stops_one_point_and_another_fails(tmp_path):
+def test_a_guard_stops_one_point_and_another_fails(tmp_path, monkeypatch):
     """A budget that is spent at once, and a reward that breaks: both are in the table, the rest goes on."""
+
+    def run_here(process, started):
+        config, *arguments = process.arguments
+        monkeypatch.setenv(CONFIG, config)
+        process.started.parent.mkdir(parents=True, exist_ok=True)
+        process.started.touch()
+        return point.main(arguments)
+
+    monkeypatch.setattr("keel.lab.studies.run.run_process", run_here)
     grid = {
         "case": {
             "fine": {"kl.beta": 0.1},
@@ -255,7 +283,7 @@ def test_a_guard_stops_one_point_and_another_fails(tmp_path):
         }
     }
     study = read_study({**STUDY, "grid": grid, "seeds": 1})
-    outcomes = finish(study, tmp_path / "study")
+    outcomes = finish(study, tmp_path / "study", parallel=1)
     assert outcomes["fine seed=0"].state == "done"
     assert outcomes["over budget seed=0"].state == "stopped"
     assert "over kl.budget.max" in outcomes["over budget seed=0"].reason

@@ -19,6 +19,7 @@ from keel.models.head import causal_lm
 from keel.models.load import LoadedModel
 from keel.models.memory import PassBytes, fitting_tokens
 from keel.rollout.native.scheduler import Traits
+from keel.trainer.memory import OutOfMemory, is_out_of_memory
 
 GIB = 2**30
 _GRAPHED = 0.25  # of a layer's launch where decode steps are CUDA graphs: 2.1 ms for 9.5 ms were measured on an H200
@@ -124,7 +125,7 @@ def _plan(
     fitting = _fitting_tokens(computed, config)
     if not sized and hardware.kind != "cpu" and fitting < min(computed.pass_tokens, config.optim.microbatch_tokens):
         smaller = load_config(config, [f"optim.microbatch_tokens={fitting}"])
-        sized_plan = _plan(smaller, hardware, prompt, devices, measured, report, sized=True)
+        sized_plan = _plan(smaller, hardware, prompt_tokens, devices, measured, report, sized=True)
         # Where weights are spread, passes are as configured.
         pairs = zip(computed.ranks, sized_plan.ranks, strict=True)
         return replace(sized_plan, ranks=tuple(own if own.layout.spread else other for own, other in pairs))
@@ -143,7 +144,12 @@ def _plan(
         layer_share=_layer_share(loaded),
     )
     del loaded, reference
-    result = measure(job, report)
+    try:
+        result = measure(job, report)
+    except Exception as error:
+        if not isinstance(error, OutOfMemory) and not is_out_of_memory(error):
+            raise
+        return replace(computed, timing=f"{computed.timing}: memory ran out when a step was tried")
     return replace(
         computed,
         seconds=result.seconds,

@@ -1,17 +1,16 @@
-"""To a hub and back: a checkpoint's model with its card, through huggingface_hub."""
+"""To a hub: a checkpoint's model with its card, through huggingface_hub."""
 
 from __future__ import annotations
 
 import json
 import re
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from keel.base.errors import KeelError, first_line
+from keel.base.errors import KeelError
+from keel.lab.publish.pull import check_repo, hub_errors
 from keel.rollout.native.weights import merge
 from keel.run.model_ref import ModelRef, model_folder, resolve_model
 from keel.trainer.card import MODEL_CODE, is_hub_name
@@ -44,7 +43,7 @@ def push(
     `merged` puts a LoRA adapter into its base first and uploads whole weights. `trainer/` stays here: it is for
     resuming. `api` is an object with HfApi's `create_repo`, `repo_info` and `create_commit` (default: HfApi itself).
     """
-    _check_repo(repo)
+    check_repo(repo)
     folder = model_folder(source, checkpoint)
     if not wants_merging(folder, merged):
         return _upload(folder, repo, private, api, _adapter_notes(folder) if _is_adapter(folder) else ())
@@ -64,30 +63,6 @@ def _is_adapter(folder: Path) -> bool:
     return (folder / "adapter_config.json").is_file()
 
 
-def pull(repo: str, folder: str | Path, *, revision: str | None = None) -> Path:
-    """Download a model's files into a new folder, ready for `model.name`; nothing that came with it is run."""
-    from huggingface_hub import snapshot_download
-
-    _check_repo(repo)
-    target = Path(folder).expanduser()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise KeelError(f"{target} is there already and not empty: name a folder that is not")
-    with hub_errors(f"pull {repo}"):
-        snapshot_download(repo_id=repo, revision=revision, local_dir=str(target))
-    return target
-
-
-def brings_code(folder: Path) -> bool:
-    """Whether a model's folder wants Python code of its own to be run."""
-    for name in ("config.json", "tokenizer_config.json"):
-        try:
-            if json.loads((folder / name).read_text(encoding="utf-8")).get("auto_map"):
-                return True
-        except (OSError, ValueError, AttributeError):
-            continue
-    return False
-
-
 def merge_adapter(model_ref: ModelRef, folder: Path, target: Path) -> None:
     """The base with the adapter's update added to its weights, in the ordinary format, with the adapter's card."""
     model = model_ref.config.model.model_copy(update={"quantization": None})  # what is rounded cannot be added to
@@ -96,33 +71,6 @@ def merge_adapter(model_ref: ModelRef, folder: Path, target: Path) -> None:
     card = folder / CARD
     if card.is_file():
         (target / CARD).write_text(_merged_card(card.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-@contextmanager
-def hub_errors(doing: str) -> Iterator[None]:
-    """Turn a hub's errors into one line with its remedy."""
-    import httpx2
-    from huggingface_hub import errors
-
-    try:
-        yield
-    except errors.GatedRepoError:
-        raise KeelError(f"cannot {doing}: access is granted on request; ask for it on its page, then log in") from None
-    except errors.RepositoryNotFoundError as error:
-        why = "the token is not valid: log in again with `hf auth login`" if _status(error) == 401 else ""
-        why = (
-            why or "there is no such model, or it is private and you are not logged in: check the name, `hf auth login`"
-        )
-        raise KeelError(f"cannot {doing}: {why}") from None
-    except errors.RevisionNotFoundError:
-        raise KeelError(f"cannot {doing}: it has no such revision: check --revision") from None
-    except errors.HfHubHTTPError as error:
-        raise KeelError(f"cannot {doing}: {_refusal(error)}") from None
-    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, httpx2.TransportError, OSError) as error:
-        offline = "HF_HUB_OFFLINE is set" if isinstance(error, errors.OfflineModeIsEnabled) else first_line(error)
-        raise KeelError(
-            f"cannot {doing}: the hub cannot be reached ({offline}): check the network, HF_ENDPOINT"
-        ) from None
 
 
 def _upload(folder: Path, repo: str, private: bool, api: Any, notes: tuple[str, ...]) -> PushResult:
@@ -157,16 +105,6 @@ def model_files(folder: Path) -> list[Path]:
     return sorted(p for p in folder.rglob("*") if p.is_file() and not is_private(p.relative_to(folder).parts))
 
 
-def _check_repo(repo: str) -> None:
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise KeelError(f"{repo!r} is no name on a hub: write owner/name ({first_line(error)})") from None
-
-
 def _adapter_notes(folder: Path) -> tuple[str, ...]:
     """A note where the adapter's base cannot be found by others."""
     base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
@@ -190,16 +128,3 @@ def _merged_card(card: str) -> str:
     merged.data["library_name"] = "transformers"
     merged.text = re.sub(r"```python\n.*?\n```", f"```python\n{MODEL_CODE}\n```", merged.text, count=1, flags=re.DOTALL)
     return str(merged)
-
-
-def _status(error: Any) -> int | None:
-    return getattr(getattr(error, "response", None), "status_code", None)
-
-
-def _refusal(error: Any) -> str:
-    status = _status(error)
-    if status == 401:
-        return "the hub does not know your token: log in with `hf auth login`, or set HF_TOKEN"
-    if status == 403:
-        return "your token may not do this: use one with write access to this name"
-    return f"the hub answered {status}: {first_line(error)}" if status else first_line(error)

@@ -186,13 +186,15 @@ class NativeEngine(Engine):
         scheduler = Scheduler(len(rows), sampling.max_batch, self._traits)
         stops = () if sampling.ignore_eos else tuple(self.eos_ids)
         batch = DecodeBatch(self._new_decoder, self.turn_cache, sampling, scheduler, self._record, stops)
-        while waiting or batch.live:
-            if self.turn_cache.limit:
-                self.turn_cache.use_for(*noise, weights_version(self.model))
-            waiting, ended = self._sample(batch, waiting, pausing=next_rows is not None)
-            if next_rows is not None:  # a user's code: the model is as it was outside
-                waiting = [*_by_length(next_rows(ended)), *waiting]
-        self._graphs.release()
+        try:
+            while waiting or batch.live:
+                if self.turn_cache.limit:
+                    self.turn_cache.use_for(*noise, weights_version(self.model))
+                waiting, ended = self._sample(batch, waiting, pausing=next_rows is not None)
+                if next_rows is not None:  # a user's code: the model is as it was outside
+                    waiting = [*_by_length(next_rows(ended)), *waiting]
+        finally:
+            self._graphs.release()
 
     def _sample(
         self, batch: DecodeBatch, waiting: list[DecodeRow], *, pausing: bool

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from keel.models.head import is_plain_linear
 from keel.rollout.native.llama import is_llama_shaped
 from keel.rollout.native.state import DecodeState
 from keel.rollout.sampling import SamplingParams
@@ -157,10 +158,9 @@ class _Together:
 
     def __init__(self, modules: Sequence[Any]) -> None:
         self.modules = modules
-        self.joined = all(type(module) is nn.Linear for module in modules)
-        self.joined = self.joined and are_neighbours([module.weight for module in modules])
-        if self.joined and modules[0].bias is not None:
-            self.joined = are_neighbours([module.bias for module in modules])
+        self.joined = all(map(is_plain_linear, modules)) and are_neighbours([module.weight for module in modules])
+        biases = [module.bias for module in modules if self.joined and module.bias is not None]
+        self.joined = self.joined and len(biases) in (0, len(modules)) and (not biases or are_neighbours(biases))
         self.sizes = [module.out_features for module in modules]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ class _Together:
 
 def _project(module: Any, x: Tensor, out: Tensor) -> None:
     """Write module(x) into `out`, without a copy where the layer is plain."""
-    if type(module) is not nn.Linear:
+    if not is_plain_linear(module):
         out.copy_(module(x))
     elif module.bias is None:
         torch.mm(x, module.weight.detach().t(), out=out)
@@ -200,7 +200,7 @@ def join_projections(model: nn.Module) -> None:
             if not all(type(part) is nn.Linear for part in parts):
                 continue
             for tensors in ([part.weight for part in parts], [part.bias for part in parts]):  # type: ignore[union-attr]
-                if tensors[0] is None:
+                if any(tensor is None for tensor in tensors):
                     continue
                 joined = torch.cat([tensor.detach() for tensor in tensors])
                 for tensor, view in zip(tensors, joined.split([len(tensor) for tensor in tensors]), strict=True):

@@ -23,7 +23,7 @@ from keel.rollout.native.fused import FusedStep, draw
 from keel.rollout.native.scheduler import bucket, buckets
 from keel.rollout.native.state import DecodeState
 from keel.rollout.native.turn_cache import weights_layout
-from keel.rollout.sampling import SamplingParams
+from keel.rollout.sampling import SamplingParams, sorts_all
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class DecodeGraphs:
         state, rows = self._attach(cache), len(cache.group_of)
         if last:
             draw(state, rows, sampling)
-        elif sampling.top_p < 1 and not sampling.top_k:  # the host looks at how many tokens it takes
+        elif sorts_all(sampling, state.logits.shape[-1]):  # the host looks at how many tokens it takes
             draw(state, rows, sampling)
             self._run(rows, None)
         else:
@@ -188,7 +188,9 @@ class DecodeGraphs:
         """Replay the graph of these rows. Its first use captures those of all fewer rows, which are about to come."""
         assert self.state is not None
         tile = self.state.tile
-        way = (tile, None) if sampling is None else (tile, sampling.temperature, sampling.top_k, sampling.min_p)
+        way: tuple[Any, ...] = (tile, None)
+        if sampling is not None:
+            way = (tile, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         if (bucket(rows), *way) not in self._graphs:
             for size in buckets(rows):
                 if (size, *way) not in self._graphs:
