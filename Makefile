@@ -35,8 +35,10 @@ test-gpu: setup  ## run the tests that need a CUDA device
 test-metamorphic: setup  ## the metamorphic tests on 60 random draws each instead of a few fixed ones: SEED=7 for others
 	KEEL_METAMORPHIC_EXAMPLES=60 $(BIN)/python -m pytest -n 2 tests/metamorphic --hypothesis-seed=$(SEED)
 
-soak: setup  ## kill a run 20 times at random and compare it with one left alone (some minutes)
+soak: setup  ## kill a run 20 times at random, and 10 times a rank of two, and compare each with one left alone (some minutes)
 	$(BIN)/python scripts/soak_resume.py --kills 20
+	$(BIN)/python scripts/soak_resume.py --kills 10 --nproc 2 --steps 60
+	$(BIN)/python scripts/soak_resume.py --kills 3 --nproc 2 --steps 25 --set parallel.sharding=full
 
 lint: setup  ## ruff, mypy, the rooms' import contracts, no circles of imports
 	$(BIN)/ruff check .

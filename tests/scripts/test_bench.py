@@ -125,3 +125,14 @@ def test_the_floor_is_the_faster_product(monkeypatch: pytest.MonkeyPatch) -> Non
     decode = bench("decode", monkeypatch)
     assert decode.summarise({"keel": [3.0], "rows": [2.0, 2.0], "columns": [1.0, 1.5, 9.0]})["floor"] == 1.5
     assert decode.summarise({"keel": [3.0], "rows": [1.0], "columns": [2.0]}) == {"keel": 3.0, "floor": 1.0}
+
+
+def test_ranks_are_compared_with_one_process_within_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = bench("ranks", monkeypatch)
+    turns = {side: [[1.0, 1.0, 9.0], [2.0, 2.0, 0.5], [4.0, 4.0, 4.0]] for side in ranks.SIDES}  # a machine slows down
+    turns["replicated"] = [[1.1, 1.1, 3.0], [2.4, 2.4, 1.0], [3.6, 3.6, 3.6]]
+    figures = ranks.summarise(turns)
+    assert figures["threads"] == {"median": 2.0, "min": 1.0, "max": 4.0, "quiet": pytest.approx(2.5 / 3)}
+    assert figures["replicated"]["ratio"] == pytest.approx(1.1)
+    assert figures["replicated"]["ratio_max"] == pytest.approx(1.2)
+    assert figures["replicated"]["quiet_ratio"] == pytest.approx(3.2 / 2.5)
