@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ARRIVAL = timedelta(minutes=5)  # how long ranks may be apart at the start
 FOREVER = timedelta(days=3650)
 LOOK_S = 1.0  # between two looks at the store
-ECHO_S = 10.0  # in which the cause of a broken collective becomes known
+CAUSE_S = 10.0  # in which the cause of a broken collective becomes known
 GOODBYE = 20_001  # the message's tag
 LOST = 137  # exit status where a process has died: that of kill -9
 DIED = "has died (killed, crashed, or its machine is gone)"
@@ -122,7 +122,7 @@ def _fail(error: BaseException, resume: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # the threads end this process meanwhile if the cause is elsewhere
     if _in_collective(error):
-        time.sleep(ECHO_S)
+        time.sleep(CAUSE_S)
     elif process_rank() > 0 or isinstance(error, SystemExit):
         time.sleep(2 * LOOK_S)
     status = 2 if isinstance(error, KeelError) else 130 if isinstance(error, KeyboardInterrupt) else 1

@@ -103,7 +103,7 @@ def pack(
     completions = [completion for group in groups for completion in group.completions]
     if shared_prefix:
         units = [(group.prompt_tokens, group.completions) for group in groups]
-        bins = _bins([_row_length(group) for group in groups], max_row_tokens)
+        bins = _bins([row_length(group) for group in groups], max_row_tokens)
     else:
         units = [(group.prompt_tokens, (completion,)) for group in groups for completion in group.completions]
         bins = [[index] for index in range(len(units))]
@@ -290,7 +290,7 @@ class _Size:
 
 def _size(group: Group, shared_prefix: bool) -> _Size:
     if shared_prefix:
-        return _Size(1, _row_length(group))
+        return _Size(1, row_length(group))
     return _Size(len(group.completions), _longest_sequence(group) - 1)
 
 
@@ -322,7 +322,8 @@ def _input_length(completion: Completion) -> int:
     return max(len(completion.tokens) - 1, 0)
 
 
-def _row_length(group: Group) -> int:
+def row_length(group: Group) -> int:
+    """Tokens of a row that holds the group: its prompt once, and what each completion reads."""
     return len(group.prompt_tokens) + sum(_input_length(completion) for completion in group.completions)
 
 

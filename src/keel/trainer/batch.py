@@ -19,7 +19,7 @@ from keel.base.types import Batch, Completion, Group, Problem
 from keel.kl.measure import MaskIndex
 from keel.models.head import Head, body_of, frozen_head
 from keel.models.logprobs import FullScores, hidden_states, score_hidden, score_tokens
-from keel.models.pack import PackedBatch, microbatches, pack, right_pad
+from keel.models.pack import PackedBatch, microbatches, pack, right_pad, row_length
 from keel.models.prefix_attention import attends_by_flash
 from keel.models.products import cast_once
 from keel.models.scorer import score_with
@@ -202,8 +202,7 @@ def _shares(groups: Sequence[Group], count: int) -> list[Sequence[Group]]:
 
 def _row_budget(groups: Sequence[Group], budget: int) -> int:
     """Rows as long as the longest group's: short groups share a row, and padding stays small."""
-    longest = max(len(g.prompt_tokens) + sum(max(len(c.tokens) - 1, 0) for c in g.completions) for g in groups)
-    return min(longest, budget)
+    return min(max(map(row_length, groups)), budget)
 
 
 def stitch(parts: Iterable[Tensor], width: int) -> Tensor:
