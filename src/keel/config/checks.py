@@ -66,7 +66,7 @@ def _loss(config: Config) -> None:
     if not get_loss(loss.loss_type).has_ratio and config.off_policy:
         raise KeelError(
             f"loss.loss_type={loss.loss_type} has no ratio and is right for one update a batch only: set "
-            "loss.num_iterations=1 and optim.minibatches=1, or use grpo"
+            "loss.num_iterations=1, optim.minibatches=1 and rollout.max_staleness=0, or use grpo"
         )
 
 

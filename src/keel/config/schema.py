@@ -89,8 +89,8 @@ class Config(Options):
 
     @property
     def off_policy(self) -> bool:
-        """Whether a batch serves several updates, so that all but the first see an older policy's samples."""
-        return self.loss.num_iterations > 1 or self.optim.minibatches > 1
+        """Whether updates see an older policy's samples: a batch serves several of them, or is sampled ahead."""
+        return self.loss.num_iterations > 1 or self.optim.minibatches > 1 or self.rollout.max_staleness > 0
 
     @property
     def episodes_per_step(self) -> int:

@@ -9,7 +9,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -203,7 +203,8 @@ def _train(
             course = learning_rate_schedule(config, decay_before)
             if changed := schedule_change(decay_before, course, config, built.run.optimizer, state.step):
                 loggers.event("schedule", step=state.step, message=changed)
-        state = train_loop(job, state, interrupt)
+        with closing(built.run):
+            state = train_loop(job, state, interrupt)
         return _finish(config, built, job, state, interrupt, at_end)
     except OutOfMemory as error:
         raise KeelError(f"{error}; {how_to_go_on(config, error.remedy)}") from None
@@ -454,7 +455,8 @@ def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | Non
             loaded = _policy(small, directory.path, None, loggers, task, Interrupt(), world)
             built = build_run(small, loaded, task=task, reward=reward, world=world)
             evaluator(small, built)
-            step = train_step(built.run, State(kl=built.run.controller.init()))
+            with closing(built.run):
+                step = train_step(built.run, State(kl=built.run.controller.init()))
     finally:
         if world.leads:
             shutil.rmtree(folder, ignore_errors=True)
