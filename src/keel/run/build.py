@@ -184,7 +184,7 @@ def _build_run(
     layout = layout_of(config, loaded, world)
     ahead = config.rollout.max_staleness > 0
     tokenizer = deepcopy(loaded.tokenizer) if ahead else loaded.tokenizer  # fast ones are not for two threads
-    engine = build_engine(sampler, loaded.model, tokenizer, own_weights=layout.spread or ahead)
+    engine = build_engine(sampler, loaded.model, tokenizer, own_weights=layout.spread or ahead, world=world)
     _check_logp(config, engine, sampling)
     _check_ahead(config, engine, loaded, layout.spread)
     scorer = build_scorer(config.model.scorer)
@@ -345,12 +345,14 @@ def _check_ahead(config: Config, engine: Engine, loaded: LoadedModel, spread: bo
     if engine.shares_weights:
         raise KeelError(
             f"rollout.engine={name} samples with the policy's own weights, which change while {given} samples: use "
-            "native, or rollout.max_staleness=0"
+            "native or vllm, or rollout.max_staleness=0"
         )
-    if name == "native" and loaded.device.type == "cuda":
+    if loaded.device.type == "cuda" and (
+        name == "native" or (name == "vllm" and config.rollout.vllm.mode == "colocate")
+    ):
         raise KeelError(
-            f"{given} with rollout.engine=native would sample on the GPU that the update works on, and nothing would "
-            "be faster: use rollout.engine=vllm with a server, or rollout.max_staleness=0"
+            f"{given} with rollout.engine={name} would sample on the GPU that the update works on, and nothing would "
+            "be faster: use rollout.engine=vllm with rollout.vllm.mode=server, or rollout.max_staleness=0"
         )
     if spread and staleness > 1:
         raise KeelError(
