@@ -227,7 +227,7 @@ def test_what_cannot_sample_beside_the_update_is_refused_in_one_line() -> None:
     engine: Any = SimpleNamespace(shares_weights=False)
     gpu, cpu = (SimpleNamespace(device=torch.device(name)) for name in ("cuda", "cpu"))
     one, two = (load_config({}, [f"rollout.max_staleness={staleness}"]) for staleness in (1, 2))
-    with pytest.raises(KeelError, match=r"max_staleness=1 with rollout\.engine=native would sample on the GPU"):
+    with pytest.raises(KeelError, match=r"max_staleness=1 with rollout\.engine=native would sample on the GPU that"):
         _check_ahead(one, engine, gpu, False)  # type: ignore[arg-type]
     with pytest.raises(KeelError, match=r"max_staleness=2 keeps copies of the weights.*max_staleness=1, or parallel"):
         _check_ahead(two, engine, cpu, True)  # type: ignore[arg-type]

@@ -347,9 +347,8 @@ def _check_ahead(config: Config, engine: Engine, loaded: LoadedModel, spread: bo
             f"rollout.engine={name} samples with the policy's own weights, which change while {given} samples: use "
             "native or vllm, or rollout.max_staleness=0"
         )
-    if loaded.device.type == "cuda" and (
-        name == "native" or (name == "vllm" and config.rollout.vllm.mode == "colocate")
-    ):
+    here = name == "native" or (name == "vllm" and config.rollout.vllm.mode == "colocate")
+    if here and loaded.device.type == "cuda":
         raise KeelError(
             f"{given} with rollout.engine={name} would sample on the GPU that the update works on, and nothing would "
             "be faster: use rollout.engine=vllm with rollout.vllm.mode=server, or rollout.max_staleness=0"

@@ -24,7 +24,7 @@ from keel.base.types import Group
 from keel.envs.judge import Failure
 from keel.rollout import Engine
 
-GRACE_S = 10.0  # for the rollouts in flight where a run ends by an error
+GRACE_S = 5.0  # for the rollouts in flight where a run ends by an error
 
 
 @dataclass(frozen=True)

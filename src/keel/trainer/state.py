@@ -68,9 +68,10 @@ class TrainingRun:
         return min(self.optim.microbatch_tokens, self.fitting_tokens or self.optim.microbatch_tokens)
 
     def close(self) -> None:
-        """End what runs beside the steps."""
+        """End what runs beside the steps: the thread that samples ahead, and what the engine has started."""
         if self.queue is not None:
             self.queue.close()
+        self.engine.close()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Mixed precision for the body of a model; scores are fp32 either way."""
