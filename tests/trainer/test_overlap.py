@@ -20,6 +20,7 @@ from keel.rollout import Engine
 from keel.rollout.native.engine import NativeEngine
 from keel.run.build import _check_ahead, build_policy, build_run
 from keel.trainer.checkpoint import load_checkpoint, save_checkpoint
+from keel.trainer.memory import OutOfMemory
 from keel.trainer.state import State, TrainingRun
 from keel.trainer.step import train_step
 from trainer.small import Letters, small_config
@@ -168,12 +169,13 @@ def test_pending_rollouts_of_problems_that_are_gone_are_refused(tmp_path: Path) 
 class Broken(NativeEngine):
     """Fails in the third step."""
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any, memory: bool = False) -> None:
         super().__init__(model, tokenizer, copy=True)
+        self.error = torch.OutOfMemoryError("out of memory") if memory else ZeroDivisionError("in the sampler")
 
     def generate(self, *args: Any, step: int = 0, **options: Any) -> Any:
         if step == 2:
-            raise ZeroDivisionError("in the sampler")
+            raise self.error
         return super().generate(*args, step=step, **options)
 
 
@@ -192,6 +194,13 @@ def test_what_goes_wrong_in_the_thread_is_raised_by_the_step_that_it_belongs_to(
     assert load_checkpoint(folder, other).step == 2
     assert train_step(other, state).metrics["staleness/max"] == 0.0
     other.close()
+
+
+def test_memory_that_runs_out_in_the_thread_is_said_of_the_rollout() -> None:
+    engine = "rollout.engine={name: trainer.test_overlap:Broken, memory: true}"
+    run, state = make("rollout.max_staleness=1", engine)
+    with pytest.raises(OutOfMemory, match=r"the rollout of step 3 .*: rollout\.max_batch is null"):
+        list(take_steps(run, state, 3))
 
 
 def test_a_run_that_fails_in_the_update_goes_on_with_the_rollouts_it_had(tmp_path: Path) -> None:
