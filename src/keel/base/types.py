@@ -33,8 +33,7 @@ class Completion:
     later user turns are false). `sample_logp` is the engine's log-probability at the sampling temperature before
     any filter, `filtered_logp` after top-p/top-k/min-p. Both are 0 where `action` is false. `stop_reason` is eos,
     stop, length, or `turns` where an episode had more to do after its last turn. `counts` are figures of an episode
-    with several turns, by the names they are logged under. `policy_version` counts the updates of the weights that it
-    was sampled with, where the engine knows them.
+    with several turns, by the names they are logged under.
     """
 
     tokens: tuple[int, ...]
@@ -44,7 +43,7 @@ class Completion:
     text: str
     stop_reason: str
     counts: Mapping[str, float] = field(default_factory=dict)
-    policy_version: int | None = None
+    policy_version: int | None = None  # of the weights that sampled it, where the engine knows
 
 
 @dataclass(frozen=True)

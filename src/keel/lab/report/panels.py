@@ -94,12 +94,12 @@ PANELS: list[PanelSpec] = [
     ("Learning rate", "", "", [("optim/learning_rate", "learning rate")]),
 ]
 
+AHEAD = {"Waits", "Staleness"}  # drawn of runs that sample ahead: of others they say nothing new
 # Several runs in place of the phases of one.
 TOTAL_TIME: PanelSpec = ("Time a step, all phases", "seconds", "", [("time/total_s", "total")])
-AHEAD = {"Waits", "Staleness"}  # drawn of runs that sample ahead: of others they say nothing new
 REWARD_PART = "reward/part/"
 KL_KINDS = ("k3", "k1", "exact")
-FROM_ZERO = {"Completion length", "Time a step", "Speed", "Gradient norm", *AHEAD}
+FROM_ZERO = {"Completion length", "Time a step", "Speed", "Gradient norm"}
 NOTABLE = ("guard", "rollback", "stop", "resume", "abort", "spike", "nan", "interrupt", "over-budget", "tool/errors")
 # Charts that also show the attempts that a rollback gave up: dashed, and only the chart's first metric.
 WITH_ABANDONED = {"Reward", "Gradient norm", "Learning rate", "KL(policy‖reference) a sequence"}
@@ -144,7 +144,7 @@ def _from_metrics(
         return None
     if title in WITH_ABANDONED:
         curves += _abandoned(runs, names[0][0])
-    return Panel(title, unit, curves, hint, event_steps(runs), title in FROM_ZERO, checkpoint_steps(runs))
+    return Panel(title, unit, curves, hint, event_steps(runs), title in FROM_ZERO | AHEAD, checkpoint_steps(runs))
 
 
 def _parts(runs: Sequence[RunRecord]) -> list[Panel | None]:
