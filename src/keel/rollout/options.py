@@ -80,6 +80,11 @@ class RolloutOptions(Options):
         default=1.0,
         description="GiB of the model's device for keys and values between turns; what finds no room is read again.",
     )
+    max_staleness: Count = Field(
+        default=0,
+        description="Steps that sampling may be ahead of the updates, which goes on beside them; 0: one after the "
+        "other.",
+    )
     dtype: Literal["auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16"] = Field(
         default="auto",
         description="Type of the weights that sample; auto: on a GPU that of the training passes (a copy, under "
