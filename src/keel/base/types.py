@@ -31,9 +31,10 @@ class Completion:
 
     `tokens` are all tokens after the prompt; `action` is true where the policy sampled the token (tool output and
     later user turns are false). `sample_logp` is the engine's log-probability at the sampling temperature before
-    any filter, `filtered_logp` after top-p/top-k/min-p. Both are 0 where `action` is false. `stop_reason` is eos,
-    stop, length, or `turns` where an episode had more to do after its last turn. `counts` are figures of an episode
-    with several turns, by the names they are logged under.
+    any filter, `filtered_logp` after top-p/top-k/min-p, which is what the token was drawn from. Each is NaN where the
+    engine does not know it, and 0 where `action` is false. `stop_reason` is eos, stop, length, or `turns` where an
+    episode had more to do after its last turn. `counts` are figures of an episode with several turns, by the names
+    they are logged under.
     """
 
     tokens: tuple[int, ...]
@@ -87,6 +88,8 @@ class Batch:
     `action_mask` is true only on tokens that the policy sampled. `policy_mask` (default: the same) leaves tokens out
     of the policy term while they stay under the KL penalty. `kl_advantages` `[B]` is what a penalty in the reward
     adds to the advantages, apart from the rewards' own. `group` `[B]` numbers the group of each row.
+    `filtered_logp` is there where filters cut what was sampled, and is of the distribution that they left; NaN where
+    the engine did not report it. `stale` says that the samples may be of an older policy than the old one.
     """
 
     action_mask: Tensor
@@ -94,7 +97,9 @@ class Batch:
     old_logp: Tensor | None = None
     ref_logp: Tensor | None = None
     sample_logp: Tensor | None = None
+    filtered_logp: Tensor | None = None
     policy_mask: Tensor | None = None
     rewards: Tensor | None = None
     group: Tensor | None = None
     kl_advantages: Tensor | None = None
+    stale: bool = False

@@ -55,9 +55,19 @@ class RolloutOptions(Options):
         description="Type of the weights that sample; auto: on a GPU that of the training passes (a copy, under "
         "optim.precision), elsewhere the policy's own.",
     )
+    max_staleness: Count = Field(
+        default=0,
+        description="Steps that sampling may run ahead of training; 0: each batch is sampled by the policy that it "
+        "trains.",
+    )
     cuda_graphs: bool = Field(
         default=True, description="Decode by CUDA graphs where the model allows it (Llama-shaped, on a GPU)."
     )
+
+    @property
+    def filtered(self) -> bool:
+        """Whether top-p, top-k or min-p cut the distribution that is sampled."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
     def turns(self) -> dict[str, Any]:
