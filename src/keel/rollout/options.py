@@ -50,15 +50,15 @@ class RolloutOptions(Options):
         default=1.0,
         description="GiB of the model's device for keys and values between turns; what finds no room is read again.",
     )
+    max_staleness: Count = Field(
+        default=0,
+        description="Steps that sampling may be ahead of the updates, which goes on beside them; 0: one after the "
+        "other.",
+    )
     dtype: Literal["auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16"] = Field(
         default="auto",
         description="Type of the weights that sample; auto: on a GPU that of the training passes (a copy, under "
         "optim.precision), elsewhere the policy's own.",
-    )
-    max_staleness: Count = Field(
-        default=0,
-        description="Steps that sampling may run ahead of training; 0: each batch is sampled by the policy that it "
-        "trains.",
     )
     cuda_graphs: bool = Field(
         default=True, description="Decode by CUDA graphs where the model allows it (Llama-shaped, on a GPU)."

@@ -180,7 +180,7 @@ def filtered(bandit: Bandit, top_k: int = 2) -> tuple[Tensor, Tensor]:
 
 
 def filters() -> list[Check]:
-    """Where filters leave the mass M, means weighed by π/q are off by (1 − M)·max|f| at most, unweighted by twice that."""
+    """Where filters leave the mass M, means weighed by π/q are off by at most (1 − M)·max|f|, others by twice that."""
     bandits = random_bandits()
     weighted, unweighted, lower, divergences = [], [], [], []
     for bandit in bandits:
