@@ -53,9 +53,11 @@ def test_the_kl_term_of_stale_samples_is_weighed_by_the_policy_over_what_drew_th
     if filtered:
         batch = replace(batch, filtered_logp=batch.sample_logp + 0.2)
     estimator = "k2" if placement == "loss" else "k1"
-    _, gradient = run(scores, batch, KLOptions(estimator=estimator, placement=placement))
+    out, gradient = run(scores, batch, KLOptions(estimator=estimator, placement=placement))
     logp, _, ref, mu, mask = numbers(scores, batch)
     mu = mu + 0.2 if filtered else mu
+    value = (logp - ref) ** 2 / 2 if placement == "loss" else logp - ref
+    assert out.metrics["loss/kl"].value == pytest.approx(0.5 * (np.exp(logp - mu) * value)[mask].mean())
     expected = np.where(mask, np.exp(logp - mu) * (logp - ref), 0.0) * 0.5 / mask.sum()
     np.testing.assert_allclose(gradient, expected, atol=1e-12)
 

@@ -15,7 +15,7 @@ from keel.kl.estimators import estimate
 from keel.kl.facts import Pairing
 from keel.kl.options import KLOptions
 from keel.kl.placement import advantage_penalty, kl_loss, kl_score_loss
-from keel.kl.ratios import check_mask, select
+from keel.kl.ratios import check_mask, importance_ratio, select
 from keel.losses.inputs import PolicyTerm
 from keel.losses.mismatch import behaviour_logp, kl_behaviour_logp, mismatch_metrics, mismatch_weights
 from keel.losses.options import LossOptions
@@ -85,9 +85,12 @@ def mean_penalty(kl: KLOptions, scores: Scores, batch: Batch, by: Denominators) 
     """The mean KL that a penalty in the reward or the advantage is made of: a token's, or a sequence's sum."""
     if batch.ref_logp is None and not kl.estimator.startswith("exact"):
         return 0.0  # a penalty that was shaped elsewhere
-    values = select(kl_values(kl, scores, batch), batch.action_mask).sum()
+    values, behaviour = kl_values(kl, scores, batch), kl_behaviour_logp(batch, scores.logp)
+    if behaviour is not None and behaviour is not batch.old_logp and not kl.estimator.startswith("exact"):
+        values = values * importance_ratio(scores.logp.detach(), behaviour, batch.action_mask)
+    total = select(values, batch.action_mask).sum()
     per_sequence = kl.placement == "reward" or kl.level == "sequence"
-    return divide(values, by.sequences if per_sequence else by.tokens).double()
+    return divide(total, by.sequences if per_sequence else by.tokens).double()
 
 
 def vocabulary_kl(kl: KLOptions, scores: Scores) -> Tensor:

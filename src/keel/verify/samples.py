@@ -202,7 +202,7 @@ def filters() -> list[Check]:
     def row(fact: str, shown: str, expected: str, ok: bool) -> Check:
         return Check("filters", fact, shown, expected, ok)
 
-    bound = "(1 − kept mass)·max |f|"
+    largest = "(1 − kept mass)·max |f|"
     return [
         row(
             "from the policy it is 1 − M in total variation, −log M in KL",
@@ -211,13 +211,13 @@ def filters() -> list[Check]:
             max(divergences) < EXACT,
         ),
         row(
-            f"weighed by π/q, bias over {bound}",
+            f"weighed by π/q, bias over {largest}",
             f"at most {max(weighted):.3f}",
             "at most 1",
             max(weighted) <= 1 + EXACT,
         ),
         row(
-            f"unweighted, bias over {bound}",
+            f"unweighted, bias over {largest}",
             f"at most {max(unweighted):.3f}",
             "at most 2, can pass 1",
             1 < max(unweighted) <= 2 + EXACT,
