@@ -328,16 +328,11 @@ def test_a_run_without_tools_is_not_asked_about_them_and_a_log_of_others_is():
 
 
 def test_samples_that_are_meant_to_be_old_are_no_lost_sync():
-    history = altered(
-        "kl/sampler_policy/k3/mean", lambda step, was: 0.004 * (step - 1), configured(rollout__max_staleness=2)
-    )
-    (found,) = check_history(history).findings
-    assert (found.code, found.severity) == ("sampler/stale", "warning")
-    assert "rollout.max_staleness=1" in found.advice
-    small = altered(
-        "kl/sampler_policy/k3/mean", lambda step, was: 1e-4 * (step > 1), configured(rollout__max_staleness=1)
-    )
-    assert codes(small) == []
+    ahead, name = configured(rollout__max_staleness=2), "kl/sampler_policy/k3/mean"
+    (finding,) = check_history(altered(name, lambda step, was: 0.004 * (step - 1), ahead)).findings
+    assert (finding.code, finding.severity) == ("sampler/too-old", "warning")
+    assert "rollout.max_staleness=1" in finding.advice
+    assert codes(altered(name, lambda step, was: 1e-4 * (step > 1), ahead)) == []
 
 
 @pytest.mark.parametrize(("mass", "expected"), [(0.95, []), (0.85, ["sampler/filter"])])

@@ -42,7 +42,7 @@ def sampler(history: History, thresholds: Thresholds) -> CheckResults:
     )
     if grew and ahead:
         yield finding(
-            "sampler/stale",
+            "sampler/too-old",
             evidence,
             f"rollout.max_staleness={ahead} lets samples be as many steps old, and in these the policy moves further "
             "than their weights can repair",
@@ -50,7 +50,6 @@ def sampler(history: History, thresholds: Thresholds) -> CheckResults:
                 setting("set {}", {"rollout.max_staleness": ahead - 1}),
                 times(history.config, "optim.learning_rate", 0.5, "half of", history.source),
             ),
-            severity="warning",
         )
         return
     if grew:
