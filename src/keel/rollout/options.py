@@ -36,7 +36,7 @@ class VllmOptions(Options):
         default=None, description="Tokens of prompt and completion together; null is the model's own."
     )
     wait_s: Above0 = Field(
-        default=300.0, description="Seconds that the training waits for a server that is lost or does not answer."
+        default=120.0, description="Seconds that the training waits for a server that is lost or does not answer."
     )
 
 

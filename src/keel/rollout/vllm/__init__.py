@@ -15,6 +15,8 @@ __all__ = ["VllmEngine", "vllm"]
 
 def vllm(model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions, world: World = ALONE) -> VllmEngine:
     """The engine that `rollout.vllm` describes."""
+    from keel.rollout.vllm.client import ServerSampler
     from keel.rollout.vllm.colocated import ColocatedSampler
 
-    return VllmEngine(ColocatedSampler(model, tokenizer, rollout, world), model, tokenizer)
+    make = ServerSampler if rollout.vllm.mode == "server" else ColocatedSampler
+    return VllmEngine(make(model, tokenizer, rollout, world), model, tokenizer)
