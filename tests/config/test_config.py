@@ -279,7 +279,6 @@ def test_a_loss_without_a_ratio_takes_stale_samples():
     """Its one update is at the old policy, whose weight over the sampler it has."""
     config = load_config({}, ["rollout.max_staleness=1", "loss.loss_type=policy_gradient"])
     assert config.off_policy
-    assert not config.several_updates
 
 
 def test_exact_and_episodes_follow_from_the_rest():

@@ -31,16 +31,15 @@ class Completion:
 
     `tokens` are all tokens after the prompt; `action` is true where the policy sampled the token (tool output and
     later user turns are false). `sample_logp` is the engine's log-probability at the sampling temperature before
-    any filter, `filtered_logp` after top-p/top-k/min-p, which is what the token was drawn from. Each is NaN where the
-    engine does not know it, and 0 where `action` is false. `stop_reason` is eos, stop, length, or `turns` where an
-    episode had more to do after its last turn. `counts` are figures of an episode with several turns, by the names
-    they are logged under.
+    any filter, `filtered_logp` after top-p/top-k/min-p. Both are 0 where `action` is false. `stop_reason` is eos,
+    stop, length, or `turns` where an episode had more to do after its last turn. `counts` are figures of an episode
+    with several turns, by the names they are logged under.
     """
 
     tokens: tuple[int, ...]
     action: tuple[bool, ...]
-    sample_logp: tuple[float, ...]
-    filtered_logp: tuple[float, ...]
+    sample_logp: tuple[float, ...]  # NaN where the engine does not know it, as under filters alone
+    filtered_logp: tuple[float, ...]  # of what the token was drawn from; NaN where the engine does not know it
     text: str
     stop_reason: str
     counts: Mapping[str, float] = field(default_factory=dict)

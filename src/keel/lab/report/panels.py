@@ -73,6 +73,12 @@ PANELS: list[PanelSpec] = [
         [("kl/sampler_policy/k1/mean", "k1"), ("kl/sampler_policy/k3/mean", "k3")],
     ),
     (
+        "Samples that count",
+        "share",
+        "low: what sampled is far from the policy, or filters cut much of it off",
+        [("mismatch/ess", "effective, by their weights"), ("rollout/kept_mass/mean", "probability that filters kept")],
+    ),
+    (
         "Time a step",
         "seconds",
         "",
