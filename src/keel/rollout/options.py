@@ -39,6 +39,11 @@ class VllmOptions(Options):
         default=120.0, description="Seconds that the training waits for a server that is lost or does not answer."
     )
 
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The servers' addresses."""
+        return (self.url,) if isinstance(self.url, str) else tuple(self.url or ())
+
 
 class RolloutOptions(Options):
     """How completions are sampled."""
