@@ -36,8 +36,13 @@ class VllmOptions(Options):
         default=None, description="Tokens of prompt and completion together; null is the model's own."
     )
     wait_s: Above0 = Field(
-        default=300.0, description="Seconds that the training waits for a server that is lost or does not answer."
+        default=120.0, description="Seconds that the training waits for a server that is lost or does not answer."
     )
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The servers' addresses."""
+        return (self.url,) if isinstance(self.url, str) else tuple(self.url or ())
 
 
 class RolloutOptions(Options):
@@ -90,6 +95,11 @@ class RolloutOptions(Options):
     )
 
     vllm: VllmOptions = Field(default=VllmOptions(), description="Where vLLM samples, with rollout.engine=vllm.")
+
+    @property
+    def filtered(self) -> bool:
+        """Whether top-p, top-k or min-p cut the distribution that is sampled."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
     def turns(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from keel.base.errors import KeelError
+from keel.base.errors import KeelError, first_line
 from keel.base.world import World
 from keel.models.head import causal_lm, module_dtype
 from keel.models.load import DTYPES, context_length
@@ -41,10 +41,6 @@ class ColocatedSampler(Sampler):
     """vLLM's engine, driven step by step; weights go to it as tensors, on whatever device they are."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, rollout: RolloutOptions, world: World) -> None:
-        if rollout.vllm.tensor_parallel_size > 1:
-            raise KeelError(
-                "rollout.vllm.tensor_parallel_size above 1 needs a server (keel serve): set rollout.vllm.mode=server"
-            )
         self._sleeps = cuda = next(model.parameters()).is_cuda
         vllm = import_vllm(in_process=True, cuda=cuda)
         inner = causal_lm(model)
@@ -75,9 +71,7 @@ class ColocatedSampler(Sampler):
             self.close()
             raise KeelError(f"vLLM could not start on this model: {first_line(error)}") from error
         config = self._llm.llm_engine.model_config
-        self.info = SamplerInfo(
-            _NAME, str(self._dtype), config.max_model_len, config.get_vocab_size(), inner.config.architectures[0], rank
-        )
+        self.info = SamplerInfo(config.max_model_len, config.get_vocab_size())
         self._held = Held(self._rpc("keel_parts"), model)
         self._asleep = False
         self.load(model, None)
@@ -165,8 +159,3 @@ def own_random_state() -> Iterator[None]:
         torch.set_rng_state(torch_state)
         if cuda:
             torch.cuda.set_rng_state_all(cuda)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its type."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from keel.rollout.vllm.rows import Drawing, Row, Sampled
 
+MODEL_FACTS = (
+    *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("intermediate_size", "vocab_size", "tie_word_embeddings"),
+)
+
+
+def model_facts(config: Any) -> dict[str, Any]:
+    """What tells models of other shapes apart, from a transformers configuration."""
+    return {name: getattr(config, name, None) for name in MODEL_FACTS}
+
 
 class SamplerInfo(NamedTuple):
     """What a sampler says of itself."""
 
-    name: str  # as messages call it
-    dtype: str
     context: int
     vocabulary: int
-    architecture: str
-    max_lora_rank: int  # 0 where it takes no adapters
 
 
 class Sampler:
@@ -50,12 +56,3 @@ class Sampler:
 
     def close(self) -> None:
         """End it."""
-
-
-def check_model(info: SamplerInfo, architecture: str, vocabulary: int) -> str | None:
-    """What is wrong with a sampler of another model; None where it fits."""
-    if info.architecture != architecture:
-        return f"serves a {info.architecture} and the policy is a {architecture}"
-    if info.vocabulary != vocabulary:
-        return f"has {info.vocabulary} tokens and the policy {vocabulary}"
-    return None

@@ -31,6 +31,9 @@ class KeelWorker:
             if _has_packed(module) and module.weight.numel():  # a tied head's kernels still hold the old weights
                 module.quant_method.process_weights_after_loading(module)
 
+    def keel_alive(self) -> None:
+        """Answer."""
+
     def keel_parts(self) -> list[str]:
         """Which weights this worker holds, as parts of a checkpoint's tensors."""
         return [str(part) for part, _ in held_weights(self.model_runner.get_model())]
