@@ -184,7 +184,8 @@ def _build_run(
     layout = layout_of(config, loaded, world)
     ahead = config.rollout.max_staleness > 0
     tokenizer = deepcopy(loaded.tokenizer) if ahead else loaded.tokenizer  # fast ones are not for two threads
-    engine = build_engine(sampler, loaded.model, tokenizer, own_weights=layout.spread or ahead, world=world)
+    engine_world = world.apart() if ahead else world  # a sync may send too, in either thread
+    engine = build_engine(sampler, loaded.model, tokenizer, own_weights=layout.spread or ahead, world=engine_world)
     _check_ahead(config, engine, loaded, layout.spread)
     scorer = build_scorer(config.model.scorer)
     differs = _sampler_differs(config, engine, amp_dtype, scorer)
@@ -221,7 +222,7 @@ def _build_run(
         world=world,
     )
     if ahead:
-        run.queue = _queue(config, run, tokenizer, sampling, judge)
+        run.queue = _queue(config, run, tokenizer, sampling, judge, engine_world)
     if scorer is None and not layout.spread:
         kept = config.episodes_per_step * config.rollout.max_completion_length if config.kl.needs_exact else 0
         run.fitting_tokens = measure_fit(
@@ -329,9 +330,11 @@ def _collector(
     return collected
 
 
-def _queue(config: Config, run: TrainingRun, tokenizer: Any, sampling: SamplingParams, judge: Judge) -> RolloutQueue:
+def _queue(
+    config: Config, run: TrainingRun, tokenizer: Any, sampling: SamplingParams, judge: Judge, world: World
+) -> RolloutQueue:
     """The sampler's thread, with a tokenizer, a record of failures and connections of its own."""
-    own, world = judge.apart(), run.world.apart()
+    own = judge.apart()
     collector = _collector(config, run.engine, run.task, tokenizer, sampling, own, world)
 
     def sample(attempt: int, step: int) -> Rollouts:
