@@ -44,7 +44,7 @@ class Draws:
     def where(self, keep: Tensor) -> Draws:
         """Some of them."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Draws(**{name: None if tensor is None else tensor[keep] for name, tensor in tensors.items()})
+        return replace(self, **{name: tensor[keep] for name, tensor in tensors.items() if tensor is not None})
 
     def distribution(self, params: SamplingParams) -> Tensor:
         """Log-probabilities `[N, V]` under these sampling parameters, filters included."""
