@@ -237,6 +237,9 @@ def test_mistakes_in_a_file(tmp_path):
         (["task.name=nowhere:task"], "cannot import"),
         (["loss.loss_type=nowhere:loss"], "cannot import loss.loss_type=nowhere:loss"),
         (["eval.temperature=0"], "pass@8"),
+        (["rollout.max_staleness=1", "loss.mismatch.kind=none"], "leaves stale samples unweighted"),
+        (["rollout.max_staleness=1", "kl.beta=0.1", "kl.estimator=k2", "kl.gradient=rho"], "no divergence's gradient"),
+        (["rollout.max_staleness=1", "loss.loss_type=policy_gradient", "loss.num_iterations=2"], "has no ratio"),
     ],
 )
 def test_impossible_combinations(overrides, says):
@@ -265,6 +268,17 @@ def test_notes():
     assert "kl/unneeded" in advice(load_config({}, ["kl.beta=0.01", "loss.loss_type=dr_grpo"]))[0]
     biased = ["kl.beta=0.01", "kl.estimator=k1", "kl.gradient=plain", "kl.allow_biased=true"]
     assert "regularises nothing" in advice(load_config({}, biased))[0]
+    assert "1 − rollout/kept_mass/mean" in advice(load_config({}, ["rollout.top_p=0.9"]))[0]
+    unweighted = advice(load_config({}, ["rollout.min_p=0.1", "loss.mismatch.kind=none"]))
+    assert "twice that without loss.mismatch" in unweighted[0]
+    stale = advice(load_config({}, ["rollout.max_staleness=1", "kl.beta=0.01", "kl.estimator=k2", "kl.gradient=plain"]))
+    assert "biased by the drift between the sampler and the policy" in stale[0]
+
+
+def test_a_loss_without_a_ratio_takes_stale_samples():
+    """Its one update is at the old policy, whose weight over the sampler it has."""
+    config = load_config({}, ["rollout.max_staleness=1", "loss.loss_type=policy_gradient"])
+    assert config.off_policy
 
 
 def test_exact_and_episodes_follow_from_the_rest():

@@ -14,7 +14,8 @@ from keel.kl import advantage_penalty, exact_kl, reward_penalty
 # A KL formula as the audit sees it: (logp, ref, old) -> values of the same shape.
 Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-ON, OFF = "on", "off"
+# Samples from the policy; from an older one, which is the old policy too; from one still older than the old policy.
+ON, OFF, STALE = "on", "off", "stale"
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,11 @@ class SequenceWorld:
     def with_sampler_near(self, distance: float = 1e-7) -> SequenceWorld:
         """The same world with a sampler that has all but caught up with the policy."""
         return replace(self, sampler=self.policy + distance * (self.sampler - self.policy))
+
+    @property
+    def proximal(self) -> Tensor:
+        """The old policy where samples are stale: it has left the sampler, and the policy has left it."""
+        return 0.3 * self.sampler + 0.7 * self.policy
 
     @property
     def vocabulary(self) -> int:
