@@ -1,4 +1,10 @@
-"""One thread and reproducible examples for every test."""
+"""One thread, no set-up for matrices this small, and reproducible examples for every test."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too
+# oneDNN sets itself up for every new shape, which takes longer than multiplying the matrices of tests; BLAS does not.
+os.environ.setdefault("TORCH_MKLDNN_MATMUL_MIN_DIM", "1000000")
 
 import torch
 from hypothesis import settings
