@@ -39,6 +39,7 @@ soak: setup  ## kill a run 20 times at random, and 10 times a rank of two, and c
 	$(BIN)/python scripts/soak_resume.py --kills 20
 	$(BIN)/python scripts/soak_resume.py --kills 10 --nproc 2 --steps 60
 	$(BIN)/python scripts/soak_resume.py --kills 3 --nproc 2 --steps 25 --set parallel.sharding=full
+	$(BIN)/python scripts/soak_resume.py --kills 6 --steps 40 --set rollout.max_staleness=2
 
 lint: setup  ## ruff, mypy, the rooms' import contracts, no circles of imports
 	$(BIN)/ruff check .

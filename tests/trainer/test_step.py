@@ -26,7 +26,8 @@ kl/rejected_fraction logp/policy_mean logp/ref_mean logp/sampler_gap_max entropy
 ratio/clip_high_fraction ratio/max ratio/ess grad/norm grad/clip_factor optim/learning_rate guard/skipped
 guard/rollbacks guard/nonfinite guard/spike guard/over_budget kl/policy_ref/sequence/se kl/policy_ref/sequence/p95
 length/mean length/max length/truncated_fraction prompt/truncated_fraction parse/ok_fraction
-time/rollout_s time/score_s time/update_s time/sync_s time/total_s speed/tokens_per_s memory/peak_gib"""
+time/rollout_s time/score_s time/update_s time/sync_s time/total_s time/trainer_wait_s time/sampler_wait_s
+speed/tokens_per_s memory/peak_gib staleness/mean staleness/max"""
 ALWAYS = NAMES.split()
 STATISTICS = [f"kl/policy_ref/{k}/{s}" for k in ("k1", "k2", "k3") for s in ("mean", "se", "min", "max", "p95")]
 

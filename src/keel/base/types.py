@@ -43,6 +43,7 @@ class Completion:
     text: str
     stop_reason: str
     counts: Mapping[str, float] = field(default_factory=dict)
+    policy_version: int | None = None  # of the weights that sampled it, where the engine knows
 
 
 @dataclass(frozen=True)

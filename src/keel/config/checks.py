@@ -63,7 +63,7 @@ def _loss(config: Config) -> None:
         )
     if group < 2 and scale_rewards(loss) == "group":
         raise KeelError("loss.scale_rewards=group needs rollout.num_generations of at least 2: one has no deviation")
-    if not get_loss(loss.loss_type).has_ratio and config.off_policy:
+    if not get_loss(loss.loss_type).has_ratio and config.several_updates:
         raise KeelError(
             f"loss.loss_type={loss.loss_type} has no ratio and is right for one update a batch only: set "
             "loss.num_iterations=1 and optim.minibatches=1, or use grpo"

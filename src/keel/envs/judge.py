@@ -111,6 +111,12 @@ class Judge:
         self.failures.clear()
         return drained
 
+    def apart(self) -> Judge:
+        """This judge with a record of failures of its own, for a thread beside the main one."""
+        other = copy(self)
+        other.failures = []
+        return other
+
     def with_task_reward(self, task: Task) -> Judge:
         """This judge with the task's own reward beside its parts at weight 0: whether an answer is right stays known
         whatever is paid for it. Failures are written down in the same record.

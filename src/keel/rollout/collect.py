@@ -54,7 +54,7 @@ class _Trajectory:
         self.filtered_logp += [0.0] * len(tokens)
         self.transcript += [reply] if isinstance(reply, str) else [message["content"] for message in reply]
 
-    def completion(self, counts: Mapping[str, float]) -> Completion:
+    def completion(self, counts: Mapping[str, float], policy_version: int | None) -> Completion:
         return Completion(
             tokens=tuple(self.tokens),
             action=tuple(self.action),
@@ -63,6 +63,7 @@ class _Trajectory:
             text="\n".join(self.transcript),
             stop_reason=self.stop_reason,
             counts=counts,
+            policy_version=policy_version,
         )
 
 
@@ -117,6 +118,7 @@ def collect(
     requests = [Request(p.key, tokens, max_new=limit) for p, tokens in zip(problems, prompts, strict=True)]
     group_of = {problem.key: group for group, problem in enumerate(problems)}
     trajectories: dict[tuple[int, int], _Trajectory] = {}
+    version = engine.version
     runner = EpisodeRunner(task.start, judge.options.timeout_s, judge.hung, judge.stops)
 
     def answer(turns: Sequence[Turn]) -> list[Request]:
@@ -150,9 +152,9 @@ def collect(
             while runner.waiting and not requests:
                 requests = next_requests("one")
         cut = [len(full) - len(prompt) for full, prompt in zip(full_prompts, prompts, strict=True)]
-        noted = [_with_cut_noted(problem, count) for problem, count in zip(problems, cut, strict=True)]
+        noted = [with_cut_noted(problem, count) for problem, count in zip(problems, cut, strict=True)]
         finished = [trajectories[key] for key in sorted(trajectories)]
-        groups = _judged(task, noted, prompts, finished, runner.episodes, judge)
+        groups = _judged(task, noted, prompts, finished, runner.episodes, judge, version)
     finally:
         failures = runner.close()
     for key, failure in failures:
@@ -172,7 +174,7 @@ def _of_all(world: World, groups: list[Group], judge: Judge, recorded: int, prob
     judge.failures[recorded:] = [failure for _, failures in parts for failure in failures]
     by_key = {group.problem.key: group for part, _ in parts for group in part}
     return [
-        replace(group, problem=_with_cut_noted(problem, group.problem.info.get("prompt_tokens_cut", 0)))
+        replace(group, problem=with_cut_noted(problem, group.problem.info.get("prompt_tokens_cut", 0)))
         for problem in problems
         if (group := by_key.get(problem.key)) is not None
     ]
@@ -226,6 +228,7 @@ def _judged(
     trajectories: Sequence[_Trajectory],
     episodes: Mapping[Key, Episode],
     judge: Judge,
+    version: int | None,
 ) -> list[Group]:
     groups = []
     by_group: list[list[_Trajectory]] = [[] for _ in problems]
@@ -237,7 +240,7 @@ def _judged(
         read_counts = partial(_read_counts, task, problem, transcripts, judge, counts)
         rewards = judge.judge(problem, transcripts, {t.sample for t in members if t.failed}, read_counts)
         if rewards is not None:
-            completions = tuple(t.completion(c) for t, c in zip(members, counts, strict=True))
+            completions = tuple(t.completion(c, version) for t, c in zip(members, counts, strict=True))
             groups.append(Group(problem, prompt, completions, rewards))
     return groups
 
@@ -270,7 +273,7 @@ def _counts(episode: Episode) -> dict[str, float]:
     return counts
 
 
-def _with_cut_noted(problem: Problem, cut: int) -> Problem:
+def with_cut_noted(problem: Problem, cut: int) -> Problem:
     """The problem, with the number of prompt tokens that were cut off noted in its info."""
     if not cut:
         return problem

@@ -22,16 +22,21 @@ from keel.kl.measure import kl_statistics
 from keel.losses import group_statistics, zero_variance
 from keel.models.logprobs import FullScores
 from keel.trainer.batch import StepBatch, assemble, rewards_of
+from keel.trainer.overlap import RolloutQueue
 from keel.trainer.state import TrainingRun
 
 _LOGGED = {"tool/calls": "tool/calls_mean", "turn/count": "turn/count_mean"}
 
 
 class Clock:
-    """Seconds by phase. What `score` has only begun, the update waits for: on a GPU events tell the two apart."""
+    """Seconds by phase. What `score` has only begun, the update waits for: on a GPU events tell the two apart.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.started = device, time.perf_counter()
+    The phases are the main thread's: with a `queue` its `rollout` is the wait for rollouts that a thread samples.
+    """
+
+    def __init__(self, device: torch.device, queue: RolloutQueue | None = None) -> None:
+        self.device, self.started, self.queue = device, time.perf_counter(), queue
+        self.sampled_before = 0.0 if queue is None else queue.busy_s()
         self.phases: dict[str, float] = defaultdict(float)
         self.events: dict[str, list[torch.cuda.Event]] = defaultdict(list)
 
@@ -52,14 +57,16 @@ class Clock:
 
     def metrics(self, tokens: int) -> dict[str, float]:
         """`time/…`, `speed/tokens_per_s` (sampled tokens over the whole step) and `memory/peak_gib`."""
-        total = time.perf_counter() - self.started
+        total, rollout = time.perf_counter() - self.started, self.phases["rollout"]
+        sampled = rollout if self.queue is None else self.queue.busy_s() - self.sampled_before
+        waits = {"time/trainer_wait_s": rollout, "time/sampler_wait_s": max(0.0, total - sampled)}
         if self.events["score"]:
             begun, done = self.events["score"]
             launched, self.phases["score"] = self.phases["score"], begun.elapsed_time(done) / 1000
             self.phases["update"] += launched - self.phases["score"]
         phases = {f"time/{name}_s": self.phases.get(name, 0.0) for name in ("rollout", "score", "update", "sync")}
         speed = {"speed/tokens_per_s": tokens / max(total, 1e-9)}
-        return {**phases, "time/total_s": total, **speed, "memory/peak_gib": peak_gib(self.device)}
+        return {**phases, "time/total_s": total, **waits, **speed, "memory/peak_gib": peak_gib(self.device)}
 
 
 def peak_gib(device: torch.device) -> float:
@@ -147,6 +154,12 @@ def describe_groups(batch: StepBatch) -> dict[str, float]:
     for name in parts:
         line[f"reward/part/{name}"] = statistics.fmean(reward.parts.get(name, 0.0) for reward in rewards)
     return {**line, **describe_episodes(batch.completions)}
+
+
+def describe_staleness(completions: Sequence[Completion], version: int) -> dict[str, float]:
+    """How many updates of the policy lie between the weights that sampled and those that learn, which are `version`."""
+    ages = [0 if c.policy_version is None else version - c.policy_version for c in completions]
+    return {"staleness/mean": statistics.fmean(ages), "staleness/max": float(max(ages))}
 
 
 def task_totals(task: Task) -> dict[str, float]:
