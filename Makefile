@@ -24,10 +24,10 @@ train: setup  ## warm start, GRPO under a KL leash, evaluation and report: confi
 	$(BIN)/keel train configs/default.yaml run.if_exists=replace --nproc $(NPROC)
 
 test: setup  ## run all tests
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-architectures: setup  ## score and sample every causal architecture of transformers, built small (some ten minutes)
-	$(BIN)/python -m pytest -n 2 tests_architectures
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests_architectures
 
 test-gpu: setup  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest tests_gpu

@@ -4,12 +4,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from keel.base import world as module
 from keel.base.errors import KeelError
 from keel.base.metrics import EffectiveSampleSize, Max, Mean, Quantile, Sum, values
 from keel.base.world import ALONE, World
+from processes import spawn
 
 SIZE = 2
 
@@ -69,7 +69,7 @@ def _process(rank, folder):
 
 
 def test_two_processes_agree(tmp_path):
-    mp.spawn(_process, args=(str(tmp_path),), nprocs=SIZE)
+    spawn(_process, (str(tmp_path),), SIZE)
     expected = {"sum": 3.0, "mean": 2.5, "max": 0.0, "ess": 7**2 / (3 * 19), "median": 2.0, "only": 7.0}
     for rank in range(SIZE):
         metrics, told, tensors, main, thread = torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False)

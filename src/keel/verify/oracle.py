@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -43,6 +44,31 @@ class Bandit:
         """The same world with a sampler that has all but caught up with the policy."""
         return replace(self, sampler=self.policy + distance * (self.sampler - self.policy))
 
+    @cached_property
+    def kl_gradients(self) -> dict[str, Tensor]:
+        """The divergences' own gradients, from their definitions over the whole vocabulary."""
+        ref, sampler = self.ref_logp.T, self.old_logp(OFF).T
+        quantities: dict[str, Callable[[Tensor], Tensor]] = {
+            "policy||ref": lambda row: exact_kl(row, ref),
+            "ref||policy": lambda row: exact_kl(row, ref, "ref_policy"),
+            "away": lambda row: -exact_kl(row, sampler, "ref_policy"),
+            "total-variation": lambda row: (row.exp() - ref.exp()).abs(),
+        }
+        gradients = {}
+        for name, quantity in quantities.items():
+            theta, logp = self.logp()
+            gradients[name] = _gradient(quantity(logp.T).sum(), theta)
+        return gradients
+
+    @cached_property
+    def kl_values(self) -> dict[str, float]:
+        """KL(policy‖ref) and KL(ref‖policy)."""
+        policy, reference = self.old_logp(ON).T, self.ref_logp.T
+        return {
+            "policy||ref": exact_kl(policy, reference).item(),
+            "ref||policy": exact_kl(policy, reference, "ref_policy").item(),
+        }
+
 
 def random_bandits(count: int = 8, seed: int = 0) -> list[Bandit]:
     """Distributions over 4 to 8 outcomes, from near each other to ten nats apart."""
@@ -62,31 +88,6 @@ def _gradient(total: Tensor, theta: Tensor) -> Tensor:
         return torch.zeros_like(theta)
     gradient = torch.autograd.grad(total, theta, allow_unused=True)[0]
     return torch.zeros_like(theta) if gradient is None else gradient
-
-
-def kl_gradients(bandit: Bandit) -> dict[str, Tensor]:
-    """The divergences' own gradients, from their definitions over the whole vocabulary."""
-    ref, sampler = bandit.ref_logp.T, bandit.old_logp(OFF).T
-    quantities: dict[str, Callable[[Tensor], Tensor]] = {
-        "policy||ref": lambda row: exact_kl(row, ref),
-        "ref||policy": lambda row: exact_kl(row, ref, "ref_policy"),
-        "away": lambda row: -exact_kl(row, sampler, "ref_policy"),
-        "total-variation": lambda row: (row.exp() - ref.exp()).abs(),
-    }
-    gradients = {}
-    for name, quantity in quantities.items():
-        theta, logp = bandit.logp()
-        gradients[name] = _gradient(quantity(logp.T).sum(), theta)
-    return gradients
-
-
-def kl_values(bandit: Bandit) -> dict[str, float]:
-    """KL(policy‖ref) and KL(ref‖policy) of a bandit."""
-    policy, reference = bandit.old_logp(ON).T, bandit.ref_logp.T
-    return {
-        "policy||ref": exact_kl(policy, reference).item(),
-        "ref||policy": exact_kl(policy, reference, "ref_policy").item(),
-    }
 
 
 def moments(formula: Formula, bandit: Bandit) -> tuple[float, float, float]:

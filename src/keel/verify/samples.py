@@ -20,8 +20,6 @@ from keel.verify.oracle import (
     ON,
     STALE,
     Bandit,
-    kl_gradients,
-    kl_values,
     random_bandits,
     relative_error,
     sequence_world,
@@ -113,13 +111,13 @@ def _scored(value: Tensor, bandit: Bandit) -> Tensor:
 
 def _reward_now(bandit: Bandit) -> float:
     measured = _scored(bandit.old_logp(ON) - bandit.ref_logp, bandit)
-    return relative_error(measured, kl_gradients(bandit)[POLICY_REF])
+    return relative_error(measured, bandit.kl_gradients[POLICY_REF])
 
 
 def _reward_then(bandit: Bandit) -> float:
     measured = _scored(bandit.old_logp(OFF) - bandit.ref_logp, bandit)
-    left_behind = kl_gradients(Bandit(bandit.policy, bandit.sampler, bandit.sampler))[POLICY_REF]
-    return relative_error(measured, kl_gradients(bandit)[POLICY_REF] - left_behind)
+    left_behind = Bandit(bandit.policy, bandit.sampler, bandit.sampler).kl_gradients[POLICY_REF]
+    return relative_error(measured, bandit.kl_gradients[POLICY_REF] - left_behind)
 
 
 def _cap_bias(bandit: Bandit) -> float:
@@ -194,7 +192,7 @@ def filters() -> list[Check]:
             truth, bound = (logp.exp() * f).sum(), (1 - mass) * f.abs().max()
             weighted.append((((q.exp() * w * f).sum() - truth).abs() / bound).item())
             unweighted.append((((q.exp() * f).sum() - truth).abs() / bound).item())
-        lower.append(((q.exp() * w * k3(d)).sum() / kl_values(bandit)[POLICY_REF]).item())
+        lower.append(((q.exp() * w * k3(d)).sum() / bandit.kl_values[POLICY_REF]).item())
         variation = 0.5 * (q.exp() - logp.exp()).abs().sum()
         divergence = (q.exp() * torch.where(inside, q - logp, 0.0)).sum()
         divergences.append(max(abs(variation - (1 - mass)).item(), abs(divergence + mass.log()).item()))

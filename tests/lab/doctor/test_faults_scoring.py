@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from keel.lab.doctor.diagnosis import Diagnosis
@@ -98,6 +100,7 @@ FAULTS = {
 }
 
 
+@cache
 def diagnosed(*overrides: str) -> Diagnosis:
     diagnosis = preflight(schooled_config(*overrides))
     assert not [line for line in diagnosis.unchecked if "Error" in line], diagnosis.unchecked
@@ -117,13 +120,10 @@ def test_log_probabilities_after_the_configured_filters_are_recomputed(name: str
     assert ("cut off" in finding.evidence) != wrong
 
 
-HEALTHY = {
-    "as it is": [],
+HEALTHY = {  # and those of test_healthy.py
     "another seed": ["run.seed=3"],
     "a third seed": ["run.seed=11"],
-    "cold": [COLD],
     "hot": ["rollout.temperature=1.3"],
-    "LoRA": [LORA],
     "LoRA through a copy": [LORA, engine("Wrapped")],
     "learned positions": [GPT2],
     "a scorer of one's own": [scorer("right")],
@@ -131,9 +131,7 @@ HEALTHY = {
     "left padding done right": [GPT2, scorer("left_padding_done_right")],
     "several turns": TALK,
     "several turns, a scorer of one's own": [*TALK, scorer("right")],
-    "no penalty and no measurement": ["kl.beta=0", "kl.measure_every=0"],
     "several updates": ["loss.num_iterations=2"],
-    "dr_grpo": ["loss.loss_type=dr_grpo", "kl.beta=0"],
     "an engine without log-probabilities": [engine("NoLogp")],
     "an engine in bfloat16": [engine("InBfloat16")],
 }

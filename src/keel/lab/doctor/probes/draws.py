@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +44,7 @@ class Draws:
     def where(self, keep: Tensor) -> Draws:
         """Some of them."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        kept: dict[str, Any] = {name: None if tensor is None else tensor[keep] for name, tensor in tensors.items()}
-        return Draws(**kept)
+        return replace(self, **{name: tensor[keep] for name, tensor in tensors.items() if tensor is not None})
 
     def distribution(self, params: SamplingParams) -> Tensor:
         """Log-probabilities `[N, V]` under these sampling parameters, filters included."""
