@@ -20,7 +20,9 @@ from keel.rollout import Engine
 from keel.rollout.native.engine import NativeEngine
 from keel.run.build import _check_ahead, build_policy, build_run
 from keel.trainer.checkpoint import load_checkpoint, save_checkpoint
+from keel.trainer.integrity import TRAINER, saved_sums
 from keel.trainer.memory import OutOfMemory
+from keel.trainer.pending import PENDING
 from keel.trainer.state import State, TrainingRun
 from keel.trainer.step import train_step
 from trainer.small import Letters, small_config
@@ -136,6 +138,7 @@ def test_a_checkpoint_of_any_step_goes_on_exactly(tmp_path: Path, staleness: int
     run, state = make(*options)
     for later, metrics in take_steps(run, state, 5):
         folders.append(save_checkpoint(tmp_path, run, later))
+        assert f"{TRAINER}/{PENDING}" in (saved_sums(folders[-1]) or {})
         lines.append(metrics)
     for step, folder in enumerate(folders[:4], start=1):
         other, _ = make(*options, weights=folder)

@@ -112,9 +112,12 @@ class Judge:
         return drained
 
     def apart(self) -> Judge:
-        """This judge with a record of failures of its own, for a thread beside the main one."""
+        """This judge with a record of failures of its own, for a thread beside the main one.
+
+        Our own rewards are given the judge's time limit there: math-verify's is a signal, for the main thread alone.
+        """
         other = copy(self)
-        other.failures = []
+        other.failures, other.parts = [], tuple(replace(part, trusted=False) for part in self.parts)
         return other
 
     def with_task_reward(self, task: Task) -> Judge:

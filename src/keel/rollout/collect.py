@@ -38,11 +38,13 @@ class _Trajectory:
     stop_reason: str = ""
     failed: bool = False  # its environment raised or hung
 
-    def append_turn(self, turn: Completion) -> None:
+    def append_turn(self, turn: Completion, *, only_filtered: bool = False) -> None:
+        """`only_filtered` says that the engine's log-probabilities are those after filters: others are not known."""
+        unknown = [math.nan if action else 0.0 for action in turn.action] if only_filtered else None
         self.tokens += turn.tokens
         self.action += turn.action
-        self.sample_logp += turn.sample_logp
-        self.filtered_logp += turn.filtered_logp
+        self.sample_logp += turn.sample_logp if unknown is None else unknown
+        self.filtered_logp += turn.filtered_logp if unknown is None else turn.sample_logp
         self.turns.append(turn.text)
         self.transcript.append(turn.text)
         self.stop_reason = turn.stop_reason
@@ -124,7 +126,8 @@ def collect(
     def answer(turns: Sequence[Turn]) -> list[Request]:
         for turn in turns:
             key = group_of[turn.request.key], turn.sample
-            trajectories.setdefault(key, _Trajectory(*key)).append_turn(turn.completion)
+            trajectory = trajectories.setdefault(key, _Trajectory(*key))
+            trajectory.append_turn(turn.completion, only_filtered=engine.logp_after_filters and sampling.filtered)
             if task.several_turns:
                 runner.submit([(key, problems[key[0]], turn.completion.text)])
         return next_requests("no" if overlap_tools else "all")

@@ -97,6 +97,11 @@ class RolloutOptions(Options):
     vllm: VllmOptions = Field(default=VllmOptions(), description="Where vLLM samples, with rollout.engine=vllm.")
 
     @property
+    def filtered(self) -> bool:
+        """Whether top-p, top-k or min-p cut the distribution that is sampled."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
     def turns(self) -> dict[str, Any]:
         """What `collect` takes of it beside the sampling, as plain data."""
         return self.model_dump(include={"max_turns", "max_turn_length", "join_turns", "overlap_tools"})

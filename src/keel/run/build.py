@@ -25,7 +25,7 @@ from keel.models.fallbacks import fallback_notes
 from keel.models.fingerprint import fingerprint
 from keel.models.load import DTYPES, LoadedModel, check_bfloat16, load_model
 from keel.models.lora import adapter_is_zero
-from keel.models.scorer import build_scorer
+from keel.models.scorer import Scorer, build_scorer
 from keel.reference import build_reference
 from keel.rollout import Engine, SamplingParams, build_engine
 from keel.rollout.collect import collect
@@ -185,10 +185,9 @@ def _build_run(
     ahead = config.rollout.max_staleness > 0
     tokenizer = deepcopy(loaded.tokenizer) if ahead else loaded.tokenizer  # fast ones are not for two threads
     engine = build_engine(sampler, loaded.model, tokenizer, own_weights=layout.spread or ahead, world=world)
-    _check_logp(config, engine, sampling)
     _check_ahead(config, engine, loaded, layout.spread)
     scorer = build_scorer(config.model.scorer)
-    shared = engine.shares_weights and amp_dtype is None and scorer is None
+    differs = _sampler_differs(config, engine, amp_dtype, scorer)
     reference = reference_of(config, loaded)
     if layout.spread:  # engine and reference were made of whole weights
         if engine.shares_weights:
@@ -209,7 +208,7 @@ def _build_run(
         controller=controller_of(config.kl, config.episodes_per_step),
         loss=config.loss,
         kl=config.kl,
-        pairing=kl_pairing(config, off_policy=config.off_policy or not shared),
+        pairing=kl_pairing(config, off_policy=config.off_policy or bool(differs)),
         rollout=config.rollout,
         reward=config.reward,
         optim=config.optim,
@@ -230,6 +229,8 @@ def _build_run(
         )
     packing = [] if loaded.packing_note is None else [loaded.packing_note]
     notes = (*packing, *task.notes, *dropped, *_turn_notes(config, task), *_adapter_notes(config, run))
+    if differs and config.loss.mismatch.kind == "none":
+        notes += (f"loss.mismatch.kind=none: {differs}, and nothing weighs the difference; truncate would",)
     if loaded.device.type == "cuda":
         notes += device_notes(run, sampler)
     return Built(run, judge, sampling, notes)
@@ -257,14 +258,18 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_logp(config: Config, engine: Engine, sampling: SamplingParams) -> None:
-    """Refuse filters where the engine's log-probabilities are those after them: training compares the policy's own."""
-    if engine.logp_after_filters and sampling.filtered:
-        raise KeelError(
-            f"rollout.engine={config.rollout.named_engine.name} gives log-probabilities after filters "
-            "(logp_after_filters), which are not the policy's: leave rollout.top_p, top_k and min_p off, or let it "
-            "report those before"
-        )
+def _sampler_differs(
+    config: Config, engine: Engine, amp_dtype: torch.dtype | None, scorer: Scorer | None
+) -> str | None:
+    """Why the sampler's distribution is not the trainer's to the last digits; None where it is."""
+    name = config.rollout.named_engine.name
+    if config.rollout.filtered:
+        return "rollout.top_p, top_k or min_p cut what is sampled"
+    if not engine.shares_weights:
+        return f"rollout.engine={name} samples with weights and numbers of its own"
+    if amp_dtype is not None:
+        return f"training passes run in {_name(amp_dtype)} and rollout.engine={name} does not"
+    return None if scorer is None else f"model.scorer={config.model.scorer} scores what rollout.engine={name} samples"
 
 
 def _turn_notes(config: Config, task: Task) -> list[str]:

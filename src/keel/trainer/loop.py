@@ -32,6 +32,7 @@ from keel.trainer.guards import (
     first_nonfinite,
     may_roll_back,
     no_signal_events,
+    sampler_events,
     skipped_record,
     tool_error_event,
 )
@@ -54,8 +55,8 @@ ROLLOUT_GROUPS = 2  # groups of a step that rollouts.jsonl shows
 class Job:
     """A run with everything around it. `evaluate` returns one record a task, the trained one first.
 
-    `final_kl` is the KL of the policy that the run ended with; `tools_failing` that most tool calls of the last step
-    failed, which is logged once a stretch.
+    `final_kl` is the KL of the policy that the run ended with; `ongoing` are the kinds of events that the last step had
+    and that are logged once a stretch.
     """
 
     run: TrainingRun
@@ -73,7 +74,7 @@ class Job:
     saved_at: int | None = None
     stopped: str | None = None
     final_kl: Mapping[str, float] | None = None
-    tools_failing: bool = False
+    ongoing: frozenset[str] = frozenset()
 
 
 class Interrupt:
@@ -290,10 +291,12 @@ def _log(job: Job, step: Step, before: State, state: State) -> None:
         _keep_skipped(job, step, state)
     for kind, message in no_signal_events(state, job.run.guards):
         job.loggers.event(kind, step=state.step, message=message)
+    alarms = sampler_events(step.metrics, job.run.loss.mismatch, job.run.thresholds)
     tool_errors = tool_error_event(step.metrics, step.batch.completions, job.run.thresholds)
-    if tool_errors is not None and not job.tools_failing:
-        job.loggers.event("tool/errors", step=state.step, **tool_errors)
-    job.tools_failing = tool_errors is not None
+    alarms |= {} if tool_errors is None else {"tool/errors": tool_errors}
+    for kind in sorted(alarms.keys() - job.ongoing):
+        job.loggers.event(kind, step=state.step, **alarms[kind])
+    job.ongoing = frozenset(alarms)
     for failure in job.failures():
         job.loggers.event("reward/failed", step=state.step, message=str(failure), function=failure.function)
     for kind, message in job.run.engine.events():

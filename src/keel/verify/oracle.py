@@ -15,7 +15,8 @@ from keel.kl import advantage_penalty, exact_kl, reward_penalty
 # A KL formula as the audit sees it: (logp, ref, old) -> values of the same shape.
 Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-ON, OFF = "on", "off"
+# Samples from the policy; from an older one, which is the old policy too; from one still older than the old policy.
+ON, OFF, STALE = "on", "off", "stale"
 
 
 @dataclass(frozen=True)
@@ -147,30 +148,10 @@ class SequenceWorld:
         """The same world with a sampler that has all but caught up with the policy."""
         return replace(self, sampler=self.policy + distance * (self.sampler - self.policy))
 
-    @cached_property
-    def kl_gradients(self) -> dict[str, Tensor]:
-        """The divergences' own gradients, from their definitions over the whole vocabulary."""
-        ref, sampler = self.ref_logp.T, self.old_logp(OFF).T
-        quantities: dict[str, Callable[[Tensor], Tensor]] = {
-            "policy||ref": lambda row: exact_kl(row, ref),
-            "ref||policy": lambda row: exact_kl(row, ref, "ref_policy"),
-            "away": lambda row: -exact_kl(row, sampler, "ref_policy"),
-            "total-variation": lambda row: (row.exp() - ref.exp()).abs(),
-        }
-        gradients = {}
-        for name, quantity in quantities.items():
-            theta, logp = self.logp()
-            gradients[name] = _gradient(quantity(logp.T).sum(), theta)
-        return gradients
-
-    @cached_property
-    def kl_values(self) -> dict[str, float]:
-        """KL(policy‖ref) and KL(ref‖policy)."""
-        policy, reference = self.old_logp(ON).T, self.ref_logp.T
-        return {
-            "policy||ref": exact_kl(policy, reference).item(),
-            "ref||policy": exact_kl(policy, reference, "ref_policy").item(),
-        }
+    @property
+    def proximal(self) -> Tensor:
+        """The old policy where samples are stale: it has left the sampler, and the policy has left it."""
+        return 0.3 * self.sampler + 0.7 * self.policy
 
     @property
     def vocabulary(self) -> int:

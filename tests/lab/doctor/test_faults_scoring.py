@@ -112,6 +112,14 @@ def test_the_fault_is_named_first(fault: str) -> None:
     check_named_first(*FAULTS[fault])
 
 
+@pytest.mark.parametrize(("name", "wrong"), [("FiltersUnsaid", True), ("OnlyAfterFilters", False)])
+def test_log_probabilities_after_the_configured_filters_are_recomputed(name: str, wrong: bool) -> None:
+    """The weights of filtered samples are taken from them: as wrong as they are, as wrong is the training."""
+    (finding,) = [f for f in diagnosed("rollout.top_p=0.8", engine(name)).findings if f.code == "sampler/filter"]
+    assert ("filtered_logp is off by up to" in finding.evidence) == wrong
+    assert ("cut off" in finding.evidence) != wrong
+
+
 HEALTHY = {  # and those of test_healthy.py
     "another seed": ["run.seed=3"],
     "a third seed": ["run.seed=11"],

@@ -73,6 +73,12 @@ PANELS: list[PanelSpec] = [
         [("kl/sampler_policy/k1/mean", "k1"), ("kl/sampler_policy/k3/mean", "k3")],
     ),
     (
+        "Samples that count",
+        "share",
+        "low: what sampled is far from the policy, or filters cut much of it off",
+        [("mismatch/ess", "effective, by their weights"), ("rollout/kept_mass/mean", "probability that filters kept")],
+    ),
+    (
         "Time a step",
         "seconds",
         "",
@@ -100,7 +106,19 @@ TOTAL_TIME: PanelSpec = ("Time a step, all phases", "seconds", "", [("time/total
 REWARD_PART = "reward/part/"
 KL_KINDS = ("k3", "k1", "exact")
 FROM_ZERO = {"Completion length", "Time a step", "Speed", "Gradient norm"}
-NOTABLE = ("guard", "rollback", "stop", "resume", "abort", "spike", "nan", "interrupt", "over-budget", "tool/errors")
+NOTABLE = (
+    "guard",
+    "rollback",
+    "stop",
+    "resume",
+    "abort",
+    "spike",
+    "nan",
+    "interrupt",
+    "over-budget",
+    "tool/errors",
+    "sampler/",
+)
 # Charts that also show the attempts that a rollback gave up: dashed, and only the chart's first metric.
 WITH_ABANDONED = {"Reward", "Gradient norm", "Learning rate", "KL(policy‖reference) a sequence"}
 
