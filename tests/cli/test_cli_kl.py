@@ -153,7 +153,6 @@ MISTAKES = [
     (["./a", "./b", "--prompts", "prompts.txt", "--temperature", "inf"], "--temperature is inf"),
     (["./a", "./b", "--prompts", "prompts.txt", "--samples", "0"], "samples"),
     (["nowhere@start", "./b", "--prompts", "prompts.txt"], "no run at 'nowhere'"),
-    (["./a", "./b", "--prompts", "prompts.txt", "--engine", "vllm"], "--engine=vllm is not available"),
     (["./a", "./b", "--prompts", "prompts.txt", "--engine", "nativ"], "unknown --engine 'nativ': did you mean"),
     (["./a", "./b", "--prompts", "prompts.txt", "--engine", "builtins:dict"], "=builtins:dict does not derive from"),
 ]

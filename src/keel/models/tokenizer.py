@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,3 +27,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
     except Exception as error:  # what transformers raises here has no common base
         source = describe_source(name)
         raise KeelError(f"cannot load a tokenizer from {source}: {first_line(error).rstrip('.')}") from error
+
+
+def vocabulary_digest(tokenizer: Any) -> str:
+    """A digest of which text has which id: equal for tokenizers that read and write alike."""
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]

@@ -70,6 +70,13 @@ class Engine:
     def release(self) -> None:
         """Free memory that the update needs and the next rollout does not."""
 
+    def events(self) -> list[tuple[str, str]]:
+        """What has happened to the sampler since it was last asked, as codes and messages for the run's events."""
+        return []
+
+    def close(self) -> None:
+        """End what the engine has started: processes, connections."""
+
 
 class EngineWrapper(Engine):
     """An engine around another: all that a subclass does not change is the inner engine's, capabilities included."""

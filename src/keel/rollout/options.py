@@ -6,20 +6,50 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from keel.base.options import Count, Float, NotNegative, Options, PluginOptions, Positive, Share
+from keel.base.options import Above0, Count, Float, NotNegative, Options, PluginOptions, Positive, Share
 
 
 class EngineOptions(PluginOptions):
     """An engine and its own parameters."""
 
-    name: str = Field(min_length=1, description="The engine, native or a user's module:attr.")
+    name: str = Field(min_length=1, description="The engine: native, vllm, or a user's module:attr.")
+
+
+class VllmOptions(Options):
+    """Where vLLM samples, and what it may take."""
+
+    mode: Literal["colocate", "server"] = Field(
+        default="colocate",
+        description="In the process of the training, sleeping during the update; or a server (keel serve).",
+    )
+    url: tuple[str, ...] | str | None = Field(
+        default=None, description="Address of the server, such as http://127.0.0.1:8000; several share the problems."
+    )
+    secret: str | None = Field(
+        default=None, description="The server's shared secret, best as $NAME of an environment variable."
+    )
+    tensor_parallel_size: Positive = Field(default=1, description="GPUs that one sampler is spread over (keel serve).")
+    gpu_memory_utilization: Annotated[Float, Field(gt=0, le=1)] = Field(
+        default=0.3, description="Share of a GPU's memory for the sampler's weights, keys and values."
+    )
+    max_model_len: Positive | None = Field(
+        default=None, description="Tokens of prompt and completion together; null is the model's own."
+    )
+    wait_s: Above0 = Field(
+        default=120.0, description="Seconds that the training waits for a server that is lost or does not answer."
+    )
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The servers' addresses."""
+        return (self.url,) if isinstance(self.url, str) else tuple(self.url or ())
 
 
 class RolloutOptions(Options):
     """How completions are sampled."""
 
     engine: EngineOptions | str = Field(
-        default="native", description="Engine that samples: native, or a user's module:attr, also as {name, …}."
+        default="native", description="Engine that samples: native, vllm, or a user's module:attr, also as {name, …}."
     )
     prompts_per_step: Positive = Field(default=16, description="Problems a step; each gives one group of completions.")
     num_generations: Positive = Field(default=8, description="Completions a problem, compared with each other.")
@@ -58,6 +88,8 @@ class RolloutOptions(Options):
     cuda_graphs: bool = Field(
         default=True, description="Decode by CUDA graphs where the model allows it (Llama-shaped, on a GPU)."
     )
+
+    vllm: VllmOptions = Field(default=VllmOptions(), description="Where vLLM samples, with rollout.engine=vllm.")
 
     @property
     def turns(self) -> dict[str, Any]:

@@ -10,13 +10,16 @@ from torch import nn
 from keel.base.errors import KeelError, unknown
 from keel.base.imports import import_object, is_import_path
 from keel.base.parts import part_arguments
+from keel.base.world import ALONE, World
 from keel.models.head import module_dtype
 from keel.models.load import DTYPES
 from keel.rollout.engine import Engine, check_engine
 from keel.rollout.native.engine import NativeEngine
 from keel.rollout.options import EngineOptions, RolloutOptions
+from keel.rollout.vllm import check_vllm, vllm
 
-NATIVE_OPTIONS = ("kept_gib", "cuda_graphs", "dtype")  # options of `rollout` that only the native engine reads
+# Options of `rollout` that only some of Keel's own engines read.
+READ_BY = {"kept_gib": ("native",), "cuda_graphs": ("native",), "dtype": ("native", "vllm"), "vllm": ("vllm",)}
 
 
 def native(model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions, own_weights: bool = False) -> NativeEngine:
@@ -36,13 +39,11 @@ def native(model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions, own_wei
     )
 
 
-ENGINES: dict[str, Callable[..., Engine]] = {"native": native}
+ENGINES: dict[str, Callable[..., Engine]] = {"native": native, "vllm": vllm}
 
 
 def find_engine(name: str, option: str = "rollout.engine") -> Callable[..., Engine]:
     """What makes the engine of this name; a class that is no engine is refused."""
-    if name == "vllm":
-        raise KeelError(f"{option}=vllm is not available in this version: use {option}=native")
     if name in ENGINES:
         return ENGINES[name]
     if not is_import_path(name):
@@ -53,15 +54,17 @@ def find_engine(name: str, option: str = "rollout.engine") -> Callable[..., Engi
     return make
 
 
-def build_engine(rollout: RolloutOptions, model: nn.Module, tokenizer: Any, *, own_weights: bool = False) -> Engine:
+def build_engine(
+    rollout: RolloutOptions, model: nn.Module, tokenizer: Any, *, own_weights: bool = False, world: World = ALONE
+) -> Engine:
     """The engine that `rollout.engine` names, on a model and its tokenizer, with its own parameters.
 
     One with a parameter `rollout` receives the whole section; one with `own_weights` is told whether the policy's
-    weights will be spread over processes, so that it must hold its own.
+    weights will be spread over processes, so that it must hold its own; one with `world` knows the processes.
     """
     chosen = rollout.named_engine
     make = find_engine(chosen.name)
-    engine = make(model, tokenizer, **_arguments(chosen, make, rollout, own_weights))
+    engine = make(model, tokenizer, **_arguments(chosen, make, rollout, own_weights, world))
     check_engine(engine, f"rollout.engine={chosen.name}")
     return engine
 
@@ -74,17 +77,23 @@ def check_rollout(rollout: RolloutOptions) -> None:
             "set it above 0 (1.0 is usual), or eval.temperature=0 for greedy evaluation"
         )
     chosen = rollout.named_engine
-    if is_import_path(chosen.name):
-        for name in NATIVE_OPTIONS:
-            if getattr(rollout, name) != type(rollout).model_fields[name].default:
-                raise KeelError(
-                    f"rollout.{name} is for the native engine: leave it out with rollout.engine={chosen.name}"
-                )
+    for name, readers in READ_BY.items():
+        if chosen.name not in readers and getattr(rollout, name) != type(rollout).model_fields[name].default:
+            raise KeelError(
+                f"rollout.{name} is for the engine {' and '.join(readers)}: leave it out with "
+                f"rollout.engine={chosen.name}"
+            )
+    if chosen.name == "vllm":
+        check_vllm(rollout.vllm)
     _arguments(chosen, find_engine(chosen.name), rollout)
 
 
 def _arguments(
-    chosen: EngineOptions, make: Callable[..., Engine], rollout: RolloutOptions, own_weights: bool = False
+    chosen: EngineOptions,
+    make: Callable[..., Engine],
+    rollout: RolloutOptions,
+    own_weights: bool = False,
+    world: World = ALONE,
 ) -> dict[str, Any]:
-    offered: dict[str, Any] = {"rollout": rollout, "own_weights": own_weights}
+    offered: dict[str, Any] = {"rollout": rollout, "own_weights": own_weights, "world": world}
     return part_arguments(f"engine {chosen.name}", make, chosen.params, positional=2, **offered)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
+
+from keel.rollout.sampling import SamplingParams
 
 
 class StopStrings:
@@ -30,6 +32,20 @@ class StopStrings:
             and (text := self._cut_at(tokens, strings, special)) is not None
         ]
         return min(cuts, key=len) if cuts else None
+
+    def ending(
+        self, tokens: list[int], limit: int, sampling: SamplingParams, eos_ids: Collection[int]
+    ) -> tuple[str, str | None]:
+        """Why the newest token ends a completion, "" where it does not, and its text where a stop string cut it."""
+        if tokens[-1] in eos_ids and not sampling.ignore_eos:
+            return "eos", None
+        if sampling.stop and (text := self.cut(tokens, sampling.stop)) is not None:
+            return "stop", text
+        return ("length" if len(tokens) == limit else ""), None
+
+    def special_in(self, stop: Sequence[str]) -> bool:
+        """Whether any stop string has a special token in it."""
+        return any(map(self._has_special, stop))
 
     def _cut_at(self, tokens: list[int], stop: list[str], special: bool) -> str | None:
         window = 2 * max(len(string.encode()) for string in stop) + 8

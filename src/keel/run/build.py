@@ -179,7 +179,7 @@ def _build_run(
     check_bfloat16("rollout.dtype", DTYPES.get(sampler.dtype), loaded.device, "rollout.dtype=float16")
     _check_same_weights(loaded, world)
     layout = layout_of(config, loaded, world)
-    engine = build_engine(sampler, loaded.model, loaded.tokenizer, own_weights=layout.spread)
+    engine = build_engine(sampler, loaded.model, loaded.tokenizer, own_weights=layout.spread, world=world)
     _check_logp(config, engine, sampling)
     scorer = build_scorer(config.model.scorer)
     shared = engine.shares_weights and amp_dtype is None and scorer is None

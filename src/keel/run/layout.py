@@ -16,6 +16,7 @@ from keel.models.load import DTYPES, LoadedModel
 from keel.models.sharding import shard
 from keel.reference.kinds import RuleReference
 from keel.rollout.options import RolloutOptions
+from keel.rollout.registry import ENGINES
 from keel.run.footprint import Job, Layout, ModelShape, held, shape_of
 from keel.trainer.optim import resolve_amp_dtype
 
@@ -71,8 +72,8 @@ def layouts(config: Config, shape: ModelShape, devices: int, machine: int) -> li
 def sampler_options(config: Config, device: str, amp_dtype: torch.dtype | None) -> RolloutOptions:
     """`rollout` with its dtype decided: on a GPU a sampler in the type of the training passes is faster, and nearer."""
     rollout = config.rollout
-    native = rollout.named_engine.name == "native"
-    if rollout.dtype != "auto" or not native or amp_dtype is None or device != "cuda":
+    own = rollout.named_engine.name in ENGINES
+    if rollout.dtype != "auto" or not own or amp_dtype is None or device != "cuda":
         return rollout
     if config.model.quantization is not None:  # those weights are in a type of their own
         return rollout

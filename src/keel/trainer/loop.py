@@ -294,6 +294,8 @@ def _log(job: Job, step: Step, before: State, state: State) -> None:
     job.tools_failing = tool_errors is not None
     for failure in job.failures():
         job.loggers.event("reward/failed", step=state.step, message=str(failure), function=failure.function)
+    for kind, message in job.run.engine.events():
+        job.loggers.event(kind, step=state.step, message=message)
 
 
 def _keep_skipped(job: Job, step: Step, state: State) -> None:

@@ -227,12 +227,7 @@ class NativeEngine(Engine):
             row.tokens.append(int(drawn))
             row.sample_logp.append(row_logp)
             row.filtered_logp.append(row_filtered)
-            if int(drawn) in self.eos_ids and not sampling.ignore_eos:
-                row.stop_reason = "eos"
-            elif sampling.stop and (text := self._stops.cut(row.tokens, sampling.stop)) is not None:
-                row.stop_reason, row.text = "stop", text
-            elif len(row.tokens) == row.limit:
-                row.stop_reason = "length"
+            row.stop_reason, row.text = self._stops.ending(row.tokens, row.limit, sampling, self.eos_ids)
 
     def _completion(self, row: DecodeRow) -> Completion:
         return Completion(

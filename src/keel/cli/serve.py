@@ -1,0 +1,84 @@
+"""`keel serve`: a sampler for trainings elsewhere."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from keel.base.errors import KeelError
+from keel.cli.app import app
+
+SERVE_HELP = """Start a sampler by vLLM for keel train on another device or machine.
+
+Trainings send it their weights and ask it for completions. It listens on this machine alone unless --host says
+otherwise, and takes requests only with its secret: that of KEEL_SERVE_SECRET, or one it makes up and shows.
+
+Examples:
+
+  keel serve Qwen/Qwen2.5-1.5B --port 8000
+
+  KEEL_SERVE_SECRET=... keel serve ./my-model --host 0.0.0.0 --tensor-parallel-size 4
+
+  keel serve tiny --max-lora-rank 16
+
+and on the training's side:
+
+  KEEL_SERVE_SECRET=... keel train CONFIG rollout.engine=vllm rollout.vllm.mode=server rollout.vllm.url=http://HOST:8000
+"""
+
+
+@app.command(help=SERVE_HELP)
+def serve(
+    model: Annotated[str, typer.Argument(metavar="MODEL|RUN|CONFIG", help="The training's model.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
+    dtype: Annotated[str, typer.Option(help="Type of the weights; auto is the model's own.")] = "auto",
+    tensor_parallel_size: Annotated[int, typer.Option(help="GPUs that the model is spread over.", min=1)] = 1,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory.", min=0.01, max=1)] = 0.9,
+    max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and completion together.")] = None,
+    max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter; 0 takes none.", min=0)] = 0,
+) -> None:
+    from keel.models.head import causal_lm
+    from keel.rollout.options import VllmOptions
+    from keel.rollout.vllm.client import SECRET
+    from keel.rollout.vllm.serve import serve as serve_model
+    from keel.run.model_ref import resolve_model
+    from keel.trainer.checkpoint import save_weights
+
+    given = os.environ.get(SECRET)
+    secret = given or secrets.token_urlsafe(24)
+    if given is not None and len(given) < 8:
+        raise KeelError(f"{SECRET} has {len(given)} characters: a secret needs 8 at least")
+    options = VllmOptions(
+        tensor_parallel_size=tensor_parallel_size,
+        gpu_memory_utilization=gpu_memory_utilization,
+        max_model_len=max_model_len,
+    )
+
+    def ready(url: str) -> None:
+        shown = "" if given else f"{SECRET}={secret} "
+        settings = f"rollout.engine=vllm rollout.vllm.mode=server rollout.vllm.url={url}"
+        typer.echo(f"serving {model}; train with: {shown}keel train CONFIG {settings}")
+
+    loaded = resolve_model(model).load()
+    with tempfile.TemporaryDirectory(prefix="keel-serve-model-") as folder:
+        save_weights(Path(folder), causal_lm(loaded.model), loaded.tokenizer)
+        kind = str(loaded.dtype).removeprefix("torch.") if dtype == "auto" else dtype
+        tokenizer = loaded.tokenizer
+        del loaded
+        serve_model(
+            folder,
+            tokenizer,
+            options,
+            host=host,
+            port=port,
+            secret=secret,
+            dtype=kind,
+            max_lora_rank=max_lora_rank,
+            ready=ready,
+        )

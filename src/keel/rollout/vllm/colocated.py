@@ -1,0 +1,161 @@
+"""vLLM in this process: it shares the device with the training and sleeps while that needs the memory."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from keel.base.errors import KeelError, first_line
+from keel.base.world import World
+from keel.models.head import causal_lm, module_dtype
+from keel.models.load import DTYPES, context_length
+from keel.models.lora import is_lora
+from keel.rollout.options import RolloutOptions
+from keel.rollout.vllm.rows import Drawing, Row, Sampled, sampled, vllm_params
+from keel.rollout.vllm.samplers import Sampler, SamplerInfo
+from keel.rollout.vllm.start import engine_arguments, import_vllm
+from keel.rollout.vllm.transfer import (
+    Held,
+    adapter_of,
+    check_digests,
+    checkpoint_weights,
+    lora_rank,
+    save_adapter,
+    save_shards,
+)
+
+_NAME = "vLLM in this process"
+
+
+class ColocatedSampler(Sampler):
+    """vLLM's engine, driven step by step; weights go to it as tensors, on whatever device they are."""
+
+    def __init__(self, model: nn.Module, tokenizer: Any, rollout: RolloutOptions, world: World) -> None:
+        self._sleeps = cuda = next(model.parameters()).is_cuda
+        vllm = import_vllm(in_process=True, cuda=cuda)
+        inner = causal_lm(model)
+        self._folder = Path(tempfile.mkdtemp(prefix="keel-vllm-"))
+        inner.config.save_pretrained(str(self._folder))
+        tokenizer.save_pretrained(str(self._folder))
+        self._adapter: Any = None
+        self._dtype = module_dtype(model) if rollout.dtype == "auto" else DTYPES[rollout.dtype]
+        rank = lora_rank(model)
+        arguments = engine_arguments(
+            str(self._folder),
+            rollout.vllm,
+            dtype=self._dtype,
+            context=context_length(inner),
+            max_lora_rank=rank,
+            cuda=cuda,
+        )
+        if is_lora(model):  # the base stays as it is: vLLM loads it itself
+            save_shards(checkpoint_weights(model, self._dtype), self._folder)
+        else:
+            arguments["load_format"] = "dummy"
+        if world.size > 1:
+            arguments["distributed_executor_backend"] = "external_launcher"
+        try:
+            with own_random_state():
+                self._llm = vllm.LLM(**arguments, enable_sleep_mode=self._sleeps)
+        except Exception as error:
+            self.close()
+            raise KeelError(f"vLLM could not start on this model: {first_line(error)}") from error
+        config = self._llm.llm_engine.model_config
+        self.info = SamplerInfo(config.max_model_len, config.get_vocab_size())
+        self._held = Held(self._rpc("keel_parts"), model)
+        self._asleep = False
+        self.load(model, None)
+
+    def _rpc(self, method: str, *args: Any) -> Any:
+        return self._llm.collective_rpc(method, args=args)[0]
+
+    def start(self, rows: Sequence[Row], drawing: Drawing) -> None:
+        self._wake()
+        for row in rows:
+            prompt = {"prompt_token_ids": list(row.tokens)}
+            self._llm.llm_engine.add_request(row.id, prompt, vllm_params(row, drawing), lora_request=self._adapter)
+
+    def finished(self) -> list[Sampled]:
+        engine = self._llm.llm_engine
+        while engine.has_unfinished_requests():
+            ended = [sampled(output.request_id, output.outputs[0]) for output in engine.step() if output.finished]
+            if ended:
+                return ended
+        raise KeelError(f"{_NAME} has ended without a result for some completions: run it again, and see its log")
+
+    def cancel(self) -> None:
+        engine = self._llm.llm_engine
+        engine.abort_request(list(engine.output_processor.request_states))
+        while engine.has_unfinished_requests():
+            engine.step()
+
+    def load(self, policy: nn.Module, version: int | None) -> None:
+        """All weights tensor by tensor, or the adapter by vLLM's own loading beside a base that was checked once."""
+        self._wake(weights_only=True)
+        if not is_lora(policy) or not self._held.digests:
+            self._held.reset()
+            weights = self._held.pass_by(checkpoint_weights(policy, self._dtype))
+            if is_lora(policy):
+                deque(weights, maxlen=0)
+            else:
+                self._rpc("keel_load", weights)
+            check_digests(self._rpc("keel_digests"), self._held.digests, _NAME)
+        if is_lora(policy):
+            self._load_adapter(policy)
+        self._llm.reset_prefix_cache()
+
+    def _load_adapter(self, policy: nn.Module) -> None:
+        from vllm.lora.request import LoRARequest
+
+        adapter = adapter_of(policy, self._dtype)
+        folder = save_adapter(policy, self._folder / "adapter")
+        self._llm.llm_engine.add_lora(LoRARequest("policy", 1, str(folder), load_inplace=True))
+        self._adapter = LoRARequest("policy", 1, str(folder))
+        check_digests(self._rpc("keel_adapter", 1, adapter.ranks), adapter.digests(), _NAME)
+
+    def sleep(self) -> None:
+        """Weights to main memory, keys and values away; a device without sleep mode keeps them."""
+        if self._sleeps and not self._asleep:
+            self._llm.sleep(level=1)
+            self._asleep = True
+
+    def _wake(self, *, weights_only: bool = False) -> None:
+        if self._asleep:
+            torch.cuda.empty_cache()
+            self._llm.wake_up(tags=["weights"] if weights_only else None)
+            self._asleep = False
+
+    def close(self) -> None:
+        if hasattr(self, "_llm"):
+            from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+            self._llm.llm_engine.engine_core.shutdown()
+            del self._llm
+            cleanup_dist_env_and_memory()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextmanager
+def own_random_state() -> Iterator[None]:
+    """vLLM seeds the random streams of its process, which is the training's: they go on as they were."""
+    python, torch_state = random.getstate(), torch.get_rng_state()
+    numpy_state = np.random.get_state()  # noqa: NPY002 — the stream that others use
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+        torch.set_rng_state(torch_state)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)

@@ -1,0 +1,170 @@
+"""The engine `vllm`: Keel's requests, noise, stops and log-probabilities; vLLM's forward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from keel.base.errors import KeelError
+from keel.base.types import Completion
+from keel.models.head import causal_lm
+from keel.models.load import eos_ids
+from keel.rollout.engine import Answer, Engine
+from keel.rollout.request import Request, Turn, check_noise
+from keel.rollout.sampling import SamplingParams, row_key
+from keel.rollout.stops import StopStrings
+from keel.rollout.vllm.rows import Drawing, Row, Sampled
+from keel.rollout.vllm.samplers import Sampler
+
+
+@dataclass
+class _Pending:
+    """A completion on its way: it may take several rows of vLLM's where that stops too early."""
+
+    request: Request
+    sample: int
+    key: int
+    limit: int
+    tokens: list[int] = field(default_factory=list)
+    sample_logp: list[float] = field(default_factory=list)
+    filtered_logp: list[float] = field(default_factory=list)
+    stop_reason: str = ""
+    text: str | None = None
+
+    def row(self, number: int) -> Row:
+        tokens = (*self.request.tokens, *self.tokens)
+        start = self.request.start + len(self.tokens)
+        return Row(str(number), tokens, self.limit - len(self.tokens), self.key, start)
+
+
+class VllmEngine(Engine):
+    """Samples by vLLM in this process or behind a server. Tokens are drawn by Keel's own noise (`sampler.py`), so that
+    the same seed gives the native engine's completions up to rounding, and a completion lost is drawn again.
+    """
+
+    def __init__(self, sampler: Sampler, model: nn.Module, tokenizer: Any) -> None:
+        if getattr(tokenizer, "eos_token_id", None) is None:
+            raise KeelError("the tokenizer has no end-of-sequence token: set tokenizer.eos_token before sampling")
+        self.sampler, self.tokenizer = sampler, tokenizer
+        self.eos_ids = frozenset(eos_ids(causal_lm(model), tokenizer))
+        self.context = sampler.info.context
+        self._stops = StopStrings(tokenizer)
+
+    def sync(self, policy: nn.Module, version: int | None = None) -> None:
+        """Send the policy's weights; the sampler has to prove that it holds them."""
+        self.sampler.load(policy, version)
+        self.version = version
+
+    def release(self) -> None:
+        """Let the sampler sleep until the next rollout."""
+        self.sampler.sleep()
+
+    def events(self) -> list[tuple[str, str]]:
+        return self.sampler.events()
+
+    def close(self) -> None:
+        self.sampler.close()
+
+    def generate(
+        self, requests: Sequence[Request], sampling: SamplingParams, *, seed: int = 0, attempt: int = 0, step: int = 0
+    ) -> list[list[Completion]]:
+        """Completions of each request, in order; a bad request is refused before anything is sampled."""
+        completions: dict[tuple[int, int], Completion] = {}
+        order = {id(request): index for index, request in enumerate(requests)}
+
+        def answer(turns: list[Turn]) -> list[Request]:
+            completions.update({(order[id(turn.request)], turn.sample): turn.completion for turn in turns})
+            return []
+
+        self.converse(requests, sampling, answer, seed=seed, attempt=attempt, step=step)
+        return [
+            [completions[index, sample] for sample in request.drawn(sampling)] for index, request in enumerate(requests)
+        ]
+
+    def converse(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingParams,
+        answer: Answer,
+        *,
+        seed: int = 0,
+        attempt: int = 0,
+        step: int = 0,
+    ) -> None:
+        """Sample until no request is left: each turn is answered when it ends, and what continues it joins the others.
+
+        Completions do not depend on the order in which turns end, since their noise does not.
+        """
+        noise, seen = (seed, attempt, step), set[tuple[str, int, int]]()
+        special, vocabulary = self._stops.special_in(sampling.stop), self.sampler.info.vocabulary
+        drawing = Drawing.of(sampling, sorted(self.eos_ids), stop_is_special=special, vocabulary=vocabulary)
+        waiting = self._pending(requests, sampling, noise, seen)
+        running: dict[str, _Pending] = {}
+        number, width = 0, sampling.max_batch
+        try:
+            while waiting or running:
+                room = len(waiting) if width is None else width - len(running)
+                admitted, waiting = waiting[:room], waiting[room:]
+                rows = [pending.row(number + index) for index, pending in enumerate(admitted)]
+                running |= {row.id: pending for row, pending in zip(rows, admitted, strict=True)}
+                number += len(rows)
+                if rows:
+                    self.sampler.start(rows, drawing)
+                ended: list[_Pending] = []
+                for sampled in self.sampler.finished():
+                    pending = running.pop(sampled.id)
+                    self._append(pending, sampled, sampling)
+                    (ended if pending.stop_reason else waiting).append(pending)
+                if ended and self.on_finished is not None:
+                    self.on_finished(len(ended))
+                turns = [Turn(pending.request, pending.sample, self._completion(pending)) for pending in ended]
+                if turns:
+                    waiting = [*self._pending(answer(turns), sampling, noise, seen), *waiting]
+        finally:
+            if running:
+                self.sampler.cancel()
+
+    def _pending(
+        self,
+        requests: Iterable[Request],
+        sampling: SamplingParams,
+        noise: tuple[int, int, int],
+        seen: set[tuple[str, int, int]],
+    ) -> list[_Pending]:
+        batch = list(requests)
+        for request in batch:
+            request.check(sampling, self.context)
+        if not sampling.greedy:
+            check_noise(batch, sampling, seen)
+        return [
+            _Pending(request, sample, row_key(*noise, request.key, sample), request.limit(sampling))
+            for request in batch
+            for sample in request.drawn(sampling)
+        ]
+
+    def _append(self, pending: _Pending, sampled: Sampled, sampling: SamplingParams) -> None:
+        """Append what was sampled up to where Keel's own rules end it; vLLM's stops are only a first guess."""
+        if not sampled.tokens:
+            raise KeelError(f"the sampler returned no token for problem {pending.request.key!r}")
+        for token, before, after in zip(sampled.tokens, sampled.sample_logp, sampled.filtered_logp, strict=True):
+            pending.tokens.append(token)
+            pending.sample_logp.append(before)
+            pending.filtered_logp.append(after)
+            pending.stop_reason, pending.text = self._stops.ending(
+                pending.tokens, pending.limit, sampling, self.eos_ids
+            )
+            if pending.stop_reason:
+                return
+
+    def _completion(self, pending: _Pending) -> Completion:
+        return Completion(
+            tokens=tuple(pending.tokens),
+            action=(True,) * len(pending.tokens),
+            sample_logp=tuple(pending.sample_logp),
+            filtered_logp=tuple(pending.filtered_logp),
+            text=self._stops.decode(pending.tokens) if pending.text is None else pending.text,
+            stop_reason=pending.stop_reason,
+        )

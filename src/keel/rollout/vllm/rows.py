@@ -1,0 +1,113 @@
+"""What travels to a vLLM sampler and back: plain data, as JSON over a network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.rollout.sampling import SamplingParams
+
+EXTRA = "keel"  # the entry of vLLM's `extra_args` that the drawing reads
+_DRAWING = ("temperature", "top_p", "top_k", "min_p")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One completion to sample: its context, its limit, and its noise, which goes on at `start`."""
+
+    id: str
+    tokens: tuple[int, ...]
+    max_new: int
+    key: int
+    start: int
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What became of a row: its tokens with log-probabilities at the sampling temperature, before and after filters."""
+
+    id: str
+    tokens: tuple[int, ...]
+    sample_logp: tuple[float, ...]
+    filtered_logp: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How the rows of a batch are drawn, and what ends them."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    stop: tuple[str, ...]
+    stop_is_special: bool
+    eos_ids: tuple[int, ...]
+    vocabulary: int
+
+    @classmethod
+    def of(cls, sampling: SamplingParams, eos_ids: Sequence[int], *, stop_is_special: bool, vocabulary: int) -> Drawing:
+        shared = {name: getattr(sampling, name) for name in _DRAWING}
+        ends = () if sampling.ignore_eos else tuple(sorted(eos_ids))
+        stop = tuple(sampling.stop)
+        return cls(**shared, stop=stop, stop_is_special=stop_is_special, eos_ids=ends, vocabulary=vocabulary)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(**{name: getattr(self, name) for name in _DRAWING})
+
+
+def vllm_params(row: Row, drawing: Drawing) -> Any:
+    """vLLM's parameters of a row: greedy, since what is drawn is decided by Keel's own sampler before (`sampler.py`).
+
+    Both log-probabilities are asked for where they differ; `ignore_eos` leaves the ends to `eos_ids`.
+    """
+    from vllm import SamplingParams as VllmParams
+    from vllm.sampling_params import RequestOutputKind
+
+    two = drawing.sampling.filtered or drawing.sampling.greedy
+    drawn = {"key": row.key, "start": row.start, "vocabulary": drawing.vocabulary}
+    drawn |= {name: getattr(drawing, name) for name in _DRAWING}
+    return VllmParams(
+        temperature=0.0,
+        max_tokens=row.max_new,
+        logprobs=2 if two else 0,
+        stop=list(drawing.stop),
+        stop_token_ids=list(drawing.eos_ids),
+        ignore_eos=True,
+        detokenize=bool(drawing.stop),
+        skip_special_tokens=not drawing.stop_is_special,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={EXTRA: drawn},
+    )
+
+
+def sampled(row_id: str, output: Any) -> Sampled:
+    """The result of a row from vLLM's output: the chosen token's number is the log-probability after filters, and the
+    other one beside it, where there is one, that before."""
+    tokens = tuple(int(token) for token in output.token_ids)
+    after, before = [], []
+    for token, numbers in zip(tokens, output.logprobs or (), strict=True):
+        chosen = float(numbers[token].logprob)
+        others = [float(x.logprob) for other, x in numbers.items() if other != token and x.logprob > -math.inf]
+        after.append(chosen)
+        before.append(min(others, default=chosen))
+    return Sampled(row_id, tokens, tuple(before), tuple(after))
+
+
+def to_json(rows: Sequence[Row], drawing: Drawing) -> dict[str, Any]:
+    """A request as JSON's data."""
+    return {"rows": [asdict(row) for row in rows], "drawing": asdict(drawing)}
+
+
+def from_json(data: Mapping[str, Any]) -> tuple[list[Row], Drawing]:
+    """A request from JSON's data; anything else is refused."""
+    try:
+        rows = [Row(**{**row, "tokens": tuple(map(int, row["tokens"]))}) for row in data["rows"]]
+        drawing = data["drawing"]
+        return rows, Drawing(**{**drawing, "stop": tuple(drawing["stop"]), "eos_ids": tuple(drawing["eos_ids"])})
+    except (KeyError, TypeError, ValueError) as error:
+        raise KeelError(f"a request that cannot be read ({type(error).__name__}: {error})") from error

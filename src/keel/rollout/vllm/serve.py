@@ -1,0 +1,144 @@
+"""`keel serve`: vLLM behind Keel's routes, in a process of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keel.base.errors import KeelError
+from keel.models.tokenizer import vocabulary_digest
+from keel.rollout.options import VllmOptions
+from keel.rollout.vllm.rows import Drawing, Row, Sampled, sampled, vllm_params
+from keel.rollout.vllm.samplers import model_facts
+from keel.rollout.vllm.service import Backend, Service
+from keel.rollout.vllm.start import engine_arguments, import_vllm
+
+
+class VllmBackend(Backend):
+    """vLLM's asynchronous engine."""
+
+    def __init__(self, engine: Any, tokenizer: Any, facts: dict[str, Any]) -> None:
+        self.engine, self.facts = engine, {**facts, "tokenizer": vocabulary_digest(tokenizer)}
+        self.adapter: Any = None
+        self.numbers = itertools.count()
+
+    @classmethod
+    async def start(
+        cls, folder: str, tokenizer: Any, options: VllmOptions, *, dtype: str, max_lora_rank: int
+    ) -> VllmBackend:
+        """Start vLLM on a model's folder, or a name that it can load itself."""
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = engine_arguments(
+            folder, options, dtype=dtype, context=None, max_lora_rank=max_lora_rank, cuda=torch.cuda.is_available()
+        )
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        config = engine.model_config
+        facts = {
+            "dtype": str(config.dtype),
+            "context": config.max_model_len,
+            "max_lora_rank": arguments.get("max_lora_rank", 0),
+            "model": model_facts(config.hf_config),
+        }
+        backend = cls(engine, tokenizer, facts)
+        backend.facts["parts"] = sorted({part for parts in await engine.collective_rpc("keel_parts") for part in parts})
+        return backend
+
+    def status(self) -> dict[str, Any]:
+        import vllm
+
+        return {**self.facts, "vllm": vllm.__version__}
+
+    async def generate(self, row: Row, drawing: Drawing) -> Sampled:
+        prompt, request = {"prompt_token_ids": list(row.tokens)}, f"{next(self.numbers)}"
+        results = self.engine.generate(prompt, vllm_params(row, drawing), request, lora_request=self.adapter)
+        outputs = [output async for output in results]  # the last alone is asked for
+        if not outputs:
+            raise KeelError("vLLM returned nothing for a row")
+        return sampled(row.id, outputs[-1].outputs[0])
+
+    async def load(self, folder: Path, adapter: bool) -> None:
+        from vllm.lora.request import LoRARequest
+
+        if adapter:
+            await self.engine.add_lora(LoRARequest("policy", 1, str(folder), load_inplace=True))
+            self.adapter = LoRARequest("policy", 1, str(folder))
+        else:
+            await self.engine.collective_rpc("keel_load", args=(str(folder),))
+        await self.engine.reset_prefix_cache()
+
+    async def digests(self, ranks: dict[str, int] | None) -> dict[str, str]:
+        call = ("keel_digests", ()) if ranks is None else ("keel_adapter", (1, ranks))
+        workers = await self.engine.collective_rpc(call[0], args=call[1])
+        return {part: digest for digests in workers for part, digest in digests.items()}
+
+    async def alive(self) -> None:
+        await self.engine.collective_rpc("keel_alive", timeout=60)
+
+    async def close(self) -> None:
+        self.engine.shutdown()
+
+
+def serve(
+    folder: str,
+    tokenizer: Any,
+    options: VllmOptions,
+    *,
+    host: str,
+    port: int,
+    secret: str,
+    dtype: str,
+    max_lora_rank: int,
+    ready: Callable[[str], None],
+) -> None:
+    """Serve until a signal; `ready` is told the address once requests are taken."""
+    import asyncio
+
+    import_vllm(in_process=False, cuda=torch.cuda.is_available())
+    asyncio.run(_serve(folder, tokenizer, options, host, port, secret, dtype, max_lora_rank, ready))
+
+
+async def _serve(
+    folder: str,
+    tokenizer: Any,
+    options: VllmOptions,
+    host: str,
+    port: int,
+    secret: str,
+    dtype: str,
+    max_lora_rank: int,
+    ready: Callable[[str], None],
+) -> None:
+    import uvicorn
+
+    backend = await VllmBackend.start(folder, tokenizer, options, dtype=dtype, max_lora_rank=max_lora_rank)
+    service = Service(backend, secret)
+    server = uvicorn.Server(uvicorn.Config(service.app(), host=host, port=port, log_level="warning"))
+    try:
+        await _announced(server, ready)
+    finally:
+        await service.close()
+
+
+async def _announced(server: Any, ready: Callable[[str], None]) -> None:
+    """Serve, and say so once the port is open; a port that cannot be had is one line."""
+    import asyncio
+
+    task = asyncio.create_task(server.serve())
+    while not server.started and not task.done():
+        await asyncio.sleep(0.05)
+    if server.started:
+        host, port = server.servers[0].sockets[0].getsockname()[:2]
+        ready(f"http://{host}:{port}")
+    try:
+        await task
+    except SystemExit:
+        raise KeelError(
+            f"cannot listen at {server.config.host}:{server.config.port}: the port is taken or the address is not "
+            "this machine's; give another --port"
+        ) from None

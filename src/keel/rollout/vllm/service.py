@@ -1,0 +1,168 @@
+"""A sampler behind HTTP: generate, and weights under a shared secret. JSON and safetensors only, nothing is unpickled.
+
+The routes know nothing of vLLM: what samples is a `Backend`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from keel.base.errors import KeelError
+from keel.rollout.vllm.rows import Drawing, Row, Sampled, from_json
+
+PROTOCOL = 1  # what client and server must agree on
+HEARTBEAT_S = 1.0  # a client that hears nothing for much longer takes the server for lost
+_FILE = re.compile(r"weights-\d{5}\.safetensors|adapter_model\.safetensors|adapter_config\.json")
+
+
+class Backend:
+    """What samples behind the routes."""
+
+    def status(self) -> dict[str, Any]:
+        """What the model is: see `client.Status`."""
+        raise NotImplementedError
+
+    async def generate(self, row: Row, drawing: Drawing) -> Sampled:
+        """One completion."""
+        raise NotImplementedError
+
+    async def load(self, folder: Path, adapter: bool) -> None:
+        """Take over the weights, or the adapter, that lie in a folder."""
+        raise NotImplementedError
+
+    async def digests(self, ranks: dict[str, int] | None) -> dict[str, str]:
+        """The digests of the weights in effect; with `ranks` those of the adapter."""
+        raise NotImplementedError
+
+    async def alive(self) -> None:
+        """Return once it has done something; raise where it is gone."""
+
+    async def close(self) -> None:
+        """End it."""
+
+
+class Service:
+    """The routes around a backend. `weights` is the sync that it samples with: rows of another are refused."""
+
+    def __init__(self, backend: Backend, secret: str) -> None:
+        self.backend, self.secret = backend, secret
+        self.boot, self.weights = secrets.token_hex(8), ""
+        self.folder = Path(tempfile.mkdtemp(prefix="keel-serve-"))
+        self.loading = asyncio.Lock()
+
+    def app(self) -> Starlette:
+        """The application, for uvicorn."""
+        routes = [
+            Route("/health", self._health),
+            Route("/keel/status", self._status),
+            Route("/keel/generate", self._generate, methods=["POST"]),
+            Route("/keel/weights/{sync}/{name}", self._put, methods=["PUT"]),
+            Route("/keel/weights/{sync}", self._commit, methods=["POST"]),
+            Route("/keel/digests", self._digests, methods=["POST"]),
+        ]
+        app = Starlette(routes=routes)
+        app.add_middleware(BaseHTTPMiddleware, dispatch=self._guard)
+        return app
+
+    async def close(self) -> None:
+        """End the backend, and remove what was received."""
+        await self.backend.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    async def _guard(self, request: Request, call_next: Any) -> Response:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if request.url.path != "/health" and not secrets.compare_digest(given.encode(), self.secret.encode()):
+            return JSONResponse({"error": "the secret is missing or another one"}, 401)
+        try:
+            response: Response = await call_next(request)
+        except Exception as error:
+            return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)
+        return response
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _status(self, request: Request) -> Response:
+        return JSONResponse({"protocol": PROTOCOL, "boot": self.boot, "weights": self.weights, **self.backend.status()})
+
+    async def _generate(self, request: Request) -> Response:
+        try:
+            data = await request.json()
+            rows, drawing = from_json(data)
+        except (KeelError, ValueError) as error:
+            return JSONResponse({"error": str(error)}, 400)
+        if data.get("weights") != self.weights or self.loading.locked():
+            return JSONResponse({"error": "these are other weights", "weights": self.weights}, 409)
+        return StreamingResponse(self._lines(rows, drawing), media_type="application/x-ndjson")
+
+    async def _lines(self, rows: list[Row], drawing: Drawing) -> AsyncIterator[str]:
+        """A line for each row as it ends; an empty one at every heartbeat, so that silence means something."""
+        tasks = {asyncio.ensure_future(self.backend.generate(row, drawing)) for row in rows}
+        try:
+            while tasks:
+                done, tasks = await asyncio.wait(tasks, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    yield json.dumps(asdict(task.result())) + "\n"
+                if not done:
+                    await self.backend.alive()
+                    yield "\n"
+        except Exception as error:
+            yield json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n"
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _put(self, request: Request) -> Response:
+        sync, name = request.path_params["sync"], request.path_params["name"]
+        if not re.fullmatch(r"[0-9a-f]{1,64}", sync) or not _FILE.fullmatch(name):
+            return JSONResponse({"error": f"no file of this name is taken: {name}"}, 400)
+        folder = self.folder / sync
+        for other in self.folder.iterdir():
+            if other != folder:  # a sync that was given up
+                shutil.rmtree(other, ignore_errors=True)
+        folder.mkdir(exist_ok=True)
+        digest = hashlib.sha256()
+        with (folder / name).open("wb") as file:
+            async for chunk in request.stream():
+                digest.update(chunk)
+                await asyncio.to_thread(file.write, chunk)
+        return JSONResponse({"sha256": digest.hexdigest()})
+
+    async def _commit(self, request: Request) -> Response:
+        """Load what was put, and answer with the digests of what is then in effect."""
+        sync, data = request.path_params["sync"], await request.json()
+        folder, ranks = self.folder / sync, data.get("ranks")
+        if not re.fullmatch(r"[0-9a-f]{1,64}", sync) or not folder.is_dir():
+            return JSONResponse({"error": "no weights were put for this sync"}, 400)
+        async with self.loading:
+            self.weights = ""  # half loaded is nothing
+            try:
+                await self.backend.load(folder, ranks is not None)
+                digests = await self.backend.digests(ranks)
+            except Exception as error:
+                return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 422)
+            finally:
+                if ranks is None:  # an adapter's files are read again when vLLM needs them
+                    shutil.rmtree(folder, ignore_errors=True)
+            self.weights = sync
+        return JSONResponse({"digests": digests})
+
+    async def _digests(self, request: Request) -> Response:
+        """The digests of the weights in effect now."""
+        return JSONResponse({"digests": await self.backend.digests((await request.json()).get("ranks"))})

@@ -1,0 +1,191 @@
+"""Weights on their way to a sampler: names as in a checkpoint, safetensors files, digests of what must arrive."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keel.base.errors import KeelError
+from keel.models.fingerprint import fingerprint_tensors
+from keel.models.head import causal_lm
+from keel.models.lora import is_lora
+from keel.models.whole import whole
+
+SHARD_BYTES = 2**30  # of one file on its way
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of a checkpoint, or `size` of its rows (`dim` 0) or columns (1) from `start` on."""
+
+    name: str
+    dim: int | None = None
+    start: int = 0
+    size: int = 0
+
+    def __str__(self) -> str:
+        return self.name if self.dim is None else f"{self.name}|{self.dim}|{self.start}|{self.size}"
+
+    @classmethod
+    def parse(cls, text: str) -> Part:
+        name, *numbers = text.split("|")
+        return cls(name, *map(int, numbers))
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This part of the whole tensor."""
+        return tensor if self.dim is None else tensor.narrow(self.dim, self.start, self.size)
+
+    def digest(self, tensor: Tensor) -> str:
+        """The digest of the part's own values."""
+        return fingerprint_tensors([(str(self), tensor.contiguous())])
+
+
+def checkpoint_weights(policy: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The policy's base weights in the sampler's type, under the names of a checkpoint, whole. All processes iterate.
+
+    Tied weights come once. Models whose checkpoints are laid out otherwise than the model itself are refused.
+    """
+    inner: Any = causal_lm(policy)
+    for name, parameter in inner.named_parameters():
+        if ".lora_" in name or ".modules_to_save." in name:
+            continue
+        value = whole(parameter.detach())
+        yield name.replace(".base_layer.", "."), value.to(dtype) if value.is_floating_point() else value
+
+
+def tied_names(policy: nn.Module) -> dict[str, str]:
+    """The further names of weights that have several, and the one that they are sent under."""
+    everything = causal_lm(policy).named_parameters(remove_duplicate=False)
+    named = [(name.replace(".base_layer.", "."), id(parameter)) for name, parameter in everything]
+    first: dict[int, str] = {}
+    return {name: first[key] for name, key in named if first.setdefault(key, name) != name}
+
+
+def save_shards(named: Iterable[tuple[str, Tensor]], folder: Path, limit: int = SHARD_BYTES) -> list[Path]:
+    """Write tensors to safetensors files of about `limit` bytes, in order."""
+    from safetensors.torch import save_file
+
+    paths: list[Path] = []
+    shard: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        if shard:
+            paths.append(folder / f"weights-{len(paths):05d}.safetensors")
+            save_file(shard, str(paths[-1]))
+            shard.clear()
+
+    for name, tensor in named:
+        shard[name] = tensor.to("cpu").contiguous().clone()
+        if sum(part.numel() * part.element_size() for part in shard.values()) >= limit:
+            flush()
+    flush()
+    return paths
+
+
+def read_weights(folder: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a folder's safetensors files."""
+    from safetensors import safe_open
+
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(str(path), framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 — not a dictionary
+                yield name, file.get_tensor(name)
+
+
+def check_digests(held: dict[str, str], expected: dict[str, str], sampler: str) -> None:
+    """Refuse a sampler that multiplies by other weights than the policy's."""
+    missing = sorted(set(held) - set(expected)) or sorted(set(expected) - set(held))
+    if missing:
+        raise KeelError(
+            f"{sampler} holds other tensors than the policy, such as {missing[0]}: it cannot be shown that it samples "
+            "from the policy; start it on this model"
+        )
+    wrong = [name for name in held if held[name] != expected[name]]
+    if wrong:
+        raise KeelError(
+            f"{sampler} does not hold the policy's weights after they were sent: {len(wrong)} of {len(held)} tensors "
+            f"differ, the first is {wrong[0]}; its samples would be of another policy"
+        )
+
+
+def adapter_digest(matrix: Tensor) -> str:
+    """The digest of an adapter's matrix, whatever its name."""
+    return fingerprint_tensors([("", matrix.contiguous())])
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The policy's active adapter as vLLM will hold it: A and B·scaling by layer, in the sampler's type."""
+
+    name: str
+    matrices: dict[str, tuple[Tensor, Tensor]]
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        return {layer: a.shape[0] for layer, (a, _) in self.matrices.items()}
+
+    def digests(self) -> dict[str, str]:
+        return {
+            f"{layer}.{kind}": adapter_digest(matrix)
+            for layer, (a, b) in self.matrices.items()
+            for kind, matrix in (("A", a), ("B", b))
+        }
+
+
+def lora_rank(policy: Any) -> int:
+    """The largest rank of the policy's adapters; 0 without any."""
+    if not is_lora(policy):
+        return 0
+    configs = policy.peft_config.values()
+    return max(rank for config in configs for rank in (config.r, *(config.rank_pattern or {}).values()))
+
+
+def adapter_of(policy: Any, dtype: torch.dtype) -> Adapter:
+    """The active adapter; what vLLM does not load beside a base is refused."""
+    name = policy.active_adapters[0]
+    settings = policy.peft_config[name]
+    for option in ("modules_to_save", "use_dora", "lora_bias"):
+        if getattr(settings, option, None) and getattr(settings, option) != "none":
+            raise KeelError(f"the adapter has {option}, which vLLM does not load: use rollout.engine=native")
+    matrices: dict[str, tuple[Tensor, Tensor]] = {}
+    for path, module in causal_lm(policy).named_modules():
+        if name in getattr(module, "lora_A", {}):
+            a, b = (whole(getattr(module, kind)[name].weight.detach()).to(dtype) for kind in ("lora_A", "lora_B"))
+            matrices[path] = (a, b if module.scaling[name] == 1 else b * module.scaling[name])
+    return Adapter(name, matrices)
+
+
+class Held:
+    """The parts that a sampler holds, and the digests they must have: made of the weights that pass by to it."""
+
+    def __init__(self, parts: Iterable[str], policy: nn.Module) -> None:
+        tied = tied_names(policy)
+        self._by_name: dict[str, list[Part]] = {}
+        for part in map(Part.parse, parts):
+            self._by_name.setdefault(tied.get(part.name, part.name), []).append(part)
+        self.digests: dict[str, str] = {}
+
+    def reset(self) -> None:
+        """Forget the digests of the last weights."""
+        self.digests = {}
+
+    def pass_by(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same tensors, noted; one that no part is of is noted too, under its own name."""
+        for name, tensor in named:
+            for part in self._by_name.get(name, [Part(name)]):
+                self.digests[str(part)] = part.digest(part.of(tensor))
+            yield name, tensor
+
+
+def save_adapter(policy: Any, folder: Path) -> Path:
+    """The active adapter in peft's format, alone in a folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    name = policy.active_adapters[0]
+    policy.save_pretrained(str(folder), selected_adapters=[name])
+    return folder if name == "default" else folder / name

@@ -1,0 +1,149 @@
+"""What a vLLM worker does for Keel: load weights, and tell what it really multiplies by.
+
+`KeelWorker` is mixed into vLLM's worker class (`worker_extension_cls`). Digests are of the weights in effect, under
+the names that a checkpoint has: joined projections are taken apart again, padding is left out, and a weight that the
+kernels have packed into a form of their own is read through the layer itself, by the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keel.rollout.vllm.transfer import Part, adapter_digest, read_weights
+
+_CHUNK = 1024  # rows of the identity at a time
+
+
+class KeelWorker:
+    """Methods of a worker for `collective_rpc`."""
+
+    model_runner: Any
+
+    def keel_load(self, weights: Any) -> None:
+        """Take over weights under a checkpoint's names: a folder of safetensors files, or pairs of name and tensor."""
+        named = read_weights(weights) if isinstance(weights, str) else weights
+        self.model_runner.reload_weights(weights_iterator=iter(named))
+        for module in self.model_runner.get_model().modules():
+            if _has_packed(module) and module.weight.numel():  # a tied head's kernels still hold the old weights
+                module.quant_method.process_weights_after_loading(module)
+
+    def keel_alive(self) -> None:
+        """Answer."""
+
+    def keel_parts(self) -> list[str]:
+        """Which weights this worker holds, as parts of a checkpoint's tensors."""
+        return [str(part) for part, _ in held_weights(self.model_runner.get_model())]
+
+    def keel_digests(self) -> dict[str, str]:
+        """The digest of each of them, as it is in effect now."""
+        return {str(part): part.digest(tensor()) for part, tensor in held_weights(self.model_runner.get_model())}
+
+    def keel_adapter(self, adapter: int, ranks: dict[str, int]) -> dict[str, str]:
+        """The digests of the adapter's matrices in its slot, by the layer's name in a checkpoint, each of its rank.
+
+        A layer without a rank has none of the adapter, and what lies beyond a rank is 0; one where that is not so is
+        reported as such.
+        """
+        manager = self.model_runner.lora_manager._adapter_manager
+        if adapter not in manager.lora_index_to_id:
+            return {}
+        slot, digests = manager.lora_index_to_id.index(adapter), {}
+        for layer, a, b in held_adapter(self.model_runner.get_model(), slot):
+            rank = ranks.get(layer, 0)
+            if a[rank:].any() or b[:, rank:].any():
+                digests[layer] = "more than the adapter"
+            elif rank:
+                digests |= {f"{layer}.A": adapter_digest(a[:rank]), f"{layer}.B": adapter_digest(b[:, :rank])}
+        return digests
+
+
+def held_weights(model: nn.Module) -> Iterator[tuple[Part, Any]]:
+    """The parts of a checkpoint's tensors that a worker holds, each with what reads it."""
+    joined = getattr(model, "packed_modules_mapping", {})
+    seen: set[int] = set()  # tied weights come once, unless a layer multiplies by a form of its own
+    for path, module in model.named_modules():
+        path = path.replace(".base_layer", "")
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if leaf.startswith("lora_") or (id(parameter) in seen and not _has_packed(module)):
+                continue
+            seen.add(id(parameter))
+            prefix, _, name = path.rpartition(".")
+            names = [f"{prefix}.{part}.{leaf}" for part in joined.get(name, ())] or [f"{path}.{leaf}" if path else leaf]
+            yield from _parts(module, leaf, parameter, names)
+
+
+def _parts(module: nn.Module, leaf: str, parameter: Tensor, names: list[str]) -> Iterator[tuple[Part, Any]]:
+    rank, ranks = getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
+
+    def read() -> Tensor:
+        return packed_weight(module) if leaf == "weight" and _has_packed(module) else parameter
+
+    if len(names) > 1:  # projections that lie below each other in one matrix
+        sizes = [size // ranks for size in module.output_sizes]  # type: ignore[union-attr]
+        replicas = getattr(module, "num_kv_head_replicas", 1)
+        for index, (name, size) in enumerate(zip(names, sizes, strict=True)):
+            first, shard = sum(sizes[:index]), rank // replicas if index else rank
+            part = Part(name) if ranks == 1 else Part(name, 0, shard * size, size)
+            yield part, lambda first=first, size=size: read()[first : first + size]
+    elif hasattr(module, "shard_indices"):  # a vocabulary, padded
+        shard = module.shard_indices
+        count: int = shard.num_org_elements  # type: ignore[union-attr, assignment]
+        part = Part(names[0]) if ranks == 1 else Part(names[0], 0, shard.org_vocab_start_index, count)  # type: ignore
+        yield part, lambda: read()[:count]
+    elif ranks == 1 or (leaf == "bias" and hasattr(module, "input_size_per_partition") and _splits_input(module)):
+        yield Part(names[0]), read
+    elif _splits_input(module):
+        size = int(module.input_size_per_partition)  # type: ignore[arg-type]
+        yield Part(names[0], 1, rank * size, size), read
+    elif hasattr(module, "output_size_per_partition"):
+        size = int(module.output_size_per_partition)  # type: ignore[arg-type]
+        yield Part(names[0], 0, rank * size, size), read
+    else:
+        yield Part(names[0]), read
+
+
+def _has_packed(module: nn.Module) -> bool:
+    """Whether the kernels hold the weight in a form of their own; an embedding is looked up in the weight itself."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    looked_up = isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+    return hasattr(module, "cpu_linear") and not looked_up
+
+
+def _splits_input(module: nn.Module) -> bool:
+    return hasattr(module, "input_is_parallel")
+
+
+@torch.no_grad()
+def packed_weight(module: Any) -> Tensor:
+    """The matrix `[out, in]` that a linear layer multiplies by: what it makes of the identity, exactly."""
+    sizes = ("input_size_per_partition", "input_size", "embedding_dim")
+    width = int(next(getattr(module, size) for size in sizes if hasattr(module, size)))
+    weight = next(module.parameters())
+    dtype, device = weight.dtype, weight.device
+    columns = []
+    for start in range(0, width, _CHUNK):
+        rows = torch.arange(start, min(start + _CHUNK, width), device=device)
+        identity = torch.zeros(len(rows), width, dtype=dtype, device=device)
+        identity[torch.arange(len(rows), device=device), rows] = 1
+        columns.append(module.quant_method.apply(module, identity, None))
+    return torch.cat(columns).T.contiguous()
+
+
+def held_adapter(model: nn.Module, slot: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Each layer's A and B in an adapter's slot, padded with zeros; B has the scaling in it."""
+    joined = getattr(model, "packed_modules_mapping", {})
+    for path, module in model.named_modules():
+        if not hasattr(module, "lora_a_stacked"):
+            continue
+        prefix, _, name = path.rpartition(".")
+        names = [f"{prefix}.{part}" for part in joined.get(name, ())] or [path]
+        both: Any = (module.lora_a_stacked, module.lora_b_stacked)
+        if isinstance(both[0], Tensor):  # of a vocabulary, laid out in another way
+            yield path, both[0][slot].flatten(1), both[1][slot].flatten(1)
+            continue
+        yield from ((layer, a[slot, 0], b[slot, 0]) for layer, a, b in zip(names, *both, strict=True))
