@@ -4,32 +4,46 @@ vLLM computes logits; which token they give is a pure function of (seed, attempt
 in the native engine, so that a row drawn again after a crash is the same row. The processor leaves the drawn token as
 the only candidate, with its log-probability after filters as logit, and the one before filters on a neighbour: vLLM
 samples greedily and reports logits as they are.
+
+vLLM has two model runners, and each has logits processors of its own class: `KeelSampler` is for the one on a CPU,
+`KeelDeviceSampler` for the one on a GPU, where positions are known on the device alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as DeviceLogitsProcessor
 
+from keel.models.segments import to_device
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
 from keel.rollout.vllm.rows import EXTRA
 
 
+@dataclass(frozen=True)
 class _Slot:
-    """A row of the batch: its noise, its parameters, and vLLM's own list of its tokens so far."""
+    """How a row is drawn: its noise, its parameters, and on a CPU vLLM's own list of its tokens so far."""
 
-    def __init__(self, drawn: dict[str, Any], tokens: list[int]) -> None:
-        self.key, self.start, self.tokens = int(drawn["key"]), int(drawn["start"]), tokens
+    key: int
+    start: int
+    params: SamplingParams
+    vocabulary: int
+    tokens: list[int]
+
+    @classmethod
+    def of(cls, params: Any, tokens: list[int]) -> _Slot | None:
+        """That of vLLM's parameters, if they carry Keel's."""
+        drawn = (params.extra_args or {}).get(EXTRA)
+        if drawn is None:
+            return None
         names = ("temperature", "top_p", "top_k", "min_p")
-        self.params = SamplingParams(**{name: drawn[name] for name in names})
-        self.vocabulary = int(drawn["vocabulary"])
-
-    @property
-    def position(self) -> int:
-        return self.start + len(self.tokens)
+        own = SamplingParams(**{name: drawn[name] for name in names})
+        return cls(int(drawn["key"]), int(drawn["start"]), own, int(drawn["vocabulary"]), tokens)
 
 
 class KeelSampler(LogitsProcessor):
@@ -47,10 +61,9 @@ class KeelSampler(LogitsProcessor):
         for index in batch_update.removed:
             self.slots.pop(index, None)
         for index, params, _, tokens in batch_update.added:
-            drawn = (params.extra_args or {}).get(EXTRA)
             self.slots.pop(index, None)
-            if drawn is not None:
-                self.slots[index] = _Slot(drawn, tokens)
+            if slot := _Slot.of(params, tokens):
+                self.slots[index] = slot
         for source, target, direction in batch_update.moved:
             moved, replaced = self.slots.pop(source, None), self.slots.pop(target, None)
             if moved is not None:
@@ -59,25 +72,49 @@ class KeelSampler(LogitsProcessor):
                 self.slots[source] = replaced
 
     def apply(self, logits: Tensor) -> Tensor:
-        alike: dict[tuple[SamplingParams, int], list[int]] = {}
+        drawn = torch.zeros(logits.shape[0], dtype=torch.int64)
         for index, slot in self.slots.items():
-            alike.setdefault((slot.params, slot.vocabulary), []).append(index)
-        for (params, width), indices in alike.items():
-            rows = torch.tensor(indices, device=logits.device)
-            slots = [self.slots[index] for index in indices]
-            own = logits[rows, :width]  # beyond it vLLM may have padding
-            logits[rows] = -torch.inf
-            logits[rows, :width] = drawn_logits(own, params, [s.key for s in slots], [s.position for s in slots])
-        return logits
+            drawn[index] = len(slot.tokens)
+        return draw_rows(logits, self.slots, to_device(drawn, logits.device))
 
 
-def drawn_logits(logits: Tensor, params: SamplingParams, keys: list[int], positions: list[int]) -> Tensor:
+class KeelDeviceSampler(DeviceLogitsProcessor):
+    """The same for the model runner of GPUs: vLLM's requests keep their slots, and rows come in any order."""
+
+    def __init__(self, vllm_config: Any, req_states: Any) -> None:
+        self.slots: dict[int, _Slot] = {}
+        self.prompt_len = req_states.prompt_len
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        self.slots.pop(req_idx, None)
+        if slot := _Slot.of(sampling_params, []):
+            self.slots[req_idx] = slot
+        return req_idx in self.slots
+
+    def apply(self, logits: Tensor, ctx: Any) -> Tensor:
+        requests = ctx.idx_mapping_np.tolist()
+        slots = {row: self.slots[request] for row, request in enumerate(requests) if request in self.slots}
+        return draw_rows(logits, slots, ctx.pos + 1 - self.prompt_len.gpu[ctx.idx_mapping])
+
+
+def draw_rows(logits: Tensor, slots: Mapping[int, _Slot], drawn: Tensor) -> Tensor:
+    """Logits `[B, V]` with the rows of `slots` drawn; `drawn` `[B]` is how many tokens each row has already."""
+    alike: dict[tuple[SamplingParams, int], list[int]] = {}
+    for index, slot in slots.items():
+        alike.setdefault((slot.params, slot.vocabulary), []).append(index)
+    for (params, width), indices in alike.items():
+        numbers = [indices, [slots[index].key for index in indices], [slots[index].start for index in indices]]
+        rows, keys, starts = to_device(torch.tensor(numbers), logits.device)
+        own = logits[rows, :width]  # beyond it vLLM may have padding
+        logits[rows] = -torch.inf
+        logits[rows, :width] = drawn_logits(own, params, keys, starts + drawn[rows])
+    return logits
+
+
+def drawn_logits(logits: Tensor, params: SamplingParams, keys: Tensor, positions: Tensor) -> Tensor:
     """Logits `[B, V]` of which only the drawn token is left, with log-probability after filters; where that before
     filters is another number, it stands on the token after it, and is the smaller one."""
-    noise = None
-    if not params.greedy:
-        device, width = logits.device, sum(block_shape(logits.shape[-1]))
-        noise = gumbel(torch.tensor(keys, device=device), torch.tensor(positions, device=device), width)
+    noise = None if params.greedy else gumbel(keys, positions, sum(block_shape(logits.shape[-1])))
     token, before, after = draw(logits, params, noise)
     only = torch.full_like(logits, -torch.inf)
     neighbour = (token + 1) % logits.shape[-1]
