@@ -4,117 +4,113 @@ vLLM computes logits; which token they give is a pure function of (seed, attempt
 in the native engine, so that a row drawn again after a crash is the same row. The processor leaves the drawn token as
 the only candidate, with its log-probability after filters as logit, and the one before filters on a neighbour: vLLM
 samples greedily and reports logits as they are.
-
-vLLM has two model runners, and each has logits processors of its own class: `KeelSampler` is for the one on a CPU,
-`KeelDeviceSampler` for the one on a GPU, where positions are known on the device alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
-from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as DeviceLogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as LogitsProcessorV2
 
-from keel.models.segments import to_device
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
 from keel.rollout.vllm.rows import EXTRA
 
 
-@dataclass(frozen=True)
 class _Slot:
-    """How a row is drawn: its noise, its parameters, and on a CPU vLLM's own list of its tokens so far."""
+    """A row of the batch: its noise and its parameters."""
 
-    key: int
-    start: int
-    params: SamplingParams
-    vocabulary: int
-    tokens: list[int]
-
-    @classmethod
-    def of(cls, params: Any, tokens: list[int]) -> _Slot | None:
-        """That of vLLM's parameters, if they carry Keel's."""
-        drawn = (params.extra_args or {}).get(EXTRA)
-        if drawn is None:
-            return None
+    def __init__(self, drawn: dict[str, Any]) -> None:
+        self.key, self.start = int(drawn["key"]), int(drawn["start"])
         names = ("temperature", "top_p", "top_k", "min_p")
-        own = SamplingParams(**{name: drawn[name] for name in names})
-        return cls(int(drawn["key"]), int(drawn["start"]), own, int(drawn["vocabulary"]), tokens)
+        self.params = SamplingParams(**{name: drawn[name] for name in names})
+        self.vocabulary = int(drawn["vocabulary"])
+        self.tokens: list[int] = []  # vLLM's own list of the completion so far, where it keeps one
+        self.prompt = 0  # tokens of the prompt, where the position is counted from its beginning
 
 
-class KeelSampler(LogitsProcessor):
-    """Draws for the rows that carry Keel's parameters; others are left alone."""
+def _slot(params: Any) -> _Slot | None:
+    drawn = (params.extra_args or {}).get(EXTRA)
+    return None if drawn is None else _Slot(drawn)
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+
+class KeelSampler(LogitsProcessor, LogitsProcessorV2):
+    """Draws for the rows that carry Keel's parameters; others are left alone.
+
+    vLLM has two model runners with an interface each, and chooses between them itself: V1 (no Triton, as on a CPU)
+    reports how rows move and keeps lists of their tokens, V2 gives each row a slot and its position on the device.
+    """
+
+    def __init__(self, vllm_config: Any, *state: Any) -> None:
         self.slots: dict[int, _Slot] = {}
+        self.requests: Any = state[0] if len(state) == 1 else None  # V1 gives a device and whether to pin memory
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """V1: how rows came, went and moved."""
         if batch_update is None:
             return
         for index in batch_update.removed:
             self.slots.pop(index, None)
         for index, params, _, tokens in batch_update.added:
-            self.slots.pop(index, None)
-            if slot := _Slot.of(params, tokens):
-                self.slots[index] = slot
+            self._put(index, _slot(params))
+            if index in self.slots:
+                self.slots[index].tokens = tokens
         for source, target, direction in batch_update.moved:
             moved, replaced = self.slots.pop(source, None), self.slots.pop(target, None)
-            if moved is not None:
-                self.slots[target] = moved
-            if replaced is not None and direction == MoveDirectionality.SWAP:
-                self.slots[source] = replaced
-
-    def apply(self, logits: Tensor) -> Tensor:
-        drawn = torch.zeros(logits.shape[0], dtype=torch.int64)
-        for index, slot in self.slots.items():
-            drawn[index] = len(slot.tokens)
-        return draw_rows(logits, self.slots, to_device(drawn, logits.device))
-
-
-class KeelDeviceSampler(DeviceLogitsProcessor):
-    """The same for the model runner of GPUs: vLLM's requests keep their slots, and rows come in any order."""
-
-    def __init__(self, vllm_config: Any, req_states: Any) -> None:
-        self.slots: dict[int, _Slot] = {}
-        self.prompt_len = req_states.prompt_len
+            self._put(target, moved)
+            self._put(source, replaced if direction == MoveDirectionality.SWAP else None)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        self.slots.pop(req_idx, None)
-        if slot := _Slot.of(sampling_params, []):
-            self.slots[req_idx] = slot
-        return req_idx in self.slots
+        """V2: a request takes a slot, whoever had it before; whether it is drawn here."""
+        slot = _slot(sampling_params)
+        self._put(req_idx, slot)
+        if slot is not None:
+            slot.prompt = int(self.requests.prompt_len.np[req_idx])
+        return slot is not None
 
-    def apply(self, logits: Tensor, ctx: Any) -> Tensor:
-        requests = ctx.idx_mapping_np.tolist()
-        slots = {row: self.slots[request] for row, request in enumerate(requests) if request in self.slots}
-        return draw_rows(logits, slots, ctx.pos + 1 - self.prompt_len.gpu[ctx.idx_mapping])
+    def _put(self, index: int, slot: _Slot | None) -> None:
+        if slot is None:
+            self.slots.pop(index, None)
+        else:
+            self.slots[index] = slot
+
+    def apply(self, logits: Tensor, ctx: Any = None) -> Tensor:
+        """`ctx` is V2's: which slot each row has, and the position of the token before the one to draw."""
+        rows = self.slots if ctx is None else dict(enumerate(map(self.slots.get, ctx.idx_mapping_np.tolist())))
+        alike: dict[tuple[SamplingParams, int], list[int]] = {}
+        for row, slot in rows.items():
+            if slot is not None:
+                alike.setdefault((slot.params, slot.vocabulary), []).append(row)
+        for (params, width), indices in alike.items():
+            slots: list[Any] = [rows[row] for row in indices]
+            index = _on_device(indices, logits)
+            keys = _on_device([slot.key for slot in slots], logits)
+            positions = _on_device([slot.start - slot.prompt + len(slot.tokens) for slot in slots], logits)
+            if ctx is not None:
+                positions = positions + ctx.pos[index] + 1
+            own = logits[index, :width]  # beyond it vLLM may have padding
+            logits[index] = -torch.inf
+            logits[index, :width] = drawn_logits(own, params, keys, positions)
+        return logits
 
 
-def draw_rows(logits: Tensor, slots: Mapping[int, _Slot], drawn: Tensor) -> Tensor:
-    """Logits `[B, V]` with the rows of `slots` drawn; `drawn` `[B]` is how many tokens each row has already."""
-    alike: dict[tuple[SamplingParams, int], list[int]] = {}
-    for index, slot in slots.items():
-        alike.setdefault((slot.params, slot.vocabulary), []).append(index)
-    for (params, width), indices in alike.items():
-        numbers = [indices, [slots[index].key for index in indices], [slots[index].start for index in indices]]
-        rows, keys, starts = to_device(torch.tensor(numbers), logits.device)
-        own = logits[rows, :width]  # beyond it vLLM may have padding
-        logits[rows] = -torch.inf
-        logits[rows, :width] = drawn_logits(own, params, keys, starts + drawn[rows])
-    return logits
+def _on_device(numbers: list[int], like: Tensor) -> Tensor:
+    """Numbers where a tensor is, without waiting for what the device is doing."""
+    tensor = torch.tensor(numbers)
+    return tensor.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else tensor
 
 
 def drawn_logits(logits: Tensor, params: SamplingParams, keys: Tensor, positions: Tensor) -> Tensor:
     """Logits `[B, V]` of which only the drawn token is left, with log-probability after filters; where that before
     filters is another number, it stands on the token after it, and is the smaller one."""
-    noise = None if params.greedy else gumbel(keys, positions, sum(block_shape(logits.shape[-1])))
+    noise = None
+    if not params.greedy:
+        noise = gumbel(keys, positions, sum(block_shape(logits.shape[-1])))
     token, before, after = draw(logits, params, noise)
     only = torch.full_like(logits, -torch.inf)
     neighbour = (token + 1) % logits.shape[-1]

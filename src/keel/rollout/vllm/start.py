@@ -16,10 +16,12 @@ KV_CACHE_GIB = "1"  # on a CPU, where vLLM takes memory by this and not by a sha
 def import_vllm(*, in_process: bool, cuda: bool) -> Any:
     """vLLM, with what must be said before its import; one line where it is not installed."""
     quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    own = {"VLLM_USE_V2_MODEL_RUNNER": str(int(cuda))}  # the two take logits processors of different classes
-    own |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if in_process else {}
-    threads = {} if cuda else {"VLLM_CPU_KVCACHE_SPACE": KV_CACHE_GIB, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    for name, value in {**quiet, **threads}.items():
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if in_process else {}
+    if cuda:  # to vLLM all rows are greedy: its fused sampler is never used, and need not be there
+        device = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    else:
+        device = {"VLLM_CPU_KVCACHE_SPACE": KV_CACHE_GIB, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    for name, value in {**quiet, **device}.items():
         os.environ.setdefault(name, value)
     os.environ.update(own)
     try:
@@ -49,7 +51,7 @@ def engine_arguments(
         "max_model_len": options.max_model_len or context,
         "tensor_parallel_size": options.tensor_parallel_size,
         "gpu_memory_utilization": options.gpu_memory_utilization,
-        "logits_processors": [f"keel.rollout.vllm.sampler:{'KeelDeviceSampler' if cuda else 'KeelSampler'}"],
+        "logits_processors": ["keel.rollout.vllm.sampler:KeelSampler"],
         "logprobs_mode": "processed_logits",
         "max_logprobs": 2,
         "worker_extension_cls": "keel.rollout.vllm.worker.KeelWorker",
