@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +26,7 @@ class Sleeper:
 
     def __init__(self) -> None:
         self.asleep: set[str] = set()
-        self.llm_engine = self
+        self.llm_engine = self.engine_core = self
         self.digests: dict[str, str] = {}
         self.log: list[str] = []
 
@@ -50,9 +53,13 @@ class Sleeper:
 
     def reset_prefix_cache(self) -> None: ...
 
+    def shutdown(self) -> None:
+        assert not self.asleep
+        self.log.append("end")
+
 
 @pytest.fixture
-def sleeper(monkeypatch: pytest.MonkeyPatch) -> tuple[ColocatedSampler, Sleeper, Any]:
+def sleeper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[ColocatedSampler, Sleeper, Any]:
     monkeypatch.setattr(colocated, "vllm_params", lambda row, drawing: None)
     model, _ = small_model()
     fake, sampler = Sleeper(), object.__new__(ColocatedSampler)
@@ -60,6 +67,9 @@ def sleeper(monkeypatch: pytest.MonkeyPatch) -> tuple[ColocatedSampler, Sleeper,
     attributes = {"_llm": fake, "_sleeps": True, "_asleep": set(), "_held": held, "_dtype": torch.float32}
     for name, value in {**attributes, "_adapter": None}.items():
         setattr(sampler, name, value)
+    sampler._folder = tmp_path / "model"
+    parallel = SimpleNamespace(cleanup_dist_env_and_memory=lambda: None)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", parallel)
     fake.digests = held.digests
     monkeypatch.setattr(held, "reset", held.digests.clear)
     return sampler, fake, model
@@ -82,3 +92,11 @@ def test_a_sync_without_a_rollout_may_sleep_again(sleeper: Any) -> None:
     sampler.sleep()
     sampler.start(ROWS, DRAWING)
     assert fake.log == ["sleep 1", "wake weights", "load", "sleep 1", "wake weights kv_cache", "row"]
+
+
+def test_what_sleeps_is_woken_before_the_end(sleeper: Any) -> None:
+    sampler, fake, model = sleeper
+    sampler.sleep()
+    sampler.load(model, 1)
+    sampler.close()
+    assert fake.log == ["sleep 1", "wake weights", "load", "wake kv_cache", "end"]

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,8 @@ class ColocatedSampler(Sampler):
         if hasattr(self, "_llm"):
             from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+            with suppress(Exception):  # vLLM frees what sleeps a second time; without memory to wake in, let it
+                self._wake("weights", "kv_cache")
             self._llm.llm_engine.engine_core.shutdown()
             del self._llm
             cleanup_dist_env_and_memory()
