@@ -22,11 +22,12 @@ class KeelWorker:
     """Methods of a worker for `collective_rpc`."""
 
     model_runner: Any
+    reload_weights: Any
 
     def keel_load(self, weights: Any) -> None:
         """Take over weights under a checkpoint's names: a folder of safetensors files, or pairs of name and tensor."""
         named = read_weights(weights) if isinstance(weights, str) else weights
-        self.model_runner.reload_weights(weights_iterator=iter(named))
+        self.reload_weights(weights_iterator=iter(named))
         for module in self.model_runner.get_model().modules():
             if _has_packed(module) and module.weight.numel():  # a tied head's kernels still hold the old weights
                 module.quant_method.process_weights_after_loading(module)
