@@ -32,6 +32,7 @@ from keel.models.head import causal_lm
 from keel.models.lora import is_lora
 from keel.models.tokenizer import vocabulary_digest
 from keel.rollout.options import RolloutOptions
+from keel.rollout.vllm.direct import NOT_RUN, IpcSender, NcclSender, check_transfer, loopback_only, sender
 from keel.rollout.vllm.rows import Drawing, Row, Sampled, to_json
 from keel.rollout.vllm.samplers import Sampler, SamplerInfo, model_facts
 from keel.rollout.vllm.service import HEARTBEAT_S, PROTOCOL
@@ -107,6 +108,9 @@ class ServerSampler(Sampler):
         self.servers = [Server(url.rstrip("/"), headers) for url in own]
         self._leads = world.rank < len(urls)  # of those that share a server
         self._model, self._tokenizer = model, tokenizer
+        self._transfer, self._device = options.direct, next(model.parameters()).device
+        self._senders: dict[str, tuple[str, NcclSender | IpcSender | None]] = {}  # by server: of which start of it
+        self.notes = () if options.direct is None else (NOT_RUN.format(options.direct),)
         self._folder = Path(tempfile.mkdtemp(prefix="keel-sync-"))
         self._queue: queue.Queue[tuple[int, Server, Sampled | Exception]] = queue.Queue()
         self._epoch, self._sync, self._ranks = 0, "", None  # type: int, str, dict[str, int] | None
@@ -139,6 +143,9 @@ class ServerSampler(Sampler):
                 f"{server} takes adapters up to rank {server.status['max_lora_rank']} and the policy's has {rank}: "
                 f"start keel serve with --max-lora-rank {rank}"
             )
+        if self._transfer is not None:
+            check_transfer(self._transfer, server.status, self._device, str(server))
+            loopback_only(server.url)
 
     def _answer(self, server: Server) -> dict[str, Any]:
         """The server's status, once it answers."""
@@ -289,7 +296,8 @@ class ServerSampler(Sampler):
             held = server.call("POST", "/keel/digests", timeout_s=self._wait_s, json={})["digests"]
             check_digests(held, self._held.digests, str(server))
         folder = self._folder / self._sync
-        for path in sorted(folder.glob("*.*")):
+        direct = self._ranks is None and self._leads and self._send_direct(server, folder)
+        for path in [] if direct else sorted(folder.glob("*.*")):
             with path.open("rb") as file:
                 own = hashlib.file_digest(file, "sha256").hexdigest()
                 file.seek(0)
@@ -302,12 +310,50 @@ class ServerSampler(Sampler):
         check_digests(answer["digests"], self._expected, str(server))
         server.status = {**server.status, "weights": self._sync}
 
+    def _send_direct(self, server: Server, folder: Path) -> bool:
+        """Send full weights from GPU to GPU; False where they have to go as files, until the server is started again.
+
+        A first transfer that fails is an error: it would never have worked.
+        """
+        if self._transfer is None:
+            return False
+        boot, channel = self._senders.get(server.url, ("", None))
+
+        def call(step: str, info: dict[str, Any]) -> None:
+            server.call("POST", f"/keel/transfer/{self._sync}/{step}", timeout_s=self._wait_s, json=info)
+
+        try:
+            if boot != server.status["boot"]:
+                workers = len(server.status["devices"])
+                channel = sender(self._transfer, call, self._device, workers, self._wait_s)
+            if channel is not None:
+                channel.send(folder)
+        except Exception as error:
+            if channel is not None:
+                channel.close()
+            if isinstance(error, Lost):
+                self._senders[server.url] = "lost", None
+                raise
+            if not boot:
+                raise KeelError(
+                    f"weights do not go to {server} by {self._transfer} ({first_line(error)}): see its log, or use "
+                    "rollout.vllm.transfer=http"
+                ) from error
+            channel = None
+            lost = f"weights no longer go to {server} by {self._transfer} ({first_line(error)}); they go as files"
+            self._events.append(("sampler/transfer", lost))
+        self._senders[server.url] = server.status["boot"], channel
+        return channel is not None
+
     def events(self) -> list[tuple[str, str]]:
         events, self._events = self._events, []
         return events
 
     def close(self) -> None:
         self._epoch += 1
+        for _, channel in self._senders.values():
+            if channel is not None:
+                channel.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

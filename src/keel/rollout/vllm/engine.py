@@ -48,7 +48,7 @@ class VllmEngine(Engine):
     def __init__(self, sampler: Sampler, model: nn.Module, tokenizer: Any) -> None:
         if getattr(tokenizer, "eos_token_id", None) is None:
             raise KeelError("the tokenizer has no end-of-sequence token: set tokenizer.eos_token before sampling")
-        self.sampler, self.tokenizer = sampler, tokenizer
+        self.sampler, self.tokenizer, self.notes = sampler, tokenizer, sampler.notes
         self.eos_ids = frozenset(eos_ids(causal_lm(model), tokenizer))
         self.context = sampler.info.context
         self._stops = StopStrings(tokenizer)

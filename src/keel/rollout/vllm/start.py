@@ -45,6 +45,7 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """vLLM's own arguments: Keel's drawing and worker methods, logits as they are, and `rollout.vllm`."""
     lora = {"enable_lora": True, "max_lora_rank": _lora_rank(max_lora_rank), "max_loras": 1} if max_lora_rank else {}
+    transfer = {} if options.direct is None else {"weight_transfer_config": {"backend": options.direct}}
     return {
         "model": model,
         "dtype": str(dtype).removeprefix("torch."),
@@ -60,6 +61,7 @@ def engine_arguments(
         "disable_log_stats": True,
         "enforce_eager": not cuda,  # on a CPU compiling takes longer than it saves
         **lora,
+        **transfer,
     }
 
 
