@@ -50,10 +50,13 @@ def serve(
     from keel.models.head import causal_lm
     from keel.rollout.options import VllmOptions
     from keel.rollout.vllm.client import SECRET
-    from keel.rollout.vllm.serve import serve as serve_model
     from keel.run.model_ref import resolve_model
     from keel.trainer.checkpoint import save_weights
 
+    try:
+        from keel.rollout.vllm.serve import serve as serve_model
+    except ModuleNotFoundError as error:
+        raise KeelError(f"keel serve needs {error.name}: pip install 'keel-rl[serve]'") from error
     given = os.environ.get(SECRET)
     secret = given or secrets.token_urlsafe(24)
     if given is not None and len(given) < 8:

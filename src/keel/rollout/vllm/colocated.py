@@ -73,14 +73,14 @@ class ColocatedSampler(Sampler):
         config = self._llm.llm_engine.model_config
         self.info = SamplerInfo(config.max_model_len, config.get_vocab_size())
         self._held = Held(self._rpc("keel_parts"), model)
-        self._asleep = False
+        self._asleep: tuple[str, ...] = ()  # what of it sleeps
         self.load(model, None)
 
     def _rpc(self, method: str, *args: Any) -> Any:
         return self._llm.collective_rpc(method, args=args)[0]
 
     def start(self, rows: Sequence[Row], drawing: Drawing) -> None:
-        self._wake()
+        self._wake("weights", "kv_cache")
         for row in rows:
             prompt = {"prompt_token_ids": list(row.tokens)}
             self._llm.llm_engine.add_request(row.id, prompt, vllm_params(row, drawing), lora_request=self._adapter)
@@ -101,7 +101,7 @@ class ColocatedSampler(Sampler):
 
     def load(self, policy: nn.Module, version: int | None) -> None:
         """All weights tensor by tensor, or the adapter by vLLM's own loading beside a base that was checked once."""
-        self._wake(weights_only=True)
+        self._wake("weights")
         if not is_lora(policy) or not self._held.digests:
             self._held.reset()
             weights = self._held.pass_by(checkpoint_weights(policy, self._dtype))
@@ -125,15 +125,17 @@ class ColocatedSampler(Sampler):
 
     def sleep(self) -> None:
         """Weights to main memory, keys and values away; a device without sleep mode keeps them."""
-        if self._sleeps and not self._asleep:
+        if self._sleeps and "kv_cache" not in self._asleep:
             self._llm.sleep(level=1)
-            self._asleep = True
+            self._asleep = ("weights", "kv_cache")
 
-    def _wake(self, *, weights_only: bool = False) -> None:
-        if self._asleep:
+    def _wake(self, *tags: str) -> None:
+        """Wake what sleeps of these: keys and values not before all weights are loaded."""
+        asleep = [tag for tag in self._asleep if tag in tags]
+        if asleep:
             torch.cuda.empty_cache()
-            self._llm.wake_up(tags=["weights"] if weights_only else None)
-            self._asleep = False
+            self._llm.wake_up(tags=asleep)
+            self._asleep = tuple(tag for tag in self._asleep if tag not in asleep)
 
     def close(self) -> None:
         if hasattr(self, "_llm"):

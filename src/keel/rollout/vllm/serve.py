@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from keel.base.errors import KeelError
+from keel.base.errors import KeelError, first_line
 from keel.models.tokenizer import vocabulary_digest
 from keel.rollout.options import VllmOptions
 from keel.rollout.vllm.direct import loopback_only
@@ -145,29 +146,40 @@ async def _serve(
 ) -> None:
     import uvicorn
 
-    backend = await VllmBackend.start(folder, tokenizer, options, dtype=dtype, max_lora_rank=max_lora_rank)
-    service = Service(backend, secret)
-    server = uvicorn.Server(uvicorn.Config(service.app(), host=host, port=port, log_level="warning"))
+    _listening(host, port).close()  # known before vLLM starts, whose processes must not inherit it
     try:
-        await _announced(server, ready)
+        backend = await VllmBackend.start(folder, tokenizer, options, dtype=dtype, max_lora_rank=max_lora_rank)
+    except KeelError:
+        raise
+    except Exception as error:
+        raise KeelError(f"vLLM could not start on this model: {first_line(error)}") from error
+    service = Service(backend, secret)
+    try:
+        with _listening(host, port) as listener:
+            await announced(uvicorn.Server(uvicorn.Config(service.app(), log_level="warning")), listener, ready)
     finally:
         await service.close()
 
 
-async def _announced(server: Any, ready: Callable[[str], None]) -> None:
-    """Serve, and say so once the port is open; a port that cannot be had is one line."""
+def _listening(host: str, port: int) -> socket.socket:
+    """A socket that is bound; an address that cannot be had is one line."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise KeelError(
+            f"cannot listen at {host}:{port} ({first_line(error)}): give another --host or --port"
+        ) from None
+
+
+async def announced(server: Any, listener: socket.socket, ready: Callable[[str], None]) -> None:
+    """Serve, and say so once requests are taken."""
     import asyncio
 
-    task = asyncio.create_task(server.serve())
+    task = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not task.done():
         await asyncio.sleep(0.05)
     if server.started:
-        host, port = server.servers[0].sockets[0].getsockname()[:2]
-        ready(f"http://{host}:{port}")
-    try:
-        await task
-    except SystemExit:
-        raise KeelError(
-            f"cannot listen at {server.config.host}:{server.config.port}: the port is taken or the address is not "
-            "this machine's; give another --port"
-        ) from None
+        host, port = listener.getsockname()[:2]
+        ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+    await task

@@ -24,10 +24,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from keel.base.errors import KeelError
-from keel.rollout.vllm.rows import Drawing, Row, Sampled, from_json
+from keel.rollout.vllm.rows import HEARTBEAT_S, PROTOCOL, Drawing, Row, Sampled, from_json
 
-PROTOCOL = 1  # what client and server must agree on
-HEARTBEAT_S = 1.0  # a client that hears nothing for much longer takes the server for lost
 _FILE = re.compile(r"weights-\d{5}\.safetensors|adapter_model\.safetensors|adapter_config\.json")
 
 
@@ -44,7 +42,7 @@ class Backend:
     """What samples behind the routes."""
 
     def status(self) -> dict[str, Any]:
-        """What the model is: see `client.Status`."""
+        """What the model is: see `client._STATUS`."""
         raise NotImplementedError
 
     async def generate(self, row: Row, drawing: Drawing) -> Sampled:
@@ -151,11 +149,12 @@ class Service:
             if other != folder:  # a sync that was given up
                 shutil.rmtree(other, ignore_errors=True)
         folder.mkdir(exist_ok=True)
-        digest = hashlib.sha256()
-        with (folder / name).open("wb") as file:
+        digest, incoming = hashlib.sha256(), folder / f"{secrets.token_hex(8)}.part"  # others may send the same file
+        with incoming.open("wb") as file:
             async for chunk in request.stream():
                 digest.update(chunk)
                 await asyncio.to_thread(file.write, chunk)
+        incoming.replace(folder / name)
         return JSONResponse({"sha256": digest.hexdigest()})
 
     async def _commit(self, request: Request) -> Response:
@@ -165,9 +164,9 @@ class Service:
         if not re.fullmatch(r"[0-9a-f]{1,64}", sync) or not (folder.is_dir() or self.received == sync):
             return JSONResponse({"error": "no weights were put for this sync"}, 400)
         async with self.loading:
-            self.weights = ""  # half loaded is nothing
+            known, self.weights = self.weights, ""  # half loaded is nothing
             try:
-                if self.received != sync:
+                if sync not in (known, self.received):  # another process of the same training may have been first
                     await self.backend.load(folder, ranks is not None)
                 digests = await self.backend.digests(ranks)
             except Exception as error:

@@ -67,4 +67,7 @@ def engine_arguments(
 
 def _lora_rank(rank: int) -> int:
     """The smallest rank that vLLM has room for."""
-    return next(size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= min(rank, 512))
+    sizes = (8, 16, 32, 64, 128, 256, 320, 512)
+    if rank > sizes[-1]:
+        raise KeelError(f"an adapter of rank {rank}: vLLM takes them up to rank {sizes[-1]}")
+    return next(size for size in sizes if size >= rank)
