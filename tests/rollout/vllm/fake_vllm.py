@@ -115,6 +115,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
             "uid_init_process_group": Group,
             "worker_init_payload": lambda info: {k: v for k, v in asdict(info).items() if v is not None},
         },
+        "distributed.weight_transfer.base": {
+            "WeightTransferInitRequest": SimpleNamespace,
+            "WeightTransferUpdateRequest": SimpleNamespace,
+        },
         "distributed.weight_transfer.nccl_engine": {"NCCLTrainerWeightTransferEngine": NCCLTrainerWeightTransferEngine},
         "v1.sample.logits_processor": {
             "LogitsProcessor": LogitsProcessor,

@@ -7,6 +7,7 @@ import base64
 import functools
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +21,11 @@ from keel.rollout.options import VllmOptions
 from keel.rollout.vllm import check_vllm, client, direct
 from keel.rollout.vllm.client import Lost, ServerSampler
 from keel.rollout.vllm.engine import VllmEngine
+from keel.rollout.vllm.serve import VllmBackend
 from keel.rollout.vllm.service import Service
-from keel.rollout.vllm.start import engine_arguments
+from keel.rollout.vllm.start import engine_arguments, start_error
 from keel.rollout.vllm.transfer import save_shards
+from keel.rollout.vllm.worker import KeelWorker
 from rollout import shapes
 
 from . import fake_vllm
@@ -284,6 +287,81 @@ def test_half_a_transfer_is_no_weights() -> None:
     assert service.weights == ""
     assert routes.post("/keel/weights/ab12", json={}).status_code == 200
     assert service.weights == "ab12"
+
+
+class Calls:
+    """vLLM's asynchronous engine: it notes what it is asked."""
+
+    def __init__(self, *fail: str) -> None:
+        self.calls: list[Any] = []
+        self.fail = fail
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*arguments: Any, **options: Any) -> None:
+            self.calls.append((name, *(getattr(a, "init_info", getattr(a, "update_info", a)) for a in arguments)))
+            if name in self.fail:
+                raise RuntimeError(f"{name} is not possible now")
+
+        return call
+
+
+def steps_of(backend: VllmBackend, *steps: tuple[str, dict[str, Any]]) -> Any:
+    async def run() -> None:
+        for step, info in steps:
+            await backend.transfer(step, info)
+
+    asyncio.run(run())
+    return backend.engine.calls
+
+
+def test_vllm_is_asked_in_the_order_that_it_documents() -> None:
+    init, names = {"rank_offset": 1}, {"names": ["a"]}
+    backend = VllmBackend(Calls(), shapes.tokenizer(), {})
+    calls = steps_of(backend, ("init", init), ("start", {}), ("update", names), ("finish", {}))
+    assert calls == [
+        ("shutdown_weight_transfer_engine",),
+        ("init_weight_transfer_engine", init),
+        ("start_weight_update",),
+        ("update_weights", names),
+        ("finish_weight_update",),
+        ("reset_prefix_cache",),
+    ]
+    backend = VllmBackend(Calls(), shapes.tokenizer(), {})
+    assert steps_of(backend, ("update", {"tensors": [1]})) == [("collective_rpc", "keel_open")]
+
+
+def test_an_update_that_a_lost_trainer_has_left_open_is_ended() -> None:
+    backend = VllmBackend(Calls("finish_weight_update"), shapes.tokenizer(), {})
+    calls = steps_of(backend, ("start", {}), ("start", {}), ("init", {}))
+    start, finish = ("start_weight_update",), ("finish_weight_update",)
+    renewed = [("shutdown_weight_transfer_engine",), ("init_weight_transfer_engine", {})]
+    assert calls == [start, finish, start, finish, *renewed]
+
+
+def test_a_worker_loads_what_another_process_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[bool] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(True))
+    weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.randn(4).bfloat16().float()}
+    loaded: list[tuple[str, torch.Tensor]] = []
+    worker = KeelWorker()
+    worker.device = torch.device("cpu")
+    model = SimpleNamespace(load_weights=lambda pairs: loaded.extend((name, tensor) for name, tensor in pairs))
+    worker.model_runner = SimpleNamespace(get_model=lambda: model)
+    worker.keel_open([direct.shared_handle(name, tensor) for name, tensor in weights.items()])
+    torch.cuda.ipc_collect()
+    assert [name for name, _ in loaded] == ["a", "b"]
+    assert loaded[0][1].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert bool(loaded[1][1].isfinite().all())
+    assert waits == [True]
+    handle = direct.shared_handle("a", torch.zeros(2))
+    with pytest.raises(ValueError, match="no type of tensors: Tensor"):
+        direct.open_handle({**handle, "dtype": "Tensor"}, worker.device)
+
+
+def test_a_lack_of_memory_names_the_option() -> None:
+    short = "Free memory on device cuda:0 (3/80 GiB) on startup is less than desired"
+    assert "gpu_memory_utilization is 0.3" in str(start_error(ValueError(short), VllmOptions()))
+    assert "gpu_memory" not in str(start_error(ValueError("no such model"), VllmOptions()))
 
 
 def test_the_option() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from keel.base.errors import KeelError
+from keel.base.errors import KeelError, first_line
 from keel.rollout.options import VllmOptions
 
 KV_CACHE_GIB = "1"  # on a CPU, where vLLM takes memory by this and not by a share of it
@@ -63,6 +63,13 @@ def engine_arguments(
         **lora,
         **transfer,
     }
+
+
+def start_error(error: Exception, options: VllmOptions) -> KeelError:
+    """One line for a vLLM that does not start; where memory is short, with Keel's name of what decides."""
+    line = first_line(error)
+    share = f" (rollout.vllm.gpu_memory_utilization is {options.gpu_memory_utilization})"
+    return KeelError(f"vLLM could not start on this model: {line}{share if 'memory' in line.lower() else ''}")
 
 
 def _lora_rank(rank: int) -> int:
