@@ -45,6 +45,7 @@ FREE_TO_CHANGE = (
     "optim.offload",
     "reference.offload",
     "rollout.max_batch",
+    "rollout.vllm.",  # where vLLM samples: a server lost may be started again elsewhere
     "model.gradient_checkpointing",
     "reward.timeout_s",
     "reward.on_error",
