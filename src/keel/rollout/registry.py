@@ -16,7 +16,7 @@ from keel.models.load import DTYPES
 from keel.rollout.engine import Engine, check_engine
 from keel.rollout.native.engine import NativeEngine
 from keel.rollout.options import EngineOptions, RolloutOptions
-from keel.rollout.vllm import vllm
+from keel.rollout.vllm import check_vllm, vllm
 
 # Options of `rollout` that only some of Keel's own engines read.
 READ_BY = {"kept_gib": ("native",), "cuda_graphs": ("native",), "dtype": ("native", "vllm"), "vllm": ("vllm",)}
@@ -83,6 +83,8 @@ def check_rollout(rollout: RolloutOptions) -> None:
                 f"rollout.{name} is for the engine {' and '.join(readers)}: leave it out with "
                 f"rollout.engine={chosen.name}"
             )
+    if chosen.name == "vllm":
+        check_vllm(rollout.vllm)
     _arguments(chosen, find_engine(chosen.name), rollout)
 
 

@@ -116,11 +116,7 @@ class ServerSampler(Sampler):
         self, model: nn.Module, tokenizer: Any, rollout: RolloutOptions, world: World, *, silence_s: float = SILENCE_S
     ) -> None:
         options = rollout.vllm
-        urls = [options.url] if isinstance(options.url, str) else list(options.url or ())
-        if not urls:
-            raise KeelError(
-                "rollout.vllm.mode=server needs an address: start `keel serve MODEL` and set rollout.vllm.url"
-            )
+        urls = options.urls
         self._world, self._wait_s, self._silence_s = world, options.wait_s, silence_s
         headers = {"authorization": f"Bearer {_secret(options.secret)}"}
         own = urls[world.rank :: world.size] or [urls[world.rank % len(urls)]]

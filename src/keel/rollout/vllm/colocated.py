@@ -41,10 +41,6 @@ class ColocatedSampler(Sampler):
     """vLLM's engine, driven step by step; weights go to it as tensors, on whatever device they are."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, rollout: RolloutOptions, world: World) -> None:
-        if rollout.vllm.tensor_parallel_size > 1:
-            raise KeelError(
-                "rollout.vllm.tensor_parallel_size above 1 needs a server (keel serve): set rollout.vllm.mode=server"
-            )
         self._sleeps = cuda = next(model.parameters()).is_cuda
         vllm = import_vllm(in_process=True, cuda=cuda)
         inner = causal_lm(model)
