@@ -15,12 +15,10 @@ import torch
 import uvicorn
 from peft import PeftModel
 
-from keel.models.head import causal_lm
 from keel.models.tokenizer import vocabulary_digest
 from keel.rollout import NativeEngine, Request, SamplingParams
 from keel.rollout.options import RolloutOptions
 from keel.rollout.sampling import block_shape, draw, gumbel
-from keel.rollout.vllm.client import SECRET
 from keel.rollout.vllm.rows import Drawing, Row, Sampled
 from keel.rollout.vllm.samplers import model_facts
 from keel.rollout.vllm.service import Backend, Service
@@ -33,7 +31,7 @@ PASSWORD = "between the two of us"
 class PlainBackend(Backend):
     """A transformers model, one token after the other: nothing of an engine's in it."""
 
-    def __init__(self, model: Any = None, **facts: Any) -> None:
+    def __init__(self, model: Any = None, /, **facts: Any) -> None:
         self.base = model or shapes.model("llama", seed=5)
         self.model, self.rows, self.cancelled = self.base, 0, 0
         self.facts = {
@@ -132,9 +130,9 @@ def hosted(*backends: Backend) -> Iterator[list[Hosted]]:
 
 
 def options(*urls: str, **changes: Any) -> RolloutOptions:
-    """How a training names servers; its environment has the secret (`SECRET`)."""
+    """How a training names servers."""
     settings = {"mode": "server", "url": urls, "secret": PASSWORD, "wait_s": 20.0, **changes}
-    return RolloutOptions(engine="vllm", vllm=settings)
+    return RolloutOptions(engine="vllm", vllm=settings)  # type: ignore[arg-type]
 
 
 SAMPLING = SamplingParams(num_generations=3, max_completion_length=8)
@@ -152,9 +150,3 @@ def assert_same(one: Any, other: Any) -> None:
         assert (a.tokens, a.text, a.stop_reason) == (b.tokens, b.text, b.stop_reason)
         for kind in ("sample_logp", "filtered_logp"):
             torch.testing.assert_close(*(torch.tensor(getattr(c, kind)) for c in (a, b)), atol=1e-4, rtol=0)
-
-
-__all__ = [
-    *("PASSWORD", "REQUESTS", "SAMPLING", "SECRET", "Hosted", "PlainBackend"),
-    *("assert_same", "causal_lm", "hosted", "native", "options", "until"),
-]

@@ -349,8 +349,8 @@ class ServerSampler(Sampler):
     def _send(self, server: Server) -> None:
         """Send the files of the last sync; a server that then holds anything else is refused."""
         if self._ranks is not None and server.base != (server.status["boot"], server.status["weights"]):
-            held = server.call("POST", "/keel/digests", timeout_s=self._wait_s, json={})["digests"]
-            check_digests(held, self._held.digests, str(server))
+            answer = server.call("POST", "/keel/digests", timeout_s=self._wait_s, json={})
+            check_digests(_digests(server, answer), self._held.digests, str(server))
         folder = self._files / self._sync
         if not folder.is_dir():
             raise Lost("it has other weights, and those of the last sync lie on another machine")
@@ -365,7 +365,7 @@ class ServerSampler(Sampler):
                 raise Lost(f"{path.name} did not arrive as it was sent")
         commit = {"ranks": self._ranks}
         answer = server.call("POST", f"/keel/weights/{self._sync}", timeout_s=self._wait_s, json=commit)
-        check_digests(answer["digests"], self._expected, str(server))
+        check_digests(_digests(server, answer), self._expected, str(server))
         server.status = {**server.status, "weights": self._sync}
         server.base = (server.status["boot"], self._sync)
 
@@ -432,6 +432,14 @@ def _dtype(server: Server) -> torch.dtype:
     return dtype
 
 
+def _digests(server: Server, answer: Mapping[str, Any]) -> dict[str, str]:
+    """The digests that a server answers with."""
+    digests = answer.get("digests")
+    if not isinstance(digests, dict):
+        raise KeelError(f"{server} says {str(digests)[:40]!r} of its digests: start keel serve there")
+    return digests
+
+
 def _address(url: str) -> str:
     """A server's address, without a slash at its end."""
     import httpx2
@@ -440,7 +448,7 @@ def _address(url: str) -> str:
         parsed = httpx2.URL(url)
     except httpx2.InvalidURL as error:
         raise KeelError(f"rollout.vllm.url is {url!r}, which is no address ({error})") from None
-    if parsed.scheme not in ("http", "https") or not parsed.host:
+    if parsed.scheme not in ("http", "https") or not parsed.host or any(map(str.isspace, url)):
         raise KeelError(f"rollout.vllm.url is {url!r}: write it as http://127.0.0.1:8000")
     return url.rstrip("/")
 

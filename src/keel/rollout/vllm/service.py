@@ -126,6 +126,8 @@ class Service:
     async def _lines(self, rows: list[Row], drawing: Drawing) -> AsyncIterator[str]:
         """A line for each row as it ends; an empty one at every heartbeat, so that silence means something."""
         tasks = {asyncio.ensure_future(self.backend.generate(row, drawing)) for row in rows}
+        for task in tasks:  # of several that fail one is told
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             while tasks:
                 done, tasks = await asyncio.wait(tasks, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
