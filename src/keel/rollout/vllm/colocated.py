@@ -69,7 +69,8 @@ class ColocatedSampler(Sampler):
                 self._llm = vllm.LLM(**arguments, enable_sleep_mode=self._sleeps)
         except Exception as error:
             self.close()
-            raise start_error(error, rollout.vllm) from error
+            share = f"rollout.vllm.gpu_memory_utilization={rollout.vllm.gpu_memory_utilization}"
+            raise start_error(error, share) from error
         config = self._llm.llm_engine.model_config
         self.info = SamplerInfo(config.max_model_len, config.get_vocab_size())
         self._held = Held(self._rpc("keel_parts"), model)

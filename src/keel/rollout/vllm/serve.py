@@ -18,7 +18,7 @@ from keel.rollout.vllm.direct import loopback_only
 from keel.rollout.vllm.rows import Drawing, Row, Sampled, sampled, vllm_params
 from keel.rollout.vllm.samplers import model_facts
 from keel.rollout.vllm.service import Backend, Service
-from keel.rollout.vllm.start import engine_arguments, import_vllm
+from keel.rollout.vllm.start import engine_arguments, import_vllm, start_error
 
 
 class VllmBackend(Backend):
@@ -152,7 +152,7 @@ async def _serve(
     except KeelError:
         raise
     except Exception as error:
-        raise KeelError(f"vLLM could not start on this model: {first_line(error)}") from error
+        raise start_error(error, f"--gpu-memory-utilization {options.gpu_memory_utilization}") from error
     service = Service(backend, secret)
     try:
         with _listening(host, port) as listener:

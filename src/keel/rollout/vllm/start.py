@@ -65,11 +65,10 @@ def engine_arguments(
     }
 
 
-def start_error(error: Exception, options: VllmOptions) -> KeelError:
-    """One line for a vLLM that does not start; where memory is short, with Keel's name of what decides."""
+def start_error(error: Exception, share: str) -> KeelError:
+    """One line for a vLLM that does not start; where memory is short, with the setting that decides its share."""
     line = first_line(error)
-    share = f" (rollout.vllm.gpu_memory_utilization is {options.gpu_memory_utilization})"
-    return KeelError(f"vLLM could not start on this model: {line}{share if 'memory' in line.lower() else ''}")
+    return KeelError(f"vLLM could not start on this model: {line}{f' ({share})' if 'memory' in line.lower() else ''}")
 
 
 def _lora_rank(rank: int) -> int:
