@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from keel.base.errors import KeelError, first_line
+from keel.base.errors import KeelError
 from keel.base.world import World
 from keel.models.head import causal_lm, module_dtype
 from keel.models.load import DTYPES, context_length
@@ -23,7 +23,7 @@ from keel.models.lora import is_lora
 from keel.rollout.options import RolloutOptions
 from keel.rollout.vllm.rows import Drawing, Row, Sampled, sampled, vllm_params
 from keel.rollout.vllm.samplers import Sampler, SamplerInfo
-from keel.rollout.vllm.start import engine_arguments, import_vllm
+from keel.rollout.vllm.start import engine_arguments, import_vllm, start_error
 from keel.rollout.vllm.transfer import (
     Held,
     adapter_of,
@@ -69,7 +69,8 @@ class ColocatedSampler(Sampler):
                 self._llm = vllm.LLM(**arguments, enable_sleep_mode=self._sleeps)
         except Exception as error:
             self.close()
-            raise KeelError(f"vLLM could not start on this model: {first_line(error)}") from error
+            share = f"rollout.vllm.gpu_memory_utilization={rollout.vllm.gpu_memory_utilization}"
+            raise start_error(error, share) from error
         config = self._llm.llm_engine.model_config
         self.info = SamplerInfo(config.max_model_len, config.get_vocab_size())
         self._held = Held(self._rpc("keel_parts"), model)
@@ -125,7 +126,7 @@ class ColocatedSampler(Sampler):
 
     def sleep(self) -> None:
         """Weights to main memory, keys and values away; a device without sleep mode keeps them."""
-        if self._sleeps and "weights" not in self._asleep:
+        if self._sleeps and not self._asleep:
             self._llm.sleep(level=1)
             self._asleep = {"weights", "kv_cache"}
 

@@ -31,6 +31,7 @@ class Sampler:
     """Rows in, completions out, in the order in which they end; and weights in."""
 
     info: SamplerInfo
+    notes: tuple[str, ...] = ()  # what a run with it should say
 
     def start(self, rows: Sequence[Row], drawing: Drawing) -> None:
         """Begin to sample rows, beside those that run."""

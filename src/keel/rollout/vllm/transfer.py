@@ -88,11 +88,11 @@ def save_shards(named: Iterable[tuple[str, Tensor]], folder: Path, limit: int = 
     return paths
 
 
-def read_weights(folder: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a folder's safetensors files."""
+def read_weights(source: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a safetensors file, or of all those in a folder."""
     from safetensors import safe_open
 
-    for path in sorted(Path(folder).glob("*.safetensors")):
+    for path in sorted(Path(source).glob("*.safetensors")) or [Path(source)]:
         with safe_open(str(path), framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 — not a dictionary
                 yield name, file.get_tensor(name)
