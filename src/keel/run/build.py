@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -141,9 +142,11 @@ def build_run(
     reward: RewardFunction | None = None,
     world: World = ALONE,
 ) -> Built:
-    """Everything that a step needs; the reference is the policy as it is now."""
-    with memory_guard("building the run", lambda: _less_beside(config)):
-        return _build_run(config, loaded, task, reward, world)
+    """Everything that a step needs; the reference is the policy as it is now. Close `Built.run` after use."""
+    with memory_guard("building the run", lambda: _less_beside(config)), ExitStack() as on_error:
+        built = _build_run(config, loaded, task, reward, world, on_error)
+        on_error.pop_all()
+        return built
 
 
 def _check_same_weights(loaded: LoadedModel, world: World) -> None:
@@ -167,7 +170,12 @@ def _less_beside(config: Config) -> Remedy:
 
 
 def _build_run(
-    config: Config, loaded: LoadedModel, task: Task | None, reward: RewardFunction | None, world: World
+    config: Config,
+    loaded: LoadedModel,
+    task: Task | None,
+    reward: RewardFunction | None,
+    world: World,
+    on_error: ExitStack,
 ) -> Built:
     build_renderer(config, loaded.tokenizer)  # a template that is not there is found before anything is sampled
     task = task or build_named_task(config.task, config)
@@ -180,6 +188,7 @@ def _build_run(
     _check_same_weights(loaded, world)
     layout = layout_of(config, loaded, world)
     engine = build_engine(sampler, loaded.model, loaded.tokenizer, own_weights=layout.spread, world=world)
+    on_error.callback(engine.close)
     _check_logp(config, engine, sampling)
     scorer = build_scorer(config.model.scorer)
     shared = engine.shares_weights and amp_dtype is None and scorer is None

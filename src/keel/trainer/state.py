@@ -63,6 +63,10 @@ class TrainingRun:
         """Tokens that a pass holds at most: as the option says, or fewer where memory is short."""
         return min(self.optim.microbatch_tokens, self.fitting_tokens or self.optim.microbatch_tokens)
 
+    def close(self) -> None:
+        """End what runs beside the steps: what the engine has started."""
+        self.engine.close()
+
     def autocast(self) -> AbstractContextManager[Any]:
         """Mixed precision for the body of a model; scores are fp32 either way."""
         if self.amp_dtype is None:
