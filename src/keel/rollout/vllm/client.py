@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from keel.base.world import World
 from keel.models.head import causal_lm
 from keel.models.lora import is_lora
 from keel.models.tokenizer import vocabulary_digest
+from keel.rollout.engine import OtherModel
 from keel.rollout.options import RolloutOptions
 from keel.rollout.vllm.rows import Drawing, Row, Sampled, to_json
 from keel.rollout.vllm.samplers import Sampler, SamplerInfo, model_facts
@@ -112,13 +114,16 @@ class ServerSampler(Sampler):
         self._epoch, self._sync, self._ranks = 0, "", None  # type: int, str, dict[str, int] | None
         self._tries: dict[str, int] = {}
         self._events: list[tuple[str, str]] = []
-        for server in self.servers:
-            self._connect(server)
-        first = self.servers[0].status
-        self._dtype = getattr(torch, str(first["dtype"]).removeprefix("torch."))
-        self._held = Held(first["parts"], model)
-        self.info = SamplerInfo(first["context"], first["model"]["vocab_size"])
-        self.load(model, None)
+        with ExitStack() as on_error:
+            on_error.callback(self.close)
+            for server in self.servers:
+                self._connect(server)
+            first = self.servers[0].status
+            self._dtype = getattr(torch, str(first["dtype"]).removeprefix("torch."))
+            self._held = Held(first["parts"], model)
+            self.info = SamplerInfo(first["context"], first["model"]["vocab_size"])
+            self.load(model, None)
+            on_error.pop_all()
 
     def _connect(self, server: Server) -> None:
         """Wait until the server answers, and refuse one of another model, tokenizer or version."""
@@ -127,12 +132,12 @@ class ServerSampler(Sampler):
         own, theirs = model_facts(causal_lm(self._model).config), server.status["model"]
         for name, value in own.items():
             if theirs.get(name) != value:
-                raise KeelError(
+                raise OtherModel(
                     f"{server} serves another model: its {name} is {theirs.get(name)} and the policy's {value}; start "
                     "keel serve with this run's model"
                 )
         if server.status["tokenizer"] != vocabulary_digest(self._tokenizer):
-            raise KeelError(f"{server} has another tokenizer than the policy: start keel serve with this run's model")
+            raise OtherModel(f"{server} has another tokenizer than the policy: start keel serve with this run's model")
         rank = lora_rank(self._model)
         if rank > server.status["max_lora_rank"]:
             raise KeelError(
@@ -285,9 +290,10 @@ class ServerSampler(Sampler):
 
     def _send(self, server: Server) -> None:
         """Send the files of the last sync; a server that then holds anything else is refused."""
+        read_back = 0
         if self._ranks is not None:  # the base is the server's own
             held = server.call("POST", "/keel/digests", timeout_s=self._wait_s, json={})["digests"]
-            check_digests(held, self._held.digests, str(server))
+            read_back = check_digests(held, self._held.digests, str(server), sent=False)
         folder = self._folder / self._sync
         for path in sorted(folder.glob("*.*")):
             with path.open("rb") as file:
@@ -299,7 +305,7 @@ class ServerSampler(Sampler):
                 raise Lost(f"{path.name} did not arrive as it was sent")
         commit = {"ranks": self._ranks}
         answer = server.call("POST", f"/keel/weights/{self._sync}", timeout_s=self._wait_s, json=commit)
-        check_digests(answer["digests"], self._expected, str(server))
+        self.read_back = read_back + check_digests(answer["digests"], self._expected, str(server))
         server.status = {**server.status, "weights": self._sync}
 
     def events(self) -> list[tuple[str, str]]:
