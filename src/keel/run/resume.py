@@ -45,6 +45,7 @@ FREE_TO_CHANGE = (
     "optim.offload",
     "reference.offload",
     "rollout.max_batch",
+    "rollout.max_staleness",  # with another one, what was sampled ahead is sampled again
     "model.gradient_checkpointing",
     "reward.timeout_s",
     "reward.on_error",
