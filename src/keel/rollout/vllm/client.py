@@ -32,6 +32,7 @@ from keel.base.world import World
 from keel.models.head import causal_lm
 from keel.models.lora import is_lora
 from keel.models.tokenizer import vocabulary_digest
+from keel.rollout.engine import OtherModel
 from keel.rollout.options import RolloutOptions
 from keel.rollout.vllm.direct import NOT_RUN, IpcSender, NcclSender, check_transfer, loopback_only, sender
 from keel.rollout.vllm.rows import HEARTBEAT_S, PROTOCOL, Drawing, Row, Sampled, to_json
@@ -161,12 +162,12 @@ class ServerSampler(Sampler):
         own, theirs = model_facts(causal_lm(self._model).config), status["model"]
         for name, value in own.items():
             if theirs.get(name) != value:
-                raise KeelError(
+                raise OtherModel(
                     f"{server} serves another model: its {name} is {theirs.get(name)} and the policy's {value}; start "
                     "keel serve with this run's model"
                 )
         if status["tokenizer"] != vocabulary_digest(self._tokenizer):
-            raise KeelError(f"{server} has another tokenizer than the policy: start keel serve with this run's model")
+            raise OtherModel(f"{server} has another tokenizer than the policy: start keel serve with this run's model")
         rank = lora_rank(self._model)
         if rank > status["max_lora_rank"]:
             raise KeelError(
@@ -348,9 +349,10 @@ class ServerSampler(Sampler):
 
     def _send(self, server: Server) -> None:
         """Send the files of the last sync; a server that then holds anything else is refused."""
+        read_back = 0
         if self._ranks is not None and server.base != (server.status["boot"], server.status["weights"]):
             answer = server.call("POST", "/keel/digests", timeout_s=self._wait_s, json={})
-            check_digests(_digests(server, answer), self._held.digests, str(server))
+            read_back = check_digests(_digests(server, answer), self._held.digests, str(server), sent=False)
         folder = self._files / self._sync
         if not folder.is_dir():
             raise Lost("it has other weights, and those of the last sync lie on another machine")
@@ -365,7 +367,7 @@ class ServerSampler(Sampler):
                 raise Lost(f"{path.name} did not arrive as it was sent")
         commit = {"ranks": self._ranks}
         answer = server.call("POST", f"/keel/weights/{self._sync}", timeout_s=self._wait_s, json=commit)
-        check_digests(_digests(server, answer), self._expected, str(server))
+        self.read_back = read_back + check_digests(_digests(server, answer), self._expected, str(server))
         server.status = {**server.status, "weights": self._sync}
         server.base = (server.status["boot"], self._sync)
 

