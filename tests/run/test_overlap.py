@@ -17,7 +17,7 @@ from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
 from ranks import run_ranks
 from run.test_ranks import Lost, statuses
-from run.test_resume import assert_same, lines, options, start, wait_for_step
+from run.test_resume import assert_same, lines, options, train_until_killed
 from trainer.small import BASE, Letters
 
 ONE, TWO = "rollout.max_staleness=1", "rollout.max_staleness=2"
@@ -33,10 +33,8 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_killed_stopped_and_resumed_equals_in_one_go(tmp_path: Path, whole: tuple[str, Path]) -> None:
     staleness, alone = whole
-    process, run = start("new", tmp_path, staleness), tmp_path / "small"
-    wait_for_step(process, run / "metrics.jsonl", 8)  # between two checkpoints
-    process.kill()
-    process.wait()
+    run = tmp_path / "small"
+    train_until_killed(tmp_path, run / "metrics.jsonl", 8, staleness)  # between two checkpoints
 
     def stop(state: Any, metrics: Any) -> None:
         if state.step == 13:
@@ -76,10 +74,8 @@ def test_a_rollback_gives_up_what_was_sampled_ahead(tmp_path: Path) -> None:
     ages = [line["staleness/max"] for line in lines(alone, "metrics.jsonl")]
     assert ages == [0.0, 1.0, 1.0, 0.0, *[1.0] * 16]
     assert [event["to"] for event in lines(alone, "events.jsonl") if event["kind"] == "rollback"] == [3]
-    process, run = start("new", tmp_path, *faults), tmp_path / "small"
-    wait_for_step(process, run / "abandoned" / "attempt-0" / "metrics.jsonl", 8)
-    process.kill()
-    process.wait()
+    run = tmp_path / "small"
+    train_until_killed(tmp_path, run / "abandoned" / "attempt-0" / "metrics.jsonl", 8, *faults)
     keel.train(BASE, overrides=options(tmp_path, *faults), resume=True)
     assert_same(run, alone)
 

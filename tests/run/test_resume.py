@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import time
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import keel
 from keel.base.errors import KeelError
 from keel.config import load_config
 from keel.run.resume import check_same_run
-from processes import process
+from processes import LIMIT_S, process
 from trainer.small import BASE
 
 TIMED = ("time/", "speed/", "memory/")
@@ -44,13 +43,16 @@ def train(overrides: list[str]) -> int:
     return keel.train(BASE, overrides=overrides).exit_status
 
 
-def wait_for_step(running: ForkServerProcess, metrics: Path, step: int) -> None:
-    limit = time.monotonic() + 60
-    while time.monotonic() < limit and running.is_alive():
-        if metrics.exists() and metrics.read_bytes().count(b"\n") >= step:
-            return
+def train_until_killed(folder: Path, metrics: Path, step: int, *more: str) -> None:
+    """A run in a process of its own, killed with SIGKILL once the file has that many lines."""
+    running = process(folder, train, options(folder, *more))
+    running.start()
+    limit = time.monotonic() + LIMIT_S
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= step):
+        assert running.is_alive() and time.monotonic() < limit, f"the run did not reach step {step}"  # noqa: PT018
         time.sleep(0.002)
-    raise AssertionError(f"the run did not reach step {step}")
+    running.kill()
+    running.join()
 
 
 def assert_same(run: Path, whole: Path) -> None:
@@ -61,12 +63,8 @@ def assert_same(run: Path, whole: Path) -> None:
 
 
 def test_killed_and_resumed_equals_in_one_go(tmp_path: Path, whole: Path) -> None:
-    running = process(tmp_path, train, options(tmp_path))
-    running.start()
     run = tmp_path / "small"
-    wait_for_step(running, run / "metrics.jsonl", 10)
-    running.kill()
-    running.join()
+    train_until_killed(tmp_path, run / "metrics.jsonl", 10)
     assert lines(run, "metrics.jsonl")[-1]["step"] < 20
     keel.train(BASE, overrides=options(tmp_path), resume=True)
     assert_same(run, whole)
