@@ -27,7 +27,7 @@ CONFIG = {
     "eval": {"every": 0, "samples": 2, "k": [1]},
     "log": {"console": "none", "tensorboard": False},
 }
-UNLIKE = ("time/", "speed/", "memory/", "mismatch/")  # of the clock, or measured of the engine itself
+UNLIKE = ("time/", "speed/", "memory/", "loss/kl_share")  # of the clock, and a share of what may be rounding
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def run(folder: Path, *settings: str) -> tuple[list[dict[str, Any]], list[dict[s
 def test_a_run_is_the_same_by_each_engine(tmp_path: Path, tied_server: str) -> None:
     """Three steps with tied embeddings: the same tokens, and metrics up to rounding."""
     expected_metrics, expected_rollouts = run(tmp_path / "native")
-    assert len({record["loss"] for record in expected_metrics}) == 3, "something is learned"
+    assert len({record["kl/policy_ref/k3/mean"] for record in expected_metrics}) == 3, "something is learned"
     by_server = ("rollout.vllm.mode=server", f"rollout.vllm.url={tied_server}", "rollout.vllm.wait_s=300")
     for name, settings in (("process", ()), ("server", by_server)):
         metrics, rollouts = run(tmp_path / name, "rollout.engine=vllm", *settings)
@@ -81,6 +81,6 @@ def test_a_run_is_the_same_by_each_engine(tmp_path: Path, tied_server: str) -> N
         assert {r["policy_version"] for r in rollouts if r["step"] < 3} == {0, 1, 2}, name
         for record, expected in zip(metrics, expected_metrics, strict=True):
             shared = {key for key in record.keys() & expected.keys() if not key.startswith(UNLIKE)}
-            assert {"loss", "reward/mean", "kl/policy_ref/k3/mean"} <= shared
+            assert {"loss/total", "reward/mean", "kl/policy_ref/k3/mean"} <= shared
             for key in shared:
-                assert record[key] == pytest.approx(expected[key], abs=1e-4, rel=1e-3, nan_ok=True), (name, key)
+                assert record[key] == pytest.approx(expected[key], abs=1e-4, rel=1e-4, nan_ok=True), (name, key)
