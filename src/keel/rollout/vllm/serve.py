@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,11 @@ async def _serve(
     service = Service(backend, secret)
     try:
         with _listening(host, port) as listener:
-            await announced(uvicorn.Server(uvicorn.Config(service.app(), log_level="warning")), listener, ready)
+            server = uvicorn.Server(uvicorn.Config(service.app(), log_level="warning"))
+            service.on_end = partial(setattr, server, "should_exit", True)
+            await announced(server, listener, ready)
+        if service.ended:  # so that whatever watches over this process starts it again
+            raise KeelError(f"vLLM has ended ({service.ended}): see its log, and start keel serve again")
     finally:
         await service.close()
 
