@@ -78,7 +78,7 @@ def test_a_run_is_the_same_by_each_engine(tmp_path: Path, tied_server: str) -> N
     for name, settings in (("process", ()), ("server", by_server)):
         metrics, rollouts = run(tmp_path / name, "rollout.engine=vllm", *settings)
         assert [r["tokens"] for r in rollouts] == [r["tokens"] for r in expected_rollouts], name
-        assert {r["policy_version"] for r in rollouts if r["step"] < 3} == {0, 1, 2}, name
+        assert {r["policy_version"] for r in rollouts} >= {0, 1, 2}, name
         for record, expected in zip(metrics, expected_metrics, strict=True):
             shared = {key for key in record.keys() & expected.keys() if not key.startswith(UNLIKE)}
             assert {"loss/total", "reward/mean", "kl/policy_ref/k3/mean"} <= shared
