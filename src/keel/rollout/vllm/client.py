@@ -32,7 +32,9 @@ from keel.base.world import World
 from keel.models.head import causal_lm
 from keel.models.lora import is_lora
 from keel.models.tokenizer import vocabulary_digest
+from keel.rollout.engine import OtherModel
 from keel.rollout.options import RolloutOptions
+from keel.rollout.vllm.direct import NOT_RUN, IpcSender, NcclSender, check_transfer, loopback_only, sender
 from keel.rollout.vllm.rows import HEARTBEAT_S, PROTOCOL, Drawing, Row, Sampled, to_json
 from keel.rollout.vllm.samplers import Sampler, SamplerInfo, model_facts
 from keel.rollout.vllm.transfer import (
@@ -123,6 +125,9 @@ class ServerSampler(Sampler):
         self.servers = [Server(_address(url), headers) for url in own]
         self._leads = world.rank < len(urls)  # of those that share a server
         self._model, self._tokenizer = model, tokenizer
+        self._transfer, self._device = options.direct, next(model.parameters()).device
+        self._senders: dict[str, tuple[str, NcclSender | IpcSender | None]] = {}  # by server: of which start of it
+        self.notes = () if options.direct is None else (NOT_RUN.format(options.direct),)
         self._folder = Path(tempfile.mkdtemp(prefix="keel-sync-"))
         self._files = Path(world.gather(str(self._folder))[world.rank % len(urls)])  # of the one that leads
         self._queue: queue.Queue[tuple[Stream, Sampled | Exception]] = queue.Queue()
@@ -157,18 +162,21 @@ class ServerSampler(Sampler):
         own, theirs = model_facts(causal_lm(self._model).config), status["model"]
         for name, value in own.items():
             if theirs.get(name) != value:
-                raise KeelError(
+                raise OtherModel(
                     f"{server} serves another model: its {name} is {theirs.get(name)} and the policy's {value}; start "
                     "keel serve with this run's model"
                 )
         if status["tokenizer"] != vocabulary_digest(self._tokenizer):
-            raise KeelError(f"{server} has another tokenizer than the policy: start keel serve with this run's model")
+            raise OtherModel(f"{server} has another tokenizer than the policy: start keel serve with this run's model")
         rank = lora_rank(self._model)
         if rank > status["max_lora_rank"]:
             raise KeelError(
                 f"{server} takes adapters up to rank {status['max_lora_rank']} and the policy's has {rank}: "
                 f"start keel serve with --max-lora-rank {rank}"
             )
+        if self._transfer is not None:
+            check_transfer(self._transfer, status, self._device, str(server))
+            loopback_only(server.url)
         first = self.servers[0].status or status
         for name in ("dtype", "parts"):
             if status[name] != first[name]:
@@ -342,13 +350,15 @@ class ServerSampler(Sampler):
 
     def _send(self, server: Server) -> None:
         """Send the files of the last sync; a server that then holds anything else is refused."""
+        read_back = 0
         if self._ranks is not None and server.base != (server.status["boot"], server.status["weights"]):
             answer = server.call("POST", "/keel/digests", timeout_s=self._wait_s, json={})
-            check_digests(_digests(server, answer), self._held.digests, str(server))
+            read_back = check_digests(_digests(server, answer), self._held.digests, str(server), sent=False)
         folder = self._files / self._sync
         if not folder.is_dir():
             raise Lost("it has other weights, and those of the last sync lie on another machine")
-        for path in sorted(folder.glob("*.*")):
+        direct = self._ranks is None and self._leads and self._send_direct(server, folder)
+        for path in [] if direct else sorted(folder.glob("*.*")):
             with path.open("rb") as file:
                 own = hashlib.file_digest(file, "sha256").hexdigest()
                 file.seek(0)
@@ -358,9 +368,44 @@ class ServerSampler(Sampler):
                 raise Lost(f"{path.name} did not arrive as it was sent")
         commit = {"ranks": self._ranks}
         answer = server.call("POST", f"/keel/weights/{self._sync}", timeout_s=self._wait_s, json=commit)
-        check_digests(_digests(server, answer), self._expected, str(server))
+        self.read_back = read_back + check_digests(_digests(server, answer), self._expected, str(server))
         server.status = {**server.status, "weights": self._sync}
         server.base = (server.status["boot"], self._sync)
+
+    def _send_direct(self, server: Server, folder: Path) -> bool:
+        """Send full weights from GPU to GPU; False where they have to go as files, until the server is started again.
+
+        A first transfer that fails is an error: it would never have worked.
+        """
+        if self._transfer is None:
+            return False
+        boot, channel = self._senders.get(server.url, ("", None))
+
+        def call(step: str, info: dict[str, Any]) -> None:
+            server.call("POST", f"/keel/transfer/{self._sync}/{step}", timeout_s=self._wait_s, json=info)
+
+        try:
+            if boot != server.status["boot"]:
+                workers = len(server.status["devices"])
+                channel = sender(self._transfer, call, self._device, workers, self._wait_s)
+            if channel is not None:
+                channel.send(folder)
+        except Exception as error:
+            if channel is not None:
+                channel.close()
+            if isinstance(error, Lost):
+                self._senders[server.url] = "lost", None
+                raise
+            if not boot:
+                raise KeelError(
+                    f"weights do not go to {server} by {self._transfer} ({first_line(error)}): see its log, or use "
+                    "rollout.vllm.transfer=http"
+                ) from error
+            channel = None
+            lost = f"weights no longer go to {server} by {self._transfer} ({first_line(error)}); they go as files"
+            self._events.append(("sampler/transfer", lost))
+        self._senders[server.url] = server.status["boot"], channel
+        return channel is not None
 
     def events(self) -> list[tuple[str, str]]:
         events, self._events = self._events, []
@@ -368,6 +413,9 @@ class ServerSampler(Sampler):
 
     def close(self) -> None:
         self.cancel()
+        for _, channel in self._senders.values():
+            if channel is not None:
+                channel.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

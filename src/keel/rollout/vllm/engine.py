@@ -50,7 +50,7 @@ class VllmEngine(Engine):
     def __init__(self, sampler: Sampler, model: nn.Module, tokenizer: Any) -> None:
         if getattr(tokenizer, "eos_token_id", None) is None:
             raise KeelError("the tokenizer has no end-of-sequence token: set tokenizer.eos_token before sampling")
-        self.sampler, self.tokenizer = sampler, tokenizer
+        self.sampler, self.tokenizer, self.notes = sampler, tokenizer, sampler.notes
         self.eos_ids = frozenset(eos_ids(causal_lm(model), tokenizer))
         self.context, self.version = sampler.info.context, 0  # it has loaded the policy that it was built on
         self._stops = StopStrings(tokenizer)
@@ -60,6 +60,7 @@ class VllmEngine(Engine):
         """Send the policy's weights; the sampler has to prove that it holds them."""
         self.sampler.load(policy, version)
         self.version = version
+        self.proven = f"weights read back: all {self.sampler.read_back} tensors of the sampler are the policy's"
 
     def release(self) -> None:
         """Let the sampler sleep until the next rollout."""

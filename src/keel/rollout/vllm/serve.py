@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import torch
 from keel.base.errors import KeelError, first_line
 from keel.models.tokenizer import vocabulary_digest
 from keel.rollout.options import VllmOptions
+from keel.rollout.vllm.direct import loopback_only
 from keel.rollout.vllm.rows import Drawing, Row, Sampled, sampled, vllm_params
 from keel.rollout.vllm.samplers import model_facts
 from keel.rollout.vllm.service import Backend, Service
-from keel.rollout.vllm.start import engine_arguments, import_vllm
+from keel.rollout.vllm.start import engine_arguments, import_vllm, start_error
 
 
 class VllmBackend(Backend):
@@ -27,6 +29,7 @@ class VllmBackend(Backend):
         self.engine, self.facts = engine, {**facts, "tokenizer": vocabulary_digest(tokenizer)}
         self.adapter: Any = None
         self.numbers = itertools.count()
+        self.receiving = False  # within an update of weights that has not ended
 
     @classmethod
     async def start(
@@ -46,6 +49,8 @@ class VllmBackend(Backend):
             "context": config.max_model_len,
             "max_lora_rank": arguments.get("max_lora_rank", 0),
             "model": model_facts(config.hf_config),
+            "transfer": options.direct or "http",
+            "devices": await engine.collective_rpc("keel_device"),
         }
         backend = cls(engine, tokenizer, facts)
         backend.facts["parts"] = sorted({part for parts in await engine.collective_rpc("keel_parts") for part in parts})
@@ -74,6 +79,28 @@ class VllmBackend(Backend):
             await self.engine.collective_rpc("keel_load", args=(str(folder),))
         await self.engine.reset_prefix_cache()
 
+    async def transfer(self, step: str, info: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+        if self.receiving and step in ("init", "start"):  # of a sender that was lost
+            self.receiving = False
+            with suppress(Exception):  # vLLM may have ended it itself
+                await self.engine.finish_weight_update()
+        if step == "init":
+            await self.engine.shutdown_weight_transfer_engine()
+            await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        elif step == "start":
+            await self.engine.start_weight_update()
+            self.receiving = True
+        elif step == "update" and "tensors" in info:
+            await self.engine.collective_rpc("keel_open", args=(info["tensors"],))
+        elif step == "update":
+            await self.engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+        else:
+            self.receiving = False
+            await self.engine.finish_weight_update()
+            await self.engine.reset_prefix_cache()
+
     async def digests(self, ranks: dict[str, int] | None) -> dict[str, str]:
         call = ("keel_digests", ()) if ranks is None else ("keel_adapter", (1, ranks))
         workers = await self.engine.collective_rpc(call[0], args=call[1])
@@ -101,6 +128,8 @@ def serve(
     """Serve until a signal; `ready` is told the address once requests are taken."""
     import asyncio
 
+    if options.direct == "nccl":
+        loopback_only(host)
     import_vllm(in_process=False, cuda=torch.cuda.is_available())
     asyncio.run(_serve(folder, tokenizer, options, host, port, secret, dtype, max_lora_rank, ready))
 
@@ -124,7 +153,7 @@ async def _serve(
     except KeelError:
         raise
     except Exception as error:
-        raise KeelError(f"vLLM could not start on this model: {first_line(error)}") from error
+        raise start_error(error, f"--gpu-memory-utilization {options.gpu_memory_utilization}") from error
     service = Service(backend, secret)
     try:
         with _listening(host, port) as listener:

@@ -29,6 +29,15 @@ from keel.rollout.vllm.rows import HEARTBEAT_S, PROTOCOL, Drawing, Row, Sampled,
 _FILE = re.compile(r"weights-\d{5}\.safetensors|adapter_model\.safetensors|adapter_config\.json")
 
 
+STEPS = {  # of a transfer from GPU to GPU, and what each may say: nothing that vLLM would fetch or unpickle
+    "init": {"nccl_unique_id_b64", "rank_offset", "world_size", "packed", "packed_buffer_size_bytes"}
+    | {"packed_num_buffers"},
+    "start": set(),
+    "update": {"names", "dtype_names", "shapes", "tensors"},
+    "finish": set(),
+}
+
+
 class Backend:
     """What samples behind the routes."""
 
@@ -42,6 +51,10 @@ class Backend:
 
     async def load(self, folder: Path, adapter: bool) -> None:
         """Take over the weights, or the adapter, that lie in a folder."""
+        raise NotImplementedError
+
+    async def transfer(self, step: str, info: dict[str, Any]) -> None:
+        """A step of a transfer from GPU to GPU: init once, then start, update and finish."""
         raise NotImplementedError
 
     async def digests(self, ranks: dict[str, int] | None) -> dict[str, str]:
@@ -60,7 +73,7 @@ class Service:
 
     def __init__(self, backend: Backend, secret: str) -> None:
         self.backend, self.secret = backend, secret
-        self.boot, self.weights = secrets.token_hex(8), ""
+        self.boot, self.weights, self.received = secrets.token_hex(8), "", ""
         self.folder = Path(tempfile.mkdtemp(prefix="keel-serve-"))
         self.loading = asyncio.Lock()
         self.ended = ""  # what the backend died of
@@ -74,6 +87,7 @@ class Service:
             Route("/keel/generate", self._generate, methods=["POST"]),
             Route("/keel/weights/{sync}/{name}", self._put, methods=["PUT"]),
             Route("/keel/weights/{sync}", self._commit, methods=["POST"]),
+            Route("/keel/transfer/{sync}/{step}", self._transfer, methods=["POST"]),
             Route("/keel/digests", self._digests, methods=["POST"]),
         ]
         app = Starlette(routes=routes)
@@ -160,12 +174,12 @@ class Service:
         """Load what was put, and answer with the digests of what is then in effect."""
         sync, data = request.path_params["sync"], await request.json()
         folder, ranks = self.folder / sync, data.get("ranks")
-        if not re.fullmatch(r"[0-9a-f]{1,64}", sync) or not folder.is_dir():
+        if not re.fullmatch(r"[0-9a-f]{1,64}", sync) or not (folder.is_dir() or self.received == sync):
             return JSONResponse({"error": "no weights were put for this sync"}, 400)
         async with self.loading:
             known, self.weights = self.weights, ""  # half loaded is nothing
             try:
-                if known != sync:  # another process of the same training may have been first
+                if sync not in (known, self.received):  # another process of the same training may have been first
                     await self.backend.load(folder, ranks is not None)
                 digests = await self.backend.digests(ranks)
             except Exception as error:
@@ -175,6 +189,21 @@ class Service:
                     shutil.rmtree(folder, ignore_errors=True)
             self.weights = sync
         return JSONResponse({"digests": digests})
+
+    async def _transfer(self, request: Request) -> Response:
+        """A step of a transfer from GPU to GPU; what was received is in effect once it is committed."""
+        sync, step = request.path_params["sync"], request.path_params["step"]
+        info = await request.json()
+        if not re.fullmatch(r"[0-9a-f]{1,64}", sync) or step not in STEPS or not set(info) <= STEPS[step]:
+            return JSONResponse({"error": f"no step of a transfer: {step}"}, 400)
+        async with self.loading:
+            self.weights, self.received = "", ""  # half loaded is nothing
+            try:
+                await self.backend.transfer(step, info)
+            except Exception as error:
+                return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 422)
+            self.received = sync if step == "finish" else ""
+        return JSONResponse({"step": step})
 
     async def _digests(self, request: Request) -> Response:
         """The digests of the weights in effect now."""
