@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,14 +160,18 @@ async def _serve(
     service = Service(backend, secret)
     try:
         with _listening(host, port) as listener, _signals_return():
-            await announced(uvicorn.Server(uvicorn.Config(service.app(), log_level="warning")), listener, ready)
+            server = uvicorn.Server(uvicorn.Config(service.app(), log_level="warning"))
+            service.on_end = partial(setattr, server, "should_exit", True)
+            await announced(server, listener, ready)
+        if service.ended:  # so that whatever watches over this process starts it again
+            raise KeelError(f"vLLM has ended ({service.ended}): see its log, and start keel serve again")
     finally:
         await service.close()
 
 
 @contextmanager
 def _signals_return() -> Iterator[None]:
-    """uvicorn ends at a signal and then raises it once more: here it returns, so that vLLM's processes are ended too."""
+    """uvicorn ends at a signal and raises it once more: here it then returns, so that vLLM's processes are ended too."""
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
