@@ -171,7 +171,7 @@ async def _serve(
 
 @contextmanager
 def _signals_return() -> Iterator[None]:
-    """uvicorn ends at a signal and raises it once more: here it then returns, so that vLLM's processes are ended too."""
+    """uvicorn raises the signal that ended it once more: here that returns, so that vLLM's processes are ended too."""
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
