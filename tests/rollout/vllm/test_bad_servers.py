@@ -15,7 +15,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from starlette.applications import Starlette
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 import keel
@@ -25,6 +25,7 @@ from keel.base.world import ALONE
 from keel.cli import main
 from keel.models.tiny import tiny_tokenizer
 from keel.models.tokenizer import vocabulary_digest
+from keel.rollout.vllm import client
 from keel.rollout.vllm.client import SECRET, ServerSampler
 from keel.rollout.vllm.engine import VllmEngine
 from keel.rollout.vllm.rows import Row
@@ -80,7 +81,7 @@ def test_an_adapter_on_another_base() -> None:
     """Each step would sample from another policy than is trained."""
     adapted = get_peft_model(shapes.model("llama"), LoraConfig(r=4, target_modules=["q_proj"]))
     other = PlainBackend(shapes.model("llama", seed=1))
-    with hosted(other) as (server,), pytest.raises(KeelError, match="does not hold the policy's weights"):
+    with hosted(other) as (server,), pytest.raises(KeelError, match="serves another model"):
         connect(server.url, model=adapted)
 
 
@@ -150,6 +151,57 @@ def test_a_server_that_fails() -> None:
             connect(server.url)
     finally:
         server.stop()
+
+
+class Trickling:
+    """Content that never ends, and is never silent."""
+
+    def __init__(self, then: bytes) -> None:
+        self.then = then
+
+    async def __aiter__(self) -> Any:
+        yield b"{"
+        while True:
+            yield self.then
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("then", "message"), [(b" ", "has not answered .*no whole answer in"), (b" " * 2**16, "answers without an end")]
+)
+def test_an_answer_without_an_end(then: bytes, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "STATUS_S", 0.5)
+    monkeypatch.setattr(client, "ANSWER_BYTES", 2**18)
+    server = Hosted(answering(status=StreamingResponse(Trickling(then))))
+    try:
+        with pytest.raises(KeelError, match=message) as error:
+            connect(server.url, wait_s=0.1)
+    finally:
+        server.stop()
+    assert_one_line(error)
+
+
+def test_rows_without_an_end_of_line() -> None:
+    service = Odd(PlainBackend(), PASSWORD)
+    service.answer = StreamingResponse(Trickling(b" "))
+    server = Hosted(service.app())
+    try:
+        engine = connect(server.url)
+        sampler: Any = engine.sampler
+        sampler._silence_s = 0.2
+        with pytest.raises(KeelError, match=r"lost 5 times .*its answer has no end of line"):
+            engine.generate(REQUESTS[:1], SAMPLING)
+    finally:
+        server.stop()
+
+
+def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with hosted(PlainBackend()) as (server,):
+        assert connect(server.url).generate(REQUESTS[:1], SAMPLING)
 
 
 class Odd(Service):

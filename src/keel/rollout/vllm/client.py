@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,17 @@ from keel.models.lora import is_lora
 from keel.models.tokenizer import vocabulary_digest
 from keel.rollout.engine import OtherModel
 from keel.rollout.options import RolloutOptions
-from keel.rollout.vllm.direct import NOT_RUN, IpcSender, NcclSender, check_transfer, loopback_only, sender
-from keel.rollout.vllm.rows import HEARTBEAT_S, PROTOCOL, Drawing, Row, Sampled, to_json
+from keel.rollout.vllm.direct import (
+    NOT_RUN,
+    Broken,
+    IpcSender,
+    NcclSender,
+    check_transfer,
+    loopback_only,
+    sender,
+    together,
+)
+from keel.rollout.vllm.rows import HEARTBEAT_S, PROTOCOL, TRAINING, Drawing, Row, Sampled, to_json
 from keel.rollout.vllm.samplers import Sampler, SamplerInfo, model_facts
 from keel.rollout.vllm.transfer import (
     Held,
@@ -51,6 +60,10 @@ logger = logging.getLogger("keel")
 SECRET = "KEEL_SERVE_SECRET"  # where the secret is read from unless rollout.vllm.secret names another variable
 SILENCE_S = 30 * HEARTBEAT_S  # without a heartbeat
 TRIES = 5  # of one row
+CONNECT_S = STATUS_S = 5.0
+LOAD_S = 3600.0  # of a load that sends heartbeats
+UPLOAD_BYTES_S = 2**20  # slower is lost
+ANSWER_BYTES = 2**26
 _STATUS = {
     **{"boot": str, "weights": str, "dtype": str, "context": int, "max_lora_rank": int},
     **{"model": dict, "tokenizer": str, "parts": list},
@@ -59,6 +72,10 @@ _STATUS = {
 
 class Lost(Exception):
     """The server does not answer, or no longer has the weights."""
+
+
+class Loading(Lost):
+    """It has other weights for now: another process of this training may be loading those of the last sync."""
 
 
 @dataclass
@@ -74,28 +91,60 @@ class Server:
     def __str__(self) -> str:
         return f"the sampler at {self.url}"
 
-    def call(self, method: str, path: str, *, timeout_s: float, **body: Any) -> dict[str, Any]:
-        """One request and its answer as data; what is not an answer is `Lost`, what is refused a line."""
+    def call(
+        self, method: str, path: str, *, timeout_s: float, deadline_s: float | None = None, **body: Any
+    ) -> dict[str, Any]:
+        """One request and its answer as data; what is not an answer is `Lost`, what is refused a line.
+
+        `timeout_s` is for silence, `deadline_s` for the whole.
+        """
         import httpx2
 
+        def exchange() -> tuple[int, bytes]:
+            content = bytearray()
+            with (
+                self.client(timeout_s) as client,
+                client.stream(method, f"{self.url}{path}", **body) as response,
+            ):
+                for chunk in response.iter_bytes():
+                    content += chunk
+                    if len(content) > ANSWER_BYTES:
+                        raise KeelError(f"{self} answers without an end: no sampler of Keel's; start keel serve there")
+                return response.status_code, bytes(content)
+
+        deadline_s = deadline_s or timeout_s + CONNECT_S
         try:
-            with httpx2.Client(headers=dict(self.headers), timeout=httpx2.Timeout(timeout_s, connect=5.0)) as client:
-                response = client.request(method, f"{self.url}{path}", **body)
+            [(code, content)] = together(exchange, timeout_s=deadline_s)
         except httpx2.RequestError as error:
             raise Lost(first_line(error) or type(error).__name__) from error
-        return self.read(response.status_code, response.content)
+        except Broken:
+            raise Lost(f"no whole answer in {deadline_s:.0f} s") from None
+        return self.read(code, content)
+
+    def client(self, timeout_s: float) -> Any:
+        """Speaks to the server itself, whatever proxy the environment names."""
+        import httpx2
+
+        timeout = httpx2.Timeout(timeout_s, connect=CONNECT_S)
+        return httpx2.Client(headers=dict(self.headers), timeout=timeout, trust_env=False)
 
     def read(self, code: int, content: bytes) -> dict[str, Any]:
+        """An answer as data; what began with heartbeats has its status in it."""
         try:
             data = json.loads(content)
         except ValueError:
             data = None
         if not isinstance(data, dict):
             raise KeelError(f"{self} answers {content[:40]!r}: no sampler of Keel's; start one with keel serve")
+        code = data.get("code", code)
         if code == 401:
             raise KeelError(f"{self} wants another secret: give both the same in {SECRET}, or as rollout.vllm.secret")
+        if data.get("loading"):
+            raise Loading("its weights are being loaded")
         if code == 409:
-            raise Lost("it has other weights, as after a restart")
+            raise Lost(data["error"] if data.get("busy") else "it has other weights, as after a restart")
+        if code == 503:
+            raise Lost(str(data.get("error")))
         if code != 200 or "error" in data:
             raise KeelError(f"{self} refused: {data.get('error', code)}")
         return data
@@ -120,7 +169,8 @@ class ServerSampler(Sampler):
         options = rollout.vllm
         urls = options.urls
         self._world, self._wait_s, self._silence_s = world, options.wait_s, silence_s
-        headers = {"authorization": f"Bearer {_secret(options.secret)}"}
+        training = world.agree(secrets.token_hex(8))
+        headers = {"authorization": f"Bearer {_secret(options.secret)}", TRAINING: training}
         own = urls[world.rank :: world.size] or [urls[world.rank % len(urls)]]
         self.servers = [Server(_address(url), headers) for url in own]
         self._leads = world.rank < len(urls)  # of those that share a server
@@ -150,7 +200,7 @@ class ServerSampler(Sampler):
 
     def _connect(self, server: Server) -> None:
         """Ask a server what it is, and refuse one of another model, tokenizer or version."""
-        status = server.call("GET", "/keel/status", timeout_s=5.0)
+        status = server.call("GET", "/keel/status", timeout_s=STATUS_S, deadline_s=STATUS_S)
         if status.get("protocol") != PROTOCOL:
             raise KeelError(
                 f"{server} is of another version of Keel (protocol {status.get('protocol')}, here {PROTOCOL}): "
@@ -221,9 +271,17 @@ class ServerSampler(Sampler):
 
     def _read(self, stream: Stream, rows: Sequence[Row]) -> None:
         """Ask for rows and pass on each that ends; at the end, what went wrong."""
+        end = time.monotonic() + LOAD_S
         try:
-            for result in self._results(stream, rows):
-                self._queue.put((stream, result))
+            while True:
+                try:
+                    for result in self._results(stream, rows):
+                        self._queue.put((stream, result))
+                    return
+                except Loading:
+                    if stream.closed or time.monotonic() >= end:
+                        raise
+                    time.sleep(0.2)
         except Exception as error:  # raised where the results are waited for
             self._queue.put((stream, error))
 
@@ -233,15 +291,14 @@ class ServerSampler(Sampler):
         server = stream.server
         body = json.dumps({**to_json(rows, stream.drawing), "weights": self._sync})
         missing = {row.id for row in rows}
-        timeout = httpx2.Timeout(self._silence_s, connect=5.0)
         try:
             with (
-                httpx2.Client(headers=dict(server.headers), timeout=timeout) as client,
+                server.client(self._silence_s) as client,
                 client.stream("POST", f"{server.url}/keel/generate", content=body) as response,
             ):
                 if response.status_code != 200:
                     server.read(response.status_code, response.read())
-                for line in response.iter_lines():
+                for line in _whole_lines(response.iter_bytes(), self._silence_s):
                     if stream.closed:  # the connection's end tells the server to give up the rows
                         return
                     if line.strip():
@@ -352,7 +409,7 @@ class ServerSampler(Sampler):
         """Send the files of the last sync; a server that then holds anything else is refused."""
         read_back = 0
         if self._ranks is not None and server.base != (server.status["boot"], server.status["weights"]):
-            answer = server.call("POST", "/keel/digests", timeout_s=self._wait_s, json={})
+            answer = self._patient(server, "/keel/digests", {})
             read_back = check_digests(_digests(server, answer), self._held.digests, str(server), sent=False)
         folder = self._files / self._sync
         if not folder.is_dir():
@@ -363,14 +420,20 @@ class ServerSampler(Sampler):
                 own = hashlib.file_digest(file, "sha256").hexdigest()
                 file.seek(0)
                 where = f"/keel/weights/{self._sync}/{path.name}"
-                sent = server.call("PUT", where, timeout_s=self._wait_s, content=_chunks(file))
+                slow_s = self._wait_s + path.stat().st_size / UPLOAD_BYTES_S
+                sent = server.call(
+                    "PUT", where, timeout_s=self._wait_s, deadline_s=slow_s + CONNECT_S, content=_chunks(file)
+                )
             if sent.get("sha256") != own:
                 raise Lost(f"{path.name} did not arrive as it was sent")
-        commit = {"ranks": self._ranks}
-        answer = server.call("POST", f"/keel/weights/{self._sync}", timeout_s=self._wait_s, json=commit)
+        answer = self._patient(server, f"/keel/weights/{self._sync}", {"ranks": self._ranks})
         self.read_back = read_back + check_digests(_digests(server, answer), self._expected, str(server))
         server.status = {**server.status, "weights": self._sync}
         server.base = (server.status["boot"], self._sync)
+
+    def _patient(self, server: Server, path: str, data: dict[str, Any]) -> dict[str, Any]:
+        """Ask for what may take long: it goes on as long as heartbeats come."""
+        return server.call("POST", path, timeout_s=self._silence_s, deadline_s=LOAD_S, json=data)
 
     def _send_direct(self, server: Server, folder: Path) -> bool:
         """Send full weights from GPU to GPU; False where they have to go as files, until the server is started again.
@@ -382,7 +445,7 @@ class ServerSampler(Sampler):
         boot, channel = self._senders.get(server.url, ("", None))
 
         def call(step: str, info: dict[str, Any]) -> None:
-            server.call("POST", f"/keel/transfer/{self._sync}/{step}", timeout_s=self._wait_s, json=info)
+            self._patient(server, f"/keel/transfer/{self._sync}/{step}", info)
 
         try:
             if boot != server.status["boot"]:
@@ -474,6 +537,19 @@ def _sampled(server: Server, line: str, vocabulary: int) -> Sampled:
         what = "a log-probability that is no number" if odd is None else f"the token {odd} of {vocabulary}"
         raise KeelError(f"{server} gives {what}: its samples cannot be trained on")
     return result
+
+
+def _whole_lines(chunks: Iterable[bytes], silence_s: float) -> Iterator[str]:
+    """Lines of an answer; one that does not end in time, or is longer than any completion, is no sign of life."""
+    rest, begun = b"", time.monotonic()
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        now = time.monotonic()
+        begun = now if lines else begun
+        if now - begun > silence_s or len(rest) > ANSWER_BYTES:
+            raise Lost("its answer has no end of line")
+        yield from (line.decode(errors="replace") for line in lines)
+    yield rest.decode(errors="replace")
 
 
 def _chunks(file: Any, size: int = 2**20) -> Iterator[bytes]:
