@@ -17,6 +17,7 @@ from peft import LoraConfig, get_peft_model
 from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from transformers import AutoConfig
 
 import keel
 import keel.rollout.vllm
@@ -25,10 +26,12 @@ from keel.base.world import ALONE
 from keel.cli import main
 from keel.models.tiny import tiny_tokenizer
 from keel.models.tokenizer import vocabulary_digest
+from keel.rollout.engine import OtherModel
 from keel.rollout.vllm import client
 from keel.rollout.vllm.client import SECRET, ServerSampler
 from keel.rollout.vllm.engine import VllmEngine
 from keel.rollout.vllm.rows import Row
+from keel.rollout.vllm.samplers import first_difference, model_facts
 from keel.rollout.vllm.service import PROTOCOL, Service
 from ranks import free_port
 from rollout import shapes
@@ -67,6 +70,43 @@ def test_a_server_of_something_else(facts: dict[str, Any], message: str) -> None
         connect(server.url)
     assert_one_line(error)
     assert server.url in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "rope_parameters.rope_theta",
+            "rms_norm_eps",
+            "head_dim",
+            "hidden_act",
+            "attention_bias",
+            "num_hidden_layers",
+        ),
+        *("max_position_embeddings", "sliding_window", "rope_parameters.factor"),
+    ],
+)
+def test_an_option_that_changes_logits(name: str) -> None:
+    """Of the same weights other logits are made."""
+    facts = {**PlainBackend().facts["model"], name: 123}
+    with (
+        hosted(PlainBackend(model=facts)) as (server,),
+        pytest.raises(OtherModel, match=f"its {name} is 123 ") as error,
+    ):
+        connect(server.url)
+    assert_one_line(error)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "gpt_neox"])
+def test_a_model_that_was_saved_has_the_same_facts(kind: str, tmp_path: Path) -> None:
+    model = shapes.model(kind)
+    model.bfloat16().save_pretrained(tmp_path)
+    saved = AutoConfig.from_pretrained(tmp_path)
+    model.config.use_cache, model.config.pad_token_id = False, 7
+    facts = model_facts(model.config)
+    assert model_facts(saved) == facts == json.loads(json.dumps(facts))
+    assert "vocab_size" in facts
+    assert first_difference(facts, {**facts, "of_a_newer_version": False}) is None
 
 
 def test_a_rank_above_the_servers_limit() -> None:

@@ -45,7 +45,7 @@ from keel.rollout.vllm.direct import (
     together,
 )
 from keel.rollout.vllm.rows import HEARTBEAT_S, PROTOCOL, TRAINING, Drawing, Row, Sampled, to_json
-from keel.rollout.vllm.samplers import Sampler, SamplerInfo, model_facts
+from keel.rollout.vllm.samplers import Sampler, SamplerInfo, first_difference, model_facts
 from keel.rollout.vllm.transfer import (
     Held,
     adapter_of,
@@ -210,12 +210,11 @@ class ServerSampler(Sampler):
         if odd is not None:
             raise KeelError(f"{server} says {status.get(odd)!r} of its {odd}: no sampler of Keel's; start keel serve")
         own, theirs = model_facts(causal_lm(self._model).config), status["model"]
-        for name, value in own.items():
-            if theirs.get(name) != value:
-                raise OtherModel(
-                    f"{server} serves another model: its {name} is {theirs.get(name)} and the policy's {value}; start "
-                    "keel serve with this run's model"
-                )
+        if name := first_difference(own, theirs):
+            raise OtherModel(
+                f"{server} serves another model: its {name} is {str(theirs.get(name))[:40]} and the policy's "
+                f"{str(own.get(name))[:40]}; start keel serve with this run's model"
+            )
         if status["tokenizer"] != vocabulary_digest(self._tokenizer):
             raise OtherModel(f"{server} has another tokenizer than the policy: start keel serve with this run's model")
         rank = lora_rank(self._model)

@@ -38,6 +38,7 @@ class VllmBackend(Backend):
         cls, folder: str, tokenizer: Any, options: VllmOptions, *, dtype: str, max_lora_rank: int
     ) -> VllmBackend:
         """Start vLLM on a model's folder, or a name that it can load itself."""
+        from transformers import AutoConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -50,7 +51,7 @@ class VllmBackend(Backend):
             "dtype": str(config.dtype),
             "context": config.max_model_len,
             "max_lora_rank": arguments.get("max_lora_rank", 0),
-            "model": model_facts(config.hf_config),
+            "model": model_facts(AutoConfig.from_pretrained(folder)),  # vLLM changes its own
             "transfer": options.direct or "http",
             "devices": await engine.collective_rpc("keel_device"),
         }
