@@ -320,6 +320,14 @@ def test_weights_that_are_not_held(changed: Any, message: str) -> None:
         engine.sync(shapes.model("llama"), 1)
 
 
+def test_an_adapter_that_stays_active_beside_full_weights() -> None:
+    backend = PlainBackend()
+    backend.adapter = "of another run"
+    with hosted(backend) as (server,), pytest.raises(KeelError, match="still samples with an adapter") as error:
+        connect(server.url)
+    assert_one_line(error)
+
+
 class Forgetful(PlainBackend):
     """Loads all tensors but one."""
 

@@ -42,6 +42,7 @@ class FakeLLM:
             raise ValueError("no model\nat all")
         self.arguments, self.calls, self.tensors = arguments, list[Any](), dict[str, Any]()
         self.requests: dict[str, Any] = {}
+        self.prompts, self.token, self.logp = list[Any](), EOS, -1.0
         config = SimpleNamespace(max_model_len=arguments["max_model_len"], get_vocab_size=lambda: shapes.VOCABULARY)
         self.llm_engine = SimpleNamespace(
             model_config=config,
@@ -49,7 +50,7 @@ class FakeLLM:
             add_lora=lambda request: self.calls.append(("add_lora", request.load_inplace)),
             step=self.step,
             has_unfinished_requests=lambda: bool(self.requests),
-            abort_request=lambda ids: self.requests.clear(),
+            abort_request=self.abort_request,
             output_processor=SimpleNamespace(request_states=self.requests),
             engine_core=SimpleNamespace(shutdown=lambda: self.calls.append("shutdown")),
         )
@@ -72,9 +73,14 @@ class FakeLLM:
     def add_request(self, row: str, prompt: Any, params: Any, lora_request: Any = None) -> None:
         self.calls.append("add_request")
         self.requests[row] = lora_request
+        self.prompts.append(prompt)
+
+    def abort_request(self, ids: list[str], internal: bool = False) -> None:
+        if internal:  # other names are the caller's, under which nothing runs
+            self.requests.clear()
 
     def step(self) -> list[Any]:
-        one = SimpleNamespace(token_ids=[EOS], logprobs=[{EOS: SimpleNamespace(logprob=-1.0)}])
+        one = SimpleNamespace(token_ids=[self.token], logprobs=[{self.token: SimpleNamespace(logprob=self.logp)}])
         ended = [SimpleNamespace(request_id=row, outputs=[one], finished=True) for row in self.requests]
         self.requests.clear()
         return ended
@@ -103,7 +109,9 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     module("vllm.lora")
     module("vllm.lora.request", LoRARequest=lambda *a, load_inplace=False: SimpleNamespace(load_inplace=load_inplace))
     module("vllm.distributed")
-    module("vllm.distributed.parallel_state", cleanup_dist_env_and_memory=lambda: None)
+    module(
+        "vllm.distributed.parallel_state", cleanup_dist_env_and_memory=lambda: None, destroy_model_parallel=lambda: None
+    )
     monkeypatch.setattr(FakeLLM, "made", [])
     return FakeLLM
 
@@ -221,6 +229,35 @@ def test_rows_given_up_leave_the_engine(vllm: type[FakeLLM], monkeypatch: pytest
     with pytest.raises(RuntimeError, match="the task fails"):
         engine.converse([Request("p", (1,))], SAMPLING, fails)
     assert not llm.requests
+
+
+def test_nothing_of_other_weights_is_read_from_the_cache(vllm: type[FakeLLM]) -> None:
+    """vLLM does not empty its prefix cache while blocks are in use."""
+    engine, model, llm = built(vllm)
+    for _ in range(2):
+        engine.generate([Request("p", (1, 2))], SAMPLING)
+        engine.sync(model, 1)
+    salts = [prompt["cache_salt"] for prompt in llm.prompts]
+    assert salts[0] == salts[1] != salts[2] == salts[3]
+    assert all(salts)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"token": 260}, "the token 260 of 260"), ({"logp": float("nan")}, "a log-probability that is no number")],
+)
+def test_what_cannot_be_trained_on(vllm: type[FakeLLM], change: dict[str, Any], message: str) -> None:
+    engine, _, llm = built(vllm)
+    vars(llm).update(change)
+    with pytest.raises(KeelError, match=f"vLLM in this process gives {message}"):
+        engine.generate([Request("p", (1, 2))], SAMPLING)
+
+
+def test_a_model_with_state_beside_its_parameters() -> None:
+    model = shapes.model("llama")
+    model.model.norm.register_buffer("scale", torch.ones(1))
+    with pytest.raises(KeelError, match=r"the buffer model\.norm\.scale beside its parameters"):
+        build_engine(OPTIONS, model, shapes.tokenizer())
 
 
 def test_several_gpus_need_a_server() -> None:

@@ -10,6 +10,7 @@ from keel.base.errors import KeelError
 from keel.base.world import ALONE, World
 from keel.rollout.options import RolloutOptions, VllmOptions
 from keel.rollout.vllm.engine import VllmEngine
+from keel.rollout.vllm.transfer import check_buffers
 
 __all__ = ["VllmEngine", "check_vllm", "vllm"]
 
@@ -41,5 +42,6 @@ def vllm(model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions, world: Wo
     from keel.rollout.vllm.client import ServerSampler
     from keel.rollout.vllm.colocated import ColocatedSampler
 
+    check_buffers(model)
     make = ServerSampler if rollout.vllm.mode == "server" else ColocatedSampler
     return VllmEngine(make(model, tokenizer, rollout, world), model, tokenizer)

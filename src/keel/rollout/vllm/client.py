@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import queue
 import secrets
@@ -32,7 +31,7 @@ from keel.base.world import World
 from keel.models.head import causal_lm
 from keel.models.lora import is_lora
 from keel.models.tokenizer import vocabulary_digest
-from keel.rollout.engine import OtherModel
+from keel.rollout.engine import OtherModel, StaleWeights
 from keel.rollout.options import RolloutOptions
 from keel.rollout.vllm.direct import (
     NOT_RUN,
@@ -44,7 +43,7 @@ from keel.rollout.vllm.direct import (
     sender,
     together,
 )
-from keel.rollout.vllm.rows import HEARTBEAT_S, PROTOCOL, TRAINING, Drawing, Row, Sampled, to_json
+from keel.rollout.vllm.rows import HEARTBEAT_S, PROTOCOL, TRAINING, Drawing, Row, Sampled, check_sampled, to_json
 from keel.rollout.vllm.samplers import Sampler, SamplerInfo, first_difference, model_facts
 from keel.rollout.vllm.transfer import (
     Held,
@@ -426,6 +425,8 @@ class ServerSampler(Sampler):
             if sent.get("sha256") != own:
                 raise Lost(f"{path.name} did not arrive as it was sent")
         answer = self._patient(server, f"/keel/weights/{self._sync}", {"ranks": self._ranks})
+        if self._ranks is None and answer.get("adapter"):
+            raise StaleWeights(f"{server} still samples with an adapter after full weights were sent: start it again")
         self.read_back = read_back + check_digests(_digests(server, answer), self._expected, str(server))
         server.status = {**server.status, "weights": self._sync}
         server.base = (server.status["boot"], self._sync)
@@ -531,11 +532,7 @@ def _sampled(server: Server, line: str, vocabulary: int) -> Sampled:
         raise KeelError(f"{server} answers {line[:40]!r}, which is no completion: start keel serve there") from error
     if not len(tokens) == len(before) == len(after):
         raise KeelError(f"{server} gives {len(tokens)} tokens and {len(before)} and {len(after)} log-probabilities")
-    odd = next((token for token in tokens if not 0 <= token < vocabulary), None)
-    if odd is not None or not all(math.isfinite(logp) for logp in (*before, *after)):
-        what = "a log-probability that is no number" if odd is None else f"the token {odd} of {vocabulary}"
-        raise KeelError(f"{server} gives {what}: its samples cannot be trained on")
-    return result
+    return check_sampled(result, vocabulary, str(server))
 
 
 def _whole_lines(chunks: Iterable[bytes], silence_s: float) -> Iterator[str]:

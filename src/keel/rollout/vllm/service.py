@@ -44,6 +44,8 @@ STEPS = {  # of a transfer from GPU to GPU, and what each may say: nothing that 
 class Backend:
     """What samples behind the routes."""
 
+    adapter: Any = None  # that rows are sampled with
+
     def status(self) -> dict[str, Any]:
         """What the model is: see `client._STATUS`."""
         raise NotImplementedError
@@ -259,7 +261,7 @@ class Service:
             digests = await self.backend.digests(ranks)
             self.weights = sync
             self._sweep(*([] if ranks is None else [sync]))  # vLLM reads an adapter's files again when it needs them
-        return {"digests": digests}
+        return {"digests": digests, "adapter": self.backend.adapter is not None}
 
     async def _transfer(self, request: Request) -> Response:
         """A step of a transfer from GPU to GPU; what was received is in effect once it is committed."""
