@@ -45,6 +45,7 @@ def serve(
         Literal["http", "nccl", "ipc"],
         typer.Option(help="How trainings send full weights: http as files; nccl from other GPUs, ipc from this one."),
     ] = "http",
+    cuda_graphs: Annotated[bool, typer.Option(help="Compile and decode by CUDA graphs: a slower start.")] = True,
     max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter; 0 takes none.", min=0)] = 0,
 ) -> None:
     from keel.models.head import causal_lm
@@ -66,6 +67,7 @@ def serve(
         gpu_memory_utilization=gpu_memory_utilization,
         max_model_len=max_model_len,
         transfer=transfer,
+        cuda_graphs=cuda_graphs,
     )
 
     def ready(url: str) -> None:

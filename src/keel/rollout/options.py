@@ -40,6 +40,9 @@ class VllmOptions(Options):
         description="How full weights go to a server: http as files; nccl to other GPUs, ipc on the same one, both not "
         "yet run on a GPU, for a server of keel serve --transfer. auto is http. Adapters always go as files.",
     )
+    cuda_graphs: bool = Field(
+        default=True, description="vLLM compiles and decodes by CUDA graphs: a slower start, faster steps."
+    )
     wait_s: Above0 = Field(
         default=120.0, description="Seconds that the training waits for a server that is lost or does not answer."
     )

@@ -59,7 +59,7 @@ def engine_arguments(
         "generation_config": "vllm",
         "enable_prefix_caching": True,
         "disable_log_stats": True,
-        "enforce_eager": not cuda,  # on a CPU compiling takes longer than it saves
+        "enforce_eager": not (cuda and options.cuda_graphs),  # on a CPU compiling takes longer than it saves
         **lora,
         **transfer,
     }
