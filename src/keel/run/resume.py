@@ -39,12 +39,16 @@ FREE_TO_CHANGE = (
     "guards.",
     "doctor.",
     "parallel.",  # checkpoints are read on any number of processes
+    "ray.",
     "kl.budget",
     "optim.decay_steps",  # kept from before unless it is given: `keep_schedule`
     "optim.microbatch_tokens",  # these five change a step's memory, and its numbers by rounding (dropout: other masks)
     "optim.offload",
     "reference.offload",
     "rollout.max_batch",
+    "rollout.vllm.url",  # where a server is, and how long it is waited for
+    "rollout.vllm.secret",
+    "rollout.vllm.wait_s",
     "model.gradient_checkpointing",
     "reward.timeout_s",
     "reward.on_error",
