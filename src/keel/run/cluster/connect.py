@@ -25,11 +25,10 @@ def connected(on: str, cores: int) -> Iterator[Any]:
         import ray
     except ImportError:
         raise KeelError("--on ray needs Ray: pip install 'keel-rl[ray]'") from None
-    address = on.partition(":")[2] or None
-    existing = address or os.environ.get("RAY_ADDRESS")
-    options: dict[str, Any] = {} if existing else {"include_dashboard": False, "num_cpus": cores}
+    address = on.partition(":")[2] or os.environ.get("RAY_ADDRESS")
+    options: dict[str, Any] = {} if address else {"include_dashboard": False, "num_cpus": cores}
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+        ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **options)
     except (ConnectionError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise KeelError(f"cannot connect to the Ray cluster {address or 'started here'}: {reason}") from None
