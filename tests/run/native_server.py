@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 import uvicorn
+import yaml
 
 from keel.base.alive import end_with_parent
+from keel.base.imports import import_object
 from keel.models.head import causal_lm
 from keel.models.load import context_length
 from keel.models.tokenizer import vocabulary_digest
@@ -28,7 +30,6 @@ from keel.rollout.vllm.rows import Drawing, Row, Sampled
 from keel.rollout.vllm.samplers import model_facts
 from keel.rollout.vllm.service import Backend, Service
 from keel.rollout.vllm.transfer import Part, checkpoint_weights, read_weights
-from keel.run.model_ref import resolve_model
 
 
 class NativeBackend(Backend):
@@ -77,10 +78,12 @@ class NativeBackend(Backend):
 
 
 def _die_if_due() -> None:
+    if "KEEL_TEST_KILLS" not in os.environ:
+        return
     rows = Path(os.environ["KEEL_TEST_ROWS"])
     with rows.open("ab") as file:
         file.write(b".")
-    victim = json.loads(os.environ.get("KEEL_TEST_KILLS", "{}")).get(str(rows.stat().st_size))
+    victim = json.loads(os.environ["KEEL_TEST_KILLS"]).get(str(rows.stat().st_size))
     if victim is not None:
         os.kill(os.getppid() if victim == "actor" else os.getpid(), signal.SIGKILL)
 
@@ -95,8 +98,8 @@ def main() -> None:
     arguments = parser.parse_args()
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    loaded = resolve_model(arguments.model).load()
-    app = Service(NativeBackend(loaded.model, loaded.tokenizer), os.environ["KEEL_SERVE_SECRET"]).app()
+    name = yaml.safe_load(Path(arguments.model).read_text())["model"]["name"]
+    app = Service(NativeBackend(*import_object(name, "model.name")()), os.environ["KEEL_SERVE_SECRET"]).app()
     uvicorn.run(app, host=arguments.host, port=arguments.port, log_level="error")
 
 

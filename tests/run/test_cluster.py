@@ -15,17 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 import yaml
 
 from keel.cli import main
+from keel.rollout.vllm.service import Service
 from keel.run.cluster.placement import Placement, bundles_of
 from keel.run.cluster.samplers import serve_options
+from keel.run.cluster.train import by_servers
 from keel.trainer.options import RayOptions
 from ranks import free_port
-from trainer.small import BASE, small_config
+from run.native_server import NativeBackend
+from trainer.small import BASE, small_config, small_model
 
 TESTS = Path(__file__).parents[1]
-ALONE = "rollout.engine=vllm rollout.vllm.mode=server rollout.vllm.url=http://127.0.0.1:{port}"
+SERVED = by_servers("http://127.0.0.1:1")
 
 
 START = """
@@ -74,35 +78,33 @@ def rollouts(run: Path) -> list[Any]:
 
 
 @pytest.fixture
-def alone(cluster: str, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same run with one server that is left alone, and without Ray."""
-    monkeypatch.setenv("KEEL_SERVE_SECRET", secrets.token_hex(8))
-    port = free_port()
-    serve = [str(tmp_path / "python"), "-m", "-", "serve", str(config), f"--port={port}", "--host=127.0.0.1"]
-    with subprocess.Popen(serve, stdin=subprocess.PIPE) as server:
-        try:
-            options = ["ray=null", "run.name=alone", *ALONE.format(port=port).split()]
-            assert main(["train", str(config), *options]) == 0
-        finally:
-            server.kill()
-    monkeypatch.delenv("KEEL_SERVE_SECRET")
-    return tmp_path / "alone"
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The options of a training that samples by a server in this process, without Ray."""
+    secret, port = secrets.token_hex(8), free_port()
+    monkeypatch.setenv("KEEL_SERVE_SECRET", secret)
+    app = Service(NativeBackend(*small_model()), secret).app()
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    yield ["ray=null", *by_servers(f"http://127.0.0.1:{port}")]
+    server.should_exit = True
+    thread.join()
 
 
 def test_a_run_whose_sampler_is_killed_again_and_again_is_the_run_left_alone(
-    cluster: str, config: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    cluster: str, config: Path, server: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    (tmp_path / "rows").unlink()
+    assert main(["train", str(config), "run.name=alone", *server]) == 0
     kills = {20: "itself", 30: "actor", 47: "itself"}
     monkeypatch.setenv("KEEL_TEST_KILLS", json.dumps(kills))
     capfd.readouterr()
     assert main(["train", str(config), "--on", cluster]) == 0
     out, err = capfd.readouterr()
-    assert out.startswith("letters, 4 steps")
+    assert out.splitlines()[-1].startswith("letters, 4 steps")
     notes = [line for line in err.splitlines() if "was lost" in line and line.startswith("keel: note: sampler 0")]
     assert [("SIGKILL" in note, "actor has died" in note) for note in notes] == [(1, 0), (0, 1), (1, 0)]
     assert notes[2].endswith("it is started again (3 of 3)")
-    run = tmp_path / "small"
+    run, alone = tmp_path / "small", tmp_path / "alone"
     assert metrics(run) == metrics(alone)
     assert rollouts(run) == rollouts(alone)
     kinds = [json.loads(line)["kind"] for line in (run / "events.jsonl").read_text().splitlines()]
@@ -111,43 +113,38 @@ def test_a_run_whose_sampler_is_killed_again_and_again_is_the_run_left_alone(
     assert "KEEL_SERVE_SECRET" not in (run / "config.yaml").read_text()
 
 
-def test_a_sampler_that_is_lost_too_often_ends_the_run_which_can_go_on(
-    cluster: str, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+def test_a_sampler_that_is_lost_too_often_ends_the_run_which_can_go_on_by_another_server(
+    cluster: str, config: Path, server: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     monkeypatch.setenv("KEEL_TEST_KILLS", json.dumps({40: "itself"}))
-    options = ["checkpoint.every=1", "rollout.vllm.wait_s=2"]
-    assert main(["train", str(config), "--on", cluster, "ray.max_restarts=0", *options]) == 2
+    options = ["ray.max_restarts=0", "rollout.vllm.wait_s=2", "checkpoint.every=1"]
+    assert main(["train", str(config), "--on", cluster, *options]) == 2
     lines = capfd.readouterr().err.splitlines()
     assert any("is not started again: ray.max_restarts is 0" in line for line in lines)
     assert sum(line.startswith("keel: error: ") and "has not answered for 2 s" in line for line in lines) == 1
-    done = len(metrics(tmp_path / "small"))
+    done, run = len(metrics(tmp_path / "small")), tmp_path / "small"
     assert 0 < done < 4
-    assert main(["train", "--resume", str(tmp_path / "small"), "--on", cluster]) == 0
-    assert [line["step"] for line in metrics(tmp_path / "small")] == [1, 2, 3, 4]
+    monkeypatch.delenv("KEEL_TEST_KILLS")
+    assert main(["train", "--resume", str(run), *server]) == 0
+    assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4]
 
 
 def test_a_lost_trainer_rank_ends_all_with_one_line_and_the_run_goes_on(
     cluster: str, config: Path, tmp_path: Path, capfd: Any
 ) -> None:
-    options = ["ray.samplers=0", "checkpoint.every=1", "--nproc", "2"]
-    assert main(["train", str(config), "--on", cluster, *options, "run.name=whole"]) == 0
-    capfd.readouterr()
+    more = ["checkpoint.every=1", "optim.eps=0.01"]  # rounding does not flip the sign of an update that is almost 0
+    assert main(["train", str(config), *more, "ray=null", "run.name=alone"]) == 0
     killer = f'task={{name: "run.killed:task", rank: 1, flag: "{tmp_path / "flag"}"}}'
-    assert main(["train", str(config), "--on", cluster, *options, killer]) == 137
+    options = [*more, "ray.samplers=0", "--nproc", "2", killer]
+    assert main(["train", str(config), "--on", cluster, *options]) == 137
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("keel: error: ")]
     resume = ["train", "--resume", str(tmp_path / "small"), "--on", cluster]
     assert line.startswith("keel: error: rank 1 of 2 ")
     assert line.endswith(f"go on with: keel {' '.join(resume)}")
+    assert len(metrics(tmp_path / "small")) == 2
     assert main(resume) == 0
-    assert metrics(tmp_path / "small") == metrics(tmp_path / "whole")
-
-
-def test_a_single_rank_that_is_killed_is_named_too(cluster: str, config: Path, tmp_path: Path, capfd: Any) -> None:
-    killer = f'task={{name: "run.killed:task", rank: 0, flag: "{tmp_path / "flag"}"}}'
-    assert main(["train", str(config), "--on", cluster, "ray.samplers=0", killer]) == 137
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("keel: error: ")]
-    resume = f"keel train --resume {tmp_path / 'small'} --on {cluster}"
-    assert line == f"keel: error: rank 0 of 1 was ended by SIGKILL; go on with: {resume}"
+    for line, expected in zip(metrics(tmp_path / "small"), metrics(tmp_path / "alone"), strict=True):
+        assert line == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
 def test_ctrl_c_reaches_the_ranks_which_save(cluster: str, config: Path, tmp_path: Path, capfd: Any) -> None:
@@ -206,7 +203,7 @@ def test_each_process_asks_for_what_it_needs() -> None:
     gpus = [{"CPU": 4, "GPU": 1}] * 2 + [{"CPU": 1, "GPU": 1}]
     assert bundles_of(config, options, {"CPU": 8, "GPU": 8}) == gpus
     assert bundles_of(config, options, {"CPU": 8}) == [{"CPU": 4}, {"CPU": 4}, {"CPU": 1}]
-    spread = small_config(*ALONE.format(port=1).split(), "rollout.vllm.tensor_parallel_size=2", "model.device=cuda")
+    spread = small_config(*SERVED, "rollout.vllm.tensor_parallel_size=2", "model.device=cuda")
     assert bundles_of(spread, RayOptions(), {})[1] == {"CPU": 1, "GPU": 2}
 
 
@@ -218,5 +215,5 @@ def test_processes_listen_on_loopback_while_they_share_a_node() -> None:
 def test_the_samplers_get_what_the_configuration_decides() -> None:
     assert serve_options(small_config()) == {}
     given = ["rollout.vllm.max_model_len=64", "rollout.dtype=bfloat16", "model.lora.r=4"]
-    config = small_config(*ALONE.format(port=1).split(), *given)
+    config = small_config(*SERVED, *given)
     assert serve_options(config) == {"max-model-len": 64, "max-lora-rank": 4, "dtype": "bfloat16"}

@@ -34,11 +34,11 @@ def run_ranks(
         while len(exits) < size:
             running = [actor for rank, actor in actors.items() if rank not in exits]
             while received:
-                _send(running, received.pop(0))
+                _send(placement, running, received.pop(0))
             if any(exits.values()):
                 patience = patience or _patience()
                 if number := next(patience, 0):
-                    _send(running, number)
+                    _send(placement, running, number)
             with suppress(queue.Empty):
                 rank, event = events.get(timeout=LOOK_S)
                 if isinstance(event, Output):
@@ -79,9 +79,10 @@ def _follow(placement: Placement, rank: int, actor: Any, events: queue.Queue[tup
         events.put((rank, event))
 
 
-def _send(actors: Sequence[Any], number: int) -> None:
+def _send(placement: Placement, actors: Sequence[Any], number: int) -> None:
     for actor in actors:
-        actor.signal.remote(number)
+        with suppress(ActorLost):
+            placement.call(actor.signal, number)
 
 
 def _patience() -> Iterator[int]:
