@@ -24,10 +24,10 @@ train: setup  ## warm start, GRPO under a KL leash, evaluation and report: confi
 	$(BIN)/keel train configs/default.yaml run.if_exists=replace --nproc $(NPROC)
 
 test: setup  ## run all tests
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-architectures: setup  ## score and sample every causal architecture of transformers, built small (some ten minutes)
-	$(BIN)/python -m pytest -n 2 tests_architectures
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests_architectures
 
 test-gpu: setup  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest tests_gpu
@@ -39,6 +39,7 @@ soak: setup  ## kill a run 20 times at random, and 10 times a rank of two, and c
 	$(BIN)/python scripts/soak_resume.py --kills 20
 	$(BIN)/python scripts/soak_resume.py --kills 10 --nproc 2 --steps 60
 	$(BIN)/python scripts/soak_resume.py --kills 3 --nproc 2 --steps 25 --set parallel.sharding=full
+	$(BIN)/python scripts/soak_resume.py --kills 6 --steps 40 --set rollout.max_staleness=2
 
 lint: setup  ## ruff, mypy, the rooms' import contracts, no circles of imports
 	$(BIN)/ruff check .

@@ -1,8 +1,9 @@
 """Kill a shortened default at random moments with SIGKILL, resume it each time, and compare it with a run left alone.
 
-    python scripts/soak_resume.py --kills 20        # `make soak` does all three
+    python scripts/soak_resume.py --kills 20        # `make soak` does all four
     python scripts/soak_resume.py --kills 10 --nproc 2 --steps 60
     python scripts/soak_resume.py --kills 3 --nproc 2 --steps 25 --set parallel.sharding=full
+    python scripts/soak_resume.py --kills 6 --steps 40 --set rollout.max_staleness=2
 
 The skill is an easy one, so that rewards differ early; kills begin after the warm start, and some fall into a resume's
 own start. With --nproc each kill takes one rank, rank 0 among them, and the others must end by themselves, with the

@@ -1,4 +1,11 @@
-"""One thread and reproducible examples for every test."""
+"""One thread, no set-up for matrices this small, and reproducible examples for every test."""
+
+import gc
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too
+# oneDNN sets itself up for every new shape, which takes longer than multiplying the matrices of tests; BLAS does not.
+os.environ.setdefault("TORCH_MKLDNN_MATMUL_MIN_DIM", "1000000")
 
 import torch
 from hypothesis import settings
@@ -6,3 +13,11 @@ from hypothesis import settings
 torch.set_num_threads(1)
 settings.register_profile("keel", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("keel")
+
+gc.disable()  # thousands of tests are collected, and none of them is garbage
+
+
+def pytest_collection_finish() -> None:
+    """From here on what was collected and imported is not looked through again."""
+    gc.freeze()
+    gc.enable()

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command line sets it: read when torch is loaded
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["keel.api"])
-LIMIT_S = 120.0
+from processes import LIMIT_S, process
+
 NOTHING: Mapping[str, str] = {}
 
 
@@ -44,29 +40,20 @@ def run_ranks(
     world |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", **env}
     ranks = range(size) if only is None else (only,)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        processes = [_CONTEXT.Process(target=_rank, args=(folder, rank, world, function, args)) for rank in ranks]
+        folders = [Path(name) / str(rank) for rank in ranks]
+        processes = []
+        for rank, folder in zip(ranks, folders, strict=True):
+            folder.mkdir()
+            own = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(process(folder, function, *args, env=own))
         try:
-            for process in processes:
-                process.start()
-            for process in processes:
-                process.join(LIMIT_S)
+            for started in processes:
+                started.start()
+            for started in processes:
+                started.join(LIMIT_S)
         finally:
-            for process in processes:
-                process.kill()
-                process.join()
-        texts = [[(folder / f"{kind}{rank}").read_text() for kind in ("out", "err")] for rank in ranks]
-        return [Ended(process.exitcode or 0, *text) for process, text in zip(processes, texts, strict=True)]
-
-
-def _rank(
-    folder: Path, rank: int, world: Mapping[str, str], function: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    os.environ.update({**world, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-    for kind, stream in (("out", sys.stdout), ("err", sys.stderr)):
-        descriptor = os.open(folder / f"{kind}{rank}", os.O_WRONLY | os.O_CREAT)
-        os.dup2(descriptor, stream.fileno())
-    sys.exit(function(*args))
+            for started in processes:
+                started.kill()
+                started.join()
+        texts = [[(folder / kind).read_text() for kind in ("out", "err")] for folder in folders]
+        return [Ended(ended.exitcode or 0, *text) for ended, text in zip(processes, texts, strict=True)]

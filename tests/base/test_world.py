@@ -1,13 +1,15 @@
 """Processes that tell each other what they have: the same everywhere, and nothing where there is one."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from keel.base import world as module
 from keel.base.errors import KeelError
 from keel.base.metrics import EffectiveSampleSize, Max, Mean, Quantile, Sum, values
 from keel.base.world import ALONE, World
+from processes import spawn
 
 SIZE = 2
 
@@ -16,6 +18,7 @@ def test_one_alone_gets_its_own_back():
     tensor, metrics = torch.ones(2), {"a": Sum(1.0)}
     ALONE.sum_([tensor])
     ALONE.wait()
+    assert ALONE.apart() is ALONE
     assert tensor.tolist() == [1.0, 1.0]
     assert ALONE.reduce(metrics) == metrics
     assert (ALONE.share([1, 2]), ALONE.gather(3), ALONE.agree(4), ALONE.any(False), ALONE.leads) == (
@@ -55,18 +58,24 @@ def _process(rank, folder):
         tensors = [torch.full((2, 3), 1.0 + rank), torch.tensor(rank + 0.5), torch.full((4,), 0.1 * rank).bfloat16()]
         world.sum_(tensors)
         told = (world.gather(f"rank {rank}"), world.agree(rank + 5), world.any(rank == 1), world.any(False))
-        torch.save((values(world.reduce(metrics)), told, tensors), f"{folder}/rank-{rank}.pt")
+        apart = world.apart()
+        with ThreadPoolExecutor() as pool:  # the two take turns as they come, another way on each rank
+            thread = pool.submit(lambda: [apart.gather(("thread", rank, i)) for i in range(50)])
+            main = [world.gather(("main", rank, i)) for i in range(50)]
+        torch.save((values(world.reduce(metrics)), told, tensors, main, thread.result()), f"{folder}/rank-{rank}.pt")
         world.wait()
     finally:
         torch.distributed.destroy_process_group()
 
 
 def test_two_processes_agree(tmp_path):
-    mp.spawn(_process, args=(str(tmp_path),), nprocs=SIZE)
+    spawn(_process, (str(tmp_path),), SIZE)
     expected = {"sum": 3.0, "mean": 2.5, "max": 0.0, "ess": 7**2 / (3 * 19), "median": 2.0, "only": 7.0}
     for rank in range(SIZE):
-        metrics, told, tensors = torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False)
+        metrics, told, tensors, main, thread = torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False)
         assert metrics == pytest.approx(expected)
         assert told == (["rank 0", "rank 1"], 5, True, False)
         assert [t.flatten().tolist() for t in tensors[:2]] == [[3.0] * 6, [2.0]]
         assert torch.equal(tensors[2], torch.full((4,), 0.1).bfloat16())
+        assert main == [[("main", 0, i), ("main", 1, i)] for i in range(50)]
+        assert thread == [[("thread", 0, i), ("thread", 1, i)] for i in range(50)]

@@ -213,8 +213,8 @@ def test_mistakes_in_a_file(tmp_path):
         (["rollout.num_generations=1"], "at least 2"),
         (["rollout.temperature=0"], "rollout.temperature is 0"),
         (["rollout.engine=nativ"], "did you mean 'native'?"),
-        (["rollout.engine=mine:Engine", "rollout.kept_gib=2"], "rollout.kept_gib is for the native engine"),
-        (["rollout.engine=mine:Engine", "rollout.cuda_graphs=false"], "rollout.cuda_graphs is for the native engine"),
+        (["rollout.engine=mine:Engine", "rollout.kept_gib=2"], "rollout.kept_gib is for the engine native"),
+        (["rollout.engine=mine:Engine", "rollout.cuda_graphs=false"], "rollout.cuda_graphs is for the engine native"),
         (["rollout.engine=nowhere:engine"], "cannot import rollout.engine=nowhere:engine"),
         (["rollout.kept_gib=-1"], "kept_gib"),
         (["loss.loss_type=cispo", "loss.epsilon=0.2"], "no meaning with cispo"),
@@ -237,6 +237,9 @@ def test_mistakes_in_a_file(tmp_path):
         (["task.name=nowhere:task"], "cannot import"),
         (["loss.loss_type=nowhere:loss"], "cannot import loss.loss_type=nowhere:loss"),
         (["eval.temperature=0"], "pass@8"),
+        (["rollout.max_staleness=1", "loss.mismatch.kind=none"], "leaves stale samples unweighted"),
+        (["rollout.max_staleness=1", "kl.beta=0.1", "kl.estimator=k2", "kl.gradient=rho"], "no divergence's gradient"),
+        (["rollout.max_staleness=1", "loss.loss_type=policy_gradient", "loss.num_iterations=2"], "has no ratio"),
     ],
 )
 def test_impossible_combinations(overrides, says):
@@ -265,6 +268,17 @@ def test_notes():
     assert "kl/unneeded" in advice(load_config({}, ["kl.beta=0.01", "loss.loss_type=dr_grpo"]))[0]
     biased = ["kl.beta=0.01", "kl.estimator=k1", "kl.gradient=plain", "kl.allow_biased=true"]
     assert "regularises nothing" in advice(load_config({}, biased))[0]
+    assert "1 − rollout/kept_mass/mean" in advice(load_config({}, ["rollout.top_p=0.9"]))[0]
+    unweighted = advice(load_config({}, ["rollout.min_p=0.1", "loss.mismatch.kind=none"]))
+    assert "twice that without loss.mismatch" in unweighted[0]
+    stale = advice(load_config({}, ["rollout.max_staleness=1", "kl.beta=0.01", "kl.estimator=k2", "kl.gradient=plain"]))
+    assert "biased by the drift between the sampler and the policy" in stale[0]
+
+
+def test_a_loss_without_a_ratio_takes_stale_samples():
+    """Its one update is at the old policy, whose weight over the sampler it has."""
+    config = load_config({}, ["rollout.max_staleness=1", "loss.loss_type=policy_gradient"])
+    assert config.off_policy
 
 
 def test_exact_and_episodes_follow_from_the_rest():

@@ -73,7 +73,7 @@ def test_the_kl_divergence_is_per_token_and_leaves_the_rest_out(example):
 def test_it_learns_and_logs(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    done = run_example("--use-kl-penalty", "--steps", "120", "--logdir", str(tmp_path))
+    done = run_example("--use-kl-penalty", "--steps", "80", "--logdir", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[:3] == QUICK_TESTS, "the quick tests come first"
     assert re.search(r"Step 1 \| Loss: -?\d\.\d+ \| Grad norm: \d+\.\d+ .* \| KL penalty: 0\.0000", done.stdout)

@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 
 from keel.base.errors import KeelError
 from keel.kl import measure_kl, token_statistics
+from keel.kl.measure import MaskIndex, prefix_gap
+from keel.verify.losses import completions
+from keel.verify.oracle import STALE, sequence_world
 
 STATISTICS = {"mean", "se", "min", "max", "p95"}
 MASK = torch.tensor([[True, True, False], [True, False, False]])
@@ -109,3 +112,56 @@ def test_bad_input():
         measure_kl(LOGP, REF[:, :2], MASK)
     with pytest.raises(KeelError, match="action_mask has shape"):
         token_statistics(torch.zeros(2, 2), MASK)
+
+
+def test_weights_by_hand():
+    """Means of w·k and their own spread; p95 as if each token were there w times; the exact KL takes no weight."""
+    weights = torch.tensor([[2.0, 1.0, math.nan], [3.0, math.nan, 7.0]])
+    exact = torch.tensor([[1.0, 2.0, math.nan], [6.0, math.inf, math.nan]])
+    plain, got = (measure_kl(LOGP, REF, MASK, exact_kl=exact, weights=w) for w in (None, weights))
+    u, w = np.array([1.0, -0.5, 20.0]), np.array([2.0, 1.0, 3.0])
+    for name, values in (("k1", u), ("k2", u**2 / 2), ("k3", np.exp(-u) - 1 + u)):
+        terms, mean = w * values, (w * values).mean()
+        residuals = np.array([(terms[:2] - mean).sum(), (terms[2:] - mean).sum()])
+        assert got[f"kl/policy_ref/{name}/mean"] == pytest.approx(mean, rel=1e-6)
+        assert got[f"kl/policy_ref/{name}/se"] == pytest.approx(math.sqrt(2 * (residuals**2).sum()) / 3, rel=1e-6)
+        assert got[f"kl/policy_ref/{name}/min"] == pytest.approx(values.min(), rel=1e-6)
+        assert got[f"kl/policy_ref/{name}/max"] == pytest.approx(values.max(), rel=1e-6)
+    assert got["kl/policy_ref/sequence/mean"] == pytest.approx((1.5 + 60.0) / 2)
+    for part in STATISTICS:
+        assert got[f"kl/policy_ref/exact/{part}"] == plain[f"kl/policy_ref/exact/{part}"]
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=12).filter(any), st.integers(0, 1000))
+def test_the_weighted_p95_counts_a_token_as_often_as_it_weighs(counts, seed):
+    rng = np.random.default_rng(seed)
+    values, weights = rng.normal(size=len(counts)), np.array(counts, dtype=float)
+    logp, mask = torch.from_numpy(values)[None], torch.ones(1, len(counts), dtype=torch.bool)
+    got = measure_kl(logp, torch.zeros_like(logp), mask, weights=torch.from_numpy(weights)[None])
+    expected = np.quantile(np.repeat(values, counts), 0.95, method="inverted_cdf")
+    assert got["kl/policy_ref/k1/p95"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["k1", "k3"])
+def test_weighted_means_and_their_errors_on_samples_of_an_older_policy(name):
+    """400 batches from μ: each mean is the policy's KL at μ's prefixes, and spreads as its standard error says."""
+    every = completions(sequence_world(scale=0.5), STALE)
+    logp, mu, ref, exact = (x.detach() for x in (every.logp, every.sample, every.ref, every.exact))
+    lengths = every.mask.double().sum(-1)
+    expected = (every.weights @ exact.sum(-1) / (every.weights @ lengths)).item()
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.multinomial(every.weights, 400 * 64, replacement=True, generator=generator).view(400, 64)
+    weights = (logp - mu).exp()
+    batches = [measure_kl(logp[i], ref[i], every.mask[i], weights=weights[i], clamp=None) for i in drawn]
+    means, errors = (np.array([b[f"kl/policy_ref/{name}/{part}"] for b in batches]) for part in ("mean", "se"))
+    assert abs(means.mean() - expected) < 4 * means.std() / math.sqrt(len(means))
+    assert math.sqrt((errors**2).mean()) == pytest.approx(means.std(), rel=0.1)
+
+
+def test_the_prefix_gap_by_hand():
+    """Two tokens: the first has no prefix, the second's weighs w₀ more than it is counted."""
+    logp, ref = torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[-1.5, -2.5, 0.0]])
+    mask = torch.tensor([[True, True, False]])
+    got = prefix_gap(logp, ref, torch.tensor([[-1.5, -1.8, 9.0]]), mask, MaskIndex.of(mask))
+    w0, w1 = math.exp(0.5), math.exp(-0.2)
+    assert float(got["kl/policy_ref/prefix_gap/mean"]) == pytest.approx((w0 - 1) * w1 * 0.5)

@@ -3,6 +3,7 @@
 TRL's method runs unbound on a stand-in that offers what it reads and refuses everything else.
 """
 
+import math
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -107,7 +108,7 @@ def trl_loss(name, data, *, beta=BETA, delta=None, bias_correction=False, old=Tr
     return loss.item(), logp.grad.numpy(), trainer._metrics["train"]
 
 
-def keel_loss(name, data, *, beta=BETA, delta=None, kl=PLAIN, old=True, mismatch=NONE, entropy_coef=0.0):
+def keel_loss(name, data, *, beta=BETA, delta=None, kl=PLAIN, old=True, mismatch=NONE, entropy_coef=0.0, **sampler):
     low, high = EPSILONS.get(name, (0.2, 0.2))
     limits = {"cispo": {"epsilon_high": high}, "sapo": {}}.get(name, {"epsilon": low, "epsilon_high": high})
     spec = LossOptions(loss_type=name, delta=delta, entropy_coef=entropy_coef, mismatch=mismatch, **limits)
@@ -117,7 +118,7 @@ def keel_loss(name, data, *, beta=BETA, delta=None, kl=PLAIN, old=True, mismatch
         advantages=data.advantages,
         old_logp=data.old if old else None,
         ref_logp=data.ref,
-        sample_logp=data.sample,
+        **{"sample_logp": data.sample, **sampler},
     )
     scores = Scores(logp, entropy=data.entropy)
     result = objective(scores, batch, spec, kl, beta, max_completion_length=MAX_LENGTH)
@@ -203,6 +204,16 @@ def test_sampler_mismatch(name, mode, spec, cap, floor):
     ours = mismatch_weights(data.old, data.sample, data.mask, spec)
     np.testing.assert_allclose(ours[data.mask], theirs.expand_as(ours)[data.mask], rtol=0, atol=1e-12)
     same(keel_loss(name, data, mismatch=spec), trl_loss(name, data, weights=theirs))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_filtered_samples_are_weighed_as_processed_logprobs_are(name):
+    """vLLM hands TRL the log-probabilities after filters (`processed_logprobs`): what the tokens were drawn from."""
+    data, spec = tensors(5), MismatchOptions(cap=2.0)
+    theirs = trl_loss(name, data, beta=0.0, weights=trl_weights(data, "token_truncate", 2.0))
+    unknown = torch.full_like(data.sample, math.nan)
+    same(keel_loss(name, data, beta=0.0, mismatch=spec, sample_logp=unknown, filtered_logp=data.sample), theirs)
+    same(keel_loss(name, data, beta=0.0, mismatch=spec, filtered_logp=data.sample, sample_logp=data.sample - 1), theirs)
 
 
 @pytest.mark.parametrize("name", CLIPPED)

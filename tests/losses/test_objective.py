@@ -229,7 +229,7 @@ def test_mismatch_weights_scale_the_policy_term_and_not_the_kl(loss):
 
 def cut(batch, rows):
     fields = {k: v for k, v in vars(batch).items() if v is not None}
-    return Batch(**{name: value[rows] for name, value in fields.items()})
+    return Batch(**{k: v[rows] if isinstance(v, torch.Tensor) else v for k, v in fields.items()})
 
 
 @given(
@@ -318,15 +318,10 @@ def test_empty_masks_and_holes_give_zero_not_nan(loss):
 @pytest.mark.parametrize("loss", sorted(LOSSES))
 def test_half_precision_is_computed_in_fp32(loss, dtype):
     scores, batch = make()
-    low = Batch(
-        **{k: v.to(dtype).float() if v.is_floating_point() else v for k, v in vars(batch).items() if v is not None}
-    )
+    given = {k: v for k, v in vars(batch).items() if isinstance(v, torch.Tensor)}
+    low = Batch(**{k: v.to(dtype).float() if v.is_floating_point() else v for k, v in given.items()})
     half = Batch(
-        **{
-            k: v.to(dtype) if v.is_floating_point() and k != "advantages" else getattr(low, k)
-            for k, v in vars(batch).items()
-            if v is not None
-        }
+        **{k: v.to(dtype) if v.is_floating_point() and k != "advantages" else getattr(low, k) for k, v in given.items()}
     )
     logp = scores.logp.to(dtype)
     got = objective(Scores(logp), half, plain(loss), KLOptions(), 0.1, max_completion_length=LENGTH).loss

@@ -59,7 +59,8 @@ def test_small_passes_foretell_large_ones(case: str) -> None:
     make, autocast, shared = CASES[case]
     model = make()
     counted = count_pass_bytes(model, autocast, shared_prefix=shared)
-    packed = pack([group(40, 50, 45, 30), group(30, 60, 41), group(50, 33, 33)] * 6, 0, shared_prefix=shared)
+    times = 2 if autocast is in_bfloat16 else 6  # many CPUs have no fast bfloat16
+    packed = pack([group(40, 50, 45, 30), group(30, 60, 41), group(50, 33, 33)] * times, 0, shared_prefix=shared)
     model.zero_grad(set_to_none=True)
     with LiveBytes() as live:
         for _ in range(2):  # from the second microbatch on gradients are there beside the activations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -208,13 +209,15 @@ def test_the_engine_of_the_docs_trains_from_one_file(tmp_path: Path, monkeypatch
     assert all(0 <= line["logp/sampler_gap_max"] < 1e-4 for line in lines), "it samples from the policy that trains"
 
 
-def test_filters_are_refused_where_log_probabilities_are_those_after_them() -> None:
-    plain = load_config({}, [f"rollout.engine={HERE}:AfterFilters", "model.device=cpu"])
-    loaded = build_policy(plain)
-    assert not build_run(plain, loaded).run.engine.shares_weights
-    filtered = load_config(plain, ["rollout.top_p=0.9"])
-    with pytest.raises(KeelError, match=r"AfterFilters gives log-probabilities after filters .*leave rollout.top_p"):
-        build_run(filtered, loaded)
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_log_probabilities_after_filters_are_kept_as_such(top_p: float) -> None:
+    """What they were before the filters is then not known, and NaN says so."""
+    sampling = SamplingParams(num_generations=2, top_p=top_p)
+    task: Any = arithmetic()
+    (group,) = collect(AfterFilters(), task, task.held_out(1), shapes.tokenizer(), sampling)
+    for completion in group.completions:
+        assert completion.filtered_logp == (-1.0,)
+        assert [math.isnan(logp) for logp in completion.sample_logp] == [top_p < 1]
 
 
 def test_an_engine_declares_and_receives_its_own_parameters(tmp_path: Path) -> None:

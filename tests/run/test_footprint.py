@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from keel.base.errors import KeelError
 from keel.base.world import World
@@ -17,6 +16,7 @@ from keel.run.footprint import Job, Layout, ModelShape, Parameter, Passes, held,
 from keel.run.layout import choose, job_of, layouts
 from keel.trainer.state import State
 from keel.trainer.step import train_step
+from processes import spawn
 
 H, INNER, LAYERS, VOCABULARY = 4096, 11008, 32, 32000
 BLOCK = 4 * H * H + 3 * H * INNER + 2 * H  # 202,383,360
@@ -209,7 +209,7 @@ def _process(rank, folder):
 
 def test_counted_bytes_are_those_that_lie_on_two_processes(tmp_path):
     """The first process has exactly what is counted; the second may have less, where a dimension is odd."""
-    mp.spawn(_process, args=(str(tmp_path),), nprocs=2)
+    spawn(_process, (str(tmp_path),), 2)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
     for (counted, on_first), (_, on_second) in zip(first, second, strict=True):
         assert on_first == {name: counted[name] for name in on_first}

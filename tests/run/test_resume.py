@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,17 +17,10 @@ import keel
 from keel.base.errors import KeelError
 from keel.config import load_config
 from keel.run.resume import check_same_run
+from processes import LIMIT_S, process
 from trainer.small import BASE
 
-TESTS = Path(__file__).parents[1]
 TIMED = ("time/", "speed/", "memory/")
-PROGRAM = """
-import sys, torch
-torch.set_num_threads(1)
-import keel
-from trainer.small import BASE
-keel.train(BASE, overrides=sys.argv[2:], resume=sys.argv[1] == "resume")
-"""
 
 
 def options(folder: Path, *more: str) -> list[str]:
@@ -47,19 +38,21 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return keel.train(BASE, overrides=options(folder)).directory
 
 
-def start(mode: str, folder: Path, *more: str) -> subprocess.Popen[bytes]:
-    paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", PROGRAM, mode, *options(folder, *more)], env=environment)
+def train(overrides: list[str]) -> int:
+    """A run, for a process of its own."""
+    return keel.train(BASE, overrides=overrides).exit_status
 
 
-def wait_for_step(process: subprocess.Popen[bytes], metrics: Path, step: int) -> None:
-    limit = time.monotonic() + 60
-    while time.monotonic() < limit and process.poll() is None:
-        if metrics.exists() and metrics.read_bytes().count(b"\n") >= step:
-            return
+def train_until_killed(folder: Path, metrics: Path, step: int, *more: str) -> None:
+    """A run in a process of its own, killed with SIGKILL once the file has that many lines."""
+    running = process(folder, train, options(folder, *more))
+    running.start()
+    limit = time.monotonic() + LIMIT_S
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= step):
+        assert running.is_alive() and time.monotonic() < limit, f"the run did not reach step {step}"  # noqa: PT018
         time.sleep(0.002)
-    raise AssertionError(f"the run did not reach step {step}")
+    running.kill()
+    running.join()
 
 
 def assert_same(run: Path, whole: Path) -> None:
@@ -70,11 +63,8 @@ def assert_same(run: Path, whole: Path) -> None:
 
 
 def test_killed_and_resumed_equals_in_one_go(tmp_path: Path, whole: Path) -> None:
-    process = start("new", tmp_path)
     run = tmp_path / "small"
-    wait_for_step(process, run / "metrics.jsonl", 10)
-    process.kill()
-    process.wait()
+    train_until_killed(tmp_path, run / "metrics.jsonl", 10)
     assert lines(run, "metrics.jsonl")[-1]["step"] < 20
     keel.train(BASE, overrides=options(tmp_path), resume=True)
     assert_same(run, whole)

@@ -136,3 +136,13 @@ def test_ranks_are_compared_with_one_process_within_turns(monkeypatch: pytest.Mo
     assert figures["replicated"]["ratio"] == pytest.approx(1.1)
     assert figures["replicated"]["ratio_max"] == pytest.approx(1.2)
     assert figures["replicated"]["quiet_ratio"] == pytest.approx(3.2 / 2.5)
+
+
+def test_overlap_is_compared_within_turns_and_with_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    overlap = bench("overlap", monkeypatch)
+    after = [{"time/rollout_s": 3.0 * slow, "time/total_s": 10.0 * slow} for slow in (1, 2, 4)]
+    beside = [{"time/rollout_s": 0.5, "time/total_s": 8.0 * slow} for slow in (1, 2, 4)]
+    figures = overlap.summarise({"after": after, "beside": beside})
+    assert (figures["ratio"], figures["bound"]) == (0.8, 0.7)
+    assert (figures["ratio_min"], figures["ratio_max"]) == (0.8, 0.8)
+    assert figures["after"]["time/total_s"] == 20.0

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import keel
 from keel.base.types import Completion
@@ -18,6 +17,7 @@ from keel.rollout import Engine
 from keel.run.build import build_policy, build_run
 from keel.trainer.state import State
 from keel.trainer.step import train_step
+from processes import spawn
 
 BASE = {
     "model": {"name": "tiny", "device": "cpu"},
@@ -108,7 +108,7 @@ def _process(rank, size, function, cases, folder):
 def in_processes(size, cases, folder, function=gradients):
     """What the function gives on each process, a case (overrides, options) at a time: results[case][rank]."""
     folder.mkdir(exist_ok=True)
-    mp.spawn(_process, args=(size, function, cases, str(folder)), nprocs=size)
+    spawn(_process, (size, function, cases, str(folder)), size)
     load = lambda number, rank: torch.load(Path(folder) / f"{size}-{number}-{rank}.pt", weights_only=False)  # noqa: E731
     return [[load(number, rank) for rank in range(size)] for number in range(len(cases))]
 

@@ -20,8 +20,9 @@ from keel.run.build import build_policy, build_run
 from keel.trainer.final import measure_final
 from keel.trainer.guards import ENOUGH, WINDOW, final_violation, find_violation, over_budget, spike_limit
 from keel.trainer.options import GuardOptions
+from keel.trainer.sample import problem_seed
 from keel.trainer.state import State, step_seed
-from keel.trainer.step import problem_seed, train_step
+from keel.trainer.step import train_step
 from trainer.small import BASE, small_config
 from trainer.test_step import ALWAYS, STATISTICS, make, weights
 

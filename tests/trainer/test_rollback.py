@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,14 @@ import pytest
 import torch
 
 import keel
+import processes
 from keel.loggers import rundir
 from keel.run.build import build_policy, build_run
 from keel.trainer import rollback
 from keel.trainer.checkpoint import load_checkpoint, restore_weights, save_checkpoint
 from keel.trainer.state import State
 from keel.trainer.step import train_step
-from run.test_resume import TESTS, assert_same, lines
+from run.test_resume import assert_same, lines, train
 from trainer.small import BASE, small_config
 
 # Not finite from step 7 to 12: the fifth skip in a row, at step 11, calls for the rollback.
@@ -31,13 +30,6 @@ NANS = {
     "checkpoint.best": "false",
     "eval.every": "5",
 }
-PROGRAM = """
-import sys, torch
-torch.set_num_threads(1)
-import keel
-from trainer.small import BASE
-keel.train(BASE, overrides=sys.argv[2:], resume=sys.argv[1] == "resume")
-"""
 
 
 def command_line(folder: Path, settings: dict[str, str], **more: str) -> list[str]:
@@ -116,12 +108,9 @@ def test_the_finding_and_the_report_tell_the_story(recovered: Any) -> None:
 
 
 def killed_then_resumed(folder: Path, settings: dict[str, str]) -> Path:
-    paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     extra = {"log.extra": "[{name: trainer.faults:KilledAt, kind: rollback}]"}
-    command = [sys.executable, "-c", PROGRAM, "new", *command_line(folder, {**settings, **extra})]
-    process = subprocess.run(command, env=environment, timeout=120, check=False)
-    assert process.returncode == -signal.SIGKILL
+    killed = processes.run(train, command_line(folder, {**settings, **extra}))
+    assert killed.returncode == -signal.SIGKILL
     run = folder / "small"
     assert (run / "rollback.json").exists()
     assert lines(run, "metrics.jsonl")[-1]["step"] == 11

@@ -23,10 +23,12 @@ NAMES = """reward/mean reward/std reward/penalized reward/part/letters reward/wi
 reward/zero_variance_fraction loss/total loss/policy loss/kl loss/kl_share kl/policy_ref/sequence/mean
 kl/sampler_policy/k1/mean kl/sampler_policy/k3/mean kl/old_policy/k3/mean kl/beta kl/clamped_fraction
 kl/rejected_fraction logp/policy_mean logp/ref_mean logp/sampler_gap_max entropy/mean ratio/clip_low_fraction
-ratio/clip_high_fraction ratio/max ratio/ess grad/norm grad/clip_factor optim/learning_rate guard/skipped
+ratio/clip_high_fraction ratio/max ratio/ess mismatch/ess mismatch/capped_fraction
+mismatch/unreported_fraction grad/norm grad/clip_factor optim/learning_rate guard/skipped
 guard/rollbacks guard/nonfinite guard/spike guard/over_budget kl/policy_ref/sequence/se kl/policy_ref/sequence/p95
 length/mean length/max length/truncated_fraction prompt/truncated_fraction parse/ok_fraction
-time/rollout_s time/score_s time/update_s time/sync_s time/total_s speed/tokens_per_s memory/peak_gib"""
+time/rollout_s time/score_s time/update_s time/sync_s time/total_s time/trainer_wait_s time/sampler_wait_s
+speed/tokens_per_s memory/peak_gib staleness/mean staleness/max"""
 ALWAYS = NAMES.split()
 STATISTICS = [f"kl/policy_ref/{k}/{s}" for k in ("k1", "k2", "k3") for s in ("mean", "se", "min", "max", "p95")]
 

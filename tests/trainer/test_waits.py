@@ -51,6 +51,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "leave one out": ("loss.baseline=leave_one_out", "loss.scale_rewards=batch"),
     "entropy": ("loss.entropy_coef=0.01",),
     "icepop": ("loss.mismatch.kind=icepop", "loss.mismatch.floor=0.5", "loss.mismatch.level=sequence"),
+    "filters": ("rollout.top_k=3",),
+    **{f"stale, {k}": ("kl.estimator=k1", f"kl.placement={k}") for k in ("loss", "reward", "advantage")},
     "spikes are skipped": ("guards.on_spike=skip",),
     "two iterations of two minibatches": ("loss.num_iterations=2", "optim.minibatches=2"),
     "budget": ("kl.budget={max: 0.5, unit: per_sequence, action: warn}",),
@@ -62,6 +64,8 @@ def test_once_an_update(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_config("rollout.prompts_per_step=4", "rollout.num_generations=2", *CASES[case])
     run = build_run(config, build_policy(config)).run
     updates = run.loss.num_iterations * run.optim.minibatches
+    if case.startswith("stale"):
+        monkeypatch.setattr(run, "rollout", run.rollout.model_copy(update={"max_staleness": 1}))
     monkeypatch.setattr(run, "collect", lambda problems, **_: fixed_groups()[: len(problems)])
     state = State(kl=run.controller.init(), norms=(1e-3,) * 10)
     state = train_step(run, state).state  # what is measured on a model once, is

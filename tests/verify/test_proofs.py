@@ -1,13 +1,17 @@
 """`keel verify` proves what it says, and would notice if it were false."""
 
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 from keel.kl import estimators, facts
-from keel.verify import gradients, optimum, run, values
+from keel.losses import objective as objective_function
+from keel.verify import gradients, losses, optimum, oracle, run, samples, values
 from keel.verify.oracle import random_bandits, sequence_world
+
+objective = sys.modules[objective_function.__module__]  # the package has a function of the module's name
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +67,25 @@ def test_a_wrong_estimator_is_caught(monkeypatch):
     monkeypatch.setattr(estimators, "ESTIMATORS", wrong)
     assert not all(check.ok for check in values.gaussian())
     assert not all(check.ok for check in gradients.gradients())
+
+
+@pytest.mark.parametrize("name", ["policy_gradient", "dapo", "gspo"])
+def test_a_ratio_against_the_wrong_one_of_three_policies_is_caught(name, monkeypatch):
+    """On stale samples π/old is not π/μ, and k1 in the reward is not that of the sampler."""
+    world = sequence_world()
+    penalties = [p for p in losses.PENALTIES if "rho" in p[2] or p[1] != "reward"]
+    assert all(losses.penalty_check(name, p, oracle.STALE, world).ok for p in penalties)
+    monkeypatch.setattr(objective, "kl_behaviour_logp", lambda batch, logp, level="token": batch.old_logp)
+    exact = [p for p in penalties if p[:3] != ("k3", "loss", "plain") and p[1:4] != ("advantage", "auto", "sequence")]
+    if name == "gspo":  # near, and exact under token_mean
+        exact = [("k2", "loss", "auto", "token", "token_mean"), ("k1", "loss", "auto", "sequence", "token_mean")]
+    assert not any(losses.penalty_check(name, p, oracle.STALE, world).ok for p in exact)
+
+
+def test_a_measurement_that_forgets_its_weights_is_caught(monkeypatch):
+    monkeypatch.setattr(samples, "mismatch_ratio", lambda old, *_: torch.ones_like(old))
+    failed = {check.fact for check in [*samples.stale(), *samples.filters()] if not check.ok}
+    assert {"measured k1 × π/μ is the policy's KL at μ's prefixes", "k3 weighed by π/q, over KL(policy‖ref)"} <= failed
 
 
 def test_the_plain_k3_trainer_lands_on_the_forward_optimum():

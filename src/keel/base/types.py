@@ -38,11 +38,12 @@ class Completion:
 
     tokens: tuple[int, ...]
     action: tuple[bool, ...]
-    sample_logp: tuple[float, ...]
-    filtered_logp: tuple[float, ...]
+    sample_logp: tuple[float, ...]  # NaN where the engine does not know it, as under filters alone
+    filtered_logp: tuple[float, ...]  # of what the token was drawn from; NaN where the engine does not know it
     text: str
     stop_reason: str
     counts: Mapping[str, float] = field(default_factory=dict)
+    policy_version: int | None = None  # of the weights that sampled it, where the engine knows
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ class Batch:
     `action_mask` is true only on tokens that the policy sampled. `policy_mask` (default: the same) leaves tokens out
     of the policy term while they stay under the KL penalty. `kl_advantages` `[B]` is what a penalty in the reward
     adds to the advantages, apart from the rewards' own. `group` `[B]` numbers the group of each row.
+    `filtered_logp` is there where filters cut what was sampled, and is of the distribution that they left; NaN where
+    the engine did not report it. `stale` says that the samples may be of an older policy than the old one.
     """
 
     action_mask: Tensor
@@ -94,7 +97,9 @@ class Batch:
     old_logp: Tensor | None = None
     ref_logp: Tensor | None = None
     sample_logp: Tensor | None = None
+    filtered_logp: Tensor | None = None
     policy_mask: Tensor | None = None
     rewards: Tensor | None = None
     group: Tensor | None = None
     kl_advantages: Tensor | None = None
+    stale: bool = False

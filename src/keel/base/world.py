@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -34,16 +34,21 @@ COLLECTIVE = timedelta(minutes=30)  # the longest wait for a rank that is there,
 class World:
     """`rank` of `size` processes. With a size of 1 nothing is sent and nobody waits.
 
-    Whatever sends is called by all processes, in the same order.
+    Whatever sends is called by all processes, in the same order. `group` is None for the one that all share.
     """
 
     rank: int = 0
     size: int = 1
+    group: Any = field(default=None, compare=False)
 
     @property
     def leads(self) -> bool:
         """Whether this is the process that writes and speaks."""
         return self.rank == 0
+
+    def apart(self) -> World:
+        """The same processes over connections of their own: for a thread that sends while the main one does."""
+        return self if self.size == 1 else replace(self, group=dist.new_group(backend="gloo", timeout=COLLECTIVE))
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
         """This process's part of what all have: every `size`-th, whole."""
@@ -54,7 +59,7 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def agree(self, value: T) -> T:
@@ -62,7 +67,7 @@ class World:
         if self.size == 1:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=0)
+        dist.broadcast_object_list(values, src=0, group=self.group)
         return values[0]
 
     def any(self, flag: bool) -> bool:
@@ -72,7 +77,7 @@ class World:
     def wait(self) -> None:
         """Until all processes are here."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self.group)
 
     def reduce(self, metrics: Metrics) -> dict[str, Metric]:
         """Partial results of all processes together, in Python's numbers: exact, quantiles too."""
@@ -100,7 +105,7 @@ class World:
         for bucket in _buckets(tensors):
             wide = torch.promote_types(bucket[0].dtype, torch.float32)
             flat = torch.cat([tensor.detach().reshape(-1).to(wide) for tensor in bucket])
-            dist.all_reduce(flat)
+            dist.all_reduce(flat, group=self.group)
             for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
                 tensor.copy_(part.view_as(tensor))
 

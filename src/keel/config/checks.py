@@ -63,10 +63,15 @@ def _loss(config: Config) -> None:
         )
     if group < 2 and scale_rewards(loss) == "group":
         raise KeelError("loss.scale_rewards=group needs rollout.num_generations of at least 2: one has no deviation")
-    if not get_loss(loss.loss_type).has_ratio and config.off_policy:
+    if not get_loss(loss.loss_type).has_ratio and config.several_updates:
         raise KeelError(
             f"loss.loss_type={loss.loss_type} has no ratio and is right for one update a batch only: set "
             "loss.num_iterations=1 and optim.minibatches=1, or use grpo"
+        )
+    if config.rollout.max_staleness > 0 and loss.mismatch.kind == "none":
+        raise KeelError(
+            f"rollout.max_staleness={config.rollout.max_staleness} with loss.mismatch.kind=none leaves stale samples "
+            "unweighted, as if the policy had drawn them: set loss.mismatch.kind=truncate, or rollout.max_staleness=0"
         )
 
 
@@ -169,10 +174,12 @@ def advice(config: Config) -> list[str]:
                 "penalty's own and β drops out; set loss.scale_rewards=none or kl.placement=advantage"
             )
     notes += advise(config.loss.loss_type, kl.beta)
-    if config.rollout.top_p < 1 or config.rollout.top_k > 0 or config.rollout.min_p > 0:
+    if config.rollout.filtered:
+        times = "" if config.loss.mismatch.kind != "none" else ", and twice that without loss.mismatch"
         notes.append(
-            "top_p, top_k or min_p cut the sampled distribution: rollouts are not the policy's own samples, and KL "
-            "and ratios are biased by what is cut; training is meant for 1.0, 0 and 0.0"
+            "top_p, top_k or min_p cut the sampled distribution: what the policy does outside of it is not seen, and a "
+            "mean at a state is biased by at most the probability that is cut, 1 − rollout/kept_mass/mean, times its "
+            f"largest value{times}; training is meant for 1.0, 0 and 0.0"
         )
     if config.model.dropout or (config.model.lora is not None and config.model.lora.dropout > 0):
         notes.append("dropout is on: policy and reference differ from the first step, so the KL does not start at 0")

@@ -96,9 +96,14 @@ class Config(Options):
     doctor: DoctorOptions = Field(default=DoctorOptions(), description="What the findings of a run go by.")
 
     @property
-    def off_policy(self) -> bool:
+    def several_updates(self) -> bool:
         """Whether a batch serves several updates, so that all but the first see an older policy's samples."""
         return self.loss.num_iterations > 1 or self.optim.minibatches > 1
+
+    @property
+    def off_policy(self) -> bool:
+        """Whether updates see an older policy's samples: a batch serves several, or sampling runs ahead."""
+        return self.several_updates or self.rollout.max_staleness > 0
 
     @property
     def episodes_per_step(self) -> int:

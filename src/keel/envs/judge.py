@@ -111,6 +111,15 @@ class Judge:
         self.failures.clear()
         return drained
 
+    def apart(self) -> Judge:
+        """This judge with a record of failures of its own, for a thread beside the main one.
+
+        Our own rewards are given the judge's time limit there: math-verify's is a signal, for the main thread alone.
+        """
+        other = copy(self)
+        other.failures, other.parts = [], tuple(replace(part, trusted=False) for part in self.parts)
+        return other
+
     def with_task_reward(self, task: Task) -> Judge:
         """This judge with the task's own reward beside its parts at weight 0: whether an answer is right stays known
         whatever is paid for it. Failures are written down in the same record.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from keel.base.metrics import Number, python_numbers
 from keel.kl.estimators import get_estimator
-from keel.kl.ratios import DEFAULT_CLAMP, check_mask, log_ratio, select
+from keel.kl.ratios import DEFAULT_CLAMP, check_mask, clamp_through, log_ratio, select
 
 REPORTED = ("k1", "k2", "k3")
 
@@ -51,20 +51,35 @@ def _plain(statistics: dict[str, Number]) -> dict[str, float]:
     return dict(zip(statistics, python_numbers(statistics.values()), strict=True))
 
 
-def _token_statistics(values: Tensor, action_mask: Tensor, index: MaskIndex) -> dict[str, Number]:
+def _token_statistics(
+    values: Tensor, action_mask: Tensor, index: MaskIndex, weights: Tensor | None = None
+) -> dict[str, Number]:
+    """With `weights` w the mean is that of w·x, with its own spread; p95 is of x where each counts w times."""
     check_mask(action_mask, values.shape)
     chosen = index.select(values).double()
     if chosen.numel() == 0:
         return dict.fromkeys(("mean", "se", "min", "max", "p95"), 0.0)
-    mean = chosen.mean()
-    residual = select(values.detach().double() - mean, action_mask).sum(-1)[index.rows]
+    terms = values if weights is None else weights.double() * select(values.detach().double(), action_mask)
+    summed = chosen if weights is None else index.select(terms)
+    mean = summed.mean()
+    residual = select(terms.detach().double() - mean, action_mask).sum(-1)[index.rows]
     clusters = residual.numel()
     if clusters > 1:
-        se = (clusters / (clusters - 1) * residual.square().sum()).sqrt() / chosen.numel()
+        se = (clusters / (clusters - 1) * residual.square().sum()).sqrt() / summed.numel()
     else:
-        se = chosen.std(correction=min(1, chosen.numel() - 1)) / chosen.numel() ** 0.5
-    p95 = torch.quantile(chosen, 0.95) if chosen.numel() <= 2**24 else _p95(chosen)
+        se = summed.std(correction=min(1, summed.numel() - 1)) / summed.numel() ** 0.5
+    if weights is not None:
+        p95 = _weighted_quantile(chosen, index.select(weights).double(), 0.95)
+    else:
+        p95 = torch.quantile(chosen, 0.95) if chosen.numel() <= 2**24 else _p95(chosen)
     return {"mean": mean, "se": se, "min": chosen.min(), "max": chosen.max(), "p95": p95}
+
+
+def _weighted_quantile(values: Tensor, weights: Tensor, q: float) -> Tensor:
+    """The smallest value up to which the share q of the weights lies."""
+    ordered, order = values.sort()
+    reached = weights[order].cumsum(0)
+    return ordered[torch.searchsorted(reached, q * reached[-1:]).clamp_max(len(ordered) - 1)].squeeze(0)
 
 
 def _sequence_statistics(values: Tensor, action_mask: Tensor, index: MaskIndex) -> dict[str, Number]:
@@ -88,11 +103,16 @@ def measure_kl(
     *,
     exact_kl: Tensor | None = None,
     clamp: float | None = DEFAULT_CLAMP,
+    weights: Tensor | None = None,
 ) -> dict[str, float]:
     """`kl/policy_ref/<k1|k2|k3|exact>/<mean|se|min|max|p95>` and `…/sequence/<mean|se|p95>` on samples from the policy,
-    and the clamped fraction."""
+    and the clamped fraction.
+
+    On samples from another μ give `weights` w = π/μ `[B, T]`: E_μ[w·k] = E_π[k] at each prefix. The exact KL is of a
+    prefix and takes none.
+    """
     index = MaskIndex.of(action_mask)
-    return _plain(kl_statistics(logp, ref_logp, action_mask, index, exact_kl=exact_kl, clamp=clamp))
+    return _plain(kl_statistics(logp, ref_logp, action_mask, index, exact_kl=exact_kl, clamp=clamp, weights=weights))
 
 
 def kl_statistics(
@@ -103,13 +123,37 @@ def kl_statistics(
     *,
     exact_kl: Tensor | None = None,
     clamp: float | None = DEFAULT_CLAMP,
+    weights: Tensor | None = None,
 ) -> dict[str, Number]:
     """`measure_kl` as tensors on their device, given where its mask is true."""
     ratio = log_ratio(logp.detach(), ref_logp.detach(), action_mask, clamp)
     per_token = {name: get_estimator(name)(ratio.d) for name in REPORTED}
-    per_token |= {} if exact_kl is None else {"exact": exact_kl}
-    parts = {name: _token_statistics(values, action_mask, index) for name, values in per_token.items()}
-    parts["sequence"] = _sequence_statistics(-ratio.d, action_mask, index)
+    parts = {name: _token_statistics(values, action_mask, index, weights) for name, values in per_token.items()}
+    parts |= {} if exact_kl is None else {"exact": _token_statistics(exact_kl, action_mask, index)}
+    summed = -ratio.d if weights is None else -ratio.d * weights
+    parts["sequence"] = _sequence_statistics(summed, action_mask, index)
     clamped = (ratio.clamped & action_mask).sum().double() / max(1, len(index.tokens))
     named = {f"kl/policy_ref/{name}/{key}": value for name, part in parts.items() for key, value in part.items()}
     return {**named, "kl/clamped_fraction": clamped}
+
+
+def prefix_gap(
+    logp: Tensor,
+    ref_logp: Tensor,
+    sample_logp: Tensor,
+    action_mask: Tensor,
+    index: MaskIndex,
+    *,
+    clamp: float | None = DEFAULT_CLAMP,
+) -> dict[str, Number]:
+    """What a sequence's KL, weighted token by token, lacks because μ drew its prefixes: mean and se, nats a sequence.
+
+    Σ_t (W_t − 1)·w_t·u_t with W_t = Π_{j<t} w_j. Its mean is E_π[Σ u] − E_μ[Σ w·u]: added to the weighted KL of a
+    sequence it gives that of the policy's own sequences.
+    """
+    log_w = -log_ratio(logp.detach(), sample_logp.detach(), action_mask, clamp=None).d
+    before = clamp_through(log_w.cumsum(-1) - log_w, DEFAULT_CLAMP)[0]
+    u = -log_ratio(logp.detach(), ref_logp.detach(), action_mask, clamp).d
+    terms = torch.expm1(before) * clamp_through(log_w, DEFAULT_CLAMP)[0].exp() * u
+    statistics = _sequence_statistics(terms, action_mask, index)
+    return {f"kl/policy_ref/prefix_gap/{name}": statistics[name] for name in ("mean", "se")}

@@ -61,7 +61,7 @@ class KLOptions(Options):
     )
     ratio_cap: Annotated[Float, Field(ge=1)] | None = Field(
         default=None,
-        description="Largest importance weight of the KL term when a batch serves several updates; null: none.",
+        description="Largest importance weight of the KL term where others than the policy sampled; null: none.",
     )
     exact: Flag = Field(
         default=False, description="Also compute the exact KL over the whole vocabulary, nats per token."

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from keel.base.moved import refuse_renamed
 from keel.losses.advantages import advantages, centred, deviation, group_statistics, zero_variance
 from keel.losses.inputs import Limits, LossInputs, PolicyTerm
-from keel.losses.mismatch import mismatch_weights
+from keel.losses.mismatch import behaviour_logp, mismatch_ratio, mismatch_weights
 from keel.losses.objective import (
     Counts,
     Objective,
@@ -53,6 +53,7 @@ __all__ = [
     "PolicyTerm",
     "Recipe",
     "advantages",
+    "behaviour_logp",
     "centred",
     "check_loss",
     "count_denominators",
@@ -63,6 +64,7 @@ __all__ = [
     "group_statistics",
     "kl_term",
     "loss_defaults",
+    "mismatch_ratio",
     "mismatch_weights",
     "objective",
     "policy_term",

@@ -15,9 +15,9 @@ from keel.kl.estimators import estimate
 from keel.kl.facts import Pairing
 from keel.kl.options import KLOptions
 from keel.kl.placement import advantage_penalty, kl_loss, kl_score_loss
-from keel.kl.ratios import check_mask, select
+from keel.kl.ratios import check_mask, importance_ratio, select
 from keel.losses.inputs import PolicyTerm
-from keel.losses.mismatch import mismatch_weights
+from keel.losses.mismatch import behaviour_logp, kl_behaviour_logp, mismatch_metrics, mismatch_weights
 from keel.losses.options import LossOptions
 from keel.losses.policy import get_loss, policy_term
 from keel.losses.reductions import Denominators, count_denominators, divide, get_reduction, token_mean
@@ -61,7 +61,7 @@ def kl_term(
         scores.logp,
         batch.ref_logp,
         batch.action_mask,
-        old_logp=batch.old_logp,
+        old_logp=kl_behaviour_logp(batch, scores.logp, pairing.level),
         exact_kl=vocabulary_kl(kl, scores) if pairing.estimator.startswith("exact") else None,
         clamp=kl.log_ratio_clamp,
         ratio_cap=kl.ratio_cap,
@@ -77,17 +77,20 @@ def kl_values(kl: KLOptions, scores: Scores, batch: Batch) -> Tensor:
         return vocabulary_kl(kl, scores).detach()
     if batch.ref_logp is None:
         raise KeelError(f"kl.estimator={kl.estimator} needs ref_logp: score the batch with the reference first")
-    logp, clamp = scores.logp.detach(), kl.log_ratio_clamp
-    return estimate(kl.estimator, logp, batch.ref_logp, batch.action_mask, clamp, old_logp=batch.old_logp)
+    logp, clamp, behaviour = scores.logp.detach(), kl.log_ratio_clamp, kl_behaviour_logp(batch, scores.logp)
+    return estimate(kl.estimator, logp, batch.ref_logp, batch.action_mask, clamp, old_logp=behaviour)
 
 
 def mean_penalty(kl: KLOptions, scores: Scores, batch: Batch, by: Denominators) -> Number:
     """The mean KL that a penalty in the reward or the advantage is made of: a token's, or a sequence's sum."""
     if batch.ref_logp is None and not kl.estimator.startswith("exact"):
         return 0.0  # a penalty that was shaped elsewhere
-    values = select(kl_values(kl, scores, batch), batch.action_mask).sum()
+    values, behaviour = kl_values(kl, scores, batch), kl_behaviour_logp(batch, scores.logp)
+    if behaviour is not None and behaviour is not batch.old_logp and not kl.estimator.startswith("exact"):
+        values = values * importance_ratio(scores.logp.detach(), behaviour, batch.action_mask)
+    total = select(values, batch.action_mask).sum()
     per_sequence = kl.placement == "reward" or kl.level == "sequence"
-    return divide(values, by.sequences if per_sequence else by.tokens).double()
+    return divide(total, by.sequences if per_sequence else by.tokens).double()
 
 
 def vocabulary_kl(kl: KLOptions, scores: Scores) -> Tensor:
@@ -114,7 +117,8 @@ def objective(
     The sum over microbatches and ranks is the minibatch's loss. Without `counts` the microbatch is the minibatch.
     A KL in the advantage, or in the reward (`batch.kl_advantages`, β included), is a policy-gradient term of its own
     over all action tokens, so that neither `policy_mask` nor the loss's ratio and clip take the penalty away.
-    `loss.mismatch` acts where the batch has `sample_logp`.
+    `loss.mismatch` acts where the batch has `sample_logp`. Where samples are stale or filtered, the KL term's ratio is
+    taken against what drew them, without the mismatch's limits: `kl.ratio_cap` is its own.
     """
     check_mask(batch.action_mask, scores.logp.shape)
     if batch.advantages is None:
@@ -131,13 +135,15 @@ def objective(
     recipe = get_loss(loss.loss_type)
     reduce = get_reduction(recipe.reduction)
     if beta != 0.0 and pairing is None:
-        pairing = kl.pairing(recipe.reduction, off_policy=batch.old_logp is not None, acts=True)
+        off_policy = batch.stale or batch.old_logp is not None or batch.filtered_logp is not None
+        pairing = kl.pairing(recipe.reduction, off_policy=off_policy, acts=True)
     old = scores.logp if batch.old_logp is None else batch.old_logp
+    drawn = behaviour_logp(batch, old, loss.mismatch.level)
 
     term = policy_term(loss, scores.logp, batch.old_logp, batch.advantages, policy_mask)
     per_token = term.loss
-    if batch.sample_logp is not None:
-        per_token = per_token * mismatch_weights(old, batch.sample_logp, policy_mask, loss.mismatch)
+    if drawn is not None:
+        per_token = per_token * mismatch_weights(old, drawn, policy_mask, loss.mismatch)
     policy_loss = reduce(per_token, policy_mask, counts.policy)
 
     kl_loss_value = policy_loss.new_zeros(())
@@ -146,12 +152,10 @@ def objective(
         # of the policy as it is at this update, not as it was when it sampled
         penalty = advantage_penalty(kl_values(kl, scores, batch), batch.action_mask, beta, level=kl.level)
     if penalty is not None:
-        per_token = kl_score_loss(
-            penalty, scores.logp, batch.action_mask, old_logp=batch.old_logp, ratio_cap=kl.ratio_cap
-        )
-        if batch.sample_logp is not None:
-            weights = mismatch_weights(old, batch.sample_logp, batch.action_mask, loss.mismatch, mask_out=False)
-            per_token = per_token * weights
+        behaviour = kl_behaviour_logp(batch, scores.logp)
+        per_token = kl_score_loss(penalty, scores.logp, batch.action_mask, old_logp=behaviour, ratio_cap=kl.ratio_cap)
+        if drawn is not None and behaviour is batch.old_logp:  # otherwise its ratio is already π/μ
+            per_token = per_token * mismatch_weights(old, drawn, batch.action_mask, loss.mismatch, mask_out=False)
         kl_loss_value = reduce(per_token, batch.action_mask, counts.kl)
         logged = beta * mean_penalty(kl, scores, batch, counts.kl)
     elif pairing is not None and beta != 0.0 and kl.placement == "loss":
@@ -169,6 +173,7 @@ def objective(
         "loss/kl": Sum(kl_part),
         "loss/kl_share": Share(kl_part, policy),
         **_ratio_metrics(term, policy_mask),
+        **mismatch_metrics(old, drawn, policy_mask, loss.mismatch),
     }
     if scores.entropy is not None:
         entropy = select(scores.entropy.detach(), batch.action_mask).sum()

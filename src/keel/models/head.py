@@ -89,13 +89,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     autograd later. Evaluation mode also keeps gradient checkpointing, which would drop the cache, out of the way.
     """
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    if any(mode for _, mode in modes):
+        model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
         for module, mode in modes:
-            module.training = mode
+            if module.training != mode:
+                module.training = mode
 
 
 def body_of(model: nn.Module) -> nn.Module:

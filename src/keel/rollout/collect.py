@@ -38,11 +38,13 @@ class _Trajectory:
     stop_reason: str = ""
     failed: bool = False  # its environment raised or hung
 
-    def append_turn(self, turn: Completion) -> None:
+    def append_turn(self, turn: Completion, *, only_filtered: bool = False) -> None:
+        """`only_filtered` says that the engine's log-probabilities are those after filters: others are not known."""
+        unknown = [math.nan if action else 0.0 for action in turn.action] if only_filtered else None
         self.tokens += turn.tokens
         self.action += turn.action
-        self.sample_logp += turn.sample_logp
-        self.filtered_logp += turn.filtered_logp
+        self.sample_logp += turn.sample_logp if unknown is None else unknown
+        self.filtered_logp += turn.filtered_logp if unknown is None else turn.sample_logp
         self.turns.append(turn.text)
         self.transcript.append(turn.text)
         self.stop_reason = turn.stop_reason
@@ -54,7 +56,7 @@ class _Trajectory:
         self.filtered_logp += [0.0] * len(tokens)
         self.transcript += [reply] if isinstance(reply, str) else [message["content"] for message in reply]
 
-    def completion(self, counts: Mapping[str, float]) -> Completion:
+    def completion(self, counts: Mapping[str, float], policy_version: int | None) -> Completion:
         return Completion(
             tokens=tuple(self.tokens),
             action=tuple(self.action),
@@ -63,6 +65,7 @@ class _Trajectory:
             text="\n".join(self.transcript),
             stop_reason=self.stop_reason,
             counts=counts,
+            policy_version=policy_version,
         )
 
 
@@ -117,12 +120,14 @@ def collect(
     requests = [Request(p.key, tokens, max_new=limit) for p, tokens in zip(problems, prompts, strict=True)]
     group_of = {problem.key: group for group, problem in enumerate(problems)}
     trajectories: dict[tuple[int, int], _Trajectory] = {}
+    version = engine.version
     runner = EpisodeRunner(task.start, judge.options.timeout_s, judge.hung, judge.stops)
 
     def answer(turns: Sequence[Turn]) -> list[Request]:
         for turn in turns:
             key = group_of[turn.request.key], turn.sample
-            trajectories.setdefault(key, _Trajectory(*key)).append_turn(turn.completion)
+            trajectory = trajectories.setdefault(key, _Trajectory(*key))
+            trajectory.append_turn(turn.completion, only_filtered=engine.logp_after_filters and sampling.filtered)
             if task.several_turns:
                 runner.submit([(key, problems[key[0]], turn.completion.text)])
         return next_requests("no" if overlap_tools else "all")
@@ -150,9 +155,9 @@ def collect(
             while runner.waiting and not requests:
                 requests = next_requests("one")
         cut = [len(full) - len(prompt) for full, prompt in zip(full_prompts, prompts, strict=True)]
-        noted = [_with_cut_noted(problem, count) for problem, count in zip(problems, cut, strict=True)]
+        noted = [with_cut_noted(problem, count) for problem, count in zip(problems, cut, strict=True)]
         finished = [trajectories[key] for key in sorted(trajectories)]
-        groups = _judged(task, noted, prompts, finished, runner.episodes, judge)
+        groups = _judged(task, noted, prompts, finished, runner.episodes, judge, version)
     finally:
         failures = runner.close()
     for key, failure in failures:
@@ -172,7 +177,7 @@ def _of_all(world: World, groups: list[Group], judge: Judge, recorded: int, prob
     judge.failures[recorded:] = [failure for _, failures in parts for failure in failures]
     by_key = {group.problem.key: group for part, _ in parts for group in part}
     return [
-        replace(group, problem=_with_cut_noted(problem, group.problem.info.get("prompt_tokens_cut", 0)))
+        replace(group, problem=with_cut_noted(problem, group.problem.info.get("prompt_tokens_cut", 0)))
         for problem in problems
         if (group := by_key.get(problem.key)) is not None
     ]
@@ -226,6 +231,7 @@ def _judged(
     trajectories: Sequence[_Trajectory],
     episodes: Mapping[Key, Episode],
     judge: Judge,
+    version: int | None,
 ) -> list[Group]:
     groups = []
     by_group: list[list[_Trajectory]] = [[] for _ in problems]
@@ -237,7 +243,7 @@ def _judged(
         read_counts = partial(_read_counts, task, problem, transcripts, judge, counts)
         rewards = judge.judge(problem, transcripts, {t.sample for t in members if t.failed}, read_counts)
         if rewards is not None:
-            completions = tuple(t.completion(c) for t, c in zip(members, counts, strict=True))
+            completions = tuple(t.completion(c, version) for t, c in zip(members, counts, strict=True))
             groups.append(Group(problem, prompt, completions, rewards))
     return groups
 
@@ -270,7 +276,7 @@ def _counts(episode: Episode) -> dict[str, float]:
     return counts
 
 
-def _with_cut_noted(problem: Problem, cut: int) -> Problem:
+def with_cut_noted(problem: Problem, cut: int) -> Problem:
     """The problem, with the number of prompt tokens that were cut off noted in its info."""
     if not cut:
         return problem

@@ -80,6 +80,11 @@ class RolloutOptions(Options):
         default=1.0,
         description="GiB of the model's device for keys and values between turns; what finds no room is read again.",
     )
+    max_staleness: Count = Field(
+        default=0,
+        description="Steps that sampling may be ahead of the updates, which goes on beside them; 0: one after the "
+        "other.",
+    )
     dtype: Literal["auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16"] = Field(
         default="auto",
         description="Type of the weights that sample; auto: on a GPU that of the training passes (a copy, under "
@@ -90,6 +95,11 @@ class RolloutOptions(Options):
     )
 
     vllm: VllmOptions = Field(default=VllmOptions(), description="Where vLLM samples, with rollout.engine=vllm.")
+
+    @property
+    def filtered(self) -> bool:
+        """Whether top-p, top-k or min-p cut the distribution that is sampled."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
     def turns(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from keel.models.fallbacks import fallback_notes
 from keel.models.fingerprint import fingerprint
 from keel.models.load import DTYPES, LoadedModel, check_bfloat16, load_model
 from keel.models.lora import adapter_is_zero
-from keel.models.scorer import build_scorer
+from keel.models.scorer import Scorer, build_scorer
 from keel.reference import build_reference
 from keel.rollout import Engine, SamplingParams, build_engine
 from keel.rollout.collect import collect
@@ -35,6 +36,8 @@ from keel.trainer.integrity import check_model
 from keel.trainer.memory import Remedy, measure_fit, memory_guard
 from keel.trainer.optim import Optimizer, Schedule, build_schedule, resolve_amp_dtype
 from keel.trainer.options import OptimOptions, WarmstartOptions
+from keel.trainer.overlap import RolloutQueue, Rollouts
+from keel.trainer.sample import sample_rollouts
 from keel.trainer.sft import DrawCount, Encode, Examples, file_examples, gold_examples
 from keel.trainer.state import TrainingRun
 
@@ -179,10 +182,12 @@ def _build_run(
     check_bfloat16("rollout.dtype", DTYPES.get(sampler.dtype), loaded.device, "rollout.dtype=float16")
     _check_same_weights(loaded, world)
     layout = layout_of(config, loaded, world)
-    engine = build_engine(sampler, loaded.model, loaded.tokenizer, own_weights=layout.spread, world=world)
-    _check_logp(config, engine, sampling)
+    ahead = config.rollout.max_staleness > 0
+    tokenizer = deepcopy(loaded.tokenizer) if ahead else loaded.tokenizer  # fast ones are not for two threads
+    engine = build_engine(sampler, loaded.model, tokenizer, own_weights=layout.spread or ahead, world=world)
+    _check_ahead(config, engine, loaded, layout.spread)
     scorer = build_scorer(config.model.scorer)
-    shared = engine.shares_weights and amp_dtype is None and scorer is None
+    differs = _sampler_differs(config, engine, amp_dtype, scorer)
     reference = reference_of(config, loaded)
     if layout.spread:  # engine and reference were made of whole weights
         if engine.shares_weights:
@@ -195,7 +200,7 @@ def _build_run(
         policy=loaded,
         task=task,
         engine=engine,
-        collect=_collector(config, engine, task, loaded, sampling, judge, world),
+        collect=_collector(config, engine, task, loaded.tokenizer, sampling, judge, world),
         reference=reference,
         optimizer=Optimizer(
             loaded.model, config.optim, learning_rate_schedule(config), amp_dtype=amp_dtype, world=world
@@ -203,7 +208,7 @@ def _build_run(
         controller=controller_of(config.kl, config.episodes_per_step),
         loss=config.loss,
         kl=config.kl,
-        pairing=kl_pairing(config, off_policy=config.off_policy or not shared),
+        pairing=kl_pairing(config, off_policy=config.off_policy or bool(differs)),
         rollout=config.rollout,
         reward=config.reward,
         optim=config.optim,
@@ -215,6 +220,8 @@ def _build_run(
         scorer=scorer,
         world=world,
     )
+    if ahead:
+        run.queue = _queue(config, run, tokenizer, sampling, judge)
     if scorer is None and not layout.spread:
         kept = config.episodes_per_step * config.rollout.max_completion_length if config.kl.needs_exact else 0
         run.fitting_tokens = measure_fit(
@@ -222,6 +229,8 @@ def _build_run(
         )
     packing = [] if loaded.packing_note is None else [loaded.packing_note]
     notes = (*packing, *task.notes, *dropped, *_turn_notes(config, task), *_adapter_notes(config, run))
+    if differs and config.loss.mismatch.kind == "none":
+        notes += (f"loss.mismatch.kind=none: {differs}, and nothing weighs the difference; truncate would",)
     if loaded.device.type == "cuda":
         notes += device_notes(run, sampler)
     return Built(run, judge, sampling, notes)
@@ -249,14 +258,18 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_logp(config: Config, engine: Engine, sampling: SamplingParams) -> None:
-    """Refuse filters where the engine's log-probabilities are those after them: training compares the policy's own."""
-    if engine.logp_after_filters and sampling.filtered:
-        raise KeelError(
-            f"rollout.engine={config.rollout.named_engine.name} gives log-probabilities after filters "
-            "(logp_after_filters), which are not the policy's: leave rollout.top_p, top_k and min_p off, or let it "
-            "report those before"
-        )
+def _sampler_differs(
+    config: Config, engine: Engine, amp_dtype: torch.dtype | None, scorer: Scorer | None
+) -> str | None:
+    """Why the sampler's distribution is not the trainer's to the last digits; None where it is."""
+    name = config.rollout.named_engine.name
+    if config.rollout.filtered:
+        return "rollout.top_p, top_k or min_p cut what is sampled"
+    if not engine.shares_weights:
+        return f"rollout.engine={name} samples with weights and numbers of its own"
+    if amp_dtype is not None:
+        return f"training passes run in {_name(amp_dtype)} and rollout.engine={name} does not"
+    return None if scorer is None else f"model.scorer={config.model.scorer} scores what rollout.engine={name} samples"
 
 
 def _turn_notes(config: Config, task: Task) -> list[str]:
@@ -290,7 +303,7 @@ def _collector(
     config: Config,
     engine: Engine,
     task: Task,
-    loaded: LoadedModel,
+    tokenizer: Any,
     sampling: SamplingParams,
     judge: Judge,
     world: World,
@@ -300,7 +313,7 @@ def _collector(
             engine,
             task,
             problems,
-            loaded.tokenizer,
+            tokenizer,
             sampling,
             seed=config.run.seed,
             attempt=attempt,
@@ -314,6 +327,42 @@ def _collector(
         return groups
 
     return collected
+
+
+def _queue(config: Config, run: TrainingRun, tokenizer: Any, sampling: SamplingParams, judge: Judge) -> RolloutQueue:
+    """The sampler's thread, with a tokenizer, a record of failures and connections of its own."""
+    own, world = judge.apart(), run.world.apart()
+    collector = _collector(config, run.engine, run.task, tokenizer, sampling, own, world)
+
+    def sample(attempt: int, step: int) -> Rollouts:
+        return replace(sample_rollouts(run, collector, world, attempt, step), failures=tuple(own.drain()))
+
+    staleness = config.rollout.max_staleness
+    return RolloutQueue(run.engine, run.policy.model, sample, judge.failures.extend, max_staleness=staleness)
+
+
+def _check_ahead(config: Config, engine: Engine, loaded: LoadedModel, spread: bool) -> None:
+    """Refuse to sample ahead with weights that the update changes meanwhile, or on the update's own GPU."""
+    staleness, name = config.rollout.max_staleness, config.rollout.named_engine.name
+    if staleness == 0:
+        return
+    given = f"rollout.max_staleness={staleness}"
+    if engine.shares_weights:
+        raise KeelError(
+            f"rollout.engine={name} samples with the policy's own weights, which change while {given} samples: use "
+            "native or vllm, or rollout.max_staleness=0"
+        )
+    here = name == "native" or (name == "vllm" and config.rollout.vllm.mode == "colocate")
+    if here and loaded.device.type == "cuda":
+        raise KeelError(
+            f"{given} with rollout.engine={name} would sample on the GPU that the update works on, and nothing would "
+            "be faster: use rollout.engine=vllm with rollout.vllm.mode=server, or rollout.max_staleness=0"
+        )
+    if spread and staleness > 1:
+        raise KeelError(
+            f"{given} keeps copies of the weights, which are spread over processes: use rollout.max_staleness=1, or "
+            "parallel.sharding=none"
+        )
 
 
 def learning_rate_schedule(config: Config, decay_steps: int | None = None) -> Schedule:

@@ -9,7 +9,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -184,6 +184,8 @@ def _train(
     write_config(directory, config)
     directory.write_json("env.json", environment())
     loggers = open_loggers(config, directory, None if checkpoint is None else step, world=world)
+    at_exit = ExitStack()
+    at_exit.callback(loggers.close)
     try:
         for event in events:
             loggers.event(event.kind, step=max(step, 0), message=event.message)
@@ -191,6 +193,7 @@ def _train(
                 quarantine(event.damaged)
         loaded = _policy(config, directory.path, checkpoint, loggers, task, interrupt, world)
         built = build_run(config, loaded, task=task, reward=reward, world=world)
+        at_exit.callback(built.run.close)
         for note in (*built.notes, *advice(config)):
             loggers.event("note", step=0 if checkpoint is None else step, message=note)
         job = _job(config, built, directory, loggers, callbacks)
@@ -208,7 +211,7 @@ def _train(
     except OutOfMemory as error:
         raise KeelError(f"{error}; {how_to_go_on(config, error.remedy)}") from None
     finally:
-        loggers.close()
+        at_exit.close()
 
 
 class Begun(NamedTuple):
@@ -455,7 +458,8 @@ def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | Non
             loaded = _policy(small, directory.path, None, loggers, task, Interrupt(), world)
             built = build_run(small, loaded, task=task, reward=reward, world=world)
             evaluator(small, built)
-            step = train_step(built.run, State(kl=built.run.controller.init()))
+            with closing(built.run):
+                step = train_step(built.run, State(kl=built.run.controller.init()))
     finally:
         if world.leads:
             shutil.rmtree(folder, ignore_errors=True)

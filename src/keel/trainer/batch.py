@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from keel.base.errors import KeelError
 from keel.base.types import Batch, Completion, Group, Problem
 from keel.kl.measure import MaskIndex
 from keel.models.head import Head, body_of, frozen_head
@@ -63,7 +64,8 @@ class StepBatch:
     idle passes of each minibatch. `actions` is where the action mask is true. `scores` are the rollout weights' own,
     once there are any.
     `kl` `[B, T]` is the detached estimate of a penalty in the reward, `penalty` `[B]` what it adds to each reward.
-    `rejected` `[B]` are the completions that `kl.collect_max` turned away.
+    `rejected` `[B]` are the completions that `kl.collect_max` turned away. `unreported` is the share of sampled tokens
+    whose log-probability the engine did not say, so that nothing weighs them.
     """
 
     groups: tuple[Group, ...]
@@ -76,6 +78,7 @@ class StepBatch:
     kl: Tensor | None = None
     penalty: Tensor | None = None
     rejected: Tensor | None = None
+    unreported: float = 0.0
 
     @property
     def completions(self) -> list[Completion]:
@@ -110,10 +113,12 @@ class StepBatch:
     def view(self, part: Microbatch | Minibatch) -> Batch:
         """The rows of a part, cut to its width."""
 
-        def cut(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[part.rows] if x.dim() == 1 else x[part.rows, : part.width]
+        def cut(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            return x[part.rows] if x.dim() == 1 else x[part.rows, : part.width]
 
-        return Batch(**{f.name: cut(getattr(self.rows, f.name)) for f in fields(Batch)})  # type: ignore[arg-type]
+        return Batch(**{f.name: cut(getattr(self.rows, f.name)) for f in fields(Batch)})
 
     def with_rows(self, **changes: Any) -> StepBatch:
         return replace(self, rows=replace(self.rows, **changes))
@@ -152,14 +157,34 @@ def pack_step(groups: Sequence[Group], run: TrainingRun) -> StepBatch:
         spans.append((slice(first, start), max(len(c.tokens) for c in completions[first:start]), idle))
     actions = right_pad((c.action for c in completions), False, dtype=torch.bool)
     index, (rewards, group) = MaskIndex.of(actions), rewards_of(groups)
+    sample = right_pad((c.sample_logp for c in completions), 0.0, dtype=torch.float32)
+    filtered, stale = None, run.rollout.max_staleness > 0
+    if run.rollout.filtered:
+        filtered = right_pad((c.filtered_logp for c in completions), 0.0, dtype=torch.float32)
+    in_loss = run.kl.penalizes and run.kl.placement == "loss"
+    by_token = run.loss.mismatch.level == "token" and not (in_loss and run.kl.level == "sequence")
+    unreported = _unreported(filtered if filtered is not None and by_token else sample, actions)
+    if stale and unreported:
+        raise KeelError(
+            f"rollout.max_staleness={run.rollout.max_staleness} needs the sampler's log-probabilities to weigh stale "
+            f"samples, and rollout.engine={run.rollout.named_engine.name} reports none for {100 * unreported:.3g} % of "
+            "the tokens: let it report them, or set rollout.max_staleness=0"
+        )
     rows = Batch(
         action_mask=to_device(actions, device),
-        sample_logp=to_device(right_pad((c.sample_logp for c in completions), 0.0, dtype=torch.float32), device),
+        sample_logp=to_device(sample, device),
+        filtered_logp=None if filtered is None else to_device(filtered, device),
         rewards=to_device(rewards.float(), device),
         group=to_device(group, device),
+        stale=stale,
     )
     on_device = MaskIndex(to_device(index.tokens, device), to_device(index.rows, device))
-    return StepBatch(tuple(groups), rows, tuple(micros), tuple(spans), on_device)
+    return StepBatch(tuple(groups), rows, tuple(micros), tuple(spans), on_device, unreported=unreported)
+
+
+def _unreported(logp: Tensor, actions: Tensor) -> float:
+    """The share of sampled tokens without a number, both in main memory."""
+    return float((logp.isnan() & actions).sum() / actions.sum().clamp_min(1))
 
 
 def split(

@@ -36,6 +36,7 @@ from keel.trainer.card import model_card
 from keel.trainer.integrity import MANIFEST, TRAINER, Damage, checksum, checksums, damages, saved_sums, with_checksums
 from keel.trainer.integrity import STATE as RECORD
 from keel.trainer.moments import load_optimizer, saved_optimizer
+from keel.trainer.pending import load_pending, save_pending
 from keel.trainer.state import State, TrainingRun
 
 STATE, OPTIMIZER, REFERENCE, RNG = "state.json", "optimizer.pt", "reference.pt", "rng.pt"
@@ -65,6 +66,7 @@ def save_checkpoint(folder: Path, run: TrainingRun, state: State, *, about: Mapp
         with _saving(target, temporary):
             save_weights(temporary, model, run.policy.tokenizer, weights)
             (temporary / "README.md").write_text(model_card(run, state, about or {}), encoding="utf-8")
+            save_pending(temporary / TRAINER, run, state)
             _save_trainer(temporary / TRAINER, state, optimizer, reference, newest(folder))
             _flush(temporary)
             if target.exists():  # a rollback came past this step again
@@ -223,6 +225,9 @@ def load_checkpoint(folder: Path, run: TrainingRun) -> State:
     set_rng_state(_load(trainer / RNG))
     state = State.from_dict(record["state"])
     run.optimizer.factor = state.lr_factor
+    if run.queue is not None:
+        run.queue.clear()
+        run.queue.restore(load_pending(trainer, run, state))
     run.engine.sync(run.policy.model, state.policy_version)
     return state
 

@@ -12,8 +12,8 @@ from keel.trainer.batch import pack_step, score_policy, score_reference
 from keel.trainer.checkpoint import rng_state, set_rng_state
 from keel.trainer.measure import measure_policy
 from keel.trainer.memory import StepMemory
+from keel.trainer.sample import sample_groups
 from keel.trainer.state import State, TrainingRun, step_seed
-from keel.trainer.step import sample_groups
 
 
 def measure_final(run: TrainingRun, state: State) -> dict[str, float]:
@@ -31,7 +31,7 @@ def measure_final(run: TrainingRun, state: State) -> dict[str, float]:
     try:
         torch.manual_seed(step_seed(run.seed, state))
         with memory("rollout"):
-            groups = sample_groups(run, state)
+            groups = sample_groups(run, run.collect, state.attempt, state.step)
         with memory("score"):
             batch = score_reference(pack_step(groups, run), run)
             measured = values(measure_policy(score_policy(batch, run), run))

@@ -16,7 +16,7 @@ from torch import Tensor
 from keel.base.thresholds import Thresholds
 from keel.base.types import Completion
 from keel.kl.options import KLBudget
-from keel.losses import centred
+from keel.losses import MismatchOptions, centred
 from keel.trainer.batch import StepBatch, rewards_of
 from keel.trainer.options import GuardOptions
 from keel.trainer.state import State
@@ -135,6 +135,35 @@ def no_signal_events(state: State, options: GuardOptions) -> list[tuple[str, str
     if state.zero_advantages == limit:
         return [("advantage/zero", f"every advantage of the last {limit} steps was 0: no group's rewards differed")]
     return []
+
+
+def sampler_events(
+    metrics: Mapping[str, float], mismatch: MismatchOptions, thresholds: Thresholds
+) -> dict[str, dict[str, str]]:
+    """Kind → fields of the events on what was sampled otherwise than it is trained: by how much, and what holds it."""
+    unreported, ess = metrics.get("mismatch/unreported_fraction", 0.0), metrics.get("mismatch/ess", 1.0)
+    gap, cut = metrics.get("kl/sampler_policy/k3/mean", 0.0), 1.0 - metrics.get("rollout/kept_mass/mean", 1.0)
+    events = {}
+    if unreported > 0:
+        events["sampler/unreported"] = (
+            f"the engine reports no log-probability for {100 * unreported:.3g} % of the sampled tokens: their mismatch "
+            "is neither measured nor corrected"
+        )
+    if gap > thresholds["sampler_kl_warning"] and mismatch.kind == "none":
+        events["sampler/uncorrected"] = (
+            f"KL(sampler‖policy) is {gap:.3g} nats per token and loss.mismatch.kind is none: nothing weighs the samples"
+        )
+    if ess < thresholds["mismatch_ess"]:
+        events["sampler/ess"] = (
+            f"the weights of the samples leave {100 * ess:.3g} % of them effective (mismatch/ess): the sampler is too "
+            "far from the policy"
+        )
+    if cut > thresholds["filtered_mass"]:
+        events["sampler/filter"] = (
+            f"filters cut off {100 * cut:.3g} % of the probability (1 − rollout/kept_mass/mean): means are biased "
+            "by up to that share of their largest value"
+        )
+    return {kind: {"message": message} for kind, message in events.items()}
 
 
 def tool_error_event(

@@ -32,6 +32,7 @@ from keel.trainer.guards import (
     first_nonfinite,
     may_roll_back,
     no_signal_events,
+    sampler_events,
     skipped_record,
     tool_error_event,
 )
@@ -39,6 +40,7 @@ from keel.trainer.memory import OutOfMemory, evaluation_memory, free_frames
 from keel.trainer.options import CheckpointOptions, GuardOptions
 from keel.trainer.records import rollout_records, tracked_records
 from keel.trainer.rollback import roll_back, stop_at_last_good
+from keel.trainer.sample import settle
 from keel.trainer.state import State, TrainingRun, step_seed
 from keel.trainer.step import Step, train_step
 
@@ -53,8 +55,8 @@ ROLLOUT_GROUPS = 2  # groups of a step that rollouts.jsonl shows
 class Job:
     """A run with everything around it. `evaluate` returns one record a task, the trained one first.
 
-    `final_kl` is the KL of the policy that the run ended with; `tools_failing` that most tool calls of the last step
-    failed, which is logged once a stretch.
+    `final_kl` is the KL of the policy that the run ended with; `ongoing` are the kinds of events that the last step had
+    and that are logged once a stretch.
     """
 
     run: TrainingRun
@@ -72,7 +74,7 @@ class Job:
     saved_at: int | None = None
     stopped: str | None = None
     final_kl: Mapping[str, float] | None = None
-    tools_failing: bool = False
+    ongoing: frozenset[str] = frozenset()
 
 
 class Interrupt:
@@ -126,7 +128,7 @@ def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
     if state.step == 0 and state.evaluated_at is None:
         state = _evaluate(job, state)
         state = replace(state, before=state.evaluated)
-        _track(job, 0)
+        _track(job, state)
         if may_roll_back(guards, budget):
             save(job, state)
     elif state.step >= job.max_steps:  # a finished run, gone on with: its summary says the same again
@@ -191,7 +193,7 @@ def _evaluate_and_save(job: Job, state: State, *, last: bool, owed: bool = False
         if last or _due(state.step, job.eval.every):
             state = _evaluate(job, state)
         if last:
-            _track(job, state.step)
+            _track(job, state)
     except Exception as error:
         if isinstance(error, OutOfMemory):
             free_frames(error)
@@ -218,6 +220,7 @@ def _is_new(violation: GuardViolation, before: State, state: State, guards: Guar
 
 def _measure_final(job: Job, state: State) -> Mapping[str, float]:
     """The final policy's numbers, for the guards, the summary and the doctor."""
+    settle(job.run, state)
     measured = measure_final(job.run, state)
     job.failures()  # of rewards that are not used
     job.final_kl = {name: value for name, value in measured.items() if name.startswith("kl/policy_ref/")}
@@ -237,7 +240,7 @@ def _stop(job: Job, state: State, violation: GuardViolation) -> State:
     state = replace(state if went_back is None else _at_checkpoint(job, went_back), wall_s=wall)
     if state.evaluated_at != state.step:
         state = _evaluate(job, state)
-        _track(job, state.step)
+        _track(job, state)
     _measure_final(job, state)
     checkpoint = job.directory.checkpoints / f"step-{state.step}"
     if went_back is None:
@@ -288,10 +291,12 @@ def _log(job: Job, step: Step, before: State, state: State) -> None:
         _keep_skipped(job, step, state)
     for kind, message in no_signal_events(state, job.run.guards):
         job.loggers.event(kind, step=state.step, message=message)
+    alarms = sampler_events(step.metrics, job.run.loss.mismatch, job.run.thresholds)
     tool_errors = tool_error_event(step.metrics, step.batch.completions, job.run.thresholds)
-    if tool_errors is not None and not job.tools_failing:
-        job.loggers.event("tool/errors", step=state.step, **tool_errors)
-    job.tools_failing = tool_errors is not None
+    alarms |= {} if tool_errors is None else {"tool/errors": tool_errors}
+    for kind in sorted(alarms.keys() - job.ongoing):
+        job.loggers.event(kind, step=state.step, **alarms[kind])
+    job.ongoing = frozenset(alarms)
     for failure in job.failures():
         job.loggers.event("reward/failed", step=state.step, message=str(failure), function=failure.function)
     for kind, message in job.run.engine.events():
@@ -319,6 +324,7 @@ def _keep_skipped(job: Job, step: Step, state: State) -> None:
 
 def _evaluate(job: Job, state: State) -> State:
     """Evaluate all tasks, write the lines, and remember the best of the trained one."""
+    settle(job.run, state)
     with evaluation_memory(job.run, job.eval, state.step):
         records = job.evaluate()
     for record in records:
@@ -333,9 +339,10 @@ def _evaluate(job: Job, state: State) -> State:
     return state
 
 
-def _track(job: Job, step: int) -> None:
+def _track(job: Job, state: State) -> None:
     if job.tracked:
-        with evaluation_memory(job.run, job.eval, step):
-            records = tracked_records(job.run, job.tracked, step=step)
-        job.loggers.rollouts(step, records)
+        settle(job.run, state)
+        with evaluation_memory(job.run, job.eval, state.step):
+            records = tracked_records(job.run, job.tracked, step=state.step)
+        job.loggers.rollouts(state.step, records)
         job.failures()

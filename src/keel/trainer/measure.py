@@ -18,20 +18,25 @@ from keel.base.types import Completion
 from keel.base.world import World
 from keel.envs import Task
 from keel.kl import k3, log_ratio
-from keel.kl.measure import kl_statistics
-from keel.losses import group_statistics, zero_variance
+from keel.kl.measure import kl_statistics, prefix_gap
+from keel.losses import behaviour_logp, group_statistics, mismatch_ratio, zero_variance
 from keel.models.logprobs import FullScores
 from keel.trainer.batch import StepBatch, assemble, rewards_of
+from keel.trainer.overlap import RolloutQueue
 from keel.trainer.state import TrainingRun
 
 _LOGGED = {"tool/calls": "tool/calls_mean", "turn/count": "turn/count_mean"}
 
 
 class Clock:
-    """Seconds by phase. What `score` has only begun, the update waits for: on a GPU events tell the two apart."""
+    """Seconds by phase. What `score` has only begun, the update waits for: on a GPU events tell the two apart.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.started = device, time.perf_counter()
+    The phases are the main thread's: with a `queue` its `rollout` is the wait for rollouts that a thread samples.
+    """
+
+    def __init__(self, device: torch.device, queue: RolloutQueue | None = None) -> None:
+        self.device, self.started, self.queue = device, time.perf_counter(), queue
+        self.sampled_before = 0.0 if queue is None else queue.busy_s()
         self.phases: dict[str, float] = defaultdict(float)
         self.events: dict[str, list[torch.cuda.Event]] = defaultdict(list)
 
@@ -52,14 +57,16 @@ class Clock:
 
     def metrics(self, tokens: int) -> dict[str, float]:
         """`time/…`, `speed/tokens_per_s` (sampled tokens over the whole step) and `memory/peak_gib`."""
-        total = time.perf_counter() - self.started
+        total, rollout = time.perf_counter() - self.started, self.phases["rollout"]
+        sampled = rollout if self.queue is None else self.queue.busy_s() - self.sampled_before
+        waits = {"time/trainer_wait_s": rollout, "time/sampler_wait_s": max(0.0, total - sampled)}
         if self.events["score"]:
             begun, done = self.events["score"]
             launched, self.phases["score"] = self.phases["score"], begun.elapsed_time(done) / 1000
             self.phases["update"] += launched - self.phases["score"]
         phases = {f"time/{name}_s": self.phases.get(name, 0.0) for name in ("rollout", "score", "update", "sync")}
         speed = {"speed/tokens_per_s": tokens / max(total, 1e-9)}
-        return {**phases, "time/total_s": total, **speed, "memory/peak_gib": peak_gib(self.device)}
+        return {**phases, "time/total_s": total, **waits, **speed, "memory/peak_gib": peak_gib(self.device)}
 
 
 def peak_gib(device: torch.device) -> float:
@@ -77,10 +84,12 @@ def measure(batch: StepBatch, passes: Sequence[FullScores], run: TrainingRun) ->
     shaped = {
         "reward/penalized": Last(rewards_of(batch.groups)[0].mean().item() + penalty),
         "kl/rejected_fraction": Last(batch.rejected.float().mean()),
+        "mismatch/unreported_fraction": Last(batch.unreported),
     }
     return {
         **shaped,
         **measure_policy(batch, run),
+        **measure_filters(batch),
         **measure_old(batch, assemble(batch, [scores.logp for scores in passes], run)),
     }
 
@@ -95,8 +104,13 @@ def measure_policy(batch: StepBatch, run: TrainingRun) -> dict[str, Metric]:
     if scores.entropy is not None:
         metrics["entropy/mean"] = mean(scores.entropy)
     if rows.ref_logp is not None:
-        clamp = run.kl.log_ratio_clamp
-        metrics |= kl_statistics(logp, rows.ref_logp, mask, batch.actions, exact_kl=scores.exact_kl, clamp=clamp)
+        clamp, where, weights = run.kl.log_ratio_clamp, batch.actions, sample_weights(batch)
+        metrics |= kl_statistics(
+            logp, rows.ref_logp, mask, where, exact_kl=scores.exact_kl, clamp=clamp, weights=weights
+        )
+        if rows.stale and rows.sample_logp is not None:
+            sampler = torch.where(rows.sample_logp.isnan(), logp, rows.sample_logp)
+            metrics |= prefix_gap(logp, rows.ref_logp, sampler, mask, where, clamp=clamp)
         metrics["logp/ref_mean"] = mean(rows.ref_logp)
         if scores.ref_policy_kl is not None:
             metrics["kl/ref_policy/exact/mean"] = mean(scores.ref_policy_kl)
@@ -109,12 +123,40 @@ def measure_policy(batch: StepBatch, run: TrainingRun) -> dict[str, Metric]:
     return {name: Last(number) for name, number in metrics.items()}
 
 
-def measure_old(batch: StepBatch, last: Tensor) -> dict[str, Metric]:
-    """How far the updates of this batch went from its sampler: k3 of the old policy against the last passes."""
+def sample_weights(batch: StepBatch) -> Tensor | None:
+    """w = π_old/μ `[B, T]` of what is measured on samples that the old policy did not draw; None where it did.
+
+    Without the limits of `loss.mismatch`, which would bias a mean: its standard error shows what that costs.
+    """
     rows = batch.rows
     assert rows.old_logp is not None
-    d = log_ratio(rows.old_logp, last, rows.action_mask).d
-    return {"kl/old_policy/k3/mean": Last(batch.actions.mean(k3(d)))}
+    drawn = behaviour_logp(rows, rows.old_logp) if rows.stale or rows.filtered_logp is not None else None
+    return None if drawn is None else mismatch_ratio(rows.old_logp, drawn, rows.action_mask)
+
+
+def measure_filters(batch: StepBatch) -> dict[str, Metric]:
+    """The share of the sampler's probability that filters left, at the states that were visited.
+
+    Where the engine does not know it, π_old/μ stands for it, whose mean at a state is what the filters left of π_old.
+    """
+    rows = batch.rows
+    if rows.filtered_logp is None:
+        return {}
+    assert rows.sample_logp is not None
+    assert rows.old_logp is not None
+    whole = torch.where(rows.sample_logp.isnan(), rows.old_logp, rows.sample_logp)
+    mass = batch.actions.select(mismatch_ratio(whole, rows.filtered_logp, rows.action_mask)).double()
+    if not mass.numel():
+        return {}
+    return {"rollout/kept_mass/mean": Last(mass.mean()), "rollout/kept_mass/min": Last(mass.min())}
+
+
+def measure_old(batch: StepBatch, last: Tensor) -> dict[str, Metric]:
+    """How far the updates of this batch went from the policy that it began with: k3 of that against the last passes."""
+    rows, weights = batch.rows, sample_weights(batch)
+    assert rows.old_logp is not None
+    values = k3(log_ratio(rows.old_logp, last, rows.action_mask).d)
+    return {"kl/old_policy/k3/mean": Last(batch.actions.mean(values if weights is None else weights * values))}
 
 
 def token_kl(batch: StepBatch) -> Tensor | None:
@@ -147,6 +189,12 @@ def describe_groups(batch: StepBatch) -> dict[str, float]:
     for name in parts:
         line[f"reward/part/{name}"] = statistics.fmean(reward.parts.get(name, 0.0) for reward in rewards)
     return {**line, **describe_episodes(batch.completions)}
+
+
+def describe_staleness(completions: Sequence[Completion], version: int) -> dict[str, float]:
+    """How many updates of the policy lie between the weights that sampled and those that learn, which are `version`."""
+    ages = [0 if c.policy_version is None else version - c.policy_version for c in completions]
+    return {"staleness/mean": statistics.fmean(ages), "staleness/max": float(max(ages))}
 
 
 def task_totals(task: Task) -> dict[str, float]:

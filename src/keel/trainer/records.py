@@ -54,6 +54,7 @@ def rollout_records(batch: StepBatch, tokenizer: Any, *, groups: int, tracked: b
                     "advantage": None if shaped is None else float(shaped[row]),
                     "stop_reason": completion.stop_reason,
                     **({"counts": dict(completion.counts)} if completion.counts else {}),
+                    **({} if (version := completion.policy_version) is None else {"policy_version": version}),
                 }
             )
             row += 1

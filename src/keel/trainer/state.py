@@ -24,6 +24,7 @@ from keel.rollout import Engine
 from keel.rollout.options import RolloutOptions
 from keel.trainer.optim import Optimizer
 from keel.trainer.options import GuardOptions, OptimOptions
+from keel.trainer.overlap import RolloutQueue
 
 
 class Collect(Protocol):
@@ -34,7 +35,9 @@ class Collect(Protocol):
 
 @dataclass
 class TrainingRun:
-    """Everything that a step works with. `reference` is None where no KL is wanted, `scorer` for Keel's own pass."""
+    """Everything that a step works with. `reference` is None where no KL is wanted, `scorer` for Keel's own pass,
+    `queue` where nothing is sampled ahead.
+    """
 
     policy: LoadedModel
     task: Task
@@ -56,12 +59,19 @@ class TrainingRun:
     amp_dtype: torch.dtype | None = None
     scorer: Scorer | None = None
     world: World = ALONE
+    queue: RolloutQueue | None = None
     fitting_tokens: int | None = None  # of the largest pass that the device's free memory holds, where that is known
 
     @property
     def microbatch_tokens(self) -> int:
         """Tokens that a pass holds at most: as the option says, or fewer where memory is short."""
         return min(self.optim.microbatch_tokens, self.fitting_tokens or self.optim.microbatch_tokens)
+
+    def close(self) -> None:
+        """End what runs beside the steps: the thread that samples ahead, and what the engine has started."""
+        if self.queue is not None:
+            self.queue.close()
+        self.engine.close()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Mixed precision for the body of a model; scores are fp32 either way."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from keel.base.metrics import Mean, Metric, Metrics, Sum, merge, values
-from keel.base.types import Group, Problem
 from keel.kl import estimate, reward_penalty
 from keel.losses import (
     centred,
@@ -36,8 +35,9 @@ from keel.trainer.batch import (
     score_reference,
 )
 from keel.trainer.guards import over_budget, spike_limit, update_guard_state
-from keel.trainer.measure import Clock, counted, describe_groups, measure, task_totals
+from keel.trainer.measure import Clock, describe_groups, describe_staleness, measure
 from keel.trainer.memory import StepMemory
+from keel.trainer.sample import begin_next, next_rollouts, sync_engine
 from keel.trainer.state import Skipped, State, TrainingRun
 
 
@@ -52,12 +52,14 @@ class Step(NamedTuple):
 def train_step(run: TrainingRun, state: State) -> Step:
     """Sample, collect, pack, score, shape, update, measure, steer: one update of the policy (or `num_iterations`)."""
     # fmt: off
-    clock, memory, before = Clock(run.policy.device), StepMemory(run, state.step), task_totals(run.task)
+    clock, memory = Clock(run.policy.device, run.queue), StepMemory(run, state.step)
     run.optimizer.begin()
     with clock("rollout"), memory("rollout"):
-        groups = sample_groups(run, state)                              # rollouts with rewards and sample_logp
+        rollouts = next_rollouts(run, state)                            # groups with rewards and sample_logp
+    with clock("sync"), memory("sync"):
+        begin_next(run, state)                                          # rollout.max_staleness: the sampler goes on
     with clock("score"), memory("score"):
-        batch = pack_step(groups, run)                                  # one row a group, the prompt once
+        batch = pack_step(rollouts.groups, run)                               # one row a group, the prompt once
         batch = score(batch, run, state)                                # ref_logp (old_logp where it is needed now)
     batch = reject(batch, run)                                          # kl.collect_max, truncated completions
     batch = penalize_rewards(batch, run, state.beta)                    # KL placement: reward
@@ -88,7 +90,8 @@ def train_step(run: TrainingRun, state: State) -> Step:
                     info = {**info, **measure(batch, passes, run)}      # on the device still: nobody waits
                 with memory("optimizer"):                               # guarded: here the host waits
                     metrics = merge(metrics, per_update(run.optimizer.step(info, **guard)))
-    line = {**values(metrics), **describe_groups(batch), **counted(run.task, before, run.world), "kl/beta": state.beta}
+    line = {**values(metrics), **describe_groups(batch), **rollouts.counts, "kl/beta": state.beta}
+    line |= describe_staleness(batch.completions, state.policy_version)
     line = run.world.agree(line)                                        # one mind: what follows is decided from it
     line["guard/over_budget"] = float(over_budget(line, run.kl.budget) is not None)
     skipped = Skipped.of(line)
@@ -100,42 +103,10 @@ def train_step(run: TrainingRun, state: State) -> Step:
     state = update_guard_state(state, line, batch, run.kl.budget, applied_norms=norms, baseline=baseline)
     with clock("sync"), memory("sync"):
         move_reference(run, state, line)
-        run.engine.sync(run.policy.model, state.policy_version)
+        sync_engine(run, state)                                         # where it does not sample ahead
     line |= {"guard/rollbacks": float(state.rollbacks), **clock.metrics(tokens)}
     return Step(state, line, batch)
     # fmt: on
-
-
-def sample_groups(run: TrainingRun, state: State) -> list[Group]:
-    """This step's problems, collected; zero-variance groups get company if `loss.dynamic_sampling` allows.
-
-    The groups without signal stay, because their KL counts; new problems are added until `prompts_per_step` groups
-    have a signal or the tries are spent.
-    """
-    target, seed = run.rollout.prompts_per_step, problem_seed(run.seed, state.attempt)
-    problems = run.task.sample(target, seed=seed, step=state.step)
-    groups = run.collect(problems, attempt=state.attempt, step=state.step)
-    seen = {group.problem.key for group in groups}
-    for further in range(1, run.loss.further_rounds + 1):
-        missing = target - sum(has_signal(group) for group in groups)
-        if missing <= 0:
-            break
-        more = run.task.sample(missing, seed=seed + 1_000_003 * further, step=state.step)
-        fresh: list[Problem] = [problem for problem in more if problem.key not in seen]
-        seen |= {problem.key for problem in fresh}
-        if fresh:
-            groups += run.collect(fresh, attempt=state.attempt, step=state.step)
-    return groups
-
-
-def problem_seed(seed: int, attempt: int) -> int:
-    """The seed of the problems: another one after a rollback, so that the batch that broke the run does not return."""
-    return seed + 15_485_863 * attempt
-
-
-def has_signal(group: Group) -> bool:
-    """Whether the rewards of a group differ."""
-    return len({reward.total for reward in group.rewards}) > 1
 
 
 def score(batch: StepBatch, run: TrainingRun, state: State) -> StepBatch:

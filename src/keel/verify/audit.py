@@ -20,8 +20,6 @@ from keel.verify.oracle import (
     Formula,
     gradient_in_loss,
     gradient_in_reward,
-    kl_gradients,
-    kl_values,
     moments,
     random_bandits,
     relative_error,
@@ -62,7 +60,7 @@ def audit(formula: Formula | UserCallable, text: str, bandits: list[Bandit] | No
         formula = formula.formula
     _check_usable(formula, text, bandits)
     value = _value(formula, bandits, equal)
-    targets = [kl_gradients(bandit) for bandit in bandits]
+    targets = [bandit.kl_gradients for bandit in bandits]
 
     def gradients(gradient_of: Callable[[Formula, Bandit, str], Tensor], sampling: str) -> dict[str, Any]:
         return _judged([gradient_of(formula, bandit, sampling) for bandit in bandits], targets, equal)
@@ -122,7 +120,7 @@ def _value(formula: Formula, bandits: list[Bandit], equal: float) -> dict[str, A
     stds: dict[str, list[float]] = {name: [] for name in DIRECTIONS}
     for bandit in bandits:
         mean, std, _ = moments(formula, bandit)
-        for name, truth in kl_values(bandit).items():
+        for name, truth in bandit.kl_values.items():
             biases[name].append((mean - truth) / truth)
             stds[name].append(std / truth)
     worst = {name: max(values, key=_size) for name, values in biases.items()}

@@ -20,8 +20,6 @@ from keel.verify.oracle import (
     SequenceWorld,
     gradient_in_loss,
     gradient_in_reward,
-    kl_gradients,
-    kl_values,
     random_bandits,
     relative_error,
     sequence_gradient,
@@ -57,7 +55,7 @@ def _measured(fact: Fact, bandit: Bandit) -> Tensor:
 
 def fact_error(fact: Fact, bandit: Bandit) -> tuple[float, bool]:
     """How far a bandit's enumerated gradient is from what the row claims, and whether that proves the row."""
-    return judge(fact.expected_gradient, _measured(fact, bandit), kl_gradients(bandit), lambda: _near(fact, bandit))
+    return judge(fact.expected_gradient, _measured(fact, bandit), bandit.kl_gradients, lambda: _near(fact, bandit))
 
 
 def judge(
@@ -85,7 +83,7 @@ def judge(
 
 def _near(fact: Fact, bandit: Bandit) -> tuple[Tensor, dict[str, Tensor]]:
     close_by = bandit.with_sampler_near()
-    return _measured(fact, close_by), kl_gradients(close_by)
+    return _measured(fact, close_by), close_by.kl_gradients
 
 
 def value_holds(fact: Fact, bandit: Bandit) -> bool:
@@ -98,7 +96,7 @@ def value_holds(fact: Fact, bandit: Bandit) -> bool:
     values = term(bandit.old_logp(ON), bandit.ref_logp, old)
     if fact.placement != "loss":
         values = values * (bandit.old_logp(ON) - old).exp()
-    return _value_is(fact.value, (old.exp() * values).sum().item(), kl_values(bandit))
+    return _value_is(fact.value, (old.exp() * values).sum().item(), bandit.kl_values)
 
 
 def _value_is(claim: str, mean: float, truths: dict[str, float]) -> bool:
@@ -132,13 +130,13 @@ def _identity(name: str, error: Callable[[Bandit], float], bandits: list[Bandit]
 
 
 def _k3_reward_identity(bandit: Bandit) -> float:
-    targets = kl_gradients(bandit)
+    targets = bandit.kl_gradients
     return relative_error(gradient_in_reward(right_k3, bandit), targets[POLICY_REF] - targets[REF_POLICY])
 
 
 def _k3_both_identity(bandit: Bandit) -> float:
     both = gradient_in_reward(right_k3, bandit) + gradient_in_loss(right_k3, bandit)
-    return relative_error(both, kl_gradients(bandit)[POLICY_REF])
+    return relative_error(both, bandit.kl_gradients[POLICY_REF])
 
 
 def _per_sample_identity(bandit: Bandit) -> float:
@@ -154,7 +152,7 @@ def _per_sample_identity(bandit: Bandit) -> float:
 
 def _scored_kl_identity(bandit: Bandit) -> float:
     """E_π[u·s] = ∇KL(π‖p), which the other identities follow from."""
-    return relative_error(gradient_in_reward(lambda p, r, o: p - r, bandit), kl_gradients(bandit)[POLICY_REF])
+    return relative_error(gradient_in_reward(lambda p, r, o: p - r, bandit), bandit.kl_gradients[POLICY_REF])
 
 
 IDENTITIES: dict[str, Callable[[Bandit], float]] = {

@@ -25,9 +25,10 @@ from keel.losses import (
     with_policy_mask,
 )
 from keel.verify.check import EXACT, Check
-from keel.verify.oracle import OFF, ON, SequenceWorld, relative_error, sequence_world
+from keel.verify.oracle import OFF, ON, STALE, SequenceWorld, relative_error, sequence_world
 
 ONE = Denominators(1.0, 1.0, 1)  # every reduction then weighs a token by 1, or by 1/length
+_SAMPLING = {ON: "on-policy", OFF: "off-policy", STALE: "stale samples"}
 # estimator, placement, gradient, level, kl.reduction
 PENALTIES = (
     ("k1", "reward", "auto", "sequence", "token_mean"),
@@ -43,12 +44,16 @@ PENALTIES = (
 
 @dataclass(frozen=True)
 class EnumeratedCompletions:
-    """Every completion of a world: log-probabilities and mask `[N, T]`, and the probability `[N]` of drawing each."""
+    """Every completion of a world: log-probabilities and mask `[N, T]`, and the probability `[N]` of drawing each.
+
+    `old` is the old policy's, None where it is the policy itself; `sample` the sampler's where samples are stale.
+    """
 
     theta: Tensor
     logp: Tensor
     ref: Tensor
     old: Tensor | None
+    sample: Tensor | None
     exact: Tensor
     reverse: Tensor
     mask: Tensor
@@ -68,12 +73,13 @@ def completions(world: SequenceWorld, sampling: str, *, end: int | None = 0) -> 
         return torch.where(mask, table[rows].gather(-1, index).squeeze(-1), 0.0)
 
     policy, reference = theta.log_softmax(-1), world.reference.log_softmax(-1)
-    logp, old = token_logp(policy), token_logp(world.sampler.log_softmax(-1)) if sampling == OFF else None
-    weights = (logp if old is None else old).sum(-1).exp().detach()
+    logp, drawn = token_logp(policy), token_logp(world.sampler.log_softmax(-1)) if sampling != ON else None
+    weights = (logp if drawn is None else drawn).sum(-1).exp().detach()
+    old, sample = (token_logp(world.proximal.log_softmax(-1)), drawn) if sampling == STALE else (drawn, None)
     exact, reverse = (
         torch.where(mask, exact_kl(policy[rows], reference[rows], direction), 0.0) for direction in DIRECTIONS
     )
-    return EnumeratedCompletions(theta, logp, token_logp(reference), old, exact, reverse, mask, weights)
+    return EnumeratedCompletions(theta, logp, token_logp(reference), old, sample, exact, reverse, mask, weights)
 
 
 def target(enumerated: EnumeratedCompletions, level: str, divergence: str = POLICY_REF) -> Tensor:
@@ -92,7 +98,7 @@ def penalty_gradient(enumerated: EnumeratedCompletions, loss: LossOptions, kl: K
     """The expected gradient of the penalty at β = 1 under a loss whose policy term leaves half the completions out."""
     no_advantage = torch.zeros(len(enumerated.mask), dtype=enumerated.logp.dtype)
     kl_advantages = None
-    if kl.placement == "reward":  # of the policy that sampled: a reward is given once
+    if kl.placement == "reward":  # of the old policy, however old the samples are: a reward is given once
         old = enumerated.logp.detach() if enumerated.old is None else enumerated.old
         kl_advantages = reward_penalty(
             estimate(kl.estimator, old, enumerated.ref, enumerated.mask, clamp=None), enumerated.mask, 1.0
@@ -103,6 +109,8 @@ def penalty_gradient(enumerated: EnumeratedCompletions, loss: LossOptions, kl: K
         advantages=no_advantage,
         old_logp=enumerated.old,
         ref_logp=enumerated.ref,
+        sample_logp=enumerated.sample,
+        stale=enumerated.sample is not None,
         policy_mask=with_policy_mask(enumerated.mask, torch.arange(len(enumerated.mask)) % 2 == 0),
         kl_advantages=kl_advantages,
     )
@@ -126,7 +134,7 @@ def penalty_check(name: str, penalty: tuple[str, str, str, str, str], sampling: 
     loss = LossOptions(loss_type=name)
     options = {"estimator": estimator, "gradient": gradient, "placement": placement, "level": level}
     kl = KLOptions.model_validate({**options, "beta": 1.0, "reduction": reduction, "log_ratio_clamp": None})
-    pairing = kl.pairing(LOSSES[name].reduction, off_policy=sampling == OFF)
+    pairing = kl.pairing(LOSSES[name].reduction, off_policy=sampling != ON)
     verdict = pairing.expected_gradient
     by_length, drifts = LENGTH_WEIGHTED in verdict, verdict.startswith("near ")
 
@@ -147,7 +155,7 @@ def penalty_check(name: str, penalty: tuple[str, str, str, str, str], sampling: 
         ok = ok and measure(limit, end=None if by_length else 0)[0] < (1e-4 if drifts else EXACT)
     shown = f"cosine {cosine:.3f}" if by_length or drifts else f"error {error:.1e}"
     how = f", gradient {gradient}, reduction {reduction}" if placement == "loss" else ""
-    label = f"{name}: {estimator} in the {placement}, {pairing.level} level{how}, {sampling}-policy"
+    label = f"{name}: {estimator} in the {placement}, {pairing.level} level{how}, {_SAMPLING[sampling]}"
     return Check("losses", label, shown, MEANINGS[verdict].split(":")[0], ok)
 
 
@@ -171,12 +179,12 @@ def _no_longer_zero(world: SequenceWorld) -> Check:
 
 
 def losses() -> list[Check]:
-    """Every built-in loss with every sound penalty, on- and off-policy; the policy term leaves half of them out."""
+    """Every built-in loss with every sound penalty, on-policy, off-policy and on stale samples."""
     world = sequence_world()
     rows = [
         penalty_check(name, penalty, sampling, world)
         for name in LOSSES
         for penalty in PENALTIES
-        for sampling in (ON, OFF)
+        for sampling in (ON, OFF, STALE)
     ]
     return [*rows, _no_longer_zero(world)]

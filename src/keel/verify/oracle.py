@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from keel.kl import advantage_penalty, exact_kl, reward_penalty
 # A KL formula as the audit sees it: (logp, ref, old) -> values of the same shape.
 Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-ON, OFF = "on", "off"
+# Samples from the policy; from an older one, which is the old policy too; from one still older than the old policy.
+ON, OFF, STALE = "on", "off", "stale"
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,31 @@ class Bandit:
         """The same world with a sampler that has all but caught up with the policy."""
         return replace(self, sampler=self.policy + distance * (self.sampler - self.policy))
 
+    @cached_property
+    def kl_gradients(self) -> dict[str, Tensor]:
+        """The divergences' own gradients, from their definitions over the whole vocabulary."""
+        ref, sampler = self.ref_logp.T, self.old_logp(OFF).T
+        quantities: dict[str, Callable[[Tensor], Tensor]] = {
+            "policy||ref": lambda row: exact_kl(row, ref),
+            "ref||policy": lambda row: exact_kl(row, ref, "ref_policy"),
+            "away": lambda row: -exact_kl(row, sampler, "ref_policy"),
+            "total-variation": lambda row: (row.exp() - ref.exp()).abs(),
+        }
+        gradients = {}
+        for name, quantity in quantities.items():
+            theta, logp = self.logp()
+            gradients[name] = _gradient(quantity(logp.T).sum(), theta)
+        return gradients
+
+    @cached_property
+    def kl_values(self) -> dict[str, float]:
+        """KL(policy‖ref) and KL(ref‖policy)."""
+        policy, reference = self.old_logp(ON).T, self.ref_logp.T
+        return {
+            "policy||ref": exact_kl(policy, reference).item(),
+            "ref||policy": exact_kl(policy, reference, "ref_policy").item(),
+        }
+
 
 def random_bandits(count: int = 8, seed: int = 0) -> list[Bandit]:
     """Distributions over 4 to 8 outcomes, from near each other to ten nats apart."""
@@ -61,31 +88,6 @@ def _gradient(total: Tensor, theta: Tensor) -> Tensor:
         return torch.zeros_like(theta)
     gradient = torch.autograd.grad(total, theta, allow_unused=True)[0]
     return torch.zeros_like(theta) if gradient is None else gradient
-
-
-def kl_gradients(bandit: Bandit) -> dict[str, Tensor]:
-    """The divergences' own gradients, from their definitions over the whole vocabulary."""
-    ref, sampler = bandit.ref_logp.T, bandit.old_logp(OFF).T
-    quantities: dict[str, Callable[[Tensor], Tensor]] = {
-        "policy||ref": lambda row: exact_kl(row, ref),
-        "ref||policy": lambda row: exact_kl(row, ref, "ref_policy"),
-        "away": lambda row: -exact_kl(row, sampler, "ref_policy"),
-        "total-variation": lambda row: (row.exp() - ref.exp()).abs(),
-    }
-    gradients = {}
-    for name, quantity in quantities.items():
-        theta, logp = bandit.logp()
-        gradients[name] = _gradient(quantity(logp.T).sum(), theta)
-    return gradients
-
-
-def kl_values(bandit: Bandit) -> dict[str, float]:
-    """KL(policy‖ref) and KL(ref‖policy) of a bandit."""
-    policy, reference = bandit.old_logp(ON).T, bandit.ref_logp.T
-    return {
-        "policy||ref": exact_kl(policy, reference).item(),
-        "ref||policy": exact_kl(policy, reference, "ref_policy").item(),
-    }
 
 
 def moments(formula: Formula, bandit: Bandit) -> tuple[float, float, float]:
@@ -145,6 +147,11 @@ class SequenceWorld:
     def with_sampler_near(self, distance: float = 1e-7) -> SequenceWorld:
         """The same world with a sampler that has all but caught up with the policy."""
         return replace(self, sampler=self.policy + distance * (self.sampler - self.policy))
+
+    @property
+    def proximal(self) -> Tensor:
+        """The old policy where samples are stale: it has left the sampler, and the policy has left it."""
+        return 0.3 * self.sampler + 0.7 * self.policy
 
     @property
     def vocabulary(self) -> int:

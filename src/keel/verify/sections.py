@@ -8,6 +8,7 @@ from keel.verify.check import Check
 from keel.verify.gradients import gradients, sequence, sequence_facts
 from keel.verify.losses import losses
 from keel.verify.optimum import optimum
+from keel.verify.samples import filters, stale
 from keel.verify.values import direction, gaussian, numerics, truncation
 
 SECTIONS: dict[str, Callable[[], list[Check]]] = {
@@ -17,6 +18,8 @@ SECTIONS: dict[str, Callable[[], list[Check]]] = {
     "Sequence level: a 3-step, 4-token policy, all 64 sequences": sequence,
     "Sequence level: every row of the facts": sequence_facts,
     "Under every loss: completions that end where they like, half of them out of the policy term": losses,
+    "Stale samples: three policies, weights of tokens and of sequences, the measured KL": stale,
+    "Filtered samples: what top-p, top-k and min-p cut off bounds the bias": filters,
     "Vocabulary truncation": truncation,
     "Numerics": numerics,
     "The KL-regularised optimum, and where each trainer ends": optimum,

@@ -12,7 +12,7 @@ from torch import Tensor
 from keel import kl
 from keel.kl.facts import POLICY_REF, REF_POLICY
 from keel.verify.check import EXACT, Check, close
-from keel.verify.oracle import OFF, ON, Bandit, kl_gradients, kl_values, random_bandits, relative_error
+from keel.verify.oracle import OFF, ON, Bandit, random_bandits, relative_error
 
 # -- §1 the Gaussian example -------------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ def direction() -> list[Check]:
     """Which way round k3 goes, on samples from the policy and from an older one: exact sums and Monte Carlo."""
     bandit = sharp_bandit()
     logp, ref, old = bandit.old_logp(ON), bandit.ref_logp, bandit.old_logp(OFF)
-    truths = kl_values(bandit)
+    truths = bandit.kl_values
     rows = []
 
     def add(fact: str, values: Tensor, weights: Tensor, *, right: bool, of: str = POLICY_REF) -> None:
@@ -153,10 +153,10 @@ def _unbiased_topk_errors() -> tuple[float, float]:
         reference = bandit.reference.log_softmax(0).expand(len(theta), -1)
         term = kl.topk_kl_unbiased(policy, reference, outcomes, k=2)
         mean = (theta.log_softmax(0).exp().detach() * term).sum()
-        truth = kl_values(bandit)[POLICY_REF]
+        truth = bandit.kl_values[POLICY_REF]
         values.append(abs(mean.item() - truth) / truth)
         measured = torch.autograd.grad(mean, theta)[0]
-        gradients.append(relative_error(measured, kl_gradients(bandit)[POLICY_REF]))
+        gradients.append(relative_error(measured, bandit.kl_gradients[POLICY_REF]))
     return max(values), max(gradients)
 
 

@@ -308,6 +308,20 @@ class ReportsFiltered(Wrapped):
         return replace(completion, sample_logp=completion.filtered_logp)
 
 
+class FiltersUnsaid(Wrapped):
+    """Samples with the configured filters and passes the log-probabilities before them off as those after them."""
+
+    def change(self, request, completion, sampling):
+        return replace(completion, filtered_logp=completion.sample_logp)
+
+
+class OnlyAfterFilters(Wrapped):
+    logp_after_filters = True
+
+    def change(self, request, completion, sampling):
+        return replace(completion, sample_logp=completion.filtered_logp)
+
+
 class AnotherTemperature(Wrapped):
     """Samples hotter than it is told and reports what it was told."""
 

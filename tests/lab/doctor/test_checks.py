@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -29,6 +30,11 @@ def without(history: History, *names: str) -> History:
     fields = {field: getattr(history, field) for field in history.__dataclass_fields__}
     series = {name: values for name, values in history.series.items() if name not in names}
     return History(**{**fields, "series": series})
+
+
+def with_series(name: str, value: float, **options: Any) -> History:
+    history = configured(**options)
+    return replace(history, series={**history.series, name: Series.of((step, value) for step in range(1, 61))})
 
 
 FAULTS = {
@@ -62,6 +68,7 @@ FAULTS = {
     "sampler/stale": altered("kl/sampler_policy/k3/mean", lambda step, was: 0.004 * (step - 1)),
     "sampler/temperature": altered("kl/sampler_policy/k3/mean", lambda s, w: 0.2, configured(rollout__temperature=0.6)),
     "sampler/filter": altered("kl/sampler_policy/k3/mean", lambda s, w: 0.2, configured(rollout__top_p=0.9)),
+    "sampler/unreported": with_series("mismatch/unreported_fraction", 0.5),
     "sampler/precision": altered("kl/sampler_policy/k3/mean", lambda step, was: 0.02),
     "retention/dropping": healthy(
         evaluations=(evaluation("copy", "retention", 0, 0.9), evaluation("copy", "retention", 60, 0.5))
@@ -318,3 +325,16 @@ def test_ends_that_are_no_answer_are_found():
 def test_a_run_without_tools_is_not_asked_about_them_and_a_log_of_others_is():
     assert not any("tool/" in line for line in check_history(healthy()).unchecked)
     assert any(line.startswith("tool/failing: ") for line in check_history(healthy(source="table")).unchecked)
+
+
+def test_samples_that_are_meant_to_be_old_are_no_lost_sync():
+    ahead, name = configured(rollout__max_staleness=2), "kl/sampler_policy/k3/mean"
+    (finding,) = check_history(altered(name, lambda step, was: 0.004 * (step - 1), ahead)).findings
+    assert (finding.code, finding.severity) == ("sampler/too-old", "warning")
+    assert "rollout.max_staleness=1" in finding.advice
+    assert codes(altered(name, lambda step, was: 1e-4 * (step > 1), ahead)) == []
+
+
+@pytest.mark.parametrize(("mass", "expected"), [(0.95, []), (0.85, ["sampler/filter"])])
+def test_the_mass_that_filters_cut_off_is_judged(mass, expected):
+    assert codes(with_series("rollout/kept_mass/mean", mass, rollout__top_p=0.9)) == expected

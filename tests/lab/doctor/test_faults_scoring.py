@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from keel.lab.doctor.diagnosis import Diagnosis
@@ -98,6 +100,7 @@ FAULTS = {
 }
 
 
+@cache
 def diagnosed(*overrides: str) -> Diagnosis:
     diagnosis = preflight(schooled_config(*overrides))
     assert not [line for line in diagnosis.unchecked if "Error" in line], diagnosis.unchecked
@@ -109,13 +112,18 @@ def test_the_fault_is_named_first(fault: str) -> None:
     check_named_first(*FAULTS[fault])
 
 
-HEALTHY = {
-    "as it is": [],
+@pytest.mark.parametrize(("name", "wrong"), [("FiltersUnsaid", True), ("OnlyAfterFilters", False)])
+def test_log_probabilities_after_the_configured_filters_are_recomputed(name: str, wrong: bool) -> None:
+    """The weights of filtered samples are taken from them: as wrong as they are, as wrong is the training."""
+    (finding,) = [f for f in diagnosed("rollout.top_p=0.8", engine(name)).findings if f.code == "sampler/filter"]
+    assert ("filtered_logp is off by up to" in finding.evidence) == wrong
+    assert ("cut off" in finding.evidence) != wrong
+
+
+HEALTHY = {  # and those of test_healthy.py
     "another seed": ["run.seed=3"],
     "a third seed": ["run.seed=11"],
-    "cold": [COLD],
     "hot": ["rollout.temperature=1.3"],
-    "LoRA": [LORA],
     "LoRA through a copy": [LORA, engine("Wrapped")],
     "learned positions": [GPT2],
     "a scorer of one's own": [scorer("right")],
@@ -123,9 +131,7 @@ HEALTHY = {
     "left padding done right": [GPT2, scorer("left_padding_done_right")],
     "several turns": TALK,
     "several turns, a scorer of one's own": [*TALK, scorer("right")],
-    "no penalty and no measurement": ["kl.beta=0", "kl.measure_every=0"],
     "several updates": ["loss.num_iterations=2"],
-    "dr_grpo": ["loss.loss_type=dr_grpo", "kl.beta=0"],
     "an engine without log-probabilities": [engine("NoLogp")],
     "an engine in bfloat16": [engine("InBfloat16")],
 }

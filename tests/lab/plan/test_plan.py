@@ -73,10 +73,10 @@ def small_llama() -> tuple[nn.Module, Any]:
 
 
 def deep_llama() -> tuple[nn.Module, Any]:
-    """Nine narrow layers, of which a measurement runs a few."""
+    """Six narrow layers, of which a measurement runs a few."""
     tokenizer = tiny_tokenizer()
     shape = {"hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=9, **shape)), tokenizer
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=6, **shape)), tokenizer
 
 
 def small_gpt2() -> tuple[nn.Module, Any]:
@@ -389,7 +389,7 @@ DEEP = [
     "model.name=lab.plan.test_plan:deep_llama",
     "rollout.engine=native",
     "rollout.prompts_per_step=8",
-    "rollout.max_completion_length=50",
+    "rollout.max_completion_length=30",
     "optim.microbatch_tokens=512",
 ]
 
@@ -415,7 +415,7 @@ def test_a_part_of_a_step_is_scaled_to_the_whole(more, monkeypatch):
             replace(group, prompt_tokens=(7,) * 20) for group in groups(problems, **when)
         ]
         metrics = train_step(run, State(kl=run.controller.init())).metrics
-    assert "2 of 9 layers" in foretold.timing
+    assert "2 of 6 layers" in foretold.timing
     for phase in ("rollout", "score", "update"):
         assert foretold.seconds[phase] == pytest.approx(metrics[f"time/{phase}_s"], rel=0.1), phase
     assert foretold.run["steps"] == config.run.max_steps * foretold.seconds["step"]

@@ -332,6 +332,16 @@ def test_counts_of_an_end_stand_with_a_completion():
     assert not any("list" in fact for fact in lines)
 
 
+@pytest.mark.parametrize("staleness", [0.0, 1.0])
+def test_waits_and_staleness_are_drawn_of_a_run_that_samples_ahead(tmp_path, staleness):
+    line = {"time/trainer_wait_s": 0.2, "time/sampler_wait_s": 0.1, "staleness/mean": staleness / 2}
+    lines = [{"step": step, "reward/mean": 0.5, **line, "staleness/max": staleness} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    drawn = {panel.title: [curve.label for curve in panel.series] for panel in panels([read_run(tmp_path)])}
+    ahead = {title: labels for title, labels in drawn.items() if title in ("Waits", "Staleness")}
+    assert ahead == ({"Waits": ["trainer", "sampler"], "Staleness": ["mean", "largest"]} if staleness else {})
+
+
 def test_every_kind_of_a_wrong_call_is_drawn():
     drawn = {metric for _, _, _, names in PANELS for metric, _ in names}
     assert {f"tool/{kind}" for kind in KINDS} <= drawn

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 import keel
+import processes
 from keel.base.errors import KeelError
 from keel.config import load_config
 from keel.lab.studies import point, read_study
@@ -55,12 +56,22 @@ def finish(study, folder, parallel=2):
     return outcomes
 
 
+def run_forked(process, started):
+    """A run of a study without the seconds of its imports."""
+    config, *arguments = process.arguments
+    process.started.parent.mkdir(parents=True, exist_ok=True)
+    process.started.touch()
+    return processes.run(point.main, arguments, env={**os.environ, CONFIG: config}).returncode
+
+
 @pytest.fixture(scope="module")
 def finished_study(tmp_path_factory):
-    """A study left alone: two points, one seed (every process costs the seconds of its imports)."""
+    """A study left alone: two points, one seed."""
     folder = tmp_path_factory.mktemp("finished") / "study"
     study = read_study(STUDY)
-    return study, folder, finish(study, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("keel.lab.studies.run.run_process", run_forked)
+        return study, folder, finish(study, folder)
 
 
 def rows(folder):
@@ -263,15 +274,7 @@ def test_a_folder_that_holds_something_else_is_refused(finished_study, tmp_path)
 
 def test_a_guard_stops_one_point_and_another_fails(tmp_path, monkeypatch):
     """A budget that is spent at once, and a reward that breaks: both are in the table, the rest goes on."""
-
-    def run_here(process, started):
-        config, *arguments = process.arguments
-        monkeypatch.setenv(CONFIG, config)
-        process.started.parent.mkdir(parents=True, exist_ok=True)
-        process.started.touch()
-        return point.main(arguments)
-
-    monkeypatch.setattr("keel.lab.studies.run.run_process", run_here)
+    monkeypatch.setattr("keel.lab.studies.run.run_process", run_forked)
     grid = {
         "case": {
             "fine": {"kl.beta": 0.1},

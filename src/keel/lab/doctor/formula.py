@@ -49,11 +49,12 @@ def formula_of(config: Mapping[str, Any], source: str = "keel") -> Formula | Non
     if source == "TRL":  # always k3 in the loss, with or without the ratio before it
         options["gradient"] = "rho" if kl.get("bias_correction") else "plain"
     several = _inner(config, "loss", "num_iterations", 1) > 1 or _inner(config, "optim", "minibatches", 1) > 1
+    off_policy = several or _inner(config, "rollout", "max_staleness", 0) > 0
     loss = LOSSES.get(str(_inner(config, "loss", "loss_type", "grpo")))
     tied = "loss" if source == "TRL" else str(kl.get("reduction"))  # TRL averages its KL as it does its loss
     averaged = term_reduction(options["placement"], tied, loss.reduction if loss else "token_mean")
     try:
-        context = {"off_policy": several, "reduction": averaged, "facts": estimator_facts(options["estimator"])}
+        context = {"off_policy": off_policy, "reduction": averaged, "facts": estimator_facts(options["estimator"])}
         pairing = check_pairing(**options, **context, allow_biased=True)
     except KeelError:
         return None  # an estimator of one's own that is not here

@@ -317,7 +317,7 @@ def _step_s(job: Job, run: TrainingRun, sample: Sample) -> dict[str, float]:
             for i, g in enumerate(judged)
         ]
 
-    part: Any = replace(run, rollout=rollout, collect=collected)
+    part: Any = replace(run, rollout=rollout, collect=collected, queue=None)
     state = State(kl=run.controller.init())
     run.engine.generate = lambda requests, sampling, **_: [list(completions()) for _ in requests]  # type: ignore[method-assign]
     lines: list[dict[str, float]] = []

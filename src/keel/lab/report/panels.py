@@ -73,28 +73,61 @@ PANELS: list[PanelSpec] = [
         [("kl/sampler_policy/k1/mean", "k1"), ("kl/sampler_policy/k3/mean", "k3")],
     ),
     (
+        "Samples that count",
+        "share",
+        "low: what sampled is far from the policy, or filters cut much of it off",
+        [("mismatch/ess", "effective, by their weights"), ("rollout/kept_mass/mean", "probability that filters kept")],
+    ),
+    (
         "Time a step",
         "seconds",
         "",
         [(f"time/{phase}_s", phase) for phase in ("rollout", "score", "update", "sync", "total")],
     ),
+    (
+        "Waits",
+        "seconds",
+        "the update for rollouts, and the sampler for weights",
+        [("time/trainer_wait_s", "trainer"), ("time/sampler_wait_s", "sampler")],
+    ),
+    (
+        "Staleness",
+        "updates",
+        "between the weights that sampled and those that learn",
+        [("staleness/mean", "mean"), ("staleness/max", "largest")],
+    ),
     ("Speed", "tokens per second", "", [("speed/tokens_per_s", "tokens/s")]),
     ("Learning rate", "", "", [("optim/learning_rate", "learning rate")]),
 ]
 
+AHEAD = {"Waits", "Staleness"}  # drawn of runs that sample ahead: of others they say nothing new
 # Several runs in place of the phases of one.
 TOTAL_TIME: PanelSpec = ("Time a step, all phases", "seconds", "", [("time/total_s", "total")])
 REWARD_PART = "reward/part/"
 KL_KINDS = ("k3", "k1", "exact")
 FROM_ZERO = {"Completion length", "Time a step", "Speed", "Gradient norm"}
-NOTABLE = ("guard", "rollback", "stop", "resume", "abort", "spike", "nan", "interrupt", "over-budget", "tool/errors")
+NOTABLE = (
+    "guard",
+    "rollback",
+    "stop",
+    "resume",
+    "abort",
+    "spike",
+    "nan",
+    "interrupt",
+    "over-budget",
+    "tool/errors",
+    "sampler/",
+)
 # Charts that also show the attempts that a rollback gave up: dashed, and only the chart's first metric.
 WITH_ABANDONED = {"Reward", "Gradient norm", "Learning rate", "KL(policy‖reference) a sequence"}
 
 
 def panels(runs: Sequence[RunRecord]) -> list[Panel]:
     """Every chart that has data, the most important first; one colour per metric, or per run if there are several."""
-    specs = PANELS if len(runs) == 1 else [TOTAL_TIME if spec[0] == "Time a step" else spec for spec in PANELS]
+    ahead = any(age for run in runs for _, age in run.series("staleness/max"))
+    specs = [spec for spec in PANELS if ahead or spec[0] not in AHEAD]
+    specs = specs if len(runs) == 1 else [TOTAL_TIME if spec[0] == "Time a step" else spec for spec in specs]
     drawn = [_from_metrics(runs, *spec) for spec in specs]
     order = (_accuracy(runs), drawn[0], *_parts(runs), *_kl(runs), *drawn[1:])
     return [panel for panel in order if panel is not None]
@@ -129,7 +162,7 @@ def _from_metrics(
         return None
     if title in WITH_ABANDONED:
         curves += _abandoned(runs, names[0][0])
-    return Panel(title, unit, curves, hint, event_steps(runs), title in FROM_ZERO, checkpoint_steps(runs))
+    return Panel(title, unit, curves, hint, event_steps(runs), title in FROM_ZERO | AHEAD, checkpoint_steps(runs))
 
 
 def _parts(runs: Sequence[RunRecord]) -> list[Panel | None]:

@@ -55,6 +55,7 @@ class NativeEngine(Engine):
         self._policy = model
         self._copy = WeightCopy(model, dtype=dtype, device=device, merge=merge) if copied else None
         self.shares_weights = not copied
+        self.version = 0 if copied else None
         self.tokenizer = tokenizer
         self._stops = StopStrings(tokenizer)
         self.eos_ids = frozenset(eos_ids(causal_lm(model), tokenizer))

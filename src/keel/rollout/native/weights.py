@@ -171,13 +171,14 @@ class WeightCopy:
         if is_lora(self.model):
             _copy_adapter_state(self.model, policy)
             self.model.requires_grad_(False)
-        self._verify(policy)
-        self._policy_digest, self._copy_digest = fingerprint(policy), fingerprint(self.model)
+        digests = fingerprint(policy), fingerprint(self.model)
+        self._verify(policy, *digests)
+        self._policy_digest, self._copy_digest = digests
 
-    def _verify(self, policy: nn.Module) -> None:
+    def _verify(self, policy: nn.Module, policy_digest: str, copy_digest: str) -> None:
         """Compare with the policy: digests where nothing is merged, else the logits, once the adapter is not zero."""
         if not self.merge:
-            if fingerprint(self.model) != fingerprint(policy, dtype=self.dtype):
+            if copy_digest != (policy_digest if self.dtype is None else fingerprint(policy, dtype=self.dtype)):
                 raise KeelError("the engine's copy does not equal the policy after sync: build the engine from it anew")
         elif not self._verified:
             difference, allowed = _logits_difference(policy, self.model)

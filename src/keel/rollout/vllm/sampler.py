@@ -13,71 +13,104 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as LogitsProcessorV2
 
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
 from keel.rollout.vllm.rows import EXTRA
 
 
 class _Slot:
-    """A row of the batch: its noise, its parameters, and vLLM's own list of its tokens so far."""
+    """A row of the batch: its noise and its parameters."""
 
-    def __init__(self, drawn: dict[str, Any], tokens: list[int]) -> None:
-        self.key, self.start, self.tokens = int(drawn["key"]), int(drawn["start"]), tokens
+    def __init__(self, drawn: dict[str, Any]) -> None:
+        self.key, self.start = int(drawn["key"]), int(drawn["start"])
         names = ("temperature", "top_p", "top_k", "min_p")
         self.params = SamplingParams(**{name: drawn[name] for name in names})
         self.vocabulary = int(drawn["vocabulary"])
-
-    @property
-    def position(self) -> int:
-        return self.start + len(self.tokens)
+        self.tokens: list[int] = []  # vLLM's own list of the completion so far, where it keeps one
+        self.prompt = 0  # tokens of the prompt, where the position is counted from its beginning
 
 
-class KeelSampler(LogitsProcessor):
-    """Draws for the rows that carry Keel's parameters; others are left alone."""
+def _slot(params: Any) -> _Slot | None:
+    drawn = (params.extra_args or {}).get(EXTRA)
+    return None if drawn is None else _Slot(drawn)
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+
+class KeelSampler(LogitsProcessor, LogitsProcessorV2):
+    """Draws for the rows that carry Keel's parameters; others are left alone.
+
+    vLLM has two model runners with an interface each, and chooses between them itself: V1 (no Triton, as on a CPU)
+    reports how rows move and keeps lists of their tokens, V2 gives each row a slot and its position on the device.
+    """
+
+    def __init__(self, vllm_config: Any, *state: Any) -> None:
         self.slots: dict[int, _Slot] = {}
+        self.requests: Any = state[0] if len(state) == 1 else None  # V1 gives a device and whether to pin memory
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """V1: how rows came, went and moved."""
         if batch_update is None:
             return
         for index in batch_update.removed:
             self.slots.pop(index, None)
         for index, params, _, tokens in batch_update.added:
-            drawn = (params.extra_args or {}).get(EXTRA)
-            self.slots.pop(index, None)
-            if drawn is not None:
-                self.slots[index] = _Slot(drawn, tokens)
+            self._put(index, _slot(params))
+            if index in self.slots:
+                self.slots[index].tokens = tokens
         for source, target, direction in batch_update.moved:
             moved, replaced = self.slots.pop(source, None), self.slots.pop(target, None)
-            if moved is not None:
-                self.slots[target] = moved
-            if replaced is not None and direction == MoveDirectionality.SWAP:
-                self.slots[source] = replaced
+            self._put(target, moved)
+            self._put(source, replaced if direction == MoveDirectionality.SWAP else None)
 
-    def apply(self, logits: Tensor) -> Tensor:
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        """V2: a request takes a slot, whoever had it before; whether it is drawn here."""
+        slot = _slot(sampling_params)
+        self._put(req_idx, slot)
+        if slot is not None:
+            slot.prompt = int(self.requests.prompt_len.np[req_idx])
+        return slot is not None
+
+    def _put(self, index: int, slot: _Slot | None) -> None:
+        if slot is None:
+            self.slots.pop(index, None)
+        else:
+            self.slots[index] = slot
+
+    def apply(self, logits: Tensor, ctx: Any = None) -> Tensor:
+        """`ctx` is V2's: which slot each row has, and the position of the token before the one to draw."""
+        rows = self.slots if ctx is None else dict(enumerate(map(self.slots.get, ctx.idx_mapping_np.tolist())))
         alike: dict[tuple[SamplingParams, int], list[int]] = {}
-        for index, slot in self.slots.items():
-            alike.setdefault((slot.params, slot.vocabulary), []).append(index)
+        for row, slot in rows.items():
+            if slot is not None:
+                alike.setdefault((slot.params, slot.vocabulary), []).append(row)
         for (params, width), indices in alike.items():
-            rows = torch.tensor(indices, device=logits.device)
-            slots = [self.slots[index] for index in indices]
-            own = logits[rows, :width]  # beyond it vLLM may have padding
-            logits[rows] = -torch.inf
-            logits[rows, :width] = drawn_logits(own, params, [s.key for s in slots], [s.position for s in slots])
+            slots: list[Any] = [rows[row] for row in indices]
+            index = _on_device(indices, logits)
+            keys = _on_device([slot.key for slot in slots], logits)
+            positions = _on_device([slot.start - slot.prompt + len(slot.tokens) for slot in slots], logits)
+            if ctx is not None:
+                positions = positions + ctx.pos[index] + 1
+            own = logits[index, :width]  # beyond it vLLM may have padding
+            logits[index] = -torch.inf
+            logits[index, :width] = drawn_logits(own, params, keys, positions)
         return logits
 
 
-def drawn_logits(logits: Tensor, params: SamplingParams, keys: list[int], positions: list[int]) -> Tensor:
+def _on_device(numbers: list[int], like: Tensor) -> Tensor:
+    """Numbers where a tensor is, without waiting for what the device is doing."""
+    tensor = torch.tensor(numbers)
+    return tensor.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else tensor
+
+
+def drawn_logits(logits: Tensor, params: SamplingParams, keys: Tensor, positions: Tensor) -> Tensor:
     """Logits `[B, V]` of which only the drawn token is left, with log-probability after filters; where that before
     filters is another number, it stands on the token after it, and is the smaller one."""
     noise = None
     if not params.greedy:
-        device, width = logits.device, sum(block_shape(logits.shape[-1]))
-        noise = gumbel(torch.tensor(keys, device=device), torch.tensor(positions, device=device), width)
+        noise = gumbel(keys, positions, sum(block_shape(logits.shape[-1])))
     token, before, after = draw(logits, params, noise)
     only = torch.full_like(logits, -torch.inf)
     neighbour = (token + 1) % logits.shape[-1]

@@ -17,8 +17,11 @@ def import_vllm(*, in_process: bool, cuda: bool) -> Any:
     """vLLM, with what must be said before its import; one line where it is not installed."""
     quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if in_process else {}
-    threads = {} if cuda else {"VLLM_CPU_KVCACHE_SPACE": KV_CACHE_GIB, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    for name, value in {**quiet, **threads}.items():
+    if cuda:  # to vLLM all rows are greedy: its fused sampler is never used, and need not be there
+        device = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    else:
+        device = {"VLLM_CPU_KVCACHE_SPACE": KV_CACHE_GIB, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    for name, value in {**quiet, **device}.items():
         os.environ.setdefault(name, value)
     os.environ.update(own)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keel.base.thresholds import Thresholds
-from keel.lab.doctor.advice import either, setting, unfiltered
+from keel.lab.doctor.advice import either, setting, times, unfiltered
 from keel.lab.doctor.checks.base import RECENT, CheckResults, Unchecked, not_recorded
 from keel.lab.doctor.findings import Advice, finding
 from keel.lab.doctor.history import History, Series
@@ -30,8 +30,8 @@ def sampler(history: History, thresholds: Thresholds) -> CheckResults:
     grew = len(size.finite) > 1 and now.mean > thresholds["sampler_gap_growth"] * max(
         first.mean, thresholds["sampler_rounding"]
     )
-    behind = _left_behind(history, now)
-    never_synced = grew and behind is not None and behind > thresholds["sampler_never_synced"]
+    behind, ahead = _left_behind(history, now), history.option("rollout.max_staleness") or 0
+    never_synced = grew and not ahead and behind is not None and behind > thresholds["sampler_never_synced"]
     if now.mean <= thresholds["sampler_kl_warning"] and not never_synced:
         return
     worst = f"; the largest gap of a token is {gap.top()[1]:.3g} nats (step {gap.top()[0]})" if gap is not None else ""
@@ -40,6 +40,18 @@ def sampler(history: History, thresholds: Thresholds) -> CheckResults:
         f"{first.span}{worst}"
         + (f"; it is {100 * behind:.0f} % of what the policy has moved" if never_synced and behind is not None else "")
     )
+    if grew and ahead:
+        yield finding(
+            "sampler/too-old",
+            evidence,
+            f"rollout.max_staleness={ahead} lets samples be as many steps old, and in these the policy moves further "
+            "than their weights can repair",
+            either(
+                setting("set {}", {"rollout.max_staleness": ahead - 1}),
+                times(history.config, "optim.learning_rate", 0.5, "half of", history.source),
+            ),
+        )
+        return
     if grew:
         yield finding(
             "sampler/stale",
@@ -101,4 +113,33 @@ def _half_square(difference: Series | None) -> Series | None:
     return Series.of((s, v * v / 2) for s, v in zip(difference.steps, difference.values, strict=True))
 
 
-CHECKS = (sampler,)
+def reported(history: History, thresholds: Thresholds) -> CheckResults:
+    """Tokens whose log-probability the engine did not report: their mismatch is neither measured nor corrected."""
+    share = history.get("mismatch/unreported_fraction")
+    if share is not None and share.tail(RECENT).mean > 0:
+        yield finding(
+            "sampler/unreported",
+            f"for {100 * share.tail(RECENT).mean:.3g} % of the sampled tokens no log-probability was reported",
+            "without the sampler's own numbers a difference from the policy is neither seen nor weighed",
+            "let the engine return sample_logp (and filtered_logp under filters) for every token it samples",
+        )
+
+
+def filtered(history: History, thresholds: Thresholds) -> CheckResults:
+    """The probability that configured filters cut off, which bounds the bias of every mean."""
+    mass = history.get("rollout/kept_mass/mean")
+    if mass is None:
+        return
+    cut = 1 - mass.tail(RECENT).mean
+    if cut > thresholds["filtered_mass"]:
+        yield finding(
+            "sampler/filter",
+            f"filters cut off {100 * cut:.3g} % of the probability over {mass.tail(RECENT).span}",
+            "what the policy does outside of the kept support is never seen: a mean at a state is biased by at most "
+            "that share of its largest value",
+            setting("set {}", unfiltered(history.config, history.source)),
+            severity="warning",
+        )
+
+
+CHECKS = (sampler, reported, filtered)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -36,14 +36,15 @@ class Draws:
     sample_logp: Tensor  # [N]: the engine's sample_logp; NaN where it gave none
     row: Tensor  # [N]: number of the completion
     seen: Tensor | None = None  # [N, V] bool: tokens that stood in the context already
+    filtered_logp: Tensor | None = None  # [N]: the engine's, after filters; NaN where it gave none
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def where(self, keep: Tensor) -> Draws:
         """Some of them."""
-        seen = None if self.seen is None else self.seen[keep]
-        return Draws(self.logits[keep], self.tokens[keep], self.sample_logp[keep], self.row[keep], seen)
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: tensor[keep] for name, tensor in tensors.items() if tensor is not None})
 
     def distribution(self, params: SamplingParams) -> Tensor:
         """Log-probabilities `[N, V]` under these sampling parameters, filters included."""
@@ -63,7 +64,7 @@ class Draws:
         logits = self.logits / (params.temperature or 1.0)
         lowered = torch.where(logits > 0, logits / penalty, logits * penalty)
         penalized = torch.where(self.seen, lowered, logits) * (params.temperature or 1.0)
-        return Draws(penalized, self.tokens, self.sample_logp, self.row, self.seen)
+        return replace(self, logits=penalized)
 
 
 def draws(setup: ProbeSetup, groups: Sequence[Group]) -> Draws:
@@ -83,13 +84,17 @@ def draws(setup: ProbeSetup, groups: Sequence[Group]) -> Draws:
     device = setup.policy.device
     prompts = [group.prompt_tokens for group in groups for _ in group.completions]
     drawn = [
-        (completions[b].tokens[t], completions[b].sample_logp[t], b) for b, positions, _ in chosen for t in positions
+        (completions[b].tokens[t], completions[b].sample_logp[t], completions[b].filtered_logp[t], b)
+        for b, positions, _ in chosen
+        for t in positions
     ]
+    before, after = (torch.tensor([d[i] for d in drawn], dtype=torch.float64, device=device) for i in (1, 2))
     return Draws(
         logits=torch.cat([logits for _, _, logits in chosen]),
-        tokens=torch.tensor([token for token, _, _ in drawn], dtype=torch.long, device=device),
-        sample_logp=torch.tensor([logp for _, logp, _ in drawn], dtype=torch.float64, device=device),
-        row=torch.tensor([b for _, _, b in drawn], dtype=torch.long, device=device),
+        tokens=torch.tensor([token for token, *_ in drawn], dtype=torch.long, device=device),
+        sample_logp=before,
+        filtered_logp=after,
+        row=torch.tensor([b for *_, b in drawn], dtype=torch.long, device=device),
         seen=torch.cat(
             [_seen(prompts[b], completions[b].tokens, positions, logits.shape[-1]) for b, positions, logits in chosen]
         ).to(device),

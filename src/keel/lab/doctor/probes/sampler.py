@@ -52,6 +52,8 @@ def probe_sampler(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         if not close(setup, gap, thresholds):
             findings.append(_reported(setup, reported, gap, thresholds))
             setup.shared["sampler mismatch"] = findings[-1].code == "sampler/mismatch"
+    if setup.sampling.filtered:
+        findings += _after_filters(setup, drawn, thresholds)
     repeated = [*noise_findings(setup, thresholds)]
     findings += repeated
     more = _sample_more(setup, thresholds)
@@ -169,6 +171,24 @@ def _reported(setup: ProbeSetup, reported: Draws, gap: Tensor, thresholds: Thres
         "check the engine's log-probabilities (natural logarithm, the drawn token's own, not shifted, the "
         "trainer's weights)",
     )
+
+
+def _after_filters(setup: ProbeSetup, drawn: Draws, thresholds: Thresholds) -> list[Finding]:
+    """What is reported of the configured filters: the weights of the samples are taken from it."""
+    assert drawn.filtered_logp is not None
+    gap = drawn.filtered_logp - drawn.logp(setup.sampling)
+    gap = gap[gap.isfinite()]  # a token that the filters rule out is the draws' finding
+    if close(setup, gap, thresholds):
+        return []
+    return [
+        finding(
+            "sampler/filter",
+            f"under the configured filters the engine's filtered_logp is off by up to {largest(gap):.3g} nats",
+            "it is not of what the tokens were drawn from, and the weights of the samples are taken from it",
+            "return the drawn token's log-probability among the tokens that the filters keep, or NaN where it is not "
+            "known",
+        )
+    ]
 
 
 def _pattern(reported: Draws, plain: SamplingParams) -> str:

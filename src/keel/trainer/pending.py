@@ -1,0 +1,96 @@
+"""Rollouts that were sampled ahead, in a checkpoint: so that a resumed run learns from the same ones.
+
+Problems are not saved, since they may hold what JSON cannot: the task draws them again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.base.types import Completion, Group, Problem, Reward
+from keel.envs.judge import Failure
+from keel.rollout.collect import with_cut_noted
+from keel.trainer.overlap import Rollouts
+from keel.trainer.sample import sample_groups
+from keel.trainer.state import State, TrainingRun
+
+PENDING = "pending.json"
+
+
+def save_pending(folder: Path, run: TrainingRun, state: State) -> None:
+    """`pending.json` with the rollouts that the run at `state` has ahead of it; no file where nothing is sampled so."""
+    if run.queue is None:
+        return
+    steps = [{"step": step, **_record(rollouts)} for step, rollouts in run.queue.ready(state.step).items()]
+    record = {"max_staleness": run.queue.max_staleness, "attempt": state.attempt, "steps": steps}
+    (folder / PENDING).write_text(json.dumps(record), encoding="utf-8")
+
+
+def load_pending(folder: Path, run: TrainingRun, state: State) -> dict[int, Rollouts]:
+    """The saved rollouts by step; none of another attempt, which a rollback gave up, or of another max_staleness."""
+    path = folder / PENDING
+    if run.queue is None or not path.exists():
+        return {}
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if (record["max_staleness"], record["attempt"]) != (run.queue.max_staleness, state.attempt):
+        return {}
+    return {step["step"]: _rollouts(step, run, state.attempt) for step in record["steps"]}
+
+
+def _record(rollouts: Rollouts) -> dict[str, Any]:
+    groups = [
+        {
+            "problem": group.problem.key,
+            "cut": group.problem.info.get("prompt_tokens_cut", 0),
+            "prompt_tokens": group.prompt_tokens,
+            "completions": [asdict(completion) for completion in group.completions],
+            "rewards": [asdict(reward) for reward in group.rewards],
+        }
+        for group in rollouts.groups
+    ]
+    failures = [asdict(failure) for failure in rollouts.failures]
+    return {"groups": groups, "counts": dict(rollouts.counts), "failures": failures}
+
+
+def _rollouts(record: Mapping[str, Any], run: TrainingRun, attempt: int) -> Rollouts:
+    groups = [_group(group) for group in record["groups"]]
+    problems = _draw_again(groups, run, attempt, record["step"])
+    missing = next((group.problem.key for group in groups if group.problem.key not in problems), None)
+    if missing is not None:
+        raise KeelError(
+            f"the checkpoint's rollouts of step {record['step'] + 1} are of problem {missing!r}, which the task no "
+            "longer draws: put the task back as it was, or resume with rollout.max_staleness=0"
+        )
+    cuts = [group["cut"] for group in record["groups"]]
+    groups = [
+        replace(group, problem=with_cut_noted(problems[group.problem.key], cut))
+        for group, cut in zip(groups, cuts, strict=True)
+    ]
+    return Rollouts(groups, record["counts"], tuple(Failure(**failure) for failure in record["failures"]))
+
+
+def _group(record: Mapping[str, Any]) -> Group:
+    completions = []
+    for completion in record["completions"]:
+        fields: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in completion.items()}
+        completions.append(Completion(**fields))
+    rewards = tuple(Reward(**reward) for reward in record["rewards"])
+    return Group(Problem(record["problem"], ""), tuple(record["prompt_tokens"]), tuple(completions), rewards)
+
+
+def _draw_again(groups: Sequence[Group], run: TrainingRun, attempt: int, step: int) -> dict[str, Problem]:
+    """The problems of a step by key, drawn as they were: further rounds depend on the rewards of those before."""
+    drawn: dict[str, Problem] = {}
+
+    def collect(problems: Sequence[Problem], *, attempt: int, step: int) -> list[Group]:
+        drawn.update({problem.key: problem for problem in problems})
+        keys = {problem.key for problem in problems}
+        return [group for group in groups if group.problem.key in keys]
+
+    sample_groups(run, collect, attempt, step)
+    return drawn

@@ -1,0 +1,244 @@
+"""Sampling ahead: the numbers of a plain loop that keeps old weights, beside the update, with its errors and counts."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from keel.base.errors import KeelError
+from keel.base.types import Problem, Reward
+from keel.config import load_config
+from keel.rollout import Engine
+from keel.rollout.native.engine import NativeEngine
+from keel.run.build import _check_ahead, build_policy, build_run
+from keel.trainer.checkpoint import load_checkpoint, save_checkpoint
+from keel.trainer.integrity import TRAINER, saved_sums
+from keel.trainer.memory import OutOfMemory
+from keel.trainer.pending import PENDING
+from keel.trainer.state import State, TrainingRun
+from keel.trainer.step import train_step
+from trainer.small import Letters, small_config
+
+TIMED = ("time/", "speed/", "memory/")
+LORA = "model.lora={r: 4, targets: [q_proj, v_proj]}"
+DYNAMIC = ("loss.dynamic_sampling=true", "rollout.num_generations=2", "task.name=trainer.test_overlap:flat")
+LIMIT_S = 60.0
+
+
+class Flat(Letters):
+    """Letters that pay every problem but the first alike, so that a step draws further ones."""
+
+    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
+        return super().reward(problem, turns) if problem.key.endswith("/0") else Reward(1.0, {"letters": 1.0})
+
+
+def flat() -> Flat:
+    return Flat()
+
+
+def make(*overrides: str, weights: Path | None = None, task: Any = None) -> tuple[TrainingRun, State]:
+    config = small_config(*overrides)
+    run = build_run(config, build_policy(config, weights), task=task).run
+    return run, State(kl=run.controller.init())
+
+
+def steady(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith(TIMED)}
+
+
+def take_steps(run: TrainingRun, state: State, count: int) -> Iterator[tuple[State, dict[str, float]]]:
+    with closing(run):
+        for _ in range(count):
+            state, metrics, _ = train_step(run, state)
+            yield state, steady(metrics)
+
+
+def plain_loop(run: TrainingRun, state: State, staleness: int, count: int) -> list[dict[str, float]]:
+    """One thread: before each step the engine is given the weights of `staleness` steps before, or of the first."""
+    run.queue, lines = None, []
+    old = [(copy.deepcopy(run.policy.model), 0)]
+    for step in range(count):
+        run.engine.sync(*old[max(0, step - staleness)])
+        state, metrics, _ = train_step(run, state)
+        old.append((copy.deepcopy(run.policy.model), state.policy_version))
+        lines.append(steady(metrics))
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("staleness", "more"),
+    [(1, ()), (2, ()), (3, ()), (2, (LORA,)), (1, DYNAMIC)],
+    ids=["1", "2", "3", "lora", "dynamic"],
+)
+def test_every_number_is_that_of_a_plain_loop_which_keeps_old_weights(staleness: int, more: tuple[str, ...]) -> None:
+    options = (f"rollout.max_staleness={staleness}", *more)
+    lines = [metrics for _, metrics in take_steps(*make(*options), 6)]
+    assert lines == plain_loop(*make(*options), staleness, 6)
+    assert [line["staleness/max"] for line in lines] == [float(min(step, staleness)) for step in range(6)]
+    assert all(line["staleness/mean"] == line["staleness/max"] for line in lines)
+
+
+class Watched(Letters):
+    """Letters that remember for which steps problems were drawn, and in which thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "drawn", {step: threading.Event() for step in range(10)})
+        object.__setattr__(self, "threads", set())
+
+    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        self.threads.add(threading.current_thread())
+        self.drawn[step].set()
+        return super().sample(count, seed=seed, step=step)
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_the_sampler_works_on_later_steps_while_the_policy_is_updated(staleness: int) -> None:
+    task = Watched()
+    run, state = make(f"rollout.max_staleness={staleness}", task=task)
+    update, ahead = run.optimizer.inner.step, []
+
+    def waiting() -> None:
+        ahead.append(task.drawn[len(ahead) + staleness].wait(LIMIT_S))
+        update()
+
+    run.optimizer.inner.step = waiting  # type: ignore[method-assign]
+    lines = [train_step(run, state).metrics]
+    run.close()
+    assert ahead == [True]
+    assert task.threads != {threading.main_thread()}
+    assert len(task.threads) == 1
+    assert 0 <= lines[0]["time/sampler_wait_s"] < lines[0]["time/total_s"]
+    assert lines[0]["time/trainer_wait_s"] <= lines[0]["time/total_s"]
+
+
+def test_the_thread_leaves_the_main_threads_random_numbers_alone() -> None:
+    run, state = make("rollout.max_staleness=1")
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    with closing(run):
+        train_step(run, state)
+        run.queue.settle(1)  # type: ignore[union-attr]
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("more", [(LORA,), DYNAMIC], ids=["lora", "dynamic"])
+def test_a_checkpoint_of_any_step_goes_on_exactly(tmp_path: Path, staleness: int, more: tuple[str, ...]) -> None:
+    options, folders, lines = (f"rollout.max_staleness={staleness}", *more), [], []
+    run, state = make(*options)
+    for later, metrics in take_steps(run, state, 5):
+        folders.append(save_checkpoint(tmp_path, run, later))
+        assert f"{TRAINER}/{PENDING}" in (saved_sums(folders[-1]) or {})
+        lines.append(metrics)
+    for step, folder in enumerate(folders[:4], start=1):
+        other, _ = make(*options, weights=folder)
+        state = load_checkpoint(folder, other)
+        assert state.step == step
+        assert [metrics for _, metrics in take_steps(other, state, 5 - step)] == lines[step:]
+
+
+def test_a_checkpoint_of_another_staleness_begins_with_fresh_rollouts(tmp_path: Path) -> None:
+    run, state = make("rollout.max_staleness=2")
+    for later, _ in take_steps(run, state, 3):
+        folder = save_checkpoint(tmp_path, run, later)
+    other, _ = make("rollout.max_staleness=1", weights=folder)
+    lines = [metrics for _, metrics in take_steps(other, load_checkpoint(folder, other), 2)]
+    assert [line["staleness/max"] for line in lines] == [0.0, 1.0]
+
+
+def test_pending_rollouts_of_problems_that_are_gone_are_refused(tmp_path: Path) -> None:
+    class Moved(Letters):
+        def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
+            return super().sample(count, seed=seed + 1, step=step)
+
+    run, state = make("rollout.max_staleness=1")
+    for later, _ in take_steps(run, state, 1):
+        folder = save_checkpoint(tmp_path, run, later)
+    other, _ = make("rollout.max_staleness=1", weights=folder, task=Moved())
+    with pytest.raises(KeelError, match=r"step 2 are of problem '0/1/0', which the task no longer draws"):
+        load_checkpoint(folder, other)
+
+
+class Broken(NativeEngine):
+    """Fails in the third step."""
+
+    def __init__(self, model: Any, tokenizer: Any, memory: bool = False) -> None:
+        super().__init__(model, tokenizer, copy=True)
+        self.error = torch.OutOfMemoryError("out of memory") if memory else ZeroDivisionError("in the sampler")
+
+    def generate(self, *args: Any, step: int = 0, **options: Any) -> Any:
+        if step == 2:
+            raise self.error
+        return super().generate(*args, step=step, **options)
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_what_goes_wrong_in_the_thread_is_raised_by_the_step_that_it_belongs_to(tmp_path: Path, staleness: int) -> None:
+    run, state = make(f"rollout.max_staleness={staleness}", "rollout.engine=trainer.test_overlap:Broken")
+    with closing(run):
+        for _ in range(2):
+            state = train_step(run, state).state
+        folder = save_checkpoint(tmp_path, run, state)
+        for _ in range(2):  # also when asked again, and of every later step
+            with pytest.raises(ZeroDivisionError, match="in the sampler"):
+                train_step(run, state)
+    assert not [thread for thread in threading.enumerate() if thread.name == "keel-rollouts"]
+    other, _ = make(f"rollout.max_staleness={staleness}", weights=folder)  # the rollouts before it were saved
+    assert load_checkpoint(folder, other).step == 2
+    assert train_step(other, state).metrics["staleness/max"] == 0.0
+    other.close()
+
+
+def test_memory_that_runs_out_in_the_thread_is_said_of_the_rollout() -> None:
+    engine = "rollout.engine={name: trainer.test_overlap:Broken, memory: true}"
+    run, state = make("rollout.max_staleness=1", engine)
+    with pytest.raises(OutOfMemory, match=r"the rollout of step 3 .*: rollout\.max_batch is null"):
+        list(take_steps(run, state, 3))
+
+
+def test_a_run_that_fails_in_the_update_goes_on_with_the_rollouts_it_had(tmp_path: Path) -> None:
+    """The step's own rollouts are taken, and still saved with the state before it."""
+    run, state = make("rollout.max_staleness=2")
+    expected = [metrics for _, metrics in take_steps(*make("rollout.max_staleness=2"), 4)]
+    with closing(run):
+        for _ in range(2):
+            state = train_step(run, state).state
+        run.optimizer.inner.step = lambda: 1 / 0  # type: ignore[method-assign]
+        with pytest.raises(ZeroDivisionError):
+            train_step(run, state)
+        folder = save_checkpoint(tmp_path, run, state)
+    other, _ = make("rollout.max_staleness=2", weights=folder)
+    assert [metrics for _, metrics in take_steps(other, load_checkpoint(folder, other), 2)] == expected[2:]
+
+
+class Sharing(Engine):
+    shares_weights = True
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        pass
+
+    def generate(self, *args: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_what_cannot_sample_beside_the_update_is_refused_in_one_line() -> None:
+    with pytest.raises(KeelError, match=r"test_overlap:Sharing samples with the policy's own weights"):
+        make("rollout.max_staleness=1", "rollout.engine=trainer.test_overlap:Sharing")
+    engine: Any = SimpleNamespace(shares_weights=False)
+    gpu, cpu = (SimpleNamespace(device=torch.device(name)) for name in ("cuda", "cpu"))
+    one, two = (load_config({}, [f"rollout.max_staleness={staleness}"]) for staleness in (1, 2))
+    with pytest.raises(KeelError, match=r"max_staleness=1 with rollout\.engine=native would sample on the GPU that"):
+        _check_ahead(one, engine, gpu, False)  # type: ignore[arg-type]
+    with pytest.raises(KeelError, match=r"max_staleness=2 keeps copies of the weights.*max_staleness=1, or parallel"):
+        _check_ahead(two, engine, cpu, True)  # type: ignore[arg-type]
+    _check_ahead(one, engine, cpu, True)  # type: ignore[arg-type]

@@ -1,0 +1,157 @@
+"""Steps on samples that the policy did not draw: of older weights, of a filtered distribution, of a silent engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from keel.base.errors import KeelError
+from keel.base.thresholds import load_thresholds
+from keel.base.types import Completion, Group
+from keel.losses import MismatchOptions
+from keel.run.build import build_policy, build_run
+from keel.trainer.guards import sampler_events
+from keel.trainer.state import State, TrainingRun
+from keel.trainer.step import Step, controlled_kl, train_step
+from trainer.small import small_config
+
+
+def make(*overrides: str) -> tuple[TrainingRun, State]:
+    config = small_config(*overrides)
+    run = build_run(config, build_policy(config)).run
+    return run, State(kl=run.controller.init())
+
+
+def with_completions(groups: Sequence[Group], change: Callable[[Completion], Completion]) -> list[Group]:
+    return [replace(group, completions=tuple(map(change, group.completions))) for group in groups]
+
+
+def samples_of_the_start(run: TrainingRun, state: State, *, stale: bool) -> Step:
+    """Two steps, then one on what the weights before them have sampled."""
+    problems = run.task.sample(run.rollout.prompts_per_step, seed=5, step=0)
+    early = run.collect(problems, attempt=0, step=0)
+    for _ in range(2):
+        state = train_step(run, state).state
+    run.collect = lambda *_, **__: early  # type: ignore[assignment]
+    run.rollout = run.rollout.model_copy(update={"max_staleness": 2 if stale else 0})
+    return train_step(run, state)
+
+
+def test_stale_samples_are_measured_and_steered_as_the_policy_is_now() -> None:
+    run, state = make("kl.exact=true", "kl.controller.name=ziegler", "kl.controller.target=0.1")
+    _, metrics, batch = samples_of_the_start(run, state, stale=True)
+    rows = batch.rows
+    assert rows.stale
+    mask = rows.action_mask
+    weights = (rows.old_logp - rows.sample_logp).exp()[mask].double()  # type: ignore[operator]
+    u = (rows.old_logp - rows.ref_logp)[mask].double()  # type: ignore[operator]
+    assert weights.std() > 0.05
+    assert metrics["kl/policy_ref/k1/mean"] == pytest.approx((weights * u).mean().item(), rel=1e-4)
+    k3 = torch.expm1(-u) + u
+    assert metrics["kl/policy_ref/k3/mean"] == pytest.approx((weights * k3).mean().item(), rel=1e-4)
+    assert metrics["mismatch/ess"] == pytest.approx((weights.mean() ** 2 / weights.square().mean()).item(), rel=1e-5)
+    exact = batch.scores.exact_kl[mask].double().mean().item()  # type: ignore[union-attr, index]
+    assert metrics["kl/policy_ref/exact/mean"] == pytest.approx(exact, rel=1e-6), "of a state: no token is drawn"
+    assert run.controller.unit == "per_sequence"
+    assert controlled_kl(metrics, run.controller.unit) == pytest.approx(
+        (weights * u).sum().item() / len(mask), rel=1e-4
+    )
+    assert metrics["kl/policy_ref/prefix_gap/mean"] != 0.0
+    assert metrics["kl/policy_ref/prefix_gap/se"] > 0.0
+
+
+def test_fresh_samples_are_measured_without_weights() -> None:
+    run, state = make()
+    _, metrics, batch = samples_of_the_start(run, state, stale=False)
+    rows = batch.rows
+    u = (rows.old_logp - rows.ref_logp)[rows.action_mask].double()  # type: ignore[operator]
+    assert metrics["kl/policy_ref/k1/mean"] == pytest.approx(u.mean().item(), rel=1e-6)
+    assert not any("prefix_gap" in name for name in metrics)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_kept_mass_is_what_the_filter_leaves_of_the_policy(known: bool) -> None:
+    """Against the sum of the three likeliest probabilities of the model's own logits, at every state."""
+    run, state = make("rollout.top_k=3", "optim.learning_rate=1e-30")
+    if not known:
+        inner = run.collect
+
+        def silent(*args: Any, **options: Any) -> Any:
+            unknown = tuple(math.nan for _ in range(64))
+            return with_completions(inner(*args, **options), lambda c: replace(c, sample_logp=unknown[: len(c.tokens)]))
+
+        run.collect = silent  # type: ignore[assignment]
+    _, metrics, batch = train_step(run, state)
+    masses = []
+    for group in batch.groups:
+        for completion in group.completions:
+            ids = torch.tensor([[*group.prompt_tokens, *completion.tokens]])
+            with torch.no_grad():
+                logits = run.policy.model(ids).logits[0, len(group.prompt_tokens) - 1 : -1]
+            masses.append(logits.softmax(-1).topk(3).values.sum(-1))
+    mass = torch.cat(masses)
+    assert metrics["rollout/kept_mass/mean"] == pytest.approx(mass.mean().item(), rel=1e-4)
+    assert metrics["rollout/kept_mass/min"] == pytest.approx(mass.min().item(), rel=1e-4)
+    assert metrics["mismatch/unreported_fraction"] == 0.0
+    rows, names = batch.rows, ("old_logp", "ref_logp", "filtered_logp")
+    old, ref, filtered = (getattr(rows, name)[rows.action_mask] for name in names)
+    weighted = ((old - filtered).exp() * (old - ref)).mean().item()
+    assert metrics["kl/policy_ref/k1/mean"] == pytest.approx(weighted, abs=1e-6)
+
+
+def test_an_engine_that_reports_nothing_is_counted_and_cannot_be_stale() -> None:
+    run, state = make()
+    inner = run.collect
+
+    def first_unknown(*args: Any, **options: Any) -> Any:
+        groups = inner(*args, **options)
+        return with_completions(groups, lambda c: replace(c, sample_logp=(math.nan, *c.sample_logp[1:])))
+
+    run.collect = first_unknown  # type: ignore[assignment]
+    _, metrics, batch = train_step(run, state)
+    assert metrics["mismatch/unreported_fraction"] == pytest.approx(12 / int(batch.rows.action_mask.sum()))
+    run.rollout = run.rollout.model_copy(update={"max_staleness": 1})
+    with pytest.raises(
+        KeelError, match=r"rollout\.max_staleness=1 needs .*rollout\.engine=native reports none"
+    ) as caught:
+        train_step(run, state)
+    assert "\n" not in str(caught.value)
+
+
+def test_events_on_samples() -> None:
+    thresholds, on, off = load_thresholds(), MismatchOptions(), MismatchOptions(kind="none")
+    fine = {"kl/sampler_policy/k3/mean": 1e-6, "mismatch/ess": 0.99, "mismatch/unreported_fraction": 0.0}
+    assert sampler_events(fine, on, thresholds) == sampler_events(fine, off, thresholds) == {}
+    far = {**fine, "kl/sampler_policy/k3/mean": 0.02}
+    assert sampler_events(far, on, thresholds) == {}
+    assert list(sampler_events(far, off, thresholds)) == ["sampler/uncorrected"]
+    for name, value, kind in (
+        ("mismatch/ess", 0.2, "sampler/ess"),
+        ("mismatch/unreported_fraction", 0.01, "sampler/unreported"),
+        ("rollout/kept_mass/mean", 0.85, "sampler/filter"),
+    ):
+        (event,) = sampler_events({**fine, name: value}, on, thresholds).items()
+        assert event[0] == kind
+        assert "\n" not in event[1]["message"]
+
+
+def test_a_run_whose_sampler_differs_says_when_nothing_corrects_it() -> None:
+    def notes(*overrides: str) -> list[str]:
+        config = small_config("loss.mismatch.kind=none", *overrides)
+        return [n for n in build_run(config, build_policy(config)).notes if n.startswith("loss.mismatch.kind=none")]
+
+    assert notes() == []
+    for override, why in (
+        ("optim.precision=bfloat16", "training passes run in bfloat16"),
+        ("rollout.dtype=bfloat16", "samples with weights and numbers of its own"),
+        ("rollout.top_p=0.9", "cut what is sampled"),
+    ):
+        (note,) = notes(override)
+        assert why in note
+    config = small_config("rollout.dtype=bfloat16")
+    assert not any("mismatch" in note for note in build_run(config, build_policy(config)).notes)
