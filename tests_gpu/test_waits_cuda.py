@@ -46,6 +46,8 @@ def waits(monkeypatch):
     count, inner = [], world.to_host
 
     def to_host(metrics):
+        if not any(isinstance(x, torch.Tensor) for metric in metrics.values() for x in vars(metric).values()):
+            return inner(metrics)  # the host's own numbers: nothing to wait for
         mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("default")
         count.append(len(metrics))

@@ -15,6 +15,8 @@ import keel
 from keel.base.alive import LOST
 from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
+from keel.base.world import World
+from keel.rollout.native.engine import NativeEngine
 from ranks import run_ranks
 from run.test_ranks import Lost, statuses
 from run.test_resume import assert_same, lines, options, train_until_killed
@@ -137,7 +139,22 @@ def train(folder: Path, staleness: str, resume: bool = False, stop_at: int | Non
     return keel.train(BASE, task=task, overrides=overrides, resume=resume, callbacks=[stop]).exit_status
 
 
-@pytest.mark.parametrize(("staleness", "more"), [(ONE, [FULL]), (TWO, [])], ids=["sharded", "replicated"])
+class Telling(NativeEngine):
+    """Sends in a sync too, as one of servers does that ranks share."""
+
+    def __init__(self, model: Any, tokenizer: Any, world: World) -> None:
+        super().__init__(model, tokenizer, copy=True)
+        self.world = world
+
+    def sync(self, policy: Any, version: int | None = None) -> None:
+        assert self.world.gather(("sync", version)) == [("sync", version)] * self.world.size
+        super().sync(policy, version)
+
+
+TELLING = "rollout.engine=run.test_overlap:Telling"
+
+
+@pytest.mark.parametrize(("staleness", "more"), [(ONE, [FULL]), (TWO, [TELLING])], ids=["sharded", "replicated"])
 def test_two_ranks_stopped_and_killed_and_gone_on_with(tmp_path: Path, staleness: str, more: list[str]) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert statuses(run_ranks(train, whole, staleness, False, None, *more)) == [0, 0]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,8 +63,8 @@ def play_chess(
     except ImportError as error:
         raise KeelError(f"keel play-chess needs {error.name}: pip install 'keel-rl[chess]'") from error
     opponent_player, opponent_name, at_once = _opponent(opponent, nodes or 1000, seed)
-    player, name = _model(paths[0], overrides, checkpoint, padding, temperature, max_tokens, seed)
-    with bar() as watch:
+    model = _model(paths[0], overrides, checkpoint, padding, temperature, max_tokens, seed)
+    with model as (player, name), bar() as watch:
         played = matches.play_games(
             player,
             opponent_player,
@@ -102,6 +103,7 @@ def _opponent(opponent: str, nodes: int, seed: int) -> tuple[Any, str, int]:
     return matches.engine_mover(pool), f"{pool.name} ({nodes} nodes)", pool.workers
 
 
+@contextmanager
 def _model(
     source: str,
     overrides: list[str],
@@ -110,7 +112,7 @@ def _model(
     temperature: float,
     max_tokens: int,
     seed: int,
-) -> tuple[Any, str]:
+) -> Iterator[tuple[Any, str]]:
     """The model as a player: one P: prompt a game and move, all games at once."""
     from keel.envs.chess.format import padding_of, read_policy
     from keel.envs.chess.policy import policy_problem
@@ -123,7 +125,6 @@ def _model(
     widths = padding_of(padding)
     model_ref = resolve_model(source, overrides, checkpoint)
     loaded = model_ref.load()
-    engine = build_engine(model_ref.config.rollout, loaded.model, loaded.tokenizer)
     renderer = build_renderer(model_ref.config, loaded.tokenizer)
     changes = {"temperature": temperature, "max_completion_length": max_tokens, "num_generations": 1}
     sampling = SamplingParams.of(model_ref.config.rollout, **changes)
@@ -135,7 +136,8 @@ def _model(
         completions = engine.generate(requests, sampling, seed=seed)
         return [read_policy(samples[0].text, widths).best for samples in completions]
 
-    return moves, model_ref.name
+    with closing(build_engine(model_ref.config.rollout, loaded.model, loaded.tokenizer)) as engine:
+        yield moves, model_ref.name
 
 
 def _figures(played: Sequence[Any], name: str, opponent: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import os
 import secrets
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -41,15 +41,22 @@ def serve(
     tensor_parallel_size: Annotated[int, typer.Option(help="GPUs that the model is spread over.", min=1)] = 1,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory.", min=0.01, max=1)] = 0.9,
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and completion together.")] = None,
+    transfer: Annotated[
+        Literal["http", "nccl", "ipc"],
+        typer.Option(help="How trainings send full weights: http as files; nccl from other GPUs, ipc from this one."),
+    ] = "http",
     max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter; 0 takes none.", min=0)] = 0,
 ) -> None:
     from keel.models.head import causal_lm
     from keel.rollout.options import VllmOptions
     from keel.rollout.vllm.client import SECRET
-    from keel.rollout.vllm.serve import serve as serve_model
     from keel.run.model_ref import resolve_model
     from keel.trainer.checkpoint import save_weights
 
+    try:
+        from keel.rollout.vllm.serve import serve as serve_model
+    except ModuleNotFoundError as error:
+        raise KeelError(f"keel serve needs {error.name}: pip install 'keel-rl[serve]'") from error
     given = os.environ.get(SECRET)
     secret = given or secrets.token_urlsafe(24)
     if given is not None and len(given) < 8:
@@ -58,11 +65,13 @@ def serve(
         tensor_parallel_size=tensor_parallel_size,
         gpu_memory_utilization=gpu_memory_utilization,
         max_model_len=max_model_len,
+        transfer=transfer,
     )
 
     def ready(url: str) -> None:
         shown = "" if given else f"{SECRET}={secret} "
         settings = f"rollout.engine=vllm rollout.vllm.mode=server rollout.vllm.url={url}"
+        settings += "" if transfer == "http" else f" rollout.vllm.transfer={transfer}"
         typer.echo(f"serving {model}; train with: {shown}keel train CONFIG {settings}")
 
     loaded = resolve_model(model).load()

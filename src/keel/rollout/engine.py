@@ -16,6 +16,14 @@ Answer = Callable[[list[Turn]], Iterable[Request]]
 _BY_TURN = ("generate", "converse")
 
 
+class OtherModel(KeelError):
+    """The sampler is of another model than the policy: another shape, tokenizer, or base under an adapter."""
+
+
+class StaleWeights(KeelError):
+    """The sampler does not hold the policy's weights after they were sent."""
+
+
 class Engine:
     """Samples completions from the policy. Derive from it, write `generate`, and declare what else holds.
 
@@ -27,6 +35,7 @@ class Engine:
     logp_after_filters: bool = False  # `sample_logp` is of the distribution that top-p, top-k and min-p leave
     context: int | None = None  # tokens that prompt and completion may have together; None where nothing limits them
     version: int | None = None  # the policy version of the last `sync`; None where weights are shared
+    proven: str = ""  # what the last `sync` has shown of the sampler's weights; empty where nothing was read back
     notes: tuple[str, ...] = ()  # what it does another way than the fastest, and why; a run on a GPU shows them
     on_finished: Callable[[int], None] | None = None  # called with the number of completions that have just ended
 

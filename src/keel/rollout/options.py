@@ -35,9 +35,19 @@ class VllmOptions(Options):
     max_model_len: Positive | None = Field(
         default=None, description="Tokens of prompt and completion together; null is the model's own."
     )
+    transfer: Literal["auto", "http", "nccl", "ipc"] = Field(
+        default="auto",
+        description="How full weights go to a server: http as files; nccl to other GPUs, ipc on the same one, both not "
+        "yet run on a GPU, for a server of keel serve --transfer. auto is http. Adapters always go as files.",
+    )
     wait_s: Above0 = Field(
         default=120.0, description="Seconds that the training waits for a server that is lost or does not answer."
     )
+
+    @property
+    def direct(self) -> str | None:
+        """By which transfer from GPU to GPU full weights go; None where they go as files."""
+        return self.transfer if self.transfer in ("nccl", "ipc") else None
 
     @property
     def urls(self) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -144,9 +145,11 @@ def build_run(
     reward: RewardFunction | None = None,
     world: World = ALONE,
 ) -> Built:
-    """Everything that a step needs; the reference is the policy as it is now."""
-    with memory_guard("building the run", lambda: _less_beside(config)):
-        return _build_run(config, loaded, task, reward, world)
+    """Everything that a step needs; the reference is the policy as it is now. Close `Built.run` after use."""
+    with memory_guard("building the run", lambda: _less_beside(config)), ExitStack() as on_error:
+        built = _build_run(config, loaded, task, reward, world, on_error)
+        on_error.pop_all()
+        return built
 
 
 def _check_same_weights(loaded: LoadedModel, world: World) -> None:
@@ -170,7 +173,12 @@ def _less_beside(config: Config) -> Remedy:
 
 
 def _build_run(
-    config: Config, loaded: LoadedModel, task: Task | None, reward: RewardFunction | None, world: World
+    config: Config,
+    loaded: LoadedModel,
+    task: Task | None,
+    reward: RewardFunction | None,
+    world: World,
+    on_error: ExitStack,
 ) -> Built:
     build_renderer(config, loaded.tokenizer)  # a template that is not there is found before anything is sampled
     task = task or build_named_task(config.task, config)
@@ -184,7 +192,9 @@ def _build_run(
     layout = layout_of(config, loaded, world)
     ahead = config.rollout.max_staleness > 0
     tokenizer = deepcopy(loaded.tokenizer) if ahead else loaded.tokenizer  # fast ones are not for two threads
-    engine = build_engine(sampler, loaded.model, tokenizer, own_weights=layout.spread or ahead, world=world)
+    engine_world = world.apart() if ahead else world  # a sync may send too, in either thread
+    engine = build_engine(sampler, loaded.model, tokenizer, own_weights=layout.spread or ahead, world=engine_world)
+    on_error.callback(engine.close)
     _check_ahead(config, engine, loaded, layout.spread)
     scorer = build_scorer(config.model.scorer)
     differs = _sampler_differs(config, engine, amp_dtype, scorer)
@@ -221,7 +231,7 @@ def _build_run(
         world=world,
     )
     if ahead:
-        run.queue = _queue(config, run, tokenizer, sampling, judge)
+        run.queue = _queue(config, run, tokenizer, sampling, judge, engine_world)
     if scorer is None and not layout.spread:
         kept = config.episodes_per_step * config.rollout.max_completion_length if config.kl.needs_exact else 0
         run.fitting_tokens = measure_fit(
@@ -329,9 +339,11 @@ def _collector(
     return collected
 
 
-def _queue(config: Config, run: TrainingRun, tokenizer: Any, sampling: SamplingParams, judge: Judge) -> RolloutQueue:
+def _queue(
+    config: Config, run: TrainingRun, tokenizer: Any, sampling: SamplingParams, judge: Judge, world: World
+) -> RolloutQueue:
     """The sampler's thread, with a tokenizer, a record of failures and connections of its own."""
-    own, world = judge.apart(), run.world.apart()
+    own = judge.apart()
     collector = _collector(config, run.engine, run.task, tokenizer, sampling, own, world)
 
     def sample(attempt: int, step: int) -> Rollouts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -188,17 +189,17 @@ def _evaluated(
 ) -> list[EvalResult]:
     """All tasks on one model, which is let go before the next one is loaded."""
     loaded = model_ref.load()
-    engine = build_engine(config.rollout, loaded.model, loaded.tokenizer)
     tasks = [  # before judges are made: a judge belongs to the task whose problems it is given
         (without_long_prompts(config, loaded.tokenizer, task)[0] if split == "trained" else task, split)
         for task, split in chosen
     ]
     results = []
-    for entry in entries(config, tasks):
-        rows = config.eval.samples * _samples(config)
-        if watch is not None:
-            own = len(world.share(range(config.eval.samples))) * _samples(config)
-            engine.on_finished = watch(f"{model_ref.name}: {entry.task.name}", own)
-        with memory_guard(f"the evaluation of {entry.task.name}", partial(fewer_rows, config.rollout, rows)):
-            results.append(evaluate_entry(config, engine, loaded.tokenizer, entry, seed=seed, world=world))
+    with closing(build_engine(config.rollout, loaded.model, loaded.tokenizer, world=world)) as engine:
+        for entry in entries(config, tasks):
+            rows = config.eval.samples * _samples(config)
+            if watch is not None:
+                own = len(world.share(range(config.eval.samples))) * _samples(config)
+                engine.on_finished = watch(f"{model_ref.name}: {entry.task.name}", own)
+            with memory_guard(f"the evaluation of {entry.task.name}", partial(fewer_rows, config.rollout, rows)):
+                results.append(evaluate_entry(config, engine, loaded.tokenizer, entry, seed=seed, world=world))
     return results

@@ -49,6 +49,7 @@ FREE_TO_CHANGE = (
     "optim.offload",
     "reference.offload",
     "rollout.max_batch",
+    "rollout.vllm.",  # where vLLM samples: a server lost may be started again elsewhere
     "rollout.max_staleness",  # with another one, what was sampled ahead is sampled again
     "model.gradient_checkpointing",
     "reward.timeout_s",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,11 @@ def _supervise(config: Config, directory: RunDirectory, at_end: EndHooks, world:
     start = build_warmstart(config, loaded, draws=draws)
     steps = start.options.steps
     loggers = open_loggers(config, directory, None, total_steps=steps, world=world)
-    try:
+    with ExitStack() as at_exit:
+        at_exit.callback(loggers.close)
         # no KL here: nothing is sampled to measure it on, so no reference is built
         built = build_run(load_config(config, ["kl.beta=0", "kl.measure_every=0"]), loaded, world=world)
+        at_exit.callback(built.run.close)
         evaluate = evaluator(config, built)
         before = evaluate()
         for record in before:
@@ -76,8 +79,6 @@ def _supervise(config: Config, directory: RunDirectory, at_end: EndHooks, world:
         directory.sync()
         if world.leads:
             write_report_of(directory.path, loggers, at_end)
-    finally:
-        loggers.close()
     return TrainResult(summary, directory.path, steps)
 
 

@@ -457,8 +457,8 @@ def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | Non
             loggers = MultiLogger(Logger())  # it leaves nothing behind
             loaded = _policy(small, directory.path, None, loggers, task, Interrupt(), world)
             built = build_run(small, loaded, task=task, reward=reward, world=world)
-            evaluator(small, built)
             with closing(built.run):
+                evaluator(small, built)
                 step = train_step(built.run, State(kl=built.run.controller.init()))
     finally:
         if world.leads:

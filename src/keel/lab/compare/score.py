@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,8 +85,8 @@ def sample(
 ) -> list[Group]:
     """The side's completions of every prompt, by the engine named; `attempt` keeps the noise of two sets apart."""
     requests = [Request(problem.key, tokens) for problem, tokens in zip(problems, prompts, strict=True)]
-    with side.model() as model:
-        sampler = build_engine(RolloutOptions(engine=engine), model, side.loaded.tokenizer)
+    options, tokenizer = RolloutOptions(engine=engine), side.loaded.tokenizer
+    with side.model() as model, closing(build_engine(options, model, tokenizer)) as sampler:
         drawn = sampler.generate(requests, sampling, seed=seed, attempt=attempt)
     return [Group(*parts) for parts in zip(problems, prompts, map(tuple, drawn), strict=True)]
 

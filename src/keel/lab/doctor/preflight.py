@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from keel.base.errors import first_line
+from keel.base.errors import KeelError, first_line
 from keel.base.thresholds import Thresholds, load_thresholds
 from keel.config import Config
 from keel.envs import Task
@@ -17,6 +18,7 @@ from keel.lab.doctor.formula import formula_of
 from keel.lab.doctor.hypotheses import judge_hypotheses, preflight_figures
 from keel.lab.doctor.probes import PROBES, ProbeResult
 from keel.lab.doctor.setup import WARMSTART_S, build_setup
+from keel.rollout.engine import OtherModel, StaleWeights
 
 OnProbe = Callable[[ProbeResult, float], None]
 
@@ -32,21 +34,32 @@ def preflight(
 ) -> Diagnosis:
     """Findings of all probes, worst first; `on_probe(outcome, seconds)` is called after each of them.
 
-    A probe that fails on what it is given is said to have failed and does not end the others. A warm start that takes
+    A probe that fails on what it is given is said to have failed and does not end the others; a sampler that is
+    refused when it is built is the only finding, since nothing can be sampled. A warm start that takes
     longer than `warmstart_s` is cut; what then depends on the policy's skill is a note and decides no hypothesis.
     """
     limits = load_thresholds() if thresholds is None else thresholds
-    setup = build_setup(config, task=task, reward=reward, warmstart_s=warmstart_s)
-    outcomes = []
-    for name, probe in PROBES:
-        began = time.monotonic()
-        try:
-            outcome = probe(setup, limits)
-        except Exception as error:  # a user's part may raise anything
-            outcome = _failed(name, f"{type(error).__name__}: {first_line(error)}")
-        outcomes.append(outcome)
+    began = time.monotonic()
+    try:
+        setup = build_setup(config, task=task, reward=reward, warmstart_s=warmstart_s)
+    except (OtherModel, StaleWeights) as refusal:
+        outcome = _refused("*", refusal)
         if on_probe is not None:
-            on_probe(outcome, time.monotonic() - began)
+            on_probe(replace(outcome, name="engine"), time.monotonic() - began)
+        return _without_samples(config, outcome, limits)
+    outcomes = []
+    with closing(setup.run):
+        for name, probe in PROBES:
+            began = time.monotonic()
+            try:
+                outcome = probe(setup, limits)
+            except (OtherModel, StaleWeights) as refusal:
+                outcome = _refused(name, refusal)
+            except Exception as error:  # a user's part may raise anything
+                outcome = _failed(name, f"{type(error).__name__}: {first_line(error)}")
+            outcomes.append(outcome)
+            if on_probe is not None:
+                on_probe(outcome, time.monotonic() - began)
     every = [finding for outcome in outcomes for finding in outcome.findings]
     findings = tuple(
         ranked(every if setup.warmstart_cut is None else [_softened(finding, setup.warmstart_cut) for finding in every])
@@ -67,6 +80,26 @@ def preflight(
         notes=(*setup.notes, *(line for outcome in outcomes for line in outcome.lines)),
     )
     return with_threshold_notes(diagnosis, limits)
+
+
+def _refused(name: str, refusal: KeelError) -> ProbeResult:
+    """An engine's refusal as the finding that it is; `name` is what cannot be told then."""
+    if isinstance(refusal, OtherModel):
+        code, cause = "sampler/other-model", "the sampler was started on another model than the one that is trained"
+        advice = "start the sampler on model.name of this configuration, or correct rollout.vllm.url"
+    else:
+        code, cause = "sampler/stale", "the sampler keeps weights of its own that a sync does not bring up to date"
+        advice = "start the sampler anew, of this version of Keel; a backend of your own must load all that it is sent"
+    return ProbeResult(
+        name, (finding(code, str(refusal), cause, advice),), unchecked=(f"{name}: the sampler was refused",)
+    )
+
+
+def _without_samples(config: Config, outcome: ProbeResult, limits: Thresholds) -> Diagnosis:
+    """What is left to say where the sampler was refused."""
+    formula = formula_of(config.to_dict())
+    hypotheses = judge_hypotheses(outcome.findings, {}, limits, outcome.unchecked, formula)
+    return with_threshold_notes(Diagnosis(outcome.findings, hypotheses, outcome.unchecked), limits)
 
 
 def _failed(name: str, reason: str) -> ProbeResult:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -210,16 +210,20 @@ def build_setup(
     """Build the parts, sample and judge `problems` × `generations` completions through the real engine and judge.
 
     A reward that fails counts as 0 here, whatever `reward.on_error` says, so that the rest can still be looked at.
+    Close `ProbeSetup.run` after use.
     """
     lenient = config.model_copy(update={"reward": config.reward.model_copy(update={"on_error": "zero"})})
     loaded, notes, cut = _policy(lenient, task, warmstart_s)
-    built = build_run(lenient, loaded, task=task, reward=reward)
-    built.run.engine.sync(loaded.model, 0)
     count = min(generations, config.rollout.num_generations) if config.rollout.num_generations > 1 else generations
-    sampling = replace(built.sampling, num_generations=max(count, 2))
-    drawn = built.run.task.sample(problems, seed=config.run.seed, step=0)
-    groups = built.run.collect(drawn, attempt=0, step=0, sampling=sampling)  # type: ignore[call-arg]
-    batch = pack_step(groups, built.run)
+    built = build_run(lenient, loaded, task=task, reward=reward)
+    with ExitStack() as on_error:
+        on_error.callback(built.run.close)
+        built.run.engine.sync(loaded.model, 0)
+        sampling = replace(built.sampling, num_generations=max(count, 2))
+        drawn = built.run.task.sample(problems, seed=config.run.seed, step=0)
+        groups = built.run.collect(drawn, attempt=0, step=0, sampling=sampling)  # type: ignore[call-arg]
+        batch = pack_step(groups, built.run)
+        on_error.pop_all()
     return ProbeSetup(config, built, batch, tuple(built.judge.drain()), (*notes, *built.notes), cut)
 
 

@@ -51,6 +51,12 @@ small batch, each for one cause. `keel doctor configs/default.yaml warmstart=nul
 start, takes 11 s of processor time on one core, 25 s by the clock on a machine busy with other work; a configuration's
 warm start comes on top and is cut where it takes too long.
 
+With `rollout.engine=vllm` the sampler of the run is started once, or its server is asked, and closed at the end; a
+server keeps the weights that it was sent last. What the sampler shows of itself is among the notes ("tried and found
+sound: weights read back: all 21 tensors of the sampler are the policy's"). A server of another model or tokenizer, or
+of another base under an adapter, is `sampler/other-model`, and the only finding, since nothing can be sampled; one that
+does not take over the weights is `sampler/stale`, whatever it says of them: the draws are looked at too.
+
 {probes}
 
 ## Hypotheses

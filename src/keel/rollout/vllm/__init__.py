@@ -25,8 +25,9 @@ def check_vllm(options: VllmOptions) -> None:
             if not url.startswith(("http://", "https://")):
                 raise KeelError(f"rollout.vllm.url is {url!r}: it must begin with http:// or https://")
         return
-    for name in ("url", "secret"):
+    for name in ("url", "secret", "direct"):
         if getattr(options, name) is not None:
+            name = "transfer" if name == "direct" else name
             raise KeelError(f"rollout.vllm.{name} is for a server: leave it out, or set rollout.vllm.mode=server")
     if options.tensor_parallel_size > 1:
         raise KeelError(

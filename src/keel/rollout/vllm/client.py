@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import queue
 import secrets
@@ -17,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,11 @@ from keel.base.world import World
 from keel.models.head import causal_lm
 from keel.models.lora import is_lora
 from keel.models.tokenizer import vocabulary_digest
+from keel.rollout.engine import OtherModel
 from keel.rollout.options import RolloutOptions
-from keel.rollout.vllm.rows import Drawing, Row, Sampled, to_json
+from keel.rollout.vllm.direct import NOT_RUN, IpcSender, NcclSender, check_transfer, loopback_only, sender
+from keel.rollout.vllm.rows import HEARTBEAT_S, PROTOCOL, Drawing, Row, Sampled, to_json
 from keel.rollout.vllm.samplers import Sampler, SamplerInfo, model_facts
-from keel.rollout.vllm.service import HEARTBEAT_S, PROTOCOL
 from keel.rollout.vllm.transfer import (
     Held,
     adapter_of,
@@ -48,7 +50,11 @@ from keel.rollout.vllm.transfer import (
 logger = logging.getLogger("keel")
 SECRET = "KEEL_SERVE_SECRET"  # where the secret is read from unless rollout.vllm.secret names another variable
 SILENCE_S = 30 * HEARTBEAT_S  # without a heartbeat
-TRIES = 3  # of one row
+TRIES = 5  # of one row
+_STATUS = {
+    **{"boot": str, "weights": str, "dtype": str, "context": int, "max_lora_rank": int},
+    **{"model": dict, "tokenizer": str, "parts": list},
+}
 
 
 class Lost(Exception):
@@ -62,8 +68,8 @@ class Server:
     url: str
     headers: Mapping[str, str]
     status: Mapping[str, Any] = field(default_factory=dict)
-    running: dict[str, Row] = field(default_factory=dict)
     alive: bool = False
+    base: tuple[str, str] = ("", "")  # the start and the sync up to which its own base is known to be the policy's
 
     def __str__(self) -> str:
         return f"the sampler at {self.url}"
@@ -95,102 +101,139 @@ class Server:
         return data
 
 
+@dataclass(eq=False)
+class Stream:
+    """Rows asked of a server in one request, those that have not ended; what comes once it is closed is dropped."""
+
+    server: Server
+    rows: dict[str, Row]
+    drawing: Drawing
+    closed: bool = False
+
+
 class ServerSampler(Sampler):
     """The servers of this process: each of several processes has its own where there are enough of them."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any, rollout: RolloutOptions, world: World) -> None:
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, rollout: RolloutOptions, world: World, *, silence_s: float = SILENCE_S
+    ) -> None:
         options = rollout.vllm
         urls = options.urls
-        self._world, self._wait_s = world, options.wait_s
+        self._world, self._wait_s, self._silence_s = world, options.wait_s, silence_s
         headers = {"authorization": f"Bearer {_secret(options.secret)}"}
         own = urls[world.rank :: world.size] or [urls[world.rank % len(urls)]]
-        self.servers = [Server(url.rstrip("/"), headers) for url in own]
+        self.servers = [Server(_address(url), headers) for url in own]
         self._leads = world.rank < len(urls)  # of those that share a server
         self._model, self._tokenizer = model, tokenizer
+        self._transfer, self._device = options.direct, next(model.parameters()).device
+        self._senders: dict[str, tuple[str, NcclSender | IpcSender | None]] = {}  # by server: of which start of it
+        self.notes = () if options.direct is None else (NOT_RUN.format(options.direct),)
         self._folder = Path(tempfile.mkdtemp(prefix="keel-sync-"))
-        self._queue: queue.Queue[tuple[int, Server, Sampled | Exception]] = queue.Queue()
-        self._epoch, self._sync, self._ranks = 0, "", None  # type: int, str, dict[str, int] | None
+        self._files = Path(world.gather(str(self._folder))[world.rank % len(urls)])  # of the one that leads
+        self._queue: queue.Queue[tuple[Stream, Sampled | Exception]] = queue.Queue()
+        self._streams: list[Stream] = []
+        self._sync, self._ranks = "", None  # type: str, dict[str, int] | None
         self._tries: dict[str, int] = {}
         self._events: list[tuple[str, str]] = []
-        for server in self.servers:
-            self._connect(server)
-        first = self.servers[0].status
-        self._dtype = getattr(torch, str(first["dtype"]).removeprefix("torch."))
-        self._held = Held(first["parts"], model)
-        self.info = SamplerInfo(first["context"], first["model"]["vocab_size"])
-        self.load(model, None)
+        try:
+            for server in self.servers:
+                self._until(self._connect, [server])
+            first = self.servers[0].status
+            self._dtype = _dtype(self.servers[0])
+            self._held = Held(first["parts"], model)
+            context = min(server.status["context"] for server in self.servers)
+            self.info = SamplerInfo(context, first["model"]["vocab_size"])
+            self.load(model, None)
+        except BaseException:
+            self.close()
+            raise
 
     def _connect(self, server: Server) -> None:
-        """Wait until the server answers, and refuse one of another model, tokenizer or version."""
-        server.status = self._answer(server)
-        server.alive = True
-        own, theirs = model_facts(causal_lm(self._model).config), server.status["model"]
+        """Ask a server what it is, and refuse one of another model, tokenizer or version."""
+        status = server.call("GET", "/keel/status", timeout_s=5.0)
+        if status.get("protocol") != PROTOCOL:
+            raise KeelError(
+                f"{server} is of another version of Keel (protocol {status.get('protocol')}, here {PROTOCOL}): "
+                "install the same version on both sides"
+            )
+        odd = next((name for name, kind in _STATUS.items() if not isinstance(status.get(name), kind)), None)
+        if odd is not None:
+            raise KeelError(f"{server} says {status.get(odd)!r} of its {odd}: no sampler of Keel's; start keel serve")
+        own, theirs = model_facts(causal_lm(self._model).config), status["model"]
         for name, value in own.items():
             if theirs.get(name) != value:
-                raise KeelError(
+                raise OtherModel(
                     f"{server} serves another model: its {name} is {theirs.get(name)} and the policy's {value}; start "
                     "keel serve with this run's model"
                 )
-        if server.status["tokenizer"] != vocabulary_digest(self._tokenizer):
-            raise KeelError(f"{server} has another tokenizer than the policy: start keel serve with this run's model")
+        if status["tokenizer"] != vocabulary_digest(self._tokenizer):
+            raise OtherModel(f"{server} has another tokenizer than the policy: start keel serve with this run's model")
         rank = lora_rank(self._model)
-        if rank > server.status["max_lora_rank"]:
+        if rank > status["max_lora_rank"]:
             raise KeelError(
-                f"{server} takes adapters up to rank {server.status['max_lora_rank']} and the policy's has {rank}: "
+                f"{server} takes adapters up to rank {status['max_lora_rank']} and the policy's has {rank}: "
                 f"start keel serve with --max-lora-rank {rank}"
             )
-
-    def _answer(self, server: Server) -> dict[str, Any]:
-        """The server's status, once it answers."""
-        end, said = time.monotonic() + self._wait_s, False
-        while True:
-            try:
-                status = server.call("GET", "/keel/status", timeout_s=5.0)
-            except Lost as error:
-                if time.monotonic() >= end:
-                    raise KeelError(
-                        f"{server} has not answered for {self._wait_s:.0f} s ({error}): start keel serve there, or "
-                        "correct rollout.vllm.url"
-                    ) from None
-                if not said:
-                    logger.warning("waiting up to %.0f s for %s (%s)", self._wait_s, server, error)
-                    said = True
-                time.sleep(min(0.5, max(0.0, end - time.monotonic())))
-                continue
-            if status.get("protocol") != PROTOCOL:
+        if self._transfer is not None:
+            check_transfer(self._transfer, status, self._device, str(server))
+            loopback_only(server.url)
+        first = self.servers[0].status or status
+        for name in ("dtype", "parts"):
+            if status[name] != first[name]:
                 raise KeelError(
-                    f"{server} is of another version of Keel (protocol {status.get('protocol')}, here {PROTOCOL}): "
-                    "install the same version on both sides"
+                    f"{server} differs from {self.servers[0]} in its {name}: start all with the same options"
                 )
-            return status
+        server.status = status
+
+    def _until(self, attempt: Callable[[Server], None], servers: Sequence[Server]) -> None:
+        """Try servers in turn until one is not `Lost`, for `wait_s`."""
+        end, warned = time.monotonic() + self._wait_s, False
+        while True:
+            for server in servers:
+                try:
+                    return attempt(server)
+                except Lost as error:
+                    lost = server, error
+            if time.monotonic() >= end:
+                raise KeelError(
+                    f"{lost[0]} has not answered for {self._wait_s:.0f} s ({lost[1]}): start keel serve there, or "
+                    "correct rollout.vllm.url"
+                )
+            if not warned:
+                logger.warning("waiting up to %.0f s for %s (%s)", self._wait_s, *lost)
+                warned = True
+            time.sleep(min(0.5, max(0.0, end - time.monotonic())))
 
     def start(self, rows: Sequence[Row], drawing: Drawing) -> None:
-        self._drawing = drawing
         alive = [server for server in self.servers if server.alive] or self.servers
-        shares: dict[int, list[Row]] = {}
+        shares = {server.url: dict[str, Row]() for server in alive}
+        busy = {server.url: 0 for server in self.servers}
+        for stream in self._streams:
+            busy[stream.server.url] += len(stream.rows)
         for row in rows:
-            index = min(range(len(alive)), key=lambda i: len(alive[i].running) + len(shares.get(i, ())))
-            shares.setdefault(index, []).append(row)
-        for index, share in shares.items():
-            server = alive[index]
-            server.running |= {row.id: row for row in share}
-            arguments = (self._epoch, server, share, drawing)
-            threading.Thread(target=self._read, args=arguments, name="keel-sampler", daemon=True).start()
+            shares[min(shares, key=lambda url: busy[url] + len(shares[url]))][row.id] = row
+        for server in alive:
+            if shares[server.url]:
+                stream = Stream(server, shares[server.url], drawing)
+                self._streams.append(stream)
+                arguments = (stream, list(stream.rows.values()))
+                threading.Thread(target=self._read, args=arguments, name="keel-sampler", daemon=True).start()
 
-    def _read(self, epoch: int, server: Server, rows: Sequence[Row], drawing: Drawing) -> None:
+    def _read(self, stream: Stream, rows: Sequence[Row]) -> None:
         """Ask for rows and pass on each that ends; at the end, what went wrong."""
         try:
-            for result in self._results(server, rows, drawing):
-                self._queue.put((epoch, server, result))
+            for result in self._results(stream, rows):
+                self._queue.put((stream, result))
         except Exception as error:  # raised where the results are waited for
-            self._queue.put((epoch, server, error))
+            self._queue.put((stream, error))
 
-    def _results(self, server: Server, rows: Sequence[Row], drawing: Drawing) -> Iterator[Sampled]:
+    def _results(self, stream: Stream, rows: Sequence[Row]) -> Iterator[Sampled]:
         import httpx2
 
-        body = json.dumps({**to_json(rows, drawing), "weights": self._sync})
+        server = stream.server
+        body = json.dumps({**to_json(rows, stream.drawing), "weights": self._sync})
         missing = {row.id for row in rows}
-        timeout = httpx2.Timeout(SILENCE_S, connect=5.0)
+        timeout = httpx2.Timeout(self._silence_s, connect=5.0)
         try:
             with (
                 httpx2.Client(headers=dict(server.headers), timeout=timeout) as client,
@@ -199,60 +242,71 @@ class ServerSampler(Sampler):
                 if response.status_code != 200:
                     server.read(response.status_code, response.read())
                 for line in response.iter_lines():
+                    if stream.closed:  # the connection's end tells the server to give up the rows
+                        return
                     if line.strip():
-                        result = _sampled(server, line)
+                        result = _sampled(server, line, stream.drawing.vocabulary)
                         missing.discard(result.id)
                         yield result
         except httpx2.RequestError as error:
-            raise Lost(first_line(error) or type(error).__name__) from error
+            raise Lost(first_line(error)) from error
         if missing:
             raise Lost("it ended its answer too early")
 
     def finished(self) -> list[Sampled]:
         ended: list[Sampled] = []
         while not ended or not self._queue.empty():
-            epoch, server, result = self._queue.get()
-            if epoch != self._epoch:  # of rows that were given up
+            stream, result = self._queue.get()
+            if stream.closed:
                 continue
             if isinstance(result, Lost):
-                self._again(server, result)
+                self._again(stream.server, result)
             elif isinstance(result, Exception):
                 raise result
-            elif server.running.pop(result.id, None) is not None:
+            elif stream.rows.pop(result.id, None) is not None:
                 ended.append(result)
+                if not stream.rows:
+                    self._close(stream)
         return ended
+
+    def _close(self, *streams: Stream) -> None:
+        for stream in streams:
+            stream.closed = True
+            self._streams.remove(stream)
 
     def _again(self, server: Server, error: Lost) -> None:
         """Draw a lost server's rows again: by the others, or by itself once it is back."""
-        rows = list(server.running.values())
-        server.running.clear()
-        if not rows:
-            return
+        streams = [stream for stream in self._streams if stream.server is server]
+        rows, drawing = [row for stream in streams for row in stream.rows.values()], streams[0].drawing
+        self._close(*streams)
         for row in rows:
             self._tries[row.id] = self._tries.get(row.id, 0) + 1
             if self._tries[row.id] > TRIES:
                 raise KeelError(f"{server} was lost {TRIES} times over the same completions ({error}): see its log")
         self._events.append(("sampler/lost", f"{server} was lost ({error}); its {len(rows)} rows are drawn again"))
         server.alive = False
-        if not any(other.alive for other in self.servers):
-            self._revive(server)
-        self.start(rows, self._drawing)
+        try:
+            self._restore(server)
+        except Lost:
+            if not any(other.alive for other in self.servers):
+                self._until(self._restore, self.servers)
+        self.start(rows, drawing)
 
-    def _revive(self, server: Server) -> None:
-        """Wait for a server to come back, and give it the weights of the last sync again if it has others."""
+    def _restore(self, server: Server) -> None:
+        """Give a server that answers the weights of the last sync again, if it has others."""
         self._connect(server)
         if server.status["weights"] != self._sync:
             self._send(server)
             self._events.append(("sampler/back", f"{server} is back and has the weights of the last sync again"))
+        server.alive = True
 
     def cancel(self) -> None:
-        self._epoch += 1
-        for server in self.servers:
-            server.running.clear()
+        self._close(*self._streams)
 
     def load(self, policy: nn.Module, version: int | None) -> None:
         """Write the weights (or the adapter) to files, send them to each server, and compare what it then holds."""
-        self._epoch, self._tries = self._epoch + 1, {}
+        self.cancel()
+        self._tries = {}
         previous, self._sync = self._sync, self._world.agree(secrets.token_hex(8))
         folder = self._folder / self._sync
         folder.mkdir()
@@ -273,23 +327,37 @@ class ServerSampler(Sampler):
             self._expected = dict(self._held.digests)
         if self._leads:
             for server in self.servers:
-                try:
-                    if not server.alive:
-                        self._connect(server)
-                    self._send(server)
-                except Lost as error:
-                    self._events.append(("sampler/lost", f"{server} was lost in a sync ({error})"))
-                    self._revive(server)
+                self._sync_one(server)
+            if not any(server.alive for server in self.servers):
+                self._until(self._restore, self.servers)
         shutil.rmtree(self._folder / (previous or "-"), ignore_errors=True)
         self._world.wait()
 
+    def _sync_one(self, server: Server) -> None:
+        """Send the weights to a server that answers; one that does not is asked again at the next sync."""
+        back = not server.alive and bool(server.base[0])
+        try:
+            self._connect(server)
+            self._send(server)
+            server.alive = True
+        except Lost as error:
+            if server.alive:
+                self._events.append(("sampler/lost", f"{server} was lost in a sync ({error})"))
+            server.alive = back = False
+        if back:
+            self._events.append(("sampler/back", f"{server} is back and has the weights of this sync"))
+
     def _send(self, server: Server) -> None:
         """Send the files of the last sync; a server that then holds anything else is refused."""
-        if self._ranks is not None:  # the base is the server's own
-            held = server.call("POST", "/keel/digests", timeout_s=self._wait_s, json={})["digests"]
-            check_digests(held, self._held.digests, str(server))
-        folder = self._folder / self._sync
-        for path in sorted(folder.glob("*.*")):
+        read_back = 0
+        if self._ranks is not None and server.base != (server.status["boot"], server.status["weights"]):
+            answer = server.call("POST", "/keel/digests", timeout_s=self._wait_s, json={})
+            read_back = check_digests(_digests(server, answer), self._held.digests, str(server), sent=False)
+        folder = self._files / self._sync
+        if not folder.is_dir():
+            raise Lost("it has other weights, and those of the last sync lie on another machine")
+        direct = self._ranks is None and self._leads and self._send_direct(server, folder)
+        for path in [] if direct else sorted(folder.glob("*.*")):
             with path.open("rb") as file:
                 own = hashlib.file_digest(file, "sha256").hexdigest()
                 file.seek(0)
@@ -299,15 +367,54 @@ class ServerSampler(Sampler):
                 raise Lost(f"{path.name} did not arrive as it was sent")
         commit = {"ranks": self._ranks}
         answer = server.call("POST", f"/keel/weights/{self._sync}", timeout_s=self._wait_s, json=commit)
-        check_digests(answer["digests"], self._expected, str(server))
+        self.read_back = read_back + check_digests(_digests(server, answer), self._expected, str(server))
         server.status = {**server.status, "weights": self._sync}
+        server.base = (server.status["boot"], self._sync)
+
+    def _send_direct(self, server: Server, folder: Path) -> bool:
+        """Send full weights from GPU to GPU; False where they have to go as files, until the server is started again.
+
+        A first transfer that fails is an error: it would never have worked.
+        """
+        if self._transfer is None:
+            return False
+        boot, channel = self._senders.get(server.url, ("", None))
+
+        def call(step: str, info: dict[str, Any]) -> None:
+            server.call("POST", f"/keel/transfer/{self._sync}/{step}", timeout_s=self._wait_s, json=info)
+
+        try:
+            if boot != server.status["boot"]:
+                workers = len(server.status["devices"])
+                channel = sender(self._transfer, call, self._device, workers, self._wait_s)
+            if channel is not None:
+                channel.send(folder)
+        except Exception as error:
+            if channel is not None:
+                channel.close()
+            if isinstance(error, Lost):
+                self._senders[server.url] = "lost", None
+                raise
+            if not boot:
+                raise KeelError(
+                    f"weights do not go to {server} by {self._transfer} ({first_line(error)}): see its log, or use "
+                    "rollout.vllm.transfer=http"
+                ) from error
+            channel = None
+            lost = f"weights no longer go to {server} by {self._transfer} ({first_line(error)}); they go as files"
+            self._events.append(("sampler/transfer", lost))
+        self._senders[server.url] = server.status["boot"], channel
+        return channel is not None
 
     def events(self) -> list[tuple[str, str]]:
         events, self._events = self._events, []
         return events
 
     def close(self) -> None:
-        self._epoch += 1
+        self.cancel()
+        for _, channel in self._senders.values():
+            if channel is not None:
+                channel.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -319,18 +426,52 @@ def _secret(given: str | None) -> str:
     return secret
 
 
-def _sampled(server: Server, line: str) -> Sampled:
+def _dtype(server: Server) -> torch.dtype:
+    """The type of a server's weights."""
+    dtype = getattr(torch, server.status["dtype"].removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise KeelError(f"{server} has weights of type {server.status['dtype']!r}, which torch does not know")
+    return dtype
+
+
+def _digests(server: Server, answer: Mapping[str, Any]) -> dict[str, str]:
+    """The digests that a server answers with."""
+    digests = answer.get("digests")
+    if not isinstance(digests, dict):
+        raise KeelError(f"{server} says {str(digests)[:40]!r} of its digests: start keel serve there")
+    return digests
+
+
+def _address(url: str) -> str:
+    """A server's address, without a slash at its end."""
+    import httpx2
+
+    try:
+        parsed = httpx2.URL(url)
+    except httpx2.InvalidURL as error:
+        raise KeelError(f"rollout.vllm.url is {url!r}, which is no address ({error})") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host or any(map(str.isspace, url)):
+        raise KeelError(f"rollout.vllm.url is {url!r}: write it as http://127.0.0.1:8000")
+    return url.rstrip("/")
+
+
+def _sampled(server: Server, line: str, vocabulary: int) -> Sampled:
     """A row from a line of the answer."""
     try:
         data = json.loads(line)
         if "error" in data:
             raise Lost(str(data["error"]))
-        numbers = ("sample_logp", "filtered_logp")
-        result = Sampled(str(data["id"]), tuple(data["tokens"]), *(tuple(map(float, data[name])) for name in numbers))
+        tokens = tuple(map(int, data["tokens"]))
+        before, after = (tuple(map(float, data[name])) for name in ("sample_logp", "filtered_logp"))
+        result = Sampled(str(data["id"]), tokens, before, after)
     except (ValueError, KeyError, TypeError) as error:
         raise KeelError(f"{server} answers {line[:40]!r}, which is no completion: start keel serve there") from error
-    if not len(result.tokens) == len(result.sample_logp) == len(result.filtered_logp):
-        raise KeelError(f"{server} gives {len(result.tokens)} tokens and {len(result.sample_logp)} log-probabilities")
+    if not len(tokens) == len(before) == len(after):
+        raise KeelError(f"{server} gives {len(tokens)} tokens and {len(before)} and {len(after)} log-probabilities")
+    odd = next((token for token in tokens if not 0 <= token < vocabulary), None)
+    if odd is not None or not all(math.isfinite(logp) for logp in (*before, *after)):
+        what = "a log-probability that is no number" if odd is None else f"the token {odd} of {vocabulary}"
+        raise KeelError(f"{server} gives {what}: its samples cannot be trained on")
     return result
 
 

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from keel.base.errors import KeelError, first_line
+from keel.base.errors import KeelError
 from keel.base.world import World
 from keel.models.head import causal_lm, module_dtype
 from keel.models.load import DTYPES, context_length
@@ -23,7 +23,7 @@ from keel.models.lora import is_lora
 from keel.rollout.options import RolloutOptions
 from keel.rollout.vllm.rows import Drawing, Row, Sampled, sampled, vllm_params
 from keel.rollout.vllm.samplers import Sampler, SamplerInfo
-from keel.rollout.vllm.start import engine_arguments, import_vllm
+from keel.rollout.vllm.start import engine_arguments, import_vllm, start_error
 from keel.rollout.vllm.transfer import (
     Held,
     adapter_of,
@@ -41,6 +41,7 @@ class ColocatedSampler(Sampler):
     """vLLM's engine, driven step by step; weights go to it as tensors, on whatever device they are."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, rollout: RolloutOptions, world: World) -> None:
+        self._alone = world.size == 1
         self._sleeps = cuda = next(model.parameters()).is_cuda
         vllm = import_vllm(in_process=True, cuda=cuda)
         inner = causal_lm(model)
@@ -69,18 +70,22 @@ class ColocatedSampler(Sampler):
                 self._llm = vllm.LLM(**arguments, enable_sleep_mode=self._sleeps)
         except Exception as error:
             self.close()
-            raise KeelError(f"vLLM could not start on this model: {first_line(error)}") from error
+            share = f"rollout.vllm.gpu_memory_utilization={rollout.vllm.gpu_memory_utilization}"
+            raise start_error(error, share) from error
         config = self._llm.llm_engine.model_config
         self.info = SamplerInfo(config.max_model_len, config.get_vocab_size())
-        self._held = Held(self._rpc("keel_parts"), model)
-        self._asleep = False
-        self.load(model, None)
+        self._asleep: set[str] = set()
+        with ExitStack() as on_error:
+            on_error.callback(self.close)
+            self._held = Held(self._rpc("keel_parts"), model)
+            self.load(model, None)
+            on_error.pop_all()
 
     def _rpc(self, method: str, *args: Any) -> Any:
         return self._llm.collective_rpc(method, args=args)[0]
 
     def start(self, rows: Sequence[Row], drawing: Drawing) -> None:
-        self._wake()
+        self._wake("weights", "kv_cache")
         for row in rows:
             prompt = {"prompt_token_ids": list(row.tokens)}
             self._llm.llm_engine.add_request(row.id, prompt, vllm_params(row, drawing), lora_request=self._adapter)
@@ -101,7 +106,7 @@ class ColocatedSampler(Sampler):
 
     def load(self, policy: nn.Module, version: int | None) -> None:
         """All weights tensor by tensor, or the adapter by vLLM's own loading beside a base that was checked once."""
-        self._wake(weights_only=True)
+        self._wake("weights")
         if not is_lora(policy) or not self._held.digests:
             self._held.reset()
             weights = self._held.pass_by(checkpoint_weights(policy, self._dtype))
@@ -109,39 +114,46 @@ class ColocatedSampler(Sampler):
                 deque(weights, maxlen=0)
             else:
                 self._rpc("keel_load", weights)
-            check_digests(self._rpc("keel_digests"), self._held.digests, _NAME)
+            check_digests(self._rpc("keel_digests"), self._held.digests, _NAME, sent=not is_lora(policy))
+        self.read_back = len(self._held.digests)
         if is_lora(policy):
-            self._load_adapter(policy)
+            self.read_back += self._load_adapter(policy)
         self._llm.reset_prefix_cache()
 
-    def _load_adapter(self, policy: nn.Module) -> None:
+    def _load_adapter(self, policy: nn.Module) -> int:
         from vllm.lora.request import LoRARequest
 
         adapter = adapter_of(policy, self._dtype)
         folder = save_adapter(policy, self._folder / "adapter")
         self._llm.llm_engine.add_lora(LoRARequest("policy", 1, str(folder), load_inplace=True))
         self._adapter = LoRARequest("policy", 1, str(folder))
-        check_digests(self._rpc("keel_adapter", 1, adapter.ranks), adapter.digests(), _NAME)
+        return check_digests(self._rpc("keel_adapter", 1, adapter.ranks), adapter.digests(), _NAME)
 
     def sleep(self) -> None:
         """Weights to main memory, keys and values away; a device without sleep mode keeps them."""
         if self._sleeps and not self._asleep:
             self._llm.sleep(level=1)
-            self._asleep = True
+            self._asleep = {"weights", "kv_cache"}
 
-    def _wake(self, *, weights_only: bool = False) -> None:
-        if self._asleep:
+    def _wake(self, *parts: str) -> None:
+        """Bring back what sleeps of these: vLLM samples once nothing does."""
+        if asleep := [part for part in parts if part in self._asleep]:
             torch.cuda.empty_cache()
-            self._llm.wake_up(tags=["weights"] if weights_only else None)
-            self._asleep = False
+            self._llm.wake_up(tags=asleep)
+            self._asleep.difference_update(asleep)
 
     def close(self) -> None:
         if hasattr(self, "_llm"):
-            from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+            from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, destroy_model_parallel
 
+            with suppress(Exception):  # vLLM frees what sleeps a second time; without memory to wake in, let it
+                self._wake("weights", "kv_cache")
             self._llm.llm_engine.engine_core.shutdown()
             del self._llm
-            cleanup_dist_env_and_memory()
+            if self._alone:
+                cleanup_dist_env_and_memory()
+            else:  # the group of all processes is the training's
+                destroy_model_parallel()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

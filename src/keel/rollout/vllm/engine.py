@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,7 @@ class _Pending:
     text: str | None = None
 
     def row(self, number: int) -> Row:
+        """What is left to sample."""
         tokens = (*self.request.tokens, *self.tokens)
         start = self.request.start + len(self.tokens)
         return Row(str(number), tokens, self.limit - len(self.tokens), self.key, start)
@@ -48,15 +50,17 @@ class VllmEngine(Engine):
     def __init__(self, sampler: Sampler, model: nn.Module, tokenizer: Any) -> None:
         if getattr(tokenizer, "eos_token_id", None) is None:
             raise KeelError("the tokenizer has no end-of-sequence token: set tokenizer.eos_token before sampling")
-        self.sampler, self.tokenizer = sampler, tokenizer
+        self.sampler, self.tokenizer, self.notes = sampler, tokenizer, sampler.notes
         self.eos_ids = frozenset(eos_ids(causal_lm(model), tokenizer))
         self.context = sampler.info.context
         self._stops = StopStrings(tokenizer)
+        self._numbers = itertools.count()  # no row is ever called like one before it, which may still be on its way
 
     def sync(self, policy: nn.Module, version: int | None = None) -> None:
         """Send the policy's weights; the sampler has to prove that it holds them."""
         self.sampler.load(policy, version)
         self.version = version
+        self.proven = f"weights read back: all {self.sampler.read_back} tensors of the sampler are the policy's"
 
     def release(self) -> None:
         """Let the sampler sleep until the next rollout."""
@@ -103,14 +107,13 @@ class VllmEngine(Engine):
         drawing = Drawing.of(sampling, sorted(self.eos_ids), stop_is_special=special, vocabulary=vocabulary)
         waiting = self._pending(requests, sampling, noise, seen)
         running: dict[str, _Pending] = {}
-        number, width = 0, sampling.max_batch
+        width = sampling.max_batch
         try:
             while waiting or running:
                 room = len(waiting) if width is None else width - len(running)
                 admitted, waiting = waiting[:room], waiting[room:]
-                rows = [pending.row(number + index) for index, pending in enumerate(admitted)]
+                rows = [pending.row(next(self._numbers)) for pending in admitted]
                 running |= {row.id: pending for row, pending in zip(rows, admitted, strict=True)}
-                number += len(rows)
                 if rows:
                     self.sampler.start(rows, drawing)
                 ended: list[_Pending] = []

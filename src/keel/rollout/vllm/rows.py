@@ -10,6 +10,8 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.rollout.sampling import SamplingParams
 
+PROTOCOL = 1  # what client and server must agree on
+HEARTBEAT_S = 1.0  # a client that hears nothing for much longer takes the server for lost
 EXTRA = "keel"  # the entry of vLLM's `extra_args` that the drawing reads
 _DRAWING = ("temperature", "top_p", "top_k", "min_p")
 

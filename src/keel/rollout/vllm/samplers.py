@@ -31,6 +31,8 @@ class Sampler:
     """Rows in, completions out, in the order in which they end; and weights in."""
 
     info: SamplerInfo
+    notes: tuple[str, ...] = ()  # what a run with it should say
+    read_back: int = 0  # tensors that were read back after the last load, and are the policy's
 
     def start(self, rows: Sequence[Row], drawing: Drawing) -> None:
         """Begin to sample rows, beside those that run."""

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import socket
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from keel.base.errors import KeelError
+from keel.base.errors import KeelError, first_line
 from keel.models.tokenizer import vocabulary_digest
 from keel.rollout.options import VllmOptions
+from keel.rollout.vllm.direct import loopback_only
 from keel.rollout.vllm.rows import Drawing, Row, Sampled, sampled, vllm_params
 from keel.rollout.vllm.samplers import model_facts
 from keel.rollout.vllm.service import Backend, Service
-from keel.rollout.vllm.start import engine_arguments, import_vllm
+from keel.rollout.vllm.start import engine_arguments, import_vllm, start_error
 
 
 class VllmBackend(Backend):
@@ -25,6 +28,7 @@ class VllmBackend(Backend):
         self.engine, self.facts = engine, {**facts, "tokenizer": vocabulary_digest(tokenizer)}
         self.adapter: Any = None
         self.numbers = itertools.count()
+        self.receiving = False  # within an update of weights that has not ended
 
     @classmethod
     async def start(
@@ -44,6 +48,8 @@ class VllmBackend(Backend):
             "context": config.max_model_len,
             "max_lora_rank": arguments.get("max_lora_rank", 0),
             "model": model_facts(config.hf_config),
+            "transfer": options.direct or "http",
+            "devices": await engine.collective_rpc("keel_device"),
         }
         backend = cls(engine, tokenizer, facts)
         backend.facts["parts"] = sorted({part for parts in await engine.collective_rpc("keel_parts") for part in parts})
@@ -72,6 +78,28 @@ class VllmBackend(Backend):
             await self.engine.collective_rpc("keel_load", args=(str(folder),))
         await self.engine.reset_prefix_cache()
 
+    async def transfer(self, step: str, info: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+        if self.receiving and step in ("init", "start"):  # of a sender that was lost
+            self.receiving = False
+            with suppress(Exception):  # vLLM may have ended it itself
+                await self.engine.finish_weight_update()
+        if step == "init":
+            await self.engine.shutdown_weight_transfer_engine()
+            await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        elif step == "start":
+            await self.engine.start_weight_update()
+            self.receiving = True
+        elif step == "update" and "tensors" in info:
+            await self.engine.collective_rpc("keel_open", args=(info["tensors"],))
+        elif step == "update":
+            await self.engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+        else:
+            self.receiving = False
+            await self.engine.finish_weight_update()
+            await self.engine.reset_prefix_cache()
+
     async def digests(self, ranks: dict[str, int] | None) -> dict[str, str]:
         call = ("keel_digests", ()) if ranks is None else ("keel_adapter", (1, ranks))
         workers = await self.engine.collective_rpc(call[0], args=call[1])
@@ -99,6 +127,8 @@ def serve(
     """Serve until a signal; `ready` is told the address once requests are taken."""
     import asyncio
 
+    if options.direct == "nccl":
+        loopback_only(host)
     import_vllm(in_process=False, cuda=torch.cuda.is_available())
     asyncio.run(_serve(folder, tokenizer, options, host, port, secret, dtype, max_lora_rank, ready))
 
@@ -116,29 +146,40 @@ async def _serve(
 ) -> None:
     import uvicorn
 
-    backend = await VllmBackend.start(folder, tokenizer, options, dtype=dtype, max_lora_rank=max_lora_rank)
-    service = Service(backend, secret)
-    server = uvicorn.Server(uvicorn.Config(service.app(), host=host, port=port, log_level="warning"))
+    _listening(host, port).close()  # known before vLLM starts, whose processes must not inherit it
     try:
-        await _announced(server, ready)
+        backend = await VllmBackend.start(folder, tokenizer, options, dtype=dtype, max_lora_rank=max_lora_rank)
+    except KeelError:
+        raise
+    except Exception as error:
+        raise start_error(error, f"--gpu-memory-utilization {options.gpu_memory_utilization}") from error
+    service = Service(backend, secret)
+    try:
+        with _listening(host, port) as listener:
+            await announced(uvicorn.Server(uvicorn.Config(service.app(), log_level="warning")), listener, ready)
     finally:
         await service.close()
 
 
-async def _announced(server: Any, ready: Callable[[str], None]) -> None:
-    """Serve, and say so once the port is open; a port that cannot be had is one line."""
+def _listening(host: str, port: int) -> socket.socket:
+    """A socket that is bound; an address that cannot be had is one line."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise KeelError(
+            f"cannot listen at {host}:{port} ({first_line(error)}): give another --host or --port"
+        ) from None
+
+
+async def announced(server: Any, listener: socket.socket, ready: Callable[[str], None]) -> None:
+    """Serve, and say so once requests are taken."""
     import asyncio
 
-    task = asyncio.create_task(server.serve())
+    task = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not task.done():
         await asyncio.sleep(0.05)
     if server.started:
-        host, port = server.servers[0].sockets[0].getsockname()[:2]
-        ready(f"http://{host}:{port}")
-    try:
-        await task
-    except SystemExit:
-        raise KeelError(
-            f"cannot listen at {server.config.host}:{server.config.port}: the port is taken or the address is not "
-            "this machine's; give another --port"
-        ) from None
+        host, port = listener.getsockname()[:2]
+        ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+    await task

@@ -24,18 +24,25 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from keel.base.errors import KeelError
-from keel.rollout.vllm.rows import Drawing, Row, Sampled, from_json
+from keel.rollout.vllm.rows import HEARTBEAT_S, PROTOCOL, Drawing, Row, Sampled, from_json
 
-PROTOCOL = 1  # what client and server must agree on
-HEARTBEAT_S = 1.0  # a client that hears nothing for much longer takes the server for lost
 _FILE = re.compile(r"weights-\d{5}\.safetensors|adapter_model\.safetensors|adapter_config\.json")
+
+
+STEPS = {  # of a transfer from GPU to GPU, and what each may say: nothing that vLLM would fetch or unpickle
+    "init": {"nccl_unique_id_b64", "rank_offset", "world_size", "packed", "packed_buffer_size_bytes"}
+    | {"packed_num_buffers"},
+    "start": set(),
+    "update": {"names", "dtype_names", "shapes", "tensors"},
+    "finish": set(),
+}
 
 
 class Backend:
     """What samples behind the routes."""
 
     def status(self) -> dict[str, Any]:
-        """What the model is: see `client.Status`."""
+        """What the model is: see `client._STATUS`."""
         raise NotImplementedError
 
     async def generate(self, row: Row, drawing: Drawing) -> Sampled:
@@ -44,6 +51,10 @@ class Backend:
 
     async def load(self, folder: Path, adapter: bool) -> None:
         """Take over the weights, or the adapter, that lie in a folder."""
+        raise NotImplementedError
+
+    async def transfer(self, step: str, info: dict[str, Any]) -> None:
+        """A step of a transfer from GPU to GPU: init once, then start, update and finish."""
         raise NotImplementedError
 
     async def digests(self, ranks: dict[str, int] | None) -> dict[str, str]:
@@ -62,7 +73,7 @@ class Service:
 
     def __init__(self, backend: Backend, secret: str) -> None:
         self.backend, self.secret = backend, secret
-        self.boot, self.weights = secrets.token_hex(8), ""
+        self.boot, self.weights, self.received = secrets.token_hex(8), "", ""
         self.folder = Path(tempfile.mkdtemp(prefix="keel-serve-"))
         self.loading = asyncio.Lock()
 
@@ -74,6 +85,7 @@ class Service:
             Route("/keel/generate", self._generate, methods=["POST"]),
             Route("/keel/weights/{sync}/{name}", self._put, methods=["PUT"]),
             Route("/keel/weights/{sync}", self._commit, methods=["POST"]),
+            Route("/keel/transfer/{sync}/{step}", self._transfer, methods=["POST"]),
             Route("/keel/digests", self._digests, methods=["POST"]),
         ]
         app = Starlette(routes=routes)
@@ -114,6 +126,8 @@ class Service:
     async def _lines(self, rows: list[Row], drawing: Drawing) -> AsyncIterator[str]:
         """A line for each row as it ends; an empty one at every heartbeat, so that silence means something."""
         tasks = {asyncio.ensure_future(self.backend.generate(row, drawing)) for row in rows}
+        for task in tasks:  # of several that fail one is told
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             while tasks:
                 done, tasks = await asyncio.wait(tasks, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
@@ -137,23 +151,25 @@ class Service:
             if other != folder:  # a sync that was given up
                 shutil.rmtree(other, ignore_errors=True)
         folder.mkdir(exist_ok=True)
-        digest = hashlib.sha256()
-        with (folder / name).open("wb") as file:
+        digest, incoming = hashlib.sha256(), folder / f"{secrets.token_hex(8)}.part"  # others may send the same file
+        with incoming.open("wb") as file:
             async for chunk in request.stream():
                 digest.update(chunk)
                 await asyncio.to_thread(file.write, chunk)
+        incoming.replace(folder / name)
         return JSONResponse({"sha256": digest.hexdigest()})
 
     async def _commit(self, request: Request) -> Response:
         """Load what was put, and answer with the digests of what is then in effect."""
         sync, data = request.path_params["sync"], await request.json()
         folder, ranks = self.folder / sync, data.get("ranks")
-        if not re.fullmatch(r"[0-9a-f]{1,64}", sync) or not folder.is_dir():
+        if not re.fullmatch(r"[0-9a-f]{1,64}", sync) or not (folder.is_dir() or self.received == sync):
             return JSONResponse({"error": "no weights were put for this sync"}, 400)
         async with self.loading:
-            self.weights = ""  # half loaded is nothing
+            known, self.weights = self.weights, ""  # half loaded is nothing
             try:
-                await self.backend.load(folder, ranks is not None)
+                if sync not in (known, self.received):  # another process of the same training may have been first
+                    await self.backend.load(folder, ranks is not None)
                 digests = await self.backend.digests(ranks)
             except Exception as error:
                 return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 422)
@@ -162,6 +178,21 @@ class Service:
                     shutil.rmtree(folder, ignore_errors=True)
             self.weights = sync
         return JSONResponse({"digests": digests})
+
+    async def _transfer(self, request: Request) -> Response:
+        """A step of a transfer from GPU to GPU; what was received is in effect once it is committed."""
+        sync, step = request.path_params["sync"], request.path_params["step"]
+        info = await request.json()
+        if not re.fullmatch(r"[0-9a-f]{1,64}", sync) or step not in STEPS or not set(info) <= STEPS[step]:
+            return JSONResponse({"error": f"no step of a transfer: {step}"}, 400)
+        async with self.loading:
+            self.weights, self.received = "", ""  # half loaded is nothing
+            try:
+                await self.backend.transfer(step, info)
+            except Exception as error:
+                return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 422)
+            self.received = sync if step == "finish" else ""
+        return JSONResponse({"step": step})
 
     async def _digests(self, request: Request) -> Response:
         """The digests of the weights in effect now."""

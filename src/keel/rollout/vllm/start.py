@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from keel.base.errors import KeelError
+from keel.base.errors import KeelError, first_line
 from keel.rollout.options import VllmOptions
 
 KV_CACHE_GIB = "1"  # on a CPU, where vLLM takes memory by this and not by a share of it
@@ -45,6 +45,7 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """vLLM's own arguments: Keel's drawing and worker methods, logits as they are, and `rollout.vllm`."""
     lora = {"enable_lora": True, "max_lora_rank": _lora_rank(max_lora_rank), "max_loras": 1} if max_lora_rank else {}
+    transfer = {} if options.direct is None else {"weight_transfer_config": {"backend": options.direct}}
     return {
         "model": model,
         "dtype": str(dtype).removeprefix("torch."),
@@ -60,9 +61,19 @@ def engine_arguments(
         "disable_log_stats": True,
         "enforce_eager": not cuda,  # on a CPU compiling takes longer than it saves
         **lora,
+        **transfer,
     }
+
+
+def start_error(error: Exception, share: str) -> KeelError:
+    """One line for a vLLM that does not start; where memory is short, with the setting that decides its share."""
+    line = first_line(error)
+    return KeelError(f"vLLM could not start on this model: {line}{f' ({share})' if 'memory' in line.lower() else ''}")
 
 
 def _lora_rank(rank: int) -> int:
     """The smallest rank that vLLM has room for."""
-    return next(size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= min(rank, 512))
+    sizes = (8, 16, 32, 64, 128, 256, 320, 512)
+    if rank > sizes[-1]:
+        raise KeelError(f"an adapter of rank {rank}: vLLM takes them up to rank {sizes[-1]}")
+    return next(size for size in sizes if size >= rank)

@@ -16,6 +16,7 @@ from keel.models.fingerprint import fingerprint_tensors
 from keel.models.head import causal_lm
 from keel.models.lora import is_lora
 from keel.models.whole import whole
+from keel.rollout.engine import OtherModel, StaleWeights
 
 SHARD_BYTES = 2**30  # of one file on its way
 
@@ -88,30 +89,37 @@ def save_shards(named: Iterable[tuple[str, Tensor]], folder: Path, limit: int = 
     return paths
 
 
-def read_weights(folder: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a folder's safetensors files."""
+def read_weights(source: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a safetensors file, or of all those in a folder."""
     from safetensors import safe_open
 
-    for path in sorted(Path(folder).glob("*.safetensors")):
+    for path in sorted(Path(source).glob("*.safetensors")) or [Path(source)]:
         with safe_open(str(path), framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 — not a dictionary
                 yield name, file.get_tensor(name)
 
 
-def check_digests(held: dict[str, str], expected: dict[str, str], sampler: str) -> None:
-    """Refuse a sampler that multiplies by other weights than the policy's."""
-    missing = sorted(set(held) - set(expected)) or sorted(set(expected) - set(held))
+def check_digests(held: dict[str, str], expected: dict[str, str], sampler: str, *, sent: bool = True) -> int:
+    """Refuse a sampler that multiplies by other weights than the policy's, be they `sent` or its own; else how many."""
+    foreign = sorted(set(held) - set(expected))
+    missing = foreign or sorted(set(expected) - set(held))
     if missing:
-        raise KeelError(
+        raise (OtherModel if foreign or not sent else StaleWeights)(
             f"{sampler} holds other tensors than the policy, such as {missing[0]}: it cannot be shown that it samples "
             "from the policy; start it on this model"
         )
     wrong = [name for name in held if held[name] != expected[name]]
-    if wrong:
-        raise KeelError(
-            f"{sampler} does not hold the policy's weights after they were sent: {len(wrong)} of {len(held)} tensors "
-            f"differ, the first is {wrong[0]}; its samples would be of another policy"
+    if not wrong:
+        return len(held)
+    differ = f"{len(wrong)} of {len(held)} tensors differ, the first is {wrong[0]}"
+    if sent:
+        raise StaleWeights(
+            f"{sampler} does not hold the policy's weights after they were sent: {differ}; its samples would be of "
+            "another policy"
         )
+    raise OtherModel(
+        f"{sampler} serves another model than the one under the policy's adapter: {differ}; start it on the run's model"
+    )
 
 
 def adapter_digest(matrix: Tensor) -> str:

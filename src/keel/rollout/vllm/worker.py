@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from keel.rollout.vllm.direct import device_id, open_handle
 from keel.rollout.vllm.transfer import Part, adapter_digest, read_weights
 
 _CHUNK = 1024  # rows of the identity at a time
@@ -22,14 +23,26 @@ class KeelWorker:
     """Methods of a worker for `collective_rpc`."""
 
     model_runner: Any
+    reload_weights: Any
+    device: torch.device
 
     def keel_load(self, weights: Any) -> None:
         """Take over weights under a checkpoint's names: a folder of safetensors files, or pairs of name and tensor."""
         named = read_weights(weights) if isinstance(weights, str) else weights
-        self.model_runner.reload_weights(weights_iterator=iter(named))
+        self.reload_weights(weights_iterator=iter(named))
         for module in self.model_runner.get_model().modules():
             if _has_packed(module) and module.weight.numel():  # a tied head's kernels still hold the old weights
                 module.quant_method.process_weights_after_loading(module)
+
+    def keel_open(self, handles: list[dict[str, Any]]) -> None:
+        """Load tensors of another process on the same device, within vLLM's own update of weights."""
+        weights = [(handle["name"], open_handle(handle, self.device)) for handle in handles]
+        self.model_runner.get_model().load_weights(weights)
+        torch.accelerator.synchronize()  # the sender takes its memory back
+
+    def keel_device(self) -> str:
+        """Which device this worker is on."""
+        return device_id(self.device) if self.device.type == "cuda" else str(self.device)
 
     def keel_alive(self) -> None:
         """Answer."""

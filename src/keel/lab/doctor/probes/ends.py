@@ -31,6 +31,7 @@ def _turns(setup: ProbeSetup) -> Sequence[Group]:
         return setup.groups
     requests = [Request(group.problem.key, group.prompt_tokens) for group in setup.groups]
     generated = setup.run.engine.generate(requests, setup.sampling, seed=setup.config.run.seed, attempt=0, step=0)
+    setup.run.engine.release()
     return [
         replace(group, completions=tuple(turns), rewards=())
         for group, turns in zip(setup.groups, generated, strict=True)

@@ -15,7 +15,7 @@ from keel.base.types import Group
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.draws import Draws, draws, improbable_runs, unfiltered
 from keel.lab.doctor.probes.ends import end_findings
-from keel.lab.doctor.probes.gap import largest
+from keel.lab.doctor.probes.gap import average, largest
 from keel.lab.doctor.probes.objective import loss_gradient
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
@@ -184,14 +184,14 @@ def foreign(setup: ProbeSetup, thresholds: Thresholds) -> Tensor:
     """`[N]` over the batch's action tokens: those that the policy did not draw (see `draws`)."""
     if "foreign" not in setup.shared:
         drawn = batch_draws(setup)
-        silent = (drawn.sample_logp == 0) & (drawn.logp(unfiltered(setup.sampling)) < -thresholds["mask_silent"])
+        logp = drawn.logp(unfiltered(setup.sampling))
+        silent = (drawn.sample_logp == 0) & (logp < -thresholds["mask_silent"])
         # an engine that reports zeros everywhere gives no log-probabilities at all: that is another fault
         silent &= ~(drawn.sample_logp == 0).float().mean().gt(thresholds["foreign_silent_most"])
         runs = improbable_runs(drawn, setup.sampling, thresholds["foreign_chance"])
-        runs &= ~runs.float().mean().gt(
-            thresholds["foreign_most"]
-        )  # most of it: the sampler as a whole is another policy
-        setup.shared["foreign"] = silent | runs
+        others = (drawn.sample_logp - logp)[~runs & (drawn.sample_logp < 0)]
+        another = runs.float().mean() > thresholds["foreign_most"] or average(others) > thresholds["foreign_gap"]
+        setup.shared["foreign"] = silent if another else silent | runs  # the sampler as a whole is another policy
     marked: Tensor = setup.shared["foreign"]
     return marked
 

@@ -39,7 +39,8 @@ def probe_sync(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         f"weight sync: engine within {figures['gap_new']:.2g} nats of the changed weights, {figures['gap_old']:.2g} of "
         "the old ones"
     )
-    return ProbeResult("weight sync", tuple(findings), figures, (line,))
+    proof = (f"weight sync: tried and found sound: {engine.proven}",) if engine.proven and not findings else ()
+    return ProbeResult("weight sync", tuple(findings), figures, (line, *proof))
 
 
 def _finding(setup: ProbeSetup, new: Draws, old: Draws, thresholds: Thresholds) -> Finding | None:

@@ -1,0 +1,387 @@
+"""Full weights from GPU to GPU, by stand-ins that move tensors: they arrive, are proven, and go as files otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import functools
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from starlette.testclient import TestClient
+
+from keel.base.errors import KeelError
+from keel.base.world import ALONE
+from keel.rollout.options import VllmOptions
+from keel.rollout.vllm import check_vllm, client, direct
+from keel.rollout.vllm.client import Lost, ServerSampler
+from keel.rollout.vllm.engine import VllmEngine
+from keel.rollout.vllm.serve import VllmBackend
+from keel.rollout.vllm.service import Service
+from keel.rollout.vllm.start import engine_arguments, start_error
+from keel.rollout.vllm.transfer import save_shards
+from keel.rollout.vllm.worker import KeelWorker
+from rollout import shapes
+
+from . import fake_vllm
+from .servers import PASSWORD, REQUESTS, SAMPLING, Hosted, PlainBackend, assert_same, hosted, native, options
+
+KINDS = ("nccl", "ipc")
+
+
+class Receiver(PlainBackend):
+    """Receives as vLLM's workers do; what it was given stays untouched until the update ends."""
+
+    def __init__(self, kind: str, **facts: Any) -> None:
+        super().__init__(transfer=kind, devices=["another"], **facts)
+        self.steps: list[str] = []
+        self.fail, self.loads, self.received = "", 0, {}  # type: str, int, dict[str, torch.Tensor]
+
+    async def load(self, folder: Path, adapter: bool) -> None:
+        self.loads += 1
+        await super().load(folder, adapter)
+
+    async def transfer(self, step: str, info: dict[str, Any]) -> None:
+        self.steps.append(step)
+        await asyncio.to_thread(self.step, step, info)
+
+    def step(self, step: str, info: dict[str, Any]) -> None:
+        if step == self.fail:
+            raise RuntimeError("no such device")
+        if step == "init" and "nccl_unique_id_b64" in info:
+            identity = base64.b64decode(info["nccl_unique_id_b64"])
+            self.group = fake_vllm.Group(identity, info["rank_offset"], info["world_size"], None)
+        elif step == "update" and "tensors" in info:
+            opened = {handle["name"]: direct.open_handle(handle, torch.device("cpu")) for handle in info["tensors"]}
+            self.received |= opened
+        elif step == "update":
+            self.received = {name: self.group.receive() for name in info["names"]}
+        elif step == "finish":
+            own = dict(self.base.named_parameters())
+            with torch.no_grad():
+                for name, tensor in self.received.items():
+                    own[name].copy_(tensor)
+            self.received = {}
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's classes, a device that shares memory, and files small enough to be several."""
+    from torch.multiprocessing import reductions
+
+    fake_vllm.install(monkeypatch)
+    shared: dict[bytes, torch.Tensor] = {}
+
+    def reduce_tensor(tensor: torch.Tensor) -> Any:
+        handle = len(shared).to_bytes(8, "little")
+        shared[handle] = tensor
+        numbers = (handle, tensor.numel() * 4, 0, False, b"\x07", 0, b"\x09", True)
+        kinds = (torch.Tensor, tensor.size(), tensor.stride(), 0, torch.UntypedStorage, tensor.dtype)
+        return None, (*kinds, 0, *numbers)
+
+    def rebuild(*arguments: Any) -> torch.Tensor:
+        kind, size, stride, offset, storage, dtype, device, handle, size_bytes = arguments[:9]
+        tensor = shared[handle]
+        assert (kind, storage, device, offset) == (torch.Tensor, torch.UntypedStorage, 0, 0)
+        assert (tensor.size(), tensor.stride(), tensor.dtype) == (size, stride, dtype)
+        assert (size_bytes, *arguments[9:]) == (tensor.numel() * 4, 0, False, b"\x07", 0, b"\x09", True)
+        return tensor
+
+    def collect() -> None:
+        for tensor in shared.values():
+            tensor.fill_(torch.nan)  # the sender's memory is used again
+        shared.clear()
+
+    monkeypatch.setattr(reductions, "reduce_tensor", reduce_tensor)
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", collect)
+    monkeypatch.setattr(client, "check_transfer", lambda *arguments: None)
+    monkeypatch.setattr(client, "save_shards", functools.partial(save_shards, limit=20_000))
+
+
+def engine_of(model: Any, url: str, kind: str) -> VllmEngine:
+    sampler = ServerSampler(model, shapes.tokenizer(), options(url, transfer=kind), ALONE)
+    return VllmEngine(sampler, model, shapes.tokenizer())
+
+
+def changed(model: Any, factor: float = 1.05) -> Any:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_full_weights_arrive_without_files(kind: str) -> None:
+    model, backend = shapes.model("llama"), Receiver(kind)
+    with hosted(backend) as (server,):
+        engine = engine_of(model, server.url, kind)
+        assert_same(engine.generate(REQUESTS, SAMPLING), native(model))
+        rounds = backend.steps.count("update")
+        assert rounds == 1 if kind == "nccl" else rounds > 2
+        engine.sync(changed(model), 3)
+        assert_same(engine.generate(REQUESTS, SAMPLING), native(model))
+        updates = ["start", *["update"] * rounds, "finish"]
+        assert backend.steps == ["init", *updates, *updates]
+        assert (backend.loads, engine.events()) == (0, [])
+        assert engine.notes == (direct.NOT_RUN.format(kind),)
+        engine.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_transfer_that_breaks_goes_on_as_files(kind: str) -> None:
+    model, backend = shapes.model("llama"), Receiver(kind)
+    with hosted(backend) as (server,):
+        engine = engine_of(model, server.url, kind)
+        backend.fail, backend.steps = "update", []
+        engine.sync(changed(model))
+        ((code, message),) = engine.events()
+        assert code == "sampler/transfer"
+        assert f"by {kind} (" in message
+        assert "no such device" in message
+        assert_same(engine.generate(REQUESTS, SAMPLING), native(model))
+        backend.fail, tried = "", list(backend.steps)
+        engine.sync(changed(model))  # not tried again before the server is started again
+        assert (backend.steps, backend.loads, engine.events()) == (tried, 2, [])
+        assert_same(engine.generate(REQUESTS, SAMPLING), native(model))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_that_comes_back_gets_the_last_sync_again(kind: str) -> None:
+    model = shapes.model("llama")
+    first, second = Receiver(kind), Receiver(kind)
+    server = Hosted(Service(first, PASSWORD).app())
+    engine = engine_of(model, server.url, kind)
+    old = native(model)
+    server.stop()
+    back = Hosted(Service(second, PASSWORD).app(), server.port)
+    try:
+        changed(model)  # the policy has moved on: what comes again are the weights of the sync
+        assert_same(engine.generate(REQUESTS, SAMPLING), old)
+        assert second.steps[:2] == ["init", "start"]
+        assert second.loads == 0
+        assert [code for code, _ in engine.events()] == ["sampler/lost", "sampler/back"]
+        engine.sync(model)
+        assert second.steps.count("init") == 1
+        assert_same(engine.generate(REQUESTS, SAMPLING), native(model))
+    finally:
+        back.stop()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_arrives_is_proven(kind: str) -> None:
+    class Wrong(Receiver):
+        def step(self, step: str, info: dict[str, Any]) -> None:
+            if step == "finish":
+                self.received["model.norm.weight"] += 1e-3
+            super().step(step, info)
+
+    with hosted(Wrong(kind)) as (server,), pytest.raises(KeelError, match="does not hold the policy's weights"):
+        engine_of(shapes.model("llama"), server.url, kind)
+
+
+@pytest.mark.parametrize("step", ["init", "start", "update", "finish"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_first_transfer_that_fails_is_one_line(kind: str, step: str) -> None:
+    backend = Receiver(kind)
+    backend.fail = step
+    line = rf"weights do not go to the sampler at .* by {kind} \(.*no such device\): .*transfer=http"
+    with hosted(backend) as (server,), pytest.raises(KeelError, match=line):
+        engine_of(shapes.model("llama"), server.url, kind)
+
+
+def test_adapters_go_as_files() -> None:
+    backend = Receiver("nccl")
+    backend.base = backend.model = shapes.model("llama")
+    adapted = get_peft_model(shapes.model("llama"), LoraConfig(r=4, target_modules=["q_proj"]))
+    with hosted(backend) as (server,):
+        engine = engine_of(adapted, server.url, "nccl")
+        assert_same(engine.generate(REQUESTS, SAMPLING), native(adapted))
+    assert (backend.steps, backend.loads) == ([], 1)
+
+
+def test_a_broadcast_ends_when_nobody_receives(tmp_path: Path) -> None:
+    save_shards(shapes.model("llama").named_parameters(), tmp_path)
+
+    def call(step: str, info: dict[str, Any]) -> None:
+        if step == "init":
+            fake_vllm.Group(base64.b64decode(info["nccl_unique_id_b64"]), 1, 2, None)
+        if step == "update":
+            raise Lost("it has ended")
+
+    sender = direct.NcclSender(call, torch.device("cpu"), 1, 20.0)
+    with pytest.raises(Lost, match="it has ended"):
+        sender.send(tmp_path)
+
+
+def test_of_two_that_wait_for_each_other_the_first_error_counts() -> None:
+    never = threading.Event()
+
+    def refused() -> None:
+        raise KeelError("refused")
+
+    with pytest.raises(KeelError, match="refused"):
+        direct.together(never.wait, refused, timeout_s=20.0)
+    with pytest.raises(direct.Broken, match="have not met in 0 s"):
+        direct.together(never.wait, lambda: None, timeout_s=0.1)
+    assert direct.together(lambda: 1, lambda: 2, timeout_s=20.0) == [1, 2]
+    never.set()
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "device", "line"),
+    [
+        ("nccl", {}, "cpu", "transfer=nccl sends from a GPU and the policy is on the cpu"),
+        ("nccl", {"transfer": "http", "devices": ["b"]}, "cuda:0", "start keel serve with --transfer nccl"),
+        ("nccl", {"transfer": "nccl", "devices": ["b", "a"]}, "cuda:0", "on the policy's own GPU.*use ipc"),
+        ("ipc", {"transfer": "ipc", "devices": ["b"]}, "cuda:0", "on another GPU.*use nccl"),
+        ("ipc", {"transfer": "ipc", "devices": ["a", "b"]}, "cuda:0", "on another GPU.*use nccl"),
+    ],
+)
+def test_what_a_transfer_cannot_reach_is_refused(
+    kind: str, status: dict[str, Any], device: str, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "device_id", lambda device: "a")
+    with pytest.raises(KeelError, match=line):
+        direct.check_transfer(kind, status, torch.device(device), "the sampler")
+    for other, devices in (("ipc", ["a"]), ("nccl", ["b", "c"])):
+        direct.check_transfer(other, {"transfer": other, "devices": devices}, torch.device("cuda:0"), "the sampler")
+
+
+def test_the_routes_take_no_more_than_they_need() -> None:
+    backend = Receiver("nccl")
+    routes = TestClient(Service(backend, PASSWORD).app())
+    where, secret = "/keel/transfer/ab12", {"authorization": f"Bearer {PASSWORD}"}
+    assert routes.post(f"{where}/start", json={}).status_code == 401
+    meeting = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+    for step, info in (
+        ("init", meeting),
+        ("update", {"ipc_handles_pickled": "gASV"}),
+        ("shutdown", {}),
+        ("start", [1]),
+    ):
+        assert routes.post(f"{where}/{step}", json=info, headers=secret).status_code == 400
+    assert routes.post("/keel/transfer/..%2f/start", json={}, headers=secret).status_code in (400, 404)
+    assert routes.post("/keel/weights/ab12", json={}, headers=secret).status_code == 400
+    assert backend.steps == []
+
+
+def test_half_a_transfer_is_no_weights() -> None:
+    backend = Receiver("ipc")
+    service = Service(backend, PASSWORD)
+    routes = TestClient(service.app(), headers={"authorization": f"Bearer {PASSWORD}"})
+    service.weights = "00"
+    for step in ("init", "start"):
+        assert routes.post(f"/keel/transfer/ab12/{step}", json={}).status_code == 200
+        assert service.weights == ""
+        assert routes.post("/keel/weights/ab12", json={}).status_code == 400
+    backend.fail = "update"
+    assert routes.post("/keel/transfer/ab12/update", json={"tensors": []}).status_code == 422
+    backend.fail = ""
+    assert routes.post("/keel/transfer/ab12/finish", json={}).status_code == 200
+    assert service.weights == ""
+    assert routes.post("/keel/weights/ab12", json={}).status_code == 200
+    assert service.weights == "ab12"
+
+
+class Calls:
+    """vLLM's asynchronous engine: it notes what it is asked."""
+
+    def __init__(self, *fail: str) -> None:
+        self.calls: list[Any] = []
+        self.fail = fail
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*arguments: Any, **options: Any) -> None:
+            self.calls.append((name, *(getattr(a, "init_info", getattr(a, "update_info", a)) for a in arguments)))
+            if name in self.fail:
+                raise RuntimeError(f"{name} is not possible now")
+
+        return call
+
+
+def steps_of(backend: VllmBackend, *steps: tuple[str, dict[str, Any]]) -> Any:
+    async def run() -> None:
+        for step, info in steps:
+            await backend.transfer(step, info)
+
+    asyncio.run(run())
+    return backend.engine.calls
+
+
+def test_vllm_is_asked_in_the_order_that_it_documents() -> None:
+    init, names = {"rank_offset": 1}, {"names": ["a"]}
+    backend = VllmBackend(Calls(), shapes.tokenizer(), {})
+    calls = steps_of(backend, ("init", init), ("start", {}), ("update", names), ("finish", {}))
+    assert calls == [
+        ("shutdown_weight_transfer_engine",),
+        ("init_weight_transfer_engine", init),
+        ("start_weight_update",),
+        ("update_weights", names),
+        ("finish_weight_update",),
+        ("reset_prefix_cache",),
+    ]
+    backend = VllmBackend(Calls(), shapes.tokenizer(), {})
+    assert steps_of(backend, ("update", {"tensors": [1]})) == [("collective_rpc", "keel_open")]
+
+
+def test_an_update_that_a_lost_trainer_has_left_open_is_ended() -> None:
+    backend = VllmBackend(Calls("finish_weight_update"), shapes.tokenizer(), {})
+    calls = steps_of(backend, ("start", {}), ("start", {}), ("init", {}))
+    start, finish = ("start_weight_update",), ("finish_weight_update",)
+    renewed = [("shutdown_weight_transfer_engine",), ("init_weight_transfer_engine", {})]
+    assert calls == [start, finish, start, finish, *renewed]
+
+
+def test_a_worker_loads_what_another_process_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[bool] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(True))
+    weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.randn(4).bfloat16().float()}
+    loaded: list[tuple[str, torch.Tensor]] = []
+    worker = KeelWorker()
+    worker.device = torch.device("cpu")
+    model = SimpleNamespace(load_weights=lambda pairs: loaded.extend((name, tensor) for name, tensor in pairs))
+    worker.model_runner = SimpleNamespace(get_model=lambda: model)
+    worker.keel_open([direct.shared_handle(name, tensor) for name, tensor in weights.items()])
+    torch.cuda.ipc_collect()
+    assert [name for name, _ in loaded] == ["a", "b"]
+    assert loaded[0][1].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert bool(loaded[1][1].isfinite().all())
+    assert waits == [True]
+    handle = direct.shared_handle("a", torch.zeros(2))
+    with pytest.raises(ValueError, match="no type of tensors: Tensor"):
+        direct.open_handle({**handle, "dtype": "Tensor"}, worker.device)
+
+
+def test_a_lack_of_memory_names_the_option() -> None:
+    short = "Free memory on device cuda:0 (3/80 GiB) on startup is less than desired"
+    assert str(start_error(ValueError(short), "the.option=0.3")).endswith(f"{short} (the.option=0.3)")
+    assert "the.option" not in str(start_error(ValueError("no such model"), "the.option=0.3"))
+
+
+def test_the_option() -> None:
+    assert VllmOptions().direct is None
+    assert VllmOptions(transfer="http").direct is None
+    with pytest.raises(KeelError, match=r"rollout\.vllm\.transfer is for a server"):
+        check_vllm(VllmOptions(transfer="nccl"))
+    common: dict[str, Any] = {"dtype": "float32", "context": 8, "max_lora_rank": 0, "cuda": True}
+    arguments = engine_arguments("m", VllmOptions(transfer="ipc"), **common)
+    assert arguments["weight_transfer_config"] == {"backend": "ipc"}
+    assert "weight_transfer_config" not in engine_arguments("m", VllmOptions(), **common)
+
+
+def test_nccl_stays_on_this_machine_where_the_server_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    direct.loopback_only("http://10.0.0.4:8000")
+    assert "NCCL_SOCKET_IFNAME" not in direct.os.environ
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    direct.loopback_only("http://127.0.0.1:8000")
+    assert direct.os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    direct.loopback_only("http://localhost:8000")
+    assert direct.os.environ["NCCL_SOCKET_IFNAME"] == "lo"
