@@ -169,6 +169,7 @@ def test_ctrl_c_reaches_the_ranks_which_save(cluster: str, config: Path, tmp_pat
         (["ray.trainers=3", "ray.trainer_cpus=2"], "it asks for 6.5 CPU, and the cluster has 4 CPU: ask for less"),
         (["model.device=cuda"], "it asks for 1 CPU, 2 GPU, and the cluster has 4 CPU, 0 GPU: ask for less"),
         (["ray.sampler_python=/bin/false"], "sampler 0 did not start: exit status 1"),
+        (["ray.sampler_python=/nowhere/python"], "cannot start a process: [Errno 2] No such file or directory: '/now"),
     ],
 )
 def test_what_cannot_be_placed_or_started_is_one_line(

@@ -53,6 +53,12 @@ class Placement(NamedTuple):
             return self.ray.get(method.remote(*arguments))
         except self.ray.exceptions.RayActorError as error:
             raise ActorLost from error
+        except OSError as error:  # of a start, as Ray passes it on
+            reason = getattr(error, "cause", error)
+            raise KeelError(
+                f"Ray's node cannot start a process: {reason}; every node needs the interpreter and the folder of this "
+                "command under the same path"
+            ) from None
 
 
 def bundles_of(config: Config, options: RayOptions, cluster: Mapping[str, float]) -> Sequence[Bundle]:
