@@ -75,7 +75,7 @@ def test_every_block_says_what_it_is():
 def test_few_blocks_are_excused():
     """Excuses are counted: raising this number is a decision, not an accident."""
     excused = [str(block) for blocks in BLOCKS.values() for block in blocks if block.not_run]
-    assert len(excused) <= 12, excused
+    assert len(excused) <= 16, excused
 
 
 @pytest.fixture

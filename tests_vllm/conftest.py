@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from keel.rollout.options import RolloutOptions
 
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["KEEL_SERVE_SECRET"] = secrets.token_urlsafe(24)
+os.environ.setdefault("KEEL_SERVE_SECRET", secrets.token_urlsafe(24))
 KINDS = ("native", "process", "server")
 
 
@@ -69,34 +69,35 @@ class Server:
         self.process.wait()
 
 
+class Servers:
+    """The servers of a session."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.started = folder, list[Server]()
+
+    def start(self, model: Any, *options: str, port: int = 0) -> Server:
+        """A server for a model."""
+        folder = self.folder / str(len(self.started))
+        model.save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+        self.started.append(Server(str(folder), port, *options))
+        return self.started[-1]
+
+
 @pytest.fixture(scope="session")
-def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
-    """Starts a server for a model; all end with the session."""
-    servers: list[Server] = []
-
-    def start(model: Any, *options: str, port: int = 0) -> Server:
-        if not isinstance(model, str):
-            folder = tmp_path_factory.mktemp("served")
-            model.save_pretrained(folder)
-            tiny_tokenizer().save_pretrained(folder)
-            model = str(folder)
-        servers.append(Server(model, port, *options))
-        return servers[-1]
-
-    yield start
-    for server in servers:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    made = Servers(tmp_path_factory.mktemp("served"))
+    yield made
+    for server in made.started:
         if server.process.poll() is None:
             server.kill()
 
 
-def engine_for(kind: str, model: Any, serve: Callable[..., Server], *options: str) -> Engine:
+def engine_for(kind: str, model: Any, url: str | None = None) -> Engine:
     """An engine of a kind with a copy of the model's weights."""
     if kind == "native":
         return NativeEngine(model, tiny_tokenizer(), copy=True)
-    settings: dict[str, Any] = {"mode": "colocate"}
-    if kind == "server":
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        settings = {"mode": "server", "url": serve(base, *options).url, "wait_s": 300.0}
+    settings = {"mode": "colocate" if url is None else "server", "url": url, "wait_s": 300.0}
     return build_engine(RolloutOptions(engine="vllm", vllm=settings), model, tiny_tokenizer())
 
 
@@ -111,12 +112,7 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="session")
-def engine(kind: str, model: Any, serve: Callable[..., Server]) -> Iterator[Engine]:
-    made = engine_for(kind, model, serve)
+def engine(kind: str, model: Any, servers: Servers) -> Iterator[Engine]:
+    made = engine_for(kind, model, servers.start(model).url if kind == "server" else None)
     yield made
     made.close()
-
-
-@pytest.fixture
-def configs() -> Path:
-    return Path(__file__).parents[1] / "configs"

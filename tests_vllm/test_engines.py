@@ -12,7 +12,7 @@ import torch
 from scipy.stats import chi2
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from conftest import llama
+from conftest import Servers, engine_for, llama
 from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.envs.base import Reward, Task
@@ -259,3 +259,34 @@ def test_sampling_goes_on_after_a_task_that_failed(engine: Engine, model: Any) -
     with pytest.raises(RuntimeError, match="the task fails"):
         engine.converse(REQUESTS, SAMPLING, fails, seed=1)
     assert_same(engine.generate(REQUESTS, SAMPLING, seed=3), native(model, seed=3))
+
+
+@pytest.mark.parametrize("kind", ["server"], indirect=True, scope="session")
+def test_a_server_of_other_weights_gets_those_of_the_last_sync_again(engine: Engine, model: Any) -> None:
+    """As after another training has used it: nothing is sampled from that one's policy."""
+    url = engine.sampler.servers[0].url  # type: ignore[attr-defined]
+    other = engine_for("server", llama(seed=1), url)
+    assert_same(engine.generate(REQUESTS, SAMPLING, seed=3), native(model, seed=3))
+    assert [code for code, _ in engine.events()] == ["sampler/lost", "sampler/back"]
+    other.close()
+
+
+@pytest.mark.parametrize("kind", ["server"], indirect=True, scope="session")
+def test_a_server_killed_in_a_rollout_and_started_again(engine: Engine, model: Any, servers: Servers) -> None:
+    sampling = SamplingParams(num_generations=6, max_completion_length=40, max_batch=12)
+    killed: list[int] = []
+
+    def kill(ended: int) -> None:
+        if not killed:
+            killed.append(ended)
+            server = servers.started[-1]
+            server.kill()
+            servers.start(model, port=server.port)
+
+    engine.on_finished = kill
+    try:
+        assert_same(engine.generate(REQUESTS, sampling, seed=8), native(model, sampling, seed=8))
+    finally:
+        engine.on_finished = None
+    assert killed
+    assert [code for code, _ in engine.events()] == ["sampler/lost", "sampler/back"]

@@ -224,6 +224,29 @@ def test_rows_that_always_lose_the_server_are_an_error() -> None:
             engine.generate(REQUESTS, SAMPLING)
 
 
+@pytest.mark.parametrize("dead", [False, True])
+def test_a_server_ends_with_its_backend(dead: bool) -> None:
+    """A row that fails is no reason: the next may not."""
+
+    class Dying(PlainBackend):
+        async def before(self, row: Row) -> None:
+            raise RuntimeError("no memory left")
+
+        async def alive(self) -> None:
+            if dead:
+                raise RuntimeError("the engine is dead\nsee above")
+
+    service = Service(Dying(), PASSWORD)
+    server = Hosted(service.app())
+    service.on_end = lambda: setattr(server.server, "should_exit", True)
+    engine = engine_of(shapes.model("llama"), server.url, wait_s=0.5)
+    with pytest.raises(KeelError, match="has not answered" if dead else "lost 5 times"):
+        engine.generate(REQUESTS, SAMPLING)
+    assert service.ended == ("the engine is dead" if dead else "")
+    assert server.server.should_exit == dead
+    server.stop()
+
+
 class Ranks:
     """Two ranks as threads of this process."""
 

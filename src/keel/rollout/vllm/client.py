@@ -279,10 +279,11 @@ class ServerSampler(Sampler):
         streams = [stream for stream in self._streams if stream.server is server]
         rows, drawing = [row for stream in streams for row in stream.rows.values()], streams[0].drawing
         self._close(*streams)
-        for row in rows:
-            self._tries[row.id] = self._tries.get(row.id, 0) + 1
-            if self._tries[row.id] > TRIES:
-                raise KeelError(f"{server} was lost {TRIES} times over the same completions ({error}): see its log")
+        self._tries |= {row.id: self._tries.get(row.id, 0) + 1 for row in rows}
+        tries = max(self._tries[row.id] for row in rows)
+        if tries > TRIES:
+            raise KeelError(f"{server} was lost {TRIES} times over the same completions ({error}): see its log")
+        time.sleep(0.2 * (tries - 1))  # it may be about to end
         self._events.append(("sampler/lost", f"{server} was lost ({error}); its {len(rows)} rows are drawn again"))
         server.alive = False
         try:

@@ -52,7 +52,7 @@ class VllmEngine(Engine):
             raise KeelError("the tokenizer has no end-of-sequence token: set tokenizer.eos_token before sampling")
         self.sampler, self.tokenizer, self.notes = sampler, tokenizer, sampler.notes
         self.eos_ids = frozenset(eos_ids(causal_lm(model), tokenizer))
-        self.context = sampler.info.context
+        self.context, self.version = sampler.info.context, 0  # it has loaded the policy that it was built on
         self._stops = StopStrings(tokenizer)
         self._numbers = itertools.count()  # no row is ever called like one before it, which may still be on its way
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import socket
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,7 @@ class VllmBackend(Backend):
             "transfer": options.direct or "http",
             "devices": await engine.collective_rpc("keel_device"),
         }
+        await engine.collective_rpc("keel_watch", args=(os.getpid(),))
         backend = cls(engine, tokenizer, facts)
         backend.facts["parts"] = sorted({part for parts in await engine.collective_rpc("keel_parts") for part in parts})
         return backend
@@ -155,10 +159,25 @@ async def _serve(
         raise start_error(error, f"--gpu-memory-utilization {options.gpu_memory_utilization}") from error
     service = Service(backend, secret)
     try:
-        with _listening(host, port) as listener:
-            await announced(uvicorn.Server(uvicorn.Config(service.app(), log_level="warning")), listener, ready)
+        with _listening(host, port) as listener, _signals_return():
+            server = uvicorn.Server(uvicorn.Config(service.app(), log_level="warning"))
+            service.on_end = partial(setattr, server, "should_exit", True)
+            await announced(server, listener, ready)
+        if service.ended:  # so that whatever watches over this process starts it again
+            raise KeelError(f"vLLM has ended ({service.ended}): see its log, and start keel serve again")
     finally:
         await service.close()
+
+
+@contextmanager
+def _signals_return() -> Iterator[None]:
+    """uvicorn ends at a signal and raises it once more: here it then returns, so that vLLM's processes are ended too."""
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -12,7 +12,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from keel.base.errors import KeelError
+from keel.base.errors import KeelError, first_line
 from keel.rollout.vllm.rows import HEARTBEAT_S, PROTOCOL, Drawing, Row, Sampled, from_json
 
 _FILE = re.compile(r"weights-\d{5}\.safetensors|adapter_model\.safetensors|adapter_config\.json")
@@ -76,6 +76,8 @@ class Service:
         self.boot, self.weights, self.received = secrets.token_hex(8), "", ""
         self.folder = Path(tempfile.mkdtemp(prefix="keel-serve-"))
         self.loading = asyncio.Lock()
+        self.ended = ""  # what the backend died of
+        self.on_end: Callable[[], None] = lambda: None
 
     def app(self) -> Starlette:
         """The application, for uvicorn."""
@@ -138,9 +140,18 @@ class Service:
                     yield "\n"
         except Exception as error:
             yield json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n"
+            await self._check_backend()
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def _check_backend(self) -> None:
+        """End with a backend that has died: a server that only answers for it would never be started again."""
+        try:
+            await self.backend.alive()
+        except Exception as error:
+            self.ended = first_line(error)
+            self.on_end()
 
     async def _put(self, request: Request) -> Response:
         sync, name = request.path_params["sync"], request.path_params["name"]

@@ -7,7 +7,11 @@ kernels have packed into a form of their own is read through the layer itself, b
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
+from threading import Thread
 from typing import Any
 
 import torch
@@ -47,6 +51,10 @@ class KeelWorker:
     def keel_alive(self) -> None:
         """Answer."""
 
+    def keel_watch(self, server: int) -> None:
+        """End with the server's process, and vLLM's between them too: its kill -9 would leave them on the GPU."""
+        Thread(target=_watch, args=(server,), name="keel-server-watch", daemon=True).start()
+
     def keel_parts(self) -> list[str]:
         """Which weights this worker holds, as parts of a checkpoint's tensors."""
         return [str(part) for part, _ in held_weights(self.model_runner.get_model())]
@@ -72,6 +80,17 @@ class KeelWorker:
             elif rank:
                 digests |= {f"{layer}.A": adapter_digest(a[:rank]), f"{layer}.B": adapter_digest(b[:, :rank])}
         return digests
+
+
+def _watch(server: int) -> None:
+    while True:
+        time.sleep(1.0)
+        try:
+            os.kill(server, 0)
+        except ProcessLookupError:
+            if (parent := os.getppid()) > 1:
+                os.kill(parent, signal.SIGKILL)
+            os._exit(1)
 
 
 def held_weights(model: nn.Module) -> Iterator[tuple[Part, Any]]:

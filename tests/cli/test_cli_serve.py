@@ -1,0 +1,72 @@
+"""keel serve as a user types it; what it serves is tested elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from typing import Any
+
+import pytest
+
+from keel.base.errors import KeelError
+from keel.cli import main
+from keel.rollout.options import VllmOptions
+from keel.rollout.vllm import serve
+from keel.rollout.vllm.client import SECRET
+
+
+def test_help_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help"]) == 0
+    text = capsys.readouterr().out
+    for option in ("--host", "--port", "--max-lora-rank", "--tensor-parallel-size", "127.0.0.1", SECRET):
+        assert option in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "secret", "message"),
+    [
+        (["tiny"], None, "cannot be imported here"),
+        (["tiny"], "short", f"{SECRET} has 5 characters"),
+        (["tiny", "--port", "99999"], None, "'--port'"),
+        (["tiny", "--gpu-memory-utilization", "2"], None, "'--gpu-memory-utilization'"),
+        (["nowhere/at/all"], None, "nowhere/at/all"),
+        ([], None, "MODEL"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    arguments: list[str],
+    secret: str | None,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.delenv(SECRET, raising=False)
+    if secret is not None:
+        monkeypatch.setenv(SECRET, secret)
+    assert main(["serve", *arguments]) == 2
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("keel: error:")]
+    assert message in error
+
+
+def test_without_its_own_packages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in [name for name in sys.modules if name.startswith(("starlette", "keel.rollout.vllm.serv"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "starlette.applications", None)
+    assert main(["serve", "tiny"]) == 2
+    assert "pip install 'keel-rl[serve]'" in capsys.readouterr().err
+
+
+async def _started(*args: Any, **options: Any) -> Any:
+    raise AssertionError("vLLM was started")
+
+
+def test_a_port_that_is_taken_is_known_before_vllm_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve.VllmBackend, "start", _started)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(KeelError, match=rf"cannot listen at 127.0.0.1:{port} .*give another --host or --port"):
+            asyncio.run(serve._serve("", None, VllmOptions(), "127.0.0.1", port, "secret", "auto", 0, print))
+    with pytest.raises(KeelError, match=r"cannot listen at 203\.0\.113\.1:0"):
+        asyncio.run(serve._serve("", None, VllmOptions(), "203.0.113.1", 0, "secret", "auto", 0, print))
