@@ -22,59 +22,24 @@ import yaml
 
 from keel.base.alive import end_with_parent
 from keel.base.imports import import_object
-from keel.models.head import causal_lm
 from keel.models.load import context_length
 from keel.models.tokenizer import vocabulary_digest
-from keel.rollout.sampling import block_shape, draw, gumbel
 from keel.rollout.vllm.rows import Drawing, Row, Sampled
-from keel.rollout.vllm.samplers import model_facts
-from keel.rollout.vllm.service import Backend, Service
-from keel.rollout.vllm.transfer import Part, checkpoint_weights, read_weights
+from keel.rollout.vllm.service import Service
+from rollout.vllm.servers import PlainBackend
 
 
-class NativeBackend(Backend):
-    """A model of transformers, drawn from by Keel's noise."""
+class NativeBackend(PlainBackend):
+    """A model that answers its rows one by one, in order."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
-        self.model = causal_lm(model).eval()
-        names = [name for name, _ in checkpoint_weights(model, torch.float32)]
-        self.facts = {
-            "dtype": "torch.float32",
-            "context": context_length(self.model),
-            "max_lora_rank": 0,
-            "model": model_facts(self.model.config),
-            "parts": names,
-            "tokenizer": vocabulary_digest(tokenizer),
-        }
-
-    def status(self) -> dict[str, Any]:
-        return self.facts
+        facts = {"context": context_length(model), "max_lora_rank": 0, "tokenizer": vocabulary_digest(tokenizer)}
+        super().__init__(model, **facts)
 
     async def generate(self, row: Row, drawing: Drawing) -> Sampled:
-        await asyncio.sleep(0.001)  # so that rows are answered one by one
+        await asyncio.sleep(0.001)
         _die_if_due()
-        return self._decode(row, drawing)
-
-    @torch.no_grad()
-    def _decode(self, row: Row, drawing: Drawing) -> Sampled:
-        tokens, numbers = list(row.tokens), []
-        for position in range(row.start, row.start + row.max_new):
-            logits = self.model(torch.tensor([tokens])).logits[:, -1].float()
-            at, width = torch.tensor([position]), sum(block_shape(logits.shape[-1]))
-            noise = None if drawing.sampling.greedy else gumbel(torch.tensor([row.key]), at, width)
-            token, before, after = (float(number) for number in draw(logits, drawing.sampling, noise))
-            tokens.append(int(token))
-            numbers.append((before, after))
-            if int(token) in drawing.eos_ids:
-                break
-        before, after = zip(*numbers, strict=True)
-        return Sampled(row.id, tuple(tokens[len(row.tokens) :]), before, after)
-
-    async def load(self, folder: Path, adapter: bool) -> None:
-        self.model.load_state_dict(dict(read_weights(str(folder))), strict=False)
-
-    async def digests(self, ranks: dict[str, int] | None) -> dict[str, str]:
-        return {name: Part(name).digest(tensor) for name, tensor in checkpoint_weights(self.model, torch.float32)}
+        return self.sample(row, drawing)
 
 
 def _die_if_due() -> None:
