@@ -108,10 +108,17 @@ def test_what_cannot_run_is_refused_before_anything_is_launched(
     assert message in line
 
 
+def test_one_process_that_is_killed_is_named_with_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch._status({0: 0}, 1) == 0
+    assert launch._status({0: -9}, 1, "; go on with: keel train --resume r --on ray") == 137
+    expected = "keel: error: rank 0 of 1 was ended by SIGKILL; go on with: keel train --resume r --on ray\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_the_processes_get_all_other_arguments() -> None:
     given = ["train", "c.yaml", "--nproc", "2", "a=b", "--resume"]
-    assert launch.without_nproc(given) == ["train", "c.yaml", "a=b", "--resume"]
-    assert launch.without_nproc(["train", "--nproc=4", "a=b"]) == ["train", "a=b"]
+    assert launch.without(given, "--nproc") == ["train", "c.yaml", "a=b", "--resume"]
+    assert launch.without(["train", "--nproc=4", "--on", "ray", "a=b"], "--nproc", "--on") == ["train", "a=b"]
 
 
 def test_a_command_of_one_process_says_so_in_several(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

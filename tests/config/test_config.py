@@ -41,6 +41,7 @@ optim:     {learning_rate: 1.0e-6, schedule: constant, warmup_steps: 0, weight_d
             microbatch_tokens: 8192}
 eval:      {every: 20, tasks: [], samples: 64, k: [1, 8]}
 parallel:  {sharding: auto, shard_size: null, offload: false}
+ray:       null
 guards:    {max_consecutive_nans: 5, recovery_lr_factor: 0.5, max_rollbacks: 3, grad_spike: 10.0}
 log:       {tensorboard: true, wandb: null}
 checkpoint: {every: 50, keep: 3}

@@ -33,6 +33,7 @@ GOODBYE = 20_001  # the message's tag
 LOST = 137  # exit status where a process has died: that of kill -9
 DIED = "has died (killed, crashed, or its machine is gone)"
 FAILURE = "failure"
+LAUNCH_FLAGS = "KEEL_LAUNCH_FLAGS"  # the variable that holds the flags under which a launcher was started
 
 _openings = itertools.count()
 _ending = threading.Lock()  # taken by the thread that ends this process
@@ -73,6 +74,15 @@ def end(status: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(status)
+
+
+def end_with_parent() -> NoReturn:
+    """Wait until the process that holds the other end of stdin is gone, then end this one and what it has started."""
+    while os.read(0, 1):  # not sys.stdin, whose lock would keep the interpreter from ending
+        pass
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(LOST)
 
 
 @contextmanager

@@ -52,7 +52,8 @@ def ablate(
 ) -> int:
     from keel.config import arguments
     from keel.lab.studies import read_study
-    from keel.lab.studies.run import check_backend, run_study
+    from keel.lab.studies.run import run_study
+    from keel.run.cluster.connect import check_backend
 
     paths, overrides = arguments.split(args)
     if len(paths) != 1:

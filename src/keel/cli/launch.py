@@ -1,4 +1,4 @@
-"""`--nproc N`: the same command in N processes of this machine, under torch's own launcher."""
+"""`--nproc N`: the same command in N processes of this machine, by torch's own launcher; `--on ray`: on a cluster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Mapping
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -20,6 +21,10 @@ STEP_S = 3600  # a signal waits for the step in flight and its checkpoint, up to
 Nproc = Annotated[
     int,
     typer.Option("--nproc", metavar="N", help="Run in N processes of this machine, such as one a GPU (torchrun)."),
+]
+
+On = Annotated[
+    str, typer.Option("--on", metavar="local|ray[:ADDRESS]", help="Here, or placed on a Ray cluster (ray: options).")
 ]
 
 
@@ -47,7 +52,7 @@ def launch(arguments: list[str], nproc: int, *, device: str = "auto") -> int:
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
-            elastic_launch(config, sys.executable)("-m", "keel", *without_nproc(arguments))
+            elastic_launch(config, sys.executable)("-m", "keel", *without(arguments, "--nproc"))
         except ChildFailedError as error:
             return _status({rank: failure.exitcode for rank, failure in error.failures.items()}, nproc)
         except SignalException as error:
@@ -57,14 +62,25 @@ def launch(arguments: list[str], nproc: int, *, device: str = "auto") -> int:
     return 0
 
 
-def without_nproc(arguments: list[str]) -> list[str]:
-    """The arguments of each process."""
+def launch_on_ray(on: str, arguments: list[str], config: Any) -> int:
+    """Run `keel ARGUMENTS` as ranks on a Ray cluster, with samplers beside them, and return its exit status."""
+    from keel.run.cluster.train import train_on_ray
+
+    if "WORLD_SIZE" in os.environ:
+        raise KeelError(f"--on {on} inside of torchrun: leave torchrun out, Ray starts the processes")
+    exits = train_on_ray(on, without(arguments, "--nproc", "--on"), config)
+    resume = f"keel train --resume {Path(config.run.dir) / config.run.name} --on {on}"
+    return _status(exits, len(exits), go_on=f"; go on with: {resume}")
+
+
+def without(arguments: list[str], *flags: str) -> list[str]:
+    """The arguments of each process: those of the launcher are left out."""
     rest: list[str] = []
     words = iter(arguments)
     for word in words:
-        if word == "--nproc":
+        if word in flags:
             next(words, None)
-        elif not word.startswith("--nproc="):
+        elif not word.startswith(tuple(f"{flag}=" for flag in flags)):
             rest.append(word)
     return rest
 
@@ -81,14 +97,17 @@ def _check(nproc: int, device: str, devices: int) -> None:
         )
 
 
-def _status(exits: Mapping[int, int], nproc: int) -> int:
+def _status(exits: Mapping[int, int], nproc: int, go_on: str = "") -> int:
     """The exit status of the first that failed: it has said why, and the others ended for it, unless it was killed."""
+    if not any(exits.values()):
+        return 0
     own = [status for status in exits.values() if status > 0]
     if own:
         return own[0]
     killed = {rank: -status for rank, status in exits.items() if status != -signal.SIGTERM}  # that is the launcher's
     for rank, number in killed.items():
         name = signal.Signals(number).name
-        sys.stderr.write(f"keel: error: rank {rank} of {nproc} was ended by {name}, and the others after it\n")
+        others = ", and the others after it" if nproc > 1 else ""
+        sys.stderr.write(f"keel: error: rank {rank} of {nproc} was ended by {name}{others}{go_on}\n")
         return 128 + number
     return 128 + signal.SIGTERM

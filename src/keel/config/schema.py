@@ -15,7 +15,14 @@ from keel.losses.options import LossOptions
 from keel.models.options import ModelOptions
 from keel.reference.options import ReferenceOptions
 from keel.rollout.options import RolloutOptions
-from keel.trainer.options import CheckpointOptions, GuardOptions, OptimOptions, ParallelOptions, WarmstartOptions
+from keel.trainer.options import (
+    CheckpointOptions,
+    GuardOptions,
+    OptimOptions,
+    ParallelOptions,
+    RayOptions,
+    WarmstartOptions,
+)
 
 
 class RunOptions(Options):
@@ -78,6 +85,7 @@ class Config(Options):
     parallel: ParallelOptions = Field(
         default=ParallelOptions(), description="Layout of the weights over several devices."
     )
+    ray: RayOptions | None = Field(default=None, description="What keel train --on ray places; null is the default.")
     guards: GuardOptions = Field(default=GuardOptions(), description="What the loop does when numbers go wrong.")
     log: LogOptions = Field(
         default=LogOptions(), description="Where metrics go besides metrics.jsonl, which is always written."

@@ -39,6 +39,10 @@ FREE_TO_CHANGE = (
     "guards.",
     "doctor.",
     "parallel.",  # checkpoints are read on any number of processes
+    "ray.",
+    "rollout.vllm.url",  # where a server is, and how long it is waited for
+    "rollout.vllm.secret",
+    "rollout.vllm.wait_s",
     "kl.budget",
     "optim.decay_steps",  # kept from before unless it is given: `keep_schedule`
     "optim.microbatch_tokens",  # these five change a step's memory, and its numbers by rounding (dropout: other masks)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from keel.base.alive import process_count
+from keel.base.alive import LAUNCH_FLAGS, process_count
 from keel.base.errors import KeelError
 from keel.base.world import ALONE, World, open_world
 from keel.config import Config, load_config
@@ -276,10 +276,11 @@ def _conclude(built: Built, job: Job, state: State, at_end: EndHooks) -> dict[st
 
 
 def resume_command(directory: Path) -> str:
-    """What to type to go on with an interrupted run, in as many processes of this machine."""
+    """What to type to go on with an interrupted run: as it was launched, or in as many processes of this machine."""
     size = process_count()
     here = size > 1 and os.environ.get("LOCAL_WORLD_SIZE") == str(size)
-    return f"keel train --resume {directory}{f' --nproc {size}' if here else ''}"
+    flags = os.environ.get(LAUNCH_FLAGS, f"--nproc {size}" if here else "")
+    return f"keel train --resume {directory} {flags}".rstrip()
 
 
 def how_to_go_on(config: Config, remedy: Remedy) -> str:

@@ -76,6 +76,21 @@ class ParallelOptions(Options):
     )
 
 
+class RayOptions(Options):
+    """What `keel train --on ray` places on the cluster."""
+
+    trainers: Positive = Field(default=1, description="Trainer processes, one a GPU where there are any (--nproc).")
+    samplers: Count = Field(
+        default=1, description="vLLM servers that sample for them; 0: rollout.engine samples as it does without Ray."
+    )
+    trainer_cpus: Above0 = Field(default=1.0, description="CPUs of a trainer process, and so its threads.")
+    sampler_cpus: Above0 = Field(default=1.0, description="CPUs of a sampler, and so its threads.")
+    max_restarts: Count = Field(default=3, description="How often a lost sampler is started again.")
+    sampler_python: str | None = Field(
+        default=None, description="Interpreter with Keel and vLLM that starts the samplers; null: that of Ray's nodes."
+    )
+
+
 class GuardOptions(Options):
     """What the loop does when numbers go wrong."""
 

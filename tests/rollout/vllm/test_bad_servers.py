@@ -121,7 +121,7 @@ def test_an_adapter_on_another_base() -> None:
     """Each step would sample from another policy than is trained."""
     adapted = get_peft_model(shapes.model("llama"), LoraConfig(r=4, target_modules=["q_proj"]))
     other = PlainBackend(shapes.model("llama", seed=1))
-    with hosted(other) as (server,), pytest.raises(KeelError, match="serves another model"):
+    with hosted(other) as (server,), pytest.raises(KeelError, match="than the one under the policy's adapter"):
         connect(server.url, model=adapted)
 
 

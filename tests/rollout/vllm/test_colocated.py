@@ -109,9 +109,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     module("vllm.lora")
     module("vllm.lora.request", LoRARequest=lambda *a, load_inplace=False: SimpleNamespace(load_inplace=load_inplace))
     module("vllm.distributed")
-    module(
-        "vllm.distributed.parallel_state", cleanup_dist_env_and_memory=lambda: None, destroy_model_parallel=lambda: None
-    )
+    ends = ("cleanup_dist_env_and_memory", "destroy_model_parallel")
+    module("vllm.distributed.parallel_state", **dict.fromkeys(ends, lambda: None))
     monkeypatch.setattr(FakeLLM, "made", [])
     return FakeLLM
 

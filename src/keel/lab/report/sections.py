@@ -24,7 +24,7 @@ from keel.lab.runs import Record, RunRecord, number
 
 EVENTS_SHOWN = 300
 # Parts of the kinds of events that are coloured as a warning.
-ALARMING = ("abort", "guard", "rollback", "stop", "over-budget", "dropped", "nan", "error", "damaged")
+ALARMING = ("abort", "guard", "rollback", "stop", "over-budget", "dropped", "nan", "error", "damaged", "lost")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:

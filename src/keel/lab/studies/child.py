@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
 from typing import Any
 
-
-def end_with_parent() -> None:
-    """End this process when the study is killed: the study holds the other end of stdin."""
-    while os.read(0, 1):  # not sys.stdin, whose lock would keep the interpreter from ending
-        pass
-    os._exit(137)
+from keel.base.alive import end_with_parent
 
 
 def stop(number: int, frame: Any) -> None:

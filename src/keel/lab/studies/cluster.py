@@ -2,36 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Any
 
-from keel.base.errors import KeelError
 from keel.lab.studies.process import Process, run_process
-
-
-@contextmanager
-def ray_pool(address: str | None, cores: int) -> Iterator[RayPool]:
-    """A connection to the cluster at `address`, or the one that RAY_ADDRESS names, or one started here."""
-    try:
-        import ray
-    except ImportError:
-        raise KeelError("--on ray needs Ray: pip install 'keel-rl[ray]'") from None
-    existing = address or os.environ.get("RAY_ADDRESS")
-    options: dict[str, Any] = {} if existing else {"include_dashboard": False, "num_cpus": cores}
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise KeelError(f"cannot connect to the Ray cluster {address or 'started here'}: {reason}") from None
-    try:
-        yield RayPool(ray)
-    finally:
-        ray.shutdown()
 
 
 class RayPool:

@@ -16,7 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from keel.base.errors import KeelError
 from keel.config import Config
 from keel.lab.studies.folder import (
     FAILED,
@@ -33,6 +32,7 @@ from keel.lab.studies.folder import (
 from keel.lab.studies.grid import Measure, Study
 from keel.lab.studies.process import Process, run_process
 from keel.lab.studies.progress import Progress
+from keel.run.cluster.connect import check_backend, connected
 
 POLL_S = 0.3
 GRACE_S = 30.0  # for a run to finish its step and save
@@ -208,29 +208,21 @@ class LocalPool:
         self._threads.shutdown(wait=True)
 
 
-def check_backend(on: str) -> None:
-    """Refuse an unknown `--on`, before a folder is made."""
-    kind, _, address = on.partition(":")
-    if kind != "ray" and (kind != "local" or address):
-        raise KeelError(f"--on {on} is not known: use local, ray or ray:ADDRESS")
-
-
 @contextmanager
 def open_pool(on: str, parallel: int) -> Iterator[Pool]:
     """`local`; `ray` for the cluster that RAY_ADDRESS names or one started here; `ray:ADDRESS` for that cluster."""
     check_backend(on)
-    kind, _, address = on.partition(":")
-    if kind == "local":
+    if on == "local":
         pool = LocalPool(parallel)
         try:
             yield pool
         finally:
             pool.close()
     else:
-        from keel.lab.studies.cluster import ray_pool
+        from keel.lab.studies.cluster import RayPool
 
-        with ray_pool(address or None, max(_cores(), parallel)) as cluster:
-            yield cluster
+        with connected(on, max(_cores(), parallel)) as ray:
+            yield RayPool(ray)
 
 
 @contextmanager

@@ -1,0 +1,96 @@
+"""Where trainers and samplers lie on the cluster: one placement group for all of them, or one line why not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from keel.base.errors import KeelError
+from keel.config.schema import Config
+from keel.run.cluster.actor import ProcessActor
+from keel.trainer.options import RayOptions
+
+WAIT_S = 30  # for resources that others hold
+LOOPBACK = "127.0.0.1"
+ADVICE = (
+    "ask for less (ray.trainers, ray.samplers, ray.trainer_cpus, ray.sampler_cpus, model.device=cpu), or name a larger "
+    "cluster by --on ray:ADDRESS"
+)
+
+Bundle = Mapping[str, float]
+
+
+class ActorLost(Exception):
+    """An actor has died, or its node."""
+
+
+class Placement(NamedTuple):
+    """What was reserved: a bundle a process, first the trainers' and then the samplers', and the node of each."""
+
+    ray: Any
+    group: Any
+    bundles: Sequence[Bundle]
+    addresses: Sequence[str]
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """Where each process is reached: on loopback while all lie on one node."""
+        return [LOOPBACK] * len(self.addresses) if len(set(self.addresses)) == 1 else self.addresses
+
+    def actor(self, index: int) -> Any:
+        """A new actor in a bundle; its calls run side by side."""
+        in_bundle = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        strategy = in_bundle(self.group, placement_group_bundle_index=index)
+        bundle = self.bundles[index]
+        resources = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
+        actor = self.ray.remote(ProcessActor).options(**resources, max_concurrency=4, scheduling_strategy=strategy)
+        return actor.remote(dict(os.environ), os.getcwd())
+
+    def call(self, method: Any, *arguments: Any) -> Any:
+        """The result of an actor's method."""
+        try:
+            return self.ray.get(method.remote(*arguments))
+        except self.ray.exceptions.RayActorError as error:
+            raise ActorLost from error
+        except OSError as error:  # of a start, as Ray passes it on
+            reason = getattr(error, "cause", error)
+            raise KeelError(
+                f"Ray's node cannot start a process: {reason}; every node needs the interpreter and the folder of this "
+                "command under the same path"
+            ) from None
+
+
+def bundles_of(config: Config, options: RayOptions, cluster: Mapping[str, float]) -> Sequence[Bundle]:
+    """What each process needs. GPUs are asked for where the configuration names them or the cluster has some."""
+    device = config.model.device
+    cuda = device.startswith("cuda") or (device != "cpu" and cluster.get("GPU", 0) > 0)
+    trainer, sampler = {"CPU": options.trainer_cpus}, {"CPU": options.sampler_cpus}
+    if cuda:
+        trainer["GPU"], sampler["GPU"] = 1, config.rollout.vllm.tensor_parallel_size
+    return [trainer] * options.trainers + [sampler] * options.samplers
+
+
+def place(ray: Any, bundles: Sequence[Bundle]) -> Placement:
+    """Reserve all bundles, on as few nodes as possible; what the cluster cannot give is refused."""
+    names = dict.fromkeys(name for bundle in bundles for name in bundle)
+    total = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in names}
+    cluster = ray.cluster_resources()
+    too_much = (
+        f"Ray cannot place this run: it asks for {_amounts(total, names)}, and the cluster has "
+        f"{_amounts(cluster, names)}"
+    )
+    if any(cluster.get(name, 0) < count for name, count in total.items()):
+        raise KeelError(f"{too_much}: {ADVICE}")
+    group = ray.util.placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
+    if not group.wait(WAIT_S):
+        free = _amounts(ray.available_resources(), names)
+        ray.util.remove_placement_group(group)
+        raise KeelError(f"{too_much}, of which {free} are free, or no node has room for a process: {ADVICE}")
+    nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    return Placement(ray, group, bundles, [addresses[nodes[index]] for index in range(len(bundles))])
+
+
+def _amounts(resources: Mapping[str, float], names: Mapping[str, None]) -> str:
+    return ", ".join(f"{resources.get(name, 0):g} {name}" for name in names)
