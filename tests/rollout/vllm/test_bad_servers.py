@@ -145,6 +145,19 @@ def test_what_is_no_address(url: str) -> None:
     assert_one_line(error)
 
 
+def test_the_same_address_twice() -> None:
+    with pytest.raises(KeelError, match="names the same server twice, http://a:80/ and HTTP://A/: leave one") as error:
+        connect("http://b:80", "http://a:80/", "HTTP://A/")
+    assert_one_line(error)
+
+
+def test_a_secret_that_the_environment_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MISSING", raising=False)
+    with pytest.raises(KeelError, match=r"^rollout\.vllm\.secret names \$MISSING, which the environment") as error:
+        connect("http://127.0.0.1:1", secret="$MISSING")
+    assert_one_line(error)
+
+
 def test_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SECRET, raising=False)
     with pytest.raises(KeelError, match=SECRET):

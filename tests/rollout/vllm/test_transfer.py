@@ -394,6 +394,14 @@ def test_a_lack_of_memory_names_the_option() -> None:
     assert "the.option" not in str(start_error(ValueError("no such model"), "the.option=0.3"))
 
 
+def test_adapters_on_several_gpus_are_refused_before_vllm_starts() -> None:
+    common: dict[str, Any] = {"dtype": "float32", "context": 8, "cuda": True}
+    options = VllmOptions(tensor_parallel_size=2)
+    assert engine_arguments("m", options, max_lora_rank=0, **common)["tensor_parallel_size"] == 2
+    with pytest.raises(KeelError, match=r"adapters .* cannot be read back from a model on several GPUs"):
+        engine_arguments("m", options, max_lora_rank=8, **common)
+
+
 def test_the_option() -> None:
     assert VllmOptions().direct is None
     assert VllmOptions(transfer="http").direct is None

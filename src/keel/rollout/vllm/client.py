@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from keel.base.errors import KeelError, first_line
-from keel.base.redact import fill
+from keel.base.redact import NoVariable, fill
 from keel.base.world import World
 from keel.models.head import causal_lm
 from keel.models.lora import is_lora
@@ -166,12 +166,15 @@ class ServerSampler(Sampler):
         self, model: nn.Module, tokenizer: Any, rollout: RolloutOptions, world: World, *, silence_s: float = SILENCE_S
     ) -> None:
         options = rollout.vllm
-        urls = options.urls
+        urls = addresses(options.urls)
         self._world, self._wait_s, self._silence_s = world, options.wait_s, silence_s
         training = world.agree(secrets.token_hex(8))
-        headers = {"authorization": f"Bearer {_secret(options.secret)}", TRAINING: training}
+        secret = shared_secret(options.secret)
+        if not secret:
+            raise KeelError(f"a sampler's server has a secret: put the one that keel serve showed into {SECRET}")
+        headers = {"authorization": f"Bearer {secret}", TRAINING: training}
         own = urls[world.rank :: world.size] or [urls[world.rank % len(urls)]]
-        self.servers = [Server(_address(url), headers) for url in own]
+        self.servers = [Server(url, headers) for url in own]
         self._leads = world.rank < len(urls)  # of those that share a server
         self._model, self._tokenizer = model, tokenizer
         self._transfer, self._device = options.direct, next(model.parameters()).device
@@ -482,12 +485,12 @@ class ServerSampler(Sampler):
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _secret(given: str | None) -> str:
-    """The shared secret: the option's, with `$NAME` filled in, or the environment's."""
-    secret = fill(given) if given else os.environ.get(SECRET, "")
-    if not secret:
-        raise KeelError(f"a sampler's server has a secret: put the one that keel serve showed into {SECRET}")
-    return secret
+def shared_secret(given: str | None) -> str:
+    """The shared secret: the option's, with `$NAME` filled in, or the environment's; "" where neither is."""
+    try:
+        return fill(given) if given else os.environ.get(SECRET, "")
+    except NoVariable as error:
+        raise KeelError(f"rollout.vllm.secret {error}") from None
 
 
 def _dtype(server: Server) -> torch.dtype:
@@ -506,17 +509,23 @@ def _digests(server: Server, answer: Mapping[str, Any]) -> dict[str, str]:
     return digests
 
 
-def _address(url: str) -> str:
-    """A server's address, without a slash at its end."""
+def addresses(urls: Sequence[str]) -> list[str]:
+    """The servers' addresses in one form; the same one twice would be loaded while it samples."""
     import httpx2
 
-    try:
-        parsed = httpx2.URL(url)
-    except httpx2.InvalidURL as error:
-        raise KeelError(f"rollout.vllm.url is {url!r}, which is no address ({error})") from None
-    if parsed.scheme not in ("http", "https") or not parsed.host or any(map(str.isspace, url)):
-        raise KeelError(f"rollout.vllm.url is {url!r}: write it as http://127.0.0.1:8000")
-    return url.rstrip("/")
+    parsed: dict[str, str] = {}
+    for url in urls:
+        try:
+            address = httpx2.URL(url)
+        except httpx2.InvalidURL as error:
+            raise KeelError(f"rollout.vllm.url is {url!r}, which is no address ({error})") from None
+        if address.scheme not in ("http", "https") or not address.host or any(map(str.isspace, url)):
+            raise KeelError(f"rollout.vllm.url is {url!r}: write it as http://127.0.0.1:8000")
+        name = str(address).rstrip("/")
+        if name in parsed:
+            raise KeelError(f"rollout.vllm.url names the same server twice, {parsed[name]} and {url}: leave one out")
+        parsed[name] = url
+    return list(parsed)
 
 
 def _sampled(server: Server, line: str, vocabulary: int) -> Sampled:
