@@ -18,7 +18,7 @@ from keel.base.world import ALONE, World
 from keel.models.fingerprint import fingerprint_tensors
 from keel.rollout import Request, SamplingParams, build_engine
 from keel.rollout.options import RolloutOptions
-from keel.rollout.vllm import check_vllm
+from keel.rollout.vllm import TO_BE_PLACED, check_vllm
 from keel.rollout.vllm.colocated import ColocatedSampler
 from keel.rollout.vllm.engine import VllmEngine
 from keel.rollout.vllm.transfer import Part, adapter_of
@@ -262,7 +262,39 @@ def test_a_model_with_state_beside_its_parameters() -> None:
 def test_several_gpus_need_a_server() -> None:
     options = RolloutOptions(engine="vllm", vllm={"tensor_parallel_size": 2})  # type: ignore[arg-type]
     with pytest.raises(KeelError, match="tensor_parallel_size above 1 needs a server"):
-        check_vllm(options.vllm)
+        check_vllm(options)
+
+
+@pytest.mark.parametrize(
+    ("vllm", "message"),
+    [
+        ({"wait_s": 3}, "wait_s is for a server"),
+        ({"transfer": "http"}, "transfer is for a server"),
+        ({"secret": "$NAME"}, "secret is for a server"),
+    ],
+)
+def test_options_of_a_server_are_refused_without_one(vllm: dict[str, Any], message: str) -> None:
+    with pytest.raises(KeelError, match=message):
+        check_vllm(RolloutOptions(engine="vllm", vllm=vllm))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"vllm": {"tensor_parallel_size": 2}}, "vllm.tensor_parallel_size .* --tensor-parallel-size"),
+        ({"vllm": {"gpu_memory_utilization": 0.5}}, "vllm.gpu_memory_utilization .* --gpu-memory-utilization"),
+        ({"vllm": {"max_model_len": 64}}, "vllm.max_model_len .* --max-model-len"),
+        ({"vllm": {"cuda_graphs": False}}, "vllm.cuda_graphs .* --no-cuda-graphs"),
+        ({"dtype": "fp32"}, "dtype .* --dtype"),
+    ],
+)
+def test_options_of_the_engine_are_the_servers_unless_it_is_placed(options: dict[str, Any], flag: str) -> None:
+    server = {"mode": "server", "url": "http://a:1", **options.pop("vllm", {})}
+    rollout = RolloutOptions(engine="vllm", vllm=server, **options)  # type: ignore[arg-type]
+    with pytest.raises(KeelError, match=f"rollout.{flag}$"):
+        check_vllm(rollout)
+    check_vllm(rollout, placed=True)
+    check_vllm(rollout.model_copy(update={"vllm": rollout.vllm.model_copy(update={"url": TO_BE_PLACED})}))
 
 
 def test_without_vllm_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

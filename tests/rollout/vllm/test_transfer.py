@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 from keel.base.errors import KeelError
 from keel.base.world import ALONE
 from keel.rollout.engine import StaleWeights
-from keel.rollout.options import VllmOptions
+from keel.rollout.options import RolloutOptions, VllmOptions
 from keel.rollout.vllm import check_vllm, client, direct
 from keel.rollout.vllm.client import Lost, ServerSampler
 from keel.rollout.vllm.engine import VllmEngine
@@ -406,7 +406,7 @@ def test_the_option() -> None:
     assert VllmOptions().direct is None
     assert VllmOptions(transfer="http").direct is None
     with pytest.raises(KeelError, match=r"rollout\.vllm\.transfer is for a server"):
-        check_vllm(VllmOptions(transfer="nccl"))
+        check_vllm(RolloutOptions(engine="vllm", vllm=VllmOptions(transfer="nccl")))
     common: dict[str, Any] = {"dtype": "float32", "context": 8, "max_lora_rank": 0, "cuda": True}
     arguments = engine_arguments("m", VllmOptions(transfer="ipc"), **common)
     assert arguments["weight_transfer_config"] == {"backend": "ipc"}

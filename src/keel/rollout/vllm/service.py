@@ -138,8 +138,8 @@ class Service:
             return JSONResponse({"error": str(error)}, 400)
         if not self.weights or data.get("weights") != self.weights:
             loading = self.loading.locked()
-            error = "weights are being loaded" if loading else "these are other weights"
-            return JSONResponse({"error": error, "loading": loading}, 409)
+            reason = "weights are being loaded" if loading else "these are other weights"
+            return JSONResponse({"error": reason, "loading": loading}, 409)
         lines = self._lines(rows, drawing, self.epoch, request.headers.get(TRAINING, ""))
         return StreamingResponse(lines, media_type="application/x-ndjson")
 
