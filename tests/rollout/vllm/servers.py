@@ -121,12 +121,14 @@ def until(holds: Any, seconds: float = 20.0) -> None:
 @contextmanager
 def hosted(*backends: Backend) -> Iterator[list[Hosted]]:
     """A server around each backend."""
-    servers = [Hosted(Service(backend, PASSWORD).app()) for backend in backends]
+    services = [Service(backend, PASSWORD) for backend in backends]
+    servers = [Hosted(service.app()) for service in services]
     try:
         yield servers
     finally:
-        for server in servers:
+        for server, service in zip(servers, services, strict=True):
             server.stop()
+            asyncio.run(service.close())
 
 
 def options(*urls: str, **changes: Any) -> RolloutOptions:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import functools
+import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -26,7 +28,7 @@ from keel.rollout.vllm.engine import VllmEngine
 from keel.rollout.vllm.serve import VllmBackend
 from keel.rollout.vllm.service import Service
 from keel.rollout.vllm.start import engine_arguments, start_error
-from keel.rollout.vllm.transfer import one_of_workers, save_shards
+from keel.rollout.vllm.transfer import one_of_workers, own_folder, save_shards
 from keel.rollout.vllm.worker import KeelWorker
 from rollout import shapes
 
@@ -351,6 +353,20 @@ def test_full_weights_after_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
 
     asyncio.run(run())
     assert len(salts) == 5
+
+
+def test_folders_of_processes_that_were_killed_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    own = own_folder("sync")
+    pid = str(os.getpid())
+    dead, living = (own.with_name(own.name.replace(f"-{pid}-", f"-{p}-")) for p in (ended.pid, os.getppid()))
+    other = tmp_path / f"keel-sync-elsewhere-1-{ended.pid}-abc"
+    for folder in (dead, living, other):
+        folder.mkdir()
+    again = own_folder("sync")
+    assert {*tmp_path.iterdir()} == {own, again, living, other}
 
 
 def test_workers_that_hold_different_weights() -> None:

@@ -13,7 +13,6 @@ import os
 import queue
 import secrets
 import shutil
-import tempfile
 import threading
 import time
 from collections import deque
@@ -51,6 +50,7 @@ from keel.rollout.vllm.transfer import (
     check_digests,
     checkpoint_weights,
     lora_rank,
+    own_folder,
     save_adapter,
     save_shards,
 )
@@ -180,7 +180,7 @@ class ServerSampler(Sampler):
         self._transfer, self._device = options.direct, next(model.parameters()).device
         self._senders: dict[str, tuple[str, NcclSender | IpcSender | None]] = {}  # by server: of which start of it
         self.notes = () if options.direct is None else (NOT_RUN.format(options.direct),)
-        self._folder = Path(tempfile.mkdtemp(prefix="keel-sync-"))
+        self._folder = own_folder("sync")
         self._files = Path(world.gather(str(self._folder))[world.rank % len(urls)])  # of the one that leads
         self._queue: queue.Queue[tuple[Stream, Sampled | Exception]] = queue.Queue()
         self._streams: list[Stream] = []

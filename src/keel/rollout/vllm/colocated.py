@@ -5,11 +5,9 @@ from __future__ import annotations
 import random
 import secrets
 import shutil
-import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +29,7 @@ from keel.rollout.vllm.transfer import (
     check_digests,
     checkpoint_weights,
     lora_rank,
+    own_folder,
     save_adapter,
     save_shards,
 )
@@ -46,7 +45,7 @@ class ColocatedSampler(Sampler):
         self._sleeps = cuda = next(model.parameters()).is_cuda
         vllm = import_vllm(in_process=True, cuda=cuda)
         inner = causal_lm(model)
-        self._folder = Path(tempfile.mkdtemp(prefix="keel-vllm-"))
+        self._folder = own_folder("vllm")
         inner.config.save_pretrained(str(self._folder))
         tokenizer.save_pretrained(str(self._folder))
         self._adapter: Any = None

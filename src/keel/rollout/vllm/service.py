@@ -11,7 +11,6 @@ import json
 import re
 import secrets
 import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -27,6 +26,7 @@ from starlette.routing import Route
 
 from keel.base.errors import KeelError, first_line
 from keel.rollout.vllm.rows import HEARTBEAT_S, PROTOCOL, TRAINING, Drawing, Row, Sampled, from_json
+from keel.rollout.vllm.transfer import own_folder
 
 BUSY_S = 10.0  # that a sync waits for rows of another training
 _FILE = re.compile(r"weights-\d{5}\.safetensors|adapter_model\.safetensors|adapter_config\.json")
@@ -86,7 +86,7 @@ class Service:
     def __init__(self, backend: Backend, secret: str) -> None:
         self.backend, self.secret = backend, secret
         self.boot, self.weights, self.received = secrets.token_hex(8), "", ""
-        self.folder = Path(tempfile.mkdtemp(prefix="keel-serve-"))
+        self.folder = own_folder("serve")
         self.loading, self.epoch = asyncio.Lock(), 0
         self.streams: dict[object, str] = {}  # rows that run, and which training's they are
         self.arriving = Counter[str]()  # open PUTs by sync

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import glob
+import os
+import platform
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +23,28 @@ from keel.models.whole import whole
 from keel.rollout.engine import OtherModel, StaleWeights
 
 SHARD_BYTES = 2**30  # of one file on its way
+
+
+def own_folder(kind: str) -> Path:
+    """A temporary folder of this process; those that processes which were killed have left are removed."""
+    namespace = Path("/proc/self/ns/pid")  # numbers of processes are those of a machine, or of a container on it
+    where = f"{platform.node()}-{namespace.stat().st_ino if namespace.exists() else 0}"
+    prefix = f"keel-{kind}-{where}-"
+    for folder in Path(tempfile.gettempdir()).glob(f"{glob.escape(prefix)}*"):
+        process = folder.name.removeprefix(prefix).partition("-")[0]
+        if process.isdecimal() and not _runs(int(process)):
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-"))
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
 
 
 @dataclass(frozen=True)
