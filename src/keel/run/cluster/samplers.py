@@ -46,12 +46,11 @@ def serve_options(config: Config) -> dict[str, Any]:
     """Options of `keel serve` that the configuration decides; what it leaves open is the server's own default."""
     vllm, lora = config.rollout.vllm, config.model.lora
     own = {name: getattr(vllm, name) for name in ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len")}
-    changed = {name: value for name, value in own.items() if value != type(vllm).model_fields[name].default}
     if lora is not None:
-        changed["max_lora_rank"] = lora.r
+        own["max_lora_rank"] = lora.r
     if config.rollout.dtype != "auto":
-        changed["dtype"] = config.rollout.dtype
-    return {name.replace("_", "-"): value for name, value in changed.items()}
+        own["dtype"] = config.rollout.dtype
+    return {name.replace("_", "-"): value for name, value in own.items() if value is not None}
 
 
 class Sampler:
