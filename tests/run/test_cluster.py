@@ -214,7 +214,7 @@ def test_processes_listen_on_loopback_while_they_share_a_node() -> None:
 
 
 def test_the_samplers_get_what_the_configuration_decides() -> None:
-    assert serve_options(small_config()) == {"tensor-parallel-size": 1}
+    assert serve_options(small_config()) == {}
     given = ["rollout.vllm.max_model_len=64", "rollout.dtype=bfloat16", "model.lora.r=4"]
     config = small_config(*SERVED, *given)
     assert serve_options(config) == {
