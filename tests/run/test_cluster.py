@@ -19,6 +19,7 @@ import uvicorn
 import yaml
 
 from keel.cli import main
+from keel.rollout.vllm import TO_BE_PLACED
 from keel.rollout.vllm.service import Service
 from keel.run.cluster.placement import Placement, bundles_of
 from keel.run.cluster.samplers import serve_options
@@ -29,7 +30,7 @@ from run.native_server import NativeBackend
 from trainer.small import BASE, small_config, small_model
 
 TESTS = Path(__file__).parents[1]
-SERVED = by_servers("http://127.0.0.1:1")
+SERVED = by_servers(TO_BE_PLACED)
 
 
 START = """

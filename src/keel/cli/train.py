@@ -69,10 +69,11 @@ def train(
 
 
 def _on_ray(on: str, arguments: list[str], args: list[str], nproc: int, *, resume: bool, print_config: bool) -> int:
+    from keel.rollout.vllm import TO_BE_PLACED
     from keel.run.cluster.train import by_servers
 
     given = args if nproc == 1 else [*args, f"ray.trainers={nproc}"]
-    config = configuration([*given, *by_servers("http://ray")], resume=resume, notes=False)  # the address is to come
+    config = configuration([*given, *by_servers(TO_BE_PLACED)], resume=resume, notes=False)
     if config.ray is not None and config.ray.samplers == 0:
         config = configuration(given, resume=resume, notes=False)
     return print_config_of(config) if print_config else launch_on_ray(on, arguments, config)

@@ -115,7 +115,7 @@ def _rollout(config: Config) -> None:
     from keel.rollout.registry import check_rollout
 
     rollout = config.rollout
-    check_rollout(rollout)
+    check_rollout(rollout, placed=config.ray is not None)
     if config.optim.minibatches > rollout.prompts_per_step:
         raise KeelError(
             f"optim.minibatches is {config.optim.minibatches} but a step has {rollout.prompts_per_step} groups "

@@ -69,8 +69,11 @@ def build_engine(
     return engine
 
 
-def check_rollout(rollout: RolloutOptions) -> None:
-    """Refuse sampling that teaches nothing, an engine that is not there, and options that it would not read."""
+def check_rollout(rollout: RolloutOptions, *, placed: bool = False) -> None:
+    """Refuse sampling that teaches nothing, an engine that is not there, and options that it would not read.
+
+    `placed`: samplers are started with the training, by its options.
+    """
     if rollout.temperature == 0:
         raise KeelError(
             "rollout.temperature is 0: greedy completions of a problem are all the same and teach nothing; "
@@ -84,7 +87,7 @@ def check_rollout(rollout: RolloutOptions) -> None:
                 f"rollout.engine={chosen.name}"
             )
     if chosen.name == "vllm":
-        check_vllm(rollout.vllm)
+        check_vllm(rollout, placed=placed)
     _arguments(chosen, find_engine(chosen.name), rollout)
 
 

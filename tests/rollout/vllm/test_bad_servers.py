@@ -15,8 +15,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from starlette.applications import Starlette
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from transformers import AutoConfig
 
 import keel
 import keel.rollout.vllm
@@ -25,9 +26,12 @@ from keel.base.world import ALONE
 from keel.cli import main
 from keel.models.tiny import tiny_tokenizer
 from keel.models.tokenizer import vocabulary_digest
+from keel.rollout.engine import OtherModel
+from keel.rollout.vllm import client
 from keel.rollout.vllm.client import SECRET, ServerSampler
 from keel.rollout.vllm.engine import VllmEngine
 from keel.rollout.vllm.rows import Row
+from keel.rollout.vllm.samplers import first_difference, model_facts
 from keel.rollout.vllm.service import PROTOCOL, Service
 from ranks import free_port
 from rollout import shapes
@@ -68,6 +72,43 @@ def test_a_server_of_something_else(facts: dict[str, Any], message: str) -> None
     assert server.url in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "rope_parameters.rope_theta",
+            "rms_norm_eps",
+            "head_dim",
+            "hidden_act",
+            "attention_bias",
+            "num_hidden_layers",
+        ),
+        *("max_position_embeddings", "sliding_window", "rope_parameters.factor"),
+    ],
+)
+def test_an_option_that_changes_logits(name: str) -> None:
+    """Of the same weights other logits are made."""
+    facts = {**PlainBackend().facts["model"], name: 123}
+    with (
+        hosted(PlainBackend(model=facts)) as (server,),
+        pytest.raises(OtherModel, match=f"its {name} is 123 ") as error,
+    ):
+        connect(server.url)
+    assert_one_line(error)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "gpt_neox"])
+def test_a_model_that_was_saved_has_the_same_facts(kind: str, tmp_path: Path) -> None:
+    model = shapes.model(kind)
+    model.bfloat16().save_pretrained(tmp_path)
+    saved = AutoConfig.from_pretrained(tmp_path)
+    model.config.use_cache, model.config.pad_token_id = False, 7
+    facts = model_facts(model.config)
+    assert model_facts(saved) == facts == json.loads(json.dumps(facts))
+    assert "vocab_size" in facts
+    assert first_difference(facts, {**facts, "of_a_newer_version": False}) is None
+
+
 def test_a_rank_above_the_servers_limit() -> None:
     adapted = get_peft_model(shapes.model("llama"), LoraConfig(r=16, target_modules=["q_proj"]))
     limit = "up to rank 8 and the policy's has 16.*--max-lora-rank 16"
@@ -101,6 +142,19 @@ def test_an_address_where_nothing_listens() -> None:
 def test_what_is_no_address(url: str) -> None:
     with pytest.raises(KeelError, match=r"rollout\.vllm\.url is") as error:
         connect(url)
+    assert_one_line(error)
+
+
+def test_the_same_address_twice() -> None:
+    with pytest.raises(KeelError, match="names the same server twice, http://a:80/ and HTTP://A/: leave one") as error:
+        connect("http://b:80", "http://a:80/", "HTTP://A/")
+    assert_one_line(error)
+
+
+def test_a_secret_that_the_environment_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MISSING", raising=False)
+    with pytest.raises(KeelError, match=r"^rollout\.vllm\.secret names \$MISSING, which the environment") as error:
+        connect("http://127.0.0.1:1", secret="$MISSING")
     assert_one_line(error)
 
 
@@ -150,6 +204,57 @@ def test_a_server_that_fails() -> None:
             connect(server.url)
     finally:
         server.stop()
+
+
+class Trickling:
+    """Content that never ends, and is never silent."""
+
+    def __init__(self, then: bytes) -> None:
+        self.then = then
+
+    async def __aiter__(self) -> Any:
+        yield b"{"
+        while True:
+            yield self.then
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("then", "message"), [(b" ", "has not answered .*no whole answer in"), (b" " * 2**16, "answers without an end")]
+)
+def test_an_answer_without_an_end(then: bytes, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "STATUS_S", 0.5)
+    monkeypatch.setattr(client, "ANSWER_BYTES", 2**18)
+    server = Hosted(answering(status=StreamingResponse(Trickling(then))))
+    try:
+        with pytest.raises(KeelError, match=message) as error:
+            connect(server.url, wait_s=0.1)
+    finally:
+        server.stop()
+    assert_one_line(error)
+
+
+def test_rows_without_an_end_of_line() -> None:
+    service = Odd(PlainBackend(), PASSWORD)
+    service.answer = StreamingResponse(Trickling(b" "))
+    server = Hosted(service.app())
+    try:
+        engine = connect(server.url)
+        sampler: Any = engine.sampler
+        sampler._silence_s = 0.2
+        with pytest.raises(KeelError, match=r"lost 5 times .*its answer has no end of line"):
+            engine.generate(REQUESTS[:1], SAMPLING)
+    finally:
+        server.stop()
+
+
+def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with hosted(PlainBackend()) as (server,):
+        assert connect(server.url).generate(REQUESTS[:1], SAMPLING)
 
 
 class Odd(Service):
@@ -226,6 +331,14 @@ def test_weights_that_are_not_held(changed: Any, message: str) -> None:
         assert_one_line(error)
         backend.changed = lambda digests: digests
         engine.sync(shapes.model("llama"), 1)
+
+
+def test_an_adapter_that_stays_active_beside_full_weights() -> None:
+    backend = PlainBackend()
+    backend.adapter = "of another run"
+    with hosted(backend) as (server,), pytest.raises(KeelError, match="still samples with an adapter") as error:
+        connect(server.url)
+    assert_one_line(error)
 
 
 class Forgetful(PlainBackend):

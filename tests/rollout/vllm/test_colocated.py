@@ -18,7 +18,7 @@ from keel.base.world import ALONE, World
 from keel.models.fingerprint import fingerprint_tensors
 from keel.rollout import Request, SamplingParams, build_engine
 from keel.rollout.options import RolloutOptions
-from keel.rollout.vllm import check_vllm
+from keel.rollout.vllm import TO_BE_PLACED, check_vllm
 from keel.rollout.vllm.colocated import ColocatedSampler
 from keel.rollout.vllm.engine import VllmEngine
 from keel.rollout.vllm.transfer import Part, adapter_of
@@ -42,6 +42,7 @@ class FakeLLM:
             raise ValueError("no model\nat all")
         self.arguments, self.calls, self.tensors = arguments, list[Any](), dict[str, Any]()
         self.requests: dict[str, Any] = {}
+        self.prompts, self.token, self.logp = list[Any](), EOS, -1.0
         config = SimpleNamespace(max_model_len=arguments["max_model_len"], get_vocab_size=lambda: shapes.VOCABULARY)
         self.llm_engine = SimpleNamespace(
             model_config=config,
@@ -49,7 +50,7 @@ class FakeLLM:
             add_lora=lambda request: self.calls.append(("add_lora", request.load_inplace)),
             step=self.step,
             has_unfinished_requests=lambda: bool(self.requests),
-            abort_request=lambda ids: self.requests.clear(),
+            abort_request=self.abort_request,
             output_processor=SimpleNamespace(request_states=self.requests),
             engine_core=SimpleNamespace(shutdown=lambda: self.calls.append("shutdown")),
         )
@@ -72,9 +73,14 @@ class FakeLLM:
     def add_request(self, row: str, prompt: Any, params: Any, lora_request: Any = None) -> None:
         self.calls.append("add_request")
         self.requests[row] = lora_request
+        self.prompts.append(prompt)
+
+    def abort_request(self, ids: list[str], internal: bool = False) -> None:
+        if internal:  # other names are the caller's, under which nothing runs
+            self.requests.clear()
 
     def step(self) -> list[Any]:
-        one = SimpleNamespace(token_ids=[EOS], logprobs=[{EOS: SimpleNamespace(logprob=-1.0)}])
+        one = SimpleNamespace(token_ids=[self.token], logprobs=[{self.token: SimpleNamespace(logprob=self.logp)}])
         ended = [SimpleNamespace(request_id=row, outputs=[one], finished=True) for row in self.requests]
         self.requests.clear()
         return ended
@@ -224,10 +230,71 @@ def test_rows_given_up_leave_the_engine(vllm: type[FakeLLM], monkeypatch: pytest
     assert not llm.requests
 
 
+def test_nothing_of_other_weights_is_read_from_the_cache(vllm: type[FakeLLM]) -> None:
+    """vLLM does not empty its prefix cache while blocks are in use."""
+    engine, model, llm = built(vllm)
+    for _ in range(2):
+        engine.generate([Request("p", (1, 2))], SAMPLING)
+        engine.sync(model, 1)
+    salts = [prompt["cache_salt"] for prompt in llm.prompts]
+    assert salts[0] == salts[1] != salts[2] == salts[3]
+    assert all(salts)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"token": 260}, "the token 260 of 260"), ({"logp": float("nan")}, "a log-probability that is no number")],
+)
+def test_what_cannot_be_trained_on(vllm: type[FakeLLM], change: dict[str, Any], message: str) -> None:
+    engine, _, llm = built(vllm)
+    vars(llm).update(change)
+    with pytest.raises(KeelError, match=f"vLLM in this process gives {message}"):
+        engine.generate([Request("p", (1, 2))], SAMPLING)
+
+
+def test_a_model_with_state_beside_its_parameters() -> None:
+    model = shapes.model("llama")
+    model.model.norm.register_buffer("scale", torch.ones(1))
+    with pytest.raises(KeelError, match=r"the buffer model\.norm\.scale beside its parameters"):
+        build_engine(OPTIONS, model, shapes.tokenizer())
+
+
 def test_several_gpus_need_a_server() -> None:
     options = RolloutOptions(engine="vllm", vllm={"tensor_parallel_size": 2})  # type: ignore[arg-type]
     with pytest.raises(KeelError, match="tensor_parallel_size above 1 needs a server"):
-        check_vllm(options.vllm)
+        check_vllm(options)
+
+
+@pytest.mark.parametrize(
+    ("vllm", "message"),
+    [
+        ({"wait_s": 3}, "wait_s is for a server"),
+        ({"transfer": "http"}, "transfer is for a server"),
+        ({"secret": "$NAME"}, "secret is for a server"),
+    ],
+)
+def test_options_of_a_server_are_refused_without_one(vllm: dict[str, Any], message: str) -> None:
+    with pytest.raises(KeelError, match=message):
+        check_vllm(RolloutOptions(engine="vllm", vllm=vllm))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"vllm": {"tensor_parallel_size": 2}}, "vllm.tensor_parallel_size .* --tensor-parallel-size"),
+        ({"vllm": {"gpu_memory_utilization": 0.5}}, "vllm.gpu_memory_utilization .* --gpu-memory-utilization"),
+        ({"vllm": {"max_model_len": 64}}, "vllm.max_model_len .* --max-model-len"),
+        ({"vllm": {"cuda_graphs": False}}, "vllm.cuda_graphs .* --no-cuda-graphs"),
+        ({"dtype": "fp32"}, "dtype .* --dtype"),
+    ],
+)
+def test_options_of_the_engine_are_the_servers_unless_it_is_placed(options: dict[str, Any], flag: str) -> None:
+    server = {"mode": "server", "url": "http://a:1", **options.pop("vllm", {})}
+    rollout = RolloutOptions(engine="vllm", vllm=server, **options)  # type: ignore[arg-type]
+    with pytest.raises(KeelError, match=f"rollout.{flag}$"):
+        check_vllm(rollout)
+    check_vllm(rollout, placed=True)
+    check_vllm(rollout.model_copy(update={"vllm": rollout.vllm.model_copy(update={"url": TO_BE_PLACED})}))
 
 
 def test_without_vllm_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

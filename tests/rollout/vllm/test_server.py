@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from starlette.testclient import TestClient
 
 from keel.base.errors import KeelError
 from keel.base.world import ALONE, World
 from keel.rollout import NativeEngine, Request, SamplingParams, Turn
 from keel.rollout.vllm.client import ServerSampler
 from keel.rollout.vllm.engine import VllmEngine
-from keel.rollout.vllm.rows import Row
+from keel.rollout.vllm.rows import TRAINING, Drawing, Row, to_json
 from keel.rollout.vllm.service import Service
+from keel.rollout.vllm.transfer import checkpoint_weights, save_shards
 from rollout import shapes
 from rollout.test_converse import Guess, groups, tokens_of
 
@@ -245,6 +252,175 @@ def test_a_server_ends_with_its_backend(dead: bool) -> None:
     assert service.ended == ("the engine is dead" if dead else "")
     assert server.server.should_exit == dead
     server.stop()
+
+
+def asked(service: Service, training: str = "") -> TestClient:
+    """A client of a service's routes."""
+    return TestClient(service.app(), headers={"authorization": f"Bearer {PASSWORD}", TRAINING: training})
+
+
+def put(routes: TestClient, sync: str, seed: int, tmp_path: Path) -> None:
+    (path,) = save_shards(checkpoint_weights(shapes.model("llama", seed=seed), torch.float32), tmp_path)
+    assert routes.put(f"/keel/weights/{sync}/{path.name}", content=path.read_bytes()).status_code == 200
+
+
+DRAWING = Drawing.of(SAMPLING, [257], stop_is_special=False, vocabulary=shapes.VOCABULARY)
+ROWS = to_json([Row(str(i), (1, 2), 4, i, 0) for i in range(2)], DRAWING)
+
+
+def test_rows_that_a_load_overtakes_are_not_answered_as_the_old_weights(tmp_path: Path) -> None:
+    class Slow(PlainBackend):
+        begun = threading.Event()
+
+        async def before(self, row: Row) -> None:
+            self.begun.set()
+            await asyncio.sleep(1.5)
+
+    service = Service(backend := Slow(), PASSWORD)
+    with asked(service) as routes:
+        for sync, seed in (("aa", 1), ("bb", 2)):
+            put(routes, sync, seed, tmp_path)
+            if sync == "aa":
+                assert routes.post("/keel/weights/aa", json={}).status_code == 200
+        wait = in_background(lambda: routes.post("/keel/generate", json={**ROWS, "weights": "aa"}).text.split("\n"))
+        assert backend.begun.wait(20)
+        assert routes.post("/keel/weights/bb", json={}).status_code == 200
+        lines = [json.loads(line) for line in wait() if line]
+        assert [line.get("error") for line in lines] == ["KeelError: other weights were loaded while these rows ran"]
+        assert len(routes.post("/keel/generate", json={**ROWS, "weights": "bb"}).text.split()) > 2
+    assert service.streams == {}
+
+
+def test_a_sync_waits_for_rows_of_another_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keel.rollout.vllm.service.BUSY_S", 0.2)
+    service = Service(backend := Held(), PASSWORD)
+    backend.rows = 5
+    with asked(service, "one") as routes:
+        for sync in ("aa", "bb"):
+            put(routes, sync, 1, tmp_path)
+            if sync == "aa":
+                assert routes.post("/keel/weights/aa", json={}).status_code == 200
+        wait = in_background(lambda: routes.post("/keel/generate", json={**ROWS, "weights": "aa"}).text.split("\n"))
+        until(lambda: backend.rows > 6)
+        other = {TRAINING: "another"}
+        busy = routes.post("/keel/weights/bb", json={}, headers=other)
+        assert (busy.status_code, busy.json()["error"]) == (409, "it is busy: another training uses this server")
+        assert service.weights == "aa"
+        monkeypatch.setattr("keel.rollout.vllm.service.BUSY_S", 20)
+        commit = in_background(lambda: routes.post("/keel/weights/bb", json={}, headers=other))
+        routes.portal.call(backend.free.set)  # type: ignore[union-attr]
+        assert commit().status_code == 200
+        assert ["error" in json.loads(line) for line in wait() if line] == [False, False]
+
+
+def test_a_sync_that_is_loaded_is_not_loaded_again_under_rows_that_run(tmp_path: Path) -> None:
+    service = Service(backend := Held(), PASSWORD)
+    backend.rows = 5
+    with asked(service) as routes:
+        put(routes, "aa", 1, tmp_path)
+        first = routes.post("/keel/weights/aa", json={}).json()
+        wait = in_background(lambda: routes.post("/keel/generate", json={**ROWS, "weights": "aa"}).text.split("\n"))
+        until(lambda: backend.rows > 6)
+        again = routes.post("/keel/weights/aa", json={})
+        assert (again.status_code, again.json(), service.weights) == (200, first, "aa")
+        routes.portal.call(backend.free.set)  # type: ignore[union-attr]
+        assert ["error" in json.loads(line) for line in wait() if line] == [False, False]
+
+
+def test_files_on_their_way_outlast_the_commit_of_another_rank(tmp_path: Path) -> None:
+    service = Service(PlainBackend(), PASSWORD)
+    committed = threading.Event()
+    server = Hosted(service.app())
+    headers = {"authorization": f"Bearer {PASSWORD}"}
+
+    def slowly() -> Iterator[bytes]:
+        yield b"half"
+        assert committed.wait(20)
+        yield b"whole"
+
+    try:
+        with httpx2.Client(base_url=server.url, headers=headers, timeout=20) as client:
+            where = "/keel/weights/aa/weights-00000.safetensors"
+            wait = in_background(lambda: httpx2.put(server.url + where, headers=headers, content=slowly(), timeout=20))
+            until(lambda: service.arriving["aa"])
+            (path,) = save_shards(checkpoint_weights(shapes.model("llama"), torch.float32), tmp_path)
+            assert client.put(where, content=path.read_bytes()).status_code == 200
+            assert client.post("/keel/weights/aa", json={}).status_code == 200
+            committed.set()
+            assert wait().status_code == 200
+            assert client.post("/keel/weights/aa", json={}).status_code == 200
+            assert list(service.folder.iterdir()) == []
+    finally:
+        server.stop()
+
+
+def test_a_load_longer_than_any_wait_sends_heartbeats_and_rows_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks share the server: the one that did not load asks for rows while the weights are loaded."""
+
+    class Slow(PlainBackend):
+        begun, free = threading.Event(), threading.Event()
+
+        async def load(self, folder: Path, adapter: bool) -> None:
+            self.begun.set()
+            while not self.free.is_set():
+                await asyncio.sleep(0.02)
+            await super().load(folder, adapter)
+
+    monkeypatch.setattr("keel.rollout.vllm.service.HEARTBEAT_S", 0.05)
+    model, backend = shapes.model("llama"), Slow()
+    with hosted(backend) as (server,):
+        backend.free.set()
+        engine = engine_of(model, server.url, silence_s=1.0, wait_s=0.1)
+        backend.free.clear()
+        backend.begun.clear()
+        sampler: Any = engine.sampler
+        sync = in_background(lambda: engine.sync(model, 1))
+        assert backend.begun.wait(20)
+        rows = in_background(lambda: engine.generate(REQUESTS, SAMPLING))
+        time.sleep(1.5)
+        backend.free.set()
+        sync()
+        assert_same(rows(), native(model))
+        assert (sampler.events(), sampler._tries) == ([], {})
+
+
+@pytest.mark.parametrize("call", ["load", "digests"])
+def test_a_backend_that_dies_between_rollouts_ends_the_server_which_is_waited_for(call: str) -> None:
+    class Dying(PlainBackend):
+        dead = False
+
+        async def alive(self) -> None:
+            if self.dead:
+                raise RuntimeError("the engine is dead")
+
+    model, backend = shapes.model("llama"), Dying()
+    service = Service(backend, PASSWORD)
+    server = Hosted(service.app())
+    engine = engine_of(model, server.url)
+
+    async def dies(*arguments: Any) -> Any:
+        await backend.alive()
+
+    setattr(backend, call, dies)
+    backend.dead = True
+    revived: list[Hosted] = []
+
+    def end() -> None:
+        server.server.should_exit = True
+        threading.Thread(target=lambda: [server.stop(), revived.append(revive())]).start()
+
+    def revive() -> Hosted:
+        return Hosted(Service(PlainBackend(), PASSWORD).app(), server.port)
+
+    service.on_end = end
+    try:
+        engine.sync(model, 1)
+        assert service.ended == "the engine is dead"
+        assert_same(engine.generate(REQUESTS, SAMPLING), native(model))
+    finally:
+        until(lambda: revived)
+        revived[0].stop()
+    assert "sampler/lost" in [code for code, _ in engine.events()]
 
 
 class Ranks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import functools
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,14 +18,15 @@ from starlette.testclient import TestClient
 
 from keel.base.errors import KeelError
 from keel.base.world import ALONE
-from keel.rollout.options import VllmOptions
+from keel.rollout.engine import StaleWeights
+from keel.rollout.options import RolloutOptions, VllmOptions
 from keel.rollout.vllm import check_vllm, client, direct
 from keel.rollout.vllm.client import Lost, ServerSampler
 from keel.rollout.vllm.engine import VllmEngine
 from keel.rollout.vllm.serve import VllmBackend
 from keel.rollout.vllm.service import Service
 from keel.rollout.vllm.start import engine_arguments, start_error
-from keel.rollout.vllm.transfer import save_shards
+from keel.rollout.vllm.transfer import one_of_workers, save_shards
 from keel.rollout.vllm.worker import KeelWorker
 from rollout import shapes
 
@@ -330,6 +332,34 @@ def test_vllm_is_asked_in_the_order_that_it_documents() -> None:
     assert steps_of(backend, ("update", {"tensors": [1]})) == [("collective_rpc", "keel_open")]
 
 
+def test_full_weights_after_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are sampled without it, and nothing of its keys and values is read."""
+    request = SimpleNamespace(LoRARequest=lambda *a, **b: "an adapter")
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", request)
+    backend = VllmBackend(Calls(), shapes.tokenizer(), {})
+    salts = {backend.salt}
+
+    async def run() -> None:
+        for steps in (("load",), ("start", "finish")):
+            await backend.load(Path("a"), True)
+            assert backend.adapter == "an adapter"
+            salts.add(backend.salt)
+            for step in steps:
+                await (backend.load(Path("b"), False) if step == "load" else backend.transfer(step, {}))
+            assert backend.adapter is None
+            salts.add(backend.salt)
+
+    asyncio.run(run())
+    assert len(salts) == 5
+
+
+def test_workers_that_hold_different_weights() -> None:
+    same = {"a": "1", "b|0|0|4": "2"}
+    assert one_of_workers([same, {"a": "1", "b|0|4|4": "3"}]) == {**same, "b|0|4|4": "3"}
+    with pytest.raises(StaleWeights, match="two workers of the sampler hold different weights of a"):
+        one_of_workers([same, {**same, "a": "4"}])
+
+
 def test_an_update_that_a_lost_trainer_has_left_open_is_ended() -> None:
     backend = VllmBackend(Calls("finish_weight_update"), shapes.tokenizer(), {})
     calls = steps_of(backend, ("start", {}), ("start", {}), ("init", {}))
@@ -364,11 +394,19 @@ def test_a_lack_of_memory_names_the_option() -> None:
     assert "the.option" not in str(start_error(ValueError("no such model"), "the.option=0.3"))
 
 
+def test_adapters_on_several_gpus_are_refused_before_vllm_starts() -> None:
+    common: dict[str, Any] = {"dtype": "float32", "context": 8, "cuda": True}
+    options = VllmOptions(tensor_parallel_size=2)
+    assert engine_arguments("m", options, max_lora_rank=0, **common)["tensor_parallel_size"] == 2
+    with pytest.raises(KeelError, match=r"adapters .* cannot be read back from a model on several GPUs"):
+        engine_arguments("m", options, max_lora_rank=8, **common)
+
+
 def test_the_option() -> None:
     assert VllmOptions().direct is None
     assert VllmOptions(transfer="http").direct is None
     with pytest.raises(KeelError, match=r"rollout\.vllm\.transfer is for a server"):
-        check_vllm(VllmOptions(transfer="nccl"))
+        check_vllm(RolloutOptions(engine="vllm", vllm=VllmOptions(transfer="nccl")))
     common: dict[str, Any] = {"dtype": "float32", "context": 8, "max_lora_rank": 0, "cuda": True}
     arguments = engine_arguments("m", VllmOptions(transfer="ipc"), **common)
     assert arguments["weight_transfer_config"] == {"backend": "ipc"}

@@ -2,38 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from keel.base.errors import KeelError
+from keel.base.options import Options
 from keel.base.world import ALONE, World
-from keel.rollout.options import RolloutOptions, VllmOptions
+from keel.rollout.options import RolloutOptions
 from keel.rollout.vllm.engine import VllmEngine
+from keel.rollout.vllm.transfer import check_buffers
 
-__all__ = ["VllmEngine", "check_vllm", "vllm"]
+__all__ = ["TO_BE_PLACED", "VllmEngine", "check_vllm", "vllm"]
 
 
-def check_vllm(options: VllmOptions) -> None:
-    """Refuse a server without an address, and what one of the two modes would not read."""
-    if options.mode == "server":
-        if not options.urls:
+TO_BE_PLACED = "http://ray"  # stands for servers that are still to be started
+_OF_SERVERS = ("url", "secret", "transfer", "wait_s")
+_OF_ENGINES = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "cuda_graphs")
+
+
+def check_vllm(rollout: RolloutOptions, *, placed: bool = False) -> None:
+    """Refuse a server without an address, and what one of the two modes would not read.
+
+    Servers that are `placed` with the training are started with its options; others have their own.
+    """
+    options = rollout.vllm
+    if options.mode == "colocate":
+        if options.tensor_parallel_size > 1:
             raise KeelError(
-                "rollout.vllm.mode=server needs an address: start `keel serve MODEL` and set rollout.vllm.url"
+                "rollout.vllm.tensor_parallel_size above 1 needs a server: start `keel serve MODEL "
+                f"--tensor-parallel-size {options.tensor_parallel_size}` and set rollout.vllm.mode=server"
             )
-        for url in options.urls:
-            if not url.startswith(("http://", "https://")):
-                raise KeelError(f"rollout.vllm.url is {url!r}: it must begin with http:// or https://")
-        return
-    for name in ("url", "secret", "direct"):
-        if getattr(options, name) is not None:
-            name = "transfer" if name == "direct" else name
+        for name in _changed(options, _OF_SERVERS):
             raise KeelError(f"rollout.vllm.{name} is for a server: leave it out, or set rollout.vllm.mode=server")
-    if options.tensor_parallel_size > 1:
-        raise KeelError(
-            "rollout.vllm.tensor_parallel_size above 1 needs a server: start `keel serve MODEL "
-            f"--tensor-parallel-size {options.tensor_parallel_size}` and set rollout.vllm.mode=server"
-        )
+        return
+    if not options.urls:
+        raise KeelError("rollout.vllm.mode=server needs an address: start `keel serve MODEL` and set rollout.vllm.url")
+    for url in options.urls:
+        if not url.startswith(("http://", "https://")):
+            raise KeelError(f"rollout.vllm.url is {url!r}: it must begin with http:// or https://")
+    own = [f"vllm.{name}" for name in _changed(options, _OF_ENGINES)] + _changed(rollout, ("dtype",))
+    if own and not placed and options.urls != (TO_BE_PLACED,):
+        flag = f"--{own[0].removeprefix('vllm.').replace('_', '-')}"
+        flag = "--no-cuda-graphs" if flag == "--cuda-graphs" else flag
+        raise KeelError(f"rollout.{own[0]} is the server's own: leave it out, and give keel serve {flag}")
+
+
+def _changed(options: Options, names: Sequence[str]) -> list[str]:
+    return [name for name in names if getattr(options, name) != type(options).model_fields[name].default]
 
 
 def vllm(model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions, world: World = ALONE) -> VllmEngine:
@@ -41,5 +58,6 @@ def vllm(model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions, world: Wo
     from keel.rollout.vllm.client import ServerSampler
     from keel.rollout.vllm.colocated import ColocatedSampler
 
+    check_buffers(model)
     make = ServerSampler if rollout.vllm.mode == "server" else ColocatedSampler
     return VllmEngine(make(model, tokenizer, rollout, world), model, tokenizer)

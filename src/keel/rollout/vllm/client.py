@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import queue
 import secrets
@@ -18,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,16 +26,25 @@ import torch
 from torch import nn
 
 from keel.base.errors import KeelError, first_line
-from keel.base.redact import fill
+from keel.base.redact import NoVariable, fill
 from keel.base.world import World
 from keel.models.head import causal_lm
 from keel.models.lora import is_lora
 from keel.models.tokenizer import vocabulary_digest
-from keel.rollout.engine import OtherModel
+from keel.rollout.engine import OtherModel, StaleWeights
 from keel.rollout.options import RolloutOptions
-from keel.rollout.vllm.direct import NOT_RUN, IpcSender, NcclSender, check_transfer, loopback_only, sender
-from keel.rollout.vllm.rows import HEARTBEAT_S, PROTOCOL, Drawing, Row, Sampled, to_json
-from keel.rollout.vllm.samplers import Sampler, SamplerInfo, model_facts
+from keel.rollout.vllm.direct import (
+    NOT_RUN,
+    Broken,
+    IpcSender,
+    NcclSender,
+    check_transfer,
+    loopback_only,
+    sender,
+    together,
+)
+from keel.rollout.vllm.rows import HEARTBEAT_S, PROTOCOL, TRAINING, Drawing, Row, Sampled, check_sampled, to_json
+from keel.rollout.vllm.samplers import Sampler, SamplerInfo, first_difference, model_facts
 from keel.rollout.vllm.transfer import (
     Held,
     adapter_of,
@@ -51,6 +59,10 @@ logger = logging.getLogger("keel")
 SECRET = "KEEL_SERVE_SECRET"  # where the secret is read from unless rollout.vllm.secret names another variable
 SILENCE_S = 30 * HEARTBEAT_S  # without a heartbeat
 TRIES = 5  # of one row
+CONNECT_S = STATUS_S = 5.0
+LOAD_S = 3600.0  # of a load that sends heartbeats
+UPLOAD_BYTES_S = 2**20  # slower is lost
+ANSWER_BYTES = 2**26
 _STATUS = {
     **{"boot": str, "weights": str, "dtype": str, "context": int, "max_lora_rank": int},
     **{"model": dict, "tokenizer": str, "parts": list},
@@ -59,6 +71,10 @@ _STATUS = {
 
 class Lost(Exception):
     """The server does not answer, or no longer has the weights."""
+
+
+class Loading(Lost):
+    """It has other weights for now: another process of this training may be loading those of the last sync."""
 
 
 @dataclass
@@ -74,28 +90,60 @@ class Server:
     def __str__(self) -> str:
         return f"the sampler at {self.url}"
 
-    def call(self, method: str, path: str, *, timeout_s: float, **body: Any) -> dict[str, Any]:
-        """One request and its answer as data; what is not an answer is `Lost`, what is refused a line."""
+    def call(
+        self, method: str, path: str, *, timeout_s: float, deadline_s: float | None = None, **body: Any
+    ) -> dict[str, Any]:
+        """One request and its answer as data; what is not an answer is `Lost`, what is refused a line.
+
+        `timeout_s` is for silence, `deadline_s` for the whole.
+        """
         import httpx2
 
+        def exchange() -> tuple[int, bytes]:
+            content = bytearray()
+            with (
+                self.client(timeout_s) as client,
+                client.stream(method, f"{self.url}{path}", **body) as response,
+            ):
+                for chunk in response.iter_bytes():
+                    content += chunk
+                    if len(content) > ANSWER_BYTES:
+                        raise KeelError(f"{self} answers without an end: no sampler of Keel's; start keel serve there")
+                return response.status_code, bytes(content)
+
+        deadline_s = deadline_s or timeout_s + CONNECT_S
         try:
-            with httpx2.Client(headers=dict(self.headers), timeout=httpx2.Timeout(timeout_s, connect=5.0)) as client:
-                response = client.request(method, f"{self.url}{path}", **body)
+            [(code, content)] = together(exchange, timeout_s=deadline_s)
         except httpx2.RequestError as error:
             raise Lost(first_line(error) or type(error).__name__) from error
-        return self.read(response.status_code, response.content)
+        except Broken:
+            raise Lost(f"no whole answer in {deadline_s:.0f} s") from None
+        return self.read(code, content)
+
+    def client(self, timeout_s: float) -> Any:
+        """Speaks to the server itself, whatever proxy the environment names."""
+        import httpx2
+
+        timeout = httpx2.Timeout(timeout_s, connect=CONNECT_S)
+        return httpx2.Client(headers=dict(self.headers), timeout=timeout, trust_env=False)
 
     def read(self, code: int, content: bytes) -> dict[str, Any]:
+        """An answer as data; what began with heartbeats has its status in it."""
         try:
             data = json.loads(content)
         except ValueError:
             data = None
         if not isinstance(data, dict):
             raise KeelError(f"{self} answers {content[:40]!r}: no sampler of Keel's; start one with keel serve")
+        code = data.get("code", code)
         if code == 401:
             raise KeelError(f"{self} wants another secret: give both the same in {SECRET}, or as rollout.vllm.secret")
+        if data.get("loading"):
+            raise Loading("its weights are being loaded")
         if code == 409:
-            raise Lost("it has other weights, as after a restart")
+            raise Lost(data["error"] if data.get("busy") else "it has other weights, as after a restart")
+        if code == 503:
+            raise Lost(str(data.get("error")))
         if code != 200 or "error" in data:
             raise KeelError(f"{self} refused: {data.get('error', code)}")
         return data
@@ -118,11 +166,15 @@ class ServerSampler(Sampler):
         self, model: nn.Module, tokenizer: Any, rollout: RolloutOptions, world: World, *, silence_s: float = SILENCE_S
     ) -> None:
         options = rollout.vllm
-        urls = options.urls
+        urls = addresses(options.urls)
         self._world, self._wait_s, self._silence_s = world, options.wait_s, silence_s
-        headers = {"authorization": f"Bearer {_secret(options.secret)}"}
+        training = world.agree(secrets.token_hex(8))
+        secret = shared_secret(options.secret)
+        if not secret:
+            raise KeelError(f"a sampler's server has a secret: put the one that keel serve showed into {SECRET}")
+        headers = {"authorization": f"Bearer {secret}", TRAINING: training}
         own = urls[world.rank :: world.size] or [urls[world.rank % len(urls)]]
-        self.servers = [Server(_address(url), headers) for url in own]
+        self.servers = [Server(url, headers) for url in own]
         self._leads = world.rank < len(urls)  # of those that share a server
         self._model, self._tokenizer = model, tokenizer
         self._transfer, self._device = options.direct, next(model.parameters()).device
@@ -150,7 +202,7 @@ class ServerSampler(Sampler):
 
     def _connect(self, server: Server) -> None:
         """Ask a server what it is, and refuse one of another model, tokenizer or version."""
-        status = server.call("GET", "/keel/status", timeout_s=5.0)
+        status = server.call("GET", "/keel/status", timeout_s=STATUS_S, deadline_s=STATUS_S)
         if status.get("protocol") != PROTOCOL:
             raise KeelError(
                 f"{server} is of another version of Keel (protocol {status.get('protocol')}, here {PROTOCOL}): "
@@ -160,12 +212,11 @@ class ServerSampler(Sampler):
         if odd is not None:
             raise KeelError(f"{server} says {status.get(odd)!r} of its {odd}: no sampler of Keel's; start keel serve")
         own, theirs = model_facts(causal_lm(self._model).config), status["model"]
-        for name, value in own.items():
-            if theirs.get(name) != value:
-                raise OtherModel(
-                    f"{server} serves another model: its {name} is {theirs.get(name)} and the policy's {value}; start "
-                    "keel serve with this run's model"
-                )
+        if name := first_difference(own, theirs):
+            raise OtherModel(
+                f"{server} serves another model: its {name} is {str(theirs.get(name))[:40]} and the policy's "
+                f"{str(own.get(name))[:40]}; start keel serve with this run's model"
+            )
         if status["tokenizer"] != vocabulary_digest(self._tokenizer):
             raise OtherModel(f"{server} has another tokenizer than the policy: start keel serve with this run's model")
         rank = lora_rank(self._model)
@@ -221,9 +272,17 @@ class ServerSampler(Sampler):
 
     def _read(self, stream: Stream, rows: Sequence[Row]) -> None:
         """Ask for rows and pass on each that ends; at the end, what went wrong."""
+        end = time.monotonic() + LOAD_S
         try:
-            for result in self._results(stream, rows):
-                self._queue.put((stream, result))
+            while True:
+                try:
+                    for result in self._results(stream, rows):
+                        self._queue.put((stream, result))
+                    return
+                except Loading:
+                    if stream.closed or time.monotonic() >= end:
+                        raise
+                    time.sleep(0.2)
         except Exception as error:  # raised where the results are waited for
             self._queue.put((stream, error))
 
@@ -233,15 +292,14 @@ class ServerSampler(Sampler):
         server = stream.server
         body = json.dumps({**to_json(rows, stream.drawing), "weights": self._sync})
         missing = {row.id for row in rows}
-        timeout = httpx2.Timeout(self._silence_s, connect=5.0)
         try:
             with (
-                httpx2.Client(headers=dict(server.headers), timeout=timeout) as client,
+                server.client(self._silence_s) as client,
                 client.stream("POST", f"{server.url}/keel/generate", content=body) as response,
             ):
                 if response.status_code != 200:
                     server.read(response.status_code, response.read())
-                for line in response.iter_lines():
+                for line in _whole_lines(response.iter_bytes(), self._silence_s):
                     if stream.closed:  # the connection's end tells the server to give up the rows
                         return
                     if line.strip():
@@ -352,7 +410,7 @@ class ServerSampler(Sampler):
         """Send the files of the last sync; a server that then holds anything else is refused."""
         read_back = 0
         if self._ranks is not None and server.base != (server.status["boot"], server.status["weights"]):
-            answer = server.call("POST", "/keel/digests", timeout_s=self._wait_s, json={})
+            answer = self._patient(server, "/keel/digests", {})
             read_back = check_digests(_digests(server, answer), self._held.digests, str(server), sent=False)
         folder = self._files / self._sync
         if not folder.is_dir():
@@ -363,14 +421,22 @@ class ServerSampler(Sampler):
                 own = hashlib.file_digest(file, "sha256").hexdigest()
                 file.seek(0)
                 where = f"/keel/weights/{self._sync}/{path.name}"
-                sent = server.call("PUT", where, timeout_s=self._wait_s, content=_chunks(file))
+                slow_s = self._wait_s + path.stat().st_size / UPLOAD_BYTES_S
+                sent = server.call(
+                    "PUT", where, timeout_s=self._wait_s, deadline_s=slow_s + CONNECT_S, content=_chunks(file)
+                )
             if sent.get("sha256") != own:
                 raise Lost(f"{path.name} did not arrive as it was sent")
-        commit = {"ranks": self._ranks}
-        answer = server.call("POST", f"/keel/weights/{self._sync}", timeout_s=self._wait_s, json=commit)
+        answer = self._patient(server, f"/keel/weights/{self._sync}", {"ranks": self._ranks})
+        if self._ranks is None and answer.get("adapter"):
+            raise StaleWeights(f"{server} still samples with an adapter after full weights were sent: start it again")
         self.read_back = read_back + check_digests(_digests(server, answer), self._expected, str(server))
         server.status = {**server.status, "weights": self._sync}
         server.base = (server.status["boot"], self._sync)
+
+    def _patient(self, server: Server, path: str, data: dict[str, Any]) -> dict[str, Any]:
+        """Ask for what may take long: it goes on as long as heartbeats come."""
+        return server.call("POST", path, timeout_s=self._silence_s, deadline_s=LOAD_S, json=data)
 
     def _send_direct(self, server: Server, folder: Path) -> bool:
         """Send full weights from GPU to GPU; False where they have to go as files, until the server is started again.
@@ -382,7 +448,7 @@ class ServerSampler(Sampler):
         boot, channel = self._senders.get(server.url, ("", None))
 
         def call(step: str, info: dict[str, Any]) -> None:
-            server.call("POST", f"/keel/transfer/{self._sync}/{step}", timeout_s=self._wait_s, json=info)
+            self._patient(server, f"/keel/transfer/{self._sync}/{step}", info)
 
         try:
             if boot != server.status["boot"]:
@@ -419,12 +485,12 @@ class ServerSampler(Sampler):
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _secret(given: str | None) -> str:
-    """The shared secret: the option's, with `$NAME` filled in, or the environment's."""
-    secret = fill(given) if given else os.environ.get(SECRET, "")
-    if not secret:
-        raise KeelError(f"a sampler's server has a secret: put the one that keel serve showed into {SECRET}")
-    return secret
+def shared_secret(given: str | None) -> str:
+    """The shared secret: the option's, with `$NAME` filled in, or the environment's; "" where neither is."""
+    try:
+        return fill(given) if given else os.environ.get(SECRET, "")
+    except NoVariable as error:
+        raise KeelError(f"rollout.vllm.secret {error}") from None
 
 
 def _dtype(server: Server) -> torch.dtype:
@@ -443,17 +509,23 @@ def _digests(server: Server, answer: Mapping[str, Any]) -> dict[str, str]:
     return digests
 
 
-def _address(url: str) -> str:
-    """A server's address, without a slash at its end."""
+def addresses(urls: Sequence[str]) -> list[str]:
+    """The servers' addresses in one form; the same one twice would be loaded while it samples."""
     import httpx2
 
-    try:
-        parsed = httpx2.URL(url)
-    except httpx2.InvalidURL as error:
-        raise KeelError(f"rollout.vllm.url is {url!r}, which is no address ({error})") from None
-    if parsed.scheme not in ("http", "https") or not parsed.host or any(map(str.isspace, url)):
-        raise KeelError(f"rollout.vllm.url is {url!r}: write it as http://127.0.0.1:8000")
-    return url.rstrip("/")
+    parsed: dict[str, str] = {}
+    for url in urls:
+        try:
+            address = httpx2.URL(url)
+        except httpx2.InvalidURL as error:
+            raise KeelError(f"rollout.vllm.url is {url!r}, which is no address ({error})") from None
+        if address.scheme not in ("http", "https") or not address.host or any(map(str.isspace, url)):
+            raise KeelError(f"rollout.vllm.url is {url!r}: write it as http://127.0.0.1:8000")
+        name = str(address).rstrip("/")
+        if name in parsed:
+            raise KeelError(f"rollout.vllm.url names the same server twice, {parsed[name]} and {url}: leave one out")
+        parsed[name] = url
+    return list(parsed)
 
 
 def _sampled(server: Server, line: str, vocabulary: int) -> Sampled:
@@ -469,11 +541,20 @@ def _sampled(server: Server, line: str, vocabulary: int) -> Sampled:
         raise KeelError(f"{server} answers {line[:40]!r}, which is no completion: start keel serve there") from error
     if not len(tokens) == len(before) == len(after):
         raise KeelError(f"{server} gives {len(tokens)} tokens and {len(before)} and {len(after)} log-probabilities")
-    odd = next((token for token in tokens if not 0 <= token < vocabulary), None)
-    if odd is not None or not all(math.isfinite(logp) for logp in (*before, *after)):
-        what = "a log-probability that is no number" if odd is None else f"the token {odd} of {vocabulary}"
-        raise KeelError(f"{server} gives {what}: its samples cannot be trained on")
-    return result
+    return check_sampled(result, vocabulary, str(server))
+
+
+def _whole_lines(chunks: Iterable[bytes], silence_s: float) -> Iterator[str]:
+    """Lines of an answer; one that does not end in time, or is longer than any completion, is no sign of life."""
+    rest, begun = b"", time.monotonic()
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        now = time.monotonic()
+        begun = now if lines else begun
+        if now - begun > silence_s or len(rest) > ANSWER_BYTES:
+            raise Lost("its answer has no end of line")
+        yield from (line.decode(errors="replace") for line in lines)
+    yield rest.decode(errors="replace")
 
 
 def _chunks(file: Any, size: int = 2**20) -> Iterator[bytes]:

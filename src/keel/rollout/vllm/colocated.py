@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import secrets
 import shutil
 import tempfile
 from collections import deque
@@ -21,7 +22,7 @@ from keel.models.head import causal_lm, module_dtype
 from keel.models.load import DTYPES, context_length
 from keel.models.lora import is_lora
 from keel.rollout.options import RolloutOptions
-from keel.rollout.vllm.rows import Drawing, Row, Sampled, sampled, vllm_params
+from keel.rollout.vllm.rows import Drawing, Row, Sampled, check_sampled, sampled, vllm_params, vllm_prompt
 from keel.rollout.vllm.samplers import Sampler, SamplerInfo
 from keel.rollout.vllm.start import engine_arguments, import_vllm, start_error
 from keel.rollout.vllm.transfer import (
@@ -87,26 +88,27 @@ class ColocatedSampler(Sampler):
     def start(self, rows: Sequence[Row], drawing: Drawing) -> None:
         self._wake("weights", "kv_cache")
         for row in rows:
-            prompt = {"prompt_token_ids": list(row.tokens)}
-            self._llm.llm_engine.add_request(row.id, prompt, vllm_params(row, drawing), lora_request=self._adapter)
+            prompt, params = vllm_prompt(row, self._salt), vllm_params(row, drawing)
+            self._llm.llm_engine.add_request(row.id, prompt, params, lora_request=self._adapter)
 
     def finished(self) -> list[Sampled]:
         engine = self._llm.llm_engine
         while engine.has_unfinished_requests():
             ended = [sampled(output.request_id, output.outputs[0]) for output in engine.step() if output.finished]
             if ended:
-                return ended
+                return [check_sampled(result, self.info.vocabulary, _NAME) for result in ended]
         raise KeelError(f"{_NAME} has ended without a result for some completions: run it again, and see its log")
 
     def cancel(self) -> None:
         engine = self._llm.llm_engine
-        engine.abort_request(list(engine.output_processor.request_states))
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)  # by vLLM's own names of them
         while engine.has_unfinished_requests():
             engine.step()
 
     def load(self, policy: nn.Module, version: int | None) -> None:
         """All weights tensor by tensor, or the adapter by vLLM's own loading beside a base that was checked once."""
         self._wake("weights")
+        self._salt = secrets.token_hex(8)
         if not is_lora(policy) or not self._held.digests:
             self._held.reset()
             weights = self._held.pass_by(checkpoint_weights(policy, self._dtype))

@@ -10,8 +10,9 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.rollout.sampling import SamplingParams
 
-PROTOCOL = 1  # what client and server must agree on
+PROTOCOL = 2  # what client and server must agree on
 HEARTBEAT_S = 1.0  # a client that hears nothing for much longer takes the server for lost
+TRAINING = "x-keel-training"  # header: which training asks, all of its processes alike
 EXTRA = "keel"  # the entry of vLLM's `extra_args` that the drawing reads
 _DRAWING = ("temperature", "top_p", "top_k", "min_p")
 
@@ -62,6 +63,11 @@ class Drawing:
         return SamplingParams(**{name: getattr(self, name) for name in _DRAWING})
 
 
+def vllm_prompt(row: Row, salt: str) -> dict[str, Any]:
+    """vLLM's prompt of a row; keys and values are shared within a salt, which is that of one load of weights."""
+    return {"prompt_token_ids": list(row.tokens), "cache_salt": salt}
+
+
 def vllm_params(row: Row, drawing: Drawing) -> Any:
     """vLLM's parameters of a row: greedy, since what is drawn is decided by Keel's own sampler before (`sampler.py`).
 
@@ -98,6 +104,16 @@ def sampled(row_id: str, output: Any) -> Sampled:
         after.append(chosen)
         before.append(min(others, default=chosen))
     return Sampled(row_id, tokens, tuple(before), tuple(after))
+
+
+def check_sampled(result: Sampled, vocabulary: int, sampler: str) -> Sampled:
+    """The result, unless it cannot be trained on."""
+    odd = next((token for token in result.tokens if not 0 <= token < vocabulary), None)
+    numbers = (*result.sample_logp, *result.filtered_logp)
+    if odd is not None or not all(math.isfinite(logp) for logp in numbers):
+        what = "a log-probability that is no number" if odd is None else f"the token {odd} of {vocabulary}"
+        raise KeelError(f"{sampler} gives {what}: its samples cannot be trained on")
+    return result
 
 
 def to_json(rows: Sequence[Row], drawing: Drawing) -> dict[str, Any]:

@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from keel.rollout.vllm.rows import Drawing, Row, Sampled
 
-MODEL_FACTS = (
-    *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("intermediate_size", "vocab_size", "tie_word_embeddings"),
+_NOT_OF_LOGITS = re.compile(  # names, versions, ids of tokens, and what only training or the caller reads
+    r"_.*|architectures|auto_map|dtype|torch_dtype|transformers_version|use_cache|return_dict|output_.*|id2label|"
+    r"label2id|problem_type|chunk_size_feed_forward|is_encoder_decoder|initializer_range|summary_.*|.*_token_ids?|"
+    r".*dropout.*|.*_pdrop"
 )
 
 
 def model_facts(config: Any) -> dict[str, Any]:
-    """What tells models of other shapes apart, from a transformers configuration."""
-    return {name: getattr(config, name, None) for name in MODEL_FACTS}
+    """What decides logits beside the weights, from a transformers configuration, as JSON has it; its kind first."""
+    text = config.get_text_config()
+    options = json.loads(json.dumps(text.to_dict(), default=str))
+    return {"model_type": text.model_type, **dict(_flat(options))}
+
+
+def first_difference(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
+    """The first name that two models' facts differ in; a version that lacks an option has it off."""
+    return next((name for name in {**own, **theirs} if (own.get(name) or None) != (theirs.get(name) or None)), None)
+
+
+def _flat(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in options.items():
+        if _NOT_OF_LOGITS.fullmatch(name):
+            continue
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 class SamplerInfo(NamedTuple):

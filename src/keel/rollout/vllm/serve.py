@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -18,10 +19,11 @@ from keel.base.errors import KeelError, first_line
 from keel.models.tokenizer import vocabulary_digest
 from keel.rollout.options import VllmOptions
 from keel.rollout.vllm.direct import loopback_only
-from keel.rollout.vllm.rows import Drawing, Row, Sampled, sampled, vllm_params
+from keel.rollout.vllm.rows import Drawing, Row, Sampled, sampled, vllm_params, vllm_prompt
 from keel.rollout.vllm.samplers import model_facts
 from keel.rollout.vllm.service import Backend, Service
 from keel.rollout.vllm.start import engine_arguments, import_vllm, start_error
+from keel.rollout.vllm.transfer import one_of_workers
 
 
 class VllmBackend(Backend):
@@ -29,7 +31,7 @@ class VllmBackend(Backend):
 
     def __init__(self, engine: Any, tokenizer: Any, facts: dict[str, Any]) -> None:
         self.engine, self.facts = engine, {**facts, "tokenizer": vocabulary_digest(tokenizer)}
-        self.adapter: Any = None
+        self.salt = ""
         self.numbers = itertools.count()
         self.receiving = False  # within an update of weights that has not ended
 
@@ -38,6 +40,7 @@ class VllmBackend(Backend):
         cls, folder: str, tokenizer: Any, options: VllmOptions, *, dtype: str, max_lora_rank: int
     ) -> VllmBackend:
         """Start vLLM on a model's folder, or a name that it can load itself."""
+        from transformers import AutoConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -50,7 +53,7 @@ class VllmBackend(Backend):
             "dtype": str(config.dtype),
             "context": config.max_model_len,
             "max_lora_rank": arguments.get("max_lora_rank", 0),
-            "model": model_facts(config.hf_config),
+            "model": model_facts(AutoConfig.from_pretrained(folder)),  # vLLM changes its own
             "transfer": options.direct or "http",
             "devices": await engine.collective_rpc("keel_device"),
         }
@@ -65,7 +68,7 @@ class VllmBackend(Backend):
         return {**self.facts, "vllm": vllm.__version__}
 
     async def generate(self, row: Row, drawing: Drawing) -> Sampled:
-        prompt, request = {"prompt_token_ids": list(row.tokens)}, f"{next(self.numbers)}"
+        prompt, request = vllm_prompt(row, self.salt), f"{next(self.numbers)}"
         results = self.engine.generate(prompt, vllm_params(row, drawing), request, lora_request=self.adapter)
         outputs = [output async for output in results]  # the last alone is asked for
         if not outputs:
@@ -75,6 +78,7 @@ class VllmBackend(Backend):
     async def load(self, folder: Path, adapter: bool) -> None:
         from vllm.lora.request import LoRARequest
 
+        self.salt, self.adapter = secrets.token_hex(8), None
         if adapter:
             await self.engine.add_lora(LoRARequest("policy", 1, str(folder), load_inplace=True))
             self.adapter = LoRARequest("policy", 1, str(folder))
@@ -93,6 +97,7 @@ class VllmBackend(Backend):
             await self.engine.shutdown_weight_transfer_engine()
             await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
         elif step == "start":
+            self.salt, self.adapter = secrets.token_hex(8), None
             await self.engine.start_weight_update()
             self.receiving = True
         elif step == "update" and "tensors" in info:
@@ -107,7 +112,7 @@ class VllmBackend(Backend):
     async def digests(self, ranks: dict[str, int] | None) -> dict[str, str]:
         call = ("keel_digests", ()) if ranks is None else ("keel_adapter", (1, ranks))
         workers = await self.engine.collective_rpc(call[0], args=call[1])
-        return {part: digest for digests in workers for part, digest in digests.items()}
+        return one_of_workers(workers)
 
     async def alive(self) -> None:
         await self.engine.collective_rpc("keel_alive", timeout=60)

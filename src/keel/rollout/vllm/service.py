@@ -12,7 +12,9 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from keel.base.errors import KeelError, first_line
-from keel.rollout.vllm.rows import HEARTBEAT_S, PROTOCOL, Drawing, Row, Sampled, from_json
+from keel.rollout.vllm.rows import HEARTBEAT_S, PROTOCOL, TRAINING, Drawing, Row, Sampled, from_json
 
+BUSY_S = 10.0  # that a sync waits for rows of another training
 _FILE = re.compile(r"weights-\d{5}\.safetensors|adapter_model\.safetensors|adapter_config\.json")
 
 
@@ -40,6 +43,8 @@ STEPS = {  # of a transfer from GPU to GPU, and what each may say: nothing that 
 
 class Backend:
     """What samples behind the routes."""
+
+    adapter: Any = None  # that rows are sampled with
 
     def status(self) -> dict[str, Any]:
         """What the model is: see `client._STATUS`."""
@@ -68,14 +73,24 @@ class Backend:
         """End it."""
 
 
+class Busy(Exception):
+    """Rows of another training run."""
+
+
 class Service:
-    """The routes around a backend. `weights` is the sync that it samples with: rows of another are refused."""
+    """The routes around a backend. `weights` is the sync that it samples with: rows of another are refused.
+
+    Each change of weights begins an epoch: rows of an older one are given up, and never answered as the new weights'.
+    """
 
     def __init__(self, backend: Backend, secret: str) -> None:
         self.backend, self.secret = backend, secret
         self.boot, self.weights, self.received = secrets.token_hex(8), "", ""
         self.folder = Path(tempfile.mkdtemp(prefix="keel-serve-"))
-        self.loading = asyncio.Lock()
+        self.loading, self.epoch = asyncio.Lock(), 0
+        self.streams: dict[object, str] = {}  # rows that run, and which training's they are
+        self.arriving = Counter[str]()  # open PUTs by sync
+        self.work = set[asyncio.Task[tuple[dict[str, Any], int]]]()
         self.ended = ""  # what the backend died of
         self.on_end: Callable[[], None] = lambda: None
 
@@ -121,18 +136,26 @@ class Service:
             rows, drawing = from_json(data)
         except (KeelError, ValueError) as error:
             return JSONResponse({"error": str(error)}, 400)
-        if data.get("weights") != self.weights or self.loading.locked():
-            return JSONResponse({"error": "these are other weights", "weights": self.weights}, 409)
-        return StreamingResponse(self._lines(rows, drawing), media_type="application/x-ndjson")
+        if not self.weights or data.get("weights") != self.weights:
+            loading = self.loading.locked()
+            reason = "weights are being loaded" if loading else "these are other weights"
+            return JSONResponse({"error": reason, "loading": loading}, 409)
+        lines = self._lines(rows, drawing, self.epoch, request.headers.get(TRAINING, ""))
+        return StreamingResponse(lines, media_type="application/x-ndjson")
 
-    async def _lines(self, rows: list[Row], drawing: Drawing) -> AsyncIterator[str]:
+    async def _lines(self, rows: list[Row], drawing: Drawing, epoch: int, training: str) -> AsyncIterator[str]:
         """A line for each row as it ends; an empty one at every heartbeat, so that silence means something."""
-        tasks = {asyncio.ensure_future(self.backend.generate(row, drawing)) for row in rows}
-        for task in tasks:  # of several that fail one is told
-            task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        stream = object()
+        tasks = set[asyncio.Task[Sampled]]()
         try:
+            self.streams[stream] = training
+            self._check_epoch(epoch)
+            tasks = {asyncio.ensure_future(self.backend.generate(row, drawing)) for row in rows}
+            for task in tasks:  # of several that fail one is told
+                task.add_done_callback(lambda task: task.cancelled() or task.exception())
             while tasks:
                 done, tasks = await asyncio.wait(tasks, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
+                self._check_epoch(epoch)
                 for task in done:
                     yield json.dumps(asdict(task.result())) + "\n"
                 if not done:
@@ -142,8 +165,51 @@ class Service:
             yield json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n"
             await self._check_backend()
         finally:
+            self.streams.pop(stream, None)
             for task in tasks:
                 task.cancel()
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            raise KeelError("other weights were loaded while these rows ran")
+
+    async def _begin(self, training: str) -> None:
+        """Begin to change the weights: half loaded is nothing. Rows of another training may end first."""
+        end = time.monotonic() + BUSY_S
+        while any(owner != training for owner in self.streams.values()):
+            if time.monotonic() >= end:
+                raise Busy("it is busy: another training uses this server")
+            await asyncio.sleep(0.05)
+        self.epoch += 1
+        self.weights = ""
+
+    async def _answer(self, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
+        """The answer of work that goes on whoever listens; what takes longer sends heartbeats first, as whitespace."""
+        task = asyncio.ensure_future(self._outcome(work))
+        self.work.add(task)
+        task.add_done_callback(self.work.discard)
+        await asyncio.wait({task}, timeout=HEARTBEAT_S)
+        if task.done():
+            return JSONResponse(*task.result())
+
+        async def beats() -> AsyncIterator[str]:
+            while not task.done():
+                yield "\n"
+                await asyncio.wait({task}, timeout=HEARTBEAT_S)
+            data, code = task.result()
+            yield json.dumps({**data, "code": code})
+
+        return StreamingResponse(beats(), media_type="application/json")
+
+    async def _outcome(self, work: Coroutine[Any, Any, dict[str, Any]]) -> tuple[dict[str, Any], int]:
+        """What is answered, and the status: 503 where the backend has died of it."""
+        try:
+            return await work, 200
+        except Busy as error:
+            return {"error": str(error), "busy": True}, 409
+        except Exception as error:
+            await self._check_backend()
+            return {"error": f"{type(error).__name__}: {error}"}, 503 if self.ended else 422
 
     async def _check_backend(self) -> None:
         """End with a backend that has died: a server that only answers for it would never be started again."""
@@ -158,37 +224,44 @@ class Service:
         if not re.fullmatch(r"[0-9a-f]{1,64}", sync) or not _FILE.fullmatch(name):
             return JSONResponse({"error": f"no file of this name is taken: {name}"}, 400)
         folder = self.folder / sync
-        for other in self.folder.iterdir():
-            if other != folder:  # a sync that was given up
-                shutil.rmtree(other, ignore_errors=True)
-        folder.mkdir(exist_ok=True)
-        digest, incoming = hashlib.sha256(), folder / f"{secrets.token_hex(8)}.part"  # others may send the same file
-        with incoming.open("wb") as file:
-            async for chunk in request.stream():
-                digest.update(chunk)
-                await asyncio.to_thread(file.write, chunk)
-        incoming.replace(folder / name)
+        self.arriving[sync] += 1
+        try:
+            self._sweep(sync, self.weights)
+            folder.mkdir(exist_ok=True)
+            digest, incoming = hashlib.sha256(), folder / f"{secrets.token_hex(8)}.part"  # others may send the same
+            with incoming.open("wb") as file:
+                async for chunk in request.stream():
+                    digest.update(chunk)
+                    await asyncio.to_thread(file.write, chunk)
+            incoming.replace(folder / name)
+        finally:
+            self.arriving[sync] -= 1
         return JSONResponse({"sha256": digest.hexdigest()})
+
+    def _sweep(self, *keep: str) -> None:
+        """Remove the files of syncs that are over or were given up, unless they are arriving."""
+        for folder in self.folder.iterdir():
+            if folder.name not in keep and not self.arriving[folder.name]:
+                shutil.rmtree(folder, ignore_errors=True)
 
     async def _commit(self, request: Request) -> Response:
         """Load what was put, and answer with the digests of what is then in effect."""
         sync, data = request.path_params["sync"], await request.json()
-        folder, ranks = self.folder / sync, data.get("ranks")
-        if not re.fullmatch(r"[0-9a-f]{1,64}", sync) or not (folder.is_dir() or self.received == sync):
+        known = (self.folder / sync).is_dir() or sync in (self.weights, self.received)
+        if not re.fullmatch(r"[0-9a-f]{1,64}", sync) or not known:
             return JSONResponse({"error": "no weights were put for this sync"}, 400)
+        return await self._answer(self._load(sync, data.get("ranks"), request.headers.get(TRAINING, "")))
+
+    async def _load(self, sync: str, ranks: dict[str, int] | None, training: str) -> dict[str, Any]:
         async with self.loading:
-            known, self.weights = self.weights, ""  # half loaded is nothing
-            try:
-                if sync not in (known, self.received):  # another process of the same training may have been first
-                    await self.backend.load(folder, ranks is not None)
-                digests = await self.backend.digests(ranks)
-            except Exception as error:
-                return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 422)
-            finally:
-                if ranks is None:  # an adapter's files are read again when vLLM needs them
-                    shutil.rmtree(folder, ignore_errors=True)
+            if sync != self.weights:  # another process of the same training may have been first
+                await self._begin(training)
+                if sync != self.received:
+                    await self.backend.load(self.folder / sync, ranks is not None)
+            digests = await self.backend.digests(ranks)
             self.weights = sync
-        return JSONResponse({"digests": digests})
+            self._sweep(*([] if ranks is None else [sync]))  # vLLM reads an adapter's files again when it needs them
+        return {"digests": digests, "adapter": self.backend.adapter is not None}
 
     async def _transfer(self, request: Request) -> Response:
         """A step of a transfer from GPU to GPU; what was received is in effect once it is committed."""
@@ -196,15 +269,21 @@ class Service:
         info = await request.json()
         if not re.fullmatch(r"[0-9a-f]{1,64}", sync) or step not in STEPS or not set(info) <= STEPS[step]:
             return JSONResponse({"error": f"no step of a transfer: {step}"}, 400)
+        return await self._answer(self._receive(sync, step, info, request.headers.get(TRAINING, "")))
+
+    async def _receive(self, sync: str, step: str, info: dict[str, Any], training: str) -> dict[str, Any]:
         async with self.loading:
-            self.weights, self.received = "", ""  # half loaded is nothing
-            try:
-                await self.backend.transfer(step, info)
-            except Exception as error:
-                return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 422)
+            await self._begin(training)
+            self.received = ""
+            await self.backend.transfer(step, info)
             self.received = sync if step == "finish" else ""
-        return JSONResponse({"step": step})
+        return {"step": step}
 
     async def _digests(self, request: Request) -> Response:
         """The digests of the weights in effect now."""
-        return JSONResponse({"digests": await self.backend.digests((await request.json()).get("ranks"))})
+        ranks = (await request.json()).get("ranks")
+
+        async def digests() -> dict[str, Any]:
+            return {"digests": await self.backend.digests(ranks)}
+
+        return await self._answer(digests())

@@ -47,6 +47,11 @@ def engine_arguments(
     cuda: bool,
 ) -> dict[str, Any]:
     """vLLM's own arguments: Keel's drawing and worker methods, logits as they are, and `rollout.vllm`."""
+    if max_lora_rank and options.tensor_parallel_size > 1:  # it holds slices, which no digest of the policy's is of
+        raise KeelError(
+            "adapters (--max-lora-rank) cannot be read back from a model on several GPUs (--tensor-parallel-size "
+            f"{options.tensor_parallel_size}): leave one of the two out"
+        )
     lora = {"enable_lora": True, "max_lora_rank": _lora_rank(max_lora_rank), "max_loras": 1} if max_lora_rank else {}
     transfer = {} if options.direct is None else {"weight_transfer_config": {"backend": options.direct}}
     return {

@@ -99,6 +99,27 @@ def read_weights(source: str) -> Iterator[tuple[str, Tensor]]:
                 yield name, file.get_tensor(name)
 
 
+def one_of_workers(workers: Iterable[dict[str, str]]) -> dict[str, str]:
+    """The digests of all workers together; those that hold the same part must agree."""
+    digests: dict[str, str] = {}
+    for worker in workers:
+        if other := next((part for part in worker if digests.get(part, worker[part]) != worker[part]), None):
+            raise StaleWeights(f"two workers of the sampler hold different weights of {other}: start it again")
+        digests |= worker
+    return digests
+
+
+def check_buffers(policy: nn.Module) -> None:
+    """Refuse a model with state beside its parameters: it is neither sent nor read back."""
+    for path, module in causal_lm(policy).named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                raise KeelError(
+                    f"the model has the buffer {f'{path}.{name}'.lstrip('.')} beside its parameters, which is not sent "
+                    "to vLLM: use rollout.engine=native"
+                )
+
+
 def check_digests(held: dict[str, str], expected: dict[str, str], sampler: str, *, sent: bool = True) -> int:
     """Refuse a sampler that multiplies by other weights than the policy's, be they `sent` or its own; else how many."""
     foreign = sorted(set(held) - set(expected))

@@ -27,6 +27,7 @@ def serving(placement: Placement, config: Config, options: RayOptions, secret: s
     """The addresses of the samplers once all of them serve; they are supervised until the block ends."""
     model = {"run": {"seed": config.run.seed}, "model": config.to_dict()["model"]}
     command = [f"--{name}={value}" for name, value in serve_options(config).items()]
+    command += [] if config.rollout.vllm.cuda_graphs else ["--no-cuda-graphs"]
     samplers = [
         Sampler(placement, number, options, yaml.safe_dump(model), command, secret)
         for number in range(options.samplers)

@@ -8,9 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from keel.base.alive import LAUNCH_FLAGS
-from keel.base.redact import fill
 from keel.config.schema import Config
-from keel.rollout.vllm.client import SECRET
+from keel.rollout.vllm.client import SECRET, shared_secret
 from keel.run.cluster.connect import connected
 from keel.run.cluster.placement import bundles_of, place
 from keel.run.cluster.ranks import run_ranks
@@ -27,7 +26,7 @@ def train_on_ray(on: str, arguments: Sequence[str], config: Config) -> dict[int,
     """Run `keel ARGUMENTS` as ranks on the cluster; their exit statuses in the order in which they ended."""
     options = config.ray or RayOptions()
     given = config.rollout.vllm.secret
-    secret = fill(given) if given else secrets.token_urlsafe(24)
+    secret = shared_secret(given) if given else secrets.token_urlsafe(24)
     with connected(on, os.cpu_count() or 1) as ray:
         placement = place(ray, bundles_of(config, options, ray.cluster_resources()))
         with serving(placement, config, options, secret) as urls:
