@@ -29,6 +29,7 @@ CONTEXTS = {
     "own data": ("task={name: dataset}", "data.path=rows.jsonl"),
     "limited prompts": ("data.max_prompt_length=64",),
     "chess": ("task={name: chess}",),
+    "a vLLM server": ("rollout.engine=vllm", "rollout.vllm.mode=server", "rollout.vllm.url=http://127.0.0.1:8000"),
 }
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from keel.base.errors import KeelError
 from keel.cli import main
+from keel.models.tiny import tiny_model
 from keel.rollout.options import VllmOptions
 from keel.rollout.vllm import serve
 from keel.rollout.vllm.client import SECRET
@@ -30,6 +33,7 @@ def test_help_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
         (["tiny"], "short", f"{SECRET} has 5 characters"),
         (["tiny", "--port", "99999"], None, "'--port'"),
         (["tiny", "--gpu-memory-utilization", "2"], None, "'--gpu-memory-utilization'"),
+        (["tiny", "--dtype", "bf17"], None, "did you mean 'bf16'?"),
         (["nowhere/at/all"], None, "nowhere/at/all"),
         ([], None, "MODEL"),
     ],
@@ -48,6 +52,24 @@ def test_wrong_input_is_one_line(
     assert main(["serve", *arguments]) == 2
     (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("keel: error:")]
     assert message in error
+
+
+def test_of_an_adapted_model_the_base_is_served_in_the_named_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    given: dict[str, Any] = {}
+
+    def look(folder: str, tokenizer: Any, options: VllmOptions, **more: Any) -> None:
+        names.extend(name for path in Path(folder).glob("*.safetensors") for name in load_file(path))
+        given.update(more)
+
+    monkeypatch.setattr(serve, "serve", look)
+    config = tmp_path / "lora.yaml"
+    config.write_text("model: {name: tiny, lora: {r: 2}}\n")
+    assert main(["serve", str(config), "--dtype", "bf16", "--max-lora-rank", "2"]) == 0
+    assert sorted(names) == sorted(name for name, _ in tiny_model()[0].named_parameters())
+    assert given["dtype"] == "bfloat16"
 
 
 def test_without_its_own_packages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from keel.base.errors import KeelError
+from keel.base.errors import KeelError, unknown
 from keel.cli.app import app
 
 SERVE_HELP = """Start a sampler by vLLM for keel train on another device or machine.
@@ -49,8 +49,11 @@ def serve(
     max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter; 0 takes none.", min=0)] = 0,
 ) -> None:
     from keel.models.head import causal_lm
+    from keel.models.load import DTYPES
+    from keel.models.lora import is_lora
     from keel.rollout.options import VllmOptions
     from keel.rollout.vllm.client import SECRET
+    from keel.rollout.vllm.transfer import checkpoint_weights, save_shards
     from keel.run.model_ref import resolve_model
     from keel.trainer.checkpoint import save_weights
 
@@ -76,12 +79,20 @@ def serve(
         settings += "" if transfer == "http" else f" rollout.vllm.transfer={transfer}"
         typer.echo(f"serving {model}; train with: {shown}keel train CONFIG {settings}")
 
-    loaded = resolve_model(model).load()
+    if dtype not in ("auto", *DTYPES):
+        raise unknown("--dtype", dtype, ("auto", *DTYPES))
+    loaded = resolve_model(model, ["model.device=cpu"]).load()  # the GPU is vLLM's
     with tempfile.TemporaryDirectory(prefix="keel-serve-model-") as folder:
-        save_weights(Path(folder), causal_lm(loaded.model), loaded.tokenizer)
-        kind = str(loaded.dtype).removeprefix("torch.") if dtype == "auto" else dtype
+        base = causal_lm(loaded.model)
+        if is_lora(loaded.model):  # the base alone: adapters are sent
+            base.config.save_pretrained(folder)
+            loaded.tokenizer.save_pretrained(folder)
+            save_shards(checkpoint_weights(loaded.model, loaded.dtype), Path(folder))
+        else:
+            save_weights(Path(folder), base, loaded.tokenizer)
+        kind = str(DTYPES.get(dtype, loaded.dtype)).removeprefix("torch.")
         tokenizer = loaded.tokenizer
-        del loaded
+        del loaded, base
         serve_model(
             folder,
             tokenizer,

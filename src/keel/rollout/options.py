@@ -29,8 +29,10 @@ class VllmOptions(Options):
         default=None, description="The server's shared secret, best as $NAME of an environment variable."
     )
     tensor_parallel_size: Positive = Field(default=1, description="GPUs that one sampler is spread over (keel serve).")
-    gpu_memory_utilization: Annotated[Float, Field(gt=0, le=1)] = Field(
-        default=0.3, description="Share of a GPU's memory for the sampler's weights, keys and values."
+    gpu_memory_utilization: Annotated[Float, Field(gt=0, le=1)] | None = Field(
+        default=None,
+        description="Share of a GPU's memory for the sampler's weights, keys and values; null: 0.3 in the process, "
+        "keel serve's own.",
     )
     max_model_len: Positive | None = Field(
         default=None, description="Tokens of prompt and completion together; null is the model's own."

@@ -70,7 +70,7 @@ class ColocatedSampler(Sampler):
                 self._llm = vllm.LLM(**arguments, enable_sleep_mode=self._sleeps)
         except Exception as error:
             self.close()
-            share = f"rollout.vllm.gpu_memory_utilization={rollout.vllm.gpu_memory_utilization}"
+            share = f"rollout.vllm.gpu_memory_utilization={arguments['gpu_memory_utilization']}"
             raise start_error(error, share) from error
         config = self._llm.llm_engine.model_config
         self.info = SamplerInfo(config.max_model_len, config.get_vocab_size())

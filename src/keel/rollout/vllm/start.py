@@ -13,6 +13,9 @@ from keel.rollout.options import VllmOptions
 KV_CACHE_GIB = "1"  # on a CPU, where vLLM takes memory by this and not by a share of it
 
 
+COLOCATED_SHARE = 0.3  # of a GPU that the training uses too
+
+
 def import_vllm(*, in_process: bool, cuda: bool) -> Any:
     """vLLM, with what must be said before its import; one line where it is not installed."""
     quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -56,7 +59,7 @@ def engine_arguments(
         "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": options.max_model_len or context,
         "tensor_parallel_size": options.tensor_parallel_size,
-        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "gpu_memory_utilization": options.gpu_memory_utilization or COLOCATED_SHARE,
         "logits_processors": ["keel.rollout.vllm.sampler:KeelSampler"],
         "logprobs_mode": "processed_logits",
         "max_logprobs": 2,

@@ -46,13 +46,14 @@ def serving(placement: Placement, config: Config, options: RayOptions, secret: s
 def serve_options(config: Config) -> dict[str, Any]:
     """Options of `keel serve` that the configuration decides; what it leaves open is the server's own default."""
     vllm, lora = config.rollout.vllm, config.model.lora
-    own = {name: getattr(vllm, name) for name in ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len")}
-    changed = {name: value for name, value in own.items() if value != type(vllm).model_fields[name].default}
+    own: dict[str, Any] = {name: getattr(vllm, name) for name in ("gpu_memory_utilization", "max_model_len")}
+    if vllm.tensor_parallel_size > 1:
+        own["tensor_parallel_size"] = vllm.tensor_parallel_size
     if lora is not None:
-        changed["max_lora_rank"] = lora.r
+        own["max_lora_rank"] = lora.r
     if config.rollout.dtype != "auto":
-        changed["dtype"] = config.rollout.dtype
-    return {name.replace("_", "-"): value for name, value in changed.items()}
+        own["dtype"] = config.rollout.dtype
+    return {name.replace("_", "-"): value for name, value in own.items() if value is not None}
 
 
 class Sampler:
