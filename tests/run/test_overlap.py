@@ -178,13 +178,15 @@ class LostProblems(Lost):
         return super().sample(count, seed=seed, step=step)
 
 
-def fail_ahead(folder: Path) -> int:
-    overrides = [f"run.dir={folder}", f"run.max_steps={STEPS}", ONE]
+def fail_ahead(folder: Path, staleness: str) -> int:
+    overrides = [f"run.dir={folder}", f"run.max_steps={STEPS}", staleness, "checkpoint.every=1", "eval.every=1"]
     return keel.train(BASE, task=LostProblems(), overrides=overrides).exit_status
 
 
-def test_an_error_in_the_thread_of_one_rank_ends_all(tmp_path: Path) -> None:
-    first, second = run_ranks(fail_ahead, tmp_path)
+@pytest.mark.parametrize("staleness", [ONE, TWO])
+def test_an_error_in_the_thread_of_one_rank_ends_all(tmp_path: Path, staleness: str) -> None:
+    """Over the checkpoints and evaluations before its step, which wait for what is in flight."""
+    first, second = run_ranks(fail_ahead, tmp_path, staleness)
     assert first.status == 2
     assert second.status == 1  # nobody below `keel.train` turns it into a line
     assert "no problems here" in second.err

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
+from keel.base.world import World, open_world
 from keel.config import load_config
 from keel.rollout import Engine
 from keel.rollout.native.engine import NativeEngine
@@ -22,9 +26,11 @@ from keel.run.build import _check_ahead, build_policy, build_run
 from keel.trainer.checkpoint import load_checkpoint, save_checkpoint
 from keel.trainer.integrity import TRAINER, saved_sums
 from keel.trainer.memory import OutOfMemory
+from keel.trainer.overlap import RolloutQueue, Rollouts
 from keel.trainer.pending import PENDING
 from keel.trainer.state import State, TrainingRun
 from keel.trainer.step import train_step
+from ranks import run_ranks
 from trainer.small import Letters, small_config
 
 TIMED = ("time/", "speed/", "memory/")
@@ -197,6 +203,62 @@ def test_what_goes_wrong_in_the_thread_is_raised_by_the_step_that_it_belongs_to(
     assert load_checkpoint(folder, other).step == 2
     assert train_step(other, state).metrics["staleness/max"] == 0.0
     other.close()
+
+
+def test_after_an_error_in_the_thread_the_engine_is_given_the_weights_anew() -> None:
+    """Whether the error was that of a sync, so that the engine does not have what it was to have, nobody knows."""
+    policy, synced = nn.Linear(1, 1), []
+
+    def sync(model: nn.Module, version: int) -> None:
+        if model is not policy:
+            raise ZeroDivisionError("in the sync")
+        synced.append(version)
+
+    engine: Any = SimpleNamespace(sync=sync)
+    with closing(RolloutQueue(engine, policy, lambda attempt, step: Rollouts([], {}), list, max_staleness=2)) as queue:
+        with pytest.raises(ZeroDivisionError):
+            queue.take(0, 0, 7)
+        queue.settle(7)
+    assert synced == [7]
+
+
+@dataclass(frozen=True)
+class Asked(World):
+    """Says when it is asked first."""
+
+    asked: threading.Event = field(default_factory=threading.Event)
+
+    def gather(self, value: Any) -> list[Any]:
+        self.asked.set()
+        return super().gather(value)
+
+
+def drop_unevenly() -> None:
+    """Rank 1 drops its rollouts before its thread begins with step 1, rank 0 when that waits for rank 1's there."""
+    with open_world() as opened:
+        world, apart, begun = Asked(opened.rank, opened.size), opened.apart(), threading.Event()
+
+        def sample(attempt: int, step: int) -> Rollouts:
+            if step == 1:
+                begun.set()
+            elif not world.leads:
+                time.sleep(0.2)  # until the main thread holds what comes after
+            return Rollouts([], {"steps": float(sum(apart.gather(step)))})
+
+        engine: Any = SimpleNamespace(sync=lambda model, version: None)
+        queue = RolloutQueue(engine, nn.Linear(1, 1), sample, list, max_staleness=2, world=world, thread_world=apart)
+        with closing(queue):
+            queue.begin_next(0, -1, 0)
+            if world.leads:
+                assert begun.wait(LIMIT_S)
+            else:
+                queue._pending[0].add_done_callback(lambda future: world.asked.wait(LIMIT_S))
+            queue.clear()
+            assert queue.take(0, 0, 0).counts == {"steps": 0.0}
+
+
+def test_processes_drop_the_same_rollouts() -> None:
+    assert [rank.status for rank in run_ranks(drop_unevenly)] == [0, 0]
 
 
 def test_memory_that_runs_out_in_the_thread_is_said_of_the_rollout() -> None:

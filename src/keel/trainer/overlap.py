@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from keel.base.types import Group
+from keel.base.world import ALONE, World
 from keel.envs.judge import Failure
 from keel.rollout import Engine
 
@@ -42,7 +43,8 @@ class RolloutQueue:
     `sample(attempt, step)` collects those of one step; `record` is given its failures when it is taken. Each is sampled
     with the weights at the time it was asked for: with `max_staleness` 1 the sampler has nothing to do then and takes
     them over at once; above that it is still at an earlier step, and the trained parameters are copied on the policy's
-    device until it gets there.
+    device until it gets there. Of several processes (`world`) all sample the same steps in the same order; by their
+    threads' own connections (`thread_world`) a step fails in all of them or in none.
     """
 
     def __init__(
@@ -53,10 +55,13 @@ class RolloutQueue:
         record: Callable[[Sequence[Failure]], None],
         *,
         max_staleness: int,
+        world: World = ALONE,
+        thread_world: World = ALONE,
     ) -> None:
+        self.world, self.thread_world = world, thread_world
         self.engine, self.policy, self.max_staleness = engine, policy, max_staleness
         self.sample, self.record = sample, record
-        self._jobs: SimpleQueue[tuple[Future[Rollouts], Callable[[], Rollouts]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[int, Future[Rollouts], Callable[[], Rollouts]] | None] = SimpleQueue()
         self._pending: dict[int, Future[Rollouts]] = {}  # by step; the one taken last stays until the next is taken
         self._version: int | None = None  # of the weights that the engine has once all jobs are done
         self._thread: threading.Thread | None = None
@@ -64,6 +69,7 @@ class RolloutQueue:
         self._error: BaseException | None = None
         self._busy_s, self._busy_since = 0.0, 0.0
         self._clock = threading.Lock()
+        self._begun, self._beginning = -1, threading.Lock()  # the last step that the thread has begun with
 
     def take(self, attempt: int, step: int, version: int) -> Rollouts:
         """The rollouts of this step, once they are there; what went wrong in the thread is raised here."""
@@ -82,7 +88,7 @@ class RolloutQueue:
     def settle(self, version: int) -> None:
         """Wait for what has begun, which stays; then the engine has the weights of now, and is the caller's."""
         wait(self._pending.values())
-        if version != self._version:
+        if version != self._version or self._error is not None:  # with an error nobody knows what the engine has
             self.engine.sync(self.policy, version)
             self._version = version
 
@@ -98,10 +104,11 @@ class RolloutQueue:
         return rollouts
 
     def clear(self) -> None:
-        """Drop everything, once what is in flight has ended; the engine is the caller's."""
-        self._drop()
+        """Drop everything, once what any process has begun has ended in all; the engine is the caller's."""
+        with self._beginning:
+            self._drop(max(self.world.gather(self._begun)))
         wait(self._pending.values())
-        self._pending, self._version, self._error = {}, None, None
+        self._pending, self._version, self._error, self._begun = {}, None, None, -1
 
     def restore(self, rollouts: Mapping[int, Rollouts]) -> None:
         """Go on with rollouts that were sampled before, by step."""
@@ -114,15 +121,16 @@ class RolloutQueue:
 
     def close(self) -> None:
         """End the thread; rollouts that are still in flight have some seconds."""
-        self._drop()
+        self._drop(self._begun)
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(GRACE_S)
             self._thread = None
 
-    def _drop(self) -> None:
-        for future in self._pending.values():
-            future.cancel()
+    def _drop(self, after: int) -> None:
+        for step, future in self._pending.items():
+            if step > after:
+                future.cancel()
 
     def _begin(self, attempt: int, steps: Sequence[int], version: int) -> None:
         weights: list[Tensor] | None = None
@@ -131,7 +139,7 @@ class RolloutQueue:
         for step in steps:
             future: Future[Rollouts] = Future()
             self._pending[step] = future
-            self._jobs.put((future, partial(self._collect, weights, version, attempt, step)))
+            self._jobs.put((step, future, partial(self._collect, weights, version, attempt, step)))
             weights = None
         if steps and self._thread is None:
             self._thread = threading.Thread(target=self._work, name="keel-rollouts", daemon=True)
@@ -158,15 +166,18 @@ class RolloutQueue:
             self._run(*job)
             del job  # while it waits for the next, it holds no weights and no rollouts
 
-    def _run(self, future: Future[Rollouts], collect: Callable[[], Rollouts]) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
+    def _run(self, step: int, future: Future[Rollouts], collect: Callable[[], Rollouts]) -> None:
+        with self._beginning:
+            if not future.set_running_or_notify_cancel():
+                return
+            self._begun = step
         with self._clock:
             self._busy_since = time.perf_counter()
         try:
             if self._error is not None:  # of an earlier step, which has to be raised first
                 raise self._error
-            rollouts = collect()
+            with self.thread_world.together():
+                rollouts = collect()
         except BaseException as error:  # the main thread raises it
             self._error = error
             self._rest()
