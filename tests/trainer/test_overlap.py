@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +47,32 @@ class Flat(Letters):
         return super().reward(problem, turns) if problem.key.endswith("/0") else Reward(1.0, {"letters": 1.0})
 
 
+class Skipping(Letters):
+    """Letters whose first problem has no reward yet in the first round, and comes again in a further one, with others.
+
+    The second problem pays alike, so that the further round draws two.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "failed", set())
+        object.__setattr__(self, "judged", count())
+
+    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        first = [Problem(f"0/{step}/0", f"{step}:0=", "abc")]
+        return first + super().sample(count, seed=seed, step=step)[1:]
+
+    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
+        seed, _, number = problem.key.split("/")
+        if number == "0" and problem.key not in self.failed:
+            self.failed.add(problem.key)
+            raise ValueError("no reward yet")
+        return Reward(1.0 if (seed, number) == ("0", "1") else float(next(self.judged)))
+
+
+SKIPPING = ("loss.dynamic_sampling=true", "reward.on_error=skip_group")
+
+
 def flat() -> Flat:
     return Flat()
 
@@ -60,18 +87,18 @@ def steady(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith(TIMED)}
 
 
-def take_steps(run: TrainingRun, state: State, count: int) -> Iterator[tuple[State, dict[str, float]]]:
+def take_steps(run: TrainingRun, state: State, steps: int) -> Iterator[tuple[State, dict[str, float]]]:
     with closing(run):
-        for _ in range(count):
+        for _ in range(steps):
             state, metrics, _ = train_step(run, state)
             yield state, steady(metrics)
 
 
-def plain_loop(run: TrainingRun, state: State, staleness: int, count: int) -> list[dict[str, float]]:
+def plain_loop(run: TrainingRun, state: State, staleness: int, steps: int) -> list[dict[str, float]]:
     """One thread: before each step the engine is given the weights of `staleness` steps before, or of the first."""
     run.queue, lines = None, []
     old = [(copy.deepcopy(run.policy.model), 0)]
-    for step in range(count):
+    for step in range(steps):
         run.engine.sync(*old[max(0, step - staleness)])
         state, metrics, _ = train_step(run, state)
         old.append((copy.deepcopy(run.policy.model), state.policy_version))
@@ -151,6 +178,20 @@ def test_a_checkpoint_of_any_step_goes_on_exactly(tmp_path: Path, staleness: int
         state = load_checkpoint(folder, other)
         assert state.step == step
         assert [metrics for _, metrics in take_steps(other, state, 5 - step)] == lines[step:]
+
+
+def test_a_group_that_a_further_round_has_drawn_again_is_gone_on_with(tmp_path: Path) -> None:
+    options, lines = ("rollout.max_staleness=1", *SKIPPING), []
+    run, state = make(*options, task=Skipping())
+    for later, metrics in take_steps(run, state, 2):
+        save_checkpoint(tmp_path, run, later)
+        lines.append(metrics)
+    other, _ = make(*options, weights=tmp_path / "step-1", task=Skipping())
+    state = load_checkpoint(tmp_path / "step-1", other)
+    ahead = other.queue.ready(1)[1]  # type: ignore[union-attr]
+    assert ahead.draws == (3, 2)
+    assert [group.problem.key for group in ahead.groups] == ["0/1/1", "0/1/2", "0/1/0", "1000003/1/1"]
+    assert [metrics for _, metrics in take_steps(other, state, 1)] == lines[1:]
 
 
 def test_a_checkpoint_of_another_staleness_begins_with_fresh_rollouts(tmp_path: Path) -> None:

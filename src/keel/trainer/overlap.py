@@ -30,11 +30,15 @@ GRACE_S = 5.0  # for the rollouts in flight where a run ends by an error
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What one step learns from: judged groups, what the task counted meanwhile, and which rewards failed."""
+    """What one step learns from: judged groups, what the task counted meanwhile, and which rewards failed.
+
+    `draws` are the numbers of problems that were drawn, by round.
+    """
 
     groups: list[Group]
     counts: Mapping[str, float]
     failures: Sequence[Failure] = ()
+    draws: Sequence[int] = ()
 
 
 class RolloutQueue:
