@@ -25,7 +25,7 @@ from keel.base.world import ALONE, World
 from keel.envs.judge import Failure
 from keel.rollout import Engine
 
-GRACE_S = 5.0  # for the rollouts in flight where a run ends by an error
+GRACE_S = 5.0  # for the rollouts in flight where a run ends
 
 
 @dataclass(frozen=True)
@@ -123,13 +123,20 @@ class RolloutQueue:
         with self._clock:
             return self._busy_s + (time.perf_counter() - self._busy_since if self._busy_since else 0.0)
 
-    def close(self) -> None:
-        """End the thread; rollouts that are still in flight have some seconds."""
+    def close(self) -> bool:
+        """End the thread; whether it has ended: what an engine cannot interrupt has some seconds, and then goes on."""
         self._drop(self._begun)
+        if self._thread is None:
+            return True
+        self._jobs.put(None)
+        self.engine.interrupt()
+        self._thread.join(GRACE_S)
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        """Wait for the end of the thread."""
         if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join(GRACE_S)
-            self._thread = None
+            self._thread.join()
 
     def _drop(self, after: int) -> None:
         for step, future in self._pending.items():
