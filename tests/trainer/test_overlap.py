@@ -119,6 +119,33 @@ def test_every_number_is_that_of_a_plain_loop_which_keeps_old_weights(staleness:
     assert all(line["staleness/mean"] == line["staleness/max"] for line in lines)
 
 
+class Silent(NativeEngine):
+    """Says no version, and counts its syncs."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        super().__init__(model, tokenizer, copy=True)
+        self.version, self.synced = None, list[int | None]()
+
+    def sync(self, policy: Any, version: int | None = None) -> None:
+        super().sync(policy)
+        self.synced.append(version)
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_samples_are_of_the_version_that_was_asked_for_and_each_is_sent_once(tmp_path: Path, staleness: int) -> None:
+    options = (f"rollout.max_staleness={staleness}", "rollout.engine=trainer.test_overlap:Silent")
+    run, state = make(*options)
+    ages = []
+    for later, metrics in take_steps(run, state, 3):
+        ages.append(metrics["staleness/max"])
+        folder = save_checkpoint(tmp_path, run, later)
+    assert ages == [float(min(step, staleness)) for step in range(3)]
+    assert run.engine.synced == [1, 2]  # type: ignore[attr-defined]
+    other, _ = make(*options, weights=folder)
+    list(take_steps(other, load_checkpoint(folder, other), 1))
+    assert other.engine.synced == [3]  # type: ignore[attr-defined]
+
+
 class Watched(Letters):
     """Letters that remember for which steps problems were drawn, and in which thread."""
 
@@ -255,7 +282,7 @@ def test_after_an_error_in_the_thread_the_engine_is_given_the_weights_anew() -> 
             raise ZeroDivisionError("in the sync")
         synced.append(version)
 
-    engine: Any = SimpleNamespace(sync=sync)
+    engine: Any = SimpleNamespace(sync=sync, interrupt=lambda: None)
     with closing(RolloutQueue(engine, policy, lambda attempt, step: Rollouts([], {}), list, max_staleness=2)) as queue:
         with pytest.raises(ZeroDivisionError):
             queue.take(0, 0, 7)
@@ -286,7 +313,7 @@ def drop_unevenly() -> None:
                 time.sleep(0.2)  # until the main thread holds what comes after
             return Rollouts([], {"steps": float(sum(apart.gather(step)))})
 
-        engine: Any = SimpleNamespace(sync=lambda model, version: None)
+        engine: Any = SimpleNamespace(sync=lambda model, version: None, interrupt=lambda: None)
         queue = RolloutQueue(engine, nn.Linear(1, 1), sample, list, max_staleness=2, world=world, thread_world=apart)
         with closing(queue):
             queue.begin_next(0, -1, 0)

@@ -349,7 +349,7 @@ def _queue(
     def sample(attempt: int, step: int) -> Rollouts:
         return replace(sample_rollouts(run, collector, world, attempt, step), failures=tuple(own.drain()))
 
-    return RolloutQueue(
+    queue = RolloutQueue(
         run.engine,
         run.policy.model,
         sample,
@@ -358,6 +358,8 @@ def _queue(
         world=run.world,
         thread_world=world,
     )
+    queue.restore({}, 0)  # the engine was built on the policy as it is
+    return queue
 
 
 def _check_ahead(config: Config, engine: Engine, loaded: LoadedModel, spread: bool) -> None:

@@ -227,9 +227,9 @@ def load_checkpoint(folder: Path, run: TrainingRun) -> State:
     set_rng_state(_load(trainer / RNG))
     state = State.from_dict(record["state"])
     run.optimizer.factor = state.lr_factor
-    if run.queue is not None:
-        run.queue.restore(load_pending(trainer, run, state))
     run.engine.sync(run.policy.model, state.policy_version)
+    if run.queue is not None:
+        run.queue.restore(load_pending(trainer, run, state), state.policy_version)
     return state
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -114,8 +114,9 @@ class RolloutQueue:
         wait(self._pending.values())
         self._pending, self._version, self._error, self._begun = {}, None, None, -1
 
-    def restore(self, rollouts: Mapping[int, Rollouts]) -> None:
-        """Go on with rollouts that were sampled before, by step."""
+    def restore(self, rollouts: Mapping[int, Rollouts], version: int) -> None:
+        """Go on with rollouts that were sampled before, by step, and an engine that has the weights of `version`."""
+        self._version = version
         self._pending = {step: _done(value) for step, value in rollouts.items()}
 
     def busy_s(self) -> float:
@@ -170,7 +171,8 @@ class RolloutQueue:
             for parameter, value in zip(_trained(self._twin), weights, strict=True):
                 parameter.data = value
             self.engine.sync(self._twin, version)
-        return self.sample(attempt, step)
+        rollouts = self.sample(attempt, step)
+        return replace(rollouts, groups=[_of_version(group, version) for group in rollouts.groups])
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -200,6 +202,10 @@ class RolloutQueue:
     def _rest(self) -> None:
         with self._clock:
             self._busy_s, self._busy_since = self._busy_s + time.perf_counter() - self._busy_since, 0.0
+
+
+def _of_version(group: Group, version: int) -> Group:
+    return replace(group, completions=tuple(replace(c, policy_version=version) for c in group.completions))
 
 
 def _done(rollouts: Rollouts) -> Future[Rollouts]:
